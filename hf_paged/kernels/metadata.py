@@ -1,0 +1,24 @@
+"""What an attention kernel has to know about one step: which tokens belong to which sequence, and where they lie."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class PagedMetadata(NamedTuple):
+    """One step's layout, on the device of the KV pool. R rows (sequences) bring T new tokens, packed row after row.
+
+    Row r's new tokens are the last ``query_start[r+1] - query_start[r]`` of the ``seq_lens[r]`` tokens that it may
+    see; token j of a sequence lies in block ``block_table[slots[r], j // block_size]`` at ``j % block_size``.
+    ``max_query_len`` and ``max_seq_len`` are upper bounds known on the host, so that no launch waits for the device.
+    """
+
+    query_start: torch.Tensor  # [R + 1] int32, cumulative count of new tokens
+    seq_lens: torch.Tensor  # [R] int32, tokens visible to the row's last new token (cached + new)
+    block_table: torch.Tensor  # [S, max_blocks] int32, one line a slot (S >= R); entries past the end are undefined
+    slots: torch.Tensor  # [R] int32, the row's line in block_table
+    slot_mapping: torch.Tensor  # [T] int64, block_id * block_size + offset of each new token; -1: do not write it
+    max_query_len: int
+    max_seq_len: int
