@@ -1,0 +1,78 @@
+"""Everything a user can set, in one frozen object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ATTENTION_BACKENDS = ("auto", "triton", "torch")
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class PagedConfig:
+    """How the paged engine runs. Immutable; `hf_paged.enable(model, config, **overrides)` replaces single fields.
+
+    Attributes:
+        block_size: tokens a KV block holds; a power of two, at least 16.
+        num_blocks: blocks in the KV pool, the null block counted. None: `PagedGenerator` takes the memory budget,
+            an enabled model starts small and grows on demand up to it.
+        gpu_memory_utilization: share of the GPU's memory, in (0, 1], that everything on it may use together.
+        max_num_seqs: sequences that run at the same time; the rest waits.
+        max_num_batched_tokens: tokens a step computes at most; longer prompts are computed in chunks.
+        max_model_len: longest sequence in tokens, prompt and output. None: what the model's positions allow.
+        enable_prefix_caching: keep full blocks of finished requests, and share equal prefixes.
+        enforce_eager: never capture CUDA graphs.
+        attention_backend: one of "auto", "triton", "torch".
+        kv_cache_dtype: "auto" (the model's dtype) or that dtype's name.
+        strict: raise `FallbackError` where a call would go to stock `generate`.
+        seed: base seed of calls that bring none. None: drawn from torch's default generator, call by call.
+        overlap: schedule step n + 1 while step n runs. None: on CUDA yes, on a CPU (where it gains nothing) no.
+
+    Raises:
+        ValueError: for a value outside these limits; the message names the field, the value and what is accepted.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    attention_backend: str = "auto"
+    kv_cache_dtype: str = "auto"
+    strict: bool = False
+    seed: int | None = None
+    overlap: bool | None = None
+
+    def __post_init__(self) -> None:
+        _require_int(self, "block_size", 16)
+        if self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size={self.block_size!r}: expected a power of two, at least 16")
+        _require_int(self, "max_num_seqs", 1)
+        _require_int(self, "max_num_batched_tokens", self.max_num_seqs)
+        _require_int(self, "num_blocks", 2, optional=True)
+        _require_int(self, "max_model_len", 1, optional=True)
+        _require_int(self, "seed", 0, optional=True)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected a number in (0, 1]")
+        _require_one_of(self, "attention_backend", ATTENTION_BACKENDS)
+        _require_one_of(self, "kv_cache_dtype", KV_CACHE_DTYPES)
+        for name in ("enable_prefix_caching", "enforce_eager", "strict"):
+            _require_one_of(self, name, (True, False))
+        _require_one_of(self, "overlap", (None, True, False))
+
+
+def _require_int(config: PagedConfig, name: str, least: int, *, optional: bool = False) -> None:
+    value = getattr(config, name)
+    if optional and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r}: expected {'None or ' if optional else ''}an integer of at least {least}")
+
+
+def _require_one_of(config: PagedConfig, name: str, accepted: tuple) -> None:
+    value = getattr(config, name)
+    if not any(value is a or (isinstance(a, str) and value == a) for a in accepted):
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, accepted))}")

@@ -1,0 +1,227 @@
+"""Batch generation around a model: prompts in, completions out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from hf_paged.config import PagedConfig
+from hf_paged.engine import Engine, Session
+from hf_paged.integration import patching
+from hf_paged.outputs import Completion, StepOutput
+from hf_paged.prompts import as_prompt_list
+from hf_paged.runner.sampler import derive_seed
+from hf_paged.settings import RequestSettings, settings_from_config
+
+PROGRESS_DELAY_S = 2.0
+
+
+class PagedGenerator:
+    """Generates for lists of prompts on the paged engine. The model it is built around is enabled while it is open.
+
+    Args:
+        model: a causal LM that `hf_paged.enable` accepts.
+        tokenizer: needed for text prompts and for `Completion.text`.
+        config: how to run; None: the defaults.
+        **overrides: single fields of `PagedConfig`.
+
+    Raises:
+        UnsupportedModelError: the model is not supported.
+        ValueError: the model is enabled already.
+    """
+
+    def __init__(self, model: torch.nn.Module, tokenizer: Any = None, config: PagedConfig | None = None,
+                 **overrides: Any) -> None:  # fmt: skip
+        if patching.is_enabled(model):
+            raise ValueError("model: it is enabled already; call hf_paged.disable(model) first, or use model.generate")
+        self.model = model
+        self.tokenizer = tokenizer
+        self._causal_lm: PreTrainedModel = patching.unwrap(model)
+        self.engine: Engine = patching.enable_with_engine(
+            self._causal_lm, patching.merged_config(config, overrides), tokenizer=tokenizer, owns_device=True
+        )
+
+    @classmethod
+    def from_pretrained(cls, path_or_id: str | os.PathLike, *, dtype: str | torch.dtype = "auto",
+                        device: str | torch.device | None = None, tensor_parallel_size: int = 1,
+                        config: PagedConfig | None = None, tokenizer: Any = None,
+                        **overrides: Any) -> PagedGenerator:  # fmt: skip
+        """Load model and tokenizer and build a generator around them.
+
+        Args:
+            path_or_id: a local checkpoint or a model id, as for transformers' `from_pretrained`.
+            dtype: of the weights; "auto": the checkpoint's.
+            device: None: the current CUDA device, else the CPU.
+            tensor_parallel_size: number of GPUs; only 1 so far.
+            tokenizer: None: the one beside the model, or none if there is none.
+            config, **overrides: as for `PagedGenerator`.
+
+        Raises:
+            ValueError: tensor_parallel_size other than 1.
+            OSError: transformers finds no model there.
+        """
+        if tensor_parallel_size != 1:
+            raise ValueError(f"tensor_parallel_size={tensor_parallel_size!r}: only 1 is supported so far")
+        settings = patching.merged_config(config, overrides)
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype).to(device).eval()
+        if tokenizer is None:
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(path_or_id, padding_side="left")
+            except (OSError, ValueError, KeyError):
+                tokenizer = None  # a checkpoint without a tokenizer takes token ids
+        return cls(model, tokenizer, settings)
+
+    # -- generation -------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Any = None, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
+                 use_tqdm: bool | None = None, **generate_kwargs: Any) -> Any:  # fmt: skip
+        """Complete every prompt.
+
+        Args:
+            prompts: str, list of str, token ids, list of lists of token ids, a chat (list of role/content dicts) or a
+                list of chats. Or none, and tensors ``input_ids=``, ``attention_mask=`` as for `model.generate`.
+            generation_config: one for all, or one per prompt. Merged as in stock generate: ``generate_kwargs`` over
+                it over `model.generation_config`.
+            seed: of the random numbers; one for the call, or one per prompt. None: the config's, else drawn from
+                torch's default generator.
+            use_tqdm: show progress. None: once the work takes longer than two seconds.
+            **generate_kwargs: fields of a `GenerationConfig`.
+
+        Returns:
+            One `Completion` per prompt, in order; with ``num_return_sequences=n``, n in a row per prompt. A tensor
+            where tensors came in, as from `model.generate`. A request that fails ends alone, with
+            ``finish_reason="error"``.
+
+        Raises:
+            ValueError, TypeError: naming the argument, the value and what is accepted; nothing is run then.
+            UnsupportedOptionError: an option that the paged engine does not carry out; `model.generate` does.
+            UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes).
+        """
+        if "input_ids" in generate_kwargs or isinstance(prompts, torch.Tensor):
+            return self._generate_tensor(prompts, generation_config, seed, generate_kwargs)
+        requests = self._requests(prompts, generation_config, seed, generate_kwargs)
+        completions: dict[int, Completion] = {}
+        with self.engine.session() as session, _Progress(len(requests), use_tqdm, self.engine) as progress:
+            for index, output in _drive(session, requests):
+                if output.completion is not None:
+                    completions[index] = output.completion
+                    progress.update(output.completion)
+        return [completions[i] for i in range(len(requests))]
+
+    def stream(self, prompts: Any, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
+               **generate_kwargs: Any) -> Iterator[tuple[int, StepOutput]]:  # fmt: skip
+        """Like `generate`, but yields (index of the completion, `StepOutput`) as tokens come.
+
+        Arguments are checked, and the requests made, before the first item is asked for. Closing the iterator ends
+        what is still running.
+        """
+        requests = self._requests(prompts, generation_config, seed, generate_kwargs)
+
+        def outputs() -> Iterator[tuple[int, StepOutput]]:
+            with self.engine.session(stream=True) as session:
+                yield from _drive(session, requests)
+
+        return outputs()
+
+    def close(self) -> None:
+        """Disable the model and free the KV pool; the model stays usable. Safe to call twice."""
+        if patching.is_enabled(self.model) and patching.get_engine(self.model) is self.engine:
+            patching.disable(self.model)
+
+    def __enter__(self) -> PagedGenerator:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _requests(self, prompts: Any, generation_config: Any, seed: Any,
+                  generate_kwargs: dict[str, Any]) -> list[_Request]:  # fmt: skip
+        """Check everything and settle everything, so that nothing runs if one argument is wrong."""
+        self.engine.check_runnable()
+        ids = [self.engine.check_prompt(p) for p in as_prompt_list(prompts, self.tokenizer)]
+        configs = _one_per_prompt("generation_config", generation_config, len(ids))
+        per_prompt = isinstance(seed, (list, tuple))
+        seeds = _one_per_prompt("seed", seed if per_prompt else self.engine.base_seed(seed), len(ids))
+        merged: dict[int, GenerationConfig] = {}
+        requests: list[_Request] = []
+        for prompt, config, own_seed in zip(ids, configs, seeds, strict=True):
+            if id(config) not in merged:
+                merged[id(config)] = self.engine.merge_config(config, generate_kwargs)
+            settings = settings_from_config(merged[id(config)], len(prompt))
+            copies = merged[id(config)].num_return_sequences or 1
+            if not isinstance(copies, int) or copies < 1 or (copies > 1 and not settings.do_sample):
+                raise ValueError(f"num_return_sequences={copies!r}: expected 1, or more with do_sample=True")
+            for copy in range(copies):
+                number = copy if per_prompt else len(requests)
+                requests.append(_Request(prompt, settings, derive_seed(self.engine.base_seed(own_seed), number)))
+        return requests
+
+    def _generate_tensor(self, prompts: Any, generation_config: Any, seed: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        if isinstance(prompts, torch.Tensor):
+            kwargs = {"input_ids": prompts, **kwargs}
+        elif prompts is not None:
+            raise ValueError("prompts: expected None where input_ids= is given")
+        if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+            raise TypeError("generation_config: expected one GenerationConfig for tensors")
+        if seed is not None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return self.model.generate(generation_config=generation_config, **kwargs)
+        return self.model.generate(generation_config=generation_config, **kwargs)
+
+
+class _Request:
+    """A checked prompt with its settings and its seed."""
+
+    def __init__(self, prompt: list[int], settings: RequestSettings, seed: int) -> None:
+        self.prompt, self.settings, self.seed = prompt, settings, seed
+
+
+def _drive(session: Session, requests: list[_Request]) -> Iterator[tuple[int, StepOutput]]:
+    index = {session.add(r.prompt, r.settings, seed=r.seed): i for i, r in enumerate(requests)}
+    while session.unfinished():
+        for output in session.advance():
+            yield index[output.request_id], output
+
+
+def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name}: a list of {len(value)} for {count} prompts; expected one, or one per prompt")
+    return list(value)
+
+
+class _Progress:
+    """A bar over completions with prefill and decode tokens per second."""
+
+    def __init__(self, total: int, show: bool | None, engine: Engine) -> None:
+        self._engine = engine
+        self._start = engine.stats()
+        delay = PROGRESS_DELAY_S if show is None else 0.0
+        self._bar = tqdm(total=total, desc="hf_paged", unit="req", disable=show is False, delay=delay)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()
+
+    def update(self, completion: Completion) -> None:
+        self._bar.update(1)
+        elapsed = self._bar.format_dict["elapsed"]
+        if not self._bar.disable and elapsed > 0:
+            now = self._engine.stats()
+            prefill = (now.num_prefill_tokens - self._start.num_prefill_tokens) / elapsed
+            decode = (now.num_generated_tokens - self._start.num_generated_tokens) / elapsed
+            self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)

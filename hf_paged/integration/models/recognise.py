@@ -1,0 +1,135 @@
+"""Does a packed step through an adapter compute what this model's own forward would? If not: why not.
+
+Looked up at every call, since hooks, wrappers, adapters and dtypes come and go while a model is enabled.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from hf_paged.integration.models.adapter import ModelAdapter
+
+# Methods of the causal LM that decide what stock generate feeds its forward.
+DECIDING_METHODS = ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# Packages whose linear and embedding layers work token by token, whatever the batch looks like.
+TOKENWISE_PACKAGES = ("torch.nn.", "peft.tuners.lora.", "transformers.integrations.", "bitsandbytes.nn.")
+COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def unsupported_reason(adapter: ModelAdapter) -> str | None:
+    """Why the model in `adapter` cannot run natively right now, or None if it can."""
+    checks = (_class_reason, _device_reason, _module_reason, _hook_reason, _dtype_reason, _dropout_reason)
+    return next((reason for check in checks if (reason := check(adapter)) is not None), None)
+
+
+def _class_reason(adapter: ModelAdapter) -> str | None:
+    model, stock = adapter.model, adapter.model_class
+    for name in DECIDING_METHODS:
+        if getattr(type(model), name, None) is not getattr(stock, name):
+            return f"{type(model).__name__}.{name} is not {stock.__name__}'s own"
+    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+        if name in model.__dict__:
+            return f"{name} is replaced on the instance (prompt learning?)"
+    if "forward" in model.__dict__:
+        return _wrapped_forward_reason(model)
+    return None
+
+
+def _wrapped_forward_reason(model: Any) -> str | None:
+    """accelerate's mixed-precision wrapper is known: it computes in its autocast dtype."""
+    contexts = _autocast_contexts(model.__dict__["forward"], type(model).forward)
+    if contexts is None:
+        return "forward is replaced on the instance by a wrapper that hf_paged does not know"
+    dtype = model.model.embed_tokens.weight.dtype
+    for context in contexts:
+        if context._enabled and context.fast_dtype != dtype:
+            return f"accelerate runs the forward in {context.fast_dtype} while the weights are {dtype}"
+    return None
+
+
+def _autocast_contexts(wrapper: Any, forward: Any) -> list[torch.autocast] | None:
+    """The autocast contexts met while unwrapping down to `forward`, or None where anything else wraps it."""
+    contexts: list[torch.autocast] = []
+    while (wrapper := getattr(wrapper, "__func__", wrapper)) is not forward:
+        if isinstance(wrapper, FunctionType) and wrapper.__code__.co_name == "decorate_autocast":
+            cells = [cell.cell_contents for cell in wrapper.__closure__ or ()]
+            contexts += [cell for cell in cells if isinstance(cell, torch.autocast)]
+        elif not type(wrapper).__module__.startswith("accelerate.") and not (
+            isinstance(wrapper, FunctionType) and wrapper.__module__.startswith("accelerate.")
+        ):
+            return None
+        wrapper = wrapper.__dict__.get("__wrapped__")
+    return contexts
+
+
+def _device_reason(adapter: ModelAdapter) -> str | None:
+    devices = getattr(adapter.model, "hf_device_map", None)
+    if devices and len(set(map(str, devices.values()))) > 1:
+        return f"hf_device_map spreads the model over {len(set(map(str, devices.values())))} devices"
+    found = set()
+    for name, parameter in adapter.model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            return "the parameters are partitioned by DeepSpeed"
+        if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
+            return f"parameter {name} is a DTensor"
+        if parameter.device.type == "meta":
+            return f"parameter {name} is on the meta device (offloaded?)"
+        found.add(parameter.device)
+    if len(found) > 1:
+        return f"the parameters are on several devices: {sorted(map(str, found))}"
+    return None
+
+
+def _module_reason(adapter: ModelAdapter) -> str | None:
+    for name, module, expected in adapter.own_modules():
+        if type(module) is not expected or type(module).forward is not expected.forward:
+            return f"{name} is a {type(module).__name__}, not {expected.__name__}"
+    for name, module in adapter.called_modules():
+        if not f"{type(module).__module__}.".startswith(TOKENWISE_PACKAGES):
+            return f"{name} is a {type(module).__module__}.{type(module).__name__}, which may look at batch rows"
+    for name, module in adapter.model.named_modules():
+        if name and "forward" in module.__dict__:
+            return f"the forward of {name} is replaced on the instance"
+    return None
+
+
+def _hook_reason(adapter: ModelAdapter) -> str | None:
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "global forward hooks are registered"
+    for name, module in adapter.model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{name or 'the model'} has a forward hook"
+        if nn.utils.parametrize.is_parametrized(module):
+            return f"{name} is parametrized"
+    return None
+
+
+def _dtype_reason(adapter: ModelAdapter) -> str | None:
+    spec = adapter.kv_spec()
+    if spec.dtype not in COMPUTE_DTYPES:
+        return f"weights of dtype {spec.dtype}"
+    norms = [(name, module) for name, module, _ in adapter.own_modules()]
+    for name, module in norms + list(adapter.called_modules()):
+        weight = getattr(getattr(module, "base_layer", module), "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dtype != spec.dtype:
+            return f"mixed dtypes: {name} is {weight.dtype}, the embedding {spec.dtype}"
+    device = spec.device.type
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != spec.dtype:
+        return f"autocast to {torch.get_autocast_dtype(device)} while the weights are {spec.dtype}"
+    return None
+
+
+def _dropout_reason(adapter: ModelAdapter) -> str | None:
+    for name, module in adapter.model.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            return f"{name} drops out in train mode"
+        if getattr(module, "attention_dropout", 0.0):
+            return f"{name} has attention dropout in train mode"
+    return None

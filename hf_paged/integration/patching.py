@@ -1,0 +1,168 @@
+"""Enabling a model: its class is swapped for a subclass whose `_sample` runs on the engine. Nothing else changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_paged.config import PagedConfig
+from hf_paged.engine import Engine
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.integration import generate
+from hf_paged.integration.models import ADAPTERS, find_adapter
+
+# The engine is not kept on the model: state_dict, pickles, copies and `vars(model)` stay stock's.
+_ENGINES: weakref.WeakKeyDictionary[PreTrainedModel, Engine] = weakref.WeakKeyDictionary()
+
+
+def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any) -> nn.Module:
+    """Make `model.generate` run on a paged KV cache. The weights, the object and its state_dict stay as they are.
+
+    Args:
+        model: a causal LM of a supported family, or a PeftModel, a torch.compile'd or a DDP-wrapped one around it.
+        config: how to run; None: the defaults.
+        **overrides: single fields of `PagedConfig`.
+
+    Returns:
+        `model` itself. A model that is enabled already gets a new engine if `config` or `overrides` are given.
+
+    Raises:
+        UnsupportedModelError (a TypeError): no supported causal LM is inside.
+        ValueError, TypeError: a field of the config, named.
+    """
+    causal_lm = unwrap(model)
+    settings = merged_config(config, overrides)
+    if causal_lm in _ENGINES:
+        if config is None and not overrides:
+            return model
+        disable(causal_lm)
+    enable_with_engine(causal_lm, settings)
+    return model
+
+
+def merged_config(config: PagedConfig | None, overrides: dict[str, Any]) -> PagedConfig:
+    """`overrides` over `config`; TypeError for a name that is no field."""
+    if config is not None and not isinstance(config, PagedConfig):
+        raise TypeError(f"config={config!r:.80}: expected a PagedConfig or None")
+    if unknown := set(overrides) - {field.name for field in dataclasses.fields(PagedConfig)}:
+        raise TypeError(f"{sorted(unknown)}: expected fields of PagedConfig")
+    return dataclasses.replace(config or PagedConfig(), **overrides)
+
+
+def enable_with_engine(causal_lm: PreTrainedModel, config: PagedConfig, **engine_options: Any) -> Engine:
+    """Swap the class of an unwrapped model and give it a new `Engine`."""
+    engine = Engine(causal_lm, config, **engine_options)
+    causal_lm.__class__ = _enabled_class(type(causal_lm))
+    _ENGINES[causal_lm] = engine
+    return engine
+
+
+def disable(model: nn.Module) -> nn.Module:
+    """Give back the stock object: its class, no trace of hf_paged. A model that is not enabled is left alone.
+
+    Raises:
+        RuntimeError: its class was swapped again after `enable` (FSDP2's `fully_shard` does that).
+        UnsupportedModelError: no causal LM is inside.
+    """
+    causal_lm = unwrap(model)
+    if causal_lm not in _ENGINES:
+        return model
+    if "_hf_paged_stock_class" not in type(causal_lm).__dict__:
+        raise RuntimeError(
+            f"disable: somebody made the model's class, {type(causal_lm).__name__}, from the enabled one; undo that "
+            "first (for FSDP2: disable before fully_shard)"
+        )
+    _ENGINES.pop(causal_lm).shutdown()
+    causal_lm.__class__ = type(causal_lm)._hf_paged_stock_class
+    return model
+
+
+def is_enabled(model: nn.Module) -> bool:
+    """True while `model`, or the causal LM inside it, is enabled."""
+    try:
+        return unwrap(model) in _ENGINES
+    except UnsupportedModelError:
+        return False
+
+
+def get_engine(model: nn.Module) -> Engine:
+    """The engine of an enabled model.
+
+    Raises:
+        ValueError: the model is not enabled.
+    """
+    causal_lm = unwrap(model)
+    if causal_lm not in _ENGINES:
+        raise ValueError(f"model={type(causal_lm).__name__}: expected a model that hf_paged.enable was called on")
+    return _ENGINES[causal_lm]
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The causal LM inside torch.compile's OptimizedModule, DDP and PEFT wrappers."""
+    inner = model
+    while True:
+        if isinstance(inner, torch._dynamo.OptimizedModule):
+            inner = inner._orig_mod
+        elif isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = inner.module
+        elif hasattr(inner, "get_base_model") and hasattr(inner, "peft_config"):
+            inner = inner.get_base_model()
+        else:
+            break
+    if not isinstance(inner, PreTrainedModel) or find_adapter(inner) is None:
+        supported = ", ".join(a.model_class.__name__ for a in ADAPTERS)
+        inside = "" if inner is model else f" (with a {type(inner).__name__} inside)"
+        raise UnsupportedModelError(
+            f"model={type(model).__name__}{inside}: expected one of {supported}, bare or wrapped"
+        )
+    return inner
+
+
+@functools.cache
+def _enabled_class(stock: type) -> type:
+    """The subclass that an enabled `stock` model becomes. Name and module stay: saved configs and look-ups use them."""
+    namespace: dict[str, Any] = {
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+        "_hf_paged_stock_class": stock,
+        "__reduce_ex__": _reduce_to_stock(stock),
+        "_sample": _native_sample(stock),
+    }
+    for method, what in (("_beam_search", "beam search"), ("_assisted_decoding", "assisted decoding")):
+        namespace[method] = _stock_method(getattr(stock, method), what)
+    return type(stock.__name__, (stock,), namespace)
+
+
+def _reduce_to_stock(stock: type) -> Callable:
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple:
+        """Pickles and copies are stock objects: they do not carry an engine."""
+        rebuild, args, *rest = stock.__reduce_ex__(self, protocol)
+        return rebuild, tuple(stock if a is type(self) else a for a in args), *rest
+
+    return __reduce_ex__
+
+
+def _native_sample(stock: Any) -> Callable:
+    @functools.wraps(stock._sample)  # generate reads the signature
+    def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return generate.sample(_ENGINES.get(self), functools.partial(stock._sample, self), self, *args, **kwargs)
+
+    return _sample
+
+
+def _stock_method(method: Callable, what: str) -> Callable:
+    @functools.wraps(method)
+    def fall_back(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (engine := _ENGINES.get(self)) is not None:
+            generate.announce_fallback(engine, f"{what} is not carried out by the paged engine")
+        return method(self, *args, **kwargs)
+
+    return fall_back

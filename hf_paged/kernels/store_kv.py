@@ -1,0 +1,130 @@
+"""Write the new tokens' keys and values into the paged cache."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+
+
+def store_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Copy token t's key and value to slot ``slot_mapping[t]`` of the caches, in place.
+
+    Args:
+        key, value: ``[T, Hkv, D]``, the caches' dtype; the first two dims may be strided, the last is contiguous.
+        k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]``, contiguous; slot s is ``[s // block_size, s % block_size]``.
+        slot_mapping: ``[T]`` int64; -1 writes nothing. Two tokens with one slot: either may win.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that are not as above. Slots are not checked: that would wait for the device.
+    """
+    _check(key, value, k_cache, v_cache, slot_mapping)
+    if key.is_cuda:
+        store_kv_triton(key, value, k_cache, v_cache, slot_mapping)
+    else:
+        store_kv_reference(key, value, k_cache, v_cache, slot_mapping)
+
+
+def store_kv_reference(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """:func:`store_kv` in plain torch."""
+    if bool((slot_mapping < 0).any()):
+        kept = (slot_mapping >= 0).nonzero().view(-1)
+        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
+    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slot_mapping, key)
+    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, value)
+
+
+@jit
+def _store_kv_kernel(
+    key,
+    value,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        inside = column < WIDTH
+        head, lane = column // HEAD_DIM, column % HEAD_DIM
+        k = tl.load(key + token * k_stride_t + head * k_stride_h + lane, mask=inside)
+        v = tl.load(value + token * v_stride_t + head * v_stride_h + lane, mask=inside)
+        # slot is int64: a cache may hold more than 2**31 elements.
+        tl.store(k_cache + slot * WIDTH + column, k, mask=inside)
+        tl.store(v_cache + slot * WIDTH + column, v, mask=inside)
+
+
+def store_kv_triton(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """:func:`store_kv` as one Triton launch, a program per token and up to 1,024 elements of its key and value."""
+    require_triton()
+    num_tokens, num_kv_heads, head_dim = key.shape
+    if num_tokens == 0:
+        return
+    width = num_kv_heads * head_dim
+    tile = min(1024, triton.next_power_of_2(width))
+    with on_device_of(key):
+        _store_kv_kernel[(num_tokens, triton.cdiv(width, tile))](
+            key,
+            value,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            WIDTH=width,
+            HEAD_DIM=head_dim,
+            TILE=tile,
+            num_warps=4,
+        )
+
+
+def _check(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    if not key.shape == value.shape == (slot_mapping.numel(), *k_cache.shape[2:]) or k_cache.shape != v_cache.shape:
+        raise ValueError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [T, Hkv, D] for {slot_mapping.numel()} slots and "
+            f"caches [num_blocks, block_size, Hkv, D], got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    if not key.dtype == value.dtype == k_cache.dtype == v_cache.dtype:
+        raise ValueError(
+            f"key, value and caches must share a dtype, got {key.dtype}, {value.dtype}, {k_cache.dtype}, {v_cache.dtype}"
+        )
+    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
+        raise ValueError(f"slot_mapping must be [T] int64, got {tuple(slot_mapping.shape)} {slot_mapping.dtype}")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("k_cache and v_cache must be contiguous")
+    if key.stride(-1) != 1 or value.stride(-1) != 1:
+        raise ValueError(f"the last dim of key and value must be contiguous, got strides {key.stride()}, {value.stride()}")

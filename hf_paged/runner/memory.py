@@ -1,0 +1,86 @@
+"""How many KV blocks there is room for: by a real warm-up pass where the device is ours, by arithmetic where not."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_paged.config import PagedConfig
+from hf_paged.integration.models import KVSpec, ModelAdapter
+from hf_paged.runner.model_runner import ModelRunner
+from hf_paged.runner.request_state import SlotParameters
+from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
+
+# On a CPU there is no budget to read off the device: the pool may take this much, and takes it page by page.
+CPU_KV_CACHE_BYTES = 1 << 30
+
+
+def shared_num_blocks(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, max_model_len: int, *,
+                      held_blocks: int) -> int:  # fmt: skip
+    """Most blocks that an enabled model's pool may have, of which it holds `held_blocks` now. Allocates nothing.
+
+    On CUDA: total * gpu_memory_utilization - what is in use besides the pool - an upper bound of one step, where
+    memory that torch has cached but does not use counts as free. On a CPU: `CPU_KV_CACHE_BYTES`.
+    """
+    if spec.device.type != "cuda":
+        return _cpu_num_blocks(spec, config, max_model_len)
+    free, total = torch.cuda.mem_get_info(spec.device)
+    free += torch.cuda.memory_reserved(spec.device) - torch.cuda.memory_allocated(spec.device)
+    available = free - total * (1.0 - config.gpu_memory_utilization)
+    available -= adapter.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
+    extra = max(0, int(available) // spec.block_bytes(config.block_size))
+    return max(2, min(held_blocks + extra, _most_useful(config, max_model_len)))
+
+
+def owned_num_blocks(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
+    """Blocks for a `PagedGenerator`: total * gpu_memory_utilization - in use - (peak - current) of the largest step.
+
+    Raises:
+        RuntimeError: not even two blocks are left.
+    """
+    if spec.device.type != "cuda":
+        return _cpu_num_blocks(spec, config, max_model_len)
+    step_bytes = _warm_up(adapter, spec, config, max_model_len)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(spec.device)
+    available = free - total * (1.0 - config.gpu_memory_utilization) - step_bytes
+    num_blocks = int(available) // spec.block_bytes(config.block_size)
+    if num_blocks < 2:
+        raise RuntimeError(
+            f"gpu_memory_utilization={config.gpu_memory_utilization}: of {total / 2**30:.1f} GiB, {free / 2**30:.1f} "
+            f"are free and a step takes {step_bytes / 2**30:.1f}; nothing is left for the KV pool"
+        )
+    return min(num_blocks, _most_useful(config, max_model_len))
+
+
+def _warm_up(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
+    """Run the largest step on a throw-away pool; returns the bytes it took at its peak beyond what stays."""
+    length = max(1, min(config.max_num_batched_tokens // config.max_num_seqs, max_model_len - 1))
+    num_blocks = config.max_num_seqs * -(-(length + 1) // config.block_size) + 1
+    scheduler = Scheduler(SchedulerConfig(
+        block_size=config.block_size, num_blocks=num_blocks, max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=max_model_len,
+        enable_prefix_caching=False,
+    ))  # fmt: skip
+    for i in range(config.max_num_seqs):
+        scheduler.add(Sequence(f"warm-up-{i}", [0] * length, max_new_tokens=1))
+    plan = scheduler.schedule()
+    assert plan is not None
+    runner = ModelRunner(adapter, spec, block_size=config.block_size, num_blocks=num_blocks,
+                         max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
+                         attention_backend=config.attention_backend)  # fmt: skip
+    # Every option of the sampler at once: its sorts are the largest thing in memory besides the logits.
+    parameters = SlotParameters(True, 0.7, 50, 0.9, 0.05, 0, 0, ())
+    torch.cuda.synchronize(spec.device)
+    torch.cuda.reset_peak_memory_stats(spec.device)
+    before = torch.cuda.memory_allocated(spec.device)
+    runner.launch(plan, [parameters] * len(plan.admitted)).wait()
+    return torch.cuda.max_memory_allocated(spec.device) - before
+
+
+def _cpu_num_blocks(spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
+    return max(2, min(CPU_KV_CACHE_BYTES // spec.block_bytes(config.block_size), _most_useful(config, max_model_len)))
+
+
+def _most_useful(config: PagedConfig, max_model_len: int) -> int:
+    """Blocks beyond which even `max_num_seqs` sequences of full length leave some free, and the null block."""
+    return config.max_num_seqs * -(-max_model_len // config.block_size) + 1

@@ -1,0 +1,140 @@
+"""What the device knows of every running sequence: one line (slot) each in persistent tensors.
+
+The host sends a sequence once, when it gets its slot, and from then on only new block-table entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hf_paged.runner.sampler import SamplingRows
+
+FIRST_TOKEN_CAPACITY = 2048
+
+
+@dataclass(frozen=True)
+class SlotParameters:
+    """Sampling settings of one request, as the device keeps them (see `SamplingRows`)."""
+
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    min_length: int
+    eos_token_ids: tuple[int, ...]
+
+
+class RequestState:
+    """Persistent tensors of S slots: token history, block table, sampling parameters.
+
+    ``tokens`` [S, capacity] int32 grows by doubling up to ``max_model_len``; ``block_table`` [S, max_blocks] int32.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.device = device
+        self.max_model_len = max_model_len
+        self.num_slots = num_slots
+        max_blocks = -(-max_model_len // block_size)
+        self.tokens = torch.zeros(num_slots, min(FIRST_TOKEN_CAPACITY, max_model_len), dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)
+        self._floats = torch.zeros(num_slots, 3, dtype=torch.float32, device=device)  # temperature, top_p, min_p
+        self._ints = torch.zeros(num_slots, 4, dtype=torch.int64, device=device)  # seed, top_k, min_length, do_sample
+        self._eos = torch.full((num_slots, 1), -1, dtype=torch.int64, device=device)
+        # The host's copy, to know without asking the device which parts of the sampler a step needs.
+        self._host_do_sample = np.zeros(num_slots, dtype=bool)
+        self._host_top_k = np.zeros(num_slots, dtype=np.int64)
+        self._host_top_p = np.zeros(num_slots, dtype=bool)
+        self._host_min_p = np.zeros(num_slots, dtype=bool)
+        self._host_min_length = np.zeros(num_slots, dtype=np.int64)
+
+    def admit(self, slots: list[int], tokens: list[list[int]], tables: list[list[int]], parameters: list) -> None:
+        """Write whole lines: known tokens, block table and `SlotParameters` of sequences that got a slot."""
+        self._reserve_tokens(max(len(t) for t in tokens))
+        index = self._upload(np.array(slots, dtype=np.int64))
+        self.tokens[index, : max(len(t) for t in tokens)] = self._upload(_pad(tokens))
+        self.block_table[index, : max(len(t) for t in tables)] = self._upload(_pad(tables))
+        floats = [(p.temperature, p.top_p, p.min_p) for p in parameters]
+        ints = [(p.seed, p.top_k, p.min_length, int(p.do_sample)) for p in parameters]
+        self._floats[index] = self._upload(np.array(floats, dtype=np.float32))
+        self._ints[index] = self._upload(np.array(ints, dtype=np.int64))
+        widest = max(len(p.eos_token_ids) for p in parameters)
+        if widest > self._eos.shape[1]:
+            self._eos = torch.nn.functional.pad(self._eos, (0, widest - self._eos.shape[1]), value=-1)
+        eos = np.full((len(slots), self._eos.shape[1]), -1, dtype=np.int64)
+        for row, p in enumerate(parameters):
+            eos[row, : len(p.eos_token_ids)] = p.eos_token_ids
+        self._eos[index] = self._upload(eos)
+        for slot, p in zip(slots, parameters, strict=True):
+            self._host_do_sample[slot] = p.do_sample
+            self._host_top_k[slot] = p.top_k
+            self._host_top_p[slot] = p.top_p < 1.0
+            self._host_min_p[slot] = p.min_p > 0.0
+            self._host_min_length[slot] = p.min_length
+
+    def update_blocks(self, slots: np.ndarray, columns: np.ndarray, block_ids: np.ndarray) -> None:
+        """Write new block-table entries of running sequences."""
+        if len(slots):
+            packed = self._upload(np.stack([slots, columns, block_ids]).astype(np.int64))
+            self.block_table[packed[0], packed[1]] = packed[2].to(torch.int32)
+
+    def append(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, longest: int) -> None:
+        """Write sampled ``tokens`` [R] at ``positions`` [R] of ``slots`` [R]; ``longest`` bounds positions + 1."""
+        self._reserve_tokens(longest)
+        # An invalid row (-1) ends at commit; its stand-in must still be a real token for a step that overlaps.
+        self.tokens[slots, positions] = tokens.clamp(min=0).to(torch.int32)
+
+    def sampling_rows(self, host_slots: np.ndarray, slots: torch.Tensor, positions: torch.Tensor,
+                      host_positions: np.ndarray) -> SamplingRows:  # fmt: skip
+        """The sampler's view of the rows at ``slots`` [R] that draw the tokens at ``positions`` [R]."""
+        sampled = self._host_do_sample[host_slots]
+        floats, ints = self._floats[slots], self._ints[slots]
+        return SamplingRows(
+            do_sample=ints[:, 3].bool(),
+            temperature=floats[:, 0],
+            top_k=ints[:, 1],
+            top_p=floats[:, 1],
+            min_p=floats[:, 2],
+            seed=ints[:, 0],
+            position=positions,
+            min_length=ints[:, 2],
+            eos=self._eos[slots],
+            any_sample=bool(sampled.any()),
+            max_top_k=int((self._host_top_k[host_slots] * sampled).max(initial=0)),
+            any_top_p=bool((self._host_top_p[host_slots] & sampled).any()),
+            any_min_p=bool((self._host_min_p[host_slots] & sampled).any()),
+            any_min_length=bool((host_positions < self._host_min_length[host_slots]).any()),
+        )
+
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.tokens, self.block_table, self._floats, self._ints))
+
+    def _reserve_tokens(self, length: int) -> None:
+        capacity = self.tokens.shape[1]
+        if length > capacity:
+            capacity = min(max(2 * capacity, length), self.max_model_len)
+            grown = torch.zeros(self.num_slots, capacity, dtype=torch.int32, device=self.device)
+            grown[:, : self.tokens.shape[1]] = self.tokens
+            self.tokens = grown
+
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        return upload(array, self.device)
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy a host array to the device without waiting for it (through pinned memory on CUDA)."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def _pad(rows: list[list[int]]) -> np.ndarray:
+    padded = np.zeros((len(rows), max(len(r) for r in rows)), dtype=np.int32)
+    for line, row in zip(padded, rows, strict=True):
+        line[: len(row)] = row
+    return padded

@@ -1,0 +1,20 @@
+"""Which sequences run, how many tokens each, in which cache blocks. Pure Python and numpy, nothing else of ours."""
+
+from hf_paged.scheduler.block_pool import BlockPool, FreeQueue, KVBlock
+from hf_paged.scheduler.kv_cache_manager import KVCacheManager
+from hf_paged.scheduler.plan import CommitResult, SchedulerConfig, StepPlan
+from hf_paged.scheduler.scheduler import Scheduler
+from hf_paged.scheduler.sequence import Sequence, Status
+
+__all__ = [
+    "BlockPool",
+    "CommitResult",
+    "FreeQueue",
+    "KVBlock",
+    "KVCacheManager",
+    "Scheduler",
+    "SchedulerConfig",
+    "Sequence",
+    "Status",
+    "StepPlan",
+]

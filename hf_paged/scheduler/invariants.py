@@ -1,0 +1,91 @@
+"""What always holds between two calls of a scheduler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from hf_paged.scheduler.block_pool import NULL_BLOCK_ID, BlockPool
+from hf_paged.scheduler.sequence import Status
+
+if TYPE_CHECKING:
+    from hf_paged.scheduler.request_book import RequestBook
+
+
+def check_pool(pool: BlockPool, uses: Counter[int]) -> None:
+    """Reference counts are `uses`; the queue holds exactly the unused blocks; the map exactly the published ones."""
+    queued = [block.block_id for block in pool.free_queue]
+    assert len(queued) == len(set(queued)) == pool.num_free
+    assert NULL_BLOCK_ID not in queued
+    assert not uses[NULL_BLOCK_ID]
+    assert set(queued) == {block.block_id for block in pool.blocks[1:] if block.ref_count == 0}
+    for block in pool.blocks:
+        assert block.ref_count == uses[block.block_id], f"{block} has {uses[block.block_id]} users"
+        assert (block.digest is not None) == (block.block_id in pool.cached.get(block.digest or b"", {})), block
+    contents: dict[int, tuple[int, bytes]] = {}
+    for digest, same in pool.cached.items():
+        assert same, "an empty entry stays in the map"
+        for block_id, block in same.items():
+            assert pool.blocks[block_id] is block
+            assert block.digest == digest
+            assert contents.setdefault(block.prefix_id, (block.parent_id, block.content)) == (
+                block.parent_id,
+                block.content,
+            ), f"two contents share prefix {block.prefix_id}"
+    if not pool.enable_caching:
+        assert not pool.cached
+
+
+def check(scheduler: RequestBook) -> None:
+    """Pool, slots, queues and sequences agree. Raises AssertionError."""
+    table, manager = scheduler._table, scheduler.kv_cache_manager
+    size = scheduler.config.block_size
+    tenants = table.tenants()
+    check_pool(manager.block_pool, Counter(block_id for seq in tenants for block_id in seq.block_table))
+    assert len(tenants) + table.num_free_slots == scheduler.config.max_num_seqs
+
+    named = Counter(seq.request_id for plan in scheduler._in_flight for seq in plan.sequences)
+    for slot, seq in enumerate(table.sequences):
+        if seq is None:
+            assert not table.decoding[slot]
+            assert not table.draining[slot]
+            assert not table.in_flight[slot]
+            continue
+        assert seq.slot == slot
+        assert len(set(seq.block_table)) == len(seq.block_table)
+        assert (seq.status is Status.FINISHED) == bool(table.draining[slot])
+        assert table.capacity[slot] == len(seq.block_table) * size
+        assert table.scheduled[slot] <= max(table.capacity[slot], table.target[slot])
+        assert table.known[slot] <= table.limit[slot]
+        assert table.scheduled[slot] < table.limit[slot]
+        assert seq.num_published <= len(seq.block_table)
+        if seq.status is Status.FINISHED:
+            assert table.in_flight[slot], "a finished sequence keeps its slot without need"
+            assert not table.decoding[slot]
+            continue
+        assert table.in_flight[slot] == named[seq.request_id]
+        assert seq.num_tokens < table.limit[slot]
+        assert table.decoding[slot] <= (table.scheduled[slot] >= table.target[slot])
+        assert (seq is scheduler._partial) == bool(table.scheduled[slot] < table.target[slot])
+        for i, block_id in enumerate(seq.block_table):
+            block = manager.block_pool.blocks[block_id]
+            # A block that others use, or may come to use, holds only what is written for good.
+            assert block.ref_count == 1 or i < seq.num_published
+            assert block.digest is None or i < seq.num_published
+
+    waiting = 0
+    for request_id, seq in scheduler._requests.items():
+        assert seq.request_id == request_id
+        assert seq.status is not Status.FINISHED
+        if seq.status is Status.WAITING:
+            waiting += 1
+            assert seq.slot == -1
+            assert not seq.block_table
+            assert not seq.num_published
+            assert seq.num_computed_tokens == 0
+            assert seq.num_in_flight == named[seq.request_id]
+        else:
+            assert table.sequences[seq.slot] is seq
+    assert waiting == scheduler.num_waiting
+    if not scheduler._in_flight and not scheduler._requests:
+        assert scheduler.num_free_blocks == scheduler.num_blocks - 1

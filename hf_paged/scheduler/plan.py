@@ -1,0 +1,105 @@
+"""What goes into a scheduler and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_paged.scheduler.block_pool import KVBlock
+from hf_paged.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Sizes of a scheduler.
+
+    Args:
+        block_size: Tokens per cache block, a power of two.
+        num_blocks: Blocks in the pool at the start, the null block included.
+        max_num_seqs: Sequences that run at once, and the number of slots.
+        max_num_batched_tokens: Tokens computed in one step, at least max_num_seqs so that no decode waits.
+        max_model_len: Tokens a sequence may reach, prompt and output together.
+
+    Raises:
+        ValueError: A size is out of range.
+    """
+
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size is {self.block_size}; a power of two is needed")
+        if self.num_blocks < 2:
+            raise ValueError(f"num_blocks is {self.num_blocks}; at least 2 are needed, since block 0 is never used")
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs is {self.max_num_seqs}; at least 1 is needed")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; at least max_num_seqs "
+                f"({self.max_num_seqs}) is needed, or running sequences would have to wait"
+            )
+        if self.max_model_len < 2:
+            raise ValueError(f"max_model_len is {self.max_model_len}; at least 2 (a prompt token, an output token)")
+
+
+class BlockUpdates(NamedTuple):
+    """New block-table entries of sequences that ran before this step: three int32 arrays of one length."""
+
+    slots: np.ndarray
+    columns: np.ndarray
+    block_ids: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """One step over R rows, decode rows first. Arrays are [R] and int32 unless said otherwise.
+
+    Attributes:
+        sequences: The sequence of each row.
+        slots: Its slot.
+        num_new_tokens: Tokens to compute, 1 for a decode row.
+        start: Position of the first of them.
+        write_from: Positions below it are computed but not written: their block is cached and may be shared.
+        samples: bool; a successor of the row's last token is sampled.
+        num_decode_rows: How many leading rows take their input token from the step before.
+        admitted: Sequences that got their slot in this step: everything about them is new to the runner.
+        block_updates: New block-table entries of the other rows.
+        tenancy: int64; tells the slot's tenant from a later one.
+        published: Blocks put into the prefix cache on the promise that this step computes them.
+    """
+
+    sequences: list[Sequence]
+    slots: np.ndarray
+    num_new_tokens: np.ndarray
+    start: np.ndarray
+    write_from: np.ndarray
+    samples: np.ndarray
+    num_decode_rows: int
+    admitted: list[Sequence]
+    block_updates: BlockUpdates
+    tenancy: np.ndarray
+    published: list[KVBlock]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return int(self.num_new_tokens.sum())
+
+
+class CommitResult(NamedTuple):
+    """What a commit did.
+
+    Attributes:
+        accepted: Rows, ascending, whose sampled token was appended to its sequence.
+        finished: Sequences that this commit ended.
+    """
+
+    accepted: np.ndarray
+    finished: list[Sequence]

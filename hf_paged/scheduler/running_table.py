@@ -1,0 +1,96 @@
+"""Running sequences as arrays indexed by slot, so that a decode step over all of them is a few numpy calls."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_paged.scheduler.sequence import Sequence, Status
+
+FIRST_COLUMNS = 256
+
+
+class RunningTable:
+    """State of the sequences that hold a slot.
+
+    Attributes, all indexed by slot:
+        sequences: The tenant, or None.
+        scheduled: Tokens whose KV is computed or will be by a scheduled step; also the next position to compute.
+        known: Prompt and committed output tokens.
+        target: Tokens known at admission: below it the sequence is in prefill.
+        capacity: Tokens its blocks hold.
+        limit: Tokens at which it ends, whatever they are.
+        decoding: Takes part in the next decode: prefill done, end not reached by what is in flight, not finished.
+        draining: Finished, but a plan in flight still names it.
+        in_flight: Uncommitted plans that name it.
+        tenancy: Goes up whenever the slot changes hands.
+        eos: [slots, k] ids that end it, padded with -1.
+        tokens: [slots, columns] its known tokens; columns double when needed.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.sequences: list[Sequence | None] = [None] * num_slots
+        self.scheduled = np.zeros(num_slots, np.int32)
+        self.known = np.zeros(num_slots, np.int32)
+        self.target = np.zeros(num_slots, np.int32)
+        self.capacity = np.zeros(num_slots, np.int32)
+        self.limit = np.zeros(num_slots, np.int32)
+        self.decoding = np.zeros(num_slots, bool)
+        self.draining = np.zeros(num_slots, bool)
+        self.in_flight = np.zeros(num_slots, np.int32)
+        self.tenancy = np.zeros(num_slots, np.int64)
+        self.eos = np.full((num_slots, 1), -1, np.int32)
+        self.tokens = np.zeros((num_slots, FIRST_COLUMNS), np.int32)
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free)
+
+    def tenants(self) -> list[Sequence]:
+        """Sequences that hold a slot, finished ones that drain included."""
+        return [seq for seq in self.sequences if seq is not None]
+
+    def settle(self, seq: Sequence, scheduled: int, capacity: int, limit: int) -> int:
+        """Give a sequence a slot; `scheduled` of its tokens need no computing. Returns the slot."""
+        token_ids = seq.token_ids
+        slot = self._free.pop()
+        self.ensure_columns(len(token_ids))
+        self.tokens[slot, : len(token_ids)] = token_ids
+        self.scheduled[slot] = scheduled
+        self.known[slot] = self.target[slot] = len(token_ids)
+        self.capacity[slot] = capacity
+        self.limit[slot] = limit
+        extra = len(seq.eos_token_ids) - self.eos.shape[1]
+        if extra > 0:
+            self.eos = np.pad(self.eos, ((0, 0), (0, extra)), constant_values=-1)
+        self.eos[slot] = -1
+        self.eos[slot, : len(seq.eos_token_ids)] = seq.eos_token_ids
+        self.tenancy[slot] += 1
+        self.sequences[slot] = seq
+        seq.attach(self, slot)
+        seq.status = Status.RUNNING
+        return slot
+
+    def vacate(self, slot: int) -> None:
+        """Free the slot; its sequence must have taken its tokens back."""
+        seq = self.sequences[slot]
+        assert seq is not None
+        seq.slot = -1
+        self.sequences[slot] = None
+        self.decoding[slot] = self.draining[slot] = False
+        self.in_flight[slot] = 0
+        self.tenancy[slot] += 1
+        self._free.append(slot)
+
+    def read_tokens(self, slot: int, first: int) -> list[int]:
+        """Known tokens of a slot from position `first` on."""
+        tokens: list[int] = self.tokens[slot, first : self.known[slot]].tolist()
+        return tokens
+
+    def ensure_columns(self, num_tokens: int) -> None:
+        """Make room for this many tokens a slot."""
+        columns = self.tokens.shape[1]
+        if num_tokens > columns:
+            while columns < num_tokens:
+                columns *= 2
+            self.tokens = np.pad(self.tokens, ((0, 0), (0, columns - self.tokens.shape[1])))

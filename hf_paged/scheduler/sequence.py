@@ -1,0 +1,174 @@
+"""One request as the scheduler sees it: token ids, limits, blocks and where it stands."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from hf_paged.scheduler.block_pool import ROOT_DIGEST, ROOT_PREFIX_ID
+
+if TYPE_CHECKING:
+    from hf_paged.scheduler.running_table import RunningTable
+
+
+class Status(enum.IntEnum):
+    """Where a sequence stands. A preempted sequence is WAITING again."""
+
+    WAITING = 0
+    RUNNING = 1
+    FINISHED = 2
+
+
+class Sequence:
+    """A prompt and what has been generated after it.
+
+    Args:
+        request_id: Unique among the unfinished requests of a scheduler.
+        prompt_token_ids: At least one token id, each below 2**31.
+        max_new_tokens: Generated tokens after which the sequence ends with ``"length"``.
+        eos_token_ids: Tokens that end the sequence with ``"eos"`` (the token itself is kept).
+        priority: Lower goes first; ties go by arrival.
+        cache_key: Extra bytes (adapter, salt) under which the prefix cache keeps its blocks.
+        read_cache: False computes every prompt token (prompt logprobs need them) yet still fills the cache.
+
+    Raises:
+        ValueError: Empty prompt or ``max_new_tokens < 1``.
+    """
+
+    __slots__ = (
+        "_num_computed",
+        "_output",
+        "_prompt",
+        "_table",
+        "arrival",
+        "block_hashes",
+        "block_table",
+        "cache_key",
+        "eos_token_ids",
+        "finish_reason",
+        "max_new_tokens",
+        "num_cached_tokens",
+        "num_in_flight",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_published",
+        "prefix_digest",
+        "prefix_id",
+        "priority",
+        "read_cache",
+        "request_id",
+        "slot",
+        "status",
+        "was_admitted",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        *,
+        max_new_tokens: int,
+        eos_token_ids: tuple[int, ...] = (),
+        priority: int = 0,
+        cache_key: bytes = b"",
+        read_cache: bool = True,
+    ) -> None:
+        if not prompt_token_ids:
+            raise ValueError(f"request {request_id!r}: prompt_token_ids is empty; at least one token is needed")
+        if max_new_tokens < 1:
+            raise ValueError(f"request {request_id!r}: max_new_tokens is {max_new_tokens}; at least 1 is needed")
+        self.request_id = request_id
+        self.priority = priority
+        self.arrival = -1
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_new_tokens = max_new_tokens
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.cache_key = cache_key
+        self.read_cache = read_cache
+
+        self.status = Status.WAITING
+        self.finish_reason: str | None = None
+        self.slot = -1
+        self.block_table: list[int] = []
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+
+        # The scheduler's own book-keeping from here on.
+        self.was_admitted = False
+        self.num_in_flight = 0  # uncommitted plans that still name this sequence after it was preempted
+        self.num_published = 0  # leading blocks of the table that are in the prefix cache
+        self.prefix_id = ROOT_PREFIX_ID  # of the last published block
+        self.prefix_digest = ROOT_DIGEST
+        self.block_hashes: list[tuple[bytes, bytes]] = []  # (content, digest) of leading full blocks, while waiting
+        self._prompt = list(prompt_token_ids)
+        self._output: list[int] = []
+        self._num_computed = 0
+        self._table: RunningTable | None = None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Sort key: the lowest is admitted first, the highest is preempted first."""
+        return (self.priority, self.arrival)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and committed output tokens."""
+        if self._table is not None:
+            return int(self._table.known[self.slot])
+        return self.num_prompt_tokens + len(self._output)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Leading tokens whose KV is in the cache or in a step already scheduled."""
+        if self._table is not None:
+            return int(self._table.scheduled[self.slot])
+        return self._num_computed
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return list(self._prompt)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Committed output, a fresh list."""
+        if self._table is not None:
+            return self._table.read_tokens(self.slot, self.num_prompt_tokens)
+        return list(self._output)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and committed output, a fresh list."""
+        return self._prompt + self.output_token_ids
+
+    def append(self, token: int) -> None:
+        """Add an output token while the sequence is not in the running table."""
+        assert self._table is None
+        self._output.append(token)
+
+    def reached_end(self, max_model_len: int) -> str | None:
+        """The reason for which the committed output ends here, if it does."""
+        output = self.output_token_ids
+        if output and output[-1] in self.eos_token_ids:
+            return "eos"
+        if len(output) >= self.max_new_tokens or self.num_prompt_tokens + len(output) >= max_model_len:
+            return "length"
+        return None
+
+    def attach(self, table: RunningTable, slot: int) -> None:
+        """From now on the running table holds the output and the lengths."""
+        self.slot = slot
+        self._table = table
+
+    def detach(self, num_computed: int) -> None:
+        """Take the output back from the running table; the slot is given up separately."""
+        if self._table is not None:
+            self._output = self.output_token_ids
+            self._table = None
+        self._num_computed = num_computed
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.request_id!r}, {self.status.name}, slot={self.slot}, num_tokens={self.num_tokens})"

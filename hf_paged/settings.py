@@ -1,0 +1,163 @@
+"""From a transformers `GenerationConfig` to what one request of the engine needs, and what it cannot do natively.
+
+`NATIVE`, `INERT` and `FALLBACK` are the single source of both decisions and of the table in docs/options.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from hf_paged.errors import UnsupportedOptionError
+
+# Options that the engine carries out itself.
+NATIVE = (
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "min_new_tokens",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "eos_token_id",
+    "pad_token_id",
+    "num_return_sequences",
+)
+
+# Options that change nothing in greedy search or sampling, whatever their value.
+INERT = (
+    "bos_token_id",
+    "decoder_start_token_id",
+    "early_stopping",
+    "length_penalty",
+    "low_memory",
+    "max_cache_len",
+    "cache_config",
+    "disable_compile",
+    "continuous_batching_config",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "max_matching_ngram_size",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "assistant_ensemble_weight",
+    "speculation_type",
+    "transformers_version",
+)
+
+# Options with the values that leave the output alone; any other value needs stock generate.
+FALLBACK: dict[str, tuple] = {
+    "use_cache": (None, True),
+    "cache_implementation": (None, "dynamic"),
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "diversity_penalty": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "guidance_scale": (None, 1, 1.0),
+    "renormalize_logits": (None, False),
+    "remove_invalid_values": (None, False),
+    "token_healing": (None, False),
+    "use_mtp": (None, False),
+    "is_assistant": (None, False),
+    "return_dict_in_generate": (None, False),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+}
+
+
+@dataclass(frozen=True)
+class RequestSettings:
+    """What the scheduler and the sampler know of one request. Neutral values: top_k 0, top_p 1.0, min_p 0.0."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def unsupported_option(config: GenerationConfig) -> str | None:
+    """The first option of `config` that only stock generate carries out, as "name=value", or None.
+
+    An option that this version of hf_paged has never heard of counts as unsupported unless it is None or False.
+    """
+    for name, value in vars(config).items():
+        if name.startswith("_") or name in NATIVE or name in INERT:
+            continue
+        neutral = FALLBACK.get(name, (None, False))
+        if not any(value is n or (type(value) in (int, float, str) and value == n) for n in neutral):
+            return f"{name}={value!r}"
+    return None
+
+
+def settings_from_config(config: GenerationConfig, prompt_length: int) -> RequestSettings:
+    """Read a fully merged config (user over model over defaults) for a prompt of `prompt_length` tokens.
+
+    Raises:
+        UnsupportedOptionError: an option that is not native.
+        ValueError: a value outside what stock generate accepts, or no room for a new token.
+    """
+    if (option := unsupported_option(config)) is not None:
+        raise UnsupportedOptionError(f"{option} is not carried out by the paged engine; use model.generate for it")
+    max_new_tokens = config.max_new_tokens
+    if max_new_tokens is None:
+        if config.max_length is None:
+            raise ValueError("max_new_tokens=None: expected max_new_tokens or max_length to be set")
+        max_new_tokens = config.max_length - prompt_length
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(
+            f"max_new_tokens={config.max_new_tokens!r}, max_length={config.max_length!r} with a prompt of "
+            f"{prompt_length} tokens: expected room for at least one new token"
+        )
+    min_new_tokens = config.min_new_tokens or 0
+    if config.min_length:
+        min_new_tokens = max(min_new_tokens, config.min_length - prompt_length)
+    eos = token_id_tuple(config.eos_token_id)
+    if not config.do_sample:
+        return RequestSettings(max_new_tokens, max(min_new_tokens, 0), eos_token_ids=eos)
+    temperature = _number(config, "temperature", 1.0)
+    if not temperature > 0.0:
+        raise ValueError(f"temperature={temperature!r}: expected a number above 0 (or do_sample=False for greedy)")
+    top_k = 0 if config.top_k is None else config.top_k
+    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 0:
+        raise ValueError(f"top_k={config.top_k!r}: expected None or an integer of at least 0 (0: off)")
+    top_p, min_p = _number(config, "top_p", 1.0), _number(config, "min_p", 0.0)
+    for name, value in (("top_p", top_p), ("min_p", min_p)):
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name}={value!r}: expected a number in [0, 1]")
+    return RequestSettings(max_new_tokens, max(min_new_tokens, 0), True, temperature, top_k, top_p, min_p, eos)
+
+
+def token_id_tuple(value: Any) -> tuple[int, ...]:
+    """An EOS setting (None, int, list or tensor) as a tuple of ints."""
+    if value is None:
+        return ()
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    return (value,) if isinstance(value, int) else tuple(int(v) for v in value)
+
+
+def _number(config: GenerationConfig, name: str, neutral: float) -> float:
+    value = getattr(config, name)
+    if value is None:
+        return neutral
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}")
+    return float(value)

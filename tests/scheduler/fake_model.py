@@ -1,0 +1,216 @@
+"""A deterministic stand-in for model and runner that really lives off the paged memory.
+
+The "KV" of a position depends on its token and on the KV of every position before it, read back through the block
+table that the plans uploaded. A wrong block table, a lost or a misplaced write, or a stale block changes the tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, Status, StepPlan
+
+VOCAB = 97
+MASK = (1 << 63) - 1
+
+
+def kv_of(token: int, position: int, before: list[int]) -> int:
+    value = (token + 1) * 1_000_003 + position * 7_919
+    for i, x in enumerate(before):
+        value = (value * 31 + x * (2 * i + 1)) & MASK
+    return value
+
+
+class FakeModel:
+    """Runs plans at once, in the order they are launched, as a device would."""
+
+    def __init__(self, config: SchedulerConfig, vocab: int = VOCAB) -> None:
+        self.config = config
+        self.vocab = vocab
+        self.memory = np.full((config.num_blocks, config.block_size), -1, np.int64)
+        self.tables: list[list[int]] = [[] for _ in range(config.max_num_seqs)]
+        self.tokens: list[list[int]] = [[] for _ in range(config.max_num_seqs)]
+        self.scheduler: Scheduler | None = None
+        self.fail_next = False
+        self.bad_requests: set[str] = set()
+        self.num_launched = 0
+
+    def grow(self, num_blocks: int) -> None:
+        extra = num_blocks - len(self.memory)
+        if extra > 0:
+            self.memory = np.pad(self.memory, ((0, extra), (0, 0)), constant_values=-1)
+
+    def launch(self, plan: StepPlan) -> np.ndarray:
+        """Returns the sampled tokens [R], -7 where the plan samples none."""
+        size, scheduler = self.config.block_size, self.scheduler
+        assert scheduler is not None
+        assert len(set(plan.slots.tolist())) == len(plan.sequences)
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        for seq in plan.admitted:
+            self.tables[seq.slot] = list(seq.block_table)
+            self.tokens[seq.slot] = seq.token_ids
+        for slot, column, block_id in zip(*(a.tolist() for a in plan.block_updates), strict=True):
+            assert column == len(self.tables[slot])
+            self.tables[slot].append(block_id)
+        if self.fail_next:
+            self._scribble(plan)
+            self.fail_next = False
+            raise LaunchError
+        self.num_launched += 1
+        out = np.full(len(plan.sequences), -7, np.int64)
+        promised = {block.block_id for block in plan.published}
+        for row, seq in enumerate(plan.sequences):
+            slot, start, count = int(plan.slots[row]), int(plan.start[row]), int(plan.num_new_tokens[row])
+            table, tokens = self.tables[slot], self.tokens[slot]
+            assert seq.status is Status.RUNNING
+            assert seq.slot == slot
+            assert table == seq.block_table
+            if row < plan.num_decode_rows:
+                assert count == 1
+                assert start == len(tokens) - 1
+            assert start + count <= len(tokens)
+            kv = [int(self.memory[table[p // size], p % size]) for p in range(start)]
+            for p in range(start, start + count):
+                value = kv_of(tokens[p], p, kv)
+                kv.append(value)
+                block = scheduler.kv_cache_manager.block_pool.blocks[table[p // size]]
+                if p >= plan.write_from[row]:
+                    # Shared and cached blocks are read-only, but for the one plan that promised to fill them.
+                    assert block.block_id in promised or (block.digest is None and block.ref_count == 1)
+                    assert block.block_id != 0
+                    self.memory[block.block_id, p % size] = value
+                else:
+                    assert int(self.memory[block.block_id, p % size]) == value
+            assert plan.samples[row] == (start + count == len(tokens))
+            if plan.samples[row]:
+                token = kv[-1] % self.vocab
+                tokens.append(token)
+                out[row] = -1 if seq.request_id in self.bad_requests else token
+        return out
+
+    def _scribble(self, plan: StepPlan) -> None:
+        """A launch that fails may have written anything where it was allowed to."""
+        size = self.config.block_size
+        for row in range(len(plan.sequences)):
+            table = self.tables[int(plan.slots[row])]
+            for p in range(int(plan.write_from[row]), int(plan.start[row] + plan.num_new_tokens[row])):
+                self.memory[table[p // size], p % size] = -99
+
+
+class LaunchError(Exception):
+    """A launch that raised."""
+
+
+def alone(seq: Sequence, max_model_len: int, vocab: int = VOCAB) -> tuple[list[int], str]:
+    """Output and finish reason of the sequence with nobody else around and all the memory it wants."""
+    tokens = seq.prompt_token_ids
+    kv: list[int] = []
+    for p, token in enumerate(tokens):
+        kv.append(kv_of(token, p, kv))
+    output: list[int] = []
+    while True:
+        token = kv[-1] % vocab
+        kv.append(kv_of(token, len(kv), kv))
+        output.append(token)
+        if token in seq.eos_token_ids:
+            return output, "eos"
+        if len(output) == seq.max_new_tokens or len(kv) == max_model_len:
+            return output, "length"
+
+
+class Driver:
+    """The engine's loop around a scheduler and a fake model, with or without one step of overlap."""
+
+    def __init__(self, config: SchedulerConfig, *, overlap: bool = False, max_blocks: int = 0, vocab: int = VOCAB):
+        self.config = config
+        self.overlap = overlap
+        self.max_blocks = max_blocks
+        self.asked: list[int] = []
+        self.model = FakeModel(config, vocab)
+        self.scheduler = Scheduler(config, self._on_shortage if max_blocks else None)
+        self.model.scheduler = self.scheduler
+        self.pending: tuple[StepPlan, np.ndarray] | None = None
+        self.plans: list[StepPlan] = []
+        self.finished: list[Sequence] = []
+
+    def _on_shortage(self, missing: int) -> int:
+        assert missing > 0
+        self.asked.append(missing)
+        total = min(self.scheduler.num_blocks + missing, self.max_blocks)
+        self.model.grow(total)
+        return max(total, self.scheduler.num_blocks)
+
+    def add(self, request_id: str, prompt: list[int], max_new_tokens: int = 8, **kwargs) -> Sequence:
+        seq = Sequence(request_id, prompt, max_new_tokens=max_new_tokens, **kwargs)
+        self.scheduler.add(seq)
+        return seq
+
+    def step(self) -> StepPlan | None:
+        """Schedule and launch a step; commit it, or with overlap the one before it."""
+        plan = self.scheduler.schedule()
+        self.finished += self.scheduler.take_failed()
+        self.scheduler.check_invariants()
+        launched = None
+        if plan is not None:
+            self.plans.append(plan)
+            try:
+                launched = (plan, self.model.launch(plan))
+            except LaunchError:
+                self.scheduler.rollback(plan)
+                self.pending = None
+                self.scheduler.check_invariants()
+                return plan
+        if not self.overlap and launched is not None:
+            self.commit(*launched)
+        else:
+            self.drain()
+            self.pending = launched
+        return plan
+
+    def commit(self, plan: StepPlan, tokens: np.ndarray) -> None:
+        before = {id(seq): seq.num_output_tokens for seq in plan.sequences}
+        result = self.scheduler.commit(plan, tokens)
+        self.scheduler.check_invariants()
+        accepted = {id(plan.sequences[row]) for row in result.accepted.tolist()}
+        assert result.accepted.tolist() == sorted(set(result.accepted.tolist()))
+        for row, seq in enumerate(plan.sequences):
+            assert seq.num_output_tokens == before[id(seq)] + (id(seq) in accepted)
+            if id(seq) in accepted:
+                assert plan.samples[row]
+                assert seq.output_token_ids[-1] == tokens[row]
+        assert all(seq.status is Status.FINISHED for seq in result.finished)
+        self.finished += result.finished
+
+    def drain(self) -> None:
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            self.commit(*pending)
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Until nothing is left; then all blocks must be free."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished():
+                break
+            self.step()
+        self.drain()
+        assert not self.scheduler.has_unfinished(), "no progress"
+        assert self.scheduler.num_free_blocks == self.scheduler.num_blocks - 1
+        assert all(block.ref_count == 0 for block in self.scheduler.kv_cache_manager.block_pool.blocks)
+
+    def check_output(self, seq: Sequence) -> None:
+        output, reason = alone(seq, self.config.max_model_len, self.model.vocab)
+        assert seq.output_token_ids == output
+        assert seq.finish_reason == reason
+        assert seq.token_ids == seq.prompt_token_ids + output
+
+
+def config(**changes) -> SchedulerConfig:
+    """Small sizes, with changes."""
+    sizes = {
+        "block_size": 4,
+        "num_blocks": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 64,
+    }
+    return SchedulerConfig(**(sizes | changes))
