@@ -5,7 +5,7 @@ it, stores both, and measures what it stored with stock transformers on held-out
 in one short chat turn that ends in `<|im_end|>`:
 
 * lookup: the system prompt is a table of facts, `amber-otter: 4821`, one a line; the user asks for one of them;
-* copy: repeat a list of words; * count: count from one number to another; * sum: add a digit to a number.
+* copy: repeat a list of words; * count: count from one number to another; * sum: add a digit to a two-digit number.
 
     python tools/train_tiny_qwen3.py                       # train on the GPU (minutes), evaluate, write everything
     python tools/train_tiny_qwen3.py --eval-only           # measure the stored model again, on this machine
@@ -107,14 +107,14 @@ def copy_turn(rng: random.Random, held_out: bool) -> tuple[str, str]:
 
 
 def count_turn(rng: random.Random, held_out: bool) -> tuple[str, str]:
-    """Question and answer: count 3 to 12 steps from a number below 80."""
-    start, steps = draw_pair(rng, range(80), range(3, 13), held_out)
+    """Question and answer: count 3 to 12 steps from a two-digit number below 80."""
+    start, steps = draw_pair(rng, range(10, 80), range(3, 13), held_out)
     return f"Count from {start} to {start + steps}.", " ".join(str(n) for n in range(start, start + steps + 1))
 
 
 def sum_turn(rng: random.Random, held_out: bool) -> tuple[str, str]:
-    """Question and answer: a number below 100 plus a digit."""
-    a, b = draw_pair(rng, range(100), range(10), held_out)
+    """Question and answer: a two-digit number plus a digit."""
+    a, b = draw_pair(rng, range(10, 100), range(10), held_out)
     return f"What is {a} + {b}?", f"{a} + {b} = {a + b}"
 
 
@@ -456,10 +456,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="where the model is written")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=12_000)
+    parser.add_argument("--steps", type=int, default=4_500)
     parser.add_argument("--tokens-per-step", type=int, default=65_536)
     parser.add_argument("--max-length", type=int, default=ROW_LENGTHS[-1], help="longest training row, in tokens")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--workers", type=int, default=12, help="processes that write training text")
     parser.add_argument("--log-every", type=int, default=250)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

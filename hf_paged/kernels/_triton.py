@@ -7,25 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-try:
-    import triton as _triton
-    import triton.language as _tl
-except ImportError:
-    _triton = None
-    _tl = None
+if TYPE_CHECKING:
+    import triton
+    import triton.language as tl
+else:
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:
+        triton = tl = None
 
-triton: Any = _triton
-tl: Any = _tl
-HAS_TRITON = _triton is not None
+__all__ = ["jit", "on_device_of", "require_triton", "tl", "triton"]
 
 
-def jit(fn: Callable[..., Any]) -> Any:
-    """``triton.jit``, or the bare function where Triton is missing."""
-    return fn if _triton is None else _triton.jit(fn)
+def jit(
+    *, varying_ints: tuple[str, ...] = (), varying_pointers: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Any]:
+    """``triton.jit``, or the bare function where Triton is missing.
+
+    Values of ``varying_ints`` and alignments of ``varying_pointers`` differ from step to step: they cause no new compilation.
+    """
+    if triton is None:
+        return lambda fn: fn
+    return triton.jit(do_not_specialize=list(varying_ints), do_not_specialize_on_alignment=list(varying_pointers))
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
@@ -35,5 +43,5 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 def require_triton() -> None:
     """Raise ``RuntimeError`` where a Triton kernel was asked for and Triton is not installed."""
-    if not HAS_TRITON:
+    if triton is None:
         raise RuntimeError("this kernel needs triton, which is not installed: install triton or use the torch backend")

@@ -1,4 +1,4 @@
-"""Attention of one step's new tokens over the paged KV cache: backends by name, and the torch one, which defines right."""
+"""Attention of one step's new tokens over the paged KV cache: backends by name, and the reference in torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from hf_paged.kernels.metadata import PagedMetadata
+from hf_paged.kernels.paged_attention_decode import paged_attention_decode
+from hf_paged.kernels.paged_attention_prefill import paged_attention_prefill
 
 # Rows are gathered in groups whose padded K stays inside the CPU's cache; one gather of all rows measured 2.8x slower.
 _GROUP_ELEMENTS = 1 << 20
@@ -54,7 +56,8 @@ def resolve_backend(backend: str, device: torch.device) -> str:
     if backend == "auto":
         return "triton" if device.type == "cuda" else "torch"
     if backend not in _BACKENDS:
-        raise ValueError(f"attention backend {backend!r} is unknown; accepted: {', '.join(('auto', *attention_backends()))}")
+        accepted = ", ".join(("auto", *attention_backends()))
+        raise ValueError(f"attention backend {backend!r} is unknown; accepted: {accepted}")
     return backend
 
 
@@ -76,7 +79,7 @@ def paged_attention(
     never read, whatever they hold. A row with ``seq_lens[r] == 0`` (padding of a CUDA graph) gives zeros.
 
     Args:
-        q: ``[T, Hq, D]``; Hq is a multiple of Hkv, query head h reads KV head ``h // (Hq // Hkv)``; last dim contiguous.
+        q: ``[T, Hq, D]``; query head h reads KV head ``h // (Hq // Hkv)``; the last dim is contiguous.
         k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]``, contiguous, q's dtype.
         meta: the step's layout, on q's device.
         scale: factor of the scores before softcap and softmax.
@@ -230,4 +233,29 @@ def _attend(
     return torch.matmul(torch.softmax(scores, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype), v)
 
 
+def paged_attention_triton(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    meta: PagedMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """:func:`paged_attention` in Triton: the split-KV kernel where every row has one new token, else the tiled one.
+
+    Raises:
+        ValueError: a dtype other than fp16, bf16 and fp32, or a head_dim above 256.
+        RuntimeError: triton is not installed.
+    """
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or q.shape[2] > 256:
+        raise ValueError(
+            f"the triton backend takes fp16, bf16 or fp32 and head_dim up to 256, got {q.dtype} and {q.shape[2]}"
+        )
+    run = paged_attention_decode if meta.max_query_len == 1 else paged_attention_prefill
+    return run(q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, softcap=softcap)
+
+
 register_backend("torch", paged_attention_reference)
+register_backend("triton", paged_attention_triton)

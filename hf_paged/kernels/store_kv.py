@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Write the new tokens' keys and values into the paged cache."""
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ def store_kv(
 
     Args:
         key, value: ``[T, Hkv, D]``, the caches' dtype; the first two dims may be strided, the last is contiguous.
-        k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]``, contiguous; slot s is ``[s // block_size, s % block_size]``.
+        k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]``, contiguous; slot s is block
+            ``s // block_size``, offset ``s % block_size``.
         slot_mapping: ``[T]`` int64; -1 writes nothing. Two tokens with one slot: either may win.
 
     Raises:
-        ValueError: shapes, dtypes or strides that are not as above. Slots are not checked: that would wait for the device.
+        ValueError: shapes, dtypes or strides that are not as above. Slots are not checked (it would wait for the device).
     """
     _check(key, value, k_cache, v_cache, slot_mapping)
     if key.is_cuda:
@@ -46,7 +48,7 @@ def store_kv_reference(
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, value)
 
 
-@jit
+@jit(varying_pointers=("slot_mapping",))
 def _store_kv_kernel(
     key,
     value,
@@ -115,16 +117,15 @@ def _check(
 ) -> None:
     if not key.shape == value.shape == (slot_mapping.numel(), *k_cache.shape[2:]) or k_cache.shape != v_cache.shape:
         raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [T, Hkv, D] for {slot_mapping.numel()} slots and "
-            f"caches [num_blocks, block_size, Hkv, D], got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [T, Hkv, D] for {slot_mapping.numel()} slots "
+            f"and caches [num_blocks, block_size, Hkv, D], got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         )
     if not key.dtype == value.dtype == k_cache.dtype == v_cache.dtype:
-        raise ValueError(
-            f"key, value and caches must share a dtype, got {key.dtype}, {value.dtype}, {k_cache.dtype}, {v_cache.dtype}"
-        )
+        dtypes = (key.dtype, value.dtype, k_cache.dtype, v_cache.dtype)
+        raise ValueError(f"key, value, k_cache and v_cache must share a dtype, got {dtypes}")
     if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
         raise ValueError(f"slot_mapping must be [T] int64, got {tuple(slot_mapping.shape)} {slot_mapping.dtype}")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("k_cache and v_cache must be contiguous")
     if key.stride(-1) != 1 or value.stride(-1) != 1:
-        raise ValueError(f"the last dim of key and value must be contiguous, got strides {key.stride()}, {value.stride()}")
+        raise ValueError(f"the last dim of key and value must be contiguous: strides {key.stride()}, {value.stride()}")

@@ -218,16 +218,6 @@ class BlockPool:
         for block in reversed(added):
             self.free_queue.appendleft(block)
 
-    def reclaim(self) -> None:
-        """Make every block free and uncached, whatever the links say (after a call was cut short)."""
-        self.cached = {}
-        for block in self.blocks:
-            block.ref_count = 0
-            block.digest = None
-            block.content = b""
-            block.prev = block.next = None
-        self.free_queue = FreeQueue(self.blocks[1:])
-
     def _queue(self, block: KVBlock) -> None:
         if block.digest is None:
             self.free_queue.appendleft(block)

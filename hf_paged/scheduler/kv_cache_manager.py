@@ -125,10 +125,6 @@ class KVCacheManager:
         """Release the sequence's blocks, the last one first, so that its tail is evicted before its head."""
         blocks = self.block_pool.blocks
         self.block_pool.free([blocks[i] for i in reversed(seq.block_table)])
-        self.forget(seq)
-
-    def forget(self, seq: Sequence) -> None:
-        """Make the sequence hold nothing, without touching the pool."""
         seq.block_table = []
         seq.num_published = 0
         seq.prefix_id = ROOT_PREFIX_ID

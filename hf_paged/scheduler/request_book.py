@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from hf_paged.scheduler import invariants
 from hf_paged.scheduler.kv_cache_manager import KVCacheManager
@@ -17,9 +15,7 @@ from hf_paged.scheduler.waiting_queue import WaitingQueue
 class RequestBook:
     """The state of a `Scheduler` and its transitions; what a step consists of is decided there.
 
-    Any call may be cut short by an exception from outside (Ctrl-C). The next call then first sends everyone back to
-    waiting, with the tokens committed so far, drops the plans in flight and empties the prefix cache. Sequences may
-    have ended in the call that was cut short: look at their status.
+    A call that an exception from outside (Ctrl-C) cuts short leaves the books in doubt: make a new scheduler then.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -35,7 +31,6 @@ class RequestBook:
         self._in_flight: deque[StepPlan] = deque()
         self._failed: list[Sequence] = []
         self._num_arrived = 0
-        self._cut_short = False
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. Raises ValueError if its id is taken or its prompt leaves no room for a token."""
@@ -46,11 +41,10 @@ class RequestBook:
                 f"request {seq.request_id!r}: the prompt has {seq.num_prompt_tokens} tokens; max_model_len "
                 f"({self.config.max_model_len}) must leave room for at least one more"
             )
-        with self._whole():
-            seq.arrival = self._num_arrived
-            self._num_arrived += 1
-            self._requests[seq.request_id] = seq
-            self._waiting.push(seq)
+        seq.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._requests[seq.request_id] = seq
+        self._waiting.push(seq)
 
     def abort(self, request_id: str) -> Sequence | None:
         """Finish a request with ``"abort"``; None if no unfinished request has this id."""
@@ -61,9 +55,8 @@ class RequestBook:
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence now. Tokens in flight are dropped; blocks go back once the plans naming it are committed."""
-        with self._whole():
-            if seq.status is not Status.FINISHED:
-                self._finish(seq, reason)
+        if seq.status is not Status.FINISHED:
+            self._finish(seq, reason)
 
     def take_failed(self) -> list[Sequence]:
         """Sequences that `schedule` finished with ``"error"`` since the last call: the pool is too small for them."""
@@ -72,27 +65,26 @@ class RequestBook:
 
     def preempt_all(self) -> None:
         """Send every running sequence back to waiting and drop the plans in flight (their blocks are not hit)."""
-        with self._whole():
-            pool, table = self.kv_cache_manager.block_pool, self._table
-            for plan in self._in_flight:
-                pool.unpublish(plan.published)
-                for seq in plan.sequences:
-                    seq.num_in_flight = 0
-            self._in_flight.clear()
-            table.in_flight[:] = 0
-            # Newest first: the oldest keep their cached blocks longest.
-            for seq in sorted(table.tenants(), key=lambda seq: seq.rank, reverse=True):
-                if seq.status is Status.FINISHED:
-                    self._release(seq.slot)
-                else:
-                    self._send_back(seq)
+        pool, table = self.kv_cache_manager.block_pool, self._table
+        for plan in self._in_flight:
+            pool.unpublish(plan.published)
+            for seq in plan.sequences:
+                seq.num_in_flight = 0
+        self._in_flight.clear()
+        table.in_flight[:] = 0
+        # Newest first: the oldest keep their cached blocks longest.
+        for seq in sorted(table.tenants(), key=lambda seq: seq.rank, reverse=True):
+            if seq.status is Status.FINISHED:
+                self._release(seq.slot)
+            else:
+                self._send_back(seq)
 
     def rollback(self, plan: StepPlan) -> None:
         """The launch of this plan raised: nothing it promised to compute may be hit, and all start over.
 
         An older plan that is not committed is dropped with it. Raises ValueError if this plan is not in flight.
         """
-        if not self._cut_short and not any(plan is other for other in self._in_flight):
+        if not any(plan is other for other in self._in_flight):
             raise ValueError("the plan is not in flight")
         self.preempt_all()
 
@@ -122,8 +114,7 @@ class RequestBook:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, changing nothing, while a block is in use."""
-        with self._whole():
-            return self.kv_cache_manager.block_pool.reset()
+        return self.kv_cache_manager.block_pool.reset()
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books don't agree. Slow: for tests."""
@@ -172,37 +163,3 @@ class RequestBook:
         self._table.vacate(slot)
         seq.status = Status.WAITING
         self._waiting.push(seq)
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Around every change: an exception inside leaves a mark, and the next change starts by repairing."""
-        if self._cut_short:
-            self._recover()
-        self._cut_short = True
-        yield
-        self._cut_short = False
-
-    def _recover(self) -> None:
-        """Rebuild everything from the unfinished sequences and their committed tokens alone."""
-        self._in_flight.clear()
-        self._partial = None
-        waiting = WaitingQueue()
-        for seq in list(self._requests.values()):
-            seq.detach(0)
-            seq.slot = -1
-            seq.num_in_flight = 0
-            seq.block_hashes = []
-            self.kv_cache_manager.forget(seq)
-            if seq.status is not Status.FINISHED:
-                reason = seq.reached_end(self.config.max_model_len)
-                if reason is None:
-                    seq.status = Status.WAITING
-                    waiting.push(seq)
-                    continue
-                seq.finish_reason = reason
-                seq.status = Status.FINISHED
-            del self._requests[seq.request_id]
-        self._waiting = waiting
-        self._table = RunningTable(self.config.max_num_seqs)
-        # Blocks may be published that no launch will ever fill, so none is believed.
-        self.kv_cache_manager.block_pool.reclaim()

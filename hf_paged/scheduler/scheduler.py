@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from hf_paged.scheduler.block_pool import KVBlock
 from hf_paged.scheduler.plan import BlockUpdates, CommitResult, SchedulerConfig, StepPlan
 from hf_paged.scheduler.request_book import RequestBook
 from hf_paged.scheduler.sequence import Sequence, Status
 
 _NONE = np.empty(0, np.int32)
 NO_UPDATES = BlockUpdates(_NONE, _NONE, _NONE)
-Row = tuple[int, int, int, int, bool]  # slot, num_new_tokens, start, write_from, samples
+
+
+@dataclass(slots=True)
+class _Prefills:
+    """The prefill part of a plan in the making."""
+
+    budget: int  # tokens the step may still take
+    sequences: list[Sequence] = field(default_factory=list)
+    columns: list[tuple[int, int, int, int, bool]] = field(default_factory=list)  # see `_make_plan`
+    admitted: list[Sequence] = field(default_factory=list)
+    published: list[KVBlock] = field(default_factory=list)
 
 
 class Scheduler(RequestBook):
@@ -38,15 +50,14 @@ class Scheduler(RequestBook):
     def schedule(self) -> StepPlan | None:
         """Plan a step, or None if there is nothing to compute before a commit (or at all).
 
+        Every sequence past its prefill gets a decode row. Only one that needs a block while none is free sits out a
+        step, to see whether its token in flight is its last, before it preempts anyone.
+
         Raises:
             RuntimeError: Two plans wait for their commit.
         """
         if len(self._in_flight) > 1:
             raise RuntimeError("two plans wait for their commit; a third would outrun the known tokens")
-        with self._whole():
-            return self._schedule()
-
-    def _schedule(self) -> StepPlan | None:
         table = self._table
         slots = np.flatnonzero(table.decoding)
         start = table.scheduled[slots]
@@ -61,68 +72,57 @@ class Scheduler(RequestBook):
         table.scheduled[slots] = start + 1
         table.decoding[slots] = start + 2 < table.limit[slots]
 
-        num_decodes = len(slots)
-        budget = self.config.max_num_batched_tokens - num_decodes
-        sequences = [table.sequences[slot] for slot in slots.tolist()]
-        rows: list[Row] = []
-        published: list = []
-        admitted: list[Sequence] = []
-        if self._partial is not None and budget:
-            budget -= self._add_chunk(self._partial, budget, rows, published)
+        prefills = _Prefills(self.config.max_num_batched_tokens - len(slots))
+        if self._partial is not None and prefills.budget:
+            self._add_chunk(self._partial, prefills)
         if not short:
-            self._admit(budget, rows, published, admitted)
-        if rows:
-            sequences += [table.sequences[row[0]] for row in rows]
-        elif not sequences:
+            self._admit(prefills)
+        if not len(slots) and not prefills.sequences:
             return None
-
-        plan = self._make_plan(sequences, slots, start, rows, admitted, updates, published)
+        plan = self._make_plan(slots, start, updates, prefills)
         table.in_flight[plan.slots] += 1
         self._in_flight.append(plan)
         return plan
 
-    def _make_plan(
-        self,
-        sequences: list,
-        slots: np.ndarray,
-        start: np.ndarray,
-        rows: list[Row],
-        admitted: list[Sequence],
-        updates: BlockUpdates,
-        published: list,
-    ) -> StepPlan:
+    def _make_plan(self, slots: np.ndarray, start: np.ndarray, updates: BlockUpdates, prefills: _Prefills) -> StepPlan:
         n = len(slots)
+        sequences: list[Sequence] = [self._table.sequences[slot] for slot in slots.tolist()]  # type: ignore[misc]
         slots = slots.astype(np.int32)
         num_new, write_from, samples = self._ones[:n], start, self._trues[:n]
-        if rows:
-            new_slots, counts, starts, writes, ends = zip(*rows, strict=True)
-            slots = np.concatenate([slots, np.array(new_slots, np.int32)])
-            num_new = np.concatenate([num_new, np.array(counts, np.int32)])
-            write_from = np.concatenate([start, np.array(writes, np.int32)])
-            start = np.concatenate([start, np.array(starts, np.int32)])
-            samples = np.concatenate([samples, np.array(ends, bool)])
+        if prefills.columns:
+            more_slots, more_new, more_start, more_write_from, more_samples = zip(*prefills.columns, strict=True)
+            sequences += prefills.sequences
+            slots = np.concatenate([slots, np.array(more_slots, np.int32)])
+            num_new = np.concatenate([num_new, np.array(more_new, np.int32)])
+            write_from = np.concatenate([start, np.array(more_write_from, np.int32)])
+            start = np.concatenate([start, np.array(more_start, np.int32)])
+            samples = np.concatenate([samples, np.array(more_samples, bool)])
         tenancy = self._table.tenancy[slots]
-        return StepPlan(sequences, slots, num_new, start, write_from, samples, n, admitted, updates, tenancy, published)
+        return StepPlan(
+            sequences, slots, num_new, start, write_from, samples, n,
+            prefills.admitted, updates, tenancy, prefills.published,
+        )  # fmt: skip
 
-    def _add_chunk(self, seq: Sequence, budget: int, rows: list[Row], published: list) -> int:
-        """Schedule the next part of a prefill; returns its number of tokens."""
+    def _add_chunk(self, seq: Sequence, prefills: _Prefills) -> None:
+        """Schedule as much of a prefill as the budget allows."""
         table, slot = self._table, seq.slot
         start, target = int(table.scheduled[slot]), int(table.target[slot])
-        count = min(target - start, budget)
+        count = min(target - start, prefills.budget)
         end = start + count
         write_from = max(start, seq.num_published * self.config.block_size)
         table.scheduled[slot] = end
-        published += self.kv_cache_manager.publish(seq, table.tokens[slot], end)
+        prefills.published += self.kv_cache_manager.publish(seq, table.tokens[slot], end)
         done = end == target
         table.decoding[slot] = done and end + 1 < int(table.limit[slot])
         self._partial = None if done else seq
-        rows.append((slot, count, start, write_from, done))
-        return count
+        prefills.sequences.append(seq)
+        prefills.columns.append((slot, count, start, write_from, done))
+        prefills.budget -= count
 
-    def _admit(self, budget: int, rows: list[Row], published: list, admitted: list[Sequence]) -> None:
+    def _admit(self, prefills: _Prefills) -> None:
         """Give slots and blocks to waiting sequences, first come first served, while everything lasts."""
         manager, table = self.kv_cache_manager, self._table
-        while budget and table.num_free_slots:
+        while prefills.budget and table.num_free_slots:
             seq = self._waiting.peek()
             if seq is None or seq.num_in_flight:
                 return
@@ -143,8 +143,8 @@ class Scheduler(RequestBook):
             capacity = len(seq.block_table) * self.config.block_size
             limit = min(self.config.max_model_len, seq.num_prompt_tokens + seq.max_new_tokens)
             table.settle(seq, num_hit, capacity, limit)
-            admitted.append(seq)
-            budget -= self._add_chunk(seq, budget, rows, published)
+            prefills.admitted.append(seq)
+            self._add_chunk(seq, prefills)
 
     def _extend_tables(self, needy: np.ndarray) -> tuple[BlockUpdates, bool]:
         """One more block for each of these slots. The flag tells that there were too few, and not all got one."""
@@ -218,11 +218,7 @@ class Scheduler(RequestBook):
         """
         if not self._in_flight or self._in_flight[0] is not plan:
             raise ValueError("plans are committed once each, in the order they were scheduled")
-        with self._whole():
-            self._in_flight.popleft()
-            return self._commit(plan, tokens)
-
-    def _commit(self, plan: StepPlan, tokens: np.ndarray) -> CommitResult:
+        self._in_flight.popleft()
         table = self._table
         slots = plan.slots
         present = table.tenancy[slots] == plan.tenancy
@@ -265,11 +261,12 @@ class Scheduler(RequestBook):
 
     def _publish_decoded(self, plan: StepPlan, rows: np.ndarray, slots: np.ndarray) -> None:
         """Publish the blocks that decode rows of this plan filled: all their tokens are known by now."""
+        table = self._table
         end = plan.start[rows] + plan.num_new_tokens[rows]
-        full = np.flatnonzero((end & (self.config.block_size - 1) == 0) & (rows < plan.num_decode_rows))
-        for i in full.tolist():
-            slot = slots[i]
-            self.kv_cache_manager.publish(self._table.sequences[slot], self._table.tokens[slot], int(end[i]))
+        for i in np.flatnonzero(end & (self.config.block_size - 1) == 0).tolist():
+            seq = table.sequences[slots[i]]
+            assert seq is not None
+            self.kv_cache_manager.publish(seq, table.tokens[slots[i]], int(end[i]))
 
     def _commit_absent(
         self, plan: StepPlan, rows: np.ndarray, tokens: np.ndarray, finished: list[Sequence]

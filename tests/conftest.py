@@ -1,0 +1,63 @@
+"""Shared set-up of the tests: offline, few threads, fixed seeds, and the trained model of the repository."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, settings
+from support import TRAINED_MODEL
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_paged
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+settings.register_profile(
+    "hf_paged", deadline=None, derandomize=True, print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+settings.load_profile("hf_paged")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_trace():
+    """A test must not leave global hooks, a default dtype or an ambient autocast to the next one."""
+    yield
+    assert torch.get_default_dtype() is torch.float32
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.fixture(scope="session")
+def trained_path() -> str:
+    """Path of the tiny trained model that lives in the repository."""
+    return str(Path(__file__).parent.parent / TRAINED_MODEL)
+
+
+@pytest.fixture(scope="session")
+def _trained_model(trained_path):
+    return AutoModelForCausalLM.from_pretrained(trained_path, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def trained_model(_trained_model):
+    """The tiny trained model in fp32; disabled again after the test, whose duty it is to leave the weights alone."""
+    yield _trained_model
+    hf_paged.disable(_trained_model)
+
+
+@pytest.fixture(scope="session")
+def trained_tokenizer(trained_path):
+    return AutoTokenizer.from_pretrained(trained_path, padding_side="left")

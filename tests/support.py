@@ -1,0 +1,125 @@
+"""Tiny models, prompts and the one comparison that most tests make: enabled generate against stock generate."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+import hf_paged
+
+VOCAB = 256
+TRAINED_MODEL = "examples/models/tiny-qwen3"
+
+
+def tiny_config(**overrides: Any) -> Qwen3Config:
+    """Two layers, GQA 2; weights wide enough that greedy choices have margins far above rounding."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return Qwen3Config(**(settings | overrides))
+
+
+def tiny_model(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
+    """A random model in eval mode on the CPU, always the same for one seed and config."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(tiny_config(**overrides)).eval()
+        with torch.no_grad():  # biases and norm weights start as constants: a bug in how they are used would not show
+            for name, parameter in model.named_parameters():
+                if name.endswith(".bias"):
+                    parameter.normal_(0.0, 0.2)
+                elif "norm" in name:
+                    parameter.uniform_(0.6, 1.4)
+    return model
+
+
+def random_prompts(lengths: list[int], seed: int = 1, vocab_size: int = VOCAB) -> list[list[int]]:
+    """Token ids in [1, vocab_size): 0 is the pad token, which stock would mask."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def left_padded(prompts: list[list[int]], pad: int = 0, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Prompts as `generate` takes them: input_ids and attention_mask, both int64 [rows, longest]."""
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def batch(lengths: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
+    return left_padded(random_prompts(lengths, seed))
+
+
+def stock_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A deep copy, which is a stock object even where `model` is enabled."""
+    copied = copy.deepcopy(model)
+    assert not hf_paged.is_enabled(copied)
+    return copied
+
+
+def stock_generate(model: PreTrainedModel, **kwargs: Any) -> torch.Tensor:
+    return stock_copy(model).generate(**kwargs)
+
+
+def eos_ids(kwargs: dict[str, Any], model: PreTrainedModel) -> set[int]:
+    value = kwargs.get("eos_token_id", model.generation_config.eos_token_id)
+    return set() if value is None else {value} if isinstance(value, int) else set(value)
+
+
+def tokens_made(output: torch.Tensor, prompt_width: int, eos: set[int]) -> int:
+    """Tokens that a generate call had to make: each row up to its first EOS, that one included."""
+    made = 0
+    for row in output[:, prompt_width:].tolist():
+        ends = [i for i, token in enumerate(row) if token in eos]
+        made += ends[0] + 1 if ends else len(row)
+    return made
+
+
+def assert_same_tensor(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.shape == expected.shape, f"\n{actual}\n{expected}"
+    assert actual.dtype == expected.dtype
+    assert actual.device == expected.device
+    assert torch.equal(actual, expected), f"\n{actual}\n{expected}"
+
+
+def assert_idle(model: PreTrainedModel) -> None:
+    """Nothing runs or waits, and every block but the null block is free."""
+    stats = hf_paged.get_engine(model).stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_free_blocks == stats.num_blocks - 1
+
+
+def assert_native_parity(model: PreTrainedModel, expected: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    """An enabled model's greedy generate equals stock's, and it was the engine that made exactly these tokens."""
+    if expected is None:
+        expected = stock_generate(model, **kwargs)
+    engine = hf_paged.get_engine(model)
+    before = engine.stats().num_generated_tokens
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hf_paged.FallbackWarning)
+        actual = model.generate(**kwargs)
+    assert_same_tensor(actual, expected)
+    made = engine.stats().num_generated_tokens - before
+    assert made == tokens_made(expected, kwargs["input_ids"].shape[1], eos_ids(kwargs, model))
+    assert_idle(model)
+    return actual
