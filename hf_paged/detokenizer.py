@@ -14,7 +14,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._stream = None
         if self._backend is not None:
             from tokenizers.decoders import DecodeStream

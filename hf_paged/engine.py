@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
 from collections.abc import Iterator
-from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_paged.arguments import base_seed, merge_config, token_ids
 from hf_paged.config import PagedConfig
 from hf_paged.detokenizer import TextStream
 from hf_paged.errors import UnsupportedModelError
@@ -22,72 +20,14 @@ from hf_paged.integration.models import find_adapter
 from hf_paged.integration.models.recognise import unsupported_reason
 from hf_paged.integration.models.tuners import adapter_key
 from hf_paged.outputs import Completion, EngineStats, StepOutput
-from hf_paged.runner.memory import owned_num_blocks, shared_num_blocks
-from hf_paged.runner.model_runner import ModelRunner, StepHandle
+from hf_paged.runner.model_runner import StepHandle
+from hf_paged.runner.pool import DevicePool
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.runner.sampler import derive_seed
 from hf_paged.runner.weights import WeightsGuard
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
+from hf_paged.session import Request, Session
 from hf_paged.settings import RequestSettings, settings_from_config
-
-FIRST_POOL_BLOCKS = 65
-POOL_GROWTH = 1.5
-
-
-@dataclass
-class Request:
-    """One request of a session; `sequence` is replaced by a fresh one when the engine recovers from an interrupt."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    settings: RequestSettings
-    parameters: SlotParameters
-    session: Session
-    priority: int
-    cache_key: bytes
-    sequence: Sequence
-    text: TextStream | None = None
-    num_emitted: int = 0
-    error: str | None = None
-
-    def new_sequence(self) -> Sequence:
-        return Sequence(
-            self.request_id,
-            self.prompt_token_ids,
-            max_new_tokens=self.settings.max_new_tokens,
-            eos_token_ids=self.settings.eos_token_ids,
-            priority=self.priority,
-            cache_key=self.cache_key,
-        )
-
-
-class Session:
-    """One caller's requests. Whoever drives the engine, a session's outputs wait here for its own caller.
-
-    With ``stream`` every token is delivered as it comes, otherwise only completions.
-    """
-
-    def __init__(self, engine: Engine, *, stream: bool) -> None:
-        self._engine = engine
-        self.stream = stream
-        self.outbox: deque[StepOutput] = deque()
-        self.open: dict[str, Request] = {}
-
-    def add(self, prompt_token_ids: list[int], settings: RequestSettings, *, seed: int, request_id: str | None = None,
-            priority: int = 0) -> str:  # fmt: skip
-        """Queue a checked prompt; returns the request's id."""
-        return self._engine._add(self, prompt_token_ids, settings, seed, request_id, priority)
-
-    def advance(self) -> list[StepOutput]:
-        """What came in for this session, after at most one engine step. [] says nothing; see `unfinished`."""
-        return self._engine._advance(self)
-
-    def unfinished(self) -> bool:
-        return bool(self.open or self.outbox)
-
-    def close(self) -> None:
-        """End what is still open; every block of it is free afterwards."""
-        self._engine._close(self)
 
 
 class Engine:
@@ -114,28 +54,23 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self._adapter = adapter_class(model)
-        self._owns_device = owns_device
+        self._pool = DevicePool(self._adapter, config, owns_device=owns_device)
+        self._guard = WeightsGuard(self._adapter)
         self._lock = threading.RLock()
         self._stepping_thread: int | None = None
         self._public = Session(self, stream=True)
         self._requests: dict[str, Request] = {}
         self._ids = itertools.count()
         self._scheduler: Scheduler | None = None
-        self._runner: ModelRunner | None = None
         self._in_flight: tuple[StepPlan, StepHandle] | None = None
         # True while scheduler or runner may be half-way through a change: an interrupt leaves it set.
         self._dirty = False
-        self._guard = WeightsGuard(self._adapter)
-        self._cached_checksum: int | None = None
-        self._pending_checksum: torch.Tensor | None = None
-        self._max_blocks = 0
-        self._past = dict.fromkeys(
-            ("preemptions", "generated", "prefill", "steps", "queries", "hits", "growths"), 0
-        )  # counters of schedulers that are gone
+        # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
+        self._totals = dict.fromkeys(("preemptions", "generated", "prefill", "steps", "queries", "hits"), 0)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def add_request(self, prompt_token_ids: SequenceOf[int], generation_config: GenerationConfig | None = None, *,
+    def add_request(self, prompt_token_ids: Any, generation_config: GenerationConfig | None = None, *,
                     request_id: str | None = None, priority: int = 0, seed: int | None = None) -> str:  # fmt: skip
         """Queue a request; `step` returns its tokens.
 
@@ -196,7 +131,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and present state; see `EngineStats`."""
         with self._lock:
-            s, p = self._scheduler, self._past
+            s, p = self._scheduler, self._totals
             return EngineStats(
                 num_running=s.num_running if s else 0,
                 num_waiting=s.num_waiting if s else 0,
@@ -208,8 +143,8 @@ class Engine:
                 num_steps=p["steps"],
                 prefix_cache_queries=p["queries"] + (s.kv_cache_manager.prefix_cache_queries if s else 0),
                 prefix_cache_hits=p["hits"] + (s.kv_cache_manager.prefix_cache_hits if s else 0),
-                kv_cache_bytes=self._runner.cache.nbytes if self._runner else 0,
-                num_pool_growths=p["growths"],
+                kv_cache_bytes=self._pool.nbytes,
+                num_pool_growths=self._pool.num_growths,
             )
 
     def reset_prefix_cache(self) -> bool:
@@ -255,26 +190,12 @@ class Engine:
         if (reason := self.unsupported_reason()) is not None:
             raise UnsupportedModelError(f"the model cannot run on the paged engine as it is now: {reason}")
 
-    def check_prompt(self, prompt_token_ids: SequenceOf[int]) -> list[int]:
-        """A prompt as a list of ints, or ValueError / TypeError naming what is wrong with it."""
-        if isinstance(prompt_token_ids, torch.Tensor):
-            prompt_token_ids = prompt_token_ids.tolist()
-        if isinstance(prompt_token_ids, (str, bytes)) or not isinstance(prompt_token_ids, SequenceOf):
-            raise TypeError(
-                f"prompt_token_ids={prompt_token_ids!r:.80}: expected token ids, got {type(prompt_token_ids).__name__}"
-            )
-        prompt = list(prompt_token_ids)
-        vocab_size = self._adapter.model.config.vocab_size
-        if not prompt:
-            raise ValueError("prompt_token_ids=[]: expected at least one token id")
-        for token in prompt:
-            if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
-                raise TypeError(f"prompt_token_ids holds {token!r}: expected integers")
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"prompt_token_ids holds {token}: expected ids in [0, {vocab_size})")
+    def check_prompt(self, prompt_token_ids: Any) -> list[int]:
+        """A prompt that can run, as a list of ints, or ValueError / TypeError naming what is wrong with it."""
+        prompt = token_ids(prompt_token_ids, self._adapter.model.config.vocab_size)
         if (reason := self.too_long(len(prompt), 1)) is not None:
             raise ValueError(f"prompt_token_ids of {len(prompt)} tokens: {reason}")
-        return [int(token) for token in prompt]
+        return prompt
 
     def too_long(self, prompt_length: int, max_new_tokens: int) -> str | None:
         """Why a sequence of this length can never run here, or None."""
@@ -285,38 +206,22 @@ class Engine:
                 return f"{length} tokens with {max_new_tokens} new ones, and max_model_len is {self.max_model_len}"
             # The last token's keys and values are never needed.
             blocks = -(-(length - 1) // self.config.block_size)
-            if blocks > self._max_blocks - 1:
-                return f"{blocks} blocks are needed, and the KV pool holds {self._max_blocks - 1}"
+            if blocks > self._pool.max_blocks - 1:
+                return f"{blocks} blocks are needed, and the KV pool holds {self._pool.max_blocks - 1}"
         return None
 
     @property
     def max_model_len(self) -> int:
         """Longest sequence in tokens, prompt and output."""
-        length = self._adapter.max_length()
-        return min(length, self.config.max_model_len or length)
+        return self._pool.max_model_len
 
     def base_seed(self, seed: int | None) -> int:
         """A checked seed: `seed` itself, else the config's, else one from torch's default generator."""
-        if seed is None:
-            seed = self.config.seed
-        if seed is None:
-            seed = int(torch.randint(0, 2**63 - 1, (), device="cpu"))
-        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-            raise ValueError(f"seed={seed!r}: expected None or an integer in [0, 2**63)")
-        return seed
+        return base_seed(seed, self.config.seed)
 
     def merge_config(self, config: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:
         """`kwargs` over `config` over `model.generation_config` over stock's defaults, as stock generate merges."""
-        if config is not None and not isinstance(config, GenerationConfig):
-            raise TypeError(f"generation_config={config!r:.80}: expected a GenerationConfig or None")
-        model = self._adapter.model
-        merged, unused = model._prepare_generation_config(config, **kwargs)
-        if unused:
-            raise ValueError(f"generate_kwargs {sorted(unused)}: expected fields of a GenerationConfig")
-        lengths = (kwargs.get("max_length"), config and config.max_length, model.generation_config.max_length)
-        if merged.max_new_tokens is None and not any(length is not None for length in lengths):
-            merged.max_new_tokens = merged.max_length  # stock: the default length counts new tokens
-        return merged
+        return merge_config(self._adapter.model, config, kwargs)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -328,8 +233,8 @@ class Engine:
             if self.is_reentrant():
                 raise RuntimeError("a request cannot be added from inside a step of the same engine")
             self._recover_if_dirty()
-            if not self._requests:
-                self._rebuild_if_moved()
+            if not self._requests and self._pool.moved():
+                self._drop_pool()
             if request_id is None:
                 request_id = f"request-{next(self._ids)}"
             if request_id in self._requests:
@@ -338,9 +243,10 @@ class Engine:
                 settings.do_sample, settings.temperature, settings.top_k, settings.top_p, settings.min_p, seed,
                 len(prompt) + settings.min_new_tokens, settings.eos_token_ids,
             )  # fmt: skip
-            request = Request(request_id, prompt, settings, parameters, session, priority,
-                              adapter_key(self._adapter.model), sequence=None)  # type: ignore[arg-type]  # fmt: skip
-            request.sequence = request.new_sequence()
+            sequence = Sequence(request_id, prompt, max_new_tokens=settings.max_new_tokens,
+                                eos_token_ids=settings.eos_token_ids, priority=priority,
+                                cache_key=adapter_key(self._adapter.model))  # fmt: skip
+            request = Request(sequence, settings, parameters, session)
             if session.stream and self.tokenizer is not None:
                 request.text = TextStream(self.tokenizer)
             self._dirty = True
@@ -387,7 +293,7 @@ class Engine:
         device = self._adapter.kv_spec().device
         self._dirty, self._stepping_thread = True, threading.get_ident()
         try:
-            with _on_device(device), torch.autocast(device.type, enabled=False):
+            with _ambient(device):
                 scheduler = self._scheduler_or_build()
                 if scheduler.num_running == 0 and self._in_flight is None:
                     self._begin_busy()
@@ -402,23 +308,25 @@ class Engine:
                     self._commit(previous)
                 for sequence in scheduler.take_failed():
                     self._finish(self._requests[sequence.request_id])
+                if not self._requests:
+                    self._commit_in_flight()  # nobody will ask for the step that ran ahead: its blocks go back now
             self._dirty = False
         finally:
             self._stepping_thread = None
 
     def _launch(self, plan: StepPlan) -> tuple[StepPlan, StepHandle]:
-        assert self._runner is not None and self._scheduler is not None
+        assert self._scheduler is not None and self._pool.runner is not None
         try:
             parameters = [self._requests[s.request_id].parameters for s in plan.admitted]
-            handle = self._runner.launch(plan, parameters)
+            handle = self._pool.runner.launch(plan, parameters)
         except Exception:
             # Everything is where it was before this step: nothing of it may stay published, and what ran runs anew.
             self._commit_in_flight()
             self._scheduler.rollback(plan)
             self._dirty = False
             raise
-        self._past["steps"] += 1
-        self._past["prefill"] += int(plan.num_new_tokens[plan.num_decode_rows :].sum())
+        self._totals["steps"] += 1
+        self._totals["prefill"] += int(plan.num_new_tokens[plan.num_decode_rows :].sum())
         return plan, handle
 
     def _commit_in_flight(self) -> None:
@@ -431,13 +339,13 @@ class Engine:
         assert self._scheduler is not None
         plan, handle = launched
         tokens = handle.wait()
-        if self._pending_checksum is not None:
-            self._verify_weights()
+        if self._guard.pending:
+            self._guard.verify(self._scheduler.kv_cache_manager.block_pool)
         for row in np.flatnonzero(plan.samples & (tokens < 0)):
             if (request := self._requests.get(plan.sequences[row].request_id)) is not None:
                 request.error = "the model's logits hold NaN, or no finite value to sample from"
         result = self._scheduler.commit(plan, tokens)
-        self._past["generated"] += len(result.accepted)
+        self._totals["generated"] += len(result.accepted)
         for row in result.accepted:
             request = self._requests.get(plan.sequences[row].request_id)
             if request is not None and request.session.stream:
@@ -460,7 +368,7 @@ class Engine:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True) if self.tokenizer is not None else None
         reason = sequence.finish_reason or "abort"
         error = request.error or f"{sequence.num_tokens + 1} tokens do not fit into the KV pool alone"
-        completion = Completion(token_ids, text, reason, request.prompt_token_ids, None,
+        completion = Completion(token_ids, text, reason, sequence.token_ids[: sequence.num_prompt_tokens], None,
                                 sequence.num_cached_tokens, error if reason == "error" else None)  # fmt: skip
         fresh = token_ids[request.num_emitted :] if session.stream else token_ids
         piece = text
@@ -471,58 +379,24 @@ class Engine:
         del self._requests[request.request_id]
         del session.open[request.request_id]
 
-    # -- prefix cache and weights --------------------------------------------------------------------------------------
-
     def _begin_busy(self) -> None:
         """Between idle and busy: may what earlier calls cached still be used?"""
         assert self._scheduler is not None
         if not self.config.enable_prefix_caching:
             return
         manager = self._scheduler.kv_cache_manager
-        if self._guard.surely_changed():
-            self._scheduler.reset_prefix_cache()
-            self._cached_checksum = None
-        manager.block_pool.new_generation()
-        self._pending_checksum = self._guard.checksum()
-        if any(manager.has_older_hit(r.prompt_token_ids, r.cache_key) for r in self._requests.values()):
-            self._verify_weights()
-
-    def _verify_weights(self) -> None:
-        """Compare the checksum of this call with that of the cached blocks; the only place that waits for it."""
-        assert self._pending_checksum is not None and self._scheduler is not None
-        checksum, self._pending_checksum = int(self._pending_checksum), None
-        if checksum == self._cached_checksum:
-            self._scheduler.kv_cache_manager.block_pool.trust_older()
-        else:
-            self._scheduler.kv_cache_manager.block_pool.drop_older()
-        self._cached_checksum = checksum
-
-    # -- making, growing and dropping the pool -------------------------------------------------------------------------
+        self._guard.begin(manager.block_pool)
+        sequences = [request.sequence for request in self._requests.values()]
+        if any(manager.has_older_hit(s.token_ids, s.cache_key) for s in sequences):
+            self._guard.verify(manager.block_pool)
 
     def _scheduler_or_build(self) -> Scheduler:
         if self._scheduler is None:
-            self._build()
-        assert self._scheduler is not None
+            device = self._adapter.kv_spec().device
+            with torch.inference_mode(False), torch.no_grad(), _ambient(device):
+                runner = self._pool.build()
+            self._scheduler = self._new_scheduler(runner.cache.num_blocks)
         return self._scheduler
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _build(self) -> None:
-        spec, config = self._adapter.kv_spec(), self.config
-        with _on_device(spec.device), torch.autocast(spec.device.type, enabled=False):
-            if config.num_blocks is not None:
-                num_blocks = self._max_blocks = config.num_blocks
-            elif self._owns_device:
-                num_blocks = self._max_blocks = owned_num_blocks(self._adapter, spec, config, self.max_model_len)
-            else:
-                self._max_blocks = shared_num_blocks(self._adapter, spec, config, self.max_model_len, held_blocks=0)
-                num_blocks = min(FIRST_POOL_BLOCKS, self._max_blocks)
-            self._runner = ModelRunner(
-                self._adapter, spec, block_size=config.block_size, num_blocks=num_blocks,
-                max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
-                attention_backend=config.attention_backend,
-            )  # fmt: skip
-            self._scheduler = self._new_scheduler(num_blocks)
 
     def _new_scheduler(self, num_blocks: int) -> Scheduler:
         config = SchedulerConfig(
@@ -530,38 +404,19 @@ class Engine:
             max_num_batched_tokens=self.config.max_num_batched_tokens, max_model_len=self.max_model_len,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )  # fmt: skip
-        return Scheduler(config, on_shortage=self._grow_pool)
-
-    def _grow_pool(self, missing: int) -> int:
-        """The scheduler lacks `missing` blocks: enlarge the pool if the budget allows; returns its size in blocks."""
-        assert self._runner is not None
-        cache = self._runner.cache
-        if self.config.num_blocks is not None or self._owns_device:
-            return cache.num_blocks
-        self._max_blocks = shared_num_blocks(self._adapter, cache.spec, self.config, self.max_model_len,
-                                             held_blocks=cache.num_blocks)  # fmt: skip
-        wanted = max(cache.num_blocks + missing, int(cache.num_blocks * POOL_GROWTH))
-        wanted = min(wanted, self._max_blocks)
-        if wanted > cache.num_blocks:
-            cache.grow(wanted)
-            self._past["growths"] += 1
-        return cache.num_blocks
+        return Scheduler(config, on_shortage=self._pool.grow)
 
     def _drop_pool(self) -> None:
         self._retire_scheduler()
-        self._scheduler = self._runner = None
-        self._cached_checksum = None
-
-    def _rebuild_if_moved(self) -> None:
-        """`model.to(dtype)` or `.to(device)` since the last call: the pool must follow."""
-        if self._runner is not None and self._runner.spec != self._adapter.kv_spec():
-            self._drop_pool()
+        self._scheduler = None
+        self._pool.drop()
+        self._guard.forget()
 
     def _retire_scheduler(self) -> None:
         if self._scheduler is not None:
-            self._past["preemptions"] += self._scheduler.num_preemptions
-            self._past["queries"] += self._scheduler.kv_cache_manager.prefix_cache_queries
-            self._past["hits"] += self._scheduler.kv_cache_manager.prefix_cache_hits
+            self._totals["preemptions"] += self._scheduler.num_preemptions
+            self._totals["queries"] += self._scheduler.kv_cache_manager.prefix_cache_queries
+            self._totals["hits"] += self._scheduler.kv_cache_manager.prefix_cache_hits
 
     def _recover_if_dirty(self) -> None:
         """After an interrupt at an unknown point: a fresh scheduler over the same pool, unfinished requests anew.
@@ -570,12 +425,12 @@ class Engine:
         """
         if not self._dirty:
             return
-        self._in_flight = self._pending_checksum = self._cached_checksum = None
+        self._in_flight = None
+        self._guard.forget()
         self._retire_scheduler()
-        if self._runner is not None:
-            self._scheduler = self._new_scheduler(self._runner.cache.num_blocks)
+        self._scheduler = self._new_scheduler(self._pool.num_blocks) if self._pool.runner is not None else None
         for request in self._requests.values():
-            request.sequence = request.new_sequence()
+            request.restart()
             self._scheduler_or_build().add(request.sequence)
         self._dirty = False
 
@@ -594,10 +449,11 @@ class Engine:
 
 
 @contextmanager
-def _on_device(device: torch.device) -> Iterator[None]:
-    """Make the model's GPU the current one; a no-op on a CPU."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
+def _ambient(device: torch.device) -> Iterator[None]:
+    """The state the engine runs in, whatever its caller's: the model's GPU current, autocast off."""
+    with torch.autocast(device.type, enabled=False):
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                yield
+        else:
             yield
-    else:
-        yield

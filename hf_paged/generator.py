@@ -12,11 +12,12 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from hf_paged.config import PagedConfig
-from hf_paged.engine import Engine, Session
+from hf_paged.engine import Engine
 from hf_paged.integration import patching
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.prompts import as_prompt_list
 from hf_paged.runner.sampler import derive_seed
+from hf_paged.session import Session
 from hf_paged.settings import RequestSettings, settings_from_config
 
 PROGRESS_DELAY_S = 2.0
@@ -40,7 +41,7 @@ class PagedGenerator:
                  **overrides: Any) -> None:  # fmt: skip
         if patching.is_enabled(model):
             raise ValueError("model: it is enabled already; call hf_paged.disable(model) first, or use model.generate")
-        self.model = model
+        self.model: Any = model
         self.tokenizer = tokenizer
         self._causal_lm: PreTrainedModel = patching.unwrap(model)
         self.engine: Engine = patching.enable_with_engine(
@@ -71,7 +72,8 @@ class PagedGenerator:
         settings = patching.merged_config(config, overrides)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
+        model = model.to(device).eval()
         if tokenizer is None:
             try:
                 tokenizer = AutoTokenizer.from_pretrained(path_or_id, padding_side="left")

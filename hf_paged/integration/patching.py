@@ -59,7 +59,8 @@ def merged_config(config: PagedConfig | None, overrides: dict[str, Any]) -> Page
 def enable_with_engine(causal_lm: PreTrainedModel, config: PagedConfig, **engine_options: Any) -> Engine:
     """Swap the class of an unwrapped model and give it a new `Engine`."""
     engine = Engine(causal_lm, config, **engine_options)
-    causal_lm.__class__ = _enabled_class(type(causal_lm))
+    stock: Any = type(causal_lm)
+    causal_lm.__class__ = _enabled_class(stock)
     _ENGINES[causal_lm] = engine
     return engine
 
@@ -80,7 +81,7 @@ def disable(model: nn.Module) -> nn.Module:
             "first (for FSDP2: disable before fully_shard)"
         )
     _ENGINES.pop(causal_lm).shutdown()
-    causal_lm.__class__ = type(causal_lm)._hf_paged_stock_class
+    causal_lm.__class__ = type(causal_lm).__dict__["_hf_paged_stock_class"]
     return model
 
 
@@ -126,7 +127,7 @@ def unwrap(model: Any) -> PreTrainedModel:
 
 
 @functools.cache
-def _enabled_class(stock: type) -> type:
+def _enabled_class(stock: Any) -> type:
     """The subclass that an enabled `stock` model becomes. Name and module stay: saved configs and look-ups use them."""
     namespace: dict[str, Any] = {
         "__module__": stock.__module__,
@@ -141,7 +142,7 @@ def _enabled_class(stock: type) -> type:
     return type(stock.__name__, (stock,), namespace)
 
 
-def _reduce_to_stock(stock: type) -> Callable:
+def _reduce_to_stock(stock: Any) -> Callable:
     def __reduce_ex__(self: Any, protocol: Any) -> tuple:
         """Pickles and copies are stock objects: they do not carry an engine."""
         rebuild, args, *rest = stock.__reduce_ex__(self, protocol)

@@ -12,25 +12,52 @@ import torch
 
 from hf_paged.integration.models import ModelAdapter
 from hf_paged.kernels.weights_checksum import weights_checksum
+from hf_paged.scheduler import BlockPool
 
 
 class WeightsGuard:
-    """Checksums over all parameters and buffers of one model."""
+    """Decides, each time an engine goes from idle to busy, whether what is cached still belongs to the weights.
+
+    A checksum is enqueued every time, since what this call caches has to be comparable later. It is compared, which
+    waits for it, only when a prompt would hit older blocks (`verify` at once) or when the first step's tokens are
+    waited for anyway; until then older blocks are not hit.
+    """
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
         self._signature: tuple | None = None
+        self._pending: torch.Tensor | None = None
+        self._cached: int | None = None
 
-    def surely_changed(self) -> bool:
-        """True if storage or version counters moved since the last call of this method (False says nothing)."""
-        signature = tuple((t.data_ptr(), t._version) for t in self._tensors())
-        changed = self._signature is not None and signature != self._signature
+    def begin(self, pool: BlockPool) -> None:
+        """The engine was idle and becomes busy: distrust what is cached, and start the checksum."""
+        # Buffers are left to the checksum: some RoPE modules write theirs in every forward.
+        signature = tuple((p.data_ptr(), p._version) for p in self._adapter.model.parameters())
+        pool.new_generation()
+        if signature != self._signature:
+            pool.drop_older()
+            self._cached = None
         self._signature = signature
-        return changed
+        self._pending = weights_checksum(self._tensors())
 
-    def checksum(self) -> torch.Tensor:
-        """int64 [1] on the model's device, enqueued without waiting for it."""
-        return weights_checksum(self._tensors())
+    @property
+    def pending(self) -> bool:
+        """True between `begin` and `verify`."""
+        return self._pending is not None
+
+    def verify(self, pool: BlockPool) -> None:
+        """Wait for the checksum; trust the older blocks if the weights are theirs, else forget them."""
+        assert self._pending is not None
+        checksum, self._pending = int(self._pending), None
+        if checksum == self._cached:
+            pool.trust_older()
+        else:
+            pool.drop_older()
+        self._cached = checksum
+
+    def forget(self) -> None:
+        """The cache is gone."""
+        self._pending = self._cached = None
 
     def _tensors(self) -> list[torch.Tensor]:
         model = self._adapter.model

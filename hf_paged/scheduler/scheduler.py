@@ -86,7 +86,7 @@ class Scheduler(RequestBook):
 
     def _make_plan(self, slots: np.ndarray, start: np.ndarray, updates: BlockUpdates, prefills: _Prefills) -> StepPlan:
         n = len(slots)
-        sequences: list[Sequence] = [self._table.sequences[slot] for slot in slots.tolist()]  # type: ignore[misc]
+        sequences: list[Sequence] = [self._table.sequences[slot] for slot in slots.tolist()]
         slots = slots.astype(np.int32)
         num_new, write_from, samples = self._ones[:n], start, self._trues[:n]
         if prefills.columns:

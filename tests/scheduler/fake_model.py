@@ -14,8 +14,8 @@ VOCAB = 97
 MASK = (1 << 63) - 1
 
 
-def kv_of(token: int, position: int, before: list[int]) -> int:
-    value = (token + 1) * 1_000_003 + position * 7_919
+def kv_of(token: int, position: int, before: list[int], weights: int) -> int:
+    value = (token + 1) * 1_000_003 + position * 7_919 + weights * 104_729
     for i, x in enumerate(before):
         value = (value * 31 + x * (2 * i + 1)) & MASK
     return value
@@ -27,6 +27,7 @@ class FakeModel:
     def __init__(self, config: SchedulerConfig, vocab: int = VOCAB) -> None:
         self.config = config
         self.vocab = vocab
+        self.weights = 0
         self.memory = np.full((config.num_blocks, config.block_size), -1, np.int64)
         self.tables: list[list[int]] = [[] for _ in range(config.max_num_seqs)]
         self.tokens: list[list[int]] = [[] for _ in range(config.max_num_seqs)]
@@ -71,7 +72,7 @@ class FakeModel:
             assert start + count <= len(tokens)
             kv = [int(self.memory[table[p // size], p % size]) for p in range(start)]
             for p in range(start, start + count):
-                value = kv_of(tokens[p], p, kv)
+                value = kv_of(tokens[p], p, kv, self.weights)
                 kv.append(value)
                 block = scheduler.kv_cache_manager.block_pool.blocks[table[p // size]]
                 if p >= plan.write_from[row]:
@@ -101,16 +102,16 @@ class LaunchError(Exception):
     """A launch that raised."""
 
 
-def alone(seq: Sequence, max_model_len: int, vocab: int = VOCAB) -> tuple[list[int], str]:
+def alone(seq: Sequence, max_model_len: int, vocab: int = VOCAB, weights: int = 0) -> tuple[list[int], str]:
     """Output and finish reason of the sequence with nobody else around and all the memory it wants."""
     tokens = seq.prompt_token_ids
     kv: list[int] = []
     for p, token in enumerate(tokens):
-        kv.append(kv_of(token, p, kv))
+        kv.append(kv_of(token, p, kv, weights))
     output: list[int] = []
     while True:
         token = kv[-1] % vocab
-        kv.append(kv_of(token, len(kv), kv))
+        kv.append(kv_of(token, len(kv), kv, weights))
         output.append(token)
         if token in seq.eos_token_ids:
             return output, "eos"
@@ -148,7 +149,11 @@ class Driver:
     def step(self) -> StepPlan | None:
         """Schedule and launch a step; commit it, or with overlap the one before it."""
         plan = self.scheduler.schedule()
-        self.finished += self.scheduler.take_failed()
+        for seq in self.scheduler.take_failed():
+            assert seq.finish_reason == "error"
+            needed = -(-seq.num_tokens // self.config.block_size)
+            assert needed > max(self.scheduler.num_blocks, self.max_blocks) - 1, "it would have fitted alone"
+            self.finished.append(seq)
         self.scheduler.check_invariants()
         launched = None
         if plan is not None:
@@ -198,10 +203,14 @@ class Driver:
         assert all(block.ref_count == 0 for block in self.scheduler.kv_cache_manager.block_pool.blocks)
 
     def check_output(self, seq: Sequence) -> None:
-        output, reason = alone(seq, self.config.max_model_len, self.model.vocab)
-        assert seq.output_token_ids == output
-        assert seq.finish_reason == reason
-        assert seq.token_ids == seq.prompt_token_ids + output
+        output, reason = alone(seq, self.config.max_model_len, self.model.vocab, self.model.weights)
+        if seq.finish_reason in ("eos", "length"):
+            assert seq.output_token_ids == output
+            assert seq.finish_reason == reason
+        else:  # ended before its time
+            assert seq.output_token_ids == output[: seq.num_output_tokens]
+        assert seq.status is Status.FINISHED
+        assert seq.token_ids == seq.prompt_token_ids + seq.output_token_ids
 
 
 def config(**changes) -> SchedulerConfig:

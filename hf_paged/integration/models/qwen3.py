@@ -6,6 +6,7 @@ Follows `Qwen3Model.forward`, `Qwen3DecoderLayer.forward` and `Qwen3Attention.fo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers.models.qwen3 import modeling_qwen3 as stock
@@ -79,5 +80,5 @@ class Qwen3Adapter(ModelAdapter):
             for projection in MLP_PROJECTIONS:
                 yield f"model.layers.{i}.mlp.{projection}", getattr(layer.mlp, projection)
 
-    def _layers(self) -> torch.nn.ModuleList:
+    def _layers(self) -> Any:
         return self.model.model.layers[: self.model.config.num_hidden_layers]

@@ -17,4 +17,4 @@ def adapter_key(model: nn.Module) -> bytes:
         for name, module in model.named_modules()
         if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters")
     ]  # fmt: skip
-    return xxhash.xxh3_128_digest(repr(state)) if state else b""
+    return xxhash.xxh3_128_digest(repr(state).encode()) if state else b""

@@ -1,0 +1,127 @@
+# mypy: disallow-untyped-defs=False
+"""A 64-bit checksum over all bytes of a model's tensors, to notice any weight change, however it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import xxhash
+
+from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl
+
+# Bytes a program reads: some hundred thousand programs for an 8B model, each with eight tiles of work.
+CHUNK_BYTES = 1 << 16
+TILE_WORDS = 1024
+
+
+def weights_checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Position-dependent checksum of every byte of ``tensors``, which all lie on one device.
+
+    The value depends on contents, sizes and order, not on addresses or strides; it is comparable with others from the
+    same device type only. Callers that repeat it keep a :class:`ChecksumPlan` instead.
+
+    Args:
+        tensors: any dtypes, sizes and alignments; a non-contiguous one is copied first.
+
+    Returns:
+        ``[1]`` int64 on the tensors' device (CPU for no tensors), enqueued without waiting for it.
+
+    Raises:
+        ValueError: tensors on more than one device.
+    """
+    return ChecksumPlan()(tensors)
+
+
+class ChecksumPlan:
+    """:func:`weights_checksum` that keeps the pointer table of its last call while addresses and sizes stay the same."""
+
+    def __init__(self) -> None:
+        self._signature: list[tuple[int, int]] = []
+        self._chunks: torch.Tensor | None = None
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Same arguments, result and errors as :func:`weights_checksum`."""
+        devices = {t.device for t in tensors}
+        if len(devices) > 1:
+            raise ValueError(f"tensors must share one device, got {sorted(map(str, devices))}")
+        dense = [t.detach().contiguous() for t in tensors]
+        if not devices or devices == {torch.device("cpu")}:
+            return weights_checksum_reference(dense)
+        return self.launch(dense)
+
+    def launch(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The Triton kernel over contiguous tensors of one device; its value differs from the reference's."""
+        require_triton()
+        device = tensors[0].device
+        signature = [(t.data_ptr(), t.numel() * t.element_size()) for t in tensors]
+        if self._chunks is None or self._chunks.device != device or self._signature != signature:
+            table = torch.from_numpy(_chunk_table(signature))
+            # Pinned, so that the copy is only enqueued; torch keeps the memory until it is done.
+            self._chunks = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+            self._signature = signature
+        out = torch.zeros(1, dtype=torch.int64, device=device)
+        if len(self._chunks):
+            with on_device_of(out):
+                _checksum_kernel[(len(self._chunks),)](self._chunks, out, TILE=TILE_WORDS, num_warps=4)
+        return out
+
+
+def weights_checksum_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """:func:`weights_checksum` for CPU tensors: xxh3 over sizes and bytes, at memory speed (another value than the GPU's)."""
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(data.size.to_bytes(8, "little"))
+        digest.update(data)
+    return torch.from_numpy(np.array([digest.intdigest()], dtype=np.uint64).view(np.int64))
+
+
+def _chunk_table(signature: Sequence[tuple[int, int]]) -> np.ndarray:
+    """``[chunks, 3]`` int64: address, bytes, and index of the first 8-byte word among all tensors' words."""
+    address, nbytes = np.array(signature, dtype=np.int64).reshape(-1, 2).T
+    words = -(-nbytes // 8)
+    first_word = np.cumsum(words) - words
+    chunks = -(-nbytes // CHUNK_BYTES)
+    tensor = np.repeat(np.arange(len(nbytes)), chunks)
+    offset = (np.arange(len(tensor)) - (np.cumsum(chunks) - chunks)[tensor]) * CHUNK_BYTES
+    size = np.minimum(nbytes[tensor] - offset, CHUNK_BYTES)
+    return np.stack([address[tensor] + offset, size, first_word[tensor] + offset // 8], axis=1)
+
+
+@jit()
+def _mix(word):
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection, so that one changed word always shows."""
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB
+    return word ^ (word >> 31)
+
+
+@jit()
+def _checksum_kernel(chunks, out, TILE: tl.constexpr):
+    """Adds up mix(word + (index + 1) * golden) modulo 2**64; a chunk's last word is padded with zero bytes."""
+    entry = chunks + tl.program_id(0).to(tl.int64) * 3
+    address = tl.load(entry)
+    nbytes = tl.load(entry + 1)
+    first_word = tl.load(entry + 2).to(tl.uint64)
+    lane = tl.arange(0, TILE)
+    lane_key = (lane + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    total = tl.zeros([TILE], tl.uint64)
+
+    # Whole tiles at an aligned address are read 16 bytes a thread; the rest, and odd addresses, byte by byte.
+    wide = tl.where(address % 16 == 0, nbytes // (8 * TILE) * TILE, 0)
+    words = tl.multiple_of(address, 16).to(tl.pointer_type(tl.uint64))
+    for start in range(0, wide, TILE):
+        word = tl.load(words + start + lane)
+        total += _mix(word + lane_key + (first_word + start) * 0x9E3779B97F4A7C15)
+    data = address.to(tl.pointer_type(tl.uint8))
+    for start in range(wide, (nbytes + 7) // 8, TILE):
+        index = start + lane
+        word = tl.zeros([TILE], tl.uint64)
+        for byte in tl.static_range(8):
+            at = index * 8 + byte
+            word |= tl.load(data + at, mask=at < nbytes, other=0).to(tl.uint64) << (8 * byte)
+        mixed = _mix(word + lane_key + (first_word + start) * 0x9E3779B97F4A7C15)
+        total += tl.where(index * 8 < nbytes, mixed, tl.zeros([TILE], tl.uint64))
+    tl.atomic_add(out, tl.sum(total.to(tl.int64), 0))

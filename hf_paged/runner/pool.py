@@ -1,0 +1,76 @@
+"""Makes, enlarges and drops what an engine keeps on the device."""
+
+from __future__ import annotations
+
+from hf_paged.config import PagedConfig
+from hf_paged.integration.models import ModelAdapter
+from hf_paged.runner.memory import owned_num_blocks, shared_num_blocks
+from hf_paged.runner.model_runner import ModelRunner
+
+FIRST_POOL_BLOCKS = 65
+POOL_GROWTH = 1.5
+
+
+class DevicePool:
+    """The runner and its KV pool: a fixed number of blocks, all of the budget (`owns_device`), or growing on demand."""
+
+    def __init__(self, adapter: ModelAdapter, config: PagedConfig, *, owns_device: bool) -> None:
+        self._adapter = adapter
+        self._config = config
+        self._owns_device = owns_device
+        self.runner: ModelRunner | None = None
+        self.max_blocks = 0  # the pool will never have more
+        self.num_growths = 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens, prompt and output."""
+        length = self._adapter.max_length()
+        return min(length, self._config.max_model_len or length)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.runner.cache.num_blocks if self.runner else 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.runner.cache.nbytes if self.runner else 0
+
+    def build(self) -> ModelRunner:
+        """Allocate; RuntimeError where the device has no room for two blocks."""
+        spec, config = self._adapter.kv_spec(), self._config
+        if config.num_blocks is not None:
+            num_blocks = self.max_blocks = config.num_blocks
+        elif self._owns_device:
+            num_blocks = self.max_blocks = owned_num_blocks(self._adapter, spec, config, self.max_model_len)
+        else:
+            self.max_blocks = shared_num_blocks(self._adapter, spec, config, self.max_model_len, held_blocks=0)
+            num_blocks = min(FIRST_POOL_BLOCKS, self.max_blocks)
+        self.runner = ModelRunner(
+            self._adapter, spec, block_size=config.block_size, num_blocks=num_blocks,
+            max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
+            attention_backend=config.attention_backend,
+        )  # fmt: skip
+        return self.runner
+
+    def grow(self, missing: int) -> int:
+        """The scheduler lacks `missing` blocks: enlarge the pool if the budget allows; returns its size in blocks."""
+        assert self.runner is not None
+        cache = self.runner.cache
+        if self._config.num_blocks is not None or self._owns_device:
+            return cache.num_blocks
+        self.max_blocks = shared_num_blocks(self._adapter, cache.spec, self._config, self.max_model_len,
+                                            held_blocks=cache.num_blocks)  # fmt: skip
+        wanted = max(cache.num_blocks + missing, int(cache.num_blocks * POOL_GROWTH))
+        wanted = min(wanted, self.max_blocks)
+        if wanted > cache.num_blocks:
+            cache.grow(wanted)
+            self.num_growths += 1
+        return cache.num_blocks
+
+    def moved(self) -> bool:
+        """True where the model is on another device or of another dtype than the pool was made for."""
+        return self.runner is not None and self.runner.spec != self._adapter.kv_spec()
+
+    def drop(self) -> None:
+        self.runner = None

@@ -1,0 +1,72 @@
+"""One caller's requests and what waits for that caller, whoever drives the engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_paged.detokenizer import TextStream
+from hf_paged.outputs import StepOutput
+from hf_paged.runner.request_state import SlotParameters
+from hf_paged.scheduler import Sequence
+from hf_paged.settings import RequestSettings
+
+if TYPE_CHECKING:
+    from hf_paged.engine import Engine
+
+
+@dataclass
+class Request:
+    """One request of a session; `sequence` is replaced by a fresh one when the engine recovers from an interrupt."""
+
+    sequence: Sequence
+    settings: RequestSettings
+    parameters: SlotParameters
+    session: Session
+    text: TextStream | None = None
+    num_emitted: int = 0
+    error: str | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.sequence.request_id
+
+    def restart(self) -> None:
+        """Forget the output made so far; what was emitted of it is not emitted again."""
+        old = self.sequence
+        self.sequence = Sequence(
+            old.request_id,
+            old.token_ids[: old.num_prompt_tokens],
+            max_new_tokens=old.max_new_tokens,
+            eos_token_ids=old.eos_token_ids,
+            priority=old.priority,
+            cache_key=old.cache_key,
+        )
+
+
+class Session:
+    """With ``stream`` every token is delivered as it comes, otherwise only completions."""
+
+    def __init__(self, engine: Engine, *, stream: bool) -> None:
+        self._engine = engine
+        self.stream = stream
+        self.outbox: deque[StepOutput] = deque()
+        self.open: dict[str, Request] = {}
+
+    def add(self, prompt_token_ids: list[int], settings: RequestSettings, *, seed: int, request_id: str | None = None,
+            priority: int = 0) -> str:  # fmt: skip
+        """Queue a checked prompt; returns the request's id."""
+        return self._engine._add(self, prompt_token_ids, settings, seed, request_id, priority)
+
+    def advance(self) -> list[StepOutput]:
+        """What came in for this session, after at most one engine step. [] says nothing; see `unfinished`."""
+        return self._engine._advance(self)
+
+    def unfinished(self) -> bool:
+        """True while a request is open or an output was not fetched."""
+        return bool(self.open or self.outbox)
+
+    def close(self) -> None:
+        """End what is still open; every block of it is free afterwards."""
+        self._engine._close(self)
