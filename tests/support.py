@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
+import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import hf_paged
 
@@ -123,3 +129,60 @@ def assert_native_parity(model: PreTrainedModel, expected: torch.Tensor | None =
     assert made == tokens_made(expected, kwargs["input_ids"].shape[1], eos_ids(kwargs, model))
     assert_idle(model)
     return actual
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, made in memory: for tests that need some tokenizer but not a trained one."""
+    alphabet = sorted(ByteLevel.alphabet())
+    backend = Tokenizer(BPE({character: i for i, character in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", pad_token=alphabet[0])
+
+
+def assert_falls_back(model: PreTrainedModel, reason: str, *, call: Any = None, **kwargs: Any) -> Any:
+    """A call of a model that is not enabled yet, then enabled, then strict: stock's result, one warning, an error.
+
+    `reason` is a regular expression for the message; `call(model, **kwargs)` stands in for `model.generate`.
+    Returns stock's result.
+    """
+    call = call or (lambda model, **kwargs: model.generate(**kwargs))
+    torch.manual_seed(0)
+    expected = call(model, **kwargs)
+    hf_paged.enable(model)
+    try:
+        engine = hf_paged.get_engine(model)
+        torch.manual_seed(0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            actual = call(model, **kwargs)
+        messages = [str(w.message) for w in caught if issubclass(w.category, hf_paged.FallbackWarning)]
+        assert len(messages) == 1, messages
+        assert re.search(reason, messages[0]), messages[0]
+        if isinstance(expected, torch.Tensor):
+            assert_same_tensor(actual, expected)
+        else:
+            assert type(actual) is type(expected)
+            assert_same_tensor(actual["sequences"], expected["sequences"])
+        assert engine.stats().num_generated_tokens == 0
+        hf_paged.enable(model, strict=True)
+        with pytest.raises(hf_paged.FallbackError, match=reason):
+            call(model, **kwargs)
+    finally:
+        hf_paged.disable(model)
+    return expected
+
+
+class RecordingStreamer:
+    """Keeps what `generate` puts, as lists."""
+
+    def __init__(self) -> None:
+        self.puts: list[Any] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        assert value.device.type == "cpu"
+        self.puts.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended += 1

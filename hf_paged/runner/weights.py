@@ -11,7 +11,7 @@ import itertools
 import torch
 
 from hf_paged.integration.models import ModelAdapter
-from hf_paged.kernels.weights_checksum import weights_checksum
+from hf_paged.kernels.weights_checksum import ChecksumPlan
 from hf_paged.scheduler import BlockPool
 
 
@@ -26,6 +26,7 @@ class WeightsGuard:
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
         self._signature: tuple | None = None
+        self._checksum = ChecksumPlan()
         self._pending: torch.Tensor | None = None
         self._cached: int | None = None
 
@@ -38,7 +39,7 @@ class WeightsGuard:
             pool.drop_older()
             self._cached = None
         self._signature = signature
-        self._pending = weights_checksum(self._tensors())
+        self._pending = self._checksum(self._tensors())
 
     @property
     def pending(self) -> bool:

@@ -80,8 +80,9 @@ def _device_reason(adapter: ModelAdapter) -> str | None:
         if parameter.device.type == "meta":
             return f"parameter {name} is on the meta device (offloaded?)"
         found.add(parameter.device)
+    found.update(buffer.device for buffer in adapter.model.buffers())
     if len(found) > 1:
-        return f"the parameters are on several devices: {sorted(map(str, found))}"
+        return f"parameters and buffers are on several devices: {sorted(map(str, found))}"
     return None
 
 

@@ -1,0 +1,120 @@
+"""Teacher-forced log-prob error against fp32: hf_paged in bf16 next to stock in bf16.
+
+    python benchmarks/logprob_error.py [--model 0.6B] [--seeds 3] [--sequences 36] [--length 1024] [--out f.json]
+
+Random weights and tokens. The first half of each sequence goes through (chunked) prefill, the second half through
+decode steps whose sampled token is replaced by the teacher's. The measure is |log p(next token) - fp32's|.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3ForCausalLM
+from workloads import QWEN3_SHAPES, qwen3
+
+from hf_paged import PagedConfig
+from hf_paged.integration.models import find_adapter
+from hf_paged.runner import model_runner
+from hf_paged.runner.model_runner import ModelRunner
+from hf_paged.runner.request_state import SlotParameters
+from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
+
+GREEDY = SlotParameters(False, 1.0, 0, 1.0, 0.0, 0, 0, ())
+
+
+def token_log_probs(logits: torch.Tensor, next_tokens: torch.Tensor) -> torch.Tensor:
+    """log p of `next_tokens` [N] under `logits` [N, V], float64 [N]."""
+    return logits.float().log_softmax(-1).gather(1, next_tokens[:, None])[:, 0].double()
+
+
+@torch.no_grad()
+def stock(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    """float64 [sequences, length - 1]."""
+    return torch.stack([token_log_probs(model(row[None]).logits[0, :-1], row[1:]) for row in tokens])
+
+
+@torch.no_grad()
+def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    """The same through scheduler and runner."""
+    rows, length = tokens.shape
+    half, config = length // 2, PagedConfig()
+    adapter_class = find_adapter(model)
+    assert adapter_class is not None
+    adapter = adapter_class(model)
+    num_blocks = rows * -(-length // config.block_size) + 1
+    scheduler = Scheduler(SchedulerConfig(block_size=config.block_size, num_blocks=num_blocks, max_num_seqs=rows,
+                                          max_num_batched_tokens=4096, max_model_len=length))  # fmt: skip
+    runner = ModelRunner(adapter, adapter.kv_spec(), block_size=config.block_size, num_blocks=num_blocks,
+                         max_num_seqs=rows, max_model_len=length, attention_backend="auto")  # fmt: skip
+    result = torch.full((rows, length - 1), torch.nan, dtype=torch.float64, device=tokens.device)
+    for row in range(rows):
+        scheduler.add(Sequence(str(row), tokens[row, :half].tolist(), max_new_tokens=length - half))
+    own_hidden_states, own_sample = adapter.hidden_states, model_runner.sample
+    step: dict = {}
+
+    def hidden_states(input_ids: torch.Tensor, positions: torch.Tensor, attend: object) -> torch.Tensor:
+        hidden = own_hidden_states(input_ids, positions, attend)
+        bounds = np.concatenate([[0], np.cumsum(step["plan"].num_new_tokens)])
+        for i, sequence in enumerate(step["plan"].sequences):
+            row, start, count = int(sequence.request_id), int(step["plan"].start[i]), int(step["plan"].num_new_tokens[i])
+            own = hidden[bounds[i] : bounds[i] + count]
+            result[row, start : start + count] = token_log_probs(
+                adapter.logits(own), tokens[row, start + 1 : start + count + 1]
+            )
+        return hidden
+
+    def teacher(logits: torch.Tensor, sampling: object) -> torch.Tensor:
+        owner = [int(s.request_id) for s, samples in zip(step["plan"].sequences, step["plan"].samples) if samples]
+        return tokens[torch.tensor(owner, device=tokens.device), sampling.position]  # type: ignore[attr-defined]
+
+    adapter.hidden_states, model_runner.sample = hidden_states, teacher  # type: ignore[method-assign, assignment]
+    try:
+        while scheduler.has_unfinished():
+            step["plan"] = plan = scheduler.schedule()
+            scheduler.commit(plan, runner.launch(plan, [GREEDY] * len(plan.admitted)).wait())
+    finally:
+        model_runner.sample = own_sample
+    assert not result.isnan().any()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(QWEN3_SHAPES), default="0.6B")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--sequences", type=int, default=18)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    errors: dict[str, list[torch.Tensor]] = {"stock bf16": [], "hf_paged bf16": []}
+    for seed in range(args.seeds):
+        model = qwen3(args.model, torch.float32, args.device, seed)
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, 151936, (args.sequences, args.length), generator=generator).to(args.device)
+        # The reference has the bf16 weights, so that only arithmetic differs.
+        model = model.to(torch.bfloat16).float()
+        exact = stock(model, tokens)
+        model = model.to(torch.bfloat16)
+        errors["stock bf16"].append((stock(model, tokens) - exact).abs().flatten())
+        errors["hf_paged bf16"].append((paged(model, tokens) - exact).abs().flatten())
+        del model
+    figures = {}
+    for name, parts in errors.items():
+        everything = torch.cat(parts)
+        figures[name] = {"tokens": everything.numel(), "mean": everything.mean().item(),
+                         "p99": np.quantile(everything.cpu().numpy(), 0.99).item()}  # fmt: skip
+        print(f"{name:14} {figures[name]}")
+    ours, theirs = figures["hf_paged bf16"], figures["stock bf16"]
+    print(f"ratio to stock: mean {ours['mean'] / theirs['mean']:.3f}, p99 {ours['p99'] / theirs['p99']:.3f} (at most 1.1)")
+    if args.out:
+        args.out.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

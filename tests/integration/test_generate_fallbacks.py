@@ -1,0 +1,551 @@
+"""What the engine does not carry out goes to stock generate, with one warning that names the reason."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from support import (
+    RecordingStreamer,
+    assert_falls_back,
+    assert_native_parity,
+    assert_same_tensor,
+    batch,
+    left_padded,
+    random_prompts,
+    stock_copy,
+    stock_generate,
+    tiny_config,
+    tiny_model,
+    byte_tokenizer,
+)
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+    TemperatureLogitsWarper,
+    WatermarkingConfig,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+import hf_paged
+
+
+class AddToOneToken(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        scores[:, 9] += 100.0 * (input_ids.shape[1] % 2)
+        return scores
+
+
+class StopAfterWidth(StoppingCriteria):
+    def __init__(self, width):
+        self.width = width
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.width, dtype=torch.bool)
+
+
+# -- every option of GenerationConfig ----------------------------------------------------------------------------------
+
+SAMPLE = {"do_sample": True}
+# For every field a value that is not neutral, with what else it takes to have an effect. "effective" ones must change
+# stock's own output, or the comparison below would show nothing.
+EFFECTIVE = {
+    "max_length": {"max_length": 29, "max_new_tokens": None},
+    "max_new_tokens": {"max_new_tokens": 5},
+    "min_length": {"min_length": 30, "eos_token_id": "first"},
+    "min_new_tokens": {"min_new_tokens": 6, "eos_token_id": "first"},
+    "eos_token_id": {"eos_token_id": "first"},
+    "pad_token_id": {"pad_token_id": 33, "eos_token_id": "first"},
+    "num_beams": {"num_beams": 3},
+    "max_time": {"max_time": 1e-9},
+    "stop_strings": {"stop_strings": "fourth", "tokenizer": byte_tokenizer()},
+    "repetition_penalty": {"repetition_penalty": 5.0},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 5.0},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
+    "bad_words_ids": {"bad_words_ids": "second"},
+    "forced_bos_token_id": {"forced_bos_token_id": 8, "input_ids": torch.tensor([[5]]), "attention_mask": None},
+    "forced_eos_token_id": {"forced_eos_token_id": 7},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (2, 3.0), "eos_token_id": 55},
+    "suppress_tokens": {"suppress_tokens": "second"},
+    "begin_suppress_tokens": {"begin_suppress_tokens": "second"},
+    "sequence_bias": {"sequence_bias": {(17,): 1e4}},
+    "guidance_scale": {"guidance_scale": 3.0},
+    "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=50.0)},
+    "num_return_sequences": {"num_return_sequences": 2, **SAMPLE, "top_k": 1},
+    "typical_p": {"typical_p": 0.01, **SAMPLE},
+    "top_h": {"top_h": 0.01, **SAMPLE},
+    "epsilon_cutoff": {"epsilon_cutoff": 0.5, **SAMPLE},
+    "eta_cutoff": {"eta_cutoff": 0.9, **SAMPLE},
+    "num_beam_groups": {"num_beam_groups": 2, "num_beams": 4, "diversity_penalty": 0.5},
+    "constraints": {"constraints": [3], "num_beams": 2},
+    "force_words_ids": {"force_words_ids": [[3]], "num_beams": 2},
+    "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
+    "dola_layers": {"dola_layers": "high"},
+    "length_penalty": {"length_penalty": -5.0, "num_beams": 3, "eos_token_id": "first"},
+    "do_sample": {"do_sample": True, "temperature": 1e-5, "num_return_sequences": 2},
+}
+SAMPLING = ("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")  # their effect shows against plain sampling
+# These change at most how stock gets to its tokens, or only what it returns besides them.
+QUIET = {
+    "temperature": {"temperature": 1e-5, **SAMPLE},
+    "top_k": {"top_k": 1, **SAMPLE},
+    "top_p": {"top_p": 1e-6, "top_k": 0, **SAMPLE},
+    "min_p": {"min_p": 1.0, "top_k": 0, **SAMPLE},
+    "early_stopping": {"early_stopping": True, "num_beams": 2},
+    "use_mtp": {"use_mtp": True},
+    "use_cache": {"use_cache": False},
+    "cache_implementation": {"cache_implementation": "static"},
+    "cache_config": {"cache_config": {"max_cache_len": 64}, "cache_implementation": "static"},
+    "max_cache_len": {"max_cache_len": 64, "cache_implementation": "static"},
+    "renormalize_logits": {"renormalize_logits": True},
+    "remove_invalid_values": {"remove_invalid_values": True},
+    "token_healing": {"token_healing": True},
+    "return_dict_in_generate": {"return_dict_in_generate": True},
+    "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "output_scores": {"output_scores": True},
+    "output_logits": {"output_logits": True},
+    "bos_token_id": {"bos_token_id": 4},
+    "decoder_start_token_id": {"decoder_start_token_id": 4},
+    "is_assistant": {"is_assistant": True},
+    "num_assistant_tokens": {"num_assistant_tokens": 3},
+    "num_assistant_tokens_schedule": {"num_assistant_tokens_schedule": "heuristic"},
+    "assistant_confidence_threshold": {"assistant_confidence_threshold": 0.9},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3, "one_row": True},
+    "max_matching_ngram_size": {"max_matching_ngram_size": 2},
+    "assistant_early_exit": {"assistant_early_exit": 1, "one_row": True},
+    "assistant_lookbehind": {"assistant_lookbehind": 3},
+    "target_lookbehind": {"target_lookbehind": 3},
+    "assistant_ensemble_weight": {"assistant_ensemble_weight": 0.5},
+    "speculation_type": {"speculation_type": "dflash"},
+    "compile_config": {"compile_config": "made below"},
+    "disable_compile": {"disable_compile": True},
+    "continuous_batching_config": {"continuous_batching_config": {"block_size": 32}},
+    "low_memory": {"low_memory": True},
+    "diversity_penalty": {"diversity_penalty": 0.5},
+    "prefill_chunk_size": {"prefill_chunk_size": 4},
+    "transformers_version": {"transformers_version": "4.0.0"},
+}
+FIELDS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+
+
+def test_the_tables_below_know_every_field():
+    """A field that a newer transformers brings needs a line above."""
+    assert not set(EFFECTIVE) & set(QUIET)
+    assert set(FIELDS) <= set(EFFECTIVE) | set(QUIET)
+
+
+def _outcome(call):
+    """("returned", tensor), or ("raised", type): what stock and we must agree on."""
+    torch.manual_seed(3)
+    try:
+        result = call()
+    except Exception as error:
+        assert not isinstance(error, hf_paged.FallbackError), error
+        return "raised", type(error)
+    return "returned", result if isinstance(result, torch.Tensor) else result.sequences
+
+
+def _arguments(name, model):
+    kwargs = {"max_new_tokens": 10} | (EFFECTIVE | QUIET)[name]
+    inputs = batch([20, 13, 5])
+    if kwargs.pop("one_row", False):
+        inputs = batch([20])
+    inputs = {key: kwargs.pop(key, value) for key, value in inputs.items()}
+    inputs = {key: value for key, value in inputs.items() if value is not None}
+    plain = _outcome(lambda: stock_generate(model, **inputs, max_new_tokens=10, do_sample=name in SAMPLING))[1]
+    new = plain[:, inputs["input_ids"].shape[1] :]
+    stand_ins = {"first": int(new[0, 1]), "second": [int(new[0, 0])], "fourth": byte_tokenizer().decode(new[0, 3:4])}
+    for key, value in kwargs.items():
+        if isinstance(value, str) and value in stand_ins:
+            kwargs[key] = stand_ins[value]
+    if name == "bad_words_ids":
+        kwargs[name] = [kwargs[name]]
+    if name == "compile_config":
+        from transformers import CompileConfig
+
+        kwargs[name] = CompileConfig(backend="eager")
+    return inputs, {k: v for k, v in kwargs.items() if v is not None}, plain
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_no_option_is_dropped(name):
+    """With the option set, an enabled model gives stock's tokens (or stock's exception), natively or with a warning."""
+    model = tiny_model()
+    inputs, kwargs, plain = _arguments(name, model)
+    kind, expected = _outcome(lambda: model.generate(**inputs, **kwargs))
+    if name in EFFECTIVE and kind == "returned":
+        assert expected.shape != plain.shape or not torch.equal(expected, plain), "the value has no effect"
+    hf_paged.enable(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        actual_kind, actual = _outcome(lambda: model.generate(**inputs, **kwargs))
+    assert actual_kind == kind, (actual, expected)
+    fell_back = sum(issubclass(w.category, hf_paged.FallbackWarning) for w in caught)
+    made = hf_paged.get_engine(model).stats().num_generated_tokens
+    if kind == "raised":
+        assert actual is expected
+    else:
+        assert_same_tensor(actual, expected)
+        assert (fell_back, made > 0) in ((0, True), (1, False))
+
+
+@pytest.mark.parametrize("name", sorted(set(FIELDS) & set(EFFECTIVE)))
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_no_option_of_the_models_generation_config_is_dropped(name):
+    """The same where the option comes from `model.generation_config`, as fine-tuned checkpoints carry them."""
+    model = tiny_model()
+    inputs, kwargs, _ = _arguments(name, model)
+    if "tokenizer" in kwargs:
+        inputs["tokenizer"] = kwargs.pop("tokenizer")
+    for key, value in kwargs.items():
+        setattr(model.generation_config, key, value)
+    kind, expected = _outcome(lambda: model.generate(**inputs))
+    hf_paged.enable(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        actual_kind, actual = _outcome(lambda: model.generate(**inputs))
+    fell_back = sum(issubclass(w.category, hf_paged.FallbackWarning) for w in caught)
+    made = hf_paged.get_engine(model).stats().num_generated_tokens
+    assert actual_kind == kind, (actual, expected)
+    if kind == "raised":
+        assert actual is expected
+    else:
+        assert_same_tensor(actual, expected)
+        assert (fell_back, made > 0) in ((0, True), (1, False))
+
+
+@pytest.mark.parametrize(("kwargs", "reason"), [
+    ({"num_beams": 2}, "beam search"),
+    ({"repetition_penalty": 1.3}, "repetition_penalty=1.3"),
+    ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2"),
+    ({"suppress_tokens": [3]}, "suppress_tokens"),
+    ({"sequence_bias": {(17,): 1e4}}, "sequence_bias"),
+    ({"max_time": 100.0}, "max_time"),
+    ({"use_cache": False}, "use_cache=False"),
+    ({"cache_implementation": "static"}, "cache_implementation='static'"),
+    ({"return_dict_in_generate": True}, "return_dict_in_generate=True"),
+    ({"return_dict_in_generate": True, "output_scores": True}, "return_dict_in_generate|output_scores"),
+    ({"output_logits": True}, "output_logits=True"),
+    ({"prefill_chunk_size": 4}, "prefill_chunk_size=4"),
+    ({"do_sample": True, "typical_p": 0.5}, "typical_p=0.5"),
+    ({"stop_strings": ["a"], "tokenizer": byte_tokenizer()}, "stop_strings"),
+    ({"logits_processor": LogitsProcessorList([AddToOneToken()])}, "AddToOneToken"),
+    ({"stopping_criteria": StoppingCriteriaList([StopAfterWidth(24)])}, "StopAfterWidth"),
+    ({"prefix_allowed_tokens_fn": lambda row, ids: [3, 4, 5]}, "PrefixConstrained"),
+    ({"assistant_model": tiny_model(1), "one_row": True}, "assisted decoding"),
+    ({"prompt_lookup_num_tokens": 3, "one_row": True}, "assisted decoding"),
+    ({"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=5, keys=[1, 2, 3]), "do_sample": True},
+     "watermarking_config"),
+    ({"min_new_tokens": 3, "eos_token_id": 9, "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(2.0)])},
+     "TemperatureLogitsWarper"),
+    ({"do_sample": True, "temperature": 0.7, "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.7)])},
+     "TemperatureLogitsWarper"),
+    ({"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(9)])}, "(?i)eos"),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic")
+def test_options_that_only_stock_carries_out(kwargs, reason):
+    kwargs = dict(kwargs)
+    inputs = batch([20] if kwargs.pop("one_row", False) else [20, 13, 5])
+    assert_falls_back(tiny_model(), reason, **inputs, max_new_tokens=8, **kwargs)
+
+
+def test_a_length_criterion_of_the_callers_own():
+    inputs = batch([20, 13])
+    criteria = StoppingCriteriaList([MaxLengthCriteria(24)])
+    model = tiny_model()
+    expected = model.generate(**inputs, max_new_tokens=8, stopping_criteria=criteria)
+    assert expected.shape[1] == 24
+    hf_paged.enable(model)
+    assert_same_tensor(model.generate(**inputs, max_new_tokens=8, stopping_criteria=criteria), expected)
+
+
+# -- inputs -------------------------------------------------------------------------------------------------------------
+
+
+def test_past_key_values_of_the_caller():
+    model, ids = tiny_model(), torch.tensor(random_prompts([20]))
+
+    def call(model, **kwargs):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=ids[:, :15], past_key_values=cache)
+        return model.generate(input_ids=ids, past_key_values=cache, **kwargs)
+
+    assert_falls_back(model, "past_key_values", call=call, max_new_tokens=6)
+
+
+def test_an_empty_cache_of_the_caller_is_filled_as_stock_fills_it():
+    model, ids = tiny_model(), torch.tensor(random_prompts([20]))
+    hf_paged.enable(model)
+    cache = DynamicCache(config=model.config)
+    with pytest.warns(hf_paged.FallbackWarning, match="past_key_values"):
+        model.generate(input_ids=ids, past_key_values=cache, max_new_tokens=6)
+    assert cache.get_seq_length() in (25, 26)
+
+
+def test_inputs_embeds():
+    model = tiny_model()
+    embeds = model.get_input_embeddings()(torch.tensor(random_prompts([20, 20]))).detach()
+    assert_falls_back(model, "inputs_embeds|input_ids of shape", inputs_embeds=embeds, max_new_tokens=6)
+
+
+def test_inputs_embeds_besides_input_ids():
+    model = tiny_model()
+    ids = torch.tensor(random_prompts([20, 20]))
+    embeds = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(2))
+    assert_falls_back(model, "inputs_embeds", input_ids=ids, inputs_embeds=embeds, max_new_tokens=6)
+
+
+def _right_padded():
+    inputs = batch([20, 13])
+    return {"input_ids": inputs["input_ids"].flip(1), "attention_mask": inputs["attention_mask"].flip(1)}
+
+
+def _with_hole():
+    inputs = batch([20, 13])
+    inputs["attention_mask"][0, 7] = 0
+    return inputs
+
+
+def _empty_row():
+    inputs = batch([20, 13])
+    inputs["attention_mask"][1] = 0
+    return inputs
+
+
+@pytest.mark.parametrize("inputs", [_right_padded(), _with_hole(), _empty_row()], ids=["right", "hole", "empty"])
+def test_masks_that_are_not_left_padding(inputs):
+    assert_falls_back(tiny_model(), "attention_mask", **inputs, max_new_tokens=6)
+
+
+def test_a_mask_of_weights_is_no_padding():
+    inputs = batch([20, 13])
+    inputs["attention_mask"] = inputs["attention_mask"] * 2
+    model = hf_paged.enable(tiny_model())
+    expected = stock_generate(model, **inputs, max_new_tokens=6)
+    with pytest.warns(hf_paged.FallbackWarning, match="attention_mask"):
+        assert_same_tensor(model.generate(**inputs, max_new_tokens=6), expected)
+
+
+def test_position_ids_of_the_caller():
+    inputs = batch([20, 20])
+    positions = torch.arange(20).expand(2, -1) + 3
+    assert_falls_back(tiny_model(), "position_ids", **inputs, position_ids=positions, max_new_tokens=6)
+
+
+def test_position_ids_that_only_say_what_the_mask_says_are_native():
+    inputs = batch([20, 13])
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    model = hf_paged.enable(tiny_model(), strict=True)
+    assert_native_parity(model, **inputs, position_ids=positions, max_new_tokens=6)
+
+
+def test_positions_of_the_padding_do_not_matter():
+    """5.17 fills them with 1, others leave -1 or 0; stock masks these tokens."""
+    inputs = batch([20, 13])
+    positions = (inputs["attention_mask"].cumsum(1) - 1).masked_fill(inputs["attention_mask"] == 0, 1)
+    model = hf_paged.enable(tiny_model())
+    expected = stock_generate(model, **inputs, position_ids=positions, max_new_tokens=6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hf_paged.FallbackWarning)
+        assert_same_tensor(model.generate(**inputs, position_ids=positions, max_new_tokens=6), expected)
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+
+def test_longer_than_max_model_len():
+    model = tiny_model()
+    inputs = batch([40, 20])
+    expected = model.generate(**inputs, max_new_tokens=25)
+    hf_paged.enable(model, max_model_len=64)
+    with pytest.warns(hf_paged.FallbackWarning, match="65 tokens.*max_model_len is 64"):
+        assert_same_tensor(model.generate(**inputs, max_new_tokens=25), expected)
+    assert_native_parity(model, **inputs, max_new_tokens=24)
+
+
+def test_longer_than_the_pool():
+    model = tiny_model()
+    inputs = batch([40, 20])
+    expected = model.generate(**inputs, max_new_tokens=26)
+    hf_paged.enable(model, num_blocks=5)
+    with pytest.warns(hf_paged.FallbackWarning, match="KV pool"):
+        assert_same_tensor(model.generate(**inputs, max_new_tokens=26), expected)
+    assert_native_parity(model, **inputs, max_new_tokens=25)
+
+
+def test_longer_than_the_models_positions():
+    model = tiny_model(max_position_embeddings=64)
+    assert_falls_back(model, "max_model_len", **batch([60]), max_new_tokens=10)
+
+
+# -- exceptions --------------------------------------------------------------------------------------------------------
+
+BAD_CALLS = {
+    "unknown argument": {"no_such_option": 3},
+    "zero new tokens": {"max_new_tokens": 0},
+    "negative new tokens": {"max_new_tokens": -4},
+    "new tokens as str": {"max_new_tokens": "8"},
+    "new tokens as float": {"max_new_tokens": 3.5},
+    "max_length below the prompt": {"max_length": 10},
+    "max_length equal to the prompt": {"max_length": 20},
+    "temperature 0": {"do_sample": True, "temperature": 0.0},
+    "temperature negative": {"do_sample": True, "temperature": -1.0},
+    "temperature as str": {"do_sample": True, "temperature": "hot"},
+    "temperature as int": {"do_sample": True, "temperature": 1},
+    "top_k negative": {"do_sample": True, "top_k": -3},
+    "top_k as float": {"do_sample": True, "top_k": 1.5},
+    "top_p above 1": {"do_sample": True, "top_p": 1.5},
+    "top_p negative": {"do_sample": True, "top_p": -0.1},
+    "min_p above 1": {"do_sample": True, "min_p": 1.5},
+    "min_p negative": {"do_sample": True, "min_p": -0.5},
+    "several greedy sequences": {"num_return_sequences": 2},
+    "zero sequences": {"num_return_sequences": 0, "do_sample": True},
+    "negative minimum": {"min_new_tokens": -3, "eos_token_id": 9},
+    "minimum above maximum": {"min_new_tokens": 30, "max_new_tokens": 10, "eos_token_id": 9},
+    "eos as str": {"eos_token_id": "</s>"},
+    "eos negative": {"eos_token_id": -1},
+    "eos as float": {"eos_token_id": 3.0},
+    "empty eos list": {"eos_token_id": []},
+    "pad out of the vocabulary": {"pad_token_id": 10_000, "eos_token_id": 9},
+    "stop strings without tokenizer": {"stop_strings": "w17"},
+    "streamer with beams": {"streamer": RecordingStreamer(), "num_beams": 2},
+    "mask of another shape": {"attention_mask": torch.ones(2, 7, dtype=torch.int64)},
+    "mask of three dimensions": {"attention_mask": torch.ones(2, 20, 1, dtype=torch.int64)},
+    "id beyond the vocabulary": {"input_ids": torch.tensor([[3, 256, 4]])},
+    "id far beyond the vocabulary": {"input_ids": torch.tensor([[3, 2**40, 4]])},
+    "negative id": {"input_ids": torch.tensor([[3, -5, 4]])},
+    "float ids": {"input_ids": torch.tensor([[3.0, 5.0, 4.0]])},
+    "ids of one dimension": {"input_ids": torch.tensor([3, 5, 4])},
+    "ids of three dimensions": {"input_ids": torch.tensor([[[3, 5, 4]]])},
+    "empty prompt": {"input_ids": torch.zeros(1, 0, dtype=torch.int64)},
+    "empty batch": {"input_ids": torch.zeros(0, 5, dtype=torch.int64)},
+    "ids as list": {"input_ids": [[3, 5, 4]]},
+    "generation_config as dict": {"generation_config": {"max_new_tokens": 4}},
+    "no input at all": {"input_ids": None},
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_bad_calls_end_as_in_stock(name):
+    """Stock's tokens, or an exception of stock's type; afterwards the engine works as before."""
+    model = tiny_model()
+    kwargs = BAD_CALLS[name]
+    inputs = {"input_ids": torch.tensor(random_prompts([20, 20]))} | kwargs
+    if "max_length" not in inputs:
+        inputs = {"max_new_tokens": 8} | inputs
+    expected_kind, expected = _outcome(lambda: model.generate(**inputs))
+    hf_paged.enable(model)
+    kind, actual = _outcome(lambda: model.generate(**inputs))
+    if expected_kind == "raised":
+        assert (kind, actual) == (expected_kind, expected)
+    else:
+        assert kind == "returned", actual
+        if inputs.get("do_sample"):
+            assert actual.shape == expected.shape
+        else:
+            assert_same_tensor(actual, expected)
+    assert_native_parity(model, **batch([20, 5]), max_new_tokens=6)
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+@pytest.mark.parametrize("poison", ["all", "one embedding", "head"])
+def test_nan_weights_end_as_in_stock(sampling, poison):
+    model = tiny_model()
+    with torch.no_grad():
+        if poison == "all":
+            model.model.layers[0].mlp.up_proj.weight.fill_(float("nan"))
+        elif poison == "one embedding":
+            model.model.embed_tokens.weight[99] = float("nan")
+        else:
+            model.lm_head.weight[17] = float("nan")
+    inputs = left_padded([[5, 6, 7, 8], [5, 99, 7, 8], [9, 10, 11]])
+    kwargs = {**inputs, "max_new_tokens": 6, "do_sample": sampling}
+    expected_kind, expected = _outcome(lambda: model.generate(**kwargs))
+    hf_paged.enable(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hf_paged.FallbackWarning)
+        kind, actual = _outcome(lambda: model.generate(**kwargs))
+    assert kind == expected_kind, (actual, expected)
+    if kind == "raised":
+        assert actual is expected
+    elif not sampling:
+        assert_same_tensor(actual, expected)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.nan_to_num_(0.5)
+    assert_native_parity(model, **inputs, max_new_tokens=6)
+
+
+def test_a_streamer_sees_each_column_once_where_a_call_turns_to_stock_half_way():
+    """NaN shows up at a later step, when columns were streamed already."""
+    model = tiny_model()
+    inputs = batch([6, 4])
+    free = stock_generate(model, **inputs, max_new_tokens=6)
+    with torch.no_grad():  # the token that row 0 makes third poisons what follows
+        model.model.embed_tokens.weight[free[0, 8]] = float("nan")
+    stock, ours = RecordingStreamer(), RecordingStreamer()
+    expected = model.generate(**inputs, max_new_tokens=6, streamer=stock)
+    hf_paged.enable(model)
+    with pytest.warns(hf_paged.FallbackWarning, match="NaN"):
+        actual = model.generate(**inputs, max_new_tokens=6, streamer=ours)
+    assert_same_tensor(actual, expected)
+    assert ours.puts == stock.puts
+    assert ours.ended == 1
+
+
+# -- neighbours --------------------------------------------------------------------------------------------------------
+
+
+def test_generate_of_another_model_is_not_touched():
+    ours, other = hf_paged.enable(tiny_model(), strict=True), tiny_model(1)
+    other.generate(**batch([5]), max_new_tokens=4, num_beams=2)
+    assert hf_paged.get_engine(ours).stats().num_generated_tokens == 0
+
+
+def test_a_custom_generate_function_runs_as_in_stock():
+    def two_sevens(model, input_ids, **kwargs):
+        return torch.cat([input_ids, torch.full((len(input_ids), 2), 7)], dim=1)
+
+    model = tiny_model()
+    inputs = batch([5, 3])
+    expected = model.generate(**inputs, custom_generate=two_sevens)
+    assert_same_tensor(hf_paged.enable(model).generate(**inputs, custom_generate=two_sevens), expected)
+
+
+def test_after_a_fallback_native_calls_go_on():
+    model = hf_paged.enable(tiny_model())
+    inputs = batch([20, 5])
+    first = assert_native_parity(model, **inputs, max_new_tokens=8)
+    with pytest.warns(hf_paged.FallbackWarning):
+        model.generate(**inputs, max_new_tokens=8, num_beams=2)
+    assert torch.equal(assert_native_parity(model, **inputs, max_new_tokens=8), first)
+
+
+def test_the_same_input_tensors_come_back_untouched():
+    model = hf_paged.enable(tiny_model(), strict=True)
+    inputs = batch([20, 5])
+    before = {key: value.clone() for key, value in inputs.items()}
+    config = GenerationConfig(max_new_tokens=5, do_sample=False)
+    text = config.to_json_string()
+    model.generate(**inputs, generation_config=config)
+    assert all(torch.equal(inputs[key], before[key]) for key in inputs)
+    assert config.to_json_string() == text
+
+
+def test_configs_are_those_of_the_model():
+    """The fixture model and its copy agree, so that stock comparisons compare one and the same model."""
+    model = tiny_model()
+    assert model.config.to_dict() == stock_copy(model).config.to_dict()
+    assert tiny_config(head_dim=32).head_dim == 32

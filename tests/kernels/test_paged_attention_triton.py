@@ -1,0 +1,255 @@
+"""The Triton attention kernels, in the interpreter and compiled, against attention in float64."""
+
+import random
+
+import pytest
+import torch
+from hf_paged.kernels.paged_attention import paged_attention, paged_attention_triton
+from hf_paged.kernels.paged_attention_decode import (
+    MAX_SPLITS,
+    DecodeConfig,
+    choose_num_splits,
+    decode_config,
+    paged_attention_decode,
+)
+from hf_paged.kernels.paged_attention_prefill import PrefillConfig, paged_attention_prefill, prefill_config
+from paged_cases import expected, make_case, random_rows, run_poisoned, sdpa, worst_error
+
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3}
+HEAD_DIMS = [32, 64, 80, 96, 128, 256]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("seed", range(18))
+def test_prefill_random(seed):
+    r = random.Random(seed)
+    kv_heads = r.choice([1, 2])
+    dtype = r.choice([torch.float32, torch.float16])
+    case = make_case(
+        random_rows(r, r.randint(1, 4), 80, 30),
+        seed=seed,
+        heads=kv_heads * r.choice([1, 2, 3, 4, 8]),
+        kv_heads=kv_heads,
+        head_dim=HEAD_DIMS[seed % 6],
+        block_size=r.choice([16, 32, 64, 128, 256]),
+        window=r.choice([None, None, 1, 5, 33]),
+        softcap=r.choice([None, None, 3.0, 50.0]),
+        dtype=dtype,
+    )
+    config = PrefillConfig(r.choice([16, 32]), r.choice([16, 32, 64]), 4, 1)
+    out = run_poisoned(paged_attention_prefill, case, config=config)
+    assert worst_error(out, expected(case)) < TOLERANCE[dtype]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("seed", range(18))
+def test_decode_random(seed):
+    r = random.Random(seed)
+    kv_heads = r.choice([1, 2])
+    dtype = r.choice([torch.float32, torch.float16])
+    case = make_case(
+        [(1, r.choice([1, 15, 16, 17, 64, 65, r.randint(1, 300)])) for _ in range(r.randint(1, 3))],
+        seed=seed,
+        heads=kv_heads * r.choice([1, 2, 3, 4, 8, 20]),
+        kv_heads=kv_heads,
+        head_dim=HEAD_DIMS[seed % 6],
+        block_size=r.choice([16, 32, 64, 128, 256]),
+        window=r.choice([None, None, 1, 33, 100, 150]),
+        softcap=r.choice([None, None, 3.0, 50.0]),
+        dtype=dtype,
+    )
+    config = DecodeConfig(r.choice([16, 32, 64]), 4, 1)
+    out = run_poisoned(paged_attention_decode, case, config=config, num_splits=r.choice([1, 2, 3, 4, 7, 33]))
+    assert worst_error(out, expected(case)) < TOLERANCE[dtype]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
+@pytest.mark.parametrize("window", [None, 64, 65])
+def test_decode_at_split_boundaries(num_splits, window):
+    """Lengths around multiples of the smallest split (64), where a position could be read twice or not at all."""
+    case = make_case([(1, n) for n in (63, 64, 65, 128, 129, 193)], seed=11, heads=2, kv_heads=1, window=window)
+    out = run_poisoned(paged_attention_decode, case, num_splits=num_splits)
+    assert worst_error(out, expected(case)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("num_splits", [1, 5])
+def test_decode_rows_without_tokens_give_zeros(num_splits):
+    case = make_case([(1, 0), (1, 100), (1, 0)], seed=1)
+    out = run_poisoned(paged_attention_decode, case, num_splits=num_splits)
+    assert worst_error(out, expected(case)) < TOLERANCE[torch.float32]
+    assert not out[0].any()
+
+
+@pytest.mark.interpreted
+def test_prefill_rows_without_tokens_give_zeros():
+    case = make_case([(3, 0), (2, 20), (1, 0)], seed=1)
+    assert worst_error(run_poisoned(paged_attention_prefill, case), expected(case)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("new", [(7, 8, 9), (16, 1, 1, 1, 17), (8,), (1, 1)])
+def test_prefill_finds_every_rows_tiles(new):
+    """Rows that end on, before and after a tile's edge; a group of 2 and tiles of 16 rows are 8 queries each."""
+    case = make_case([(n, n + 3) for n in new], seed=2)
+    out = run_poisoned(paged_attention_prefill, case, config=PrefillConfig(16, 16, 4, 1))
+    assert worst_error(out, expected(case)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.interpreted
+def test_dispatch_by_query_length(monkeypatch):
+    called = []
+    for name in ("prefill", "decode"):
+        monkeypatch.setattr(
+            f"hf_paged.kernels.paged_attention.paged_attention_{name}", lambda *_, _name=name, **__: called.append(_name)
+        )
+    for rows in ([(1, 4), (1, 9)], [(1, 4), (2, 9)]):
+        case = make_case(rows, seed=0)
+        paged_attention(*case[:4], **case.options, backend="triton")
+    assert called == ["decode", "prefill"]
+
+
+@pytest.mark.interpreted
+def test_scores_far_apart_do_not_overflow():
+    case = make_case([(1, 70), (5, 40)], seed=4)
+    options = {**case.options, "scale": 200.0}
+    case = case._replace(options=options)
+    assert worst_error(run_poisoned(paged_attention_prefill, case), expected(case)) < 1e-4
+
+
+def test_number_of_splits():
+    for rows in (1, 7, 64, 256, 1024):
+        for heads in (1, 8):
+            for positions in (1, 64, 65, 4096, 131072):
+                splits = choose_num_splits(rows, heads, positions, 132)
+                assert 1 <= splits <= min(MAX_SPLITS, -(-positions // 64))
+    assert choose_num_splits(256, 8, 1024, 132) == 1
+    assert choose_num_splits(1, 8, 32768, 132) == MAX_SPLITS
+
+
+def test_configs_cover_every_head_size():
+    for head_dim_pad in (16, 32, 64, 128, 256):
+        for itemsize in (2, 4):
+            for group in (1, 3, 8, 200):
+                for new in (1, 9, 5000):
+                    config = prefill_config(head_dim_pad, itemsize, group, new)
+                    assert config.block_m >= max(16, group)
+            assert all(decode_config(head_dim_pad, itemsize, splits).block_n >= 16 for splits in (1, 8))
+
+
+def _bounded(case, out):
+    """Error at most twice that of torch's own attention in the same dtype (softcap: a plain tolerance)."""
+    right = expected(case)
+    error = float((out.double() - right).norm() / right.norm())
+    if case.options["softcap"] is None:
+        stock = sdpa(case)
+        bound = 2 * float((stock.double() - right).norm() / right.norm()) + 1e-6
+    else:
+        bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[out.dtype]
+    assert worst_error(out, right) < 20 * bound
+    assert error <= bound, (error, bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kind", ["prefill", "decode", "split"])
+def test_gpu_random(kind, head_dim, dtype):
+    for seed in range(4):
+        r = random.Random(f"{kind}{head_dim}{seed}")
+        rows = random_rows(r, r.randint(1, 9), 1500, 400)
+        if kind != "prefill":
+            rows = [(1, length) for _, length in rows]
+        kv_heads = r.choice([1, 2, 8])
+        case = make_case(
+            rows,
+            seed=seed,
+            heads=kv_heads * r.choice([1, 2, 3, 4, 8]),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=r.choice([16, 32, 64, 128, 256]),
+            window=r.choice([None, None, 100, 513]),
+            softcap=r.choice([None, None, 30.0]),
+            dtype=dtype,
+            device="cuda",
+        )
+        if kind == "prefill":
+            out = run_poisoned(paged_attention_prefill, case)
+        else:
+            out = run_poisoned(paged_attention_decode, case, num_splits=1 if kind == "decode" else None)
+        _bounded(case, out)
+
+
+@pytest.mark.gpu
+def test_gpu_auto_backend_agrees_with_torch_backend():
+    for rows in ([(1, 300), (1, 1), (1, 77)], [(50, 60), (1, 300), (128, 128)]):
+        case = make_case(rows, seed=1, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda")
+        out = paged_attention(*case[:4], **case.options)
+        assert torch.equal(out, paged_attention_triton(*case[:4], **case.options))
+        _bounded(case, out)
+        _bounded(case, paged_attention(*case[:4], **case.options, backend="torch"))
+
+
+@pytest.mark.gpu
+def test_gpu_graph_captured_for_long_rows_serves_short_ones():
+    case = make_case(
+        [(1, n) for n in (700, 3, 64, 65, 1200)],
+        seed=9, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    lengths = case.meta.seq_lens.clone()
+    meta = case.meta._replace(max_seq_len=40960)
+    out = torch.empty(case.q.shape, dtype=case.q.dtype, device="cuda")
+    paged_attention_decode(*case[:3], meta, **case.options, out=out)
+    case.meta.seq_lens.zero_()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_attention_decode(*case[:3], meta, **case.options, out=out)
+    case.meta.seq_lens.copy_(lengths)
+    out.fill_(float("nan"))
+    graph.replay()
+    _bounded(case, out)
+
+
+@pytest.mark.gpu
+def test_gpu_no_new_compilation_from_step_to_step():
+    from hf_paged.kernels import paged_attention_decode as decode
+    from hf_paged.kernels import paged_attention_prefill as prefill
+
+    def compiled():
+        kernels = (prefill._prefill_kernel, decode._decode_kernel, decode._combine_kernel)
+        return sum(len(c[0]) for k in kernels for c in k.device_caches.values())
+
+    sizes = []
+    for extra in range(4):
+        for new in (1, 200):
+            rows = [(new, 400 + extra + i) for i in range(2 + extra)]
+            case = make_case(rows, seed=extra, head_dim=64, dtype=torch.bfloat16, device="cuda")
+            shifted = torch.cat([case.meta.seq_lens[:1], case.meta.seq_lens])[1:]
+            paged_attention(*case[:3], case.meta._replace(seq_lens=shifted), **case.options)
+        sizes.append(compiled())
+    assert sizes[0] == sizes[-1], sizes
+
+
+@pytest.mark.gpu
+def test_gpu_cache_past_two_billion_elements():
+    """The row's blocks lie at the end of caches of 2.4e9 elements."""
+    small = make_case([(1, 40), (9, 30)], seed=3, heads=16, kv_heads=8, head_dim=128, dtype=torch.float16, device="cuda")
+    num_blocks = int(2.4e9) // (16 * 8 * 128)
+    moved = num_blocks - small.k_cache.shape[0]
+    caches = []
+    for cache in (small.k_cache, small.v_cache):
+        big = torch.empty(num_blocks, *cache.shape[1:], dtype=cache.dtype, device="cuda")
+        big[moved:] = cache
+        caches.append(big)
+    meta = small.meta._replace(block_table=small.meta.block_table + moved)
+    right = paged_attention(*small[:4], **small.options)
+    assert torch.equal(right, paged_attention(small.q, *caches, meta, **small.options))
+    one = make_case([(1, 40)], seed=3, heads=16, kv_heads=8, head_dim=128, dtype=torch.float16, device="cuda")
+    for cache, source in zip(caches, (one.k_cache, one.v_cache), strict=True):
+        cache[num_blocks - source.shape[0] :] = source
+    meta = one.meta._replace(block_table=one.meta.block_table + num_blocks - one.k_cache.shape[0])
+    assert torch.equal(
+        paged_attention(*one[:4], **one.options), paged_attention(one.q, *caches, meta, **one.options)
+    )
