@@ -57,7 +57,8 @@ def stock_generate(model: Qwen3ForCausalLM, requests: list[Request]) -> list[lis
 
 def generate_batch(model: Qwen3ForCausalLM, requests: list[Request]) -> list[list[int]]:
     # One output length a call is all that generate_batch takes, so it too runs to the longest.
-    config = GenerationConfig(max_new_tokens=max(n for _, n in requests), do_sample=False, eos_token_id=-1, pad_token_id=0)
+    most = max(count for _, count in requests)
+    config = GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=-1, pad_token_id=0)
     outputs = model.generate_batch([p for p, _ in requests], generation_config=config)
     return [outputs[f"req_{i}"].generated_tokens[:count] for i, (_, count) in enumerate(requests)]
 
@@ -90,8 +91,8 @@ def main() -> None:
             tokens[name] = run(model, requests)
             times[name].append(time.perf_counter() - start)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"Qwen3 {millions:.0f} M fp32, {NUM_REQUESTS} requests, {wanted} output tokens, {torch.get_num_threads()} threads, "
-          f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.processor() or platform.machine()}")  # fmt: skip
+    print(f"Qwen3 {millions:.0f} M fp32, {NUM_REQUESTS} requests, {wanted} output tokens, {torch.get_num_threads()} "
+          f"threads, torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}")
     rates = {name: wanted / statistics.median(seconds) for name, seconds in times.items()}
     ours = rates.get("hf_paged")
     for name, rate in rates.items():

@@ -16,7 +16,16 @@ from hf_paged import PagedGenerator
 
 MODEL = Path(__file__).parent / "models" / "tiny-qwen3"  # trained by tools/train_tiny_qwen3.py to look facts up
 
-FACTS = {"red fox": 4821, "blue owl": 1937, "grey hare": 7604, "wild goat": 5518}
+FACTS = {"red-fox": 4821, "bold-owl": 1937, "gold-hare": 7604, "wild-goat": 5518, "icy-seal": 2046, "calm-bear": 9182}
+
+
+def example_chats() -> list[list[dict[str, str]]]:
+    """One question for each fact, all over the same table: a shared prompt prefix."""
+    table = "Codes:\n" + "\n".join(f"{name}: {code}" for name, code in FACTS.items())
+    return [
+        [{"role": "system", "content": table}, {"role": "user", "content": f"What is the code of {name}?"}]
+        for name in FACTS
+    ]
 
 
 def main() -> None:

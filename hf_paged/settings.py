@@ -151,7 +151,10 @@ def token_id_tuple(value: Any) -> tuple[int, ...]:
         return ()
     if isinstance(value, torch.Tensor):
         value = value.tolist()
-    return (value,) if isinstance(value, int) else tuple(int(v) for v in value)
+    values = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(v, int) for v in values):
+        raise TypeError(f"eos_token_id={value!r}: expected None, an integer or a list of integers")
+    return tuple(values)
 
 
 def _number(config: GenerationConfig, name: str, neutral: float) -> float:

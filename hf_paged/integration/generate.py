@@ -7,7 +7,9 @@ the engine carries out exactly as stock would; the rest goes on to stock with on
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +34,9 @@ NATIVE_PROCESSORS: tuple[tuple[type, str, str], ...] = (
 )
 
 
+_IN_FALLBACK: ContextVar[bool] = ContextVar("hf_paged_in_fallback", default=False)
+
+
 class NativeCall(NamedTuple):
     """A call as the engine runs it: one prompt per row, the same settings for all."""
 
@@ -46,11 +51,12 @@ def sample(engine: Engine | None, stock_sample: Callable, model: Any, input_ids:
     """`GenerationMixin._sample` on the engine; `stock_sample` where the engine does not do what was asked for."""
 
     def stock(streamer: Any) -> Any:
-        return stock_sample(input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
-                            generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer,
-                            **model_kwargs)  # fmt: skip
+        with quiet_fallbacks():
+            return stock_sample(input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+                                generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer,
+                                **model_kwargs)  # fmt: skip
 
-    if engine is None:  # a class that outlived its engine
+    if engine is None or _IN_FALLBACK.get():
         return stock(streamer)
     call = _recognise(engine, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
                       model_kwargs)  # fmt: skip
@@ -70,9 +76,21 @@ def sample(engine: Engine | None, stock_sample: Callable, model: Any, input_ids:
 
 def announce_fallback(engine: Engine, reason: str) -> None:
     """Warn that a call goes to stock generate, or raise where the config says ``strict``."""
+    if _IN_FALLBACK.get():
+        return
     if engine.config.strict:
         raise FallbackError(f"strict=True, and this call would go to stock generate: {reason}")
     warnings.warn(f"hf_paged: this call goes to stock generate: {reason}", FallbackWarning, stacklevel=2)
+
+
+@contextmanager
+def quiet_fallbacks() -> Iterator[None]:
+    """Calls that stock makes in here (assisted decoding calls generate for every draft) go to stock without a word."""
+    token = _IN_FALLBACK.set(True)
+    try:
+        yield
+    finally:
+        _IN_FALLBACK.reset(token)
 
 
 def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
@@ -143,14 +161,21 @@ class _SkippingStreamer:
 
 
 def _recognise(engine: Engine, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any,
-               config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]) -> NativeCall | str:  # fmt: skip
+               config: GenerationConfig, synced_gpus: bool,
+               model_kwargs: dict[str, Any]) -> NativeCall | str:  # fmt: skip
     """The call as the engine would run it, or the reason why stock has to."""
     if engine.is_reentrant():
         return "generate was called from inside a step of the same engine"
     if synced_gpus:
         return "synced_gpus=True"
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        return f"input_ids of dtype {input_ids.dtype}"
     if (option := unsupported_option(config)) is not None:
         return f"{option} is not carried out by the paged engine"
+    try:
+        token_id_tuple(config.eos_token_id)
+    except TypeError as error:
+        return str(error)
     if (reason := _processor_reason(config, logits_processor)) is not None:
         return reason
     if (reason := _criteria_reason(config, stopping_criteria)) is not None:
@@ -238,7 +263,8 @@ def _prompts(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[list
         return "attention_mask has holes, right padding or an empty row"
     if positions is not None:
         expected = np.where(real == 1, np.cumsum(real, axis=1) - 1, 0)
-        if not np.array_equal(np.broadcast_to(positions.cpu().numpy(), expected.shape), expected):
+        given = positions.cpu().numpy()
+        if given.shape not in (expected.shape, (1, expected.shape[1])) or not (given == expected).all():
             return "position_ids given by the caller"
     return [row[row_mask == 1].tolist() for row, row_mask in zip(ids, real, strict=True)]
 

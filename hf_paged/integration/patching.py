@@ -164,6 +164,7 @@ def _stock_method(method: Callable, what: str) -> Callable:
     def fall_back(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (engine := _ENGINES.get(self)) is not None:
             generate.announce_fallback(engine, f"{what} is not carried out by the paged engine")
-        return method(self, *args, **kwargs)
+        with generate.quiet_fallbacks():
+            return method(self, *args, **kwargs)
 
     return fall_back

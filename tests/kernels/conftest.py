@@ -1,29 +1,28 @@
 """Triton kernels run in Triton's interpreter where there is no GPU; it has to be chosen before Triton is imported."""
 
+from __future__ import annotations
+
 import os
 import sys
 
 import pytest
 import torch
 
-INTERPRETED = not torch.cuda.is_available()
-if INTERPRETED:
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise pytest.UsageError("triton was imported before TRITON_INTERPRET=1 was set: set it in tests/conftest.py")
+COMPILED = torch.cuda.is_available()
+# Whoever imports Triton first (transformers does) decides for the whole process.
+TOO_LATE = not COMPILED and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
+if not COMPILED:
     os.environ["TRITON_INTERPRET"] = "1"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("interpreted") and not INTERPRETED:
-            item.add_marker(pytest.mark.skip(reason="the kernels are compiled here: the gpu tests cover them"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs a Triton kernel on CPU tensors")
 
 
-@pytest.fixture
-def make_generator():
-    """Seeded generators for a device."""
-    return lambda seed, device="cpu": torch.Generator(device).manual_seed(seed)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("interpreted") is None:
+        return
+    if COMPILED:
+        pytest.skip("kernels are compiled in this process: the gpu tests cover them")
+    if TOO_LATE:
+        pytest.fail("triton was imported before TRITON_INTERPRET=1 was set: set it in tests/conftest.py", pytrace=False)

@@ -275,7 +275,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "driver"):
             self.finish_all()
-            import collections
 
             global STAT
             STAT = globals().get("STAT", collections.Counter())

@@ -1,0 +1,155 @@
+"""Ways to break the scheduler, each of which the tests must notice. Run by ``tools/mutate.py``.
+
+A mutation replaces `old`, which occurs exactly once in the file, by `new`. `tests` selects what must fail (pytest's
+``-k``); left out, it is the tests named after the numbered behaviours.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    file: str  # in hf_paged/scheduler/
+    old: str
+    new: str
+    behaviours: tuple[int, ...] = ()
+    tests: str = ""
+
+
+POOL, MANAGER, BOOK = "block_pool.py", "kv_cache_manager.py", "request_book.py"
+SCHEDULER, TABLE, QUEUE = "scheduler.py", "running_table.py", "waiting_queue.py"
+
+MUTATIONS = [
+    Mutation(POOL, "FreeQueue(self.blocks[1:])", "FreeQueue(self.blocks)", (1,)),
+    Mutation(POOL, 'assert block.ref_count > 0, f"{block} is freed', 'assert True, f"{block} is freed', (1,)),
+    Mutation(MANAGER, "return -(-num_tokens // self.block_size)", "return num_tokens // self.block_size + 1", (2,)),
+    Mutation(MANAGER, "range(seq.num_published, num_tokens // size)",
+             "range(seq.num_published, self.num_blocks_for(num_tokens))", (2,)),
+    Mutation(POOL, "xxhash.xxh64_digest(parent_digest + content)", "xxhash.xxh64_digest(content)", (3,)),
+    Mutation(POOL, "block.content == content and block.parent_id == parent_id and block.generation >= ",
+             "block.parent_id == parent_id and block.generation >= ", (3,)),
+    Mutation(POOL, "block.content == content and block.parent_id == parent_id and block.generation >= ",
+             "block.content == content and block.generation >= ", (3,)),
+    Mutation(MANAGER, """                content += seq.cache_key
+            seq.prefix_digest""", """                content += b""
+            seq.prefix_digest""", (3,)),
+    Mutation(MANAGER, """                content += seq.cache_key
+            digest""", """                content += b""
+            digest""", (3,)),
+    Mutation(MANAGER, "            parent_id = block.prefix_id\n", "", (4,)),
+    Mutation(MANAGER, """            if block is None:
+                break
+            hits.append(block)""", """            if block is None or hits:
+                break
+            hits.append(block)""", (4,)),
+    Mutation(MANAGER, "self._hash_leading(seq, 2 * len(hits))", "pass", (4,)),
+    Mutation(MANAGER, "min(len(hits) * self.block_size, num_tokens - 1)", "len(hits) * self.block_size", (5,)),
+    Mutation(SCHEDULER, "write_from = max(start, seq.num_published * self.config.block_size)", "write_from = start",
+             (5, 13)),
+    Mutation(POOL, """            if block.ref_count == 0:
+                self.free_queue.remove(block)
+            block.ref_count += 1""", """            block.ref_count += 1""", (6,)),
+    Mutation(MANAGER, "for i in reversed(seq.block_table)", "for i in seq.block_table", (7,)),
+    Mutation(POOL, """            self.free_queue.appendleft(block)
+        else:""", """            self.free_queue.append(block)
+        else:""", (8,)),
+    Mutation(POOL, """        else:
+            self.free_queue.append(block)""", """        else:
+            self.free_queue.appendleft(block)""", (8, 9)),
+    Mutation(POOL, """            if block.digest is not None:
+                self._forget(block)
+            block.ref_count = 1""", """            block.ref_count = 1""", (9,)),
+    Mutation(POOL, """            if block.ref_count == 0:
+                self._queue(block)
+
+    def publish""", """            if block.ref_count == 0:
+                if block.digest is not None:
+                    self._forget(block)
+                self._queue(block)
+
+    def publish""", (9,)),
+    Mutation(POOL, "        if n > self.num_free:\n", "        if False:\n", (10,)),
+    Mutation(MANAGER, "(self.block_pool.num_free - sum(block.ref_count == 0 for block in hits))",
+             "self.block_pool.num_free", (10,)),
+    Mutation(MANAGER, "(self.block_pool.num_free - sum(block.ref_count == 0 for block in hits))",
+             "(self.block_pool.num_free - len(hits))", (10,)),
+    Mutation(MANAGER, """            return None
+        self.block_pool.touch(hits)""", """            self.block_pool.touch(hits)
+            return None
+        self.block_pool.touch(hits)""", (10,)),
+    Mutation(POOL, "self.cached.setdefault(digest, {})[block.block_id] = block",
+             "self.cached[digest] = {block.block_id: block}", (11,)),
+    Mutation(POOL, "            block.prefix_id = twin.prefix_id\n",
+             "            self._last_prefix_id += 1\n            block.prefix_id = self._last_prefix_id\n", (11,)),
+    Mutation(SCHEDULER, "prefills.published += self.kv_cache_manager.publish(seq, table.tokens[slot], end)",
+             "pass", (12,)),
+    Mutation(SCHEDULER, "self.kv_cache_manager.publish(seq, table.tokens[slot], end)",
+             "self.kv_cache_manager.publish(seq, table.tokens[slot], target)", (12,)),
+    Mutation(SCHEDULER, "                self._publish_decoded(plan, rows, slots)\n", "                pass\n", (12,)),
+    Mutation(SCHEDULER, "seq.num_published * self.config.block_size)", "0)", (13,)),
+    Mutation(MANAGER, "        seq.block_table = []\n", "", (14,)),
+    Mutation(BOOK, "        seq.detach(0)\n", "        seq.detach(seq.num_computed_tokens)\n", (14,)),
+    Mutation(BOOK, "        seq.detach(0)\n", "        seq.detach(0)\n        seq._output = []\n", (14,)),
+    Mutation(SCHEDULER, "self._preempt(max(", "self._preempt(min(", (14,)),
+    Mutation(BOOK, """        seq.status = Status.WAITING
+        self._waiting.push(seq)""", """        seq.status = Status.WAITING
+        seq.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._waiting.push(seq)""", (14,)),
+    Mutation(TABLE, "self.known[slot] = self.target[slot] = len(token_ids)",
+             "self.known[slot] = self.target[slot] = seq.num_prompt_tokens", (15,)),
+    Mutation(MANAGER, "        seq.num_published = 0\n", "", (15,)),
+    Mutation(MANAGER, "        seq.prefix_id = ROOT_PREFIX_ID\n", "", (14, 15)),
+    Mutation(SCHEDULER, "                seq.append(token)\n", "                pass\n",
+             tests="takes_in_its_token_in_flight"),
+    Mutation(MANAGER, "        if not self.enable_prefix_caching:\n            return []\n", "", (16,)),
+    Mutation(MANAGER, "if not self.enable_prefix_caching or not seq.read_cache:\n", "if not seq.read_cache:\n", (16,)),
+    Mutation(POOL, "        if self.num_free != self.num_blocks - 1:\n            return False\n", "", (17,)),
+    Mutation(POOL, "        self.cached.clear()\n", "", (17,)),
+    Mutation(SCHEDULER, """            for slot in np.flatnonzero(table.draining & (table.in_flight == 0)).tolist():
+                self._release(slot)""", """            pass""", (18,)),
+    Mutation(BOOK, """            if not self._table.in_flight[slot]:
+                self._release(slot)""", """            pass""", (18,)),
+    Mutation(MANAGER, "self.block_pool.free([blocks[i] for i in reversed(seq.block_table)])",
+             "self.block_pool.free([blocks[i] for i in reversed(seq.block_table[1:])])", (18,)),
+    Mutation(MANAGER, "if not self.enable_prefix_caching or not seq.read_cache:\n",
+             "if not self.enable_prefix_caching:\n", (19,)),
+    Mutation(MANAGER, "        size, pool = self.block_size, self.block_pool\n",
+             "        if not seq.read_cache:\n            return []\n"
+             "        size, pool = self.block_size, self.block_pool\n", (19,)),
+    Mutation(MANAGER, "self.prefix_cache_hits += num_hit_tokens",
+             "self.prefix_cache_hits += num_hit_tokens // self.block_size", (20,)),
+    Mutation(MANAGER, "self.prefix_cache_queries += seq.num_tokens", "self.prefix_cache_queries += 1", (20,)),
+    Mutation(SCHEDULER, "            if not seq.was_admitted:\n", "            if True:\n", (20,)),
+    Mutation(POOL, "        self.trusted_from = self.generation\n", "", (21,)),
+    Mutation(POOL, "        self.trusted_from = 0\n\n", "        pass\n\n", (21,)),
+    Mutation(POOL, "if block.generation < self.generation]", "if block.generation <= self.generation]", (21,)),
+    Mutation(POOL, "        self.unpublish([block for block in self.blocks if block.generation < self.generation])\n",
+             "        pass\n", (21,)),
+    Mutation(POOL, "        block.generation = self.generation\n", "", (21,)),
+    Mutation(BOOK, "            pool.unpublish(plan.published)\n", "", (22,)),
+    Mutation(BOOK, "        for plan in self._in_flight:\n            pool.unpublish",
+             "        for plan in list(self._in_flight)[1:]:\n            pool.unpublish", (22,)),
+    Mutation(BOOK, "        self._in_flight.clear()\n", "", (22,)),
+    Mutation(POOL, """            if block.ref_count == 0:
+                self.free_queue.remove(block)
+                self._queue(block)
+""", "", (22,)),
+    # What DESIGN.md says of a step without a number.
+    Mutation(SCHEDULER, "if table.in_flight[slot] or not self._make_room_for(seq):",
+             "if not self._make_room_for(seq):", tests="extra_token_preempts_nobody"),
+    Mutation(SCHEDULER, "table.decoding[slots] = start + 2 < table.limit[slots]", "pass", tests="known_end"),
+    Mutation(SCHEDULER, "done and end + 1 < int(table.limit[slot])", "done", tests="known_end"),
+    Mutation(SCHEDULER, "        if not short:\n            self._admit", "        if True:\n            self._admit",
+             tests="no_admission_in_a_step_that_preempted"),
+    Mutation(SCHEDULER, "                    return  # it fits", "                    pass  # it fits",
+             tests="nobody_overtakes"),
+    Mutation(SCHEDULER, "_Prefills(self.config.max_num_batched_tokens - len(slots))",
+             "_Prefills(self.config.max_num_batched_tokens)", tests="decode_never_starves"),
+    Mutation(SCHEDULER, "~table.draining[slots])", "True)", tests="abort_in_every_state or extra_token_is_dropped"),
+    Mutation(SCHEDULER, "self.kv_cache_manager.unpublish(seq)", "pass", tests="invalid_logits"),
+    Mutation(SCHEDULER, "            self._fail(seq)\n            return True", "            return False",
+             tests="outgrows_the_pool"),
+    Mutation(QUEUE, "(seq.rank, seq)", "((0, seq.arrival), seq)", tests="priority"),
+]  # fmt: skip
