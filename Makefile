@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.installed
 
-.PHONY: demo test lint format bench mutate clean
+.PHONY: demo test lint bench mutate clean
 
 demo: $(READY)
 	$(PYTHON) examples/quickstart.py
@@ -13,13 +13,8 @@ test: $(READY)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(VENV)/bin/lint-imports
-
-format: $(READY)
-	$(PYTHON) -m ruff format .
-	$(PYTHON) -m ruff check --fix .
 
 bench: $(READY)
 	$(PYTHON) benchmarks/ragged_cpu.py

@@ -57,7 +57,8 @@ def main() -> None:
           f"{ready:.1f} s, peak {peak:.1f} GiB, {stats.num_preemptions} preemptions, {stats.num_blocks} blocks; {device}, "
           f"torch {torch.__version__}, triton {triton.__version__}, transformers {transformers.__version__}")  # fmt: skip
     if args.out:
-        args.out.write_text(json.dumps({"workload": args.workload, "model": args.model, "rates": rates, "ready": ready}))
+        figures = {"workload": args.workload, "model": args.model, "rates": rates, "ready": ready}
+        args.out.write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ class Engine:
     @contextmanager
     def session(self, *, stream: bool = False) -> Iterator[Session]:
         """A session of one's own; leaving the block ends what is still running in it, whatever happened."""
-        session = Session(self, stream=stream)
+        session = Session(self, stream=stream, cache_key=adapter_key(self._adapter.model))
         try:
             yield session
         finally:
@@ -243,9 +243,9 @@ class Engine:
                 settings.do_sample, settings.temperature, settings.top_k, settings.top_p, settings.min_p, seed,
                 len(prompt) + settings.min_new_tokens, settings.eos_token_ids,
             )  # fmt: skip
+            key = adapter_key(self._adapter.model) if session.cache_key is None else session.cache_key
             sequence = Sequence(request_id, prompt, max_new_tokens=settings.max_new_tokens,
-                                eos_token_ids=settings.eos_token_ids, priority=priority,
-                                cache_key=adapter_key(self._adapter.model))  # fmt: skip
+                                eos_token_ids=settings.eos_token_ids, priority=priority, cache_key=key)  # fmt: skip
             request = Request(sequence, settings, parameters, session)
             if session.stream and self.tokenizer is not None:
                 request.text = TextStream(self.tokenizer)

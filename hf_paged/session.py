@@ -46,11 +46,15 @@ class Request:
 
 
 class Session:
-    """With ``stream`` every token is delivered as it comes, otherwise only completions."""
+    """With ``stream`` every token is delivered as it comes, otherwise only completions.
 
-    def __init__(self, engine: Engine, *, stream: bool) -> None:
+    ``cache_key`` separates prefixes computed with other adapters; None: asked of the model at every `add`.
+    """
+
+    def __init__(self, engine: Engine, *, stream: bool, cache_key: bytes | None = None) -> None:
         self._engine = engine
         self.stream = stream
+        self.cache_key = cache_key
         self.outbox: deque[StepOutput] = deque()
         self.open: dict[str, Request] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 import warnings
 from typing import Any
@@ -186,3 +187,18 @@ class RecordingStreamer:
 
     def end(self) -> None:
         self.ended += 1
+
+
+def lookup_chat(facts: dict[str, str], key: str) -> list[dict[str, str]]:
+    """A chat as the tiny trained model knows it: a table as system prompt, one question."""
+    table = "Codes:\n" + "\n".join(f"{name}: {code}" for name, code in facts.items())
+    return [{"role": "system", "content": table}, {"role": "user", "content": f"What is the code of {key}?"}]
+
+
+def lookup_facts(count: int, seed: int = 0) -> dict[str, str]:
+    """A table of codes in the trained model's words."""
+    rng = random.Random(seed)
+    adjectives = "amber bold calm deep fast gold happy jade kind lucky mint noble pale quick royal".split()
+    animals = "ant bear cat crab dove eagle fox goose hare lion newt otter owl panda seal swan".split()
+    names = rng.sample([f"{adjective}-{animal}" for adjective in adjectives for animal in animals], count)
+    return {name: str(rng.randint(1000, 9999)) for name in names}

@@ -21,8 +21,9 @@ from pathlib import Path
 from mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parent.parent
+CAUGHT, TIMED_OUT = "caught", "timed out"
 PACKAGE, TESTS = Path("hf_paged/scheduler"), Path("tests/scheduler")
-TIMEOUT_S = 120  # a mutation may well loop for ever; that is noticing, too
+TIMEOUT_S = 60  # a mutation may well loop for ever; that is noticing, too
 
 
 def selection(mutation: Mutation) -> str:
@@ -40,7 +41,7 @@ def run_tests(work: Path, select: str) -> tuple[int, str]:
     try:
         done = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return 1, "timeout"
+        return 1, TIMED_OUT
     return done.returncode, done.stdout + done.stderr
 
 
@@ -65,7 +66,7 @@ def try_mutation(mutation: Mutation) -> str:
         path.write_text(text.replace(mutation.old, mutation.new))
         status, output = run_tests(work, selection(mutation))
     if status == 1:
-        return "caught"
+        return CAUGHT + (" (by the time limit)" if output == TIMED_OUT else "")
     if status == 0:
         return "SURVIVED"
     return f"NOT RUN: pytest exited with {status}: {output.strip().splitlines()[-1:]}"
@@ -91,7 +92,7 @@ def main() -> int:
         label = ",".join(map(str, mutation.behaviours)) or "-"
         line = next(a.strip() for a in mutation.old.splitlines() if a.strip())
         print(f"{label:>6}  {mutation.file:<20} {line[:72]:<72}  {verdict}")
-    caught = verdicts.count("caught")
+    caught = sum(verdict.startswith(CAUGHT) for verdict in verdicts)
     missing = set(range(1, 23)) - {number for mutation in MUTATIONS for number in mutation.behaviours}
     print(f"{caught} of {len(chosen)} mutations caught in {time.time() - begin:.0f} s", end="")
     print(f"; behaviours without a mutation: {sorted(missing)}" if missing else "; every behaviour has one")

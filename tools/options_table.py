@@ -35,8 +35,8 @@ positions or the KV pool. `streamer` is native. Built-in processors that are nat
 
 States of the model that go to stock: forward hooks, a forward replaced on the instance (accelerate's autocast wrapper is
 known and native where its dtype is the weights'), prompt learning, modules of unknown classes, parameters on several
-devices, on the meta device or partitioned, mixed or odd dtypes, autocast to another dtype than the weights', dropout in
-train mode.
+devices, on the meta device or partitioned, mixed or odd dtypes, autocast to another dtype than the weights', dropout
+in train mode, an attention function of the caller's own.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import functools
 import weakref
@@ -144,9 +145,10 @@ def _enabled_class(stock: Any) -> type:
 
 def _reduce_to_stock(stock: Any) -> Callable:
     def __reduce_ex__(self: Any, protocol: Any) -> tuple:
-        """Pickles and copies are stock objects: they do not carry an engine."""
-        rebuild, args, *rest = stock.__reduce_ex__(self, protocol)
-        return rebuild, tuple(stock if a is type(self) else a for a in args), *rest
+        """Pickles and copies are stock objects: without an engine, and loadable where hf_paged is not installed."""
+        _, _, *state = stock.__reduce_ex__(self, max(int(protocol), 2))
+        # Not the usual copyreg.__newobj__: pickle insists that it makes the very class of the object.
+        return copyreg._reconstructor, (stock, object, None), *state  # type: ignore[attr-defined]
 
     return __reduce_ex__
 

@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-defs=False
 """One tile of paged attention on the device: gather K and V through the block table, online softmax in base 2.
 
-The recurrence is FlashAttention-2's (Dao 2023, arXiv 2307.08691, algorithm 1); the prefill and the decode kernel share it.
+The recurrence is FlashAttention-2's (Dao 2023, arXiv 2307.08691, algorithm 1); prefill and decode share it.
 """
 
 from __future__ import annotations

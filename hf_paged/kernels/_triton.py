@@ -29,7 +29,7 @@ def jit(
 ) -> Callable[[Callable[..., Any]], Any]:
     """``triton.jit``, or the bare function where Triton is missing.
 
-    Values of ``varying_ints`` and alignments of ``varying_pointers`` differ from step to step: they cause no new compilation.
+    Values of ``varying_ints`` and alignments of ``varying_pointers`` change from step to step and compile nothing.
     """
     if triton is None:
         return lambda fn: fn

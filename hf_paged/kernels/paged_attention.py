@@ -158,13 +158,13 @@ def paged_attention_reference(
         attended = _attend(grouped, k, v, mask, False, scale, softcap)
         out.index_copy_(0, at, attended.reshape(len(r), *q.shape[1:]))
 
-    for r in np.flatnonzero((counts > 1) & (lengths > 0)):
-        n, length = int(counts[r]), int(lengths[r])
+    for row in np.flatnonzero((counts > 1) & (lengths > 0)).tolist():
+        n, length = int(counts[row]), int(lengths[row])
         begin = max(0, length - n - window + 1)
-        k, v = rows.gather(np.array([r]), np.array([begin]), np.array([length - begin]))
+        k, v = rows.gather(np.array([row]), np.array([begin]), np.array([length - begin]))
         causal = length == n and window >= n
         mask = None if causal else _causal_mask(n, length, begin, window, q.device)
-        new = slice(int(starts[r]), int(starts[r + 1]))
+        new = slice(int(starts[row]), int(starts[row + 1]))
         out[new] = _attend(q[new].transpose(0, 1)[None], k, v, mask, causal, scale, softcap)[0].transpose(0, 1)
     return out
 

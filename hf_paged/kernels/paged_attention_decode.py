@@ -209,8 +209,8 @@ def paged_attention_decode(
 ) -> torch.Tensor:
     """:func:`~hf_paged.kernels.paged_attention.paged_attention` where every row has exactly one new token.
 
-    fp16, bf16 or fp32; head_dim up to 256. One Triton launch, two where rows are split. ``meta.max_seq_len`` only bounds
-    the number of splits: a graph captured with a large bound stays right and fast for short rows.
+    fp16, bf16 or fp32; head_dim up to 256. One Triton launch, two where rows are split. ``meta.max_seq_len`` only
+    bounds the number of splits: a graph captured with a large bound stays right and fast for short rows.
 
     Args:
         out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.

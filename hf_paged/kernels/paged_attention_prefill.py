@@ -21,23 +21,30 @@ class PrefillConfig(NamedTuple):
     num_stages: int
 
 
-# By bytes of one head's key (padded): 64 KiB of K and V in flight and a query tile of 32 KiB fit Ampere's 99 KiB.
-_CONFIGS = {
+# By padded head_dim. Query tile plus K and V in flight stay under Ampere's 99 KiB of shared memory.
+_HALF_CONFIGS = {
+    32: PrefillConfig(128, 64, 4, 2),
     64: PrefillConfig(128, 64, 4, 2),
-    128: PrefillConfig(128, 64, 4, 2),
-    256: PrefillConfig(128, 64, 8, 2),
-    512: PrefillConfig(64, 32, 4, 2),
-    1024: PrefillConfig(32, 16, 4, 1),
+    128: PrefillConfig(128, 64, 8, 2),
+    256: PrefillConfig(64, 32, 4, 2),
+}
+# An exact fp32 dot runs on the plain cores out of registers: larger tiles spill thousands of bytes a thread.
+_FLOAT_CONFIGS = {
+    32: PrefillConfig(64, 32, 8, 2),
+    64: PrefillConfig(64, 32, 8, 2),
+    128: PrefillConfig(32, 32, 8, 2),
+    256: PrefillConfig(32, 16, 8, 2),
 }
 
 
 def prefill_config(head_dim_pad: int, itemsize: int, group: int, max_query_len: int) -> PrefillConfig:
-    """Tiles for a head size; no more rows than the longest row of the step fills."""
-    config = _CONFIGS[max(64, head_dim_pad * itemsize)]
-    filled = max(16, triton.next_power_of_2(group), triton.next_power_of_2(min(max_query_len, 128) * group))
-    if filled >= config.block_m:
-        return config._replace(block_m=max(config.block_m, triton.next_power_of_2(group)))
-    return config._replace(block_m=filled, num_warps=4)
+    """Tiles for a head size; no more rows than the longest row of the step fills, no fewer than the group."""
+    config = (_HALF_CONFIGS if itemsize == 2 else _FLOAT_CONFIGS)[max(32, head_dim_pad)]
+    filled = triton.next_power_of_2(min(max_query_len, config.block_m) * group)
+    block_m = max(16, triton.next_power_of_2(group), min(config.block_m, filled))
+    if block_m < config.block_m and itemsize == 2:
+        return config._replace(block_m=block_m, num_warps=4)
+    return config._replace(block_m=block_m)
 
 
 @jit()

@@ -24,7 +24,7 @@ def store_kv(
         slot_mapping: ``[T]`` int64; -1 writes nothing. Two tokens with one slot: either may win.
 
     Raises:
-        ValueError: shapes, dtypes or strides that are not as above. Slots are not checked (it would wait for the device).
+        ValueError: shapes, dtypes or strides that are not as above. Slots are not checked (that would wait).
     """
     _check(key, value, k_cache, v_cache, slot_mapping)
     if key.is_cuda:
@@ -117,8 +117,8 @@ def _check(
 ) -> None:
     if not key.shape == value.shape == (slot_mapping.numel(), *k_cache.shape[2:]) or k_cache.shape != v_cache.shape:
         raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [T, Hkv, D] for {slot_mapping.numel()} slots "
-            f"and caches [num_blocks, block_size, Hkv, D], got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [T, Hkv, D] for {slot_mapping.numel()} "
+            f"slots and caches [num_blocks, block_size, Hkv, D], got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         )
     if not key.dtype == value.dtype == k_cache.dtype == v_cache.dtype:
         dtypes = (key.dtype, value.dtype, k_cache.dtype, v_cache.dtype)

@@ -35,7 +35,7 @@ def weights_checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class ChecksumPlan:
-    """:func:`weights_checksum` that keeps the pointer table of its last call while addresses and sizes stay the same."""
+    """:func:`weights_checksum` that keeps the pointer table of its last call while addresses and sizes stay."""
 
     def __init__(self) -> None:
         self._signature: list[tuple[int, int]] = []
@@ -69,12 +69,12 @@ class ChecksumPlan:
 
 
 def weights_checksum_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """:func:`weights_checksum` for CPU tensors: xxh3 over sizes and bytes, at memory speed (another value than the GPU's)."""
+    """:func:`weights_checksum` for CPU tensors: xxh3 over sizes and bytes, a value unlike the GPU's."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest.update(data.size.to_bytes(8, "little"))
-        digest.update(data)
+        digest.update(data.data)
     return torch.from_numpy(np.array([digest.intdigest()], dtype=np.uint64).view(np.int64))
 
 
@@ -111,7 +111,7 @@ def _checksum_kernel(chunks, out, TILE: tl.constexpr):
 
     # Whole tiles at an aligned address are read 16 bytes a thread; the rest, and odd addresses, byte by byte.
     wide = tl.where(address % 16 == 0, nbytes // (8 * TILE) * TILE, 0)
-    words = tl.multiple_of(address, 16).to(tl.pointer_type(tl.uint64))
+    words = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16)
     for start in range(0, wide, TILE):
         word = tl.load(words + start + lane)
         total += _mix(word + lane_key + (first_word + start) * 0x9E3779B97F4A7C15)

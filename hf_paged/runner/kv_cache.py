@@ -22,7 +22,7 @@ class KVCache:
             for j in range(2):
                 old = self.layers[i][j]
                 new = self._empty(num_blocks)
-                new[: self.num_blocks] = old
+                new[: self.num_blocks] = old[: self.num_blocks]  # an earlier growth may have stopped half-way
                 self.layers[i] = (new, self.layers[i][1]) if j == 0 else (self.layers[i][0], new)
                 del old
         self.num_blocks = num_blocks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from hf_paged.config import PagedConfig
 from hf_paged.integration.models import ModelAdapter
 from hf_paged.runner.memory import owned_num_blocks, shared_num_blocks
@@ -64,7 +66,10 @@ class DevicePool:
         wanted = max(cache.num_blocks + missing, int(cache.num_blocks * POOL_GROWTH))
         wanted = min(wanted, self.max_blocks)
         if wanted > cache.num_blocks:
-            cache.grow(wanted)
+            try:
+                cache.grow(wanted)
+            except torch.OutOfMemoryError:  # the budget was an estimate: the scheduler preempts instead
+                return cache.num_blocks
             self.num_growths += 1
         return cache.num_blocks
 

@@ -12,6 +12,8 @@ from support import (
     assert_same_tensor,
     batch,
     left_padded,
+    lookup_chat,
+    lookup_facts,
     random_prompts,
     stock_generate,
     tiny_model,
@@ -412,12 +414,13 @@ def test_random_models_batches_and_engine_settings(data):
     {"max_num_batched_tokens": 64, "max_num_seqs": 16},
 ])  # fmt: skip
 def test_the_trained_model_answers_as_stock(trained_model, trained_tokenizer, paged):
-    facts = "\n".join(f"The code of {name} is {number}." for name, number in zip("abcdefgh", range(13, 93, 10), strict=True))
-    chats = [
-        [{"role": "system", "content": facts}, {"role": "user", "content": f"What is the code of {name}?"}]
-        for name in "acfh"
-    ] + [[{"role": "user", "content": "hello"}]]
+    tables = [lookup_facts(count, seed=count) for count in (3, 20, 45)]
+    chats = [lookup_chat(table, name) for table in tables for name in list(table)[::7]]
+    chats.append([{"role": "user", "content": "What is 47 + 8?"}])
     texts = [trained_tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in chats]
     inputs = dict(trained_tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False))
     hf_paged.enable(trained_model, strict=True, **paged)
-    assert_native_parity(trained_model, **inputs, max_new_tokens=24, do_sample=False)
+    output = assert_native_parity(trained_model, **inputs, max_new_tokens=24, do_sample=False)
+    answers = trained_tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert answers[-1] == "47 + 8 = 55"
+    assert answers[0] == "{}: {}".format(*next(iter(tables[0].items())))

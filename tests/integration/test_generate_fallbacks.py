@@ -65,7 +65,7 @@ EFFECTIVE = {
     "pad_token_id": {"pad_token_id": 33, "eos_token_id": "first"},
     "num_beams": {"num_beams": 3},
     "max_time": {"max_time": 1e-9},
-    "stop_strings": {"stop_strings": "fourth", "tokenizer": byte_tokenizer()},
+    "stop_strings": {"stop_strings": "ascii", "tokenizer": byte_tokenizer(), "one_row": True},
     "repetition_penalty": {"repetition_penalty": 5.0},
     "encoder_repetition_penalty": {"encoder_repetition_penalty": 5.0},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
@@ -163,7 +163,9 @@ def _arguments(name, model):
     inputs = {key: value for key, value in inputs.items() if value is not None}
     plain = _outcome(lambda: stock_generate(model, **inputs, max_new_tokens=10, do_sample=name in SAMPLING))[1]
     new = plain[:, inputs["input_ids"].shape[1] :]
-    stand_ins = {"first": int(new[0, 1]), "second": [int(new[0, 0])], "fourth": byte_tokenizer().decode(new[0, 3:4])}
+    texts = [byte_tokenizer().decode([token]) for token in new[0, :-1].tolist()]
+    ascii_text = next(text for text in texts if text.isascii() and text.isprintable())
+    stand_ins = {"first": int(new[0, 1]), "second": [int(new[0, 0])], "ascii": ascii_text}
     for key, value in kwargs.items():
         if isinstance(value, str) and value in stand_ins:
             kwargs[key] = stand_ins[value]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
 from hf_paged.kernels.metadata import PagedMetadata
 
 
@@ -70,7 +71,7 @@ def make_case(
 
 
 def dense_rows(case: Case, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Per row: q ``[Hq, n, D]``, K and V ``[Hq, length, D]`` (zeros where unseen) and the visibility ``[n, length]``."""
+    """Per row: q ``[Hq, n, D]``, K and V ``[Hq, length, D]`` (0 where unseen) and the visibility ``[n, length]``."""
     block_size = case.k_cache.shape[1]
     group = case.q.shape[1] // case.k_cache.shape[2]
     table, lines = case.meta.block_table.tolist(), case.meta.slots.tolist()

@@ -6,13 +6,14 @@ import sys
 
 import pytest
 import torch
+from paged_cases import expected, make_case, random_rows, sdpa, worst_error
+
 from hf_paged.kernels.paged_attention import (
     attention_backends,
     paged_attention,
     register_backend,
     resolve_backend,
 )
-from paged_cases import expected, make_case, random_rows, sdpa, worst_error
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -36,7 +37,9 @@ def test_torch_backend_random(seed):
     assert worst_error(out, expected(case)) < (1e-12 if out.dtype == torch.float64 else 5e-6)
 
 
-@pytest.mark.parametrize("rows", [[(1, n) for n in range(1, 40)], [(1, 33)] * 5, [(1, 1)], [(16, 16), (33, 64), (1, 65)]])
+@pytest.mark.parametrize(
+    "rows", [[(1, n) for n in range(1, 40)], [(1, 33)] * 5, [(1, 1)], [(16, 16), (33, 64), (1, 65)]]
+)
 def test_torch_backend_is_as_exact_as_stock(rows):
     case = make_case(rows, seed=3, heads=8, kv_heads=4, head_dim=64)
     out, stock = paged_attention(*case[:4], **case.options, backend="torch"), sdpa(case)

@@ -4,6 +4,8 @@ import random
 
 import pytest
 import torch
+from paged_cases import expected, make_case, random_rows, run_poisoned, sdpa, worst_error
+
 from hf_paged.kernels.paged_attention import paged_attention, paged_attention_triton
 from hf_paged.kernels.paged_attention_decode import (
     MAX_SPLITS,
@@ -13,7 +15,6 @@ from hf_paged.kernels.paged_attention_decode import (
     paged_attention_decode,
 )
 from hf_paged.kernels.paged_attention_prefill import PrefillConfig, paged_attention_prefill, prefill_config
-from paged_cases import expected, make_case, random_rows, run_poisoned, sdpa, worst_error
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3}
 HEAD_DIMS = [32, 64, 80, 96, 128, 256]
@@ -102,7 +103,8 @@ def test_dispatch_by_query_length(monkeypatch):
     called = []
     for name in ("prefill", "decode"):
         monkeypatch.setattr(
-            f"hf_paged.kernels.paged_attention.paged_attention_{name}", lambda *_, _name=name, **__: called.append(_name)
+            f"hf_paged.kernels.paged_attention.paged_attention_{name}",
+            lambda *_, _name=name, **__: called.append(_name),
         )
     for rows in ([(1, 4), (1, 9)], [(1, 4), (2, 9)]):
         case = make_case(rows, seed=0)
@@ -235,7 +237,9 @@ def test_gpu_no_new_compilation_from_step_to_step():
 @pytest.mark.gpu
 def test_gpu_cache_past_two_billion_elements():
     """The row's blocks lie at the end of caches of 2.4e9 elements."""
-    small = make_case([(1, 40), (9, 30)], seed=3, heads=16, kv_heads=8, head_dim=128, dtype=torch.float16, device="cuda")
+    small = make_case(
+        [(1, 40), (9, 30)], seed=3, heads=16, kv_heads=8, head_dim=128, dtype=torch.float16, device="cuda"
+    )
     num_blocks = int(2.4e9) // (16 * 8 * 128)
     moved = num_blocks - small.k_cache.shape[0]
     caches = []
@@ -250,6 +254,4 @@ def test_gpu_cache_past_two_billion_elements():
     for cache, source in zip(caches, (one.k_cache, one.v_cache), strict=True):
         cache[num_blocks - source.shape[0] :] = source
     meta = one.meta._replace(block_table=one.meta.block_table + num_blocks - one.k_cache.shape[0])
-    assert torch.equal(
-        paged_attention(*one[:4], **one.options), paged_attention(one.q, *caches, meta, **one.options)
-    )
+    assert torch.equal(paged_attention(*one[:4], **one.options), paged_attention(one.q, *caches, meta, **one.options))

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+
 from hf_paged.kernels.store_kv import store_kv, store_kv_reference, store_kv_triton
 
 
@@ -88,7 +89,9 @@ def test_gpu(seed):
 def test_gpu_cache_past_two_billion_elements():
     heads, head_dim, block_size = 8, 128, 16
     num_blocks = int(2.4e9) // (heads * head_dim * block_size)
-    caches = [torch.zeros(num_blocks, block_size, heads, head_dim, dtype=torch.float16, device="cuda") for _ in range(2)]
+    caches = [
+        torch.zeros(num_blocks, block_size, heads, head_dim, dtype=torch.float16, device="cuda") for _ in range(2)
+    ]
     key, value = torch.randn(2, 3, heads, head_dim, device="cuda").half()
     slots = torch.tensor([num_blocks * block_size - 1, 0, num_blocks * block_size - 40], device="cuda")
     store_kv(key, value, *caches, slots)

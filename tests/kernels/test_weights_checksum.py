@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+
 from hf_paged.kernels.weights_checksum import CHUNK_BYTES, ChecksumPlan, weights_checksum
 
 GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1

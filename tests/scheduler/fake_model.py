@@ -60,6 +60,7 @@ class FakeModel:
         self.num_launched += 1
         out = np.full(len(plan.sequences), -7, np.int64)
         promised = {block.block_id for block in plan.published}
+        written: set[tuple[int, int]] = set()
         for row, seq in enumerate(plan.sequences):
             slot, start, count = int(plan.slots[row]), int(plan.start[row]), int(plan.num_new_tokens[row])
             table, tokens = self.tables[slot], self.tokens[slot]
@@ -79,6 +80,8 @@ class FakeModel:
                     # Shared and cached blocks are read-only, but for the one plan that promised to fill them.
                     assert block.block_id in promised or (block.digest is None and block.ref_count == 1)
                     assert block.block_id != 0
+                    assert (block.block_id, p % size) not in written
+                    written.add((block.block_id, p % size))
                     self.memory[block.block_id, p % size] = value
                 else:
                     assert int(self.memory[block.block_id, p % size]) == value

@@ -176,15 +176,23 @@ def test_b14_its_own_cached_blocks_hit_again():
 
 
 def test_no_admission_in_a_step_that_preempted():
-    driver = Driver(config(num_blocks=7, max_num_seqs=4))
-    driver.add("old", prompt(8), max_new_tokens=16)
-    driver.add("new", prompt(8, 50), max_new_tokens=16)
-    while not driver.scheduler.num_preemptions:
-        plan = driver.step()
-        if driver.scheduler.num_preemptions == 0 and driver.scheduler.num_running == 2:
-            driver.scheduler.abort("tiny")
-            driver.add("tiny", [96], max_new_tokens=1, priority=9)
-    assert plan.admitted == []
+    def run(urgent_at):
+        driver = Driver(config(num_blocks=7))
+        driver.add("old", prompt(8), max_new_tokens=16)
+        driver.add("new", prompt(8, 50), max_new_tokens=16)
+        while not driver.scheduler.num_preemptions:
+            if len(driver.plans) == urgent_at:  # it would go first, and what was taken from "new" suffices for it
+                driver.add("urgent", [96], max_new_tokens=1, priority=-1)
+            driver.step()
+        return driver
+
+    steps = len(run(None).plans)
+    driver = run(steps - 1)
+    assert len(driver.plans) == steps
+    assert driver.plans[-1].admitted == []
+    assert driver.scheduler.num_free_blocks >= 1
+    assert [seq.request_id for seq in driver.step().admitted] == ["urgent"]
+    driver.run()
 
 
 def test_a_preempted_sequence_still_takes_in_its_token_in_flight():
@@ -204,20 +212,18 @@ def test_a_preempted_sequence_still_takes_in_its_token_in_flight():
 
 
 def test_a_stopping_sequences_extra_token_preempts_nobody():
-    # With overlap the old one asks for a block for the token after its EOS, before anyone knows that it is one.
-    stops_at = 4  # prompt and four tokens fill the second block; the extra token needs the third
+    # With overlap the old one asks for a third block for what would follow its EOS before anyone has seen the EOS.
     probe = Driver(config())
-    answer = probe.add("x", prompt(4), max_new_tokens=stops_at + 1)
+    answer = probe.add("x", prompt(4), max_new_tokens=5)
     probe.run()
-    eos = answer.output_token_ids[stops_at]
     driver = Driver(config(num_blocks=5), overlap=True)
-    old = driver.add("old", prompt(4), max_new_tokens=20, eos_token_ids=(eos,))
-    new = driver.add("new", prompt(7, 50), max_new_tokens=2)
-    driver.step()
-    driver.add("newer", [3], max_new_tokens=4)
+    old = driver.add("old", prompt(4), max_new_tokens=20, eos_token_ids=(answer.output_token_ids[4],))
+    new = driver.add("new", prompt(3, 50), max_new_tokens=8)
+    for _ in range(5):
+        driver.step()
+    assert (len(old.block_table), len(new.block_table), driver.scheduler.num_free_blocks) == (2, 2, 0)
     driver.run()
-    assert old.finish_reason == "eos"
-    assert old.num_tokens == 9
+    assert (old.finish_reason, old.num_tokens) == ("eos", 9)
     assert driver.scheduler.num_preemptions == 0
     driver.check_output(old)
     driver.check_output(new)

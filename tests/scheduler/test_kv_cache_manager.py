@@ -201,6 +201,19 @@ def test_b21_an_older_hit_is_announced_but_not_given():
     assert hit(kv, range(8), cache_key=b"k") == (seq.block_table, 7)
 
 
+def test_b14_a_preempted_sequence_publishes_anew_from_its_first_block():
+    kv = manager(num_blocks=5)
+    seq = start(kv, range(9))
+    kv.free(seq)
+    assert (seq.block_table, seq.num_published) == ([], 0)
+    kv.block_pool.free(kv.block_pool.allocate(4))  # evicts everything
+    hits, _ = kv.get_computed_blocks(seq)
+    assert hits == []
+    kv.allocate_slots(seq, 9, hits)
+    kv.publish(seq, np.arange(9, dtype=np.int32), 9)
+    assert hit(kv, range(9)) == (seq.block_table[:2], 8)
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 16, 256])
 def test_any_power_of_two_block_size(block_size):
     kv = manager(block_size=block_size, num_blocks=1200, max_model_len=2000)

@@ -276,21 +276,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "driver"):
             self.finish_all()
 
-            global STAT
-            STAT = globals().get("STAT", collections.Counter())
-            STAT["pre"] += self.driver.scheduler.num_preemptions
-            STAT["seqs"] += self.num_added
-            STAT["launch"] += self.driver.model.num_launched
-            STAT["hits"] += self.driver.scheduler.kv_cache_manager.prefix_cache_hits
-            STAT["err"] += sum(s.finish_reason == "error" for s in self.driver.finished)
-            STAT["n"] += 1
-            STAT["asked"] += len(self.driver.asked)
-            open("/tmp/stat", "w").write(str(STAT))
-
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=500, stateful_step_count=40, **COMMON)
 TestCollidingPool = CollidingPoolMachine.TestCase
 TestCollidingPool.settings = settings(max_examples=300, stateful_step_count=40, **COMMON)
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=5000, stateful_step_count=30, **COMMON)
+TestScheduler.settings = settings(max_examples=800, stateful_step_count=30, **COMMON)

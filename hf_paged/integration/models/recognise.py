@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.integration.models.adapter import ModelAdapter
 
@@ -23,7 +24,8 @@ COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def unsupported_reason(adapter: ModelAdapter) -> str | None:
     """Why the model in `adapter` cannot run natively right now, or None if it can."""
-    checks = (_class_reason, _device_reason, _module_reason, _hook_reason, _dtype_reason, _dropout_reason)
+    checks = (_class_reason, _attention_reason, _device_reason, _module_reason, _hook_reason, _dtype_reason,
+              _dropout_reason)  # fmt: skip
     return next((reason for check in checks if (reason := check(adapter)) is not None), None)
 
 
@@ -65,6 +67,17 @@ def _autocast_contexts(wrapper: Any, forward: Any) -> list[torch.autocast] | Non
             return None
         wrapper = wrapper.__dict__.get("__wrapped__")
     return contexts
+
+
+def _attention_reason(adapter: ModelAdapter) -> str | None:
+    """All of transformers' own implementations compute plain softmax attention; one that a user registered may not."""
+    name = adapter.model.config._attn_implementation
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    if name in (None, "eager") and function is None:
+        return None
+    if not getattr(function, "__module__", "").startswith("transformers.integrations."):
+        return f"attention implementation {name!r} is not one of transformers' own"
+    return None
 
 
 def _device_reason(adapter: ModelAdapter) -> str | None:

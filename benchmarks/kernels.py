@@ -1,0 +1,265 @@
+"""How close the kernels come to the card: decode and prefill attention, and the weights checksum.
+
+    python benchmarks/kernels.py [--out kernels.json] [--sweep]
+
+On a GPU: TB/s of K and V read against the bandwidth of a copy, TFLOP/s against a large GEMM, both measured in the
+same run, and FlashAttention-2 as torch ships it for the prefill rows. Times are medians of CUDA-graph replays, so
+launches do not count; calls rotate over caches larger than L2 together. ``--sweep`` tries tile shapes and splits.
+On a CPU: microseconds of the torch backend for the shapes of `benchmarks/ragged_cpu.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_paged.kernels.metadata import PagedMetadata
+from hf_paged.kernels.paged_attention import paged_attention
+from hf_paged.kernels.paged_attention_decode import DecodeConfig, paged_attention_decode
+from hf_paged.kernels.paged_attention_prefill import PrefillConfig, paged_attention_prefill
+from hf_paged.kernels.weights_checksum import ChecksumPlan, weights_checksum
+
+HEAD_DIM, KV_HEADS, BLOCK_SIZE = 128, 8, 16
+L2_BYTES = 400 << 20
+
+# rows, tokens, query heads; what FlashAttention-3 (vLLM's build) and a probe reach on an H200, TB/s (PEERS.md).
+DECODE = [
+    (256, 1024, 16, 3.89, 4.27),
+    (256, 1024, 32, 3.89, 4.15),
+    (64, 4096, 32, 4.23, 4.33),
+    (16, 16384, 32, 4.26, 4.30),
+    (8, 16384, 16, 4.06, 4.20),
+    (32, 1024, 32, 3.12, 3.51),
+    (1, 32768, 32, 3.01, 3.48),
+    (8, 2048, 16, 2.44, 3.02),
+    (1, 512, 16, None, None),
+]
+# rows, tokens, query heads; FlashAttention-3 on an H200, TFLOP/s.
+PREFILL = [(28, 576, 16, 236), (16, 1024, 32, 442), (2, 8192, 32, 690)]
+
+
+class Inputs(NamedTuple):
+    q: torch.Tensor
+    caches: list[tuple[torch.Tensor, torch.Tensor]]  # enough of them that a call finds nothing in L2
+    meta: PagedMetadata
+
+
+def make_inputs(rows: int, length: int, heads: int, new: int) -> Inputs:
+    """Rows of ``length`` tokens, the last ``new`` of them new, their blocks scattered over the pool."""
+    per_row = -(-length // BLOCK_SIZE)
+    shape = (rows * per_row + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    pool_bytes = 2 * 2 * rows * per_row * BLOCK_SIZE * KV_HEADS * HEAD_DIM
+    count = max(2, -(-L2_BYTES // pool_bytes))
+    kwargs: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    caches = [(torch.randn(shape, **kwargs), torch.randn(shape, **kwargs)) for _ in range(min(count, 200))]
+    table = (torch.randperm(rows * per_row, device="cuda") + 1).int().view(rows, per_row)
+    meta = PagedMetadata(
+        query_start=(torch.arange(rows + 1, device="cuda") * new).int(),
+        seq_lens=torch.full((rows,), length, dtype=torch.int32, device="cuda"),
+        block_table=table,
+        slots=torch.arange(rows, dtype=torch.int32, device="cuda"),
+        slot_mapping=torch.full((rows * new,), -1, device="cuda"),
+        max_query_len=new,
+        max_seq_len=length,
+    )
+    return Inputs(torch.randn(rows * new, heads, HEAD_DIM, **kwargs), caches, meta)
+
+
+def graph_time(calls: list[Callable[[], object]], replays: int = 15) -> float:
+    """Seconds per call: the calls in turn in one CUDA graph of at least 20, median over replays."""
+    repeats = -(-20 // len(calls))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _, call in itertools.product(range(repeats), calls):
+            call()
+    times = []
+    for i in range(replays + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 3:
+            times.append(begin.elapsed_time(end) * 1e-3 / (repeats * len(calls)))
+    return statistics.median(times)
+
+
+def attention_time(kernel: Callable[..., object], inputs: Inputs, **options: object) -> float:
+    run = partial(kernel, scale=HEAD_DIM**-0.5, **options)
+    return graph_time([partial(run, inputs.q, k, v, inputs.meta) for k, v in inputs.caches])
+
+
+def ceilings() -> dict[str, float]:
+    """Copy bandwidth (read + write) in TB/s and bf16 GEMM rate in TFLOP/s."""
+    source = torch.randn(1 << 31, dtype=torch.bfloat16, device="cuda")
+    copy = 2 * 2 * source.numel() / graph_time([partial(torch.empty_like(source).copy_, source)], 5) / 1e12
+    del source
+    n = 8192
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    c = torch.empty_like(a)
+    gemm = 2 * n**3 / graph_time([lambda: torch.mm(a, b, out=c)], 5) / 1e12
+    return {"copy_tb_s": copy, "gemm_tflop_s": gemm}
+
+
+def decode_rows(copy: float) -> Iterable[dict[str, Any]]:
+    for rows, length, heads, fa3, probe in DECODE:
+        inputs = make_inputs(rows, length, heads, 1)
+        seconds = attention_time(paged_attention_decode, inputs)
+        rate = 2 * 2 * rows * length * KV_HEADS * HEAD_DIM / seconds / 1e12
+        yield {
+            "row": f"decode {rows} x {length}, {heads}/{KV_HEADS}", "us": seconds * 1e6, "TB/s": rate,
+            "of copy": rate / copy, "FA3": fa3, "probe": probe,
+        }  # fmt: skip
+
+
+def fa2_time(inputs: Inputs, length: int) -> float:
+    """torch's FlashAttention-2 over contiguous K and V of the same sizes (it takes no block table)."""
+    tokens = inputs.q.shape[0]
+    starts = inputs.meta.query_start
+    dense = [tuple(cache.view(-1, KV_HEADS, HEAD_DIM)[:tokens] for cache in pair) for pair in inputs.caches]
+
+    def call(k: torch.Tensor, v: torch.Tensor) -> object:
+        return torch.ops.aten._flash_attention_forward(
+            inputs.q, k, v, starts, starts, length, length, 0.0, True, False, scale=HEAD_DIM**-0.5
+        )
+
+    return graph_time([partial(call, k, v) for k, v in dense])
+
+
+def prefill_rows(gemm: float) -> Iterable[dict[str, Any]]:
+    for rows, length, heads, fa3 in PREFILL:
+        inputs = make_inputs(rows, length, heads, length)
+        flops = 4 * heads * HEAD_DIM * rows * length * (length + 1) / 2
+        seconds, fa2 = attention_time(paged_attention_prefill, inputs), fa2_time(inputs, length)
+        yield {
+            "row": f"prefill {rows} x {length}, {heads}/{KV_HEADS}", "us": seconds * 1e6,
+            "TFLOP/s": flops / seconds / 1e12, "of GEMM": flops / seconds / 1e12 / gemm,
+            "FA2 in torch": flops / fa2 / 1e12, "x FA2": fa2 / seconds, "FA3": fa3,
+        }  # fmt: skip
+
+
+def checksum_rows(copy: float) -> Iterable[dict[str, Any]]:
+    """16 GB of bf16 in the sizes of an 8B model's layers."""
+    sizes = [4096 * 4096 * 2, 4096 * 2048, 3 * 4096 * 12288, 4096] * 36 + [151936 * 4096] * 2
+    tensors = [torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_() for size in sizes]
+    nbytes = 2 * sum(sizes)
+    plan = ChecksumPlan()
+    seconds = graph_time([lambda: plan(tensors)], 3)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    int(weights_checksum(tensors))
+    wall = time.perf_counter() - begin
+    yield {
+        "row": f"weights_checksum {nbytes / 1e9:.1f} GB", "us": seconds * 1e6, "TB/s": nbytes / seconds / 1e12,
+        "of copy": nbytes / seconds / 1e12 / copy, "first call and wait, us": wall * 1e6,
+    }  # fmt: skip
+
+
+def sweep_rows() -> Iterable[dict[str, Any]]:
+    """The three best settings of each attention row."""
+    tried: list[tuple[float, str]]
+    for rows, length, heads, *_ in DECODE:
+        inputs, tried = make_inputs(rows, length, heads, 1), []
+        configs = [DecodeConfig(*c) for c in itertools.product((32, 64), (2, 4), (2, 3, 4))]
+        splits = [s for s in (1, 2, 3, 4, 6, 8, 16, 32, 64) if rows * s <= 1024 and length // s >= 64]
+        for config, num_splits in itertools.product(configs, splits):
+            seconds = attention_time(paged_attention_decode, inputs, config=config, num_splits=num_splits)
+            tried.append((seconds, f"{tuple(config)} splits {num_splits}"))
+        for seconds, setting in sorted(tried)[:3]:
+            rate = 2 * 2 * rows * length * KV_HEADS * HEAD_DIM / seconds / 1e12
+            yield {"row": f"decode {rows} x {length}, {heads}", "us": seconds * 1e6, "TB/s": rate, "setting": setting}
+    for rows, length, heads, _ in PREFILL:
+        inputs, tried = make_inputs(rows, length, heads, length), []
+        shapes = [(64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 32, 8), (128, 64, 8), (128, 128, 8)]
+        for (m, n, warps), stages in itertools.product(shapes, (2, 3, 4)):
+            tiles = PrefillConfig(m, n, warps, stages)
+            try:
+                tried.append((attention_time(paged_attention_prefill, inputs, config=tiles), f"{tuple(tiles)}"))
+            except Exception as error:  # a setting may ask for more shared memory than there is
+                print(f"{tuple(tiles)}: {type(error).__name__}")
+        for seconds, setting in sorted(tried)[:3]:
+            rate = 4 * heads * HEAD_DIM * rows * length * (length + 1) / 2 / seconds / 1e12
+            yield {
+                "row": f"prefill {rows} x {length}, {heads}",
+                "us": seconds * 1e6,
+                "TFLOP/s": rate,
+                "setting": setting,
+            }
+
+
+def cpu_rows() -> Iterable[dict[str, Any]]:
+    """fp32, 8 query heads, 4 KV heads, head_dim 64, eight layers' caches in turn."""
+    r = random.Random(0)
+    caches = [(torch.randn(1400, 16, 4, 64), torch.randn(1400, 16, 4, 64)) for _ in range(8)]
+    table = (torch.randperm(1399) + 1)[: 32 * 32].view(32, 32).int()
+    shapes = [("decode 32 rows of 100-400", [(1, r.randint(100, 400)) for _ in range(32)])]
+    shapes += [(f"prefill {n} new, {cached} cached", [(n, n + cached)]) for n, cached in [(16, 0), (64, 0), (256, 0)]]
+    shapes += [("prefill 64 new, 256 cached", [(64, 320)])]
+    for name, rows in shapes:
+        lengths = torch.tensor([length for _, length in rows], dtype=torch.int32)
+        starts = torch.tensor([0, *itertools.accumulate(new for new, _ in rows)], dtype=torch.int32)
+        slots, mapping = torch.arange(len(rows), dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+        meta = PagedMetadata(starts, lengths, table, slots, mapping, max(n for n, _ in rows), int(lengths.max()))
+        q = torch.randn(int(starts[-1]), 8, 64)
+        times = []
+        for i in range(80):
+            begin = time.perf_counter()
+            paged_attention(q, caches[i % 8][0], caches[i % 8][1], meta, scale=0.125, backend="torch")
+            times.append((time.perf_counter() - begin) * 1e6)
+        yield {"row": name, "us": statistics.median(times[8:]), "fastest us": min(times)}
+
+
+def show(row: dict[str, Any]) -> dict[str, Any]:
+    cells = (f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+    print(" | ".join(cells).removeprefix("row "), flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    parser.add_argument("--sweep", action="store_true", help="try tile shapes and splits instead (GPU, minutes)")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    gpu = torch.cuda.is_available()
+    report: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": torch.cuda.get_device_name()
+        if gpu
+        else f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+    }
+    print(report)
+    if not gpu:
+        rows = cpu_rows()
+    elif arguments.sweep:
+        rows = sweep_rows()
+    else:
+        report.update(ceilings())
+        copy, gemm = report["copy_tb_s"], report["gemm_tflop_s"]
+        print(f"copy {copy:.2f} TB/s, GEMM {gemm:.0f} TFLOP/s")
+        rows = itertools.chain(decode_rows(copy), prefill_rows(gemm), checksum_rows(copy))
+    report["rows"] = [show(row) for row in rows]
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""After any change of the weights the next call equals stock on the new ones; without a change the cache is used."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from support import assert_native_parity, batch, random_prompts, stock_generate, tiny_model
+
+import hf_paged
+from hf_paged.kernels.weights_checksum import ChecksumPlan
+from hf_paged.runner.weights import WeightsGuard
+
+INPUTS = batch([70, 40])
+CACHED = 64 + 32  # full blocks of both prompts
+
+
+def _hits(model):
+    return hf_paged.get_engine(model).stats().prefix_cache_hits
+
+
+def _other(model):
+    return tiny_model(7, tie_word_embeddings=model.config.tie_word_embeddings)
+
+
+def _step(model, **options):
+    """One optimizer step with a large rate, so that every answer changes."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, **options)
+    ids = torch.tensor(random_prompts([30]))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    model.zero_grad()
+
+
+def _sgd(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ids = torch.tensor(random_prompts([30]))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    model.zero_grad()
+
+
+def _load_state_dict(model):
+    model.load_state_dict(_other(model).state_dict())
+
+
+def _assign_state_dict(model):
+    model.load_state_dict(_other(model).state_dict(), assign=True)
+    model.tie_weights()
+
+
+def _data_copy(model):
+    for parameter, other in zip(model.parameters(), _other(model).parameters(), strict=True):
+        parameter.data.copy_(other)
+
+
+def _data_assign(model):
+    for parameter, other in zip(model.parameters(), _other(model).parameters(), strict=True):
+        parameter.data = other.data
+
+
+def _one_data_element(model):
+    model.model.layers[0].self_attn.k_proj.weight.data[0, 0] += 5.0
+
+
+def _embedding_row(model):
+    model.model.embed_tokens.weight.data[INPUTS["input_ids"][0, 3]] *= -1.0
+
+
+def _last_norm_element(model):
+    model.model.layers[-1].self_attn.k_norm.weight.data[-1] *= -8.0
+
+
+def _numpy_write(model):
+    model.model.layers[0].self_attn.v_proj.weight.detach().numpy()[5] *= -3.0
+
+
+def _swapped_rows(model):
+    """The same values at other places: a plain sum would not see it."""
+    weight = model.model.layers[0].self_attn.v_proj.weight.data
+    weight.copy_(weight.flip(0).clone())
+
+
+def _swapped_layers(model):
+    """The same tensors with their roles exchanged."""
+    first, second = model.model.layers[0].self_attn, model.model.layers[1].self_attn
+    a, b = first.v_proj.weight.data.clone(), second.v_proj.weight.data.clone()
+    first.v_proj.weight.data.copy_(b)
+    second.v_proj.weight.data.copy_(a)
+
+
+def _negated(model):
+    model.model.layers[0].self_attn.v_proj.weight.data.neg_()
+
+
+def _new_parameter(model):
+    model.model.layers[0].self_attn.v_proj.weight = torch.nn.Parameter(
+        tiny_model(7).model.layers[0].self_attn.v_proj.weight.detach().clone()
+    )
+
+
+def _new_module(model):
+    model.model.layers[0] = tiny_model(7).model.layers[0]
+
+
+def _buffer(model):
+    model.model.rotary_emb.inv_freq.data.mul_(3.0)
+
+
+CHANGES = [
+    pytest.param(lambda m: _step(m, foreach=True), id="foreach AdamW"),
+    pytest.param(lambda m: _step(m, fused=True), id="fused AdamW"),
+    pytest.param(lambda m: _step(m, foreach=False), id="AdamW by loop"),
+    *(pytest.param(f, id=f.__name__.strip("_")) for f in (
+        _sgd, _load_state_dict, _assign_state_dict, _data_copy, _data_assign, _one_data_element, _embedding_row,
+        _last_norm_element, _numpy_write, _swapped_rows, _swapped_layers, _negated, _new_parameter, _new_module,
+        _buffer,
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_next_call_after_a_change_equals_stock_and_hits_nothing(change, tied):
+    model = hf_paged.enable(tiny_model(tie_word_embeddings=tied), strict=True)
+    first = assert_native_parity(model, **INPUTS, max_new_tokens=12)
+    assert_native_parity(model, **INPUTS, max_new_tokens=12)
+    before = _hits(model)
+    assert before == CACHED
+    change(model)
+    expected = stock_generate(model, **INPUTS, max_new_tokens=12)
+    assert not torch.equal(expected, first), "the change does not show"
+    assert_native_parity(model, expected, **INPUTS, max_new_tokens=12)
+    assert _hits(model) == before
+    assert_native_parity(model, expected, **INPUTS, max_new_tokens=12)
+    assert _hits(model) == before + CACHED
+
+
+def test_a_change_during_a_stream_is_seen_by_the_next_call():
+    """A call that spans the change leaves keys of both weights behind: none of them may be served."""
+    model = hf_paged.enable(tiny_model(), strict=True)
+
+    class Changing:
+        count = 0
+
+        def put(self, value):
+            self.count += 1
+            if self.count == 5:
+                _one_data_element(model)
+
+        def end(self):
+            pass
+
+    model.generate(**batch([70]), max_new_tokens=40, streamer=Changing())
+    assert_native_parity(model, **batch([70]), max_new_tokens=12)
+
+
+def test_weights_put_back_after_a_call_with_others():
+    model = hf_paged.enable(tiny_model(), strict=True)
+    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first = assert_native_parity(model, **INPUTS, max_new_tokens=12)
+    _data_copy(model)
+    assert_native_parity(model, **INPUTS, max_new_tokens=12)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(original[name])
+    assert torch.equal(assert_native_parity(model, **INPUTS, max_new_tokens=12), first)
+
+
+def test_a_change_between_calls_that_share_no_prompt_and_one_that_returns():
+    """What was cached before the change must not be found two calls later either."""
+    model = hf_paged.enable(tiny_model(), strict=True)
+    assert_native_parity(model, **INPUTS, max_new_tokens=12)
+    _one_data_element(model)
+    assert_native_parity(model, **batch([25], seed=9), max_new_tokens=12)
+    assert_native_parity(model, **INPUTS, max_new_tokens=12)
+    assert_native_parity(model, **batch([25], seed=9), max_new_tokens=12)
+
+
+def test_a_change_while_only_stock_calls_ran():
+    model = hf_paged.enable(tiny_model())
+    assert_native_parity(model, **INPUTS, max_new_tokens=12)
+    with pytest.warns(hf_paged.FallbackWarning):
+        model.generate(**INPUTS, max_new_tokens=3, num_beams=2)
+    _negated(model)
+    assert_native_parity(model, **INPUTS, max_new_tokens=12)
+
+
+def test_casting_to_another_dtype_and_back():
+    model = hf_paged.enable(tiny_model(), strict=True)
+    assert_native_parity(model, **INPUTS, max_new_tokens=12)
+    model.bfloat16()
+    assert_native_parity(model, **INPUTS, max_new_tokens=4)
+    model.float()  # now with weights rounded to bf16
+    assert_native_parity(model, **INPUTS, max_new_tokens=12)
+
+
+def test_adapters_keep_their_own_prefixes():
+    """Keys of one adapter are never served to another, and are found again when it comes back."""
+    wrapped = peft.get_peft_model(
+        tiny_model(), peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    ).eval()
+    wrapped.add_adapter("other", peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False))
+    model = wrapped.get_base_model()
+    hf_paged.enable(wrapped, strict=True)
+    assert_native_parity(model, **INPUTS, max_new_tokens=8)
+    wrapped.set_adapter("other")
+    assert_native_parity(model, **INPUTS, max_new_tokens=8)
+    with wrapped.disable_adapter():
+        assert_native_parity(model, **INPUTS, max_new_tokens=8)
+    assert _hits(model) == 0
+    wrapped.set_adapter("default")
+    assert_native_parity(model, **INPUTS, max_new_tokens=8)
+    assert _hits(model) == CACHED
+
+
+def test_merging_an_adapter_changes_the_weights():
+    wrapped = peft.get_peft_model(
+        tiny_model(), peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    ).eval()
+    model = wrapped.get_base_model()
+    hf_paged.enable(wrapped, strict=True)
+    assert_native_parity(model, **INPUTS, max_new_tokens=8)
+    wrapped.merge_adapter()
+    assert_native_parity(model, **INPUTS, max_new_tokens=8)
+    wrapped.unmerge_adapter()
+    assert_native_parity(model, **INPUTS, max_new_tokens=8)
+    assert _hits(model) == 0
+
+
+def _comparisons(engine, monkeypatch):
+    """How many requests ran whenever the checksum was waited for and compared."""
+    running, verify = [], WeightsGuard.verify
+
+    def counting(self, pool):
+        running.append(engine.stats().num_running)
+        verify(self, pool)
+
+    monkeypatch.setattr(WeightsGuard, "verify", counting)
+    return running
+
+
+def test_the_checksum_is_compared_at_once_only_where_a_prompt_would_hit(monkeypatch):
+    model = hf_paged.enable(tiny_model(), strict=True)
+    running = _comparisons(hf_paged.get_engine(model), monkeypatch)
+    model.generate(**INPUTS, max_new_tokens=2)
+    model.generate(**batch([50, 60], seed=5), max_new_tokens=2)
+    assert all(running)  # nothing to hit: the comparison could wait for the first step's tokens
+    running.clear()
+    model.generate(**INPUTS, max_new_tokens=2)
+    assert running == [0]  # before anything was admitted
+
+
+def test_without_prefix_caching_there_is_no_checksum(monkeypatch):
+    model = hf_paged.enable(tiny_model(), strict=True, enable_prefix_caching=False)
+    running = _comparisons(hf_paged.get_engine(model), monkeypatch)
+    monkeypatch.setattr(WeightsGuard, "begin", lambda *args: running.append("began"))
+    model.generate(**INPUTS, max_new_tokens=2)
+    model.generate(**INPUTS, max_new_tokens=2)
+    assert running == []
+
+
+def test_counters_and_pointers_are_only_a_shortcut(monkeypatch):
+    """With the checksum blinded, a write that bumps `_version` is still seen; one through `.data` is the checksum's."""
+    monkeypatch.setattr(ChecksumPlan, "__call__", lambda self, tensors: torch.zeros(1, dtype=torch.int64))
+    model = hf_paged.enable(tiny_model(), strict=True)
+    assert_native_parity(model, **INPUTS, max_new_tokens=8)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.neg_()
+    assert_native_parity(model, **INPUTS, max_new_tokens=8)
+    assert _hits(model) == 0
+    _negated(model)
+    model.generate(**INPUTS, max_new_tokens=8)
+    assert _hits(model) == CACHED  # stale: this is what the checksum is for
+
+
+def test_the_checksum_alone_notices_what_leaves_no_trace(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "_version", 0)
+    model = hf_paged.enable(tiny_model(), strict=True)
+    assert_native_parity(model, **INPUTS, max_new_tokens=8)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.neg_()
+    assert_native_parity(model, **INPUTS, max_new_tokens=8)
+    assert _hits(model) == 0
