@@ -36,9 +36,11 @@ def measure(num_seqs: int, steps: int, block_size: int, overlap: bool) -> list[f
     for i, length in enumerate(lengths.tolist()):
         prompt = rng.integers(0, 150_000, length).tolist()
         scheduler.add(Sequence(str(i), prompt, max_new_tokens=2 * steps, eos_token_ids=(150_001, 150_002)))
-    while scheduler.num_waiting or scheduler._partial is not None:
+    num_decodes = 0
+    while num_decodes < num_seqs:
         plan = scheduler.schedule()
         assert plan is not None
+        num_decodes = plan.num_decode_rows
         scheduler.commit(plan, rng.integers(0, 150_000, len(plan.sequences)))
 
     pending = scheduler.schedule() if overlap else None

@@ -55,8 +55,11 @@ class PagedConfig:
         _require_int(self, "num_blocks", 2, optional=True)
         _require_int(self, "max_model_len", 1, optional=True)
         _require_int(self, "seed", 0, optional=True)
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected a number in (0, 1]")
+        if self.seed is not None and self.seed >= 2**63:
+            raise ValueError(f"seed={self.seed!r}: expected None or an integer in [0, 2**63)")
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0.0 < share <= 1.0:
+            raise ValueError(f"gpu_memory_utilization={share!r}: expected a number in (0, 1]")
         _require_one_of(self, "attention_backend", ATTENTION_BACKENDS)
         _require_one_of(self, "kv_cache_dtype", KV_CACHE_DTYPES)
         for name in ("enable_prefix_caching", "enforce_eager", "strict"):

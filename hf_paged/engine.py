@@ -92,7 +92,10 @@ class Engine:
         """
         self.check_runnable()
         prompt = self.check_prompt(prompt_token_ids)
-        settings = settings_from_config(self.merge_config(generation_config, {}), len(prompt))
+        merged = self.merge_config(generation_config, {})
+        if merged.num_return_sequences not in (None, 1):
+            raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
+        settings = settings_from_config(merged, len(prompt))
         return self._public.add(prompt, settings, seed=derive_seed(self.base_seed(seed), 0), request_id=request_id,
                                 priority=priority)  # fmt: skip
 
@@ -229,6 +232,8 @@ class Engine:
              priority: int) -> str:  # fmt: skip
         if not isinstance(priority, int):
             raise TypeError(f"priority={priority!r}: expected an integer")
+        if not isinstance(request_id, (str, type(None))):
+            raise TypeError(f"request_id={request_id!r}: expected None or a str")
         with self._lock:
             if self.is_reentrant():
                 raise RuntimeError("a request cannot be added from inside a step of the same engine")

@@ -101,8 +101,7 @@ def unsupported_option(config: GenerationConfig) -> str | None:
     for name, value in vars(config).items():
         if name.startswith("_") or name in NATIVE or name in INERT:
             continue
-        neutral = FALLBACK.get(name, (None, False))
-        if not any(value is n or (type(value) in (int, float, str) and value == n) for n in neutral):
+        if not any(_same(value, neutral) for neutral in FALLBACK.get(name, (None, False))):
             return f"{name}={value!r}"
     return None
 
@@ -155,6 +154,13 @@ def token_id_tuple(value: Any) -> tuple[int, ...]:
     if not all(isinstance(v, int) for v in values):
         raise TypeError(f"eos_token_id={value!r}: expected None, an integer or a list of integers")
     return tuple(values)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equality, but 0 is not False and 1 is not True."""
+    if isinstance(neutral, bool) or isinstance(value, bool) or neutral is None:
+        return value is neutral
+    return isinstance(value, (int, float, str)) and value == neutral
 
 
 def _number(config: GenerationConfig, name: str, neutral: float) -> float:

@@ -61,3 +61,10 @@ def trained_model(_trained_model):
 @pytest.fixture(scope="session")
 def trained_tokenizer(trained_path):
     return AutoTokenizer.from_pretrained(trained_path, padding_side="left")
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

@@ -198,7 +198,16 @@ def lookup_chat(facts: dict[str, str], key: str) -> list[dict[str, str]]:
 def lookup_facts(count: int, seed: int = 0) -> dict[str, str]:
     """A table of codes in the trained model's words."""
     rng = random.Random(seed)
-    adjectives = "amber bold calm deep fast gold happy jade kind lucky mint noble pale quick royal".split()
-    animals = "ant bear cat crab dove eagle fox goose hare lion newt otter owl panda seal swan".split()
+    adjectives = ["amber", "bold", "calm", "deep", "fast", "gold", "happy", "jade", "kind", "lucky", "mint", "noble", "pale", "quick", "royal"]
+    animals = ["ant", "bear", "cat", "crab", "dove", "eagle", "fox", "goose", "hare", "lion", "newt", "otter", "owl", "panda", "seal", "swan"]
     names = rng.sample([f"{adjective}-{animal}" for adjective in adjectives for animal in animals], count)
     return {name: str(rng.randint(1000, 9999)) for name in names}
+
+
+def assert_native_tokens(wrapped: Any, expected: torch.Tensor, inputs: dict[str, torch.Tensor], **kwargs: Any) -> None:
+    """`wrapped.generate` gives `expected`, made by the engine of the model inside; for calls without EOS."""
+    engine = hf_paged.get_engine(wrapped)
+    before = engine.stats().num_generated_tokens
+    assert_same_tensor(wrapped.generate(**inputs, **kwargs), expected)
+    width = inputs["input_ids"].shape[1]
+    assert engine.stats().num_generated_tokens - before == expected[:, width:].numel()

@@ -231,7 +231,7 @@ def test_other_callers_survive_an_interrupt(model):
     assert_idle(model)
 
 
-# -- threads and re-entrance -------------------------------------------------------------------------------------------
+# -- threads and re-entrance ------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [False, True])

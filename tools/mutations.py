@@ -151,5 +151,10 @@ MUTATIONS = [
     Mutation(SCHEDULER, "self.kv_cache_manager.unpublish(seq)", "pass", tests="invalid_logits"),
     Mutation(SCHEDULER, "            self._fail(seq)\n            return True", "            return False",
              tests="outgrows_the_pool"),
+    Mutation(SCHEDULER, "if short and self._ask_for_blocks(missing):", "if False:", tests="pool_grows"),
+    Mutation(SCHEDULER, "if self._ask_for_blocks(manager.shortage(seq, num_tokens, hits)):", "if False:",
+             tests="pool_grows"),
+    Mutation(SCHEDULER, "present = table.tenancy[slots] == plan.tenancy", "present = plan.tenancy >= 0",
+             tests="takes_in_its_token_in_flight"),
     Mutation(QUEUE, "(seq.rank, seq)", "((0, seq.arrival), seq)", tests="priority"),
 ]  # fmt: skip

@@ -42,7 +42,7 @@ class RequestState:
         max_blocks = -(-max_model_len // block_size)
         self.tokens = torch.zeros(num_slots, min(FIRST_TOKEN_CAPACITY, max_model_len), dtype=torch.int32, device=device)
         self.block_table = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)
-        self._floats = torch.zeros(num_slots, 3, dtype=torch.float32, device=device)  # temperature, top_p, min_p
+        self._floats = torch.zeros(num_slots, 3, dtype=torch.float32, device=device)  # temperature, 1 - top_p, min_p
         self._ints = torch.zeros(num_slots, 4, dtype=torch.int64, device=device)  # seed, top_k, min_length, do_sample
         self._eos = torch.full((num_slots, 1), -1, dtype=torch.int64, device=device)
         # The host's copy, to know without asking the device which parts of the sampler a step needs.
@@ -58,7 +58,7 @@ class RequestState:
         index = self._upload(np.array(slots, dtype=np.int64))
         self.tokens[index, : max(len(t) for t in tokens)] = self._upload(_pad(tokens))
         self.block_table[index, : max(len(t) for t in tables)] = self._upload(_pad(tables))
-        floats = [(p.temperature, p.top_p, p.min_p) for p in parameters]
+        floats = [(p.temperature, 1.0 - p.top_p, p.min_p) for p in parameters]
         ints = [(p.seed, p.top_k, p.min_length, int(p.do_sample)) for p in parameters]
         self._floats[index] = self._upload(np.array(floats, dtype=np.float32))
         self._ints[index] = self._upload(np.array(ints, dtype=np.int64))
@@ -97,7 +97,7 @@ class RequestState:
             do_sample=ints[:, 3].bool(),
             temperature=floats[:, 0],
             top_k=ints[:, 1],
-            top_p=floats[:, 1],
+            tail=floats[:, 1],
             min_p=floats[:, 2],
             seed=ints[:, 0],
             position=positions,

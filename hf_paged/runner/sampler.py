@@ -19,7 +19,7 @@ class SamplingRows(NamedTuple):
     do_sample: torch.Tensor  # bool
     temperature: torch.Tensor  # float32
     top_k: torch.Tensor  # int64, 0: off
-    top_p: torch.Tensor  # float32
+    tail: torch.Tensor  # float32, 1 - top_p rounded once, as transformers compares it; 0: off
     min_p: torch.Tensor  # float32
     seed: torch.Tensor  # int64
     position: torch.Tensor  # int64, index of the sampled token in its sequence
@@ -60,8 +60,8 @@ def processed_scores(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         scores = scores.masked_fill((scores < kth) & (rows.top_k > 0)[:, None], -torch.inf)
     if rows.any_top_p:
         ascending, order = scores.sort(dim=-1)
-        tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - rows.top_p)[:, None]
-        tail &= (rows.top_p < 1.0)[:, None]
+        tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= rows.tail[:, None]
+        tail &= (rows.tail > 0.0)[:, None]
         tail[:, -1] = False
         scores = scores.masked_fill(torch.zeros_like(tail).scatter_(1, order, tail), -torch.inf)
     if rows.any_min_p:
@@ -88,14 +88,15 @@ def _sample(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def exponential_noise(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Exponential(1) variates float32 [R, vocab_size], a function of (seed, position, token) alone.
 
-    32 hashed bits u in (0, 1) give -log1p(-u): small values, which decide the arg-max, keep full precision.
+    32 hashed bits u in (0, 1) give -log1p(-u): small values, which decide the arg-max, keep full precision. u is kept
+    below 1 in float32, since an infinite variate would bar its token even where it is the only one left.
     """
     low, high = seed & MASK32, (seed >> 32) & MASK32
     key0 = _mix(low ^ _mix(high ^ _mix(position ^ 0x9E3779B9)))[:, None]
     key1 = _mix(high ^ _mix(low ^ _mix(position ^ 0x85EBCA6B)))[:, None]
     token = torch.arange(vocab_size, device=seed.device, dtype=torch.int64)[None, :]
     bits = _mix(_mix(token ^ key0) ^ key1)
-    uniform = (bits.float() + 0.5) * 2.0**-32
+    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
     return -torch.log1p(-uniform)
 
 

@@ -62,4 +62,6 @@ class WeightsGuard:
 
     def _tensors(self) -> list[torch.Tensor]:
         model = self._adapter.model
-        return [t.detach() for t in itertools.chain(model.parameters(), model.buffers())]
+        # Duplicates stay in: RoPE modules may make one buffer an alias of another without changing what they compute.
+        buffers = [buffer for _, buffer in model.named_buffers(remove_duplicate=False)]
+        return [t.detach() for t in itertools.chain(model.parameters(), buffers)]

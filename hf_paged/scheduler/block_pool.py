@@ -101,7 +101,7 @@ class BlockPool:
 
     Args:
         num_blocks: Total, the null block included; at least 2.
-        enable_caching: False publishes nothing and finds nothing.
+        enable_caching: False: nothing may be published.
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
@@ -151,6 +151,7 @@ class BlockPool:
 
     def publish(self, block: KVBlock, digest: bytes, content: bytes, parent_id: int) -> int:
         """Make a full block findable; returns its prefix_id. Equal content stays two blocks, with one prefix_id."""
+        assert self.enable_caching
         assert block.ref_count > 0, f"{block} is free"
         assert block.digest is None, f"{block} is published already"
         twin = self.lookup(digest, content, parent_id)
@@ -187,7 +188,7 @@ class BlockPool:
         self.trusted_from = self.generation
 
     def trust_older(self) -> None:
-        """Blocks of all older generations may be hit again."""
+        """Blocks of all older generations may be hit again, until the next `new_generation`."""
         self.trusted_from = 0
 
     def drop_older(self) -> None:

@@ -29,7 +29,7 @@ def enabled(seed: int = 0, /, *, paged: dict | None = None, **overrides):
     return hf_paged.enable(model, strict=True, **(paged or {}))
 
 
-# -- batches, lengths, blocks -----------------------------------------------------------------------------------------
+# -- batches, lengths, blocks ------------------------------------------
 
 
 @pytest.mark.parametrize("rows", range(1, 17))
@@ -163,7 +163,7 @@ def test_the_pool_of_an_enabled_model_grows_with_need_in_the_middle_of_a_call():
     assert stats.num_preemptions == 0
 
 
-# -- ends --------------------------------------------------------------------------------------------------------------
+# -- ends ------------------------------------------
 
 
 def _eos_for_different_steps(model, inputs, steps, **kwargs) -> list[int]:
@@ -278,7 +278,7 @@ def test_the_length_may_fill_the_pool_exactly():
     assert_native_parity(model, **batch([40]), max_new_tokens=25)
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
+# -- models ------------------------------------------
 
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128}
@@ -406,7 +406,7 @@ def test_random_models_batches_and_engine_settings(data):
     assert_native_parity(model, **kwargs)  # again, over what the first call left in the cache
 
 
-# -- the trained model ------------------------------------------------------------------------------------------------
+# -- the trained model ------------------------------------------
 
 
 @pytest.mark.parametrize("paged", [

@@ -6,19 +6,20 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from support import (
     RecordingStreamer,
     assert_falls_back,
     assert_native_parity,
     assert_same_tensor,
     batch,
+    byte_tokenizer,
     left_padded,
     random_prompts,
     stock_copy,
     stock_generate,
     tiny_config,
     tiny_model,
-    byte_tokenizer,
 )
 from transformers import (
     DynamicCache,
@@ -51,7 +52,7 @@ class StopAfterWidth(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.width, dtype=torch.bool)
 
 
-# -- every option of GenerationConfig ----------------------------------------------------------------------------------
+# -- every option of GenerationConfig ------------------------------------------
 
 SAMPLE = {"do_sample": True}
 # For every field a value that is not neutral, with what else it takes to have an effect. "effective" ones must change
@@ -182,6 +183,8 @@ def _arguments(name, model):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_no_option_is_dropped(name):
     """With the option set, an enabled model gives stock's tokens (or stock's exception), natively or with a warning."""
+    if name == "assistant_early_exit" and transformers.__version__.startswith("5.17."):
+        pytest.skip("stock 5.17 raises half-way through early exit and leaves the model with fewer layers")
     model = tiny_model()
     inputs, kwargs, plain = _arguments(name, model)
     kind, expected = _outcome(lambda: model.generate(**inputs, **kwargs))
@@ -271,7 +274,7 @@ def test_a_length_criterion_of_the_callers_own():
     assert_same_tensor(model.generate(**inputs, max_new_tokens=8, stopping_criteria=criteria), expected)
 
 
-# -- inputs -------------------------------------------------------------------------------------------------------------
+# -- inputs ------------------------------------------
 
 
 def test_past_key_values_of_the_caller():
@@ -363,7 +366,7 @@ def test_positions_of_the_padding_do_not_matter():
         assert_same_tensor(model.generate(**inputs, position_ids=positions, max_new_tokens=6), expected)
 
 
-# -- lengths -----------------------------------------------------------------------------------------------------------
+# -- lengths ------------------------------------------
 
 
 def test_longer_than_max_model_len():
@@ -391,7 +394,7 @@ def test_longer_than_the_models_positions():
     assert_falls_back(model, "max_model_len", **batch([60]), max_new_tokens=10)
 
 
-# -- exceptions --------------------------------------------------------------------------------------------------------
+# -- exceptions ------------------------------------------
 
 BAD_CALLS = {
     "unknown argument": {"no_such_option": 3},
@@ -507,7 +510,7 @@ def test_a_streamer_sees_each_column_once_where_a_call_turns_to_stock_half_way()
     assert ours.ended == 1
 
 
-# -- neighbours --------------------------------------------------------------------------------------------------------
+# -- neighbours ------------------------------------------
 
 
 def test_generate_of_another_model_is_not_touched():

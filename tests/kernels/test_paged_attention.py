@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_bad_arguments():
 
 def test_kernels_import_and_run_without_triton():
     code = (
-        "import sys; sys.modules['triton'] = None; sys.path.insert(0, 'tests/kernels')\n"
+        f"import sys; sys.modules['triton'] = None; sys.path.append({str(Path(__file__).parent)!r})\n"
         "import torch, paged_cases as c\n"
         "from hf_paged.kernels import store_kv, weights_checksum\n"
         "from hf_paged.kernels.paged_attention import paged_attention\n"

@@ -31,7 +31,7 @@ def make_rows(*rows: dict) -> SamplingRows:
         do_sample=torch.tensor(column["do_sample"]),
         temperature=torch.tensor(column["temperature"], dtype=torch.float32),
         top_k=torch.tensor(column["top_k"]),
-        top_p=torch.tensor(column["top_p"], dtype=torch.float32),
+        tail=torch.tensor([1.0 - p for p in column["top_p"]], dtype=torch.float32),
         min_p=torch.tensor(column["min_p"], dtype=torch.float32),
         seed=torch.tensor(column["seed"]),
         position=torch.tensor(column["position"]),
@@ -109,7 +109,7 @@ def test_barred_tokens_stay_barred():
     assert_as_transformers(scores, [{"temperature": 0.5, "top_k": 10, "top_p": 0.9, "min_p": 0.01}])
 
 
-# -- the choice ----------------------------------------------------------------------------------------------------------
+# -- the choice ------------------------------------------
 
 
 def test_greedy_takes_the_first_of_equal_maxima():
@@ -170,7 +170,7 @@ def test_eos_comes_out_of_the_range_of_top_k_too():
     assert sample(scores, make_rows({"top_k": 1, "eos": (2,), "min_length": 5})).tolist() == [1]
 
 
-# -- random numbers --------------------------------------------------------------------------------------------------------
+# -- random numbers ------------------------------------------
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -190,7 +190,7 @@ def test_sampled_tokens_follow_the_probabilities(setting, vary):
     numbers = torch.tensor([derive_seed(1, i) for i in range(draws)]) if vary == "seed" else torch.arange(draws)
     rows = rows._replace(**{
         name: numbers if name == vary else getattr(rows, name).expand(draws, *getattr(rows, name).shape[1:])
-        for name in ("do_sample", "temperature", "top_k", "top_p", "min_p", "seed", "position", "min_length", "eos")
+        for name in ("do_sample", "temperature", "top_k", "tail", "min_p", "seed", "position", "min_length", "eos")
     })  # fmt: skip
     counts = sample(scores.expand(draws, -1), rows).bincount(minlength=12)
     assert counts[probabilities == 0].sum() == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import peft
 import pytest
 import torch
 from support import assert_native_parity, batch, random_prompts, stock_generate, tiny_model
@@ -192,39 +191,6 @@ def test_casting_to_another_dtype_and_back():
     assert_native_parity(model, **INPUTS, max_new_tokens=4)
     model.float()  # now with weights rounded to bf16
     assert_native_parity(model, **INPUTS, max_new_tokens=12)
-
-
-def test_adapters_keep_their_own_prefixes():
-    """Keys of one adapter are never served to another, and are found again when it comes back."""
-    wrapped = peft.get_peft_model(
-        tiny_model(), peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
-    ).eval()
-    wrapped.add_adapter("other", peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False))
-    model = wrapped.get_base_model()
-    hf_paged.enable(wrapped, strict=True)
-    assert_native_parity(model, **INPUTS, max_new_tokens=8)
-    wrapped.set_adapter("other")
-    assert_native_parity(model, **INPUTS, max_new_tokens=8)
-    with wrapped.disable_adapter():
-        assert_native_parity(model, **INPUTS, max_new_tokens=8)
-    assert _hits(model) == 0
-    wrapped.set_adapter("default")
-    assert_native_parity(model, **INPUTS, max_new_tokens=8)
-    assert _hits(model) == CACHED
-
-
-def test_merging_an_adapter_changes_the_weights():
-    wrapped = peft.get_peft_model(
-        tiny_model(), peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
-    ).eval()
-    model = wrapped.get_base_model()
-    hf_paged.enable(wrapped, strict=True)
-    assert_native_parity(model, **INPUTS, max_new_tokens=8)
-    wrapped.merge_adapter()
-    assert_native_parity(model, **INPUTS, max_new_tokens=8)
-    wrapped.unmerge_adapter()
-    assert_native_parity(model, **INPUTS, max_new_tokens=8)
-    assert _hits(model) == 0
 
 
 def _comparisons(engine, monkeypatch):

@@ -136,6 +136,7 @@ class Driver:
         self.pending: tuple[StepPlan, np.ndarray] | None = None
         self.plans: list[StepPlan] = []
         self.finished: list[Sequence] = []
+        self.num_steps = 0
 
     def _on_shortage(self, missing: int) -> int:
         assert missing > 0
@@ -151,6 +152,8 @@ class Driver:
 
     def step(self) -> StepPlan | None:
         """Schedule and launch a step; commit it, or with overlap the one before it."""
+        self.num_steps += 1
+        assert self.num_steps < 5000, "no progress"
         plan = self.scheduler.schedule()
         for seq in self.scheduler.take_failed():
             assert seq.finish_reason == "error"
@@ -164,6 +167,8 @@ class Driver:
             try:
                 launched = (plan, self.model.launch(plan))
             except LaunchError:
+                if self.num_steps % 2:  # the older step may be taken in first, or be dropped as well
+                    self.drain()
                 self.scheduler.rollback(plan)
                 self.pending = None
                 self.scheduler.check_invariants()
@@ -194,14 +199,11 @@ class Driver:
             pending, self.pending = self.pending, None
             self.commit(*pending)
 
-    def run(self, max_steps: int = 2000) -> None:
+    def run(self) -> None:
         """Until nothing is left; then all blocks must be free."""
-        for _ in range(max_steps):
-            if not self.scheduler.has_unfinished():
-                break
+        while self.scheduler.has_unfinished():
             self.step()
         self.drain()
-        assert not self.scheduler.has_unfinished(), "no progress"
         assert self.scheduler.num_free_blocks == self.scheduler.num_blocks - 1
         assert all(block.ref_count == 0 for block in self.scheduler.kv_cache_manager.block_pool.blocks)
 

@@ -170,7 +170,7 @@ def test_a_resized_vocabulary():
     assert_native_parity(model, **inputs, max_new_tokens=6)
 
 
-# -- autocast ------------------------------------------------------------------------------------------------------------
+# -- autocast ------------------------------------------
 
 
 def test_ambient_autocast_to_another_dtype():
@@ -236,7 +236,7 @@ def test_accelerate_without_mixed_precision_is_native(accelerator):
     assert_native_parity(model, **batch([20, 7]), max_new_tokens=6)
 
 
-# -- devices, dtypes, train mode -----------------------------------------------------------------------------------------
+# -- devices, dtypes, train mode ------------------------------------------
 
 
 def test_a_device_map_over_two_devices():
@@ -301,14 +301,6 @@ def test_attention_dropout_in_train_mode():
 def test_dropout_in_eval_mode_is_native():
     model = hf_paged.enable(tiny_model(attention_dropout=0.5), strict=True)
     assert_native_parity(model, **batch([20, 7]), max_new_tokens=6)
-
-
-def test_lora_dropout_in_train_mode():
-    import peft
-
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
-    model = peft.get_peft_model(tiny_model(), config).train()
-    assert_falls_back(model, "drops out in train mode", **batch([20, 7]), max_new_tokens=6)
 
 
 def test_train_mode_without_dropout_is_native():
