@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
@@ -21,6 +22,7 @@ from hf_paged.session import Session
 from hf_paged.settings import RequestSettings, settings_from_config
 
 PROGRESS_DELAY_S = 2.0
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class PagedGenerator:
@@ -74,11 +76,8 @@ class PagedGenerator:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
         model = model.to(device).eval()
-        if tokenizer is None:
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(path_or_id, padding_side="left")
-            except (OSError, ValueError, KeyError):
-                tokenizer = None  # a checkpoint without a tokenizer takes token ids
+        if tokenizer is None and _has_tokenizer(path_or_id):
+            tokenizer = AutoTokenizer.from_pretrained(path_or_id, padding_side="left")
         return cls(model, tokenizer, settings)
 
     # -- generation -------------------------------------------------------------------------------------------------
@@ -160,7 +159,8 @@ class PagedGenerator:
             if id(config) not in merged:
                 merged[id(config)] = self.engine.merge_config(config, generate_kwargs)
             settings = settings_from_config(merged[id(config)], len(prompt))
-            copies = merged[id(config)].num_return_sequences or 1
+            copies = merged[id(config)].num_return_sequences
+            copies = 1 if copies is None else copies
             if not isinstance(copies, int) or copies < 1 or (copies > 1 and not settings.do_sample):
                 raise ValueError(f"num_return_sequences={copies!r}: expected 1, or more with do_sample=True")
             for copy in range(copies):
@@ -187,6 +187,17 @@ class _Request:
 
     def __init__(self, prompt: list[int], settings: RequestSettings, seed: int) -> None:
         self.prompt, self.settings, self.seed = prompt, settings, seed
+
+
+def _has_tokenizer(path_or_id: str | os.PathLike) -> bool:
+    """Asked beforehand, since AutoTokenizer makes an empty tokenizer for a checkpoint that has none."""
+    for name in TOKENIZER_FILES:
+        try:
+            if cached_file(path_or_id, name) is not None:
+                return True
+        except OSError:
+            continue
+    return False
 
 
 def _drive(session: Session, requests: list[_Request]) -> Iterator[tuple[int, StepOutput]]:

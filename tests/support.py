@@ -20,6 +20,9 @@ import hf_paged
 
 VOCAB = 256
 TRAINED_MODEL = "examples/models/tiny-qwen3"
+# Some of the words that the trained model knows.
+ADJECTIVES = ("amber", "bold", "calm", "deep", "fast", "gold", "happy", "jade", "kind", "lucky", "mint", "noble")
+ANIMALS = ("ant", "bear", "cat", "crab", "dove", "eagle", "fox", "goose", "hare", "lion", "newt", "otter", "owl")
 
 
 def tiny_config(**overrides: Any) -> Qwen3Config:
@@ -198,9 +201,7 @@ def lookup_chat(facts: dict[str, str], key: str) -> list[dict[str, str]]:
 def lookup_facts(count: int, seed: int = 0) -> dict[str, str]:
     """A table of codes in the trained model's words."""
     rng = random.Random(seed)
-    adjectives = ["amber", "bold", "calm", "deep", "fast", "gold", "happy", "jade", "kind", "lucky", "mint", "noble", "pale", "quick", "royal"]
-    animals = ["ant", "bear", "cat", "crab", "dove", "eagle", "fox", "goose", "hare", "lion", "newt", "otter", "owl", "panda", "seal", "swan"]
-    names = rng.sample([f"{adjective}-{animal}" for adjective in adjectives for animal in animals], count)
+    names = rng.sample([f"{adjective}-{animal}" for adjective in ADJECTIVES for animal in ANIMALS], count)
     return {name: str(rng.randint(1000, 9999)) for name in names}
 
 

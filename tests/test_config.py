@@ -47,7 +47,7 @@ def test_values_outside_the_limits_are_named(field, value):
 
 
 def test_a_budget_below_the_seats_says_so():
-    with pytest.raises(ValueError, match="max_num_batched_tokens=10.*at least 20"):
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=10.*at least 20"):
         PagedConfig(max_num_seqs=20, max_num_batched_tokens=10)
 
 

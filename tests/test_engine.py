@@ -347,7 +347,7 @@ def test_a_bad_request_is_refused_and_harms_nobody(model, engine, name):
 def test_a_prompt_longer_than_the_pool_is_refused():
     model = hf_paged.enable(tiny_model(), num_blocks=4)
     engine = hf_paged.get_engine(model)
-    with pytest.raises(ValueError, match="prompt_token_ids of 49 tokens.*KV pool"):
+    with pytest.raises(ValueError, match=r"prompt_token_ids of 49 tokens.*KV pool"):
         engine.add_request([3] * 49, GREEDY)
     request_id = engine.add_request([3] * 48, GenerationConfig(max_new_tokens=1))
     assert run(engine)[1][request_id].finish_reason == "length"
@@ -441,7 +441,9 @@ def test_a_model_that_cannot_run_natively_is_refused(model, engine):
 SAMPLE = GenerationConfig(max_new_tokens=15, do_sample=True, temperature=1.5, top_k=0, top_p=0.95)
 
 
-@pytest.mark.parametrize("paged", [{}, {"overlap": True}, {"num_blocks": 12}, {"max_num_batched_tokens": 10, "max_num_seqs": 8}])
+@pytest.mark.parametrize("paged", [
+    {}, {"overlap": True}, {"num_blocks": 12}, {"max_num_batched_tokens": 10, "max_num_seqs": 8},
+])  # fmt: skip
 def test_a_seeded_request_samples_the_same_tokens_whatever_else_is_in_the_batch(paged):
     prompt = random_prompts([20])[0]
     lonely_model = hf_paged.enable(tiny_model())
@@ -544,8 +546,8 @@ def _answers_with_swap(engine, tokenizer, prompts, column):
     ids = [engine.add_request(prompt, GenerationConfig(max_new_tokens=24)) for prompt in prompts]
     engine.step()
     if column is not None:
-        table = engine._pool.runner.state.block_table
-        slots = [engine._requests[request_id].sequence.slot for request_id in ids]
+        table = engine._loop.pool.runner.state.block_table
+        slots = [engine._loop.requests[request_id].sequence.slot for request_id in ids]
         table[slots, column] = table[slots[::-1], column].clone()
     _, completions = run(engine)
     return [tokenizer.decode(completions[i].token_ids, skip_special_tokens=True) for i in ids]

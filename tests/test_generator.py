@@ -308,9 +308,9 @@ def test_the_model_is_enabled_while_the_generator_is_open():
     with PagedGenerator(model) as generator:
         assert hf_paged.is_enabled(model)
         assert hf_paged.get_engine(model) is generator.engine
-        assert_same_tensor(
-            model.generate(**batch([20, 7]), max_new_tokens=5), stock_generate(model, **batch([20, 7]), max_new_tokens=5)
-        )
+        inputs = batch([20, 7])
+        expected = stock_generate(model, **inputs, max_new_tokens=5)
+        assert_same_tensor(model.generate(**inputs, max_new_tokens=5), expected)
         assert generator.engine.stats().num_generated_tokens == 10
     assert not hf_paged.is_enabled(model)
     assert type(model) is Qwen3ForCausalLM

@@ -70,7 +70,7 @@ def raising(owner, name, at, after, error):
 
 def _targets(engine):
     """Objects whose methods a step goes through; made by a first call."""
-    runner, scheduler = engine._pool.runner, engine._scheduler
+    runner, scheduler = engine._loop.pool.runner, engine._loop.scheduler
     return {
         "runner.launch": (runner, "launch"),
         "runner._sample": (runner, "_sample"),
@@ -80,9 +80,9 @@ def _targets(engine):
         "scheduler.schedule": (scheduler, "schedule"),
         "scheduler.commit": (scheduler, "commit"),
         "scheduler.add": (scheduler, "add"),
-        "engine._finish": (engine, "_finish"),
-        "engine._commit": (engine, "_commit"),
-        "engine._begin_busy": (engine, "_begin_busy"),
+        "loop.finish": (engine._loop, "finish"),
+        "loop._commit": (engine._loop, "_commit"),
+        "loop._guard_prefixes": (engine._loop, "_guard_prefixes"),
         "manager.allocate_slots": (scheduler.kv_cache_manager, "allocate_slots"),
         "manager.publish": (scheduler.kv_cache_manager, "publish"),
         "manager.free": (scheduler.kv_cache_manager, "free"),
@@ -92,7 +92,7 @@ def _targets(engine):
 
 TARGETS = (
     "runner.launch", "runner._sample", "state.admit", "state.append", "adapter.hidden_states", "scheduler.schedule",
-    "scheduler.commit", "scheduler.add", "engine._finish", "engine._commit", "engine._begin_busy",
+    "scheduler.commit", "scheduler.add", "loop.finish", "loop._commit", "loop._guard_prefixes",
     "manager.allocate_slots", "manager.publish", "manager.free", "pool.allocate",
 )  # fmt: skip
 
@@ -177,10 +177,10 @@ def test_a_launch_that_fails_half_way_leaves_no_prefix_behind(model, overlap):
     hf_paged.enable(model, strict=True, overlap=overlap)
     model.generate(**batch([3]), max_new_tokens=2)
     engine = hf_paged.get_engine(model)
-    for k, v in engine._pool.runner.cache.layers:
+    for k, v in engine._loop.pool.runner.cache.layers:
         k.fill_(float("nan"))
         v.fill_(float("nan"))
-    with raising(engine._pool.runner, "launch", 1, False, LaunchError("no memory")), pytest.raises(LaunchError):
+    with raising(engine._loop.pool.runner, "launch", 1, False, LaunchError("no memory")), pytest.raises(LaunchError):
         model.generate(**INPUTS, **OPTIONS)
     before = engine.stats().prefix_cache_hits
     assert_native_parity(model, EXPECTED, **INPUTS, **OPTIONS)
@@ -203,7 +203,7 @@ def test_an_interrupt_while_the_pool_grows(model):
     model.generate(**batch([3]), max_new_tokens=2)
     engine = hf_paged.get_engine(model)
     inputs = batch([100] * 12)
-    with raising(engine._pool.runner.cache, "grow", 1, True, Interrupt()), pytest.raises(Interrupt):
+    with raising(engine._loop.pool.runner.cache, "grow", 1, True, Interrupt()), pytest.raises(Interrupt):
         model.generate(**inputs, max_new_tokens=30)
     assert_idle(model)
     assert_native_parity(model, **inputs, max_new_tokens=30)
@@ -218,7 +218,7 @@ def test_other_callers_survive_an_interrupt(model):
     config = type(model.generation_config)(max_new_tokens=12)
     request_id = engine.add_request(prompt, config)
     tokens = [t for _ in range(4) for output in engine.step() for t in output.new_token_ids]
-    with raising(engine._pool.runner, "launch", 2, True, Interrupt()), pytest.raises(Interrupt):
+    with raising(engine._loop.pool.runner, "launch", 2, True, Interrupt()), pytest.raises(Interrupt):
         model.generate(**INPUTS, **OPTIONS)
     completion = None
     while engine.has_unfinished():
@@ -366,7 +366,7 @@ def test_generate_called_inside_a_step_goes_to_stock(model):
     inner_expected = stock_generate(model, **inputs, max_new_tokens=3)
     model.generate(**batch([3]), max_new_tokens=2)
     engine = hf_paged.get_engine(model)
-    launch, inner = engine._pool.runner.launch, []
+    launch, inner = engine._loop.pool.runner.launch, []
 
     def nested_launch(*args):
         if not inner:
@@ -374,7 +374,7 @@ def test_generate_called_inside_a_step_goes_to_stock(model):
             inner[0] = model.generate(**inputs, max_new_tokens=3)
         return launch(*args)
 
-    engine._pool.runner.launch = nested_launch
+    engine._loop.pool.runner.launch = nested_launch
     with pytest.warns(hf_paged.FallbackWarning, match="inside a step"):
         assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)
     assert_same_tensor(inner[0], inner_expected)

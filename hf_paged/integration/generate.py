@@ -108,6 +108,8 @@ def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
                     return f"row {rows[output.request_id]} failed: {output.completion.error}"
                 columns.extend(rows[output.request_id], output.new_token_ids, done=output.completion is not None)
             columns.put_ready()
+    if columns.open:
+        raise RuntimeError("the model was disabled by another thread during this call")
     return None
 
 

@@ -30,10 +30,13 @@ class WeightsGuard:
         self._pending: torch.Tensor | None = None
         self._cached: int | None = None
 
+    def surely_changed(self) -> bool:
+        """True if a parameter's storage or version counter moved since `begin`; False says nothing."""
+        return self._signature != self._current_signature()
+
     def begin(self, pool: BlockPool) -> None:
         """The engine was idle and becomes busy: distrust what is cached, and start the checksum."""
-        # Buffers are left to the checksum: some RoPE modules write theirs in every forward.
-        signature = tuple((p.data_ptr(), p._version) for p in self._adapter.model.parameters())
+        signature = self._current_signature()
         pool.new_generation()
         if signature != self._signature:
             pool.drop_older()
@@ -59,6 +62,10 @@ class WeightsGuard:
     def forget(self) -> None:
         """The cache is gone."""
         self._pending = self._cached = None
+
+    def _current_signature(self) -> tuple:
+        # Buffers are left to the checksum: some RoPE modules write theirs in every forward.
+        return tuple((p.data_ptr(), p._version) for p in self._adapter.model.parameters())
 
     def _tensors(self) -> list[torch.Tensor]:
         model = self._adapter.model

@@ -215,7 +215,9 @@ def test_without_a_pad_token_stock_pads_with_the_first_eos():
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("setting", [{"min_new_tokens": 6}, {"min_length": 39}, {"min_new_tokens": 6, "min_length": 37}])
+@pytest.mark.parametrize(
+    "setting", [{"min_new_tokens": 6}, {"min_length": 39}, {"min_new_tokens": 6, "min_length": 37}]
+)
 def test_a_minimum_length_bars_eos(setting, overlap):
     model, inputs = enabled(paged={"overlap": overlap}), batch([20, 5, 33])
     ids = _eos_for_different_steps(model, inputs, [1, 3, 5])

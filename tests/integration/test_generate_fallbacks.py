@@ -150,7 +150,6 @@ def _outcome(call):
     try:
         result = call()
     except Exception as error:
-        assert not isinstance(error, hf_paged.FallbackError), error
         return "raised", type(error)
     return "returned", result if isinstance(result, torch.Tensor) else result.sequences
 

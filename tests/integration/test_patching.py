@@ -180,7 +180,7 @@ def test_anything_else_is_refused(make):
 
 
 def test_get_engine_of_a_model_that_is_not_enabled():
-    with pytest.raises(ValueError, match="hf_paged.enable"):
+    with pytest.raises(ValueError, match=r"hf_paged\.enable"):
         hf_paged.get_engine(tiny_model())
 
 

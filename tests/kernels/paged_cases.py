@@ -49,10 +49,10 @@ def make_case(
         first = 0 if window is None else max(0, length - new - window + 1)
         for j in range(first // block_size, -(-length // block_size)):
             table[line, j] = free.pop()
-        for position in range(first, length):
-            block, offset = int(table[line, position // block_size]), position % block_size
-            k_cache[block, offset] = torch.randn(kv_heads, head_dim, generator=g)
-            v_cache[block, offset] = torch.randn(kv_heads, head_dim, generator=g)
+        seen = torch.arange(first, length)
+        slot = table[line, seen // block_size].long() * block_size + seen % block_size
+        for cache in (k_cache, v_cache):
+            cache.flatten(0, 1)[slot] = torch.randn(len(seen), kv_heads, head_dim, generator=g).to(dtype)
     total = sum(new for new, _ in rows)
     # A slice of a wider tensor, as q is after a merged qkv projection: strided in its first dim.
     wide = torch.randn(total, heads + 3, head_dim, generator=g).to(dtype)

@@ -75,6 +75,23 @@ def test_decode_at_split_boundaries(num_splits, window):
 
 
 @pytest.mark.interpreted
+def test_decode_joins_many_splits():
+    case = make_case([(1, 1500), (1, 1100)], seed=12, heads=2, kv_heads=1, block_size=256)
+    out = run_poisoned(paged_attention_decode, case, num_splits=23)
+    assert worst_error(out, expected(case)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("head_dim", [80, 96])
+@pytest.mark.parametrize("seed", range(3))
+def test_padding_of_the_head_dim_reads_nothing(head_dim, seed):
+    """Past head_dim lies the next slot, which may be NaN."""
+    case = make_case([(4, 70)], seed=seed, heads=2, kv_heads=1, head_dim=head_dim)
+    out = run_poisoned(paged_attention_prefill, case, config=PrefillConfig(16, 16, 4, 1))
+    assert worst_error(out, expected(case)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("num_splits", [1, 5])
 def test_decode_rows_without_tokens_give_zeros(num_splits):
     case = make_case([(1, 0), (1, 100), (1, 0)], seed=1)
@@ -153,33 +170,42 @@ def _bounded(case, out):
     assert error <= bound, (error, bound)
 
 
+# Compiling is what takes the time here: few shapes, several draws of rows for each.
+GPU_SHAPES = [(d, t) for t in (torch.bfloat16, torch.float16) for d in HEAD_DIMS] + [
+    (64, torch.float32),
+    (256, torch.float32),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("head_dim", "dtype"), GPU_SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["prefill", "decode", "split"])
 def test_gpu_random(kind, head_dim, dtype):
-    for seed in range(4):
-        r = random.Random(f"{kind}{head_dim}{seed}")
+    r = random.Random(f"{kind}{head_dim}{dtype}")
+    kv_heads, group, block_size = r.choice([1, 2, 8]), r.choice([1, 2, 3, 4, 8]), r.choice([16, 32, 64, 128, 256])
+    window, softcap = r.choice([None, None, 100, 513]), r.choice([None, None, 30.0])
+    for seed in range(3):
         rows = random_rows(r, r.randint(1, 9), 1500, 400)
-        if kind != "prefill":
+        if kind == "prefill":
+            rows.append((130, 700))
+        else:
             rows = [(1, length) for _, length in rows]
-        kv_heads = r.choice([1, 2, 8])
         case = make_case(
             rows,
             seed=seed,
-            heads=kv_heads * r.choice([1, 2, 3, 4, 8]),
+            heads=kv_heads * group,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            block_size=r.choice([16, 32, 64, 128, 256]),
-            window=r.choice([None, None, 100, 513]),
-            softcap=r.choice([None, None, 30.0]),
+            block_size=block_size,
+            window=window,
+            softcap=softcap,
             dtype=dtype,
             device="cuda",
         )
         if kind == "prefill":
             out = run_poisoned(paged_attention_prefill, case)
         else:
-            out = run_poisoned(paged_attention_decode, case, num_splits=1 if kind == "decode" else None)
+            out = run_poisoned(paged_attention_decode, case, num_splits=1 if kind == "decode" else 7)
         _bounded(case, out)
 
 
@@ -190,7 +216,7 @@ def test_gpu_auto_backend_agrees_with_torch_backend():
         out = paged_attention(*case[:4], **case.options)
         assert torch.equal(out, paged_attention_triton(*case[:4], **case.options))
         _bounded(case, out)
-        _bounded(case, paged_attention(*case[:4], **case.options, backend="torch"))
+        assert worst_error(paged_attention(*case[:4], **case.options, backend="torch"), expected(case)) < 3e-2
 
 
 @pytest.mark.gpu
@@ -228,8 +254,10 @@ def test_gpu_no_new_compilation_from_step_to_step():
         for new in (1, 200):
             rows = [(new, 400 + extra + i) for i in range(2 + extra)]
             case = make_case(rows, seed=extra, head_dim=64, dtype=torch.bfloat16, device="cuda")
-            shifted = torch.cat([case.meta.seq_lens[:1], case.meta.seq_lens])[1:]
-            paged_attention(*case[:3], case.meta._replace(seq_lens=shifted), **case.options)
+            if extra % 2:  # 4 bytes off the alignment of a fresh tensor
+                shifted = torch.cat([case.meta.seq_lens[:1], case.meta.seq_lens])[1:]
+                case = case._replace(meta=case.meta._replace(seq_lens=shifted))
+            paged_attention(*case[:4], **case.options)
         sizes.append(compiled())
     assert sizes[0] == sizes[-1], sizes
 

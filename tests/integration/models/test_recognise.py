@@ -101,7 +101,9 @@ def test_deciding_methods_replaced_on_the_instance(name):
     assert_falls_back(model, name, **batch([20, 7]), max_new_tokens=6)
 
 
-@pytest.mark.parametrize("path", ["model", "model.layers.0", "model.layers.1.self_attn", "model.layers.0.mlp.gate_proj"])
+@pytest.mark.parametrize(
+    "path", ["model", "model.layers.0", "model.layers.1.self_attn", "model.layers.0.mlp.gate_proj"]
+)
 def test_forward_of_a_submodule_replaced_on_the_instance(path):
     model = tiny_model()
     module = model.get_submodule(path)

@@ -1,0 +1,232 @@
+"""The loop of schedule, launch and commit, and how it gets back on its feet after an interrupt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_paged.config import PagedConfig
+from hf_paged.integration.models import ModelAdapter
+from hf_paged.outputs import Completion, StepOutput
+from hf_paged.runner.model_runner import StepHandle
+from hf_paged.runner.pool import DevicePool
+from hf_paged.runner.weights import WeightsGuard
+from hf_paged.scheduler import Scheduler, SchedulerConfig, StepPlan
+from hf_paged.session import Request
+
+NAN_ERROR = "the model's logits hold NaN, or no finite value to sample from"
+
+
+class StepLoop:
+    """Scheduler and device pool of one engine. Not thread-safe: the engine holds its lock around every call."""
+
+    def __init__(self, adapter: ModelAdapter, config: PagedConfig, tokenizer: Any, *, owns_device: bool) -> None:
+        self._adapter = adapter
+        self._config = config
+        self._tokenizer = tokenizer
+        self.pool = DevicePool(adapter, config, owns_device=owns_device)
+        self._guard = WeightsGuard(adapter)
+        self.scheduler: Scheduler | None = None
+        self.requests: dict[str, Request] = {}
+        self._in_flight: tuple[StepPlan, StepHandle] | None = None
+        # True while scheduler or runner may be half-way through a change: an interrupt leaves it set.
+        self.dirty = False
+        self.stepping_thread: int | None = None
+        self._arrivals = False
+        # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
+        self.totals = dict.fromkeys(("preemptions", "generated", "prefill", "steps", "queries", "hits"), 0)
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.dirty = True
+        self.scheduler_or_build().add(request.sequence)
+        self.requests[request.request_id] = request.session.open[request.request_id] = request
+        self._arrivals = True
+        self.dirty = False
+
+    def abort(self, request: Request) -> None:
+        """End a request; nothing may be in flight (see `drain`)."""
+        self.scheduler_or_build().abort(request.request_id)
+        self.finish(request)
+
+    @torch.inference_mode(False)  # tensors made under inference mode could not be written outside it later
+    @torch.no_grad()
+    def step(self) -> None:
+        self.recover_if_dirty()
+        if not self.requests and self._in_flight is None:
+            return
+        device = self._adapter.kv_spec().device
+        self.dirty, self.stepping_thread = True, threading.get_ident()
+        try:
+            with _ambient(device):
+                scheduler = self.scheduler_or_build()
+                self._guard_prefixes(scheduler)
+                plan = scheduler.schedule()
+                launched = self._launch(plan) if plan is not None else None
+                if launched is None or not self._overlaps():
+                    self._commit_in_flight()
+                    self._in_flight = launched
+                    self._commit_in_flight()
+                else:
+                    previous, self._in_flight = self._in_flight, launched
+                    self._commit(previous)
+                for sequence in scheduler.take_failed():
+                    self.finish(self.requests[sequence.request_id])
+                if not self.requests:
+                    self._commit_in_flight()  # nobody will ask for the step that ran ahead: its blocks go back now
+            self.dirty = False
+        finally:
+            self.stepping_thread = None
+
+    def _launch(self, plan: StepPlan) -> tuple[StepPlan, StepHandle]:
+        assert self.scheduler is not None and self.pool.runner is not None
+        try:
+            parameters = [self.requests[s.request_id].parameters for s in plan.admitted]
+            handle = self.pool.runner.launch(plan, parameters)
+        except Exception:
+            # Everything is where it was before this step: nothing of it may stay published, and what ran runs anew.
+            self._commit_in_flight()
+            self.scheduler.rollback(plan)
+            self.dirty = False
+            raise
+        self.totals["steps"] += 1
+        self.totals["prefill"] += int(plan.num_new_tokens[plan.num_decode_rows :].sum())
+        return plan, handle
+
+    def _commit_in_flight(self) -> None:
+        launched, self._in_flight = self._in_flight, None
+        self._commit(launched)
+
+    def _commit(self, launched: tuple[StepPlan, StepHandle] | None) -> None:
+        if launched is None:
+            return
+        assert self.scheduler is not None
+        plan, handle = launched
+        tokens = handle.wait()
+        if self._guard.pending:
+            self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
+        for row in np.flatnonzero(plan.samples & (tokens < 0)):
+            if (request := self.requests.get(plan.sequences[row].request_id)) is not None:
+                request.error = NAN_ERROR
+        result = self.scheduler.commit(plan, tokens)
+        self.totals["generated"] += len(result.accepted)
+        for row in result.accepted:
+            request = self.requests.get(plan.sequences[row].request_id)
+            if request is not None and request.session.stream:
+                self._emit(request, int(tokens[row]))
+        for sequence in result.finished:
+            if sequence.request_id in self.requests:
+                self.finish(self.requests[sequence.request_id])
+
+    def _emit(self, request: Request, token: int) -> None:
+        done = request.sequence.finish_reason is not None
+        if request.sequence.num_output_tokens <= request.num_emitted or done:
+            return  # made again after a recovery, or part of the completion's own output
+        request.num_emitted += 1
+        text = request.text.push([token]) if request.text else None
+        request.session.outbox.append(StepOutput(request.request_id, [token], text))
+
+    def finish(self, request: Request) -> None:
+        sequence, session = request.sequence, request.session
+        token_ids = list(sequence.output_token_ids)
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True) if self._tokenizer is not None else None
+        reason = sequence.finish_reason or "abort"
+        error = request.error or f"{sequence.num_tokens + 1} tokens do not fit into the KV pool alone"
+        completion = Completion(token_ids, text, reason, sequence.token_ids[: sequence.num_prompt_tokens], None,
+                                sequence.num_cached_tokens, error if reason == "error" else None)  # fmt: skip
+        fresh = token_ids[request.num_emitted :] if session.stream else token_ids
+        piece = text
+        if request.text is not None and text is not None:
+            piece = request.text.push(fresh)
+            piece += request.text.finish(text)
+        session.outbox.append(StepOutput(request.request_id, fresh, piece, reason, completion))
+        del self.requests[request.request_id]
+        del session.open[request.request_id]
+
+    def _guard_prefixes(self, scheduler: Scheduler) -> None:
+        """May what was cached before still be used? Asked between idle and busy, and when prompts arrive while busy."""
+        arrivals, self._arrivals = self._arrivals, False
+        if not arrivals or not self._config.enable_prefix_caching:
+            return
+        was_idle = scheduler.num_running == 0 and self._in_flight is None
+        # While requests run only the counters are asked: nobody trains in the middle of a call without them moving.
+        if was_idle or self._guard.surely_changed():
+            manager = scheduler.kv_cache_manager
+            self._guard.begin(manager.block_pool)
+            sequences = [request.sequence for request in self.requests.values()]
+            if any(manager.has_older_hit(s.token_ids, s.cache_key) for s in sequences):
+                self._guard.verify(manager.block_pool)
+
+    def scheduler_or_build(self) -> Scheduler:
+        if self.scheduler is None:
+            device = self._adapter.kv_spec().device
+            with torch.inference_mode(False), torch.no_grad(), _ambient(device):
+                runner = self.pool.build()
+            self.scheduler = self._new_scheduler(runner.cache.num_blocks)
+        return self.scheduler
+
+    def _new_scheduler(self, num_blocks: int) -> Scheduler:
+        config = SchedulerConfig(
+            block_size=self._config.block_size, num_blocks=num_blocks, max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens, max_model_len=self.pool.max_model_len,
+            enable_prefix_caching=self._config.enable_prefix_caching,
+        )  # fmt: skip
+        return Scheduler(config, on_shortage=self.pool.grow)
+
+    def drop_pool(self) -> None:
+        self._retire_scheduler()
+        self.scheduler = None
+        self.pool.drop()
+        self._guard.forget()
+
+    def _retire_scheduler(self) -> None:
+        if self.scheduler is not None:
+            self.totals["preemptions"] += self.scheduler.num_preemptions
+            self.totals["queries"] += self.scheduler.kv_cache_manager.prefix_cache_queries
+            self.totals["hits"] += self.scheduler.kv_cache_manager.prefix_cache_hits
+
+    def recover_if_dirty(self) -> None:
+        """After an interrupt at an unknown point: a fresh scheduler over the same pool, unfinished requests anew.
+
+        Requests of other callers start over; they make the same tokens again, of which only the new ones are emitted.
+        """
+        if not self.dirty:
+            return
+        self._in_flight = None
+        self._guard.forget()
+        self._retire_scheduler()
+        self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.runner is not None else None
+        for request in self.requests.values():
+            request.restart()
+            self.scheduler_or_build().add(request.sequence)
+        self._arrivals = True
+        self.dirty = False
+
+    def drain(self) -> None:
+        """Commit what is in flight, so that blocks can be freed."""
+        self.recover_if_dirty()
+        if self._in_flight is not None:
+            self.dirty = True
+            self._commit_in_flight()
+            self.dirty = False
+
+    def _overlaps(self) -> bool:
+        if self._config.overlap is None:
+            return self._adapter.kv_spec().device.type == "cuda"
+        return self._config.overlap
+
+
+@contextmanager
+def _ambient(device: torch.device) -> Iterator[None]:
+    """The state the engine runs in, whatever its caller's: the model's GPU current, autocast off."""
+    with torch.autocast(device.type, enabled=False):
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                yield
+        else:
+            yield
