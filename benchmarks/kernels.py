@@ -241,9 +241,7 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     report: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": torch.cuda.get_device_name()
-        if gpu
-        else f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "machine": torch.cuda.get_device_name() if gpu else f"{platform.machine()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
     }
     print(report)

@@ -10,6 +10,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 import torch
+
+# Before anything imports triton: without a GPU the kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import transformers
 from hypothesis import HealthCheck, settings
 from support import TRAINED_MODEL

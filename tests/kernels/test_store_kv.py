@@ -19,6 +19,8 @@ def _inputs(seed, device="cpu", dtype=None, shape=None):
     qkv = torch.randn(tokens, heads * 4, head_dim, generator=g).to(dtype)
     slots = torch.randperm(num_blocks * block_size, generator=g)[:tokens]
     slots[torch.rand(tokens, generator=g) < 0.3] = -1
+    if not (slots == 0).any():
+        slots[r.randrange(tokens)] = 0
     caches = [torch.randn(num_blocks, block_size, heads, head_dim, generator=g).to(dtype).to(device) for _ in range(2)]
     qkv = qkv.to(device)
     return qkv[:, heads * 2 : heads * 3], qkv[:, heads * 3 :], *caches, slots.to(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import assert_native_parity, batch, random_prompts, stock_generate, tiny_model
+from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.kernels.weights_checksum import ChecksumPlan
@@ -247,3 +248,50 @@ def test_the_checksum_alone_notices_what_leaves_no_trace(monkeypatch):
         model.model.layers[0].self_attn.v_proj.weight.neg_()
     assert_native_parity(model, **INPUTS, max_new_tokens=8)
     assert _hits(model) == 0
+
+
+def _in_place(model):
+    """Bumps `_version`."""
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.neg_()
+
+
+@pytest.mark.parametrize(
+    "change", [_in_place, _negated, lambda m: _step(m, fused=True)], ids=["version", "data", "fused"]
+)
+def test_a_change_while_another_request_keeps_the_engine_busy(change):
+    """The engine does not become idle in between: prompts that arrive after the change must not hit what is older."""
+    model = hf_paged.enable(tiny_model(), strict=True)
+    engine = hf_paged.get_engine(model)
+    assert_native_parity(model, **INPUTS, max_new_tokens=8)
+    other = engine.add_request([1, 2, 3], GenerationConfig(max_new_tokens=200))
+    engine.step()
+    change(model)
+    expected = stock_generate(model, **INPUTS, max_new_tokens=8)
+    hits = _hits(model)
+    actual = model.generate(**INPUTS, max_new_tokens=8)
+    assert engine.stats().num_running == 1  # the other one still runs
+    assert torch.equal(actual, expected)
+    assert _hits(model) == hits
+    engine.abort(other)
+
+
+@pytest.mark.parametrize("change", [_in_place, _negated], ids=["version", "data"])
+@pytest.mark.parametrize("arrivals", [False, True])
+def test_what_a_request_caches_that_spans_a_change_is_not_served_later(change, arrivals):
+    """Its first block is filled after the change, but begins with keys of the old weights."""
+    model = hf_paged.enable(tiny_model(), strict=True)
+    engine = hf_paged.get_engine(model)
+    engine.add_request([1, 2, 3], GenerationConfig(max_new_tokens=60))
+    tokens = [1, 2, 3] + [t for _ in range(4) for output in engine.step() for t in output.new_token_ids]
+    change(model)
+    if arrivals:
+        assert_native_parity_while_busy(model)
+    while engine.has_unfinished():
+        tokens += [t for output in engine.step() for t in output.new_token_ids]
+    assert_native_parity(model, input_ids=torch.tensor([tokens]), max_new_tokens=12)
+
+
+def assert_native_parity_while_busy(model):
+    expected = stock_generate(model, **INPUTS, max_new_tokens=8)
+    assert torch.equal(model.generate(**INPUTS, max_new_tokens=8), expected)

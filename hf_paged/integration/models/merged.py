@@ -1,0 +1,65 @@
+"""Several linear layers' weights in one piece of memory, while each stays a parameter of its own.
+
+Every weight becomes a tensor with a storage object of its own over its slice of the merged memory (through DLPack). A
+plain view of the merged tensor would share its storage, and accelerate and safetensors would then drop or refuse keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+class MergedWeight:
+    """The weights [n_i, k] of linear layers as one [sum n_i, k], for one GEMM in place of several."""
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self._weights = list(weights)
+        # Under inference mode the memory could not be written by an optimizer later.
+        with torch.inference_mode(False), torch.no_grad():
+            self._memory = torch.cat([weight.data for weight in weights])
+            self._slices = list(self._memory.split([len(weight) for weight in weights]))
+            for weight, rows in zip(weights, self._slices, strict=True):
+                weight.data = torch.from_dlpack(rows)
+
+    @staticmethod
+    def of(linears: Sequence[nn.Module]) -> MergedWeight | None:
+        """Merge the weights of `linears`, or None where one of them is not a plain layer that owns its memory."""
+        if not all(type(linear) is nn.Linear and linear.bias is None for linear in linears):
+            return None
+        weights = [linear.weight for linear in linears]
+        first = weights[0]
+        if all(_owns_memory(w) and (w.dtype, w.device) == (first.dtype, first.device) for w in weights):
+            return MergedWeight(weights)  # type: ignore[arg-type]
+        return None
+
+    def current(self) -> torch.Tensor | None:
+        """The merged tensor, or None once somebody gave one of the weights other memory or replaced it."""
+        intact = all(w.data_ptr() == rows.data_ptr() and w.shape == rows.shape and w.dtype == rows.dtype
+                     for w, rows in zip(self._weights, self._slices, strict=True))  # fmt: skip
+        return self._memory if intact else None
+
+    def belongs_to(self, linears: Sequence[nn.Module]) -> bool:
+        """True while `linears` hold the very parameters that were merged."""
+        return all(getattr(linear, "weight", None) is w for linear, w in zip(linears, self._weights, strict=True))
+
+    def release(self) -> None:
+        """Give every weight that still lies in here memory of its own."""
+        with torch.inference_mode(False), torch.no_grad():
+            for weight, rows in zip(self._weights, self._slices, strict=True):
+                if weight.data_ptr() == rows.data_ptr():
+                    weight.data = weight.data.clone()
+
+
+def _owns_memory(weight: torch.Tensor) -> bool:
+    """Not a slice of somebody's flat buffer, whose owner would go on writing to the old place."""
+    return (
+        type(weight) is nn.Parameter
+        and weight.is_contiguous()
+        and weight.storage_offset() == 0
+        and weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+        and weight.device.type != "meta"
+        and not weight.is_inference()
+    )
