@@ -37,7 +37,7 @@ class StepLoop:
         # True while scheduler or runner may be half-way through a change: an interrupt leaves it set.
         self.dirty = False
         self.stepping_thread: int | None = None
-        self._arrivals = False
+        self._arrivals: list[Request] = []  # since the last step
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
         self.totals = dict.fromkeys(("preemptions", "generated", "prefill", "steps", "queries", "hits"), 0)
 
@@ -46,7 +46,7 @@ class StepLoop:
         self.dirty = True
         self.scheduler_or_build().add(request.sequence)
         self.requests[request.request_id] = request.session.open[request.request_id] = request
-        self._arrivals = True
+        self._arrivals.append(request)
         self.dirty = False
 
     def abort(self, request: Request) -> None:
@@ -149,18 +149,22 @@ class StepLoop:
         del session.open[request.request_id]
 
     def _guard_prefixes(self, scheduler: Scheduler) -> None:
-        """May what was cached before still be used? Asked between idle and busy, and when prompts arrive while busy."""
-        arrivals, self._arrivals = self._arrivals, False
+        """Prompts arrived: may what was cached before still be used?"""
+        arrivals, self._arrivals = self._arrivals, []
         if not arrivals or not self._config.enable_prefix_caching:
             return
-        was_idle = scheduler.num_running == 0 and self._in_flight is None
-        # While requests run only the counters are asked: nobody trains in the middle of a call without them moving.
-        if was_idle or self._guard.surely_changed():
-            manager = scheduler.kv_cache_manager
-            self._guard.begin(manager.block_pool)
-            sequences = [request.sequence for request in self.requests.values()]
-            if any(manager.has_older_hit(s.token_ids, s.cache_key) for s in sequences):
-                self._guard.verify(manager.block_pool)
+        manager = scheduler.kv_cache_manager
+        if scheduler.num_running or self._in_flight is not None:
+            would_hit = any(manager.get_computed_blocks(request.sequence)[0] for request in arrivals)
+            if not self._guard.changed(full=would_hit):
+                return
+            # Weights changed under running requests: they compute their keys and values again, like everyone after.
+            self._commit_in_flight()
+            scheduler.preempt_all()
+        self._guard.begin(manager.block_pool)
+        sequences = [request.sequence for request in self.requests.values()]
+        if any(manager.has_older_hit(s.token_ids, s.cache_key) for s in sequences):
+            self._guard.verify(manager.block_pool)
 
     def scheduler_or_build(self) -> Scheduler:
         if self.scheduler is None:
@@ -204,7 +208,7 @@ class StepLoop:
         for request in self.requests.values():
             request.restart()
             self.scheduler_or_build().add(request.sequence)
-        self._arrivals = True
+        self._arrivals = list(self.requests.values())
         self.dirty = False
 
     def drain(self) -> None:

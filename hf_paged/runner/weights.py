@@ -30,9 +30,14 @@ class WeightsGuard:
         self._pending: torch.Tensor | None = None
         self._cached: int | None = None
 
-    def surely_changed(self) -> bool:
-        """True if a parameter's storage or version counter moved since `begin`; False says nothing."""
-        return self._signature != self._current_signature()
+    def changed(self, *, full: bool) -> bool:
+        """Are the weights others than at `begin`? Without `full` only storage and version counters are asked."""
+        if self._signature != self._current_signature():
+            return True
+        if not full:
+            return False
+        baseline = self._cached if self._pending is None else int(self._pending)
+        return int(self._checksum(self._tensors())) != baseline
 
     def begin(self, pool: BlockPool) -> None:
         """The engine was idle and becomes busy: distrust what is cached, and start the checksum."""
