@@ -11,7 +11,7 @@ for step in "${steps[@]}"; do
   start=$SECONDS
   case $step in
     tests) timeout 300 python3 -m pytest -q -n 8 -m gpu -p no:cacheprovider tests >"$OUT/tests.log" 2>&1 ;;
-    kernels) timeout 150 python3 benchmarks/kernels.py --out "$OUT/kernels.json" >"$OUT/kernels.log" 2>&1 ;;
+    kernels) timeout 150 python3 benchmarks/kernel_speed.py --out "$OUT/kernels.json" >"$OUT/kernels.log" 2>&1 ;;
     logprob) timeout 200 python3 benchmarks/logprob_error.py --out "$OUT/logprob.json" >"$OUT/logprob.log" 2>&1 ;;
     nano) timeout 240 python3 benchmarks/throughput.py --workload nano --out "$OUT/nano.json" >"$OUT/nano.log" 2>&1 ;;
   esac

@@ -18,13 +18,11 @@ from transformers import Qwen3ForCausalLM
 from workloads import QWEN3_SHAPES, qwen3
 
 from hf_paged import PagedConfig
-from hf_paged.integration.models import find_adapter
+from hf_paged.integration.models import StepContext, find_adapter
 from hf_paged.runner import model_runner
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
-
-GREEDY = SlotParameters(False, 1.0, 0, 1.0, 0.0, 0, 0, ())
 
 
 def token_log_probs(logits: torch.Tensor, next_tokens: torch.Tensor) -> torch.Tensor:
@@ -57,8 +55,8 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
     own_hidden_states, own_sample = adapter.hidden_states, model_runner.sample
     step: dict = {}
 
-    def hidden_states(input_ids: torch.Tensor, positions: torch.Tensor, attend: object) -> torch.Tensor:
-        hidden = own_hidden_states(input_ids, positions, attend)
+    def hidden_states(input_ids: torch.Tensor, context: StepContext) -> torch.Tensor:
+        hidden = own_hidden_states(input_ids, context)
         plan = step["plan"]
         ends = np.cumsum(plan.num_new_tokens)
         for i, sequence in enumerate(plan.sequences):
@@ -73,13 +71,16 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
         owner = [int(step["plan"].sequences[row].request_id) for row in np.flatnonzero(step["plan"].samples)]
         return tokens[torch.tensor(owner, device=tokens.device), sampling.position]  # type: ignore[attr-defined]
 
+    runner.prepare()
+    greedy = SlotParameters(False, 1.0, 0, 1.0, 0.0, 0, 0, (), length)
     adapter.hidden_states, model_runner.sample = hidden_states, teacher  # type: ignore[method-assign, assignment]
     try:
         while scheduler.has_unfinished():
             step["plan"] = plan = scheduler.schedule()
-            scheduler.commit(plan, runner.launch(plan, [GREEDY] * len(plan.admitted)).wait())
+            scheduler.commit(plan, runner.launch(plan, [greedy] * len(plan.admitted)).wait())
     finally:
         model_runner.sample = own_sample
+    adapter.release()
     assert not result.isnan().any()
     return result
 

@@ -52,10 +52,10 @@ def main() -> None:
         stats = generator.engine.stats()
     peak = torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else 0.0
     device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor()
-    print(f"{args.workload} Qwen3-{args.model}: {statistics.median(rates):,.0f} tok/s (runs: "
-          f"{', '.join(f'{r:,.0f}' for r in rates)}), {sum(workload.output_lengths):,} output tokens, ready after "
-          f"{ready:.1f} s, peak {peak:.1f} GiB, {stats.num_preemptions} preemptions, {stats.num_blocks} blocks; {device}, "
-          f"torch {torch.__version__}, triton {triton.__version__}, transformers {transformers.__version__}")  # fmt: skip
+    print(f"{args.workload} Qwen3-{args.model}: {statistics.median(rates):,.0f} tok/s "
+          f"(runs: {', '.join(f'{r:,.0f}' for r in rates)}), {sum(made):,} output tokens, ready after "
+          f"{ready:.1f} s, peak {peak:.1f} GiB, {stats.num_preemptions} preemptions, {stats.num_blocks} blocks; "
+          f"{device}, torch {torch.__version__}, triton {triton.__version__}, transformers {transformers.__version__}")
     if args.out:
         figures = {"workload": args.workload, "model": args.model, "rates": rates, "ready": ready}
         args.out.write_text(json.dumps(figures))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,6 @@ from hf_paged.detokenizer import TextStream
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.models import find_adapter
 from hf_paged.integration.models.recognise import unsupported_reason
-from hf_paged.integration.models.tuners import adapter_key
 from hf_paged.loop import StepLoop
 from hf_paged.outputs import EngineStats, StepOutput
 from hf_paged.runner.request_state import SlotParameters
@@ -48,6 +48,12 @@ class Engine:
         adapter_class = find_adapter(model)
         if adapter_class is None:
             raise UnsupportedModelError(f"model={type(model).__name__}: expected a class that hf_paged supports")
+        spec = adapter_class(model).kv_spec()
+        if config.kv_cache_dtype not in ("auto", str(spec.dtype).removeprefix("torch.")):
+            raise ValueError(f"kv_cache_dtype={config.kv_cache_dtype!r}: expected 'auto' or the model's, {spec.dtype}")
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if config.attention_backend == "triton" and spec.device.type == "cpu" and not interpreted:
+            raise ValueError("attention_backend='triton': expected 'auto' or 'torch' for a model on a CPU")
         self.config = config
         self.tokenizer = tokenizer
         self._adapter = adapter_class(model)
@@ -56,6 +62,7 @@ class Engine:
         self._public = Session(self, stream=True)
         self._ids = itertools.count()
         self._is_shut_down = False
+        self._deferred: list[Callable[[], None]] = []  # what must wait for the end of a step
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -111,7 +118,7 @@ class Engine:
     @contextmanager
     def session(self, *, stream: bool = False) -> Iterator[Session]:
         """A session of one's own; leaving the block ends what is still running in it, whatever happened."""
-        session = Session(self, stream=stream, cache_key=adapter_key(self._adapter.model))
+        session = Session(self, stream=stream, cache_key=self._adapter.state_key())
         try:
             yield session
         finally:
@@ -156,13 +163,16 @@ class Engine:
             if self._loop.requests:
                 raise RuntimeError(f"release_memory: {len(self._loop.requests)} requests are unfinished")
             self._loop.drop_pool()
-            if self._adapter.kv_spec().device.type == "cuda":
+            if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
 
     def shutdown(self) -> None:
         """End every request, whoever asked for it, give all memory back, and refuse new requests."""
         with self._lock:
             self._is_shut_down = True
+            if self.is_reentrant():  # garbage collection in the middle of a step
+                self._deferred.append(self.shutdown)
+                return
             for request in list(self._loop.requests.values()):
                 self._close(request.session)
             self.release_memory()
@@ -177,6 +187,11 @@ class Engine:
         """Why the model cannot run natively as it is now, or None."""
         return unsupported_reason(self._adapter)
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the model's embedding takes."""
+        return self._adapter.vocab_size
+
     def check_runnable(self) -> None:
         """Raise UnsupportedModelError where `unsupported_reason` gives one; RuntimeError after `shutdown`."""
         if self._is_shut_down:
@@ -186,7 +201,7 @@ class Engine:
 
     def check_prompt(self, prompt_token_ids: Any) -> list[int]:
         """A prompt that can run, as a list of ints, or ValueError / TypeError naming what is wrong with it."""
-        prompt = token_ids(prompt_token_ids, self._adapter.model.config.vocab_size)
+        prompt = token_ids(prompt_token_ids, self._adapter.vocab_size)
         if (reason := self.too_long(len(prompt), 1)) is not None:
             raise ValueError(f"prompt_token_ids of {len(prompt)} tokens: {reason}")
         return prompt
@@ -221,23 +236,28 @@ class Engine:
             raise TypeError(f"priority={priority!r}: expected an integer")
         if not isinstance(request_id, (str, type(None))):
             raise TypeError(f"request_id={request_id!r}: expected None or a str")
+        made = request_id is None
         with self._lock:
             if self.is_reentrant():
                 raise RuntimeError("a request cannot be added from inside a step of the same engine")
             self._loop.recover_if_dirty()
             if not self._loop.requests and self._loop.pool.moved():
                 self._loop.drop_pool()
-            if request_id is None:
+            if self._is_shut_down:
+                raise RuntimeError("this engine is closed: its model was disabled")
+            while request_id is None or (made and request_id in self._loop.requests):
                 request_id = f"request-{next(self._ids)}"
             if request_id in self._loop.requests:
                 raise ValueError(f"request_id={request_id!r}: expected an id that is not in use")
+            key = self._adapter.state_key() if session.cache_key is None else session.cache_key
+            eos = tuple(t for t in settings.eos_token_ids if 0 <= t < self._adapter.vocab_size)  # others never come
             parameters = SlotParameters(
                 settings.do_sample, settings.temperature, settings.top_k, settings.top_p, settings.min_p, seed,
-                len(prompt) + settings.min_new_tokens, settings.eos_token_ids,
+                len(prompt) + settings.min_new_tokens, eos,
+                min(len(prompt) + settings.max_new_tokens, self._loop.pool.max_model_len),
             )  # fmt: skip
-            key = adapter_key(self._adapter.model) if session.cache_key is None else session.cache_key
             sequence = Sequence(request_id, prompt, max_new_tokens=settings.max_new_tokens,
-                                eos_token_ids=settings.eos_token_ids, priority=priority, cache_key=key)  # fmt: skip
+                                eos_token_ids=eos, priority=priority, cache_key=key)  # fmt: skip
             request = Request(sequence, settings, parameters, session)
             if session.stream and self.tokenizer is not None:
                 request.text = TextStream(self.tokenizer)
@@ -249,7 +269,11 @@ class Engine:
             if self.is_reentrant():
                 raise RuntimeError("step() was called from inside a step of the same engine")
             if always_step or not session.outbox:
-                self._loop.step()
+                try:
+                    self._loop.step()
+                finally:
+                    while self._deferred:
+                        self._deferred.pop()()
             outputs = list(session.outbox)
             session.outbox.clear()
             return outputs
@@ -257,6 +281,9 @@ class Engine:
     def _close(self, session: Session) -> None:
         with self._lock:
             if not session.open:
+                return
+            if self.is_reentrant():  # an abandoned stream is garbage-collected in the middle of a step
+                self._deferred.append(lambda: self._close(session))
                 return
             try:
                 self._loop.drain()

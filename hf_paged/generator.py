@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -14,7 +15,7 @@ from transformers.utils import cached_file
 
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
-from hf_paged.integration import patching
+from hf_paged.integration import generate, patching
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.prompts import as_prompt_list
 from hf_paged.runner.sampler import derive_seed
@@ -49,6 +50,7 @@ class PagedGenerator:
         self.engine: Engine = patching.enable_with_engine(
             self._causal_lm, patching.merged_config(config, overrides), tokenizer=tokenizer, owns_device=True
         )
+        self._close = weakref.finalize(self, _disable, weakref.ref(self._causal_lm), self.engine)
 
     @classmethod
     def from_pretrained(cls, path_or_id: str | os.PathLike, *, dtype: str | torch.dtype = "auto",
@@ -127,15 +129,16 @@ class PagedGenerator:
         requests = self._requests(prompts, generation_config, seed, generate_kwargs)
 
         def outputs() -> Iterator[tuple[int, StepOutput]]:
+            self.engine.check_runnable()
             with self.engine.session(stream=True) as session:
                 yield from _drive(session, requests)
 
         return outputs()
 
     def close(self) -> None:
-        """Disable the model and free the KV pool; the model stays usable. Safe to call twice."""
-        if patching.is_enabled(self.model) and patching.get_engine(self.model) is self.engine:
-            patching.disable(self.model)
+        """Disable the model and free the KV pool; the model stays usable. Safe to call twice, and done when
+        garbage-collected."""
+        self._close()
 
     def __enter__(self) -> PagedGenerator:
         return self
@@ -175,11 +178,20 @@ class PagedGenerator:
             raise ValueError("prompts: expected None where input_ids= is given")
         if generation_config is not None and not isinstance(generation_config, GenerationConfig):
             raise TypeError("generation_config: expected one GenerationConfig for tensors")
-        if seed is not None:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                return self.model.generate(generation_config=generation_config, **kwargs)
-        return self.model.generate(generation_config=generation_config, **kwargs)
+        if seed is None:
+            return self.model.generate(generation_config=generation_config, **kwargs)
+        seed = self.engine.base_seed(seed)
+        device = self._causal_lm.device
+        # For the engine, and in torch's generators for a call that goes to stock.
+        with generate.call_seed(seed), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return self.model.generate(generation_config=generation_config, **kwargs)
+
+
+def _disable(model: weakref.ref, engine: Engine) -> None:
+    causal_lm = model()
+    if causal_lm is not None and patching.is_enabled(causal_lm) and patching.get_engine(causal_lm) is engine:
+        patching.disable(causal_lm)
 
 
 class _Request:

@@ -12,6 +12,7 @@ import torch
 
 from hf_paged.config import PagedConfig
 from hf_paged.integration.models import ModelAdapter
+from hf_paged.integration.models.tuners import adapter_state, tuner_layers
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.runner.model_runner import StepHandle
 from hf_paged.runner.pool import DevicePool
@@ -37,6 +38,8 @@ class StepLoop:
         # True while scheduler or runner may be half-way through a change: an interrupt leaves it set.
         self.dirty = False
         self.stepping_thread: int | None = None
+        self._tuner_layers: list = []
+        self._adapter_state: list = []
         self._arrivals: list[Request] = []  # since the last step
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
         self.totals = dict.fromkeys(("preemptions", "generated", "prefill", "steps", "queries", "hits"), 0)
@@ -65,7 +68,8 @@ class StepLoop:
         try:
             with _ambient(device):
                 scheduler = self.scheduler_or_build()
-                self._guard_prefixes(scheduler)
+                self._receive(scheduler)
+                self._follow_adapters(scheduler)
                 plan = scheduler.schedule()
                 launched = self._launch(plan) if plan is not None else None
                 if launched is None or not self._overlaps():
@@ -127,44 +131,78 @@ class StepLoop:
         done = request.sequence.finish_reason is not None
         if request.sequence.num_output_tokens <= request.num_emitted or done:
             return  # made again after a recovery, or part of the completion's own output
+        try:
+            text = request.text.push([token]) if request.text else None
+        except Exception as error:
+            self._fail(request, error)
+            return
         request.num_emitted += 1
-        text = request.text.push([token]) if request.text else None
         request.session.outbox.append(StepOutput(request.request_id, [token], text))
 
+    def _fail(self, request: Request, error: Exception) -> None:
+        """The tokenizer raised: this request ends, the others go on."""
+        assert self.scheduler is not None
+        request.error, request.text = f"the tokenizer failed: {error!r}", None
+        self.scheduler.finish(request.sequence, "error")
+        self.finish(request)
+
     def finish(self, request: Request) -> None:
+        """Deliver the completion of a request that the scheduler ended."""
         sequence, session = request.sequence, request.session
         token_ids = list(sequence.output_token_ids)
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True) if self._tokenizer is not None else None
-        reason = sequence.finish_reason or "abort"
-        error = request.error or f"{sequence.num_tokens + 1} tokens do not fit into the KV pool alone"
+        fresh = token_ids[request.num_emitted :] if session.stream else token_ids
+        reason, error = sequence.finish_reason or "abort", request.error
+        text = piece = None
+        try:
+            if self._tokenizer is not None and error is None:
+                text = piece = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+            if request.text is not None and text is not None:
+                piece = request.text.push(fresh) + request.text.finish(text)
+        except Exception as failure:
+            reason, error, text = "error", f"the tokenizer failed: {failure!r}", None
+        if reason == "error" and error is None:
+            error = f"{sequence.num_tokens + 1} tokens do not fit into the KV pool alone"
         completion = Completion(token_ids, text, reason, sequence.token_ids[: sequence.num_prompt_tokens], None,
                                 sequence.num_cached_tokens, error if reason == "error" else None)  # fmt: skip
-        fresh = token_ids[request.num_emitted :] if session.stream else token_ids
-        piece = text
-        if request.text is not None and text is not None:
-            piece = request.text.push(fresh)
-            piece += request.text.finish(text)
         session.outbox.append(StepOutput(request.request_id, fresh, piece, reason, completion))
         del self.requests[request.request_id]
         del session.open[request.request_id]
 
-    def _guard_prefixes(self, scheduler: Scheduler) -> None:
-        """Prompts arrived: may what was cached before still be used?"""
+    def _receive(self, scheduler: Scheduler) -> None:
+        """Prompts arrived: is the runner ready for the model as it is now, and may older cache content be used?"""
         arrivals, self._arrivals = self._arrivals, []
-        if not arrivals or not self._config.enable_prefix_caching:
+        if not arrivals:
             return
-        manager = scheduler.kv_cache_manager
+        manager, caching = scheduler.kv_cache_manager, self._config.enable_prefix_caching
         if scheduler.num_running or self._in_flight is not None:
             would_hit = any(manager.get_computed_blocks(request.sequence)[0] for request in arrivals)
-            if not self._guard.changed(full=would_hit):
+            if not caching or not self._guard.changed(full=would_hit):
                 return
             # Weights changed under running requests: they compute their keys and values again, like everyone after.
             self._commit_in_flight()
             scheduler.preempt_all()
-        self._guard.begin(manager.block_pool)
-        sequences = [request.sequence for request in self.requests.values()]
-        if any(manager.has_older_hit(s.token_ids, s.cache_key) for s in sequences):
-            self._guard.verify(manager.block_pool)
+        assert self.pool.runner is not None
+        self.pool.runner.prepare()
+        self._tuner_layers = tuner_layers(self._adapter.model)
+        if caching:
+            self._guard.begin(manager.block_pool)
+            sequences = [request.sequence for request in self.requests.values()]
+            if any(manager.has_older_hit(s.token_ids, s.cache_key) for s in sequences):
+                self._guard.verify(manager.block_pool)
+
+    def _follow_adapters(self, scheduler: Scheduler) -> None:
+        """Between steps a caller may switch adapters: everything that runs or waits goes on under the new ones."""
+        state = adapter_state(self._tuner_layers)
+        if state == self._adapter_state:
+            return
+        self._commit_in_flight()
+        scheduler.preempt_all()
+        assert self.pool.runner is not None
+        self.pool.runner.prepare()
+        self._adapter_state, key = state, self._adapter.state_key()
+        for request in self.requests.values():
+            request.sequence.cache_key = key
+            request.sequence.block_hashes = []
 
     def scheduler_or_build(self) -> Scheduler:
         if self.scheduler is None:

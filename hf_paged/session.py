@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -52,11 +53,17 @@ class Session:
     """
 
     def __init__(self, engine: Engine, *, stream: bool, cache_key: bytes | None = None) -> None:
-        self._engine = engine
+        self._engine_ref = weakref.ref(engine)  # the engine keeps a session of its own: no cycle
         self.stream = stream
         self.cache_key = cache_key
         self.outbox: deque[StepOutput] = deque()
         self.open: dict[str, Request] = {}
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._engine_ref()
+        assert engine is not None
+        return engine
 
     def add(self, prompt_token_ids: list[int], settings: RequestSettings, *, seed: int, request_id: str | None = None,
             priority: int = 0) -> str:  # fmt: skip

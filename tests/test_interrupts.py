@@ -82,7 +82,7 @@ def _targets(engine):
         "scheduler.add": (scheduler, "add"),
         "loop.finish": (engine._loop, "finish"),
         "loop._commit": (engine._loop, "_commit"),
-        "loop._guard_prefixes": (engine._loop, "_guard_prefixes"),
+        "loop._receive": (engine._loop, "_receive"),
         "manager.allocate_slots": (scheduler.kv_cache_manager, "allocate_slots"),
         "manager.publish": (scheduler.kv_cache_manager, "publish"),
         "manager.free": (scheduler.kv_cache_manager, "free"),
@@ -92,7 +92,7 @@ def _targets(engine):
 
 TARGETS = (
     "runner.launch", "runner._sample", "state.admit", "state.append", "adapter.hidden_states", "scheduler.schedule",
-    "scheduler.commit", "scheduler.add", "loop.finish", "loop._commit", "loop._guard_prefixes",
+    "scheduler.commit", "scheduler.add", "loop.finish", "loop._commit", "loop._receive",
     "manager.allocate_slots", "manager.publish", "manager.free", "pool.allocate",
 )  # fmt: skip
 

@@ -30,13 +30,15 @@ counts as *stock*.
 TAIL = """
 Arguments of `model.generate` that go to stock: a `logits_processor` or `stopping_criteria` of the caller's own,
 `prefix_allowed_tokens_fn`, `assistant_model`, `past_key_values`, `inputs_embeds`, `position_ids` other than stock's,
-`synced_gpus=True`, `custom_generate`, an `attention_mask` with holes or right padding, and lengths beyond the model's
-positions or the KV pool. `streamer` is native. Built-in processors that are native: {processors}.
+`synced_gpus=True`, `custom_generate`, `cache_implementation="paged"`, an `attention_mask` with holes or right padding,
+and lengths beyond the model's positions or the KV pool. `streamer` is native. Built-in processors that are native:
+{processors}.
 
-States of the model that go to stock: forward hooks, a forward replaced on the instance (accelerate's autocast wrapper is
-known and native where its dtype is the weights'), prompt learning, modules of unknown classes, parameters on several
-devices, on the meta device or partitioned, mixed or odd dtypes, autocast to another dtype than the weights', dropout
-in train mode, an attention function of the caller's own.
+States of the model that go to stock: forward hooks, a forward replaced on the instance (accelerate's autocast wrapper
+is known and native where its dtype is the weights'), patched classes or functions of transformers, an attention
+function of the caller's own, prompt learning, modules of unknown classes, a config that no longer fits the modules,
+parameters on several devices, on the meta device or partitioned, mixed or odd dtypes, autocast to another dtype than
+the weights', dropout in train mode.
 """
 
 

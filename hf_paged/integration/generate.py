@@ -23,17 +23,20 @@ from hf_paged.errors import FallbackError, FallbackWarning
 from hf_paged.runner.sampler import derive_seed
 from hf_paged.settings import RequestSettings, settings_from_config, token_id_tuple, unsupported_option
 
-# Built-in processors whose effect the settings carry, in stock's order, each with the attribute that must agree.
-NATIVE_PROCESSORS: tuple[tuple[type, str, str], ...] = (
-    (processors.MinLengthLogitsProcessor, "min_length", "min_length"),
-    (processors.MinNewTokensLengthLogitsProcessor, "min_new_tokens", "min_new_tokens"),
-    (processors.TemperatureLogitsWarper, "temperature", "temperature"),
-    (processors.TopKLogitsWarper, "top_k", "top_k"),
-    (processors.TopPLogitsWarper, "top_p", "top_p"),
-    (processors.MinPLogitsWarper, "min_p", "min_p"),
+# Built-in processors whose effect the settings carry, in stock's order: the attribute that holds the option of that
+# name, and whether stock adds one for the option's value.
+NATIVE_PROCESSORS: tuple[tuple[type, str, Callable[[Any], bool]], ...] = (
+    (processors.MinLengthLogitsProcessor, "min_length", lambda value: bool(value)),
+    (processors.MinNewTokensLengthLogitsProcessor, "min_new_tokens", lambda value: bool(value)),
+    (processors.TemperatureLogitsWarper, "temperature", lambda value: value is not None and value != 1.0),
+    (processors.TopKLogitsWarper, "top_k", lambda value: value is not None and value != 0),
+    (processors.TopPLogitsWarper, "top_p", lambda value: value is not None and value < 1.0),
+    (processors.MinPLogitsWarper, "min_p", lambda value: value is not None),
 )
+LENGTH_PROCESSORS = NATIVE_PROCESSORS[:2]  # only with an EOS; the others only when sampling
 
 
+_CALL_SEED: ContextVar[int | None] = ContextVar("hf_paged_call_seed", default=None)
 _IN_FALLBACK: ContextVar[bool] = ContextVar("hf_paged_in_fallback", default=False)
 
 
@@ -63,7 +66,7 @@ def sample(engine: Engine | None, stock_sample: Callable, model: Any, input_ids:
     if isinstance(call, str):
         announce_fallback(engine, call)
         return stock(streamer)
-    _check_token_ids(input_ids, model.config.vocab_size)
+    _check_token_ids(input_ids, engine.vocab_size)
     columns = _Columns(len(call.prompts), call, streamer)
     if (error := _run(engine, call, columns)) is not None:
         announce_fallback(engine, error)
@@ -84,6 +87,16 @@ def announce_fallback(engine: Engine, reason: str) -> None:
 
 
 @contextmanager
+def call_seed(seed: int) -> Iterator[None]:
+    """Calls in here take `seed` in place of the config's or of one drawn from torch's generator."""
+    token = _CALL_SEED.set(seed)
+    try:
+        yield
+    finally:
+        _CALL_SEED.reset(token)
+
+
+@contextmanager
 def quiet_fallbacks() -> Iterator[None]:
     """Calls that stock makes in here (assisted decoding calls generate for every draft) go to stock without a word."""
     token = _IN_FALLBACK.set(True)
@@ -95,7 +108,7 @@ def quiet_fallbacks() -> Iterator[None]:
 
 def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
     """Drive the engine until every row of the call is done; returns why it cannot be done natively, if so."""
-    seed = engine.base_seed(None) if call.settings.do_sample else 0
+    seed = engine.base_seed(_CALL_SEED.get()) if call.settings.do_sample else 0
     with engine.session(stream=columns.streamer is not None) as session:
         rows = {
             session.add(prompt, call.settings, seed=derive_seed(seed, row)): row
@@ -136,7 +149,7 @@ class _Columns:
         while self.num_put < ready:
             column = [row[self.num_put] if self.num_put < len(row) else self._pad for row in self.rows]
             self.num_put += 1
-            self.streamer.put(torch.tensor(column))
+            self.streamer.put(torch.tensor(column, device="cpu"))
 
     def tensor(self) -> torch.Tensor:
         """int64 [rows, longest], padded on the right."""
@@ -178,7 +191,7 @@ def _recognise(engine: Engine, input_ids: torch.Tensor, logits_processor: Any, s
         token_id_tuple(config.eos_token_id)
     except TypeError as error:
         return str(error)
-    if (reason := _processor_reason(config, logits_processor)) is not None:
+    if (reason := _processor_reason(config, logits_processor, input_ids.shape[1])) is not None:
         return reason
     if (reason := _criteria_reason(config, stopping_criteria)) is not None:
         return reason
@@ -200,22 +213,38 @@ def _recognise(engine: Engine, input_ids: torch.Tensor, logits_processor: Any, s
         return f"a MaxLengthCriteria of {max_length} that is not the config's"
     if (reason := engine.too_long(max(map(len, prompts)), settings.max_new_tokens)) is not None:
         return reason
-    pad = config._pad_token_tensor
-    return NativeCall(prompts, settings, 0 if pad is None else int(pad))
+    pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+    if settings.eos_token_ids and len(prompts) > 1 and not 0 <= pad < engine.vocab_size:
+        return f"pad_token_id={pad} is outside the vocabulary"
+    return NativeCall(prompts, settings, pad)
 
 
-def _processor_reason(config: GenerationConfig, logits_processor: Any) -> str | None:
-    order = -1
+def _processor_reason(config: GenerationConfig, logits_processor: Any, prompt_length: int) -> str | None:
+    """The list must be exactly what stock makes of the config: nothing of the caller's own, nothing missing."""
+    eos = set(token_id_tuple(config.eos_token_id))
+    expected = [
+        (kind, option)
+        for kind, option, is_added in NATIVE_PROCESSORS
+        if (eos if (kind, option, is_added) in LENGTH_PROCESSORS else config.do_sample)
+        and is_added(getattr(config, option))
+    ]
     for processor in logits_processor:
-        places = [i for i, (kind, _, _) in enumerate(NATIVE_PROCESSORS) if type(processor) is kind]
-        if not places:
+        if not any(type(processor) is kind for kind, _, _ in NATIVE_PROCESSORS):
             return f"logits processor {type(processor).__name__} is not carried out by the paged engine"
-        _, attribute, option = NATIVE_PROCESSORS[places[0]]
-        if places[0] <= order or getattr(processor, attribute) != getattr(config, option):
+    if [type(processor) for processor in logits_processor] != [kind for kind, _ in expected]:
+        found = ", ".join(type(processor).__name__ for processor in logits_processor) or "none"
+        return f"the logits processors ({found}) are not those that stock makes of the generation config"
+    for processor, (_, option) in zip(logits_processor, expected, strict=True):
+        attributes = vars(processor)
+        own = (
+            attributes[option] != getattr(config, option)
+            or attributes.get("filter_value", -torch.inf) != -torch.inf
+            or attributes.get("min_tokens_to_keep", 1) != 1
+            or attributes.get("prompt_length_to_skip", prompt_length) != prompt_length
+            or set(token_id_tuple(attributes.get("eos_token_id", list(eos)))) != eos
+        )
+        if own:
             return f"a {type(processor).__name__} of the caller's own"
-        if getattr(processor, "filter_value", -torch.inf) != -torch.inf:
-            return f"a {type(processor).__name__} with its own filter_value"
-        order = places[0]
     return None
 
 
@@ -226,10 +255,10 @@ def _criteria_reason(config: GenerationConfig, stopping_criteria: Any) -> str | 
                 return "an EosTokenCriteria of the caller's own"
         elif type(criterion) is not criteria.MaxLengthCriteria:
             return f"stopping criterion {type(criterion).__name__} is not carried out by the paged engine"
-    if not any(type(c) is criteria.MaxLengthCriteria for c in stopping_criteria):
-        return "no MaxLengthCriteria"
-    has_eos = any(type(c) is criteria.EosTokenCriteria for c in stopping_criteria)
-    if has_eos != bool(token_id_tuple(config.eos_token_id)):
+    kinds = [type(criterion) for criterion in stopping_criteria]
+    if kinds.count(criteria.MaxLengthCriteria) != 1:
+        return f"{kinds.count(criteria.MaxLengthCriteria)} MaxLengthCriteria"
+    if (criteria.EosTokenCriteria in kinds) != bool(token_id_tuple(config.eos_token_id)):
         return "the EOS criterion is not the config's"
     return None
 
@@ -257,7 +286,7 @@ def _prompts(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[list
     elif tuple(mask.shape) != ids.shape:
         return f"attention_mask of shape {tuple(mask.shape)} for input_ids of shape {ids.shape}"
     else:
-        real = mask.cpu().numpy()
+        real = mask.to("cpu", torch.float64).numpy()
         if not np.isin(real, (0, 1)).all():
             return "attention_mask holds values other than 0 and 1"
         real = real.astype(np.int64)

@@ -81,8 +81,8 @@ def disable(model: nn.Module) -> nn.Module:
             f"disable: somebody made the model's class, {type(causal_lm).__name__}, from the enabled one; undo that "
             "first (for FSDP2: disable before fully_shard)"
         )
-    _ENGINES.pop(causal_lm).shutdown()
     causal_lm.__class__ = type(causal_lm).__dict__["_hf_paged_stock_class"]
+    _ENGINES.pop(causal_lm).shutdown()
     return model
 
 
@@ -137,6 +137,7 @@ def _enabled_class(stock: Any) -> type:
         "_hf_paged_stock_class": stock,
         "__reduce_ex__": _reduce_to_stock(stock),
         "_sample": _native_sample(stock),
+        "generate": _announcing_generate(stock),
     }
     for method, what in (("_beam_search", "beam search"), ("_assisted_decoding", "assisted decoding")):
         namespace[method] = _stock_method(getattr(stock, method), what)
@@ -159,6 +160,20 @@ def _native_sample(stock: Any) -> Callable:
         return generate.sample(_ENGINES.get(self), functools.partial(stock._sample, self), self, *args, **kwargs)
 
     return _sample
+
+
+def _announcing_generate(stock: Any) -> Callable:
+    @functools.wraps(stock.generate)
+    def generate_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stock generate; says so where it never comes to `_sample`."""
+        engine = _ENGINES.get(self)
+        for name, values in (("custom_generate", None), ("cache_implementation", ("paged",))):
+            value = kwargs.get(name)
+            if engine is not None and value is not None and (values is None or value in values):
+                generate.announce_fallback(engine, f"{name}={value!r:.60} is not carried out by the paged engine")
+        return stock.generate(self, *args, **kwargs)
+
+    return generate_
 
 
 def _stock_method(method: Callable, what: str) -> Callable:

@@ -14,10 +14,12 @@ class KVCache:
         self.spec = spec
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.version = 0  # counts moves of the memory
         self.layers = [(self._empty(num_blocks), self._empty(num_blocks)) for _ in range(spec.num_layers)]
 
     def grow(self, num_blocks: int) -> None:
         """Enlarge to `num_blocks`, content kept. One tensor at a time, so that the peak is one layer above the end."""
+        self.version += 1
         for i in range(self.spec.num_layers):
             for j in range(2):
                 old = self.layers[i][j]

@@ -69,7 +69,8 @@ def _warm_up(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, max_model
                          max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
                          attention_backend=config.attention_backend)  # fmt: skip
     # Every option of the sampler at once: its sorts are the largest thing in memory besides the logits.
-    parameters = SlotParameters(True, 0.7, 50, 0.9, 0.05, 0, 0, ())
+    parameters = SlotParameters(True, 0.7, 50, 0.9, 0.05, 0, 0, (), length + 1)
+    runner.prepare()
     torch.cuda.synchronize(spec.device)
     torch.cuda.reset_peak_memory_stats(spec.device)
     before = torch.cuda.memory_allocated(spec.device)

@@ -9,11 +9,11 @@ import torch
 
 from hf_paged.integration.models import KVSpec, ModelAdapter
 from hf_paged.kernels.metadata import PagedMetadata
-from hf_paged.kernels.paged_attention import paged_attention
-from hf_paged.kernels.store_kv import store_kv
+from hf_paged.runner.decode_graphs import DecodeGraphs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState, SlotParameters, upload
 from hf_paged.runner.sampler import sample
+from hf_paged.runner.step_context import PagedStep
 from hf_paged.scheduler import StepPlan
 
 
@@ -31,17 +31,27 @@ class StepHandle(NamedTuple):
 
 
 class ModelRunner:
-    """Owns what lives on the device: the KV pool and the state of the running requests."""
+    """Owns what lives on the device: the KV pool, the state of the running requests, the captured decode steps."""
 
     def __init__(self, adapter: ModelAdapter, spec: KVSpec, *, block_size: int, num_blocks: int, max_num_seqs: int,
-                 max_model_len: int, attention_backend: str) -> None:  # fmt: skip
+                 max_model_len: int, attention_backend: str, use_graphs: bool = False) -> None:  # fmt: skip
         self.adapter = adapter
         self.spec = spec
         self.device = spec.device
         self.block_size = block_size
+        self.max_model_len = max_model_len
         self.attention_backend = attention_backend
         self.cache = KVCache(spec, block_size, num_blocks)
         self.state = RequestState(max_num_seqs, max_model_len, block_size, spec.device)
+        self.graphs = None
+        if use_graphs and spec.device.type == "cuda":
+            self.graphs = DecodeGraphs(adapter, self.cache, self.state, max_model_len, attention_backend)
+
+    def prepare(self) -> None:
+        """Between idle and busy: let the adapter renew what it keeps, and drop graphs that point to other memory."""
+        self.adapter.prepare(self.max_model_len)
+        if self.graphs is not None:
+            self.graphs.check()
 
     def launch(self, plan: StepPlan, parameters: list[SlotParameters]) -> StepHandle:
         """Enqueue one step; `parameters` belong to `plan.admitted`, in order."""
@@ -49,6 +59,8 @@ class ModelRunner:
             self.state.admit([s.slot for s in plan.admitted], [s.token_ids for s in plan.admitted],
                              [s.block_table for s in plan.admitted], parameters)  # fmt: skip
         self.state.update_blocks(*plan.block_updates)
+        if self.graphs is not None and plan.num_decode_rows == len(plan.slots) <= self.graphs.largest:
+            return self._handle(self.graphs.launch(plan.slots, plan.start))
 
         num_new = plan.num_new_tokens
         query_start = np.zeros(len(num_new) + 1, dtype=np.int32)
@@ -59,16 +71,17 @@ class ModelRunner:
                            .astype(np.int64), self.device)  # fmt: skip
         token_slots, token_positions, write_from = per_token
         input_ids = self.state.tokens[token_slots, token_positions].long()
-
-        block_ids = self.state.block_table[token_slots, token_positions // self.block_size].long()
-        slot_mapping = block_ids * self.block_size + token_positions % self.block_size
+        slot_mapping = self.state.slot_mapping(token_slots, token_positions)
         slot_mapping = slot_mapping.masked_fill_(token_positions < write_from, -1)
 
-        hidden = self.adapter.hidden_states(input_ids, token_positions, self._attend(plan, query_start, slot_mapping))
+        step = PagedStep(token_positions, slot_mapping, self.cache, self._parts(plan, query_start, slot_mapping),
+                         self.attention_backend)  # fmt: skip
+        hidden = self.adapter.hidden_states(input_ids, step)
         return self._sample(plan, query_start, hidden)
 
-    def _attend(self, plan: StepPlan, query_start: np.ndarray, slot_mapping: torch.Tensor) -> _PagedAttend:
-        """Attention of the whole step: decode rows and prefill rows are separate parts, each with its own kernel."""
+    def _parts(self, plan: StepPlan, query_start: np.ndarray,
+               slot_mapping: torch.Tensor) -> list[tuple[int, int, PagedMetadata]]:  # fmt: skip
+        """Decode rows and prefill rows are separate parts, each with its own attention kernel."""
         rows, decodes = len(plan.slots), plan.num_decode_rows
         bounds = [(a, b) for a, b in ((0, decodes), (decodes, rows)) if a < b]
         seq_lens = plan.start + plan.num_new_tokens
@@ -87,45 +100,30 @@ class ModelRunner:
                 max_seq_len=int(seq_lens[a:b].max()),
             )
             parts.append((first, last, meta))
-        return _PagedAttend(self.cache, slot_mapping, parts, self.attention_backend)
+        return parts
 
     def _sample(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor) -> StepHandle:
-        result = torch.empty(len(plan.slots), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         rows = np.flatnonzero(plan.samples)
-        if len(rows):
-            host_slots, host_positions = plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
-            last, slots, positions = upload(
-                np.stack([query_start[rows + 1] - 1, host_slots, host_positions]).astype(np.int64), self.device
-            )
-            logits = self.adapter.logits(hidden[last])
-            tokens = sample(logits, self.state.sampling_rows(host_slots, slots, positions, host_positions))
-            self.state.append(slots, positions, tokens, int(host_positions.max()) + 1)
-            if len(rows) < len(plan.slots):
-                every = torch.full((len(plan.slots),), -1, dtype=torch.int64, device=self.device)
-                tokens = every.index_copy_(0, upload(rows, self.device), tokens)
-            result.copy_(tokens, non_blocking=True)
+        if not len(rows):
+            return self._handle(torch.full((len(plan.slots),), -1, dtype=torch.int64, device=self.device))
+        host_slots, host_positions = plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
+        last, slots, positions = upload(
+            np.stack([query_start[rows + 1] - 1, host_slots, host_positions]).astype(np.int64), self.device
+        )
+        logits = self.adapter.logits(hidden[last])
+        tokens = sample(logits, self.state.sampling_rows(host_slots, slots, positions, host_positions))
+        self.state.append(slots, positions, tokens)
+        if len(rows) < len(plan.slots):
+            every = torch.full((len(plan.slots),), -1, dtype=torch.int64, device=self.device)
+            tokens = every.index_copy_(0, upload(rows, self.device), tokens)
+        return self._handle(tokens)
+
+    def _handle(self, tokens: torch.Tensor) -> StepHandle:
+        """Start the copy of sampled tokens to the host."""
         if self.device.type != "cuda":
-            return StepHandle(result, None)
+            return StepHandle(tokens, None)
+        result = torch.empty(len(tokens), dtype=torch.int64, device="cpu", pin_memory=True)
+        result.copy_(tokens, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
         return StepHandle(result, done)
-
-
-class _PagedAttend(NamedTuple):
-    """The `Attend` of one step (see integration.models.adapter)."""
-
-    cache: KVCache
-    slot_mapping: torch.Tensor
-    parts: list[tuple[int, int, PagedMetadata]]
-    backend: str
-
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
-                 scale: float, sliding_window: int | None) -> torch.Tensor:  # fmt: skip
-        k_cache, v_cache = self.cache.layers[layer]
-        store_kv(key.to(k_cache.dtype), value.to(v_cache.dtype), k_cache, v_cache, self.slot_mapping)
-        mixed = [
-            paged_attention(query[first:last], k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window,
-                            backend=self.backend)
-            for first, last, meta in self.parts
-        ]  # fmt: skip
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)

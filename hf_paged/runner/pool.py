@@ -51,7 +51,7 @@ class DevicePool:
         self.runner = ModelRunner(
             self._adapter, spec, block_size=config.block_size, num_blocks=num_blocks,
             max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
-            attention_backend=config.attention_backend,
+            attention_backend=config.attention_backend, use_graphs=not config.enforce_eager,
         )  # fmt: skip
         return self.runner
 
@@ -74,8 +74,11 @@ class DevicePool:
         return cache.num_blocks
 
     def moved(self) -> bool:
-        """True where the model is on another device or of another dtype than the pool was made for."""
-        return self.runner is not None and self.runner.spec != self._adapter.kv_spec()
+        """True where the model has another device, dtype, shape or longest length than the pool was made for."""
+        made_for = self.runner and (self.runner.spec, self.runner.max_model_len)
+        return self.runner is not None and made_for != (self._adapter.kv_spec(), self.max_model_len)
 
     def drop(self) -> None:
+        """Free the device's memory; parameters that were merged get memory of their own again."""
         self.runner = None
+        self._adapter.release()

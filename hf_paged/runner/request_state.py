@@ -27,24 +27,30 @@ class SlotParameters:
     seed: int
     min_length: int
     eos_token_ids: tuple[int, ...]
+    max_length: int
 
 
 class RequestState:
     """Persistent tensors of S slots: token history, block table, sampling parameters.
 
-    ``tokens`` [S, capacity] int32 grows by doubling up to ``max_model_len``; ``block_table`` [S, max_blocks] int32.
+    ``tokens`` [S + 1, capacity] int32 grows by doubling up to ``max_model_len``; ``block_table`` [S + 1, max_blocks]
+    int32. The last line, `padding_slot`, stands in for rows that pad a CUDA graph.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.device = device
         self.max_model_len = max_model_len
-        self.num_slots = num_slots
+        self.num_slots = self.padding_slot = num_slots
+        self.block_size = block_size
+        self.version = 0  # counts moves of the memory
+        lines = num_slots + 1
         max_blocks = -(-max_model_len // block_size)
-        self.tokens = torch.zeros(num_slots, min(FIRST_TOKEN_CAPACITY, max_model_len), dtype=torch.int32, device=device)
-        self.block_table = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)
-        self._floats = torch.zeros(num_slots, 3, dtype=torch.float32, device=device)  # temperature, 1 - top_p, min_p
-        self._ints = torch.zeros(num_slots, 4, dtype=torch.int64, device=device)  # seed, top_k, min_length, do_sample
-        self._eos = torch.full((num_slots, 1), -1, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(lines, min(FIRST_TOKEN_CAPACITY, max_model_len), dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(lines, max_blocks, dtype=torch.int32, device=device)
+        # temperature, 1 - top_p, min_p, and the temperature again with 0 for greedy
+        self._floats = torch.zeros(lines, 4, dtype=torch.float32, device=device)
+        self._ints = torch.zeros(lines, 4, dtype=torch.int64, device=device)  # seed, top_k, min_length, do_sample
+        self._eos = torch.full((lines, 1), -1, dtype=torch.int64, device=device)
         # The host's copy, to know without asking the device which parts of the sampler a step needs.
         self._host_do_sample = np.zeros(num_slots, dtype=bool)
         self._host_top_k = np.zeros(num_slots, dtype=np.int64)
@@ -52,19 +58,21 @@ class RequestState:
         self._host_min_p = np.zeros(num_slots, dtype=bool)
         self._host_min_length = np.zeros(num_slots, dtype=np.int64)
 
-    def admit(self, slots: list[int], tokens: list[list[int]], tables: list[list[int]], parameters: list) -> None:
-        """Write whole lines: known tokens, block table and `SlotParameters` of sequences that got a slot."""
-        self._reserve_tokens(max(len(t) for t in tokens))
+    def admit(self, slots: list[int], tokens: list[list[int]], tables: list[list[int]],
+              parameters: list[SlotParameters]) -> None:  # fmt: skip
+        """Write whole lines: known tokens, block table and parameters of sequences that got a slot."""
+        self._reserve_tokens(max(p.max_length for p in parameters))
         index = self._upload(np.array(slots, dtype=np.int64))
         self.tokens[index, : max(len(t) for t in tokens)] = self._upload(_pad(tokens))
         self.block_table[index, : max(len(t) for t in tables)] = self._upload(_pad(tables))
-        floats = [(p.temperature, 1.0 - p.top_p, p.min_p) for p in parameters]
+        floats = [(p.temperature, 1.0 - p.top_p, p.min_p, p.temperature * p.do_sample) for p in parameters]
         ints = [(p.seed, p.top_k, p.min_length, int(p.do_sample)) for p in parameters]
         self._floats[index] = self._upload(np.array(floats, dtype=np.float32))
         self._ints[index] = self._upload(np.array(ints, dtype=np.int64))
         widest = max(len(p.eos_token_ids) for p in parameters)
         if widest > self._eos.shape[1]:
             self._eos = torch.nn.functional.pad(self._eos, (0, widest - self._eos.shape[1]), value=-1)
+            self.version += 1
         eos = np.full((len(slots), self._eos.shape[1]), -1, dtype=np.int64)
         for row, p in enumerate(parameters):
             eos[row, : len(p.eos_token_ids)] = p.eos_token_ids
@@ -82,11 +90,25 @@ class RequestState:
             packed = self._upload(np.stack([slots, columns, block_ids]).astype(np.int64))
             self.block_table[packed[0], packed[1]] = packed[2].to(torch.int32)
 
-    def append(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, longest: int) -> None:
-        """Write sampled ``tokens`` [R] at ``positions`` [R] of ``slots`` [R]; ``longest`` bounds positions + 1."""
-        self._reserve_tokens(longest)
+    def append(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write sampled ``tokens`` [R] at ``positions`` [R] of ``slots`` [R]."""
         # An invalid row (-1) ends at commit; its stand-in must still be a real token for a step that overlaps.
         self.tokens[slots, positions] = tokens.clamp(min=0).to(torch.int32)
+
+    def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Cache slots [T] int64 of the tokens at ``positions`` [T] of ``slots`` [T]."""
+        block_ids = self.block_table[slots, positions // self.block_size].long()
+        return block_ids * self.block_size + positions % self.block_size
+
+    def samples_plainly(self, host_slots: np.ndarray, host_positions: np.ndarray) -> bool:
+        """True where greedy and temperature are all that the rows need: no filter, EOS not barred."""
+        filtered = (self._host_top_k[host_slots] > 0) | self._host_top_p[host_slots] | self._host_min_p[host_slots]
+        filtered &= self._host_do_sample[host_slots]
+        return not (filtered.any() or (host_positions < self._host_min_length[host_slots]).any())
+
+    def plain_parameters(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Temperature [R] float32, 0 for greedy, and seed [R] int64."""
+        return self._floats[slots, 3], self._ints[slots, 0]
 
     def sampling_rows(self, host_slots: np.ndarray, slots: torch.Tensor, positions: torch.Tensor,
                       host_positions: np.ndarray) -> SamplingRows:  # fmt: skip
@@ -110,14 +132,12 @@ class RequestState:
             any_min_length=bool((host_positions < self._host_min_length[host_slots]).any()),
         )
 
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.tokens, self.block_table, self._floats, self._ints))
-
     def _reserve_tokens(self, length: int) -> None:
         capacity = self.tokens.shape[1]
         if length > capacity:
             capacity = min(max(2 * capacity, length), self.max_model_len)
-            grown = torch.zeros(self.num_slots, capacity, dtype=torch.int32, device=self.device)
+            self.version += 1
+            grown = torch.zeros(len(self.tokens), capacity, dtype=torch.int32, device=self.device)
             grown[:, : self.tokens.shape[1]] = self.tokens
             self.tokens = grown
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-MASK32 = 0xFFFFFFFF
+from hf_paged.kernels.sample_tokens import _mix as _mix
+from hf_paged.kernels.sample_tokens import exponential_noise
 
 
 class SamplingRows(NamedTuple):
@@ -83,30 +84,6 @@ def _sample(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     # Gumbel-max (Gumbel 1954; Maddison et al. 2014): argmax(log p + g) draws from p, with g = -log(Exponential(1)).
     noise = exponential_noise(rows.seed, rows.position, scores.shape[-1])
     return (processed_scores(scores, rows) - noise.log_()).argmax(dim=-1)
-
-
-def exponential_noise(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Exponential(1) variates float32 [R, vocab_size], a function of (seed, position, token) alone.
-
-    32 hashed bits u in (0, 1) give -log1p(-u): small values, which decide the arg-max, keep full precision. u is kept
-    below 1 in float32, since an infinite variate would bar its token even where it is the only one left.
-    """
-    low, high = seed & MASK32, (seed >> 32) & MASK32
-    key0 = _mix(low ^ _mix(high ^ _mix(position ^ 0x9E3779B9)))[:, None]
-    key1 = _mix(high ^ _mix(low ^ _mix(position ^ 0x85EBCA6B)))[:, None]
-    token = torch.arange(vocab_size, device=seed.device, dtype=torch.int64)[None, :]
-    bits = _mix(_mix(token ^ key0) ^ key1)
-    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
-    return -torch.log1p(-uniform)
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The 32-bit finaliser "lowbias32" (C. Wellons, hash-prospector), on int64 tensors that hold 32-bit values."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & MASK32
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & MASK32
-    return x ^ (x >> 16)
 
 
 def derive_seed(seed: int, index: int) -> int:

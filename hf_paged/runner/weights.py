@@ -70,7 +70,8 @@ class WeightsGuard:
 
     def _current_signature(self) -> tuple:
         # Buffers are left to the checksum: some RoPE modules write theirs in every forward.
-        return tuple((p.data_ptr(), p._version) for p in self._adapter.model.parameters())
+        parameters = self._adapter.model.parameters()
+        return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters)
 
     def _tensors(self) -> list[torch.Tensor]:
         model = self._adapter.model

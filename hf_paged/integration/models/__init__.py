@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from hf_paged.integration.models.adapter import Attend, KVSpec, ModelAdapter
+from hf_paged.integration.models.adapter import KVSpec, ModelAdapter, StepContext
 from hf_paged.integration.models.qwen3 import Qwen3Adapter
 
 ADAPTERS: tuple[type[ModelAdapter], ...] = (Qwen3Adapter,)
@@ -15,4 +15,4 @@ def find_adapter(model: PreTrainedModel) -> type[ModelAdapter] | None:
     return next((a for a in ADAPTERS if isinstance(model, a.model_class)), None)
 
 
-__all__ = ["ADAPTERS", "Attend", "KVSpec", "ModelAdapter", "find_adapter"]
+__all__ = ["ADAPTERS", "KVSpec", "ModelAdapter", "StepContext", "find_adapter"]

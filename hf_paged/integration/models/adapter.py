@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
+import xxhash
 from transformers import PreTrainedModel
+
+from hf_paged.integration.models.tuners import adapter_state, tuner_layers
 
 
 class KVSpec(NamedTuple):
@@ -25,17 +28,28 @@ class KVSpec(NamedTuple):
         return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
-class Attend(Protocol):
-    """Writes K and V of the step's tokens into layer `layer`'s cache and attends over the pages."""
+class StepContext(Protocol):
+    """One step as a model's layers see it: where its T packed tokens stand, and attention over the pages."""
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
-                 scale: float, sliding_window: int | None) -> torch.Tensor:  # fmt: skip
-        """query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq, D]."""
+    @property
+    def positions(self) -> torch.Tensor:
+        """[T] int64, of each token in its sequence."""
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """[T] int64, where its key and value go; -1: nowhere."""
+
+    def kv_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V pool of a layer."""
+        ...
+
+    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None) -> torch.Tensor:
+        """query [T, Hq, D] over the pages, the step's own keys and values being in them -> [T, Hq, D]."""
         ...
 
 
 class ModelAdapter(ABC):
-    """Runs one family's own modules, as they stand, on packed tokens. Keeps neither tensors nor the model alive."""
+    """Runs one family's own modules on packed tokens. Does not keep the model alive."""
 
     model_class: ClassVar[type]
 
@@ -59,8 +73,16 @@ class ModelAdapter(ABC):
         """Longest sequence in tokens for which a packed step gives what stock gives."""
 
     @abstractmethod
-    def hidden_states(self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Token ids [T] and positions [T], both int64 -> final normed hidden states [T, hidden_size]."""
+    def prepare(self, max_model_len: int) -> None:
+        """Between idle and busy: make or renew what the layers need besides the modules (merged weights, RoPE)."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give up all of that; every parameter has memory of its own afterwards."""
+
+    @abstractmethod
+    def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Token ids [T] int64 -> final normed hidden states [T, hidden_size]."""
 
     @abstractmethod
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -73,6 +95,27 @@ class ModelAdapter(ABC):
     @abstractmethod
     def called_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """(name, module) of every module that the adapter calls as it stands, on packed tokens."""
+
+    @abstractmethod
+    def replaced_functions(self) -> Iterator[Any]:
+        """Module-level functions of transformers that the adapter's own code stands for."""
+
+    @abstractmethod
+    def constants(self) -> tuple:
+        """Numbers and names outside the tensors that its code reads: part of the prefix-cache key and of a graph's."""
+
+    @abstractmethod
+    def constants_reason(self) -> str | None:
+        """Why these constants, as they are now, are none that the adapter's code can run with, or None."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+
+    def state_key(self) -> bytes:
+        """Digest of what a forward depends on besides parameters and buffers: constants and active adapters."""
+        return xxhash.xxh3_128_digest(repr((self.constants(), adapter_state(tuner_layers(self.model)))).encode())
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Upper estimate of what one step allocates: hidden states, the MLP's inputs, fp32 logits and their copies."""

@@ -29,10 +29,10 @@ class MergedWeight:
         """Merge the weights of `linears`, or None where one of them is not a plain layer that owns its memory."""
         if not all(type(linear) is nn.Linear and linear.bias is None for linear in linears):
             return None
-        weights = [linear.weight for linear in linears]
+        weights: list = [linear.weight for linear in linears]
         first = weights[0]
         if all(_owns_memory(w) and (w.dtype, w.device) == (first.dtype, first.device) for w in weights):
-            return MergedWeight(weights)  # type: ignore[arg-type]
+            return MergedWeight(weights)
         return None
 
     def current(self) -> torch.Tensor | None:

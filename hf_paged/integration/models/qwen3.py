@@ -1,28 +1,58 @@
-"""Dense Qwen3: the decoder's loop over its own modules, on packed tokens, with paged attention.
+"""Dense Qwen3: the decoder's layers on packed tokens, with merged projections, fused ops and paged attention.
 
-Follows `Qwen3Model.forward`, `Qwen3DecoderLayer.forward` and `Qwen3Attention.forward` of transformers 5.17 to 5.23.
+Follows `Qwen3Model.forward`, `Qwen3DecoderLayer.forward` and `Qwen3Attention.forward` of transformers 5.17 to 5.23,
+rounding included. A projection that is not a plain layer (LoRA, quantized) is called as it stands.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
 from transformers.models.qwen3 import modeling_qwen3 as stock
 
-from hf_paged.integration.models.adapter import Attend, KVSpec, ModelAdapter
+from hf_paged.integration.models.adapter import KVSpec, ModelAdapter, StepContext
+from hf_paged.integration.models.merged import MergedWeight
+from hf_paged.integration.models.rope import RopeTable
+from hf_paged.kernels.add_rms_norm import add_rms_norm
+from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
+from hf_paged.kernels.silu_mul import silu_mul
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+SILU = (nn.SiLU, type(ACT2FN["silu"]))
+
+
+class Projections(NamedTuple):
+    """Linear layers over the same input, and their merged weight where there is one."""
+
+    linears: tuple[nn.Module, ...]
+    weight: torch.Tensor | None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, k] -> [T, sum of outputs]."""
+        if self.weight is not None:
+            return F.linear(hidden, self.weight)
+        return torch.cat([linear(hidden[None])[0] for linear in self.linears], dim=-1)
 
 
 class Qwen3Adapter(ModelAdapter):
     model_class = stock.Qwen3ForCausalLM
 
+    def __init__(self, model: stock.Qwen3ForCausalLM) -> None:
+        super().__init__(model)
+        self._rope = RopeTable()
+        self._merged: dict[str, MergedWeight] = {}
+        self._qkv: list[Projections] = []
+        self._gate_up: list[Projections] = []
+
     def kv_spec(self) -> KVSpec:
         config, weight = self.model.config, self.model.model.embed_tokens.weight
-        head_dim = self.model.model.layers[0].self_attn.head_dim
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return KVSpec(len(self._layers()), config.num_key_value_heads, head_dim, weight.dtype, weight.device)
 
     def max_length(self) -> int:
@@ -34,23 +64,54 @@ class Qwen3Adapter(ModelAdapter):
             length = min(length, parameters.get("original_max_position_embeddings") or length)
         return length
 
-    def hidden_states(self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        decoder = self.model.model
-        hidden = decoder.embed_tokens(input_ids[None])
-        cos, sin = decoder.rotary_emb(hidden, position_ids[None])
-        for layer in self._layers():
-            attention = layer.self_attn
-            residual, normed = hidden, layer.input_layernorm(hidden)
-            heads = (1, normed.shape[1], -1, attention.head_dim)
-            query = attention.q_norm(attention.q_proj(normed).view(heads))
-            key = attention.k_norm(attention.k_proj(normed).view(heads))
-            value = attention.v_proj(normed).view(heads)
-            query, key = stock.apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
-            mixed = attend(attention.layer_idx, query[0], key[0], value[0],
-                           scale=attention.scaling, sliding_window=attention.sliding_window)  # fmt: skip
-            hidden = residual + attention.o_proj(mixed.reshape(1, mixed.shape[0], -1))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        return decoder.norm(hidden)[0]
+    def prepare(self, max_model_len: int) -> None:
+        spec, layers = self.kv_spec(), self._layers()
+        self._rope.update(self.model.model.rotary_emb, max_model_len, spec.dtype, spec.device)
+        self._qkv = [self._projections(f"{i}.qkv", a.self_attn, PROJECTIONS[:3]) for i, a in enumerate(layers)]
+        self._gate_up = [self._projections(f"{i}.mlp", a.mlp, MLP_PROJECTIONS[:2]) for i, a in enumerate(layers)]
+
+    def release(self) -> None:
+        for merged in self._merged.values():
+            merged.release()
+        self._merged.clear()
+        self._qkv, self._gate_up, self._rope = [], [], RopeTable()
+
+    def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
+        decoder, cos, sin = self.model.model, self._rope.cos, self._rope.sin
+        assert cos is not None and sin is not None, "prepare() comes first"
+        delta: torch.Tensor = decoder.embed_tokens(input_ids[None])[0]
+        residual: torch.Tensor | None = None
+        for i, layer in enumerate(self._layers()):
+            attention, norm = layer.self_attn, layer.input_layernorm
+            normed, residual = add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
+            query = qk_norm_rope_store(
+                self._qkv[i](normed), attention.q_norm.weight, attention.k_norm.weight,
+                attention.q_norm.variance_epsilon, cos, sin, step.positions, step.slot_mapping,
+                *step.kv_cache(i),
+            )  # fmt: skip
+            mixed = step.attend(i, query, scale=attention.scaling, sliding_window=attention.sliding_window)
+            delta = attention.o_proj(mixed.reshape(1, len(mixed), -1))[0]
+            norm = layer.post_attention_layernorm
+            normed, residual = add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
+            delta = self._mlp(i, layer.mlp, normed)
+        norm = decoder.norm
+        return add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)[0]
+
+    def _mlp(self, index: int, mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
+        gate_up = self._gate_up[index](hidden)
+        if isinstance(mlp.act_fn, SILU):
+            return mlp.down_proj(silu_mul(gate_up)[None])[0]
+        gate, up = gate_up.chunk(2, dim=-1)
+        return mlp.down_proj((mlp.act_fn(gate) * up)[None])[0]
+
+    def _projections(self, key: str, owner: Any, names: tuple[str, ...]) -> Projections:
+        """Merge once; later look whether the parameters still are the merged ones and still lie there."""
+        linears = tuple(getattr(owner, name) for name in names)
+        merged = self._merged.get(key)
+        if merged is None and (merged := MergedWeight.of(linears)) is not None:
+            self._merged[key] = merged
+        intact = merged is not None and merged.belongs_to(linears)
+        return Projections(linears, merged.current() if merged is not None and intact else None)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.model.lm_head(hidden_states[None])[0]
@@ -79,6 +140,39 @@ class Qwen3Adapter(ModelAdapter):
                 yield f"model.layers.{i}.self_attn.{projection}", getattr(layer.self_attn, projection)
             for projection in MLP_PROJECTIONS:
                 yield f"model.layers.{i}.mlp.{projection}", getattr(layer.mlp, projection)
+
+    def replaced_functions(self) -> Iterator[Any]:
+        yield from (stock.apply_rotary_pos_emb, stock.rotate_half, stock.eager_attention_forward, stock.repeat_kv)
+        yield from (stock.create_causal_mask, stock.create_sliding_window_causal_mask)
+
+    def constants(self) -> tuple:
+        decoder = self.model.model
+        layers = [
+            (a.scaling, a.sliding_window, a.head_dim, a.q_norm.variance_epsilon, a.k_norm.variance_epsilon,
+             layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon,
+             type(layer.mlp.act_fn).__qualname__)
+            for layer in self._layers() for a in (layer.self_attn,)
+        ]  # fmt: skip
+        return decoder.norm.variance_epsilon, decoder.rotary_emb.attention_scaling, tuple(layers)
+
+    def constants_reason(self) -> str | None:
+        config = self.model.config
+        if not getattr(config, "is_causal", True):
+            return "config.is_causal is False"
+        for i, layer in enumerate(self._layers()):
+            attention, act = layer.self_attn, layer.mlp.act_fn
+            window = config.sliding_window if config.layer_types[i] == "sliding_attention" else None
+            if attention.sliding_window != window:
+                return f"layer {i} has sliding_window={attention.sliding_window}, its config {window}"
+            if not attention.is_causal or attention.layer_idx != i:
+                return f"layer {i}'s attention is not causal, or not layer {i}'s"
+            if not type(act).__module__.startswith(("torch.nn.modules.activation", "transformers.activations")):
+                return f"layer {i}'s activation is a {type(act).__module__}.{type(act).__name__}"
+        return None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.model.embed_tokens.weight.shape[0]
 
     def _layers(self) -> Any:
         return self.model.model.layers[: self.model.config.num_hidden_layers]

@@ -1,42 +1,71 @@
 """Does a packed step through an adapter compute what this model's own forward would? If not: why not.
 
-Looked up at every call, since hooks, wrappers, adapters and dtypes come and go while a model is enabled.
+Looked up at every call, since hooks, wrappers, patches, adapters and dtypes come and go while a model is enabled.
 """
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.nn.modules import module as torch_module
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.integration.models.adapter import ModelAdapter
 
-# Methods of the causal LM that decide what stock generate feeds its forward.
-DECIDING_METHODS = ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-# Packages whose linear and embedding layers work token by token, whatever the batch looks like.
-TOKENWISE_PACKAGES = ("torch.nn.", "peft.tuners.lora.", "transformers.integrations.", "bitsandbytes.nn.")
+# Methods that decide what stock generate feeds its forward and what becomes of the result.
+DECIDING_METHODS = (
+    "forward", "__call__", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample",
+    "_prefill", "_get_logits_processor", "_get_stopping_criteria", "_optimize_model_for_decode",
+    "_has_unfinished_sequences", "get_compiled_call",
+)  # fmt: skip
+# Modules whose layers work token by token, whatever the batch looks like.
+TOKENWISE_MODULES = (
+    "torch.nn.modules.linear.", "torch.nn.modules.sparse.", "peft.tuners.lora.", "transformers.integrations.",
+    "bitsandbytes.nn.",
+)  # fmt: skip
+BATCH_DEPENDENT = ("Linear8bitLt",)  # picks its outlier columns over all rows
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_OWN_CODE = (*(str(Path(str(package.__file__)).parent) for package in (torch, transformers)), contextlib.__file__)
 
 
 def unsupported_reason(adapter: ModelAdapter) -> str | None:
     """Why the model in `adapter` cannot run natively right now, or None if it can."""
-    checks = (_class_reason, _attention_reason, _device_reason, _module_reason, _hook_reason, _dtype_reason,
-              _dropout_reason)  # fmt: skip
+    checks = (_class_reason, _attention_reason, _module_reason, _device_reason, _hook_reason, _dtype_reason,
+              _dropout_reason, ModelAdapter.constants_reason)  # fmt: skip
     return next((reason for check in checks if (reason := check(adapter)) is not None), None)
 
 
+def is_own_code(function: Any, packages: tuple[str, ...] = _OWN_CODE) -> bool:
+    """True if a function and all that it wraps were written in transformers or torch: nobody patched it."""
+    while True:
+        function = getattr(function, "__func__", function)
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(packages):
+            return False
+        if not hasattr(function, "__wrapped__"):
+            return True
+        function = function.__wrapped__
+
+
 def _class_reason(adapter: ModelAdapter) -> str | None:
-    model, stock = adapter.model, adapter.model_class
+    model = adapter.model
+    cls = type(model).__dict__.get("_hf_paged_stock_class", type(model))
     for name in DECIDING_METHODS:
-        if getattr(type(model), name, None) is not getattr(stock, name):
-            return f"{type(model).__name__}.{name} is not {stock.__name__}'s own"
-    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
-        if name in model.__dict__:
+        method = getattr(cls, name, None)
+        if method is not getattr(adapter.model_class, name, None) or (method is not None and not is_own_code(method)):
+            return f"{cls.__name__}.{name} is not transformers' own"
+        if name != "forward" and name in model.__dict__:
             return f"{name} is replaced on the instance (prompt learning?)"
+    for function in adapter.replaced_functions():
+        if not is_own_code(function):
+            return f"{getattr(function, '__name__', function)} is patched"
     if "forward" in model.__dict__:
         return _wrapped_forward_reason(model)
     return None
@@ -72,12 +101,35 @@ def _autocast_contexts(wrapper: Any, forward: Any) -> list[torch.autocast] | Non
 def _attention_reason(adapter: ModelAdapter) -> str | None:
     """All of transformers' own implementations compute plain softmax attention; one that a user registered may not."""
     name = adapter.model.config._attn_implementation
-    function = ALL_ATTENTION_FUNCTIONS.get(name)
-    if name in (None, "eager") and function is None:
-        return None
-    if not getattr(function, "__module__", "").startswith("transformers.integrations."):
+    function, mask = ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+    if function is None and name not in (None, "eager"):
+        return f"attention implementation {name!r} is not one of transformers' own"
+    if not all(f is None or is_own_code(f) for f in (function, mask)):
         return f"attention implementation {name!r} is not one of transformers' own"
     return None
+
+
+def _module_reason(adapter: ModelAdapter) -> str | None:
+    for name, module, expected in adapter.own_modules():
+        if type(module) is not expected or not is_own_code(expected.forward):
+            return f"{name} is a {type(module).__name__}, not transformers' own {expected.__name__}"
+        if not is_own_code(expected.__call__):
+            return f"{expected.__name__}.__call__ is patched"
+    for name, module in adapter.called_modules():
+        for layer in (module, getattr(module, "base_layer", None)):  # a tuner's own, and what it wraps
+            if layer is not None and not _is_tokenwise(layer):
+                return f"{name} is a {type(layer).__module__}.{type(layer).__name__}, which may look at batch rows"
+    for name, module in adapter.model.named_modules():
+        if name and "forward" in module.__dict__:
+            return f"the forward of {name} is replaced on the instance"
+    return None
+
+
+def _is_tokenwise(layer: nn.Module) -> bool:
+    kind = type(layer)
+    if kind.__name__ in BATCH_DEPENDENT or not f"{kind.__module__}.".startswith(TOKENWISE_MODULES):
+        return False
+    return not kind.__module__.startswith("torch.") or is_own_code(kind.forward)
 
 
 def _device_reason(adapter: ModelAdapter) -> str | None:
@@ -96,19 +148,6 @@ def _device_reason(adapter: ModelAdapter) -> str | None:
     found.update(buffer.device for buffer in adapter.model.buffers())
     if len(found) > 1:
         return f"parameters and buffers are on several devices: {sorted(map(str, found))}"
-    return None
-
-
-def _module_reason(adapter: ModelAdapter) -> str | None:
-    for name, module, expected in adapter.own_modules():
-        if type(module) is not expected or type(module).forward is not expected.forward:
-            return f"{name} is a {type(module).__name__}, not {expected.__name__}"
-    for name, module in adapter.called_modules():
-        if not f"{type(module).__module__}.".startswith(TOKENWISE_PACKAGES):
-            return f"{name} is a {type(module).__module__}.{type(module).__name__}, which may look at batch rows"
-    for name, module in adapter.model.named_modules():
-        if name and "forward" in module.__dict__:
-            return f"the forward of {name} is replaced on the instance"
     return None
 
 

@@ -1,20 +1,22 @@
-"""Which adapters (LoRA and the like) a forward would apply right now, as bytes for the prefix-cache key."""
+"""Which adapters (LoRA and the like) a forward would apply right now."""
 
 from __future__ import annotations
 
-import xxhash
+from typing import Any
+
 from torch import nn
 
 
-def adapter_key(model: nn.Module) -> bytes:
-    """A digest of every tuner layer's state that is no parameter: active and merged adapters, scaling, switched off.
+def tuner_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers of `model` that apply adapters. Duck-typed on PEFT's `BaseTunerLayer`: PEFT need not be installed."""
+    modules = model.named_modules()
+    return [(n, m) for n, m in modules if hasattr(m, "active_adapters") and hasattr(m, "merged_adapters")]
 
-    b"" for a model without tuner layers. Duck-typed on PEFT's `BaseTunerLayer`, so that PEFT need not be installed.
-    """
-    state = [
-        (name, tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters),
-         sorted(getattr(module, "scaling", {}).items()))
-        for name, module in model.named_modules()
-        if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters")
+
+def adapter_state(layers: list[tuple[str, Any]]) -> list[tuple]:
+    """All of `tuner_layers` that is no parameter: active and merged adapters, scaling, switched off."""
+    return [
+        (name, tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters),
+         sorted(getattr(layer, "scaling", {}).items()))
+        for name, layer in layers
     ]  # fmt: skip
-    return xxhash.xxh3_128_digest(repr(state).encode()) if state else b""

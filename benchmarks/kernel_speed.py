@@ -1,6 +1,6 @@
 """How close the kernels come to the card: decode and prefill attention, and the weights checksum.
 
-    python benchmarks/kernels.py [--out kernels.json] [--sweep]
+    python benchmarks/kernel_speed.py [--out kernels.json] [--sweep]
 
 On a GPU: TB/s of K and V read against the bandwidth of a copy, TFLOP/s against a large GEMM, both measured in the
 same run, and FlashAttention-2 as torch ships it for the prefill rows. Times are medians of CUDA-graph replays, so

@@ -1,0 +1,41 @@
+"""Cosines and sines of every position, computed once by the model's own rotary module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class RopeTable:
+    """``cos`` and ``sin`` [max_length - 1, D] in the model's dtype: the last token of a sequence is never an input.
+
+    The memory stays where it is when the values are renewed, since CUDA graphs read from it.
+    """
+
+    def __init__(self) -> None:
+        self.cos: torch.Tensor | None = None
+        self.sin: torch.Tensor | None = None
+        self._made_from: tuple[torch.Tensor, float] | None = None
+
+    def update(self, rotary: Any, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Renew the tables if the module's frequencies are others than at the last call."""
+        length = max(1, max_length - 1)
+        fits = self.cos is not None and len(self.cos) == length and (self.cos.dtype, self.cos.device) == (dtype, device)
+        if fits and self._same(rotary):
+            return
+        like = torch.empty(0, dtype=dtype, device=device)
+        cos, sin = rotary(like, torch.arange(length, device=device)[None])
+        if fits and self.cos is not None and self.sin is not None and cos[0].shape == self.cos.shape:
+            self.cos.copy_(cos[0])
+            self.sin.copy_(sin[0])
+        else:
+            self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+        # Taken after the call: modules of "dynamic" types reset their frequencies in it.
+        self._made_from = (rotary.inv_freq.clone(), rotary.attention_scaling)
+
+    def _same(self, rotary: Any) -> bool:
+        if self._made_from is None:
+            return False
+        frequencies, scaling = self._made_from
+        return scaling == rotary.attention_scaling and torch.equal(frequencies, rotary.inv_freq)

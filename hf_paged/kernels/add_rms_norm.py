@@ -1,0 +1,119 @@
+# mypy: disallow-untyped-defs=False
+"""Residual add and RMSNorm in one pass, each value rounded where transformers' modules round it."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``summed = residual + x`` and ``normed = RMSNorm(summed)``, as (normed, summed).
+
+    Args:
+        x: ``[T, H]``; rows may be strided, the last dim is contiguous.
+        residual: as x, rows strided on their own; None: nothing is added and ``summed`` is x itself.
+        weight: ``[H]``, x's dtype.
+        eps: added to the mean square.
+
+    Returns:
+        two ``[T, H]`` tensors of x's dtype, contiguous but for a ``summed`` that is x.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that are not as above.
+    """
+    _check(x, residual, weight)
+    run = add_rms_norm_triton if x.is_cuda else add_rms_norm_reference
+    return run(x, residual, weight, eps)
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`add_rms_norm` in plain torch."""
+    summed = x if residual is None else residual + x
+    return rms_norm_reference(summed, weight, eps), summed
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """transformers' ``Qwen3RMSNorm`` over the last dim of ``x``."""
+    hidden = x.float()
+    variance = hidden.pow(2).mean(-1, keepdim=True)
+    return weight * (hidden * torch.rsqrt(variance + eps)).to(x.dtype)
+
+
+@jit()
+def _add_rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    normed,
+    summed,
+    eps,
+    x_stride,
+    residual_stride,
+    HAS_RESIDUAL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH_PAD)
+    inside = column < WIDTH
+    dtype = normed.dtype.element_ty
+    hidden = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        hidden += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = hidden.to(dtype)
+        tl.store(summed + row * WIDTH + column, rounded, mask=inside)
+        hidden = rounded.to(tl.float32)
+    # torch's mean on CUDA multiplies by the reciprocal.
+    variance = tl.sum(hidden * hidden, 0) * (1.0 / WIDTH)
+    hidden = (hidden * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
+    tl.store(normed + row * WIDTH + column, (scale * hidden).to(dtype), mask=inside)
+
+
+def add_rms_norm_triton(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`add_rms_norm` as one Triton launch, a program per row."""
+    require_triton()
+    num_rows, width = x.shape
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    summed = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return normed, summed
+    width_pad = triton.next_power_of_2(width)
+    with on_device_of(x):
+        _add_rms_norm_kernel[(num_rows,)](
+            x,
+            x if residual is None else residual,
+            weight,
+            normed,
+            summed,
+            eps,
+            x.stride(0),
+            0 if residual is None else residual.stride(0),
+            HAS_RESIDUAL=residual is not None,
+            WIDTH=width,
+            WIDTH_PAD=width_pad,
+            # Eight elements a thread: one 16-byte load of a half-precision row.
+            num_warps=max(1, min(16, width_pad // 256)),
+            enable_fp_fusion=False,
+        )
+    return normed, summed
+
+
+def _check(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
+    if x.dim() != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
+        raise ValueError(f"x must be [T, H] and weight [H], H > 0, got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+    dtypes = {t.dtype for t in (x, residual, weight) if t is not None}
+    if len(dtypes) > 1:
+        raise ValueError(f"x, residual and weight must share a dtype, got {sorted(map(str, dtypes))}")
+    if any(t is not None and t.stride(-1) != 1 for t in (x, residual, weight)):
+        raise ValueError("the last dim of x, residual and weight must be contiguous")

@@ -1,0 +1,259 @@
+# mypy: disallow-untyped-defs=False
+"""From a packed qkv projection: q and k normed per head and rotated, k and v written to the paged cache."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels.add_rms_norm import rms_norm_reference
+from hf_paged.kernels.store_kv import store_kv_reference
+
+# Elements of a program's tile: eight a thread.
+_TILE_ELEMENTS = 1024
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> torch.Tensor:
+    """Queries ready for attention; the tokens' keys and values go to the caches, in place.
+
+    Args:
+        qkv: ``[T, (Hq + 2 * Hkv) * D]``, per token its query heads, key heads, value heads, with D even; rows may be
+            strided, the last dim is contiguous. Every tensor of floats has its dtype.
+        q_weight, k_weight: ``[D]``, the weights of the per-head RMSNorms.
+        eps: of both norms.
+        cos, sin: ``[P, D]``, a row per position; rows may be strided.
+        positions: ``[T]`` int64, row of the tables of each token, also of tokens that are not written.
+        slot_mapping: ``[T]`` int64, as in :func:`~hf_paged.kernels.store_kv.store_kv`; -1 writes nothing.
+        k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]``, contiguous.
+
+    Returns:
+        ``[T, Hq, D]``, contiguous.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that are not as above. Positions and slots are not checked (that would
+            wait).
+    """
+    _check(qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k_cache, v_cache)
+    run = qk_norm_rope_store_triton if qkv.is_cuda else qk_norm_rope_store_reference
+    return run(qkv, q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache)
+
+
+def qk_norm_rope_store_reference(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> torch.Tensor:
+    """:func:`qk_norm_rope_store` in plain torch."""
+    kv_heads, head_dim = k_cache.shape[2:]
+    heads = qkv.unflatten(1, (-1, head_dim))
+    query, key, value = heads.tensor_split((heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads), dim=1)
+    cos, sin = cos[positions][:, None], sin[positions][:, None]
+    key = _rotate(rms_norm_reference(key, k_weight, eps), cos, sin)
+    store_kv_reference(key, value, k_cache, v_cache, slot_mapping)
+    return _rotate(rms_norm_reference(query, q_weight, eps), cos, sin)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """transformers' ``apply_rotary_pos_emb``."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+@jit()
+def _normed_and_rotated(first, second, weight, cos, sin, eps, lane, live, HEAD_DIM: tl.constexpr):
+    """The two halves of some heads' rows, ``[heads, HEAD_DIM / 2 padded]``; weight, cos and sin point at rows."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dtype = first.dtype
+    x1, x2 = first.to(tl.float32), second.to(tl.float32)
+    w1 = tl.load(weight + lane, mask=live, other=0.0).to(tl.float32)
+    w2 = tl.load(weight + HALF + lane, mask=live, other=0.0).to(tl.float32)
+    cos1 = tl.load(cos + lane, mask=live, other=0.0).to(tl.float32)
+    cos2 = tl.load(cos + HALF + lane, mask=live, other=0.0).to(tl.float32)
+    sin1 = tl.load(sin + lane, mask=live, other=0.0).to(tl.float32)
+    sin2 = tl.load(sin + HALF + lane, mask=live, other=0.0).to(tl.float32)
+
+    # torch's mean on CUDA multiplies by the reciprocal.
+    variance = tl.sum(x1 * x1 + x2 * x2, 1) * (1.0 / HEAD_DIM)
+    scale = tl.rsqrt(variance + eps)[:, None]
+    x1 = (x1 * scale).to(dtype).to(tl.float32)
+    x2 = (x2 * scale).to(dtype).to(tl.float32)
+    x1 = (w1[None, :] * x1).to(dtype).to(tl.float32)
+    x2 = (w2[None, :] * x2).to(dtype).to(tl.float32)
+
+    # rotate_half's minus as a subtraction: a - b is a + (-b) to the bit, also for zeros.
+    straight1 = (x1 * cos1[None, :]).to(dtype).to(tl.float32)
+    straight2 = (x2 * cos2[None, :]).to(dtype).to(tl.float32)
+    crossed1 = (x2 * sin1[None, :]).to(dtype).to(tl.float32)
+    crossed2 = (x1 * sin2[None, :]).to(dtype).to(tl.float32)
+    return (straight1 - crossed1).to(dtype), (straight2 + crossed2).to(dtype)
+
+
+@jit(varying_pointers=("positions", "slot_mapping"))
+def _qk_norm_rope_store_kernel(
+    qkv,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    positions,
+    slot_mapping,
+    k_cache,
+    v_cache,
+    query,
+    eps,
+    qkv_stride,
+    cos_stride,
+    sin_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+):
+    HALF: tl.constexpr = HEAD_DIM // 2
+    Q_TILES: tl.constexpr = (HEADS + TILE_HEADS - 1) // TILE_HEADS
+    KV_TILES: tl.constexpr = (KV_HEADS + TILE_HEADS - 1) // TILE_HEADS
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    lane = tl.arange(0, HALF_PAD)
+    live = lane < HALF
+    position = tl.load(positions + token)
+    row = qkv + token * qkv_stride
+    if tile < Q_TILES:
+        head = tile * TILE_HEADS + tl.arange(0, TILE_HEADS)
+        inside = (head < HEADS)[:, None] & live[None, :]
+        offset = head[:, None] * HEAD_DIM + lane[None, :]
+        first = tl.load(row + offset, mask=inside, other=0.0)
+        second = tl.load(row + HALF + offset, mask=inside, other=0.0)
+        first, second = _normed_and_rotated(
+            first, second, q_weight, cos + position * cos_stride, sin + position * sin_stride, eps, lane, live, HEAD_DIM
+        )
+        tl.store(query + token * (HEADS * HEAD_DIM) + offset, first, mask=inside)
+        tl.store(query + token * (HEADS * HEAD_DIM) + HALF + offset, second, mask=inside)
+    else:
+        # slot is int64: a cache may hold more than 2**31 elements.
+        slot = tl.load(slot_mapping + token)
+        if slot >= 0:
+            head = (tile - Q_TILES) % KV_TILES * TILE_HEADS + tl.arange(0, TILE_HEADS)
+            inside = (head < KV_HEADS)[:, None] & live[None, :]
+            offset = head[:, None] * HEAD_DIM + lane[None, :]
+            at = slot * (KV_HEADS * HEAD_DIM) + offset
+            if tile < Q_TILES + KV_TILES:
+                row += HEADS * HEAD_DIM
+                first = tl.load(row + offset, mask=inside, other=0.0)
+                second = tl.load(row + HALF + offset, mask=inside, other=0.0)
+                first, second = _normed_and_rotated(
+                    first, second, k_weight, cos + position * cos_stride, sin + position * sin_stride, eps, lane, live,
+                    HEAD_DIM,
+                )  # fmt: skip
+                tl.store(k_cache + at, first, mask=inside)
+                tl.store(k_cache + HALF + at, second, mask=inside)
+            else:
+                row += (HEADS + KV_HEADS) * HEAD_DIM
+                tl.store(v_cache + at, tl.load(row + offset, mask=inside), mask=inside)
+                tl.store(v_cache + HALF + at, tl.load(row + HALF + offset, mask=inside), mask=inside)
+
+
+def qk_norm_rope_store_triton(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> torch.Tensor:
+    """:func:`qk_norm_rope_store` as one Triton launch, a program per token and some heads of q, k or v."""
+    require_triton()
+    num_tokens = qkv.shape[0]
+    kv_heads, head_dim = k_cache.shape[2:]
+    num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if num_tokens == 0:
+        return query
+    half_pad = triton.next_power_of_2(head_dim // 2)
+    tile_heads = min(max(1, _TILE_ELEMENTS // (2 * half_pad)), triton.next_power_of_2(max(num_heads, kv_heads)))
+    tiles = triton.cdiv(num_heads, tile_heads) + 2 * triton.cdiv(kv_heads, tile_heads)
+    with on_device_of(qkv):
+        _qk_norm_rope_store_kernel[(num_tokens, tiles)](
+            qkv,
+            q_weight,
+            k_weight,
+            cos,
+            sin,
+            positions,
+            slot_mapping,
+            k_cache,
+            v_cache,
+            query,
+            eps,
+            qkv.stride(0),
+            cos.stride(0),
+            sin.stride(0),
+            HEADS=num_heads,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=head_dim,
+            HALF_PAD=half_pad,
+            TILE_HEADS=tile_heads,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return query
+
+
+def _check(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> None:
+    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.shape[3] % 2:
+        raise ValueError(
+            "k_cache and v_cache must be [num_blocks, block_size, Hkv, D] with D even, got "
+            f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    kv_heads, head_dim = k_cache.shape[2:]
+    if qkv.dim() != 2 or qkv.shape[1] % head_dim or qkv.shape[1] <= 2 * kv_heads * head_dim:
+        raise ValueError(
+            f"qkv must be [T, (Hq + 2 * Hkv) * D] with Hkv = {kv_heads} and D = {head_dim}, got {tuple(qkv.shape)}"
+        )
+    if not q_weight.shape == k_weight.shape == (head_dim,):
+        raise ValueError(f"q_weight and k_weight must be [{head_dim}], got {q_weight.shape} and {k_weight.shape}")
+    if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[1] != head_dim:
+        raise ValueError(f"cos and sin must be [P, {head_dim}], got {tuple(cos.shape)} and {tuple(sin.shape)}")
+    for name, index in (("positions", positions), ("slot_mapping", slot_mapping)):
+        if index.dtype != torch.int64 or index.shape != qkv.shape[:1] or not index.is_contiguous():
+            raise ValueError(f"{name} must be [{qkv.shape[0]}] int64, got {tuple(index.shape)} {index.dtype}")
+    dtypes = {t.dtype for t in (qkv, q_weight, k_weight, cos, sin, k_cache, v_cache)}
+    if len(dtypes) > 1:
+        raise ValueError(f"qkv, weights, tables and caches must share a dtype, got {sorted(map(str, dtypes))}")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("k_cache and v_cache must be contiguous")
+    if any(t.stride(-1) != 1 for t in (qkv, q_weight, k_weight, cos, sin)):
+        raise ValueError("the last dim of qkv, q_weight, k_weight, cos and sin must be contiguous")

@@ -1,0 +1,75 @@
+# mypy: disallow-untyped-defs=False
+"""silu(gate) * up of the merged gate and up projections, rounded where torch rounds."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` where each row of ``gate_up`` is its gate followed by its up.
+
+    Args:
+        gate_up: ``[T, 2 * I]``; rows may be strided, the last dim is contiguous.
+
+    Returns:
+        ``[T, I]``, gate_up's dtype, contiguous; ``silu(gate)`` is rounded to it before the product.
+
+    Raises:
+        ValueError: a shape, dtype or stride that is not as above.
+    """
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"gate_up must be [T, 2 * I], got {tuple(gate_up.shape)}")
+    if not gate_up.is_floating_point():
+        raise ValueError(f"gate_up must be a float tensor, got {gate_up.dtype}")
+    if gate_up.stride(1) != 1:
+        raise ValueError(f"the last dim of gate_up must be contiguous: strides {gate_up.stride()}")
+    return silu_mul_triton(gate_up) if gate_up.is_cuda else silu_mul_reference(gate_up)
+
+
+def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
+    """:func:`silu_mul` in plain torch."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@jit()
+def _silu_mul_kernel(gate_up, out, row_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < WIDTH
+    dtype = out.dtype.element_ty
+    gate = tl.load(gate_up + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    # torch on CUDA: libdevice's exp and a correctly rounded division. tl.exp is ex2.approx, other last bits.
+    if INTERPRETED:
+        exp = tl.exp(-gate)
+    else:
+        exp = tl.extra.cuda.libdevice.exp(-gate)
+    silu = tl.div_rn(gate, 1.0 + exp).to(dtype).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (silu * up).to(dtype), mask=inside)
+
+
+def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
+    """:func:`silu_mul` as one Triton launch, a program per row and up to 1,024 columns."""
+    require_triton()
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel() == 0:
+        return out
+    tile = min(1024, triton.next_power_of_2(width))
+    with on_device_of(gate_up):
+        _silu_mul_kernel[(num_rows, triton.cdiv(width, tile))](
+            gate_up,
+            out,
+            gate_up.stride(0),
+            WIDTH=width,
+            TILE=tile,
+            INTERPRETED=triton.knobs.runtime.interpret,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return out

@@ -1,0 +1,132 @@
+"""A decode step as one CUDA graph: token ids, layers, final norm, head, sampling, state advance.
+
+Captured lazily, per padded number of rows, all in one memory pool. Padding rows have length 0 and a slot of their own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hf_paged.integration.models import ModelAdapter
+from hf_paged.kernels.metadata import PagedMetadata
+from hf_paged.kernels.sample_tokens import sample_tokens
+from hf_paged.runner.kv_cache import KVCache
+from hf_paged.runner.request_state import RequestState, upload
+from hf_paged.runner.sampler import sample
+from hf_paged.runner.step_context import PagedStep
+
+
+class Captured(NamedTuple):
+    """A graph with its inputs and results: ``rows`` [2, size] int64 (slots, positions), ``tokens`` [size] int64."""
+
+    graph: torch.cuda.CUDAGraph
+    rows: torch.Tensor
+    logits: torch.Tensor
+    tokens: torch.Tensor | None
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Padded batch sizes: 1, 2, 4, 8, then steps of an eighth of the size, so that padding stays under 13 %."""
+    sizes, size = [1, 2, 4], 8
+    while size < max_num_seqs:
+        sizes.append(size)
+        size += max(8, size // 8 // 8 * 8)
+    return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
+
+
+class DecodeGraphs:
+    """Captures and replays decode steps. A graph is valid while nothing it points to has moved (see `check`)."""
+
+    def __init__(self, adapter: ModelAdapter, cache: KVCache, state: RequestState, max_model_len: int,
+                 backend: str) -> None:  # fmt: skip
+        self._adapter, self._cache, self._state = adapter, cache, state
+        self._max_model_len, self._backend = max_model_len, backend
+        self._sizes = np.array(graph_sizes(state.num_slots))
+        self._captured: dict[tuple[int, bool], Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(cache.spec.device)
+        self._model_signature: tuple | None = None
+        self._memory_signature: tuple | None = None
+        self.num_captured = 0
+        self.num_dropped = 0
+        self.largest = int(self._sizes[-1])
+
+    def check(self) -> None:
+        """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""
+        signature = (tuple(p.data_ptr() for p in self._adapter.model.parameters()), self._adapter.state_key())
+        if signature != self._model_signature:
+            self._drop()
+        self._model_signature = signature
+
+    def launch(self, slots: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        """Replay the step of R rows whose input tokens stand at `positions`; sampled tokens [R] on the device."""
+        signature = (self._state.version, self._cache.version)
+        if signature != self._memory_signature:
+            self._drop()
+            self._memory_signature = signature
+        count = len(slots)
+        size = int(self._sizes[np.searchsorted(self._sizes, count)])
+        plain = self._state.samples_plainly(slots, positions + 1)
+        captured = self._captured.get((size, plain))
+        if captured is None:
+            captured = self._captured[size, plain] = self._capture(size, plain)
+        rows = np.zeros((2, size), dtype=np.int64)
+        rows[0], rows[1] = self._state.padding_slot, -1
+        rows[0, :count], rows[1, :count] = slots, positions
+        captured.rows.copy_(upload(rows, self._cache.spec.device))
+        captured.graph.replay()
+        if captured.tokens is not None:
+            return captured.tokens[:count]
+        # Filters that need a sort run after the graph, on the rows that are real.
+        device_slots, device_positions = captured.rows[0, :count], captured.rows[1, :count] + 1
+        options = self._state.sampling_rows(slots, device_slots, device_positions, positions + 1)
+        tokens = sample(captured.logits[:count], options)
+        self._state.append(device_slots, device_positions, tokens)
+        return tokens
+
+    def _capture(self, size: int, plain: bool) -> Captured:
+        """Run the step once on padding rows, which compiles what is missing, then record it."""
+        device = self._cache.spec.device
+        rows = torch.empty(2, size, dtype=torch.int64, device=device)
+        rows[0], rows[1] = self._state.padding_slot, -1
+        query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            self._run(rows, query_start, plain)
+            graph = torch.cuda.CUDAGraph()
+            # Not torch.cuda.graph(): it collects garbage and empties the cache at every capture.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                logits, tokens = self._run(rows, query_start, plain)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(device).wait_stream(self._stream)
+        self.num_captured += 1
+        return Captured(graph, rows, logits, tokens)
+
+    def _run(self, rows: torch.Tensor, query_start: torch.Tensor,
+             plain: bool) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        state, (slots, positions) = self._state, rows
+        at = positions.clamp(min=0)
+        input_ids = state.tokens[slots, at].long()
+        slot_mapping = torch.where(positions < 0, -1, state.slot_mapping(slots, at))
+        size = len(slots)
+        meta = PagedMetadata(
+            query_start=query_start, seq_lens=(positions + 1).to(torch.int32), block_table=state.block_table,
+            slots=slots.to(torch.int32), slot_mapping=slot_mapping, max_query_len=1, max_seq_len=self._max_model_len,
+        )  # fmt: skip
+        step = PagedStep(at, slot_mapping, self._cache, [(0, size, meta)], self._backend)
+        logits = self._adapter.logits(self._adapter.hidden_states(input_ids, step))
+        if not plain:
+            return logits, None
+        temperature, seed = state.plain_parameters(slots)
+        tokens = sample_tokens(logits, temperature, seed, positions + 1)
+        state.append(slots, at + 1, tokens)
+        return logits, tokens
+
+    def _drop(self) -> None:
+        self.num_dropped += len(self._captured)
+        self._captured.clear()

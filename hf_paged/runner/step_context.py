@@ -1,0 +1,33 @@
+"""A step as the model's layers see it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hf_paged.kernels.metadata import PagedMetadata
+from hf_paged.kernels.paged_attention import paged_attention
+from hf_paged.runner.kv_cache import KVCache
+
+
+class PagedStep(NamedTuple):
+    """The `StepContext` of the runner. ``parts``: (first token, end, metadata) of rows that share a kernel."""
+
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    cache: KVCache
+    parts: list[tuple[int, int, PagedMetadata]]
+    backend: str
+
+    def kv_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.cache.layers[layer]
+
+    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None) -> torch.Tensor:
+        k_cache, v_cache = self.cache.layers[layer]
+        mixed = [
+            paged_attention(query[first:last], k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window,
+                            backend=self.backend)
+            for first, last, meta in self.parts
+        ]  # fmt: skip
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
