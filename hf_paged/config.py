@@ -51,7 +51,12 @@ class PagedConfig:
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size!r}: expected a power of two, at least 16")
         _require_int(self, "max_num_seqs", 1)
-        _require_int(self, "max_num_batched_tokens", self.max_num_seqs)
+        _require_int(self, "max_num_batched_tokens", 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens!r}: expected at least {self.max_num_seqs}, which "
+                "is max_num_seqs: every running sequence decodes in every step"
+            )
         _require_int(self, "num_blocks", 2, optional=True)
         _require_int(self, "max_model_len", 1, optional=True)
         _require_int(self, "seed", 0, optional=True)

@@ -143,6 +143,8 @@ class Engine:
                 prefix_cache_hits=p["hits"] + (s.kv_cache_manager.prefix_cache_hits if s else 0),
                 kv_cache_bytes=pool.nbytes,
                 num_pool_growths=pool.num_growths,
+                num_graphs_captured=pool.graph_counts[0],
+                num_graphs_dropped=pool.graph_counts[1],
             )
 
     def reset_prefix_cache(self) -> bool:

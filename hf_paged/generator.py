@@ -176,6 +176,10 @@ class PagedGenerator:
             kwargs = {"input_ids": prompts, **kwargs}
         elif prompts is not None:
             raise ValueError("prompts: expected None where input_ids= is given")
+        input_ids = kwargs["input_ids"]
+        if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2:
+            found = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+            raise TypeError(f"input_ids: expected a tensor [batch, length], got {found}")
         if generation_config is not None and not isinstance(generation_config, GenerationConfig):
             raise TypeError("generation_config: expected one GenerationConfig for tensors")
         if seed is None:

@@ -40,6 +40,7 @@ class StepLoop:
         self.stepping_thread: int | None = None
         self._tuner_layers: list = []
         self._adapter_state: list = []
+        self._state_key = b""  # of the model, when the runner was prepared
         self._arrivals: list[Request] = []  # since the last step
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
         self.totals = dict.fromkeys(("preemptions", "generated", "prefill", "steps", "queries", "hits"), 0)
@@ -63,6 +64,8 @@ class StepLoop:
         self.recover_if_dirty()
         if not self.requests and self._in_flight is None:
             return
+        if self.pool.moved():
+            self._restart_over_a_new_pool()
         device = self._adapter.kv_spec().device
         self.dirty, self.stepping_thread = True, threading.get_ident()
         try:
@@ -176,14 +179,11 @@ class StepLoop:
         manager, caching = scheduler.kv_cache_manager, self._config.enable_prefix_caching
         if scheduler.num_running or self._in_flight is not None:
             would_hit = any(manager.get_computed_blocks(request.sequence)[0] for request in arrivals)
-            if not caching or not self._guard.changed(full=would_hit):
+            changed = not self._adapter.is_current() or self._adapter.state_key() != self._state_key
+            if not changed and not (caching and self._guard.changed(full=would_hit)):
                 return
-            # Weights changed under running requests: they compute their keys and values again, like everyone after.
-            self._commit_in_flight()
-            scheduler.preempt_all()
-        assert self.pool.runner is not None
-        self.pool.runner.prepare()
-        self._tuner_layers = tuner_layers(self._adapter.model)
+            self._recompute_all(scheduler)
+        self._prepare()
         if caching:
             self._guard.begin(manager.block_pool)
             sequences = [request.sequence for request in self.requests.values()]
@@ -192,17 +192,23 @@ class StepLoop:
 
     def _follow_adapters(self, scheduler: Scheduler) -> None:
         """Between steps a caller may switch adapters: everything that runs or waits goes on under the new ones."""
-        state = adapter_state(self._tuner_layers)
-        if state == self._adapter_state:
-            return
+        if adapter_state(self._tuner_layers) != self._adapter_state:
+            self._recompute_all(scheduler)
+            self._prepare()
+
+    def _recompute_all(self, scheduler: Scheduler) -> None:
+        """The model changed under running requests: they compute their keys and values again, like everyone after."""
         self._commit_in_flight()
         scheduler.preempt_all()
+
+    def _prepare(self) -> None:
         assert self.pool.runner is not None
         self.pool.runner.prepare()
-        self._adapter_state, key = state, self._adapter.state_key()
+        self._tuner_layers = tuner_layers(self._adapter.model)
+        self._adapter_state, self._state_key = adapter_state(self._tuner_layers), self._adapter.state_key()
         for request in self.requests.values():
-            request.sequence.cache_key = key
-            request.sequence.block_hashes = []
+            if request.sequence.cache_key != self._state_key:
+                request.sequence.cache_key, request.sequence.block_hashes = self._state_key, []
 
     def scheduler_or_build(self) -> Scheduler:
         if self.scheduler is None:
@@ -248,6 +254,13 @@ class StepLoop:
             self.scheduler_or_build().add(request.sequence)
         self._arrivals = list(self.requests.values())
         self.dirty = False
+
+    def _restart_over_a_new_pool(self) -> None:
+        """The model went to another dtype or device under running requests: they start over."""
+        self._in_flight = None
+        self.drop_pool()
+        self.dirty = True
+        self.recover_if_dirty()
 
     def drain(self) -> None:
         """Commit what is in flight, so that blocks can be freed."""

@@ -44,7 +44,8 @@ class EngineStats:
     """Counters since the engine was made (num_generated_tokens, ...) and its state now (num_running, ...).
 
     ``prefix_cache_queries`` and ``prefix_cache_hits`` count tokens; ``num_prefill_tokens`` the prompt tokens computed,
-    ``kv_cache_bytes`` the memory of the KV pool, ``num_pool_growths`` how often it was enlarged.
+    ``kv_cache_bytes`` the memory of the KV pool, ``num_pool_growths`` how often it was enlarged;
+    graphs are dropped when memory that they point to moved.
     """
 
     num_running: int
@@ -59,3 +60,5 @@ class EngineStats:
     prefix_cache_hits: int
     kv_cache_bytes: int
     num_pool_growths: int
+    num_graphs_captured: int
+    num_graphs_dropped: int

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,12 +116,18 @@ def settings_from_config(config: GenerationConfig, prompt_length: int) -> Reques
     """
     if (option := unsupported_option(config)) is not None:
         raise UnsupportedOptionError(f"{option} is not carried out by the paged engine; use model.generate for it")
+    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "top_k"):
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise TypeError(f"{name}={value!r}: expected None or an integer")
+    if not isinstance(config.do_sample, (bool, type(None))):
+        raise TypeError(f"do_sample={config.do_sample!r}: expected True or False")
     max_new_tokens = config.max_new_tokens
     if max_new_tokens is None:
         if config.max_length is None:
             raise ValueError("max_new_tokens=None: expected max_new_tokens or max_length to be set")
         max_new_tokens = config.max_length - prompt_length
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    if max_new_tokens < 1:
         raise ValueError(
             f"max_new_tokens={config.max_new_tokens!r}, max_length={config.max_length!r} with a prompt of "
             f"{prompt_length} tokens: expected room for at least one new token"
@@ -132,10 +139,10 @@ def settings_from_config(config: GenerationConfig, prompt_length: int) -> Reques
     if not config.do_sample:
         return RequestSettings(max_new_tokens, max(min_new_tokens, 0), eos_token_ids=eos)
     temperature = _number(config, "temperature", 1.0)
-    if not temperature > 0.0:
-        raise ValueError(f"temperature={temperature!r}: expected a number above 0 (or do_sample=False for greedy)")
+    if not 0.0 < temperature < math.inf:
+        raise ValueError(f"temperature={temperature!r}: expected a finite number above 0 (do_sample=False for greedy)")
     top_k = 0 if config.top_k is None else config.top_k
-    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 0:
+    if top_k < 0:
         raise ValueError(f"top_k={config.top_k!r}: expected None or an integer of at least 0 (0: off)")
     top_p, min_p = _number(config, "top_p", 1.0), _number(config, "min_p", 0.0)
     for name, value in (("top_p", top_p), ("min_p", min_p)):

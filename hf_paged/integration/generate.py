@@ -37,7 +37,7 @@ LENGTH_PROCESSORS = NATIVE_PROCESSORS[:2]  # only with an EOS; the others only w
 
 
 _CALL_SEED: ContextVar[int | None] = ContextVar("hf_paged_call_seed", default=None)
-_IN_FALLBACK: ContextVar[bool] = ContextVar("hf_paged_in_fallback", default=False)
+_IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines whose call runs in stock
 
 
 class NativeCall(NamedTuple):
@@ -54,12 +54,12 @@ def sample(engine: Engine | None, stock_sample: Callable, model: Any, input_ids:
     """`GenerationMixin._sample` on the engine; `stock_sample` where the engine does not do what was asked for."""
 
     def stock(streamer: Any) -> Any:
-        with quiet_fallbacks():
+        with quiet_fallbacks(engine):
             return stock_sample(input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                                 generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer,
                                 **model_kwargs)  # fmt: skip
 
-    if engine is None or _IN_FALLBACK.get():
+    if engine is None or engine in _IN_FALLBACK.get():
         return stock(streamer)
     call = _recognise(engine, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
                       model_kwargs)  # fmt: skip
@@ -79,7 +79,7 @@ def sample(engine: Engine | None, stock_sample: Callable, model: Any, input_ids:
 
 def announce_fallback(engine: Engine, reason: str) -> None:
     """Warn that a call goes to stock generate, or raise where the config says ``strict``."""
-    if _IN_FALLBACK.get():
+    if engine in _IN_FALLBACK.get():
         return
     if engine.config.strict:
         raise FallbackError(f"strict=True, and this call would go to stock generate: {reason}")
@@ -97,9 +97,9 @@ def call_seed(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def quiet_fallbacks() -> Iterator[None]:
+def quiet_fallbacks(engine: Engine | None) -> Iterator[None]:
     """Calls that stock makes in here (assisted decoding calls generate for every draft) go to stock without a word."""
-    token = _IN_FALLBACK.set(True)
+    token = _IN_FALLBACK.set((*_IN_FALLBACK.get(), engine))
     try:
         yield
     finally:
@@ -122,7 +122,7 @@ def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
                 columns.extend(rows[output.request_id], output.new_token_ids, done=output.completion is not None)
             columns.put_ready()
     if columns.open:
-        raise RuntimeError("the model was disabled by another thread during this call")
+        return "the model was disabled by another thread during the call"
     return None
 
 

@@ -147,9 +147,12 @@ def _enabled_class(stock: Any) -> type:
 def _reduce_to_stock(stock: Any) -> Callable:
     def __reduce_ex__(self: Any, protocol: Any) -> tuple:
         """Pickles and copies are stock objects: without an engine, and loadable where hf_paged is not installed."""
-        _, _, *state = stock.__reduce_ex__(self, max(int(protocol), 2))
-        # Not the usual copyreg.__newobj__: pickle insists that it makes the very class of the object.
-        return copyreg._reconstructor, (stock, object, None), *state  # type: ignore[attr-defined]
+        rebuild, args, *state = stock.__reduce_ex__(self, max(int(protocol), 2))
+        args = tuple(stock if arg is type(self) else arg for arg in args)
+        if rebuild is copyreg.__newobj__:  # type: ignore[attr-defined]
+            # pickle insists that __newobj__ makes the very class of the object, which is the enabled one.
+            rebuild, args = copyreg._reconstructor, (stock, object, None)  # type: ignore[attr-defined]
+        return rebuild, args, *state
 
     return __reduce_ex__
 
@@ -181,7 +184,7 @@ def _stock_method(method: Callable, what: str) -> Callable:
     def fall_back(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (engine := _ENGINES.get(self)) is not None:
             generate.announce_fallback(engine, f"{what} is not carried out by the paged engine")
-        with generate.quiet_fallbacks():
+        with generate.quiet_fallbacks(engine):
             return method(self, *args, **kwargs)
 
     return fall_back

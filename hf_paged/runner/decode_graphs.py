@@ -5,6 +5,7 @@ Captured lazily, per padded number of rows, all in one memory pool. Padding rows
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -101,8 +102,11 @@ class DecodeGraphs:
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 logits, tokens = self._run(rows, query_start, plain)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # the first error is the one to see
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(self._stream)
         self.num_captured += 1
         return Captured(graph, rows, logits, tokens)
@@ -130,3 +134,5 @@ class DecodeGraphs:
     def _drop(self) -> None:
         self.num_dropped += len(self._captured)
         self._captured.clear()
+        # A memory pool dies with its last graph.
+        self._pool = torch.cuda.graph_pool_handle()

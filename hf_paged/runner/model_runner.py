@@ -9,6 +9,7 @@ import torch
 
 from hf_paged.integration.models import KVSpec, ModelAdapter
 from hf_paged.kernels.metadata import PagedMetadata
+from hf_paged.kernels.paged_attention import resolve_backend
 from hf_paged.runner.decode_graphs import DecodeGraphs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState, SlotParameters, upload
@@ -44,7 +45,8 @@ class ModelRunner:
         self.cache = KVCache(spec, block_size, num_blocks)
         self.state = RequestState(max_num_seqs, max_model_len, block_size, spec.device)
         self.graphs = None
-        if use_graphs and spec.device.type == "cuda":
+        # The torch backend reads lengths on the host, which no graph can.
+        if use_graphs and spec.device.type == "cuda" and resolve_backend(attention_backend, spec.device) != "torch":
             self.graphs = DecodeGraphs(adapter, self.cache, self.state, max_model_len, attention_backend)
 
     def prepare(self) -> None:

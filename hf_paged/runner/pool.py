@@ -38,6 +38,12 @@ class DevicePool:
     def nbytes(self) -> int:
         return self.runner.cache.nbytes if self.runner else 0
 
+    @property
+    def graph_counts(self) -> tuple[int, int]:
+        """CUDA graphs captured and dropped by the present runner."""
+        graphs = self.runner.graphs if self.runner else None
+        return (graphs.num_captured, graphs.num_dropped) if graphs else (0, 0)
+
     def build(self) -> ModelRunner:
         """Allocate; RuntimeError where the device has no room for two blocks."""
         spec, config = self._adapter.kv_spec(), self._config

@@ -176,11 +176,11 @@ def test_memory_goes_and_comes_back():
     model(**inputs)  # cuBLAS workspaces stay
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    hf_paged.enable(model, strict=True, num_blocks=2000)
+    hf_paged.enable(model, strict=True, num_blocks=20_000)
     engine = hf_paged.get_engine(model)
     assert_native_parity(model, **inputs, max_new_tokens=5)
     held = engine.stats().kv_cache_bytes
-    assert held == 2000 * 2 * 2 * 16 * 2 * 64 * 4
+    assert held == 20_000 * 2 * 2 * 16 * 2 * 64 * 4
     assert torch.cuda.memory_allocated() - before >= held
     engine.release_memory()
     assert torch.cuda.memory_allocated() - before < held / 10

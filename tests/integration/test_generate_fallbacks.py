@@ -26,10 +26,14 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
     TemperatureLogitsWarper,
+    TopPLogitsWarper,
     WatermarkingConfig,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -553,3 +557,146 @@ def test_configs_are_those_of_the_model():
     model = tiny_model()
     assert model.config.to_dict() == stock_copy(model).config.to_dict()
     assert tiny_config(head_dim=32).head_dim == 32
+
+
+# -- options of the reviewer's list ------------------------------------------
+
+
+@pytest.mark.parametrize("foreign", [256, 1000, 2**31, 2**40, -1])
+@pytest.mark.parametrize("minimum", [None, 4])
+def test_eos_ids_outside_the_vocabulary_have_no_effect(foreign, minimum):
+    model = tiny_model()
+    inputs = batch([20, 13])
+    real = int(model.generate(**inputs, max_new_tokens=3)[0, 21])
+    options = {"eos_token_id": [real, foreign], "pad_token_id": 0, "min_new_tokens": minimum, "max_new_tokens": 8}
+    assert_native_parity(hf_paged.enable(model, strict=True), **inputs, **options)
+    options["eos_token_id"] = foreign
+    assert_native_parity(model, **inputs, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.float64])
+def test_masks_of_any_dtype(dtype):
+    inputs = batch([20, 13])
+    inputs["attention_mask"] = inputs["attention_mask"].to(dtype)
+    assert_native_parity(hf_paged.enable(tiny_model(), strict=True), **inputs, max_new_tokens=6)
+
+
+def _own_length_processors(eos):
+    other = [(eos[0] + 1) % 256]
+    return {
+        "min_length with other eos": ({"min_length": 26}, MinLengthLogitsProcessor(26, other)),
+        "min_new_tokens with other eos": (
+            {"min_new_tokens": 6}, MinNewTokensLengthLogitsProcessor(20, 6, other)
+        ),
+        "min_new_tokens with another prompt length": (
+            {"min_new_tokens": 3}, MinNewTokensLengthLogitsProcessor(24, 3, eos)
+        ),
+        "min_new_tokens of another number": ({"min_new_tokens": 3}, MinNewTokensLengthLogitsProcessor(20, 7, eos)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _own_length_processors([0]))
+def test_a_length_processor_of_the_callers_own_is_not_taken_for_the_configs(name):
+    model = tiny_model()
+    inputs = batch([20])
+    free = model.generate(**inputs, max_new_tokens=8)[0, 20:].tolist()
+    eos = [free[1]]
+    options, processor = _own_length_processors(eos)[name]
+    assert_falls_back(
+        model, "processor", **inputs, max_new_tokens=8, eos_token_id=eos, **options,
+        logits_processor=LogitsProcessorList([processor]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("warper", [
+    TopPLogitsWarper(0.001, min_tokens_to_keep=50), TopPLogitsWarper(0.001, filter_value=-3.0),
+    TopPLogitsWarper(0.5), MinPLogitsWarper(0.9),
+], ids=["min_tokens_to_keep", "filter_value", "other top_p", "one more"])  # fmt: skip
+def test_a_warper_of_the_callers_own_is_not_taken_for_the_configs(warper):
+    assert_falls_back(
+        tiny_model(), "processor|caller", **batch([20, 13]), max_new_tokens=4, do_sample=True, top_k=0, top_p=0.001,
+        logits_processor=LogitsProcessorList([warper]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [(32, 25), (25, 32)])
+def test_two_length_criteria_end_at_the_smaller(lengths):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(length) for length in lengths])
+    expected = assert_falls_back(
+        tiny_model(), "MaxLengthCriteria", **batch([20, 13]), max_new_tokens=12, stopping_criteria=criteria
+    )
+    assert expected.shape[1] == 25
+
+
+@pytest.mark.parametrize("pad", [-100, 256, 99_999])
+def test_a_pad_token_outside_the_vocabulary_ends_as_in_stock(pad):
+    """Stock feeds it back for rows that are done: an IndexError where one ends before the others."""
+    model = tiny_model()
+    inputs = batch([20, 13])
+    free = model.generate(**inputs, max_new_tokens=8)
+    for eos in (int(free[0, 21]), 257):
+        kwargs = {**inputs, "max_new_tokens": 8, "eos_token_id": eos, "pad_token_id": pad}
+        expected = _outcome(lambda kwargs=kwargs: model.generate(**kwargs))
+        hf_paged.enable(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", hf_paged.FallbackWarning)
+            actual = _outcome(lambda kwargs=kwargs: model.generate(**kwargs))
+        hf_paged.disable(model)
+        assert actual[0] == expected[0]
+        if actual[0] == "returned":
+            assert_same_tensor(actual[1], expected[1])
+        else:
+            assert actual == expected
+
+
+def test_a_custom_generate_function_is_announced():
+    def two_sevens(model, input_ids, **kwargs):
+        return torch.cat([input_ids, torch.full((len(input_ids), 2), 7)], dim=1)
+
+    assert_falls_back(tiny_model(), "custom_generate", **batch([5, 3]), custom_generate=two_sevens)
+
+
+def test_positions_extended_while_enabled():
+    """The limit of the first call is not the limit of later ones."""
+    model = hf_paged.enable(tiny_model(max_position_embeddings=64), strict=True)
+    inputs = batch([48, 20])
+    assert_native_parity(model, **inputs, max_new_tokens=4)
+    model.config.max_position_embeddings = 512
+    assert_native_parity(model, **inputs, max_new_tokens=40)
+    assert_native_parity(model, **batch([100, 3]), max_new_tokens=10)
+    model.config.max_position_embeddings = 64
+    with pytest.raises(hf_paged.FallbackError, match="max_model_len is 64"):
+        model.generate(**inputs, max_new_tokens=40)
+    assert_native_parity(model, **inputs, max_new_tokens=16)
+
+
+# -- the caller's surroundings ------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+def test_under_another_default_device(sampling):
+    """Nothing the engine makes may land there; "meta" stands for any device that is not the model's."""
+    model = tiny_model()
+    inputs = batch([20, 13])
+    options = {"max_new_tokens": 6, "do_sample": sampling} | ({"top_k": 1} if sampling else {})
+    expected = model.generate(**inputs, **options)
+    hf_paged.enable(model, strict=True)
+    stock, ours = RecordingStreamer(), RecordingStreamer()
+    stock_generate(model, **batch([20]), **options, streamer=stock)
+    with torch.device("meta"):
+        assert_same_tensor(model.generate(**inputs, **options), expected)
+        model.generate(**batch([20]), **options, streamer=ours)
+    assert ours.puts == stock.puts
+    assert hf_paged.get_engine(model).stats().num_generated_tokens == 18
+
+
+def test_another_default_dtype():
+    model = hf_paged.enable(tiny_model(), strict=True)
+    inputs = batch([20, 13])
+    expected = stock_generate(model, **inputs, max_new_tokens=6)
+    torch.set_default_dtype(torch.float16)
+    try:
+        actual = model.generate(**inputs, max_new_tokens=6)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_tensor(actual, expected)

@@ -56,21 +56,23 @@ def assert_as_reference(tokens, logits, temperature, seed, position):
 
 @pytest.mark.parametrize(("run", "device"), KERNELS)
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 1), (33, 5), (1, 1000), (33, 1024), (1, 4999), (33, 2050)])
+@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 1), (33, 5), (1, 1000), (3, 1024), (1, 4999), (33, 2050)])
 def test_tokens_are_the_references(run, device, dtype, vocab_size, rows):
-    arguments = make(vocab_size + rows, rows, vocab_size, dtype, device)
+    temperature = torch.full((1,), 0.7) if rows == 1 else None
+    arguments = make(vocab_size + rows, rows, vocab_size, dtype, device, temperature)
     assert_as_reference(run(*arguments), *arguments)
-    sampled = (arguments[0], torch.full_like(arguments[1], 0.7), *arguments[2:])
-    assert_as_reference(run(*sampled), *sampled)
 
 
 @pytest.mark.parametrize(("run", "device"), KERNELS)
-@pytest.mark.parametrize("programs", [1, 6, 2048])
+@pytest.mark.parametrize("programs", [1, 12, 2048])
 def test_any_split_gives_the_same_tokens(run, device, monkeypatch, programs):
-    logits, temperature, seed, position = make(7, 3, 9000, torch.float16, device)
-    expected = run(logits, temperature, seed, position)
+    """Parts of one tile, of several, and a row in one part; every part holds some row's token."""
     monkeypatch.setattr(module, "_PROGRAMS", programs)
-    assert torch.equal(run(logits, temperature, seed, position), expected)
+    logits, temperature, seed, position = make(7, 6, 5000, torch.float16, device)
+    assert_as_reference(run(logits, temperature, seed, position), logits, temperature, seed, position)
+    winners = torch.arange(6, device=device) * 800 + 100
+    logits[torch.arange(6), winners] = 200.0
+    assert torch.equal(run(logits, temperature, seed, position), winners)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 33, 256, 1024, 5000])
@@ -84,12 +86,14 @@ def test_parts_cover_the_vocabulary(rows, vocab_size):
 
 @pytest.mark.parametrize(("run", "device"), RUNS)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_greedy_takes_the_first_of_equal_maxima(run, device, dtype):
+@pytest.mark.parametrize("programs", [1, 16, 2048])
+def test_greedy_takes_the_first_of_equal_maxima(run, device, monkeypatch, dtype, programs):
+    monkeypatch.setattr(module, "_PROGRAMS", programs)
     g = torch.Generator().manual_seed(1)
     logits = torch.randint(-3, 3, (8, 5000), generator=g).to(dtype)
     logits[1] = 2.0
     logits[2] = -torch.inf
-    logits[3, [4999, 77, 2100]] = torch.inf
+    logits[3, [4999, 77, 77 + 1024, 2100]] = torch.inf
     logits[4] = torch.tensor([0.0, -0.0]).to(dtype).repeat(2500)
     logits[5] = torch.finfo(dtype).min
     logits[6, :4998], logits[6, 4998:] = -torch.inf, -5.0
@@ -103,7 +107,7 @@ def test_greedy_takes_the_first_of_equal_maxima(run, device, dtype):
 
 @pytest.mark.parametrize(("run", "device"), RUNS)
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("column", [0, 1023, 2500, 2999])
+@pytest.mark.parametrize("column", [1023, 2999])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_rows_without_a_valid_distribution(run, device, dtype, column, temperature):
     bad, sampled = [torch.nan, torch.inf, -torch.inf], temperature > 0
@@ -155,7 +159,7 @@ def test_a_row_does_not_see_its_batch(run, device):
 @pytest.mark.parametrize(("run", "device"), RUNS)
 @pytest.mark.parametrize("vary", ["seed", "position"])
 def test_tokens_follow_the_probabilities(run, device, vary):
-    draws = 300 if run is sample_tokens_triton else 20_000
+    draws = 200 if run is sample_tokens_triton else 20_000
     scores = torch.linspace(-1.5, 1.5, 12, device=device).roll(5)
     probabilities = (scores / 0.8).softmax(-1)
     counted, same = torch.arange(draws, device=device), torch.full((draws,), 9, device=device)

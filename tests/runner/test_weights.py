@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import assert_native_parity, batch, random_prompts, stock_generate, tiny_model
 from transformers import GenerationConfig
+from transformers.activations import ACT2FN
 
 import hf_paged
 from hf_paged.kernels.weights_checksum import ChecksumPlan
@@ -295,3 +296,153 @@ def test_what_a_request_caches_that_spans_a_change_is_not_served_later(change, a
 def assert_native_parity_while_busy(model):
     expected = stock_generate(model, **INPUTS, max_new_tokens=8)
     assert torch.equal(model.generate(**INPUTS, max_new_tokens=8), expected)
+
+
+# -- what is no tensor ------------------------------------------
+
+
+def _epsilons(model):
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 2.0
+
+
+def _one_epsilon(model):
+    model.model.layers[0].self_attn.k_norm.variance_epsilon = 30.0
+
+
+def _scaling(model):
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 0.2
+
+
+def _rope_scaling(model):
+    model.model.rotary_emb.attention_scaling = 0.5
+
+
+def _activations(model):
+    for layer in model.model.layers:
+        layer.mlp.act_fn = ACT2FN["relu"]
+
+
+def _window(model):
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 4
+    model.config.sliding_window = 4
+
+
+CONSTANTS = [
+    pytest.param(change, id=change.__name__.strip("_"))
+    for change in (_epsilons, _one_epsilon, _scaling, _rope_scaling, _activations, _window)
+]
+
+
+def _with_windows():
+    model = tiny_model(use_sliding_window=True, sliding_window=64, max_window_layers=0)
+    return hf_paged.enable(model, strict=True)
+
+
+@pytest.mark.parametrize("change", CONSTANTS)
+def test_keys_computed_with_other_constants_are_not_hit(change):
+    model = _with_windows()
+    first = assert_native_parity(model, **INPUTS, max_new_tokens=12)
+    change(model)
+    expected = stock_generate(model, **INPUTS, max_new_tokens=12)
+    assert not torch.equal(expected, first), "the change does not show"
+    assert_native_parity(model, expected, **INPUTS, max_new_tokens=12)
+    assert _hits(model) == 0
+    assert_native_parity(model, expected, **INPUTS, max_new_tokens=12)
+    assert _hits(model) == CACHED
+
+
+@pytest.mark.parametrize("change", CONSTANTS)
+@pytest.mark.parametrize("seen", [False, True])
+def test_constants_changed_while_another_request_runs(change, seen):
+    model = _with_windows()
+    engine = hf_paged.get_engine(model)
+    if seen:
+        assert_native_parity(model, **INPUTS, max_new_tokens=8)
+    other = engine.add_request([1, 2, 3], GenerationConfig(max_new_tokens=200))
+    engine.step()
+    change(model)
+    expected = stock_generate(model, **INPUTS, max_new_tokens=8)
+    hits = _hits(model)
+    assert torch.equal(model.generate(**INPUTS, max_new_tokens=8), expected)
+    assert _hits(model) == hits
+    engine.abort(other)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("constant", ["scaling", "epsilon", "rope"])
+def test_constants_changed_under_a_request_and_put_back_poison_nothing(constant, steps):
+    """Its key was taken when it arrived, its keys and values are computed later: under other constants."""
+    model = hf_paged.enable(tiny_model(), strict=True)
+    engine = hf_paged.get_engine(model)
+    attention = model.model.layers[0].self_attn
+    owner, name, other = {
+        "scaling": (attention, "scaling", 0.01), "epsilon": (attention.k_norm, "variance_epsilon", 30.0),
+        "rope": (model.model.rotary_emb, "attention_scaling", 0.5),
+    }[constant]  # fmt: skip
+    prompt = INPUTS["input_ids"][0].tolist()
+    before = getattr(owner, name)
+    engine.add_request(prompt, GenerationConfig(max_new_tokens=40))
+    tokens = prompt + [t for _ in range(steps) for output in engine.step() for t in output.new_token_ids]
+    setattr(owner, name, other)
+    while engine.has_unfinished():
+        tokens += [t for output in engine.step() for t in output.new_token_ids]
+    setattr(owner, name, before)
+    assert_native_parity(model, input_ids=torch.tensor([tokens]), max_new_tokens=12)
+    assert_native_parity(model, **INPUTS, max_new_tokens=12)
+
+
+# -- parameters of unusual kinds ------------------------------------------
+
+
+def test_parameters_made_under_inference_mode():
+    """They have no version counter; the checksum still sees their changes."""
+    with torch.inference_mode():
+        model = tiny_model()
+    assert all(p.is_inference() for p in model.parameters())
+    hf_paged.enable(model, strict=True)
+    expected = tiny_model().generate(**INPUTS, max_new_tokens=12)
+    assert_native_parity(model, expected, **INPUTS, max_new_tokens=12)
+    assert_native_parity(model, expected, **INPUTS, max_new_tokens=12)
+    assert _hits(model) == CACHED
+    other = tiny_model()
+    _one_data_element(other)
+    with torch.inference_mode():
+        _one_data_element(model)
+    expected = other.generate(**INPUTS, max_new_tokens=12)
+    assert_native_parity(model, expected, **INPUTS, max_new_tokens=12)
+    assert _hits(model) == CACHED
+
+
+class _Wrapped(torch.Tensor):
+    """Holds its values in another tensor, as torchao's quantized weights do; its own memory is none."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        return func(*[a.inner if isinstance(a, cls) else a for a in args], **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore::hf_paged.FallbackWarning")
+def test_a_weight_of_a_wrapper_subclass():
+    model = hf_paged.enable(tiny_model())
+    up = model.model.layers[0].mlp.up_proj
+    expected = stock_generate(model, **INPUTS, max_new_tokens=6)
+    up.weight = torch.nn.Parameter(_Wrapped(up.weight.detach()), requires_grad=False)
+    assert torch.equal(model.generate(**INPUTS, max_new_tokens=6), expected)
+    up.weight.inner.neg_()
+    changed = model.generate(**INPUTS, max_new_tokens=6)
+    up.weight = torch.nn.Parameter(up.weight.inner.clone())
+    assert torch.equal(changed, stock_generate(model, **INPUTS, max_new_tokens=6))
+    assert not torch.equal(changed, expected)

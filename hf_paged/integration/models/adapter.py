@@ -77,6 +77,10 @@ class ModelAdapter(ABC):
         """Between idle and busy: make or renew what the layers need besides the modules (merged weights, RoPE)."""
 
     @abstractmethod
+    def is_current(self) -> bool:
+        """False where `prepare` would change what the layers compute."""
+
+    @abstractmethod
     def release(self) -> None:
         """Give up all of that; every parameter has memory of its own afterwards."""
 

@@ -27,7 +27,7 @@ class MergedWeight:
     @staticmethod
     def of(linears: Sequence[nn.Module]) -> MergedWeight | None:
         """Merge the weights of `linears`, or None where one of them is not a plain layer that owns its memory."""
-        if not all(type(linear) is nn.Linear and linear.bias is None for linear in linears):
+        if not all(map(_is_plain, linears)):
             return None
         weights: list = [linear.weight for linear in linears]
         first = weights[0]
@@ -37,13 +37,16 @@ class MergedWeight:
 
     def current(self) -> torch.Tensor | None:
         """The merged tensor, or None once somebody gave one of the weights other memory or replaced it."""
-        intact = all(w.data_ptr() == rows.data_ptr() and w.shape == rows.shape and w.dtype == rows.dtype
-                     for w, rows in zip(self._weights, self._slices, strict=True))  # fmt: skip
+        intact = all(
+            (w.data_ptr(), w.shape, w.stride(), w.dtype) == (rows.data_ptr(), rows.shape, rows.stride(), rows.dtype)
+            for w, rows in zip(self._weights, self._slices, strict=True)
+        )
         return self._memory if intact else None
 
     def belongs_to(self, linears: Sequence[nn.Module]) -> bool:
-        """True while `linears` hold the very parameters that were merged."""
-        return all(getattr(linear, "weight", None) is w for linear, w in zip(linears, self._weights, strict=True))
+        """True while `linears` are plain layers that hold the very parameters that were merged."""
+        pairs = zip(linears, self._weights, strict=True)
+        return all(_is_plain(linear) and linear.weight is weight for linear, weight in pairs)
 
     def release(self) -> None:
         """Give every weight that still lies in here memory of its own."""
@@ -53,13 +56,23 @@ class MergedWeight:
                     weight.data = weight.data.clone()
 
 
+def _is_plain(linear: nn.Module) -> bool:
+    return type(linear) is nn.Linear and linear.bias is None
+
+
+def _storage_users(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 def _owns_memory(weight: torch.Tensor) -> bool:
-    """Not a slice of somebody's flat buffer, whose owner would go on writing to the old place."""
+    """Nobody else holds this memory, who would go on writing to the old place: no flat buffer, state_dict, process."""
     return (
         type(weight) is nn.Parameter
         and weight.is_contiguous()
         and weight.storage_offset() == 0
         and weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
         and weight.device.type != "meta"
+        and not (weight.device.type == "cpu" and weight.is_shared())
+        and _storage_users(weight) == _storage_users(torch.empty(1, device="cpu"))
         and not weight.is_inference()
     )

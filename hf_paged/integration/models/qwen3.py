@@ -17,6 +17,7 @@ from transformers.models.qwen3 import modeling_qwen3 as stock
 
 from hf_paged.integration.models.adapter import KVSpec, ModelAdapter, StepContext
 from hf_paged.integration.models.merged import MergedWeight
+from hf_paged.integration.models.own_code import is_own_code
 from hf_paged.integration.models.rope import RopeTable
 from hf_paged.kernels.add_rms_norm import add_rms_norm
 from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -25,6 +26,7 @@ from hf_paged.kernels.silu_mul import silu_mul
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SILU = (nn.SiLU, type(ACT2FN["silu"]))
+ELEMENTWISE = (*SILU, *(type(ACT2FN[name]) for name in ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")))
 
 
 class Projections(NamedTuple):
@@ -67,8 +69,13 @@ class Qwen3Adapter(ModelAdapter):
     def prepare(self, max_model_len: int) -> None:
         spec, layers = self.kv_spec(), self._layers()
         self._rope.update(self.model.model.rotary_emb, max_model_len, spec.dtype, spec.device)
-        self._qkv = [self._projections(f"{i}.qkv", a.self_attn, PROJECTIONS[:3]) for i, a in enumerate(layers)]
-        self._gate_up = [self._projections(f"{i}.mlp", a.mlp, MLP_PROJECTIONS[:2]) for i, a in enumerate(layers)]
+        self._qkv, self._gate_up = self._collect(merge=True)
+
+    def is_current(self) -> bool:
+        held = [*self._qkv, *self._gate_up]
+        found = [projections for group in self._collect(merge=False) for projections in group]
+        same = all(a.linears == b.linears and a.weight is b.weight for a, b in zip(held, found, strict=False))
+        return same and len(held) == len(found) and self._rope.is_made_from(self.model.model.rotary_emb)
 
     def release(self) -> None:
         for merged in self._merged.values():
@@ -104,11 +111,17 @@ class Qwen3Adapter(ModelAdapter):
         gate, up = gate_up.chunk(2, dim=-1)
         return mlp.down_proj((mlp.act_fn(gate) * up)[None])[0]
 
-    def _projections(self, key: str, owner: Any, names: tuple[str, ...]) -> Projections:
+    def _collect(self, *, merge: bool) -> tuple[list[Projections], list[Projections]]:
+        """Every layer's q, k, v and gate, up projections as they are now; `merge` those that never were."""
+        layers = list(enumerate(self._layers()))
+        qkv = [self._projections(f"{i}.qkv", layer.self_attn, PROJECTIONS[:3], merge) for i, layer in layers]
+        return qkv, [self._projections(f"{i}.mlp", layer.mlp, MLP_PROJECTIONS[:2], merge) for i, layer in layers]
+
+    def _projections(self, key: str, owner: Any, names: tuple[str, ...], merge: bool) -> Projections:
         """Merge once; later look whether the parameters still are the merged ones and still lie there."""
         linears = tuple(getattr(owner, name) for name in names)
         merged = self._merged.get(key)
-        if merged is None and (merged := MergedWeight.of(linears)) is not None:
+        if merged is None and merge and (merged := MergedWeight.of(linears)) is not None:
             self._merged[key] = merged
         intact = merged is not None and merged.belongs_to(linears)
         return Projections(linears, merged.current() if merged is not None and intact else None)
@@ -150,7 +163,7 @@ class Qwen3Adapter(ModelAdapter):
         layers = [
             (a.scaling, a.sliding_window, a.head_dim, a.q_norm.variance_epsilon, a.k_norm.variance_epsilon,
              layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon,
-             type(layer.mlp.act_fn).__qualname__)
+             repr(layer.mlp.act_fn))
             for layer in self._layers() for a in (layer.self_attn,)
         ]  # fmt: skip
         return decoder.norm.variance_epsilon, decoder.rotary_emb.attention_scaling, tuple(layers)
@@ -166,7 +179,7 @@ class Qwen3Adapter(ModelAdapter):
                 return f"layer {i} has sliding_window={attention.sliding_window}, its config {window}"
             if not attention.is_causal or attention.layer_idx != i:
                 return f"layer {i}'s attention is not causal, or not layer {i}'s"
-            if not type(act).__module__.startswith(("torch.nn.modules.activation", "transformers.activations")):
+            if type(act) not in ELEMENTWISE or not is_own_code(type(act).forward):
                 return f"layer {i}'s activation is a {type(act).__module__}.{type(act).__name__}"
         return None
 

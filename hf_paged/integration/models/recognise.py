@@ -5,19 +5,17 @@ Looked up at every call, since hooks, wrappers, patches, adapters and dtypes com
 
 from __future__ import annotations
 
-import contextlib
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.integration.models.adapter import ModelAdapter
+from hf_paged.integration.models.own_code import is_own_code
 
 # Methods that decide what stock generate feeds its forward and what becomes of the result.
 DECIDING_METHODS = (
@@ -32,26 +30,13 @@ TOKENWISE_MODULES = (
 )  # fmt: skip
 BATCH_DEPENDENT = ("Linear8bitLt",)  # picks its outlier columns over all rows
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_OWN_CODE = (*(str(Path(str(package.__file__)).parent) for package in (torch, transformers)), contextlib.__file__)
 
 
 def unsupported_reason(adapter: ModelAdapter) -> str | None:
     """Why the model in `adapter` cannot run natively right now, or None if it can."""
     checks = (_class_reason, _attention_reason, _module_reason, _device_reason, _hook_reason, _dtype_reason,
-              _dropout_reason, ModelAdapter.constants_reason)  # fmt: skip
+              _dropout_reason, lambda adapter: adapter.constants_reason())  # fmt: skip
     return next((reason for check in checks if (reason := check(adapter)) is not None), None)
-
-
-def is_own_code(function: Any, packages: tuple[str, ...] = _OWN_CODE) -> bool:
-    """True if a function and all that it wraps were written in transformers or torch: nobody patched it."""
-    while True:
-        function = getattr(function, "__func__", function)
-        code = getattr(function, "__code__", None)
-        if code is None or not code.co_filename.startswith(packages):
-            return False
-        if not hasattr(function, "__wrapped__"):
-            return True
-        function = function.__wrapped__
 
 
 def _class_reason(adapter: ModelAdapter) -> str | None:
@@ -142,6 +127,8 @@ def _device_reason(adapter: ModelAdapter) -> str | None:
             return "the parameters are partitioned by DeepSpeed"
         if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
             return f"parameter {name} is a DTensor"
+        if type(parameter.data) is not torch.Tensor and not type(parameter).__module__.startswith("bitsandbytes."):
+            return f"parameter {name} is a {type(parameter.data).__name__}, whose bytes cannot be watched for changes"
         if parameter.device.type == "meta":
             return f"parameter {name} is on the meta device (offloaded?)"
         found.add(parameter.device)

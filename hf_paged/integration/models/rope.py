@@ -16,13 +16,13 @@ class RopeTable:
     def __init__(self) -> None:
         self.cos: torch.Tensor | None = None
         self.sin: torch.Tensor | None = None
-        self._made_from: tuple[torch.Tensor, float] | None = None
+        self._source: tuple[torch.Tensor, float] | None = None
 
     def update(self, rotary: Any, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
         """Renew the tables if the module's frequencies are others than at the last call."""
         length = max(1, max_length - 1)
         fits = self.cos is not None and len(self.cos) == length and (self.cos.dtype, self.cos.device) == (dtype, device)
-        if fits and self._same(rotary):
+        if fits and self.is_made_from(rotary):
             return
         like = torch.empty(0, dtype=dtype, device=device)
         cos, sin = rotary(like, torch.arange(length, device=device)[None])
@@ -32,10 +32,11 @@ class RopeTable:
         else:
             self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
         # Taken after the call: modules of "dynamic" types reset their frequencies in it.
-        self._made_from = (rotary.inv_freq.clone(), rotary.attention_scaling)
+        self._source = (rotary.inv_freq.clone(), rotary.attention_scaling)
 
-    def _same(self, rotary: Any) -> bool:
-        if self._made_from is None:
+    def is_made_from(self, rotary: Any) -> bool:
+        """True while the module's frequencies and scaling are those of the tables."""
+        if self._source is None:
             return False
-        frequencies, scaling = self._made_from
+        frequencies, scaling = self._source
         return scaling == rotary.attention_scaling and torch.equal(frequencies, rotary.inv_freq)

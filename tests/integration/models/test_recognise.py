@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import types
 import warnings
 
@@ -9,6 +11,11 @@ import pytest
 import torch
 from support import assert_falls_back, assert_native_parity, assert_same_tensor, batch, stock_generate, tiny_model
 from torch import nn
+from transformers import AttentionMaskInterface, GenerationMixin, LogitsProcessorList, Qwen3ForCausalLM
+from transformers.activations import SiLUActivation
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.models.qwen3 import modeling_qwen3
 
 import hf_paged
 
@@ -352,3 +359,342 @@ def test_a_registered_attention_function_of_the_users_own():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hf_paged.FallbackWarning)
         assert_same_tensor(model.generate(**inputs, max_new_tokens=6), expected)
+
+
+# -- patches of classes and of module-level functions ------------------------------------------
+
+
+def _rolled(output):
+    """An output of any forward with its features moved by one: whoever ignores the patch makes other tokens."""
+    if isinstance(output, torch.Tensor):
+        return output.roll(1, -1)
+    if isinstance(output, tuple):
+        return (output[0].roll(1, -1), *output[1:])
+    for name in ("logits", "last_hidden_state"):
+        if hasattr(output, name):
+            setattr(output, name, getattr(output, name).roll(1, -1))
+    return output
+
+
+def _patched(function):
+    return lambda *args, **kwargs: _rolled(function(*args, **kwargs))
+
+
+PATCHED_CLASSES = (
+    "Qwen3ForCausalLM", "Qwen3Model", "Qwen3DecoderLayer", "Qwen3Attention", "Qwen3MLP", "Qwen3RMSNorm",
+    "Qwen3RotaryEmbedding",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PATCHED_CLASSES)
+def test_a_forward_patched_on_transformers_class(name, monkeypatch):
+    """As liger, unsloth and steering papers do it: the class itself says what is expected of its objects."""
+    model = hf_paged.enable(tiny_model(), strict=True)
+    inputs = batch([20, 20])
+    plain = assert_native_parity(model, **inputs, max_new_tokens=6)
+    cls = getattr(modeling_qwen3, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "forward", _patched(cls.forward))
+        expected = stock_generate(model, **inputs, max_new_tokens=6)
+        assert not torch.equal(expected, plain)
+        with pytest.raises(hf_paged.FallbackError, match=name):
+            model.generate(**inputs, max_new_tokens=6)
+        hf_paged.disable(model)
+        assert_falls_back(model, name, **inputs, max_new_tokens=6)
+    hf_paged.enable(model, strict=True)
+    assert_native_parity(model, plain, **inputs, max_new_tokens=6)
+
+
+@pytest.mark.parametrize("name", ["Qwen3MLP", "Qwen3Attention", "Qwen3DecoderLayer"])
+def test_a_call_patched_on_transformers_class(name, monkeypatch):
+    cls = getattr(modeling_qwen3, name)
+    monkeypatch.setattr(cls, "__call__", _patched(nn.Module.__call__))
+    assert_falls_back(tiny_model(), f"{name}.__call__", **batch([20, 20]), max_new_tokens=6)
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, nn.Embedding, SiLUActivation], ids=lambda cls: cls.__name__)
+def test_a_forward_patched_on_a_class_of_layers(cls, monkeypatch):
+    model, plain = tiny_model(), tiny_model().generate(**batch([20, 20]), max_new_tokens=6)
+    monkeypatch.setattr(cls, "forward", _patched(cls.forward))
+    assert not torch.equal(assert_falls_back(model, "", **batch([20, 20]), max_new_tokens=6), plain)
+
+
+def _ligers_rope(q, k, cos, sin, unsqueeze_dim=1):
+    """For [batch, heads, length, head_dim] whatever `unsqueeze_dim` says, and turning the other way."""
+    cos, sin = cos.unsqueeze(1), -sin.unsqueeze(1)
+    rotate = modeling_qwen3.rotate_half
+    return q * cos + rotate(q) * sin, k * cos + rotate(k) * sin
+
+
+def _half_eager(*args, _stock=modeling_qwen3.eager_attention_forward, **kwargs):
+    output, weights = _stock(*args, **kwargs)
+    return output.roll(1, -1), weights
+
+
+def _no_mask(*args, **kwargs):
+    return None
+
+
+PATCHED_FUNCTIONS = [
+    ("apply_rotary_pos_emb", _ligers_rope, "sdpa"),
+    ("rotate_half", lambda x: x.roll(1, -1), "sdpa"),
+    ("eager_attention_forward", _half_eager, "eager"),
+    ("repeat_kv", lambda x, n: x.repeat(1, n, 1, 1), "eager"),
+    ("create_causal_mask", _no_mask, "eager"),
+]
+
+
+@pytest.mark.parametrize(("name", "function", "attention"), PATCHED_FUNCTIONS, ids=[p[0] for p in PATCHED_FUNCTIONS])
+def test_a_patched_function_of_transformers_module(name, function, attention, monkeypatch):
+    model = tiny_model()
+    model.set_attn_implementation(attention)
+    inputs = batch([20, 20])
+    plain = model.generate(**inputs, max_new_tokens=6)
+    monkeypatch.setattr(modeling_qwen3, name, function)
+    assert not torch.equal(assert_falls_back(model, "is patched", **inputs, max_new_tokens=6), plain)
+
+
+@pytest.mark.parametrize("wrap", [torch.no_grad(), functools.partial, torch.compiler.disable])
+def test_a_patch_does_not_hide_behind_a_wrapper(wrap, monkeypatch):
+    """torch's and functools' wrappers are own code; what they wrap is not."""
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", wrap(_ligers_rope))
+    assert_falls_back(tiny_model(), "is patched", **batch([20, 20]), max_new_tokens=6)
+
+
+def test_a_patch_by_a_package_whose_name_begins_like_torchs(monkeypatch):
+    """torchao, torchtune and others lie beside torch: their path begins with its."""
+    namespace: dict = {}
+    path = os.path.dirname(torch.__file__) + "foo/ops.py"
+    exec(compile("def rotate_half(x):\n    return x.roll(1, -1)\n", path, "exec"), namespace)
+    monkeypatch.setattr(modeling_qwen3, "rotate_half", namespace["rotate_half"])
+    assert_falls_back(tiny_model(), "is patched", **batch([20, 20]), max_new_tokens=6)
+
+
+def test_a_mask_function_of_the_users_own_under_a_known_name():
+    sdpa = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def without_the_first_key(*args, **kwargs):
+        mask = sdpa(*args, **{**kwargs, "allow_is_causal_skip": False}).clone()
+        mask[..., 1:, 0] = False
+        return mask
+
+    model, inputs = tiny_model(), batch([20, 20])
+    plain = model.generate(**inputs, max_new_tokens=6)
+    AttentionMaskInterface.register("sdpa", without_the_first_key)
+    try:
+        assert not torch.equal(assert_falls_back(model, "sdpa", **inputs, max_new_tokens=6), plain)
+    finally:
+        AttentionMaskInterface.register("sdpa", sdpa)
+    assert_native_parity(hf_paged.enable(model, strict=True), plain, **inputs, max_new_tokens=6)
+
+
+# -- methods that decide ------------------------------------------
+
+
+def _own_sample(self, input_ids, *args, **kwargs):
+    return torch.cat([input_ids, torch.full((len(input_ids), 3), 7)], dim=-1)
+
+
+def _own_prefill(self, *args, **kwargs):
+    return _rolled(Qwen3ForCausalLM._prefill(self, *args, **kwargs))
+
+
+def _own_call(self, *args, **kwargs):
+    return _rolled(Qwen3ForCausalLM.__call__(self, *args, **kwargs))
+
+
+def _own_criteria(self, *args, **kwargs):
+    found = Qwen3ForCausalLM._get_stopping_criteria(self, *args, **kwargs)
+    return type(found)([MaxLengthCriteria(23)])
+
+
+def _no_processors(self, *args, **kwargs):
+    return LogitsProcessorList()
+
+
+def _own_end(self, this_peer_finished, *args, **kwargs):
+    return False
+
+
+OWN_METHODS = {
+    "_sample": _own_sample, "_prefill": _own_prefill, "__call__": _own_call, "_get_stopping_criteria": _own_criteria,
+    "_get_logits_processor": _no_processors, "_has_unfinished_sequences": _own_end,
+}  # fmt: skip
+BARRED = {"eos_token_id": list(range(1, 256, 3)), "min_new_tokens": 6}
+
+
+@pytest.mark.parametrize("name", OWN_METHODS)
+def test_a_subclass_with_a_deciding_method_of_its_own(name):
+    cls = type("Mine", (Qwen3ForCausalLM,), {name: OWN_METHODS[name], "__module__": __name__})
+    model, inputs = tiny_model(), batch([20, 20])
+    plain = model.generate(**inputs, max_new_tokens=8, **BARRED)
+    model.__class__ = cls
+    expected = assert_falls_back(model, name, **inputs, max_new_tokens=8, **BARRED)
+    assert not torch.equal(expected, plain)
+
+
+@pytest.mark.parametrize("enabled_before", [False, True])
+def test_sample_patched_on_transformers_mixin(enabled_before, monkeypatch):
+    model, inputs = tiny_model(), batch([20, 20])
+    if enabled_before:
+        hf_paged.disable(hf_paged.enable(model))
+    monkeypatch.setattr(GenerationMixin, "_sample", _own_sample)
+    expected = assert_falls_back(model, "_sample", **inputs, max_new_tokens=8)
+    assert expected.shape[1] == 23
+
+
+def test_beam_search_patched_on_transformers_mixin_after_a_first_enable(monkeypatch):
+    """The class that an enabled model gets is made once; what it passes on to must be looked up at every call."""
+    model, inputs = hf_paged.enable(tiny_model()), batch([20, 20])
+    monkeypatch.setattr(GenerationMixin, "_beam_search", _own_sample)
+    with pytest.warns(hf_paged.FallbackWarning, match="beam"):
+        actual = model.generate(**inputs, max_new_tokens=8, num_beams=2)
+    assert_same_tensor(actual, stock_generate(model, **inputs, max_new_tokens=8, num_beams=2))
+
+
+# -- what stock reads off the config at every call ------------------------------------------
+
+
+def _config_not_causal(model):
+    model.config.is_causal = False
+
+
+def _layers_not_causal(model):
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+
+
+@pytest.mark.parametrize("change", [_config_not_causal, _layers_not_causal])
+def test_attention_that_is_not_causal(change):
+    model, inputs = tiny_model(), batch([20, 20])
+    plain = model.generate(**inputs, max_new_tokens=6)
+    change(model)
+    assert not torch.equal(assert_falls_back(model, "causal", **inputs, max_new_tokens=6), plain)
+
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+
+
+def _config_window(model):
+    model.config.sliding_window = 4
+
+
+def _config_layer_types(model):
+    model.config.layer_types = ["full_attention"] * 2
+
+
+def _config_layer_types_exchanged(model):
+    model.config.layer_types = model.config.layer_types[::-1]
+
+
+def _attention_window(model):
+    model.model.layers[1].self_attn.sliding_window = 4
+
+
+@pytest.mark.parametrize("change", [
+    _config_window, _config_layer_types, _config_layer_types_exchanged, _attention_window,
+])  # fmt: skip
+def test_windows_of_config_and_layers_that_came_apart(change):
+    """Stock masks by the config's window and kind of layer."""
+    model, inputs = tiny_model(**SLIDING), batch([40, 40])
+    assert model.config.layer_types == ["full_attention", "sliding_attention"]
+    plain = model.generate(**inputs, max_new_tokens=6)
+    change(model)
+    hf_paged.enable(model)
+    expected = stock_generate(model, **inputs, max_new_tokens=6)
+    assert change is _attention_window or not torch.equal(expected, plain)  # sdpa heeds the mask alone
+    with pytest.warns(hf_paged.FallbackWarning, match="sliding_window"):
+        assert_same_tensor(model.generate(**inputs, max_new_tokens=6), expected)
+
+
+def test_windows_changed_in_config_and_layers_alike_are_native():
+    model, inputs = hf_paged.enable(tiny_model(**SLIDING), strict=True), batch([40, 40])
+    first = assert_native_parity(model, **inputs, max_new_tokens=6)
+    model.config.sliding_window = model.model.layers[1].self_attn.sliding_window = 4
+    assert not torch.equal(assert_native_parity(model, **inputs, max_new_tokens=6), first)
+
+
+def test_layers_in_another_order_than_their_cache_indices():
+    model = tiny_model()
+    model.model.layers[0], model.model.layers[1] = model.model.layers[1], model.model.layers[0]
+    assert_falls_back(model, "not layer 0", **batch([20, 20]), max_new_tokens=6)
+
+
+# -- modules that look at rows or at the sequence ------------------------------------------
+
+
+class LooksAtTheSequence(nn.Module):
+    def forward(self, x):
+        return x - x.mean(-2, keepdim=True) if x.shape[-2] > 1 else x
+
+
+def _sequential(model):
+    attention = model.model.layers[0].self_attn
+    attention.v_proj = nn.Sequential(attention.v_proj, LooksAtTheSequence())
+
+
+def _activation(model):
+    model.model.layers[0].mlp.act_fn = LooksAtTheSequence()
+
+
+def _softmax_over_rows(model):
+    model.model.layers[0].mlp.act_fn = nn.Softmax(dim=1)
+
+
+def _subclass_of_silu(model):
+    class Looking(nn.SiLU):
+        def forward(self, x):
+            return LooksAtTheSequence()(super().forward(x))
+
+    model.model.layers[0].mlp.act_fn = Looking()
+
+
+def _in_sequential_head(model):
+    model.lm_head = nn.Sequential(model.lm_head, LooksAtTheSequence(), nn.Dropout(0.0))
+
+
+@pytest.mark.parametrize("change", [
+    _sequential, _activation, _softmax_over_rows, _subclass_of_silu, _in_sequential_head,
+])  # fmt: skip
+def test_a_module_that_looks_at_the_whole_sequence(change):
+    model, inputs = tiny_model(), batch([20, 20])
+    plain = model.generate(**inputs, max_new_tokens=6)
+    change(model)
+    expected = assert_falls_back(model, "activation|look at batch rows", **inputs, max_new_tokens=6)
+    assert change is _in_sequential_head or not torch.equal(expected, plain)
+
+
+@pytest.mark.parametrize(("name", "native"), [("Linear8bitLt", False), ("Linear4bit", True)])
+def test_bitsandbytes_layer_that_picks_outliers_over_all_rows(name, native):
+    stand_in = type(name, (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
+    model = tiny_model()
+    model.model.layers[0].mlp.down_proj.__class__ = stand_in
+    if native:
+        assert_native_parity(hf_paged.enable(model, strict=True), **batch([20, 20]), max_new_tokens=6)
+    else:
+        assert_falls_back(model, "Linear8bitLt", **batch([20, 20]), max_new_tokens=6)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+def test_elementwise_activations_are_native(activation):
+    model = hf_paged.enable(tiny_model(hidden_act=activation), strict=True)
+    assert_native_parity(model, **batch([20, 7]), max_new_tokens=6)
+
+
+# -- vocabulary ------------------------------------------
+
+
+def test_an_embedding_larger_than_the_configs_vocabulary():
+    model = tiny_model()
+    model.model.embed_tokens = nn.Embedding(300, 64)
+    hf_paged.enable(model, strict=True)
+    inputs = {"input_ids": torch.tensor([[5, 299, 270, 9]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
+    assert_native_parity(model, **inputs, max_new_tokens=6)
+    with pytest.raises(IndexError):
+        model.generate(torch.tensor([[5, 300]]), max_new_tokens=2)
+
+
+def test_a_configs_vocabulary_lowered_while_enabled():
+    model = hf_paged.enable(tiny_model(), strict=True)
+    model.config.vocab_size = 8
+    assert_native_parity(model, **batch([20, 7]), max_new_tokens=6)

@@ -1,0 +1,77 @@
+"""Where a steady decode step goes: wall, GPU-busy and host time per step, and the kernels that fill it.
+
+    python benchmarks/profile_decode.py [--model 0.6B] [--batch 256] [--length 600] [--steps 60] [--out f.txt]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import GenerationConfig
+from workloads import QWEN3_SHAPES, qwen3
+
+from hf_paged import PagedGenerator
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(QWEN3_SHAPES), default="0.6B")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--length", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    model = qwen3(args.model, torch.bfloat16, "cuda")
+    with PagedGenerator(model, max_num_seqs=args.batch, enable_prefix_caching=False) as generator:
+        config = GenerationConfig(max_new_tokens=4 * args.steps, do_sample=True, temperature=0.6, top_k=0)
+        prompts = torch.randint(0, 10000, (args.batch, args.length)).tolist()
+        engine = generator.engine
+        with engine.session() as session:
+            requests = generator._requests(prompts, config, 0, {})
+            for request in requests:
+                session.add(request.prompt, request.settings, seed=request.seed)
+            while engine.stats().num_generated_tokens < args.batch:
+                session.advance()
+            for _ in range(args.steps):  # the rest of the prompts, and what is compiled or captured
+                session.advance()
+            torch.cuda.synchronize()
+            start, cpu = time.perf_counter(), time.process_time()
+            for _ in range(args.steps):
+                session.advance()
+            torch.cuda.synchronize()
+            wall, host = time.perf_counter() - start, time.process_time() - cpu
+            with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+                for _ in range(args.steps):
+                    session.advance()
+                torch.cuda.synchronize()
+    kernels: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    spans = []
+    for event in trace.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels[event.name][0] += 1
+            kernels[event.name][1] += event.time_range.elapsed_us()
+            spans.append((event.time_range.start, event.time_range.end))
+    busy, end = 0.0, float("-inf")
+    for a, b in sorted(spans):
+        busy += max(0.0, b - max(a, end))
+        end = max(end, b)
+    first, last = min(a for a, _ in spans), max(b for _, b in spans)
+    lines = [
+        f"Qwen3-{args.model}, batch {args.batch}, length {args.length}+: {wall / args.steps * 1e3:.3f} ms a step "
+        f"({args.batch * args.steps / wall:,.0f} tok/s), host CPU {host / args.steps * 1e3:.3f} ms a step; under the "
+        f"profiler GPU busy {busy / args.steps / 1e3:.3f} ms a step, idle {100 * (1 - busy / (last - first)):.1f} %"
+    ]
+    for name, (count, us) in sorted(kernels.items(), key=lambda item: -item[1][1])[:25]:
+        lines.append(f"{us / args.steps:9.1f} us a step  {count / args.steps:6.1f} calls  {name[:100]}")
+    print("\n".join(lines))
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Was this function written by transformers or torch, or has somebody patched it?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_OWN = (*(f"{Path(str(package.__file__)).parent}{os.sep}" for package in (torch, transformers)), contextlib.__file__)
+
+
+def is_own_code(function: Any) -> bool:
+    """True if a function and all that it wraps were written in transformers or torch."""
+    while True:
+        function = getattr(function, "__func__", function)
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(_OWN):
+            return False
+        if not hasattr(function, "__wrapped__"):
+            return True
+        function = function.__wrapped__
