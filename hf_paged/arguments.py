@@ -24,12 +24,16 @@ def token_ids(prompt_token_ids: Any, vocab_size: int) -> list[int]:
         raise TypeError(f"prompt_token_ids={prompt_token_ids!r:.80}: expected token ids, got {kind}")
     if not prompt_token_ids:
         raise ValueError("prompt_token_ids=[]: expected at least one token id")
-    for token in prompt_token_ids:
+    ids = np.array(prompt_token_ids)
+    in_range = ids.ndim == 1 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < vocab_size
+    if in_range and not any(isinstance(token, (bool, np.bool_)) for token in prompt_token_ids):
+        return ids.tolist()
+    for token in prompt_token_ids:  # find what to name
         if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
             raise TypeError(f"prompt_token_ids holds {token!r}: expected integers")
         if not 0 <= token < vocab_size:
             raise ValueError(f"prompt_token_ids holds {token}: expected ids in [0, {vocab_size})")
-    return [int(token) for token in prompt_token_ids]
+    raise TypeError(f"prompt_token_ids={prompt_token_ids!r:.80}: expected a flat sequence of integers")
 
 
 def base_seed(seed: int | None, default: int | None) -> int:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_paged.arguments import base_seed, merge_config, token_ids
 from hf_paged.config import PagedConfig
 from hf_paged.detokenizer import TextStream
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import EngineClosedError, UnsupportedModelError
 from hf_paged.integration.models import find_adapter
 from hf_paged.integration.models.recognise import unsupported_reason
 from hf_paged.loop import StepLoop
@@ -116,9 +116,9 @@ class Engine:
         return self._public.unfinished()
 
     @contextmanager
-    def session(self, *, stream: bool = False) -> Iterator[Session]:
+    def session(self, *, stream: bool = False, text: bool = True) -> Iterator[Session]:
         """A session of one's own; leaving the block ends what is still running in it, whatever happened."""
-        session = Session(self, stream=stream, cache_key=self._adapter.state_key())
+        session = Session(self, stream=stream, text=text, cache_key=self._adapter.state_key())
         try:
             yield session
         finally:
@@ -195,9 +195,9 @@ class Engine:
         return self._adapter.vocab_size
 
     def check_runnable(self) -> None:
-        """Raise UnsupportedModelError where `unsupported_reason` gives one; RuntimeError after `shutdown`."""
+        """Raise UnsupportedModelError where `unsupported_reason` gives one; EngineClosedError after `shutdown`."""
         if self._is_shut_down:
-            raise RuntimeError("this engine is closed: its model was disabled")
+            raise EngineClosedError("this engine is closed: its model was disabled")
         if (reason := self.unsupported_reason()) is not None:
             raise UnsupportedModelError(f"the model cannot run on the paged engine as it is now: {reason}")
 
@@ -246,7 +246,7 @@ class Engine:
             if not self._loop.requests and self._loop.pool.moved():
                 self._loop.drop_pool()
             if self._is_shut_down:
-                raise RuntimeError("this engine is closed: its model was disabled")
+                raise EngineClosedError("this engine is closed: its model was disabled")
             while request_id is None or (made and request_id in self._loop.requests):
                 request_id = f"request-{next(self._ids)}"
             if request_id in self._loop.requests:
@@ -261,7 +261,7 @@ class Engine:
             sequence = Sequence(request_id, prompt, max_new_tokens=settings.max_new_tokens,
                                 eos_token_ids=eos, priority=priority, cache_key=key)  # fmt: skip
             request = Request(sequence, settings, parameters, session)
-            if session.stream and self.tokenizer is not None:
+            if session.stream and session.text and self.tokenizer is not None:
                 request.text = TextStream(self.tokenizer)
             self._loop.add(request)
             return request_id
@@ -272,7 +272,8 @@ class Engine:
                 raise RuntimeError("step() was called from inside a step of the same engine")
             if always_step or not session.outbox:
                 try:
-                    self._loop.step()
+                    # A streaming caller's code runs between steps, and may have changed the model.
+                    self._loop.step(look_at_model=session.stream)
                 finally:
                     while self._deferred:
                         self._deferred.pop()()

@@ -17,3 +17,7 @@ class FallbackError(RuntimeError):
 
 class FallbackWarning(UserWarning):
     """A call went to stock `generate`; the message names the reason."""
+
+
+class EngineClosedError(RuntimeError):
+    """A request came to an engine whose model was disabled."""

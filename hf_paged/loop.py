@@ -12,7 +12,6 @@ import torch
 
 from hf_paged.config import PagedConfig
 from hf_paged.integration.models import ModelAdapter
-from hf_paged.integration.models.tuners import adapter_state, tuner_layers
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.runner.model_runner import StepHandle
 from hf_paged.runner.pool import DevicePool
@@ -38,8 +37,6 @@ class StepLoop:
         # True while scheduler or runner may be half-way through a change: an interrupt leaves it set.
         self.dirty = False
         self.stepping_thread: int | None = None
-        self._tuner_layers: list = []
-        self._adapter_state: list = []
         self._state_key = b""  # of the model, when the runner was prepared
         self._arrivals: list[Request] = []  # since the last step
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
@@ -60,7 +57,8 @@ class StepLoop:
 
     @torch.inference_mode(False)  # tensors made under inference mode could not be written outside it later
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, *, look_at_model: bool = False) -> None:
+        """Schedule, launch and commit once. `look_at_model`: has it changed under the running requests?"""
         self.recover_if_dirty()
         if not self.requests and self._in_flight is None:
             return
@@ -72,7 +70,9 @@ class StepLoop:
             with _ambient(device):
                 scheduler = self.scheduler_or_build()
                 self._receive(scheduler)
-                self._follow_adapters(scheduler)
+                if look_at_model and self._adapter.state_key() != self._state_key:
+                    self._recompute_all(scheduler)
+                    self._prepare()
                 plan = scheduler.schedule()
                 launched = self._launch(plan) if plan is not None else None
                 if launched is None or not self._overlaps():
@@ -157,7 +157,7 @@ class StepLoop:
         reason, error = sequence.finish_reason or "abort", request.error
         text = piece = None
         try:
-            if self._tokenizer is not None and error is None:
+            if self._tokenizer is not None and session.text and error is None:
                 text = piece = self._tokenizer.decode(token_ids, skip_special_tokens=True)
             if request.text is not None and text is not None:
                 piece = request.text.push(fresh) + request.text.finish(text)
@@ -179,7 +179,8 @@ class StepLoop:
         manager, caching = scheduler.kv_cache_manager, self._config.enable_prefix_caching
         if scheduler.num_running or self._in_flight is not None:
             would_hit = any(manager.get_computed_blocks(request.sequence)[0] for request in arrivals)
-            changed = not self._adapter.is_current() or self._adapter.state_key() != self._state_key
+            assert self.pool.runner is not None
+            changed = not self.pool.runner.is_current() or self._adapter.state_key() != self._state_key
             if not changed and not (caching and self._guard.changed(full=would_hit)):
                 return
             self._recompute_all(scheduler)
@@ -190,12 +191,6 @@ class StepLoop:
             if any(manager.has_older_hit(s.token_ids, s.cache_key) for s in sequences):
                 self._guard.verify(manager.block_pool)
 
-    def _follow_adapters(self, scheduler: Scheduler) -> None:
-        """Between steps a caller may switch adapters: everything that runs or waits goes on under the new ones."""
-        if adapter_state(self._tuner_layers) != self._adapter_state:
-            self._recompute_all(scheduler)
-            self._prepare()
-
     def _recompute_all(self, scheduler: Scheduler) -> None:
         """The model changed under running requests: they compute their keys and values again, like everyone after."""
         self._commit_in_flight()
@@ -204,8 +199,7 @@ class StepLoop:
     def _prepare(self) -> None:
         assert self.pool.runner is not None
         self.pool.runner.prepare()
-        self._tuner_layers = tuner_layers(self._adapter.model)
-        self._adapter_state, self._state_key = adapter_state(self._tuner_layers), self._adapter.state_key()
+        self._state_key = self._adapter.state_key()
         for request in self.requests.values():
             if request.sequence.cache_key != self._state_key:
                 request.sequence.cache_key, request.sequence.block_hashes = self._state_key, []

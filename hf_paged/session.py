@@ -47,14 +47,15 @@ class Request:
 
 
 class Session:
-    """With ``stream`` every token is delivered as it comes, otherwise only completions.
+    """With ``stream`` every token is delivered as it comes, otherwise only completions; ``text``: decoded, too.
 
     ``cache_key`` separates prefixes computed with other adapters; None: asked of the model at every `add`.
     """
 
-    def __init__(self, engine: Engine, *, stream: bool, cache_key: bytes | None = None) -> None:
+    def __init__(self, engine: Engine, *, stream: bool, text: bool = True, cache_key: bytes | None = None) -> None:
         self._engine_ref = weakref.ref(engine)  # the engine keeps a session of its own: no cycle
         self.stream = stream
+        self.text = text
         self.cache_key = cache_key
         self.outbox: deque[StepOutput] = deque()
         self.open: dict[str, Request] = {}

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +79,9 @@ FALLBACK: dict[str, tuple] = {
 }
 
 
+FLOAT32 = torch.finfo(torch.float32)
+
+
 @dataclass(frozen=True)
 class RequestSettings:
     """What the scheduler and the sampler know of one request. Neutral values: top_k 0, top_p 1.0, min_p 0.0."""
@@ -139,8 +141,8 @@ def settings_from_config(config: GenerationConfig, prompt_length: int) -> Reques
     if not config.do_sample:
         return RequestSettings(max_new_tokens, max(min_new_tokens, 0), eos_token_ids=eos)
     temperature = _number(config, "temperature", 1.0)
-    if not 0.0 < temperature < math.inf:
-        raise ValueError(f"temperature={temperature!r}: expected a finite number above 0 (do_sample=False for greedy)")
+    if not FLOAT32.tiny <= temperature <= FLOAT32.max:
+        raise ValueError(f"temperature={temperature!r}: expected a float32 number above 0 (do_sample=False for greedy)")
     top_k = 0 if config.top_k is None else config.top_k
     if top_k < 0:
         raise ValueError(f"top_k={config.top_k!r}: expected None or an integer of at least 0 (0: off)")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from support import (
@@ -19,6 +21,9 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import PagedGenerator
+from hf_paged.loop import StepLoop
+from hf_paged.runner.model_runner import ModelRunner
+from hf_paged.scheduler import Scheduler
 
 GREEDY = GenerationConfig(max_new_tokens=12, do_sample=False)
 
@@ -551,3 +556,100 @@ def _answers_with_swap(engine, tokenizer, prompts, column):
         table[slots, column] = table[slots[::-1], column].clone()
     _, completions = run(engine)
     return [tokenizer.decode(completions[i].token_ids, skip_special_tokens=True) for i in ids]
+
+
+# -- names ------------------------------------------
+
+
+def test_names_that_the_engine_would_give_itself_are_the_users_too(model, engine):
+    prompts = random_prompts([20, 9, 5])
+    expected = [greedy(model, p) for p in prompts]
+    for number in (1, 0):
+        engine.add_request(prompts[number], GREEDY, request_id=f"request-{number}")
+    made = engine.add_request(prompts[2], GREEDY)
+    assert made not in ("request-0", "request-1")
+    output = model.generate(input_ids=torch.tensor([prompts[0]]), max_new_tokens=12)
+    assert output[0, 20:].tolist() == expected[0]
+    tokens, _ = run(engine)
+    assert tokens == {"request-0": expected[0], "request-1": expected[1], made: expected[2]}
+
+
+def test_eos_ids_that_no_tensor_could_hold(model, engine):
+    prompt = random_prompts([20])[0]
+    config = GenerationConfig(max_new_tokens=12, eos_token_id=[2**40, 256, 10_000], min_new_tokens=4)
+    request_id = engine.add_request(prompt, config)
+    _, completions = run(engine)
+    assert completions[request_id].token_ids == greedy(model, prompt)
+    assert completions[request_id].finish_reason == "length"
+
+
+# -- abandoned streams ------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("owner", "name"), [
+    (Scheduler, "schedule"), (Scheduler, "commit"), (ModelRunner, "launch"), (StepLoop, "finish"),
+], ids=["schedule", "commit", "launch", "finish"])  # fmt: skip
+def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(overlap, owner, name, monkeypatch):
+    """The cycle collector runs wherever something is allocated: also in a step, by the thread that holds the lock."""
+    prompts = random_prompts([20, 7, 33])
+    with PagedGenerator(tiny_model(), overlap=overlap) as generator:
+        model, engine = generator.model, generator.engine
+
+        class Holder:
+            pass
+
+        gc.collect()
+        gc.disable()
+        try:
+            holder = Holder()
+            holder.me = holder
+            holder.stream = generator.stream(prompts[:2], max_new_tokens=30)
+            for _ in range(3):
+                next(holder.stream)
+            del holder
+            method, calls = getattr(owner, name), []
+
+            def collecting(self, *args):
+                calls.append(engine.stats().num_running)
+                if len(calls) == (1 if name == "finish" else 2):
+                    gc.collect()
+                return method(self, *args)
+
+            monkeypatch.setattr(owner, name, collecting)
+            for _ in range(2):
+                inputs = {"input_ids": torch.tensor([prompts[2]])}
+                expected = stock_generate(model, **inputs, max_new_tokens=10)
+                assert torch.equal(model.generate(**inputs, max_new_tokens=10), expected)
+        finally:
+            gc.enable()
+        assert max(calls) >= 3 or name == "finish"  # the stream was still running when it was collected
+        assert_idle(model)
+
+
+def test_a_model_disabled_by_the_collector_in_the_middle_of_a_step(monkeypatch):
+    """A generator in a cycle closes itself there."""
+    model = tiny_model()
+    prompt = random_prompts([20])[0]
+
+    class Holder:
+        pass
+
+    gc.collect()
+    gc.disable()
+    try:
+        holder = Holder()
+        holder.me, holder.generator = holder, PagedGenerator(model)
+        engine = holder.generator.engine
+        engine.add_request(prompt, GREEDY)
+        del holder
+        schedule = Scheduler.schedule
+        monkeypatch.setattr(Scheduler, "schedule", lambda self: (gc.collect(), schedule(self))[1])
+        engine.step()
+    finally:
+        gc.enable()
+    assert not hf_paged.is_enabled(model)
+    assert engine.stats().kv_cache_bytes == 0
+    monkeypatch.undo()
+    with PagedGenerator(model) as again:
+        assert again.generate([prompt], max_new_tokens=12)[0].token_ids == greedy(model, prompt)

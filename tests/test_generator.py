@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +24,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3ForCausalL
 
 import hf_paged
 from hf_paged import PagedGenerator
+from hf_paged.settings import settings_from_config
 
 PROMPTS = random_prompts([20, 5, 33, 16])
 
@@ -499,3 +503,154 @@ def test_chats_of_the_trained_model(trained_path, trained_tokenizer):
 
 def _common(a, b):
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+# -- open and closed ------------------------------------------
+
+
+def test_a_stream_begun_before_close_does_not_run_after_it():
+    generator = PagedGenerator(tiny_model())
+    stream = generator.stream(PROMPTS[:1], max_new_tokens=3)
+    generator.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(stream)
+    assert generator.engine.stats().kv_cache_bytes == 0
+
+
+def test_a_stream_asks_again_whether_the_model_can_run_when_it_is_first_advanced(generator):
+    stream = generator.stream(PROMPTS[:1], max_new_tokens=3)
+    handle = generator.model.lm_head.register_forward_hook(lambda *args: -args[2])
+    with pytest.raises(hf_paged.UnsupportedModelError, match="hook"):
+        next(stream)
+    handle.remove()
+
+
+def test_requests_added_to_a_closed_engine_are_refused():
+    generator = PagedGenerator(tiny_model())
+    engine = generator.engine
+    with engine.session() as session:
+        generator.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            session.add([1, 2, 3], settings_from_config(engine.merge_config(None, {}), 3), seed=0)
+    assert engine.stats().kv_cache_bytes == 0
+
+
+def test_a_generator_that_is_dropped_gives_the_model_and_the_memory_back():
+    model = tiny_model()
+    generator = PagedGenerator(model)
+    generator.generate(PROMPTS[:1], max_new_tokens=3)
+    pool = weakref.ref(generator.engine._loop.pool.runner)
+    del generator
+    gc.collect()
+    assert pool() is None
+    assert type(model) is Qwen3ForCausalLM
+    assert not hf_paged.is_enabled(model)
+    with PagedGenerator(model) as again:
+        assert again.generate(PROMPTS[:1], max_new_tokens=3)[0].token_ids == greedy(model, PROMPTS[0], 3)
+
+
+def test_a_dropped_generator_does_not_disable_the_engine_of_another():
+    model = tiny_model()
+    first = PagedGenerator(model)
+    first.close()
+    second = PagedGenerator(model)
+    del first
+    gc.collect()
+    assert hf_paged.get_engine(model) is second.engine
+    second.close()
+
+
+# -- seeds of tensors ------------------------------------------
+
+
+def test_the_calls_seed_beats_the_configs_for_tensors_too():
+    options = {"max_new_tokens": 9, "do_sample": True, "temperature": 2.0}
+    inputs = batch([20, 7])
+    with PagedGenerator(tiny_model(), seed=1) as generator:
+        five, six, again = (generator.generate(**inputs, **options, seed=seed) for seed in (5, 6, 5))
+        assert torch.equal(five, again)
+        assert not torch.equal(five, six)
+        own = generator.generate(**inputs, **options)
+        assert torch.equal(own, generator.generate(**inputs, **options, seed=1))
+        assert torch.equal(own, generator.generate(**inputs, **options))
+        assert not torch.equal(own, five)
+
+
+@pytest.mark.parametrize(("seed", "error"), [
+    (-1, ValueError), (2**63, ValueError), (True, TypeError), ("a", TypeError), (1.0, TypeError), ([1], TypeError),
+])  # fmt: skip
+def test_bad_seeds_for_tensors_are_named_and_run_nothing(generator, seed, error):
+    state = torch.get_rng_state()
+    with pytest.raises(error, match="seed"):
+        generator.generate(**batch([20, 7]), max_new_tokens=3, do_sample=True, seed=seed)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert generator.engine.stats().num_generated_tokens == 0
+
+
+# -- tokenizers that fail ------------------------------------------
+
+
+class TrippingTokenizer:
+    """Decodes everything but outputs of more than `limit` tokens that begin with `first`."""
+
+    def __init__(self, first, limit=3):
+        self.first, self.limit = first, limit
+
+    def decode(self, ids, **kwargs):
+        if ids and ids[0] == self.first and len(ids) > self.limit:
+            raise ValueError("this id is one too many")
+        return " ".join(map(str, ids))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_tokenizer_that_raises_ends_its_request_alone(streaming, overlap):
+    model = tiny_model()
+    wanted = [greedy(model, p, 8) for p in PROMPTS]
+    with PagedGenerator(model, TrippingTokenizer(wanted[0][0]), overlap=overlap) as generator:
+        if streaming:
+            outputs = list(generator.stream(PROMPTS, max_new_tokens=8))
+            completions = [next(o.completion for i, o in outputs if i == n and o.completion) for n in range(4)]
+            for n in range(1, 4):
+                assert [t for i, o in outputs if i == n for t in o.new_token_ids] == wanted[n]
+        else:
+            completions = generator.generate(PROMPTS, max_new_tokens=8)
+        assert completions[0].finish_reason == "error"
+        assert "one too many" in completions[0].error
+        assert completions[0].token_ids == wanted[0][: len(completions[0].token_ids)]
+        for completion, tokens in zip(completions[1:], wanted[1:], strict=True):
+            assert (completion.finish_reason, completion.token_ids) == ("length", tokens)
+            assert completion.text == " ".join(map(str, tokens))
+        assert_idle(generator.model)
+    assert type(model) is Qwen3ForCausalLM
+
+
+def test_a_tokenizer_that_raises_does_not_wedge_the_engine():
+    model = tiny_model()
+    first, second = (greedy(model, p, 8) for p in PROMPTS[:2])
+    with PagedGenerator(model, TrippingTokenizer(first[0])) as generator:
+        engine = generator.engine
+        config = GenerationConfig(max_new_tokens=8)
+        ids = [engine.add_request(p, config) for p in PROMPTS[:2]]
+        reasons, tokens = {}, {}
+        for _ in range(20):
+            for output in engine.step():
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                if output.completion:
+                    reasons[output.request_id] = output.completion.finish_reason
+        assert not engine.has_unfinished()
+        assert reasons == {ids[0]: "error", ids[1]: "length"}
+        assert tokens[ids[1]] == second
+        assert tokens[ids[0]] == first[: len(tokens[ids[0]])]
+
+
+def test_models_own_generate_does_not_depend_on_the_generators_tokenizer():
+    """It returns ids: neither a request of somebody else's nor its own output may fail in decode."""
+    model = tiny_model()
+    wanted = greedy(model, PROMPTS[0], 8)
+    with PagedGenerator(model, TrippingTokenizer(wanted[0]), strict=True) as generator:
+        generator.engine.add_request(PROMPTS[0], GenerationConfig(max_new_tokens=8))
+        for prompt in PROMPTS[:2]:
+            inputs = {"input_ids": torch.tensor([prompt])}
+            expected = stock_generate(model, **inputs, max_new_tokens=8)
+            assert_same_tensor(model.generate(**inputs, max_new_tokens=8), expected)

@@ -19,7 +19,7 @@ from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
 from hf_paged.engine import Engine
-from hf_paged.errors import FallbackError, FallbackWarning
+from hf_paged.errors import EngineClosedError, FallbackError, FallbackWarning
 from hf_paged.runner.sampler import derive_seed
 from hf_paged.settings import RequestSettings, settings_from_config, token_id_tuple, unsupported_option
 
@@ -109,11 +109,14 @@ def quiet_fallbacks(engine: Engine | None) -> Iterator[None]:
 def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
     """Drive the engine until every row of the call is done; returns why it cannot be done natively, if so."""
     seed = engine.base_seed(_CALL_SEED.get()) if call.settings.do_sample else 0
-    with engine.session(stream=columns.streamer is not None) as session:
-        rows = {
-            session.add(prompt, call.settings, seed=derive_seed(seed, row)): row
-            for row, prompt in enumerate(call.prompts)
-        }
+    with engine.session(stream=columns.streamer is not None, text=False) as session:
+        try:
+            rows = {
+                session.add(prompt, call.settings, seed=derive_seed(seed, row)): row
+                for row, prompt in enumerate(call.prompts)
+            }
+        except EngineClosedError as error:
+            return str(error)
         while session.unfinished():
             for output in session.advance():
                 if output.finish_reason == "error":

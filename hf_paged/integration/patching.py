@@ -40,10 +40,8 @@ def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any
     """
     causal_lm = unwrap(model)
     settings = merged_config(config, overrides)
-    if causal_lm in _ENGINES:
-        if config is None and not overrides:
-            return model
-        disable(causal_lm)
+    if causal_lm in _ENGINES and config is None and not overrides:
+        return model
     enable_with_engine(causal_lm, settings)
     return model
 
@@ -60,6 +58,7 @@ def merged_config(config: PagedConfig | None, overrides: dict[str, Any]) -> Page
 def enable_with_engine(causal_lm: PreTrainedModel, config: PagedConfig, **engine_options: Any) -> Engine:
     """Swap the class of an unwrapped model and give it a new `Engine`."""
     engine = Engine(causal_lm, config, **engine_options)
+    disable(causal_lm)
     stock: Any = type(causal_lm)
     causal_lm.__class__ = _enabled_class(stock)
     _ENGINES[causal_lm] = engine
@@ -140,7 +139,7 @@ def _enabled_class(stock: Any) -> type:
         "generate": _announcing_generate(stock),
     }
     for method, what in (("_beam_search", "beam search"), ("_assisted_decoding", "assisted decoding")):
-        namespace[method] = _stock_method(getattr(stock, method), what)
+        namespace[method] = _stock_method(stock, method, what)
     return type(stock.__name__, (stock,), namespace)
 
 
@@ -179,12 +178,12 @@ def _announcing_generate(stock: Any) -> Callable:
     return generate_
 
 
-def _stock_method(method: Callable, what: str) -> Callable:
-    @functools.wraps(method)
+def _stock_method(stock: Any, name: str, what: str) -> Callable:
+    @functools.wraps(getattr(stock, name))
     def fall_back(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (engine := _ENGINES.get(self)) is not None:
             generate.announce_fallback(engine, f"{what} is not carried out by the paged engine")
         with generate.quiet_fallbacks(engine):
-            return method(self, *args, **kwargs)
+            return getattr(stock, name)(self, *args, **kwargs)
 
     return fall_back

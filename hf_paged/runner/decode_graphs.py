@@ -6,6 +6,7 @@ Captured lazily, per padded number of rows, all in one memory pool. Padding rows
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -38,18 +39,25 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
 
 
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One per device, since cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it saw."""
+    return torch.cuda.Stream(device)
+
+
 class DecodeGraphs:
     """Captures and replays decode steps. A graph is valid while nothing it points to has moved (see `check`)."""
 
-    def __init__(self, adapter: ModelAdapter, cache: KVCache, state: RequestState, max_model_len: int,
+    def __init__(self, adapter: ModelAdapter, kv_cache: KVCache, state: RequestState, max_model_len: int,
                  backend: str) -> None:  # fmt: skip
-        self._adapter, self._cache, self._state = adapter, cache, state
+        self._adapter, self._cache, self._state = adapter, kv_cache, state
         self._max_model_len, self._backend = max_model_len, backend
         self._sizes = np.array(graph_sizes(state.num_slots))
         self._captured: dict[tuple[int, bool], Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(cache.spec.device)
+        self._stream = _capture_stream(kv_cache.spec.device)
         self._model_signature: tuple | None = None
+        self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
         self._memory_signature: tuple | None = None
         self.num_captured = 0
         self.num_dropped = 0
@@ -57,10 +65,17 @@ class DecodeGraphs:
 
     def check(self) -> None:
         """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""
-        signature = (tuple(p.data_ptr() for p in self._adapter.model.parameters()), self._adapter.state_key())
-        if signature != self._model_signature:
+        if not self.is_current():
             self._drop()
-        self._model_signature = signature
+        self._model_signature = self._signature()
+        self._held = [p.data for p in self._adapter.model.parameters()]
+
+    def is_current(self) -> bool:
+        """False once a parameter lies elsewhere, or another adapter is active, than at the last `check`."""
+        return self._model_signature == self._signature()
+
+    def _signature(self) -> tuple:
+        return tuple(p.data_ptr() for p in self._adapter.model.parameters()), self._adapter.state_key()
 
     def launch(self, slots: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Replay the step of R rows whose input tokens stand at `positions`; sampled tokens [R] on the device."""

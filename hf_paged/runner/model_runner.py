@@ -55,6 +55,10 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.check()
 
+    def is_current(self) -> bool:
+        """False where `prepare` would change what a step computes."""
+        return self.adapter.is_current() and (self.graphs is None or self.graphs.is_current())
+
     def launch(self, plan: StepPlan, parameters: list[SlotParameters]) -> StepHandle:
         """Enqueue one step; `parameters` belong to `plan.admitted`, in order."""
         if plan.admitted:

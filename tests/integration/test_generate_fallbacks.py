@@ -559,7 +559,7 @@ def test_configs_are_those_of_the_model():
     assert tiny_config(head_dim=32).head_dim == 32
 
 
-# -- options of the reviewer's list ------------------------------------------
+# -- options that only look like those of the config ------------------------------------------
 
 
 @pytest.mark.parametrize("foreign", [256, 1000, 2**31, 2**40, -1])
@@ -603,7 +603,7 @@ def test_a_length_processor_of_the_callers_own_is_not_taken_for_the_configs(name
     eos = [free[1]]
     options, processor = _own_length_processors(eos)[name]
     assert_falls_back(
-        model, "processor", **inputs, max_new_tokens=8, eos_token_id=eos, **options,
+        model, "Processor", **inputs, max_new_tokens=8, eos_token_id=eos, **options,
         logits_processor=LogitsProcessorList([processor]),
     )  # fmt: skip
 
@@ -682,10 +682,11 @@ def test_under_another_default_device(sampling):
     expected = model.generate(**inputs, **options)
     hf_paged.enable(model, strict=True)
     stock, ours = RecordingStreamer(), RecordingStreamer()
-    stock_generate(model, **batch([20]), **options, streamer=stock)
+    one = batch([20])
+    stock_generate(model, **one, **options, streamer=stock)
     with torch.device("meta"):
         assert_same_tensor(model.generate(**inputs, **options), expected)
-        model.generate(**batch([20]), **options, streamer=ours)
+        model.generate(**one, **options, streamer=ours)
     assert ours.puts == stock.puts
     assert hf_paged.get_engine(model).stats().num_generated_tokens == 18
 

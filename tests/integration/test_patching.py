@@ -485,3 +485,122 @@ def test_stock_generate_of_the_oracle_does_not_use_the_engine():
     model = hf_paged.enable(tiny_model())
     stock_generate(model, **batch([20, 7]), max_new_tokens=6)
     assert hf_paged.get_engine(model).stats().num_generated_tokens == 0
+
+
+# -- settings that the model refuses ------------------------------------------
+
+
+@pytest.mark.parametrize(("setting", "message"), [
+    ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16'.*float32"),
+    ({"attention_backend": "triton"}, "attention_backend='triton'.*CPU"),
+])  # fmt: skip
+def test_settings_that_this_model_cannot_run_with(setting, message, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = tiny_model()
+    for call in (hf_paged.enable, hf_paged.PagedGenerator):
+        with pytest.raises(ValueError, match=message):
+            call(model, **setting)
+        assert type(model) is Qwen3ForCausalLM
+        assert not hf_paged.is_enabled(model)
+    hf_paged.enable(model, strict=True)
+    engine = hf_paged.get_engine(model)
+    with pytest.raises(ValueError, match=message):
+        hf_paged.enable(model, **setting)
+    assert hf_paged.is_enabled(model)
+    assert hf_paged.get_engine(model) is engine
+    assert_native_parity(model, **batch([20, 7]), max_new_tokens=5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_kv_cache_dtype_by_the_models_own_name(dtype):
+    model = hf_paged.enable(tiny_model().to(getattr(torch, dtype)), strict=True, kv_cache_dtype=dtype)
+    assert_native_parity(model, **batch([20, 7]), max_new_tokens=5)
+
+
+# -- models that are taken apart while enabled ------------------------------------------
+
+
+class ForeignEmbedding(nn.Module):
+    """An embedding without `.weight`."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids):
+        return self.inner(ids)
+
+
+def _foreign_embedding(model):
+    model.model.embed_tokens = ForeignEmbedding(model.model.embed_tokens)
+
+
+def _no_layers(model):
+    model.model.layers = nn.ModuleList()
+
+
+def _head_gone(model):
+    model.lm_head = nn.Identity()
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("change", [_foreign_embedding, _no_layers, _head_gone])
+def test_a_model_taken_apart_while_enabled_still_works_as_stock_and_can_be_disabled(change, used):
+    model, inputs = hf_paged.enable(tiny_model()), batch([20, 7])
+    weights = [p.detach().clone() for p in model.model.layers.parameters()]
+    layers = model.model.layers
+    if used:
+        model.generate(**inputs, max_new_tokens=3)
+    change(model)
+    expected = stock_generate(model, **inputs, max_new_tokens=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        assert_same_tensor(model.generate(**inputs, max_new_tokens=3), expected)
+    hf_paged.disable(model)
+    assert type(model) is Qwen3ForCausalLM
+    assert not hf_paged.is_enabled(model)
+    assert_same_tensor(model.generate(**inputs, max_new_tokens=3), expected)
+    assert all(torch.equal(p, w) for p, w in zip(layers.parameters(), weights, strict=True))
+
+
+def test_disable_gives_the_class_back_even_where_the_engine_fails(monkeypatch):
+    model = hf_paged.enable(tiny_model())
+    model.generate(**batch([20, 7]), max_new_tokens=3)
+
+    def broken(self):
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(hf_paged.engine.Engine, "shutdown", broken)
+    with pytest.raises(RuntimeError, match="no device"):
+        hf_paged.disable(model)
+    assert type(model) is Qwen3ForCausalLM
+    assert not hf_paged.is_enabled(model)
+
+
+# -- memory ------------------------------------------
+
+
+@pytest.fixture
+def no_cycle_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_deleting_the_model_frees_the_pool_without_a_cycle_collection(no_cycle_collector):
+    model = hf_paged.enable(tiny_model())
+    engine = hf_paged.get_engine(model)
+    model.generate(**batch([20, 7]), max_new_tokens=5)
+    list(engine.step())
+    gone = [weakref.ref(x) for x in (model, engine, engine._loop.pool.runner, engine._loop.pool.runner.cache)]
+    del model, engine
+    assert [ref() for ref in gone] == [None] * 4
+
+
+def test_disabling_frees_the_pool_without_a_cycle_collection(no_cycle_collector):
+    model = hf_paged.enable(tiny_model())
+    model.generate(**batch([20, 7]), max_new_tokens=5)
+    gone = weakref.ref(hf_paged.get_engine(model)._loop.pool.runner.cache)
+    hf_paged.disable(model)
+    assert gone() is None

@@ -16,7 +16,7 @@ from support import (
     tiny_model,
 )
 from torch import nn
-from transformers import Qwen3ForCausalLM
+from transformers import GenerationConfig, Qwen3ForCausalLM
 
 import hf_paged
 from hf_paged import FallbackWarning
@@ -217,3 +217,75 @@ def test_merging_an_adapter_changes_the_weights():
     wrapped.unmerge_adapter()
     assert_native_parity(model, **CACHE_INPUTS, max_new_tokens=8)
     assert hf_paged.get_engine(model).stats().prefix_cache_hits == 0
+
+
+# -- adapters switched under a request ------------------------------------------
+
+
+def _two_adapters():
+    wrapped = _lora(_lora(tiny_model(), "a", targets=("q_proj", "v_proj", "up_proj")), "b", seed=6)
+    wrapped.set_adapter("a")
+    hf_paged.enable(wrapped, strict=True)
+    return wrapped, wrapped.get_base_model()
+
+
+def _set_scale(wrapped, value):
+    for module in wrapped.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("a", value)
+
+
+SWITCHES = {
+    "other adapter": (lambda w: w.set_adapter("b"), lambda w: w.set_adapter("a")),
+    "disabled": (lambda w: w.base_model.disable_adapter_layers(), lambda w: w.base_model.enable_adapter_layers()),
+    "scale": (lambda w: _set_scale(w, 3.0), lambda w: _set_scale(w, 1.0)),
+    "merged": (lambda w: w.merge_adapter(), lambda w: w.unmerge_adapter()),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_an_adapter_switched_under_a_request_poisons_nothing(name, overlap, steps):
+    """Between arrival and computation (`steps` 0), or half-way through; then switched back."""
+    wrapped, model = _two_adapters()
+    if overlap:
+        hf_paged.enable(model, strict=True, overlap=True)
+    engine = hf_paged.get_engine(model)
+    inputs = batch([40])
+    prompt = inputs["input_ids"][0].tolist()
+    there, back = SWITCHES[name]
+    engine.add_request(prompt, GenerationConfig(max_new_tokens=40))
+    tokens = prompt + [t for _ in range(steps) for output in engine.step() for t in output.new_token_ids]
+    there(wrapped)
+    while engine.has_unfinished():
+        tokens += [t for output in engine.step() for t in output.new_token_ids]
+    full = {"input_ids": torch.tensor([tokens])}
+    assert len(tokens) == 80
+    assert_native_parity(model, **full, max_new_tokens=8)
+    back(wrapped)
+    assert_native_parity(model, **full, max_new_tokens=8)
+    assert_native_parity(model, **inputs, max_new_tokens=8)
+    there(wrapped)
+    assert_native_parity(model, **full, max_new_tokens=8)
+
+
+def test_an_adapter_added_to_a_model_that_was_used_and_removed_again():
+    model = hf_paged.enable(tiny_model(), strict=True)
+    inputs = batch([40, 7])
+    plain = assert_native_parity(model, **inputs, max_new_tokens=8)
+    wrapped = _lora(model, targets=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+    assert not torch.equal(assert_native_parity(model, **inputs, max_new_tokens=8), plain)
+    base = wrapped.unload()
+    assert base is model
+    assert_native_parity(model, plain, **inputs, max_new_tokens=8)
+
+
+def test_an_adapter_merged_for_good_into_a_model_that_was_used():
+    model = hf_paged.enable(tiny_model(), strict=True)
+    inputs = batch([40, 7])
+    plain = assert_native_parity(model, **inputs, max_new_tokens=8)
+    wrapped = _lora(model, targets=("q_proj", "gate_proj"))
+    merged = wrapped.merge_and_unload()
+    assert merged is model
+    assert not torch.equal(assert_native_parity(model, **inputs, max_new_tokens=8), plain)

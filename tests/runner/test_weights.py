@@ -307,10 +307,6 @@ def _epsilons(model):
             module.variance_epsilon = 2.0
 
 
-def _one_epsilon(model):
-    model.model.layers[0].self_attn.k_norm.variance_epsilon = 30.0
-
-
 def _scaling(model):
     for layer in model.model.layers:
         layer.self_attn.scaling *= 0.2
@@ -333,7 +329,7 @@ def _window(model):
 
 CONSTANTS = [
     pytest.param(change, id=change.__name__.strip("_"))
-    for change in (_epsilons, _one_epsilon, _scaling, _rope_scaling, _activations, _window)
+    for change in (_epsilons, _scaling, _rope_scaling, _activations, _window)
 ]
 
 

@@ -101,8 +101,8 @@ class ModelAdapter(ABC):
         """(name, module) of every module that the adapter calls as it stands, on packed tokens."""
 
     @abstractmethod
-    def replaced_functions(self) -> Iterator[Any]:
-        """Module-level functions of transformers that the adapter's own code stands for."""
+    def replaced_functions(self) -> Iterator[tuple[Any, Any]]:
+        """(as it is now, as it was at import) of transformers' functions that the adapter's own code stands for."""
 
     @abstractmethod
     def constants(self) -> tuple:

@@ -49,10 +49,10 @@ class MergedWeight:
         return all(_is_plain(linear) and linear.weight is weight for linear, weight in pairs)
 
     def release(self) -> None:
-        """Give every weight that still lies in here memory of its own."""
+        """Give every weight that still lies in here memory of its own, but one that somebody holds an alias of."""
         with torch.inference_mode(False), torch.no_grad():
             for weight, rows in zip(self._weights, self._slices, strict=True):
-                if weight.data_ptr() == rows.data_ptr():
+                if weight.data_ptr() == rows.data_ptr() and not _has_alias(weight):
                     weight.data = weight.data.clone()
 
 
@@ -60,8 +60,12 @@ def _is_plain(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and linear.bias is None
 
 
-def _storage_users(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def _has_alias(tensor: torch.Tensor) -> bool:
+    """Does anybody else (a state_dict, a `.data`, a numpy array) hold this tensor's storage?"""
+    users, alone = (
+        torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (tensor, torch.empty(1, device="cpu"))
+    )
+    return users > alone
 
 
 def _owns_memory(weight: torch.Tensor) -> bool:
@@ -73,6 +77,6 @@ def _owns_memory(weight: torch.Tensor) -> bool:
         and weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
         and weight.device.type != "meta"
         and not (weight.device.type == "cpu" and weight.is_shared())
-        and _storage_users(weight) == _storage_users(torch.empty(1, device="cpu"))
+        and not _has_alias(weight)
         and not weight.is_inference()
     )

@@ -27,6 +27,12 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SILU = (nn.SiLU, type(ACT2FN["silu"]))
 ELEMENTWISE = (*SILU, *(type(ACT2FN[name]) for name in ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")))
+# As they were when hf_paged was imported.
+REPLACED_FUNCTIONS = {
+    name: getattr(stock, name)
+    for name in ("apply_rotary_pos_emb", "rotate_half", "eager_attention_forward", "repeat_kv", "create_causal_mask",
+                 "create_sliding_window_causal_mask")
+}  # fmt: skip
 
 
 class Projections(NamedTuple):
@@ -67,7 +73,7 @@ class Qwen3Adapter(ModelAdapter):
         return length
 
     def prepare(self, max_model_len: int) -> None:
-        spec, layers = self.kv_spec(), self._layers()
+        spec = self.kv_spec()
         self._rope.update(self.model.model.rotary_emb, max_model_len, spec.dtype, spec.device)
         self._qkv, self._gate_up = self._collect(merge=True)
 
@@ -154,22 +160,23 @@ class Qwen3Adapter(ModelAdapter):
             for projection in MLP_PROJECTIONS:
                 yield f"model.layers.{i}.mlp.{projection}", getattr(layer.mlp, projection)
 
-    def replaced_functions(self) -> Iterator[Any]:
-        yield from (stock.apply_rotary_pos_emb, stock.rotate_half, stock.eager_attention_forward, stock.repeat_kv)
-        yield from (stock.create_causal_mask, stock.create_sliding_window_causal_mask)
+    def replaced_functions(self) -> Iterator[tuple[Any, Any]]:
+        return ((getattr(stock, name), original) for name, original in REPLACED_FUNCTIONS.items())
 
     def constants(self) -> tuple:
         decoder = self.model.model
         layers = [
             (a.scaling, a.sliding_window, a.head_dim, a.q_norm.variance_epsilon, a.k_norm.variance_epsilon,
              layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon,
-             repr(layer.mlp.act_fn))
+             type(layer.mlp.act_fn).__qualname__)
             for layer in self._layers() for a in (layer.self_attn,)
         ]  # fmt: skip
         return decoder.norm.variance_epsilon, decoder.rotary_emb.attention_scaling, tuple(layers)
 
     def constants_reason(self) -> str | None:
         config = self.model.config
+        if not len(self._layers()):
+            return "the model has no layers"
         if not getattr(config, "is_causal", True):
             return "config.is_causal is False"
         for i, layer in enumerate(self._layers()):
@@ -177,6 +184,8 @@ class Qwen3Adapter(ModelAdapter):
             window = config.sliding_window if config.layer_types[i] == "sliding_attention" else None
             if attention.sliding_window != window:
                 return f"layer {i} has sliding_window={attention.sliding_window}, its config {window}"
+            if attention.q_norm.variance_epsilon != attention.k_norm.variance_epsilon:
+                return f"layer {i}'s q_norm and k_norm have different epsilons"
             if not attention.is_causal or attention.layer_idx != i:
                 return f"layer {i}'s attention is not causal, or not layer {i}'s"
             if type(act) not in ELEMENTWISE or not is_own_code(type(act).forward):

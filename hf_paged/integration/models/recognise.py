@@ -48,9 +48,9 @@ def _class_reason(adapter: ModelAdapter) -> str | None:
             return f"{cls.__name__}.{name} is not transformers' own"
         if name != "forward" and name in model.__dict__:
             return f"{name} is replaced on the instance (prompt learning?)"
-    for function in adapter.replaced_functions():
-        if not is_own_code(function):
-            return f"{getattr(function, '__name__', function)} is patched"
+    for function, original in adapter.replaced_functions():
+        if function is not original or not is_own_code(function):
+            return f"{getattr(original, '__name__', original)} is patched"
     if "forward" in model.__dict__:
         return _wrapped_forward_reason(model)
     return None

@@ -517,19 +517,22 @@ def _own_end(self, this_peer_finished, *args, **kwargs):
 
 
 OWN_METHODS = {
-    "_sample": _own_sample, "_prefill": _own_prefill, "__call__": _own_call, "_get_stopping_criteria": _own_criteria,
-    "_get_logits_processor": _no_processors, "_has_unfinished_sequences": _own_end,
+    "_sample": (_own_sample, "_sample"), "_prefill": (_own_prefill, "_prefill"), "__call__": (_own_call, "__call__"),
+    "_get_stopping_criteria": (_own_criteria, "criteri|Criteri"),
+    "_get_logits_processor": (_no_processors, "processor"),
+    "_has_unfinished_sequences": (_own_end, "_has_unfinished_sequences"),
 }  # fmt: skip
 BARRED = {"eos_token_id": list(range(1, 256, 3)), "min_new_tokens": 6}
 
 
 @pytest.mark.parametrize("name", OWN_METHODS)
 def test_a_subclass_with_a_deciding_method_of_its_own(name):
-    cls = type("Mine", (Qwen3ForCausalLM,), {name: OWN_METHODS[name], "__module__": __name__})
+    method, reason = OWN_METHODS[name]
+    cls = type("Mine", (Qwen3ForCausalLM,), {name: method, "__module__": __name__})
     model, inputs = tiny_model(), batch([20, 20])
     plain = model.generate(**inputs, max_new_tokens=8, **BARRED)
     model.__class__ = cls
-    expected = assert_falls_back(model, name, **inputs, max_new_tokens=8, **BARRED)
+    expected = assert_falls_back(model, reason, **inputs, max_new_tokens=8, **BARRED)
     assert not torch.equal(expected, plain)
 
 
@@ -698,3 +701,11 @@ def test_a_configs_vocabulary_lowered_while_enabled():
     model = hf_paged.enable(tiny_model(), strict=True)
     model.config.vocab_size = 8
     assert_native_parity(model, **batch([20, 7]), max_new_tokens=6)
+
+
+def test_a_key_norm_with_an_epsilon_of_its_own_goes_to_stock():
+    """One kernel norms queries and keys with one epsilon."""
+    model = hf_paged.enable(tiny_model(), strict=True)
+    model.model.layers[0].self_attn.k_norm.variance_epsilon = 30.0
+    with pytest.raises(hf_paged.FallbackError, match="different epsilons"):
+        model.generate(**batch([20, 7]), max_new_tokens=4)

@@ -1,0 +1,67 @@
+"""Where the seconds of a workload go: before the first step, steps with prompts in them, decode steps by batch size.
+
+    python benchmarks/timeline.py [--workload nano] [--model 0.6B]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+
+import torch
+from throughput import configs
+from workloads import QWEN3_SHAPES, WORKLOADS, qwen3
+
+from hf_paged import PagedGenerator
+from hf_paged.loop import StepLoop
+from hf_paged.scheduler import Scheduler
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="nano")
+    parser.add_argument("--model", choices=sorted(QWEN3_SHAPES), default="0.6B")
+    args = parser.parse_args()
+    workload = WORKLOADS[args.workload]()
+    model = qwen3(args.model, torch.bfloat16, "cuda")
+    events: list[tuple[float, float, str]] = []  # start, end, what
+    own_step, own_schedule = StepLoop.step, Scheduler.schedule
+    last: list = [None]
+
+    def schedule(self: Scheduler) -> object:
+        last[0] = own_schedule(self)
+        return last[0]
+
+    def step(self: StepLoop) -> None:
+        start = time.perf_counter()
+        own_step(self)
+        plan = last[0]
+        kind = "no plan"
+        if plan is not None:
+            rows = len(plan.slots)
+            kind = "with prompts" if plan.num_decode_rows < rows else f"decode <= {max(1, -(-rows // 32) * 32):4}"
+        events.append((start, time.perf_counter(), kind))
+
+    StepLoop.step, Scheduler.schedule = step, schedule  # type: ignore[method-assign, assignment]
+    with PagedGenerator(model) as generator:
+        for _ in range(2):
+            generator.engine.reset_prefix_cache()
+            events.clear()
+            begin = time.perf_counter()
+            generator.generate(workload.prompts, configs(workload), use_tqdm=False)
+            torch.cuda.synchronize()
+            end = time.perf_counter()
+    total: dict[str, list[float]] = defaultdict(list)
+    for a, b, kind in events:
+        total[kind].append(b - a)
+    between = sum(b[0] - a[1] for a, b in zip(events, events[1:], strict=False))
+    print(f"{end - begin:.3f} s: {events[0][0] - begin:.3f} before the first step, {end - events[-1][1]:.3f} after the "
+          f"last, {between:.3f} between steps")
+    for kind, seconds in sorted(total.items()):
+        each = 1e3 * sum(seconds) / len(seconds)
+        print(f"{kind:16} {len(seconds):5} steps  {sum(seconds):7.3f} s  {each:7.3f} ms each")
+
+
+if __name__ == "__main__":
+    main()
