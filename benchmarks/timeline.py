@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
+from itertools import pairwise
 
 import torch
 from throughput import configs
@@ -33,9 +34,9 @@ def main() -> None:
         last[0] = own_schedule(self)
         return last[0]
 
-    def step(self: StepLoop) -> None:
+    def step(self: StepLoop, **options: bool) -> None:
         start = time.perf_counter()
-        own_step(self)
+        own_step(self, **options)
         plan = last[0]
         kind = "no plan"
         if plan is not None:
@@ -55,9 +56,9 @@ def main() -> None:
     total: dict[str, list[float]] = defaultdict(list)
     for a, b, kind in events:
         total[kind].append(b - a)
-    between = sum(b[0] - a[1] for a, b in zip(events, events[1:], strict=False))
-    print(f"{end - begin:.3f} s: {events[0][0] - begin:.3f} before the first step, {end - events[-1][1]:.3f} after the "
-          f"last, {between:.3f} between steps")
+    between = sum(b[0] - a[1] for a, b in pairwise(events))
+    before, after = events[0][0] - begin, end - events[-1][1]
+    print(f"{end - begin:.3f} s: {before:.3f} before the first step, {after:.3f} after the last, {between:.3f} between")
     for kind, seconds in sorted(total.items()):
         each = 1e3 * sum(seconds) / len(seconds)
         print(f"{kind:16} {len(seconds):5} steps  {sum(seconds):7.3f} s  {each:7.3f} ms each")

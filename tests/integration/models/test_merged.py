@@ -477,6 +477,18 @@ def test_afterwards_every_parameter_has_memory_of_its_own(give_back, tied):
 
 
 @pytest.mark.parametrize("give_back", [_disable, _release])
+def test_a_tensor_that_aliases_a_merged_parameter_still_does_when_the_memory_is_given_back(give_back):
+    model = used()
+    held = model.state_dict()["model.layers.0.self_attn.q_proj.weight"]
+    give_back(model)
+    held.mul_(-2.0)
+    assert torch.equal(q_proj(model).weight, held)
+    storages = [p.untyped_storage() for p in model.parameters()]  # each of its own size, as a checkpoint wants them
+    assert [s.nbytes() for s in storages] == [p.numel() * p.element_size() for p in model.parameters()]
+    assert len({s.data_ptr() for s in storages}) == len(storages)
+
+
+@pytest.mark.parametrize("give_back", [_disable, _release])
 def test_giving_back_leaves_parameters_alone_that_went_elsewhere(give_back):
     model = used()
     flat = _flat(model)

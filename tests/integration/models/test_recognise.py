@@ -623,6 +623,14 @@ def test_layers_in_another_order_than_their_cache_indices():
     assert_falls_back(model, "not layer 0", **batch([20, 20]), max_new_tokens=6)
 
 
+def test_query_and_key_norms_with_other_epsilons_than_each_other():
+    """The fused op takes one epsilon for both."""
+    model, inputs = tiny_model(), batch([20, 20])
+    plain = model.generate(**inputs, max_new_tokens=6)
+    model.model.layers[0].self_attn.k_norm.variance_epsilon = 30.0
+    assert not torch.equal(assert_falls_back(model, "epsilon", **inputs, max_new_tokens=6), plain)
+
+
 # -- modules that look at rows or at the sequence ------------------------------------------
 
 
@@ -701,11 +709,3 @@ def test_a_configs_vocabulary_lowered_while_enabled():
     model = hf_paged.enable(tiny_model(), strict=True)
     model.config.vocab_size = 8
     assert_native_parity(model, **batch([20, 7]), max_new_tokens=6)
-
-
-def test_a_key_norm_with_an_epsilon_of_its_own_goes_to_stock():
-    """One kernel norms queries and keys with one epsilon."""
-    model = hf_paged.enable(tiny_model(), strict=True)
-    model.model.layers[0].self_attn.k_norm.variance_epsilon = 30.0
-    with pytest.raises(hf_paged.FallbackError, match="different epsilons"):
-        model.generate(**batch([20, 7]), max_new_tokens=4)
