@@ -558,6 +558,27 @@ def _answers_with_swap(engine, tokenizer, prompts, column):
     return [tokenizer.decode(completions[i].token_ids, skip_special_tokens=True) for i in ids]
 
 
+# -- the caller's surroundings ------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("weights", "ambient"), [
+    (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16),
+])  # fmt: skip
+def test_steps_under_ambient_autocast_compute_in_the_weights_dtype(weights, ambient, overlap):
+    """A request may come in before its caller enters autocast; what it caches serves callers outside."""
+    model = hf_paged.enable(tiny_model().to(weights), strict=True, overlap=overlap)
+    engine = hf_paged.get_engine(model)
+    prompt = random_prompts([40])[0]
+    expected = greedy(model, prompt)
+    request_id = engine.add_request(prompt, GREEDY)
+    with torch.autocast("cpu", ambient):
+        tokens, _ = run(engine)
+    assert tokens[request_id] == expected
+    assert_native_parity(model, input_ids=torch.tensor([prompt]), max_new_tokens=12)
+    assert engine.stats().prefix_cache_hits > 0
+
+
 # -- names ------------------------------------------
 
 

@@ -19,8 +19,11 @@ from hf_paged.kernels.metadata import PagedMetadata
 MAX_SPLITS = 64
 # A split shorter than this costs more in its launch and its part of the joining pass than it gains.
 _MIN_SPLIT_POSITIONS = 64
-# Programs a multiprocessor should have to choose from, to keep enough loads in flight.
-_PROGRAMS_PER_SM = 16
+# Programs per multiprocessor up to which a row is split. Measured on an H200 (docs/performance.md): from some 48 rows
+# of 8 KV heads on, ragged batches read fastest unsplit.
+_PROGRAMS_PER_SM = 4
+# Shared memory a block needs for the deep configurations; smaller GPUs (sm_86, sm_89: 99 KiB) take the shallow ones.
+_DEEP_SHARED_MEMORY = 160 << 10
 
 
 class DecodeConfig(NamedTuple):
@@ -32,18 +35,33 @@ class DecodeConfig(NamedTuple):
 
 
 # By bytes of one head's key (padded): (many programs, few programs). Few need more loads in flight each.
-_CONFIGS = {
+_DEEP = {
     64: (DecodeConfig(64, 2, 2), DecodeConfig(64, 2, 4)),
     128: (DecodeConfig(32, 2, 2), DecodeConfig(64, 4, 4)),
-    256: (DecodeConfig(32, 2, 2), DecodeConfig(64, 4, 3)),
+    256: (DecodeConfig(64, 4, 3), DecodeConfig(64, 4, 4)),
     512: (DecodeConfig(16, 2, 2), DecodeConfig(32, 4, 3)),
     1024: (DecodeConfig(16, 4, 2), DecodeConfig(16, 4, 2)),
 }
+_SHALLOW = {
+    64: DecodeConfig(64, 2, 2),
+    128: DecodeConfig(32, 2, 2),
+    256: DecodeConfig(32, 2, 2),
+    512: DecodeConfig(16, 2, 2),
+    1024: DecodeConfig(16, 4, 2),
+}
 
 
-def decode_config(head_dim_pad: int, itemsize: int, num_splits: int) -> DecodeConfig:
-    """Tiles for a head size; a step that has to be split has few programs."""
-    return _CONFIGS[max(64, head_dim_pad * itemsize)][num_splits > 1]
+def decode_config(head_dim_pad: int, itemsize: int, num_splits: int, shared_memory: int) -> DecodeConfig:
+    """Tiles for a head size; a step that has to be split has few programs. `shared_memory`: bytes a block may have."""
+    size = max(64, head_dim_pad * itemsize)
+    return _DEEP[size][num_splits > 1] if shared_memory >= _DEEP_SHARED_MEMORY else _SHALLOW[size]
+
+
+@lru_cache(maxsize=64)
+def _shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _DEEP_SHARED_MEMORY
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
 @lru_cache(maxsize=64)
@@ -228,7 +246,7 @@ def paged_attention_decode(
         num_splits = choose_num_splits(num_rows, num_kv_heads, positions, _multiprocessors(q.device))
     group = num_heads // num_kv_heads
     head_dim_pad = max(16, triton.next_power_of_2(head_dim))
-    config = config or decode_config(head_dim_pad, q.element_size(), num_splits)
+    config = config or decode_config(head_dim_pad, q.element_size(), num_splits, _shared_memory(q.device))
     split = num_splits > 1
     parts = (num_rows, num_heads, num_splits) if split else (1,)
     acc = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels.sample_tokens import _mix as _mix
 from hf_paged.kernels.sample_tokens import exponential_noise
 
 

@@ -33,6 +33,7 @@ from transformers import (
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
     TemperatureLogitsWarper,
+    TopKLogitsWarper,
     TopPLogitsWarper,
     WatermarkingConfig,
 )
@@ -617,6 +618,32 @@ def test_a_warper_of_the_callers_own_is_not_taken_for_the_configs(warper):
         tiny_model(), "processor|caller", **batch([20, 13]), max_new_tokens=4, do_sample=True, top_k=0, top_p=0.001,
         logits_processor=LogitsProcessorList([warper]),
     )  # fmt: skip
+
+
+WARPERS = {
+    TopKLogitsWarper: {"top_k": 3}, TopPLogitsWarper: {"top_k": 0, "top_p": 0.001},
+    MinPLogitsWarper: {"top_k": 0, "min_p": 0.9},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WARPERS)
+@pytest.mark.parametrize("attribute", [("filter_value", -3.0), ("min_tokens_to_keep", 50)], ids=lambda a: a[0])
+def test_the_one_warper_of_its_kind_with_an_attribute_that_no_config_sets(kind, attribute, monkeypatch):
+    """Made where stock makes its own, so that the list of kinds is the config's."""
+
+    def made(*args, **kwargs):
+        return kind(*args, **(kwargs | dict([attribute])))
+
+    options = {"max_new_tokens": 12, "do_sample": True} | WARPERS[kind]
+    plain = _seeded_generate(tiny_model(), **batch([20, 13]), **options)
+    monkeypatch.setattr(transformers.generation.utils, kind.__name__, made)
+    expected = assert_falls_back(tiny_model(), f"a {kind.__name__} of the caller's own", **batch([20, 13]), **options)
+    assert not torch.equal(expected, plain)
+
+
+def _seeded_generate(model, **kwargs):
+    torch.manual_seed(0)
+    return model.generate(**kwargs)
 
 
 @pytest.mark.parametrize("lengths", [(32, 25), (25, 32)])

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 import hf_paged
 from hf_paged import FallbackWarning, UnsupportedModelError
+from hf_paged.runner.request_state import FIRST_TOKEN_CAPACITY
 
 
 def logits(model, seed=1):
@@ -406,15 +407,23 @@ def test_gradients_are_stocks_and_generate_leaves_them_alone():
         assert torch.equal(ours.grad, theirs.grad), name
 
 
-def test_generate_in_inference_mode_and_then_training():
-    """Nothing made under inference mode may be needed by autograd later."""
-    model = hf_paged.enable(tiny_model(), strict=True)
-    inputs = batch([20, 7])
+LONG = FIRST_TOKEN_CAPACITY + 50
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+@pytest.mark.parametrize(("lengths", "settings"), [([300] * 5, {}), ([LONG], {"num_blocks": 200}), ([LONG, LONG], {})],
+                         ids=["pool", "token history", "both"])  # fmt: skip
+def test_what_grows_in_inference_mode_is_used_and_trained_with_outside(lengths, settings, used_before):
+    """No tensor made under inference mode may be written, or needed by autograd, later."""
+    model = hf_paged.enable(tiny_model(max_position_embeddings=4096), strict=True, **settings)
+    loop, inputs = hf_paged.get_engine(model)._loop, batch([20, 7])
+    if used_before:
+        assert_native_parity(model, **inputs, max_new_tokens=4)
     with torch.inference_mode():
-        model.generate(**inputs, max_new_tokens=4)
+        model.generate(**batch(lengths), max_new_tokens=4)
+    assert (loop.pool.num_growths > 0) == (not settings)
+    assert (loop.pool.runner.state.tokens.shape[1] > FIRST_TOKEN_CAPACITY) == (LONG in lengths)
     assert_native_parity(model, **inputs, max_new_tokens=6)
-    with torch.inference_mode():
-        model.generate(**batch([60, 50]), max_new_tokens=30)
     model.train()
     _train(model, steps=1)
     assert_native_parity(model.eval(), **inputs, max_new_tokens=6)
@@ -442,8 +451,36 @@ def test_a_model_compiled_in_place():
     inputs = batch([20, 7])
     expected = model.generate(**inputs, max_new_tokens=6)
     model.compile(backend="eager")
-    hf_paged.enable(model)
-    assert_same_tensor(model.generate(**inputs, max_new_tokens=6), expected)
+    hf_paged.enable(model, strict=True)
+    assert_native_tokens(model, expected, inputs, max_new_tokens=6)
+
+
+def _compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def _compiled_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("change", [_compiled, _compiled_in_place, nn.parallel.DistributedDataParallel])
+def test_a_model_wrapped_after_it_was_used(change, process_group):
+    model = hf_paged.enable(tiny_model(), strict=True)
+    engine, inputs = hf_paged.get_engine(model), batch([40, 7])
+    expected = assert_native_parity(model, **inputs, max_new_tokens=6)
+    wrapped = change(model)
+    assert hf_paged.get_engine(wrapped) is engine
+    caller = getattr(wrapped, "module", wrapped)
+    assert_native_tokens(caller, expected, inputs, max_new_tokens=6)
+    ids = inputs["input_ids"]
+    wrapped(input_ids=ids, labels=ids).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    trained = stock_copy(model).generate(**inputs, max_new_tokens=6)
+    assert not torch.equal(trained, expected)
+    assert_native_tokens(caller, trained, inputs, max_new_tokens=6)
+    hf_paged.disable(wrapped)
+    assert type(model) is Qwen3ForCausalLM
 
 
 def test_a_model_in_ddp(process_group):

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+GUARD, POISON = 64, 77.0
 COMPILED = torch.cuda.is_available()
 # Whoever imports Triton first (transformers does) decides for the whole process.
 TOO_LATE = not COMPILED and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
@@ -26,3 +27,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("kernels are compiled in this process: the gpu tests cover them")
     if TOO_LATE:
         pytest.fail("triton was imported before TRITON_INTERPRET=1 was set: set it in tests/conftest.py", pytrace=False)
+
+
+@pytest.fixture
+def guarded_outputs(monkeypatch):
+    """What the kernels allocate starts poisoned, inside a buffer whose ends nobody may write."""
+    buffers = []
+
+    def empty(*size, **options):
+        size = torch.Size(size if isinstance(size[0], int) else size[0])
+        buffers.append(torch.full((size.numel() + 2 * GUARD,), POISON, **options))
+        return buffers[-1][GUARD : GUARD + size.numel()].view(size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        yield
+    for buffer in buffers:
+        assert (buffer[:GUARD] == POISON).all()
+        assert (buffer[-GUARD:] == POISON).all()

@@ -1,5 +1,6 @@
 """The Triton attention kernels, in the interpreter and compiled, against attention in float64."""
 
+import itertools
 import random
 
 import pytest
@@ -154,7 +155,8 @@ def test_configs_cover_every_head_size():
                 for new in (1, 9, 5000):
                     config = prefill_config(head_dim_pad, itemsize, group, new)
                     assert config.block_m >= max(16, group)
-            assert all(decode_config(head_dim_pad, itemsize, splits).block_n >= 16 for splits in (1, 8))
+            for splits, shared in itertools.product((1, 8), (99 << 10, 227 << 10)):
+                assert decode_config(head_dim_pad, itemsize, splits, shared).block_n >= 16
 
 
 def _bounded(case, out):

@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hf_paged.runner import sampler
+from hf_paged.kernels import sample_tokens as noise_module
 from hf_paged.runner.sampler import SamplingRows, derive_seed, exponential_noise, processed_scores, sample
 
 NEUTRAL = {
@@ -246,8 +246,9 @@ def test_noise_depends_on_nothing_but_seed_position_and_token():
 @pytest.mark.parametrize("bits", [0, 1, 0xFFFFFF7F, 0xFFFFFFFF])
 def test_extreme_bits_give_finite_positive_noise(monkeypatch, bits):
     """Rounded up to 1, a uniform number would make the noise infinite, and the only allowed token impossible."""
-    monkeypatch.setattr(sampler, "_mix", lambda x: torch.full_like(x, bits))
+    monkeypatch.setattr(noise_module, "_mix", lambda x: torch.full_like(x, bits))
     noise = exponential_noise(torch.tensor([1]), torch.tensor([1]), 4)
+    assert (noise == noise[0, 0]).all()
     assert noise.isfinite().all()
     assert (noise > 0).all()
     scores = torch.tensor([[0.0, 1.0, 9.0, 2.0]])

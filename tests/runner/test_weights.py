@@ -376,7 +376,8 @@ def test_constants_changed_under_a_request_and_put_back_poison_nothing(constant,
     engine = hf_paged.get_engine(model)
     attention = model.model.layers[0].self_attn
     owner, name, other = {
-        "scaling": (attention, "scaling", 0.01), "epsilon": (model.model.layers[0].input_layernorm, "variance_epsilon", 30.0),
+        "scaling": (attention, "scaling", 0.01),
+        "epsilon": (model.model.layers[0].input_layernorm, "variance_epsilon", 30.0),
         "rope": (model.model.rotary_emb, "attention_scaling", 0.5),
     }[constant]  # fmt: skip
     prompt = INPUTS["input_ids"][0].tolist()

@@ -61,10 +61,11 @@ def _wrapped_forward_reason(model: Any) -> str | None:
     contexts = _autocast_contexts(model.__dict__["forward"], type(model).forward)
     if contexts is None:
         return "forward is replaced on the instance by a wrapper that hf_paged does not know"
-    dtype = model.model.embed_tokens.weight.dtype
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     for context in contexts:
-        if context._enabled and context.fast_dtype != dtype:
-            return f"accelerate runs the forward in {context.fast_dtype} while the weights are {dtype}"
+        if context._enabled and dtypes != {context.fast_dtype}:
+            found = ", ".join(sorted(map(str, dtypes)))
+            return f"accelerate runs the forward in {context.fast_dtype} while the weights are {found}"
     return None
 
 
@@ -159,8 +160,11 @@ def _dtype_reason(adapter: ModelAdapter) -> str | None:
         if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dtype != spec.dtype:
             return f"mixed dtypes: {name} is {weight.dtype}, the embedding {spec.dtype}"
     device = spec.device.type
-    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != spec.dtype:
-        return f"autocast to {torch.get_autocast_dtype(device)} while the weights are {spec.dtype}"
+    if torch.is_autocast_enabled(device):
+        # Adapters too: autocast would round what an fp32 adapter on bf16 weights computes.
+        dtypes = {p.dtype for p in adapter.model.parameters() if p.is_floating_point()}
+        if dtypes != {torch.get_autocast_dtype(device)}:
+            return f"autocast to {torch.get_autocast_dtype(device)} while the weights are {sorted(map(str, dtypes))}"
     return None
 
 
