@@ -81,6 +81,7 @@ def graph_time(calls: list[Callable[[], object]], replays: int = 15) -> float:
     """Seconds per call: the calls in turn in one CUDA graph of at least 20, median over replays."""
     repeats = -(-20 // len(calls))
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which may still be writing the inputs
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()
