@@ -48,7 +48,8 @@ class Engine:
         adapter_class = find_adapter(model)
         if adapter_class is None:
             raise UnsupportedModelError(f"model={type(model).__name__}: expected a class that hf_paged supports")
-        spec = adapter_class(model).kv_spec()
+        self._adapter = adapter_class(model)
+        spec = self._adapter.kv_spec()
         if config.kv_cache_dtype not in ("auto", str(spec.dtype).removeprefix("torch.")):
             raise ValueError(f"kv_cache_dtype={config.kv_cache_dtype!r}: expected 'auto' or the model's, {spec.dtype}")
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -56,7 +57,6 @@ class Engine:
             raise ValueError("attention_backend='triton': expected 'auto' or 'torch' for a model on a CPU")
         self.config = config
         self.tokenizer = tokenizer
-        self._adapter = adapter_class(model)
         self._loop = StepLoop(self._adapter, config, tokenizer, owns_device=owns_device)
         self._lock = threading.RLock()
         self._public = Session(self, stream=True)
@@ -118,7 +118,7 @@ class Engine:
     @contextmanager
     def session(self, *, stream: bool = False, text: bool = True) -> Iterator[Session]:
         """A session of one's own; leaving the block ends what is still running in it, whatever happened."""
-        session = Session(self, stream=stream, text=text, cache_key=self._adapter.state_key())
+        session = Session(self, stream=stream, text=text)
         try:
             yield session
         finally:
@@ -251,7 +251,6 @@ class Engine:
                 request_id = f"request-{next(self._ids)}"
             if request_id in self._loop.requests:
                 raise ValueError(f"request_id={request_id!r}: expected an id that is not in use")
-            key = self._adapter.state_key() if session.cache_key is None else session.cache_key
             eos = tuple(t for t in settings.eos_token_ids if 0 <= t < self._adapter.vocab_size)  # others never come
             parameters = SlotParameters(
                 settings.do_sample, settings.temperature, settings.top_k, settings.top_p, settings.min_p, seed,
@@ -259,8 +258,8 @@ class Engine:
                 min(len(prompt) + settings.max_new_tokens, self._loop.pool.max_model_len),
             )  # fmt: skip
             sequence = Sequence(request_id, prompt, max_new_tokens=settings.max_new_tokens,
-                                eos_token_ids=eos, priority=priority, cache_key=key)  # fmt: skip
-            request = Request(sequence, settings, parameters, session)
+                                eos_token_ids=eos, priority=priority)  # fmt: skip
+            request = Request(sequence, parameters, session)
             if session.stream and session.text and self.tokenizer is not None:
                 request.text = TextStream(self.tokenizer)
             self._loop.add(request)

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
@@ -198,11 +198,12 @@ def _disable(model: weakref.ref, engine: Engine) -> None:
         patching.disable(causal_lm)
 
 
-class _Request:
+class _Request(NamedTuple):
     """A checked prompt with its settings and its seed."""
 
-    def __init__(self, prompt: list[int], settings: RequestSettings, seed: int) -> None:
-        self.prompt, self.settings, self.seed = prompt, settings, seed
+    prompt: list[int]
+    settings: RequestSettings
+    seed: int
 
 
 def _has_tokenizer(path_or_id: str | os.PathLike) -> bool:

@@ -75,7 +75,7 @@ class StepLoop:
                     self._prepare()
                 plan = scheduler.schedule()
                 launched = self._launch(plan) if plan is not None else None
-                if launched is None or not self._overlaps():
+                if launched is None or not self._overlaps(device):
                     self._commit_in_flight()
                     self._in_flight = launched
                     self._commit_in_flight()
@@ -177,10 +177,13 @@ class StepLoop:
         if not arrivals:
             return
         manager, caching = scheduler.kv_cache_manager, self._config.enable_prefix_caching
+        key = self._adapter.state_key()
+        for request in arrivals:
+            request.sequence.cache_key = key
         if scheduler.num_running or self._in_flight is not None:
             would_hit = any(manager.get_computed_blocks(request.sequence)[0] for request in arrivals)
             assert self.pool.runner is not None
-            changed = not self.pool.runner.is_current() or self._adapter.state_key() != self._state_key
+            changed = key != self._state_key or not self.pool.runner.is_current()
             if not changed and not (caching and self._guard.changed(full=would_hit)):
                 return
             self._recompute_all(scheduler)
@@ -264,10 +267,8 @@ class StepLoop:
             self._commit_in_flight()
             self.dirty = False
 
-    def _overlaps(self) -> bool:
-        if self._config.overlap is None:
-            return self._adapter.kv_spec().device.type == "cuda"
-        return self._config.overlap
+    def _overlaps(self, device: torch.device) -> bool:
+        return device.type == "cuda" if self._config.overlap is None else self._config.overlap
 
 
 @contextmanager

@@ -45,7 +45,8 @@ class EngineStats:
 
     ``prefix_cache_queries`` and ``prefix_cache_hits`` count tokens; ``num_prefill_tokens`` the prompt tokens computed,
     ``kv_cache_bytes`` the memory of the KV pool, ``num_pool_growths`` how often it was enlarged;
-    graphs are dropped when memory that they point to moved.
+    graphs, counted
+    over the present pool, are dropped when memory that they point to moved.
     """
 
     num_running: int

@@ -22,7 +22,6 @@ class Request:
     """One request of a session; `sequence` is replaced by a fresh one when the engine recovers from an interrupt."""
 
     sequence: Sequence
-    settings: RequestSettings
     parameters: SlotParameters
     session: Session
     text: TextStream | None = None
@@ -47,16 +46,12 @@ class Request:
 
 
 class Session:
-    """With ``stream`` every token is delivered as it comes, otherwise only completions; ``text``: decoded, too.
+    """With ``stream`` every token is delivered as it comes, otherwise only completions; ``text``: decoded, too."""
 
-    ``cache_key`` separates prefixes computed with other adapters; None: asked of the model at every `add`.
-    """
-
-    def __init__(self, engine: Engine, *, stream: bool, text: bool = True, cache_key: bytes | None = None) -> None:
+    def __init__(self, engine: Engine, *, stream: bool, text: bool = True) -> None:
         self._engine_ref = weakref.ref(engine)  # the engine keeps a session of its own: no cycle
         self.stream = stream
         self.text = text
-        self.cache_key = cache_key
         self.outbox: deque[StepOutput] = deque()
         self.open: dict[str, Request] = {}
 

@@ -65,9 +65,10 @@ class DecodeGraphs:
 
     def check(self) -> None:
         """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""
-        if not self.is_current():
+        signature = self._signature()
+        if signature != self._model_signature:
             self._drop()
-        self._model_signature = self._signature()
+        self._model_signature = signature
         self._held = [p.data for p in self._adapter.model.parameters()]
 
     def is_current(self) -> bool:
@@ -89,7 +90,7 @@ class DecodeGraphs:
         captured = self._captured.get((size, plain))
         if captured is None:
             captured = self._captured[size, plain] = self._capture(size, plain)
-        rows = np.zeros((2, size), dtype=np.int64)
+        rows = np.empty((2, size), dtype=np.int64)
         rows[0], rows[1] = self._state.padding_slot, -1
         rows[0, :count], rows[1, :count] = slots, positions
         captured.rows.copy_(upload(rows, self._cache.spec.device))

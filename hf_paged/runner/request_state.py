@@ -42,7 +42,7 @@ class RequestState:
         self.max_model_len = max_model_len
         self.num_slots = self.padding_slot = num_slots
         self.block_size = block_size
-        self.version = 0  # counts moves of the memory
+        self.version = 0  # counts moves of the memory that graphs read
         lines = num_slots + 1
         max_blocks = -(-max_model_len // block_size)
         self.tokens = torch.zeros(lines, min(FIRST_TOKEN_CAPACITY, max_model_len), dtype=torch.int32, device=device)
@@ -72,7 +72,6 @@ class RequestState:
         widest = max(len(p.eos_token_ids) for p in parameters)
         if widest > self._eos.shape[1]:
             self._eos = torch.nn.functional.pad(self._eos, (0, widest - self._eos.shape[1]), value=-1)
-            self.version += 1
         eos = np.full((len(slots), self._eos.shape[1]), -1, dtype=np.int64)
         for row, p in enumerate(parameters):
             eos[row, : len(p.eos_token_ids)] = p.eos_token_ids

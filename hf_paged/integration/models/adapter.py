@@ -11,7 +11,7 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
-from hf_paged.integration.models.tuners import adapter_state, tuner_layers
+from hf_paged.integration.models.tuners import adapter_state
 
 
 class KVSpec(NamedTuple):
@@ -119,7 +119,7 @@ class ModelAdapter(ABC):
 
     def state_key(self) -> bytes:
         """Digest of what a forward depends on besides parameters and buffers: constants and active adapters."""
-        return xxhash.xxh3_128_digest(repr((self.constants(), adapter_state(tuner_layers(self.model)))).encode())
+        return xxhash.xxh3_128_digest(repr((self.constants(), adapter_state(self.model))).encode())
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Upper estimate of what one step allocates: hidden states, the MLP's inputs, fp32 logits and their copies."""
