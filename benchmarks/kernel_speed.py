@@ -23,9 +23,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import triton
 
-from hf_paged.kernels.metadata import PagedMetadata
+from hf_paged.kernels.decode_work import most_items, num_multiprocessors, plan_items, planned_work
+from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
 from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.paged_attention_decode import DecodeConfig, paged_attention_decode
 from hf_paged.kernels.paged_attention_prefill import PrefillConfig, paged_attention_prefill
@@ -73,6 +76,7 @@ def make_inputs(rows: int, length: int, heads: int, new: int) -> Inputs:
         slot_mapping=torch.full((rows * new,), -1, device="cuda"),
         max_query_len=new,
         max_seq_len=length,
+        work=planned_work(np.full(rows, length), np.arange(rows), KV_HEADS, table.device) if new == 1 else None,
     )
     return Inputs(torch.randn(rows * new, heads, HEAD_DIM, **kwargs), caches, meta)
 
@@ -174,16 +178,28 @@ def checksum_rows(copy: float) -> Iterable[dict[str, Any]]:
     }  # fmt: skip
 
 
+def _work(rows: int, length: int, programs: int) -> DecodeWork:
+    """A plan for that many programs a multiprocessor."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    lengths, slots, multiprocessors = np.full(rows, length), np.arange(rows), num_multiprocessors(device)
+    count = most_items(rows, KV_HEADS, multiprocessors, programs)
+    items = torch.from_numpy(plan_items(lengths, slots, count, KV_HEADS, multiprocessors, programs))
+    return DecodeWork(items.to(device), torch.zeros(rows * KV_HEADS, dtype=torch.int32, device=device))
+
+
 def sweep_rows() -> Iterable[dict[str, Any]]:
     """The three best settings of each attention row."""
     tried: list[tuple[float, str]]
     for rows, length, heads, *_ in DECODE:
         inputs, tried = make_inputs(rows, length, heads, 1), []
-        configs = [DecodeConfig(*c) for c in itertools.product((32, 64), (2, 4), (2, 3, 4))]
-        splits = [s for s in (1, 2, 3, 4, 6, 8, 16, 32, 64) if rows * s <= 1024 and length // s >= 64]
-        for config, num_splits in itertools.product(configs, splits):
-            seconds = attention_time(paged_attention_decode, inputs, config=config, num_splits=num_splits)
-            tried.append((seconds, f"{tuple(config)} splits {num_splits}"))
+        configs = [DecodeConfig(*c) for c in itertools.product((32, 64, 128), (2, 4), (2, 3, 4))]
+        for config, programs in itertools.product(configs, (1, 2, 4, 8, 16)):
+            meta = inputs.meta._replace(work=_work(rows, length, programs))
+            try:
+                seconds = attention_time(paged_attention_decode, inputs._replace(meta=meta), config=config)
+            except triton.runtime.errors.OutOfResources:
+                continue
+            tried.append((seconds, f"{tuple(config)} programs {programs}"))
         for seconds, setting in sorted(tried)[:3]:
             rate = 2 * 2 * rows * length * KV_HEADS * HEAD_DIM / seconds / 1e12
             yield {"row": f"decode {rows} x {length}, {heads}", "us": seconds * 1e6, "TB/s": rate, "setting": setting}

@@ -1,8 +1,9 @@
-"""Decode attention on the ragged batches of the nano workload: TB/s by tile shape and number of splits.
+"""Decode attention on the ragged lengths that nano really has, by plan and tile shape.
 
-    python benchmarks/ragged_decode.py [--heads 16] [--batches 16 32 48 64 96 128 192 256]
+    python benchmarks/ragged_decode.py [--heads 16] [--batches 8 32 64 128 192 256]
 
-A row of the table is the workload's moment when that many requests still run. Times come from CUDA-graph replays.
+For each batch size the lengths are those of the moment when that many of the workload's sequences are left. Prints the
+rate of the committed choice, the best ones, and the best of each number of programs a multiprocessor.
 """
 
 from __future__ import annotations
@@ -11,21 +12,22 @@ import argparse
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from kernel_speed import graph_time
+from kernel_speed import BLOCK_SIZE, HEAD_DIM, KV_HEADS, graph_time
 from workloads import nano
 
-from hf_paged.kernels.metadata import PagedMetadata
+from hf_paged.kernels.decode_work import MIN_PIECE, most_items, num_multiprocessors, plan_items, planned_work
+from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
 from hf_paged.kernels.paged_attention_decode import DecodeConfig, paged_attention_decode
 
-KV_HEADS, HEAD_DIM, BLOCK = 8, 128, 16
-CONFIGS = (DecodeConfig(32, 2, 2), DecodeConfig(32, 2, 3), DecodeConfig(64, 2, 3), DecodeConfig(64, 4, 3),
-           DecodeConfig(64, 4, 4))  # fmt: skip
-SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+CONFIGS = (DecodeConfig(32, 2, 2), DecodeConfig(32, 2, 3), DecodeConfig(32, 2, 4), DecodeConfig(64, 2, 3),
+           DecodeConfig(64, 4, 3), DecodeConfig(64, 4, 4), DecodeConfig(128, 4, 2))  # fmt: skip
+PROGRAMS = (1, 2, 3, 4, 6, 8, 12)
 
 
 def lengths_when(count: int) -> list[int]:
-    """Lengths of the nano workload's sequences when `count` of them are left."""
+    """Lengths of the workload's sequences when `count` of them are left."""
     workload = nano()
     step = sorted(workload.output_lengths, reverse=True)[count - 1] - 1
     prompts = zip(workload.prompts, workload.output_lengths, strict=True)
@@ -35,36 +37,48 @@ def lengths_when(count: int) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--batches", type=int, nargs="*", default=[8, 16, 32, 48, 64, 96, 128, 160, 192, 256])
+    parser.add_argument("--batches", type=int, nargs="*", default=[4, 16, 32, 64, 128, 256])
     args = parser.parse_args()
+    device = torch.device("cuda", torch.cuda.current_device())
     for batch in args.batches:
-        lengths = torch.tensor(lengths_when(batch), dtype=torch.int32)
+        lengths = np.array(lengths_when(batch))
         rows = len(lengths)
-        blocks = [-(-int(n) // BLOCK) for n in lengths]
+        blocks = -(-lengths // BLOCK_SIZE)
         table = torch.zeros(rows, 2560, dtype=torch.int32)
-        order = torch.randperm(sum(blocks)) + 1
-        for row, end in enumerate(torch.tensor(blocks).cumsum(0).tolist()):
-            table[row, : blocks[row]] = order[end - blocks[row] : end]
+        order = torch.randperm(int(blocks.sum())) + 1
+        for row, end in enumerate(blocks.cumsum().tolist()):
+            table[row, : blocks[row]] = order[end - int(blocks[row]) : end]
         # Several layers' caches in turn, so that none stays in the L2.
-        caches = [torch.randn(2, sum(blocks) + 1, BLOCK, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-                  for _ in range(4)]  # fmt: skip
-        query = torch.randn(rows, args.heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-        meta = PagedMetadata(torch.arange(rows + 1, dtype=torch.int32, device="cuda"), lengths.cuda(), table.cuda(),
-                             torch.arange(rows, dtype=torch.int32, device="cuda"),
-                             torch.zeros(rows, dtype=torch.int64, device="cuda"), 1, 40960)  # fmt: skip
+        caches = [torch.randn(2, int(blocks.sum()) + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device,
+                              dtype=torch.bfloat16) for _ in range(max(4, 128 // batch))]  # fmt: skip
+        query = torch.randn(rows, args.heads, HEAD_DIM, device=device, dtype=torch.bfloat16)
+        slots = np.arange(rows)
+        plain = PagedMetadata(torch.arange(rows + 1, dtype=torch.int32, device=device),
+                              torch.from_numpy(lengths).int().to(device), table.to(device),
+                              torch.arange(rows, dtype=torch.int32, device=device),
+                              torch.zeros(rows, dtype=torch.int64, device=device), 1, 40960)  # fmt: skip
         nbytes = int(lengths.sum()) * KV_HEADS * HEAD_DIM * 2 * 2
 
-        run = partial(paged_attention_decode, meta=meta, scale=HEAD_DIM**-0.5)
+        def rate(work: DecodeWork, calls: list = caches, q: torch.Tensor = query, size: int = nbytes,
+                 meta: PagedMetadata = plain, **options: Any) -> float:  # fmt: skip
+            run = partial(paged_attention_decode, meta=meta._replace(work=work), scale=HEAD_DIM**-0.5)
+            return size / graph_time([partial(run, q, k, v, **options) for k, v in calls], 5) / 1e12
 
-        def rate(calls: list = caches, run: partial = run, q: torch.Tensor = query, size: int = nbytes,
-                 **options: Any) -> float:  # fmt: skip
-            return size / graph_time([partial(run, q, k, v, **options) for k, v in calls], 7) / 1e12
-
-        found = sorted(((rate(config=c, num_splits=s), s, tuple(c)) for c in CONFIGS for s in SPLITS), reverse=True)
-        best = ", ".join(f"{r:.2f} ({s} splits, {c})" for r, s, c in found[:3])
-        by_splits = " ".join(f"{s}:{max(r for r, t, _ in found if t == s):.2f}" for s in SPLITS)
-        mean = int(lengths.sum()) // rows
-        print(f"{rows:4} rows, mean {mean}: default {rate():.2f} TB/s; {best}; {by_splits}", flush=True)
+        found = []
+        multiprocessors = num_multiprocessors(device)
+        for programs in PROGRAMS:
+            count = most_items(rows, KV_HEADS, multiprocessors, programs)
+            items = plan_items(lengths, slots, count, KV_HEADS, multiprocessors, programs, MIN_PIECE)
+            work = DecodeWork(torch.from_numpy(items).to(device),
+                              torch.zeros(rows * KV_HEADS, dtype=torch.int32, device=device))  # fmt: skip
+            found += [(rate(work, config=config), programs, tuple(config)) for config in CONFIGS]
+        found.sort(reverse=True)
+        best = ", ".join(f"{r:.2f} ({p}, {c})" for r, p, c in found[:4])
+        by_programs = " ".join(f"{p}:{max(r for r, q, _ in found if p == q):.2f}" for p in PROGRAMS)
+        by_config = " ".join(f"{tuple(c)}:{max(r for r, _, d in found if tuple(c) == d):.2f}" for c in CONFIGS)
+        chosen = rate(planned_work(lengths, slots, KV_HEADS, device))
+        print(f"{rows:4} rows, mean {int(lengths.mean())}: chosen {chosen:.2f} TB/s; {best}", flush=True)
+        print(f"     {by_programs}; {by_config}", flush=True)
 
 
 if __name__ == "__main__":

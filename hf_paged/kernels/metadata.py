@@ -6,6 +6,16 @@ from typing import NamedTuple
 
 import torch
 
+# row, piece, number of pieces of the row, visible tokens of the row, slot of the row
+ITEM_FIELDS = 5
+
+
+class DecodeWork(NamedTuple):
+    """The pieces of a step's rows: a program of the decode kernel computes one of them for one KV head."""
+
+    items: torch.Tensor  # [N, ITEM_FIELDS] int32; row -1: nothing to do; the pieces of a row follow each other
+    arrivals: torch.Tensor  # [at least R * Hkv] int32, all 0: counts finished pieces, and is 0 again afterwards
+
 
 class PagedMetadata(NamedTuple):
     """One step's layout, on the device of the KV pool. R rows (sequences) bring T new tokens, packed row after row.
@@ -22,3 +32,4 @@ class PagedMetadata(NamedTuple):
     slot_mapping: torch.Tensor  # [T] int64, block_id * block_size + offset of each new token; -1: do not write it
     max_query_len: int
     max_seq_len: int
+    work: DecodeWork | None = None  # for rows of one new token: who computes what; None: every row is cut alike

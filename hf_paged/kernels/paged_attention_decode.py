@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False
-"""Paged attention for rows of one new token: split-KV (flash-decoding), then a pass that joins the splits.
+"""Paged attention for rows of one new token: split-KV (flash-decoding) over planned pieces of work, in one launch.
 
-Source of the method: Dao et al., "Flash-Decoding for long-context inference" (2023). The grid depends only on what the
-host knows, so that one CUDA graph serves every step; how a row is cut follows its length on the device.
+Source of the method: Dao et al., "Flash-Decoding for long-context inference" (2023). The program that finishes a row's
+last piece joins them all (as stream-K's fix-up does, Osama et al. 2023, arXiv 2301.03598).
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ import torch
 
 from hf_paged.kernels._attention_tile import LOG2_E, attend_tile
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
-from hf_paged.kernels.metadata import PagedMetadata
+from hf_paged.kernels.decode_work import MAX_PIECES, MIN_PIECE, even_pieces, even_work, num_multiprocessors
+from hf_paged.kernels.metadata import ITEM_FIELDS, PagedMetadata
 
-MAX_SPLITS = 64
-# A split shorter than this costs more in its launch and its part of the joining pass than it gains.
-_MIN_SPLIT_POSITIONS = 64
-# Programs per multiprocessor up to which a row is split. Measured on an H200 (docs/performance.md): from some 48 rows
-# of 8 KV heads on, ragged batches read fastest unsplit.
-_PROGRAMS_PER_SM = 4
 # Shared memory a block needs for the deep configurations; smaller GPUs (sm_86, sm_89: 99 KiB) take the shallow ones.
 _DEEP_SHARED_MEMORY = 160 << 10
+# Up to that many rows times KV heads a multiprocessor, a step counts as few programs.
+FEW_PROGRAMS_PER_SM = 2
 
 
 class DecodeConfig(NamedTuple):
@@ -51,10 +48,10 @@ _SHALLOW = {
 }
 
 
-def decode_config(head_dim_pad: int, itemsize: int, num_splits: int, shared_memory: int) -> DecodeConfig:
-    """Tiles for a head size; a step that has to be split has few programs. `shared_memory`: bytes a block may have."""
+def decode_config(head_dim_pad: int, itemsize: int, few: bool, shared_memory: int) -> DecodeConfig:
+    """Tiles for a head size, for a step of `few` programs or many. `shared_memory`: bytes a block may have."""
     size = max(64, head_dim_pad * itemsize)
-    return _DEEP[size][num_splits > 1] if shared_memory >= _DEEP_SHARED_MEMORY else _SHALLOW[size]
+    return _DEEP[size][few] if shared_memory >= _DEEP_SHARED_MEMORY else _SHALLOW[size]
 
 
 @lru_cache(maxsize=64)
@@ -64,27 +61,7 @@ def _shared_memory(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
-@lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def choose_num_splits(num_rows: int, num_kv_heads: int, max_positions: int, multiprocessors: int) -> int:
-    """Splits per row so that rows * heads * splits fill the device, at most one per 64 positions of the longest row."""
-    wanted = round(_PROGRAMS_PER_SM * multiprocessors / max(1, num_rows * num_kv_heads))
-    return max(1, min(wanted, -(-max_positions // _MIN_SPLIT_POSITIONS), MAX_SPLITS))
-
-
-@jit()
-def _split_of_row(begin, end, num_splits, BLOCK_N: tl.constexpr, MIN_POSITIONS: tl.constexpr):
-    """(first tile, tiles per split, splits in use) of a row that reads positions ``begin .. end - 1``."""
-    first_tile = begin // BLOCK_N
-    num_tiles = tl.cdiv(end, BLOCK_N) - first_tile
-    tiles = tl.maximum(tl.cdiv(num_tiles, num_splits), (MIN_POSITIONS + BLOCK_N - 1) // BLOCK_N)
-    return first_tile, tiles, tl.cdiv(num_tiles, tiles)
-
-
-@jit(varying_ints=("num_splits",), varying_pointers=("seq_lens", "slots"))
+@jit(varying_pointers=("items",))
 def _decode_kernel(
     q,
     k_cache,
@@ -92,44 +69,48 @@ def _decode_kernel(
     out,
     partial_acc,
     partial_sums,
-    seq_lens,
+    items,
+    arrivals,
     block_table,
-    slots,
-    num_splits,
     q_stride_t,
     q_stride_h,
     table_stride,
     window,
     scale_log2,
     softcap_log2,
-    SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MIN_POSITIONS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    ITEM_FIELDS: tl.constexpr,
+    ALL_PIECES: tl.constexpr,
+    TILE_PIECES: tl.constexpr,
 ):
     head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    end = tl.load(seq_lens + row)
+    item = tl.program_id(1).to(tl.int64)
+    record = items + item * ITEM_FIELDS
+    row = tl.load(record).to(tl.int64)
+    if row < 0:
+        return
+    piece = tl.load(record + 1)
+    pieces = tl.load(record + 2)
+    end = tl.load(record + 3)
+    slot = tl.load(record + 4).to(tl.int64)
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(end - window, 0)
-    if SPLIT:
-        split = tl.program_id(2)
-        first_tile, tiles, used = _split_of_row(begin, end, num_splits, BLOCK_N, MIN_POSITIONS)
-        if split >= used:
-            return
-        loop_begin = (first_tile + split * tiles) * BLOCK_N
-        loop_end = tl.minimum(loop_begin + tiles * BLOCK_N, end)
-    else:
-        loop_begin = begin // BLOCK_N * BLOCK_N
-        loop_end = end
+    first_tile = begin // BLOCK_N
+    num_tiles = tl.cdiv(end, BLOCK_N) - first_tile
+    tiles = tl.maximum(tl.cdiv(num_tiles, pieces), MIN_TILES)
+    loop_begin = (first_tile + piece * tiles) * BLOCK_N
+    loop_end = tl.minimum(loop_begin + tiles * BLOCK_N, end)
 
     # The group's heads are the rows of one tile, padded to what tl.dot takes.
     m = tl.arange(0, BLOCK_M)
@@ -138,7 +119,7 @@ def _decode_kernel(
     live = (m < GROUP)[:, None] & (lane < HEAD_DIM)[None, :]
     q_tile = tl.load(q + row * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :], mask=live, other=0.0)
 
-    table_row = block_table + tl.load(slots + row).to(tl.int64) * table_stride
+    table_row = block_table + slot * table_stride
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PAD], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -151,65 +132,81 @@ def _decode_kernel(
             scale_log2, softcap_log2, True, HAS_SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE,
         )  # fmt: skip
 
-    if SPLIT:
-        part = (row * (KV_HEADS * GROUP) + query_head) * num_splits + split
-        tl.store(partial_acc + part[:, None] * HEAD_DIM + lane[None, :], acc, mask=live)
-        tl.store(partial_sums + part * 2, top, mask=m < GROUP)
-        tl.store(partial_sums + part * 2 + 1, total, mask=m < GROUP)
-    else:
+    if pieces == 1:
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         offset = (row * (KV_HEADS * GROUP) + query_head)[:, None] * HEAD_DIM + lane[None, :]
         tl.store(out + offset, result.to(out.dtype.element_ty), mask=live)
+    else:
+        if loop_begin < loop_end:
+            part = item * (KV_HEADS * GROUP) + query_head
+            tl.store(partial_acc + part[:, None] * HEAD_DIM + lane[None, :], acc, mask=live)
+            tl.store(partial_sums + part * 2, top, mask=m < GROUP)
+            tl.store(partial_sums + part * 2 + 1, total, mask=m < GROUP)
+        # Every thread's parts are written before the arrival is counted, and seen by whoever counts the last.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + row * KV_HEADS + head, 1, sem="acq_rel")
+        if arrived == pieces - 1:
+            used = tl.cdiv(num_tiles, tiles)
+            _join_pieces(
+                out, partial_acc, partial_sums, row, item - piece, used, head, GROUP, GROUP_PAD, KV_HEADS, HEAD_DIM,
+                HEAD_DIM_PAD, ALL_PIECES, TILE_PIECES,
+            )  # fmt: skip
+            tl.store(arrivals + row * KV_HEADS + head, 0)
 
 
-@jit(varying_ints=("num_splits",), varying_pointers=("seq_lens",))
-def _combine_kernel(
+@jit()
+def _join_pieces(
     out,
     partial_acc,
     partial_sums,
-    seq_lens,
-    num_splits,
-    window,
-    HAS_WINDOW: tl.constexpr,
-    HEADS: tl.constexpr,
+    row,
+    first_item,
+    used,
+    head,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MIN_POSITIONS: tl.constexpr,
-    ALL_SPLITS: tl.constexpr,
-    TILE_SPLITS: tl.constexpr,
+    ALL_PIECES: tl.constexpr,
+    TILE_PIECES: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    end = tl.load(seq_lens + row)
-    begin = 0
-    if HAS_WINDOW:
-        begin = tl.maximum(end - window, 0)
-    _, _, used = _split_of_row(begin, end, num_splits, BLOCK_N, MIN_POSITIONS)
-
-    part = (row * HEADS + head) * num_splits
-    split = tl.arange(0, ALL_SPLITS)
-    # A row of length 0 uses no split: every weight is 0 and so is the result.
-    tops = tl.load(partial_sums + (part + split) * 2, mask=split < used, other=float("-inf"))
-    top = tl.max(tops, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    totals = tl.load(partial_sums + (part + split) * 2 + 1, mask=split < used, other=0.0)
-    total = tl.sum(totals * tl.exp2(tops - top), 0)
-
+    """Always in the order of the pieces, whoever came last: the result depends on the plan alone."""
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    group = tl.arange(0, GROUP_PAD)
     lane = tl.arange(0, HEAD_DIM_PAD)
-    acc = tl.zeros([HEAD_DIM_PAD], tl.float32)
-    for start in range(0, used, TILE_SPLITS):
-        split_tile = start + tl.arange(0, TILE_SPLITS)
-        inside = split_tile < used
-        weight = tl.exp2(tl.load(partial_sums + (part + split_tile) * 2, mask=inside, other=float("-inf")) - top)
+    query_head = head * GROUP + group
+    first_part = first_item * HEADS + query_head
+
+    piece = tl.arange(0, ALL_PIECES)
+    part = first_part[None, :] + piece[:, None] * HEADS
+    inside = (piece < used)[:, None] & (group < GROUP)[None, :]
+    # Written by other multiprocessors: .cg reads past this one's own cache.
+    tops = tl.load(partial_sums + part * 2, mask=inside, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(tops, 0)
+    # A row of length 0 uses no piece: every weight is 0 and so is the result.
+    top = tl.where(top == float("-inf"), 0.0, top)
+    totals = tl.load(partial_sums + part * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
+    total = tl.sum(totals * tl.exp2(tops - top[None, :]), 0)
+
+    acc = tl.zeros([GROUP_PAD, HEAD_DIM_PAD], tl.float32)
+    for start in range(0, used, TILE_PIECES):
+        piece_tile = start + tl.arange(0, TILE_PIECES)
+        part = first_part[None, :] + piece_tile[:, None] * HEADS
+        inside = (piece_tile < used)[:, None] & (group < GROUP)[None, :]
+        tops = tl.load(partial_sums + part * 2, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        weight = tl.exp2(tops - top[None, :])
         parts = tl.load(
-            partial_acc + (part + split_tile)[:, None] * HEAD_DIM + lane[None, :],
-            mask=inside[:, None] & (lane < HEAD_DIM)[None, :],
+            partial_acc + part[:, :, None] * HEAD_DIM + lane[None, None, :],
+            mask=inside[:, :, None] & (lane < HEAD_DIM)[None, None, :],
             other=0.0,
+            cache_modifier=".cg",
         )
-        acc += tl.sum(parts * weight[:, None], 0)
-    result = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + (row * HEADS + head) * HEAD_DIM + lane, result.to(out.dtype.element_ty), mask=lane < HEAD_DIM)
+        acc += tl.sum(parts * weight[:, :, None], 0)
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    offset = (row * HEADS + query_head)[:, None] * HEAD_DIM + lane[None, :]
+    live = (group < GROUP)[:, None] & (lane < HEAD_DIM)[None, :]
+    tl.store(out + offset, result.to(out.dtype.element_ty), mask=live)
 
 
 def paged_attention_decode(
@@ -222,18 +219,16 @@ def paged_attention_decode(
     sliding_window: int | None = None,
     softcap: float | None = None,
     out: torch.Tensor | None = None,
-    num_splits: int | None = None,
     config: DecodeConfig | None = None,
 ) -> torch.Tensor:
     """:func:`~hf_paged.kernels.paged_attention.paged_attention` where every row has exactly one new token.
 
-    fp16, bf16 or fp32; head_dim up to 256. One Triton launch, two where rows are split. ``meta.max_seq_len`` only
-    bounds the number of splits: a graph captured with a large bound stays right and fast for short rows.
+    fp16, bf16 or fp32; head_dim up to 256. One Triton launch over ``meta.work``; without a plan every row is cut alike.
+    The grid depends on the number of items alone: a CUDA graph serves every plan that has as many.
 
     Args:
         out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
-        num_splits: at most 64; None: by the number of rows and heads and the device's size.
-        config: tile shape; None: by head size and number of splits.
+        config: tile shape; None: by head size and number of programs.
     """
     require_triton()
     num_rows, num_heads, head_dim = q.shape
@@ -241,63 +236,49 @@ def paged_attention_decode(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if num_rows == 0:
         return out
-    if num_splits is None:
-        positions = meta.max_seq_len if sliding_window is None else min(meta.max_seq_len, sliding_window)
-        num_splits = choose_num_splits(num_rows, num_kv_heads, positions, _multiprocessors(q.device))
+    multiprocessors = num_multiprocessors(q.device)
+    work = meta.work or even_work(meta, num_kv_heads, even_pieces(num_rows, num_kv_heads, multiprocessors))
+    num_items = len(work.items)
     group = num_heads // num_kv_heads
+    group_pad = triton.next_power_of_2(group)
     head_dim_pad = max(16, triton.next_power_of_2(head_dim))
-    config = config or decode_config(head_dim_pad, q.element_size(), num_splits, _shared_memory(q.device))
-    split = num_splits > 1
-    parts = (num_rows, num_heads, num_splits) if split else (1,)
-    acc = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
-    sums = torch.empty((*parts, 2), dtype=torch.float32, device=q.device)
+    few = num_rows * num_kv_heads <= FEW_PROGRAMS_PER_SM * multiprocessors
+    config = config or decode_config(head_dim_pad, q.element_size(), few, _shared_memory(q.device))
+    acc = torch.empty(num_items, num_heads, head_dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(num_items, num_heads, 2, dtype=torch.float32, device=q.device)
     with on_device_of(q):
-        _decode_kernel[(num_kv_heads, num_rows, num_splits)](
+        _decode_kernel[(num_kv_heads, num_items)](
             q,
             k_cache,
             v_cache,
             out,
             acc,
             sums,
-            meta.seq_lens,
+            work.items,
+            work.arrivals,
             meta.block_table,
-            meta.slots,
-            num_splits,
             q.stride(0),
             q.stride(1),
             meta.block_table.stride(0),
             sliding_window or 0,
             scale * LOG2_E,
             (softcap or 0.0) * LOG2_E,
-            SPLIT=split,
             HAS_WINDOW=sliding_window is not None,
             HAS_SOFTCAP=softcap is not None,
             GROUP=group,
+            GROUP_PAD=group_pad,
             KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
             HEAD_DIM_PAD=head_dim_pad,
             BLOCK_SIZE=block_size,
-            BLOCK_M=max(16, triton.next_power_of_2(group)),
+            BLOCK_M=max(16, group_pad),
             BLOCK_N=config.block_n,
-            MIN_POSITIONS=_MIN_SPLIT_POSITIONS,
+            MIN_TILES=-(-MIN_PIECE // config.block_n),
+            ITEM_FIELDS=ITEM_FIELDS,
+            ALL_PIECES=MAX_PIECES,
+            # At most 32 elements a thread of four warps.
+            TILE_PIECES=max(1, 4096 // (group_pad * head_dim_pad)),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        if split:
-            _combine_kernel[(num_heads, num_rows)](
-                out,
-                acc,
-                sums,
-                meta.seq_lens,
-                num_splits,
-                sliding_window or 0,
-                HAS_WINDOW=sliding_window is not None,
-                HEADS=num_heads,
-                HEAD_DIM=head_dim,
-                HEAD_DIM_PAD=head_dim_pad,
-                BLOCK_N=config.block_n,
-                MIN_POSITIONS=_MIN_SPLIT_POSITIONS,
-                ALL_SPLITS=MAX_SPLITS,
-                TILE_SPLITS=16,
-            )
     return out

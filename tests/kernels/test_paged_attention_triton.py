@@ -7,18 +7,18 @@ import pytest
 import torch
 from paged_cases import expected, make_case, random_rows, run_poisoned, sdpa, worst_error
 
+from hf_paged.kernels.decode_work import even_work
 from hf_paged.kernels.paged_attention import paged_attention, paged_attention_triton
-from hf_paged.kernels.paged_attention_decode import (
-    MAX_SPLITS,
-    DecodeConfig,
-    choose_num_splits,
-    decode_config,
-    paged_attention_decode,
-)
+from hf_paged.kernels.paged_attention_decode import DecodeConfig, decode_config, paged_attention_decode
 from hf_paged.kernels.paged_attention_prefill import PrefillConfig, paged_attention_prefill, prefill_config
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3}
 HEAD_DIMS = [32, 64, 80, 96, 128, 256]
+
+
+def cut(case, pieces):
+    """The case with every row cut into that many pieces."""
+    return case._replace(meta=case.meta._replace(work=even_work(case.meta, case.k_cache.shape[2], pieces)))
 
 
 @pytest.mark.interpreted
@@ -61,24 +61,24 @@ def test_decode_random(seed):
         dtype=dtype,
     )
     config = DecodeConfig(r.choice([16, 32, 64]), 4, 1)
-    out = run_poisoned(paged_attention_decode, case, config=config, num_splits=r.choice([1, 2, 3, 4, 7, 33]))
+    out = run_poisoned(paged_attention_decode, cut(case, r.choice([1, 2, 3, 4, 7, 33])), config=config)
     assert worst_error(out, expected(case)) < TOLERANCE[dtype]
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
+@pytest.mark.parametrize("pieces", [1, 2, 3, 64])
 @pytest.mark.parametrize("window", [None, 64, 65])
-def test_decode_at_split_boundaries(num_splits, window):
+def test_decode_at_split_boundaries(pieces, window):
     """Lengths around multiples of the smallest split (64), where a position could be read twice or not at all."""
     case = make_case([(1, n) for n in (63, 64, 65, 128, 129, 193)], seed=11, heads=2, kv_heads=1, window=window)
-    out = run_poisoned(paged_attention_decode, case, num_splits=num_splits)
+    out = run_poisoned(paged_attention_decode, cut(case, pieces))
     assert worst_error(out, expected(case)) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.interpreted
 def test_decode_joins_many_splits():
     case = make_case([(1, 1500), (1, 1100)], seed=12, heads=2, kv_heads=1, block_size=256)
-    out = run_poisoned(paged_attention_decode, case, num_splits=23)
+    out = run_poisoned(paged_attention_decode, cut(case, 23))
     assert worst_error(out, expected(case)) < TOLERANCE[torch.float32]
 
 
@@ -93,10 +93,10 @@ def test_padding_of_the_head_dim_reads_nothing(head_dim, seed):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("num_splits", [1, 5])
-def test_decode_rows_without_tokens_give_zeros(num_splits):
+@pytest.mark.parametrize("pieces", [1, 5])
+def test_decode_rows_without_tokens_give_zeros(pieces):
     case = make_case([(1, 0), (1, 100), (1, 0)], seed=1)
-    out = run_poisoned(paged_attention_decode, case, num_splits=num_splits)
+    out = run_poisoned(paged_attention_decode, cut(case, pieces))
     assert worst_error(out, expected(case)) < TOLERANCE[torch.float32]
     assert not out[0].any()
 
@@ -138,16 +138,6 @@ def test_scores_far_apart_do_not_overflow():
     assert worst_error(run_poisoned(paged_attention_prefill, case), expected(case)) < 1e-4
 
 
-def test_number_of_splits():
-    for rows in (1, 7, 64, 256, 1024):
-        for heads in (1, 8):
-            for positions in (1, 64, 65, 4096, 131072):
-                splits = choose_num_splits(rows, heads, positions, 132)
-                assert 1 <= splits <= min(MAX_SPLITS, -(-positions // 64))
-    assert choose_num_splits(256, 8, 1024, 132) == 1
-    assert choose_num_splits(1, 8, 32768, 132) == MAX_SPLITS
-
-
 def test_configs_cover_every_head_size():
     for head_dim_pad in (16, 32, 64, 128, 256):
         for itemsize in (2, 4):
@@ -155,8 +145,8 @@ def test_configs_cover_every_head_size():
                 for new in (1, 9, 5000):
                     config = prefill_config(head_dim_pad, itemsize, group, new)
                     assert config.block_m >= max(16, group)
-            for splits, shared in itertools.product((1, 8), (99 << 10, 227 << 10)):
-                assert decode_config(head_dim_pad, itemsize, splits, shared).block_n >= 16
+            for few, shared in itertools.product((False, True), (99 << 10, 227 << 10)):
+                assert decode_config(head_dim_pad, itemsize, few, shared).block_n >= 16
 
 
 def _bounded(case, out):
@@ -207,7 +197,7 @@ def test_gpu_random(kind, head_dim, dtype):
         if kind == "prefill":
             out = run_poisoned(paged_attention_prefill, case)
         else:
-            out = run_poisoned(paged_attention_decode, case, num_splits=1 if kind == "decode" else 7)
+            out = run_poisoned(paged_attention_decode, cut(case, 1 if kind == "decode" else 7))
         _bounded(case, out)
 
 
@@ -248,7 +238,7 @@ def test_gpu_no_new_compilation_from_step_to_step():
     from hf_paged.kernels import paged_attention_prefill as prefill
 
     def compiled():
-        kernels = (prefill._prefill_kernel, decode._decode_kernel, decode._combine_kernel)
+        kernels = (prefill._prefill_kernel, decode._decode_kernel)
         return sum(len(c[0]) for k in kernels for c in k.device_caches.values())
 
     sizes = []
