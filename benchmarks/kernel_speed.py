@@ -27,10 +27,10 @@ import numpy as np
 import torch
 import triton
 
-from hf_paged.kernels.decode_work import most_items, num_multiprocessors, plan_items, planned_work
+from hf_paged.kernels.decode_work import plan_items
 from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
 from hf_paged.kernels.paged_attention import paged_attention
-from hf_paged.kernels.paged_attention_decode import DecodeConfig, paged_attention_decode
+from hf_paged.kernels.paged_attention_decode import DecodeConfig, config_of, paged_attention_decode, places_of
 from hf_paged.kernels.paged_attention_prefill import PrefillConfig, paged_attention_prefill
 from hf_paged.kernels.weights_checksum import ChecksumPlan, weights_checksum
 
@@ -68,6 +68,7 @@ def make_inputs(rows: int, length: int, heads: int, new: int) -> Inputs:
     kwargs: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     caches = [(torch.randn(shape, **kwargs), torch.randn(shape, **kwargs)) for _ in range(min(count, 200))]
     table = (torch.randperm(rows * per_row, device="cuda") + 1).int().view(rows, per_row)
+    config = config_of(rows, KV_HEADS, HEAD_DIM, torch.bfloat16, table.device)
     meta = PagedMetadata(
         query_start=(torch.arange(rows + 1, device="cuda") * new).int(),
         seq_lens=torch.full((rows,), length, dtype=torch.int32, device="cuda"),
@@ -76,9 +77,17 @@ def make_inputs(rows: int, length: int, heads: int, new: int) -> Inputs:
         slot_mapping=torch.full((rows * new,), -1, device="cuda"),
         max_query_len=new,
         max_seq_len=length,
-        work=planned_work(np.full(rows, length), np.arange(rows), KV_HEADS, table.device) if new == 1 else None,
+        work=decode_work(rows, length, config) if new == 1 else None,
     )
     return Inputs(torch.randn(rows * new, heads, HEAD_DIM, **kwargs), caches, meta)
+
+
+def decode_work(rows: int, length: int, config: DecodeConfig) -> DecodeWork:
+    """The plan of a step, as the runner makes it."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    items = plan_items(np.full(rows, length), np.arange(rows), places_of(config, KV_HEADS, device))
+    arrivals = torch.zeros(rows * KV_HEADS, dtype=torch.int32, device=device)
+    return DecodeWork(torch.from_numpy(items).to(device), arrivals)
 
 
 def graph_time(calls: list[Callable[[], object]], replays: int = 15) -> float:
@@ -178,28 +187,21 @@ def checksum_rows(copy: float) -> Iterable[dict[str, Any]]:
     }  # fmt: skip
 
 
-def _work(rows: int, length: int, programs: int) -> DecodeWork:
-    """A plan for that many programs a multiprocessor."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    lengths, slots, multiprocessors = np.full(rows, length), np.arange(rows), num_multiprocessors(device)
-    count = most_items(rows, KV_HEADS, multiprocessors, programs)
-    items = torch.from_numpy(plan_items(lengths, slots, count, KV_HEADS, multiprocessors, programs))
-    return DecodeWork(items.to(device), torch.zeros(rows * KV_HEADS, dtype=torch.int32, device=device))
-
-
 def sweep_rows() -> Iterable[dict[str, Any]]:
     """The three best settings of each attention row."""
     tried: list[tuple[float, str]]
     for rows, length, heads, *_ in DECODE:
         inputs, tried = make_inputs(rows, length, heads, 1), []
-        configs = [DecodeConfig(*c) for c in itertools.product((32, 64, 128), (2, 4), (2, 3, 4))]
-        for config, programs in itertools.product(configs, (1, 2, 4, 8, 16)):
-            meta = inputs.meta._replace(work=_work(rows, length, programs))
+        shapes = ((32, 2, 2), (32, 2, 3), (32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 3))
+        configs = [DecodeConfig(*shape, 0) for shape in shapes]
+        for config, programs in itertools.product(configs, (1, 2, 3, 4, 6)):
+            work = decode_work(rows, length, config._replace(programs_per_sm=programs))
+            meta = inputs.meta._replace(work=work)
             try:
                 seconds = attention_time(paged_attention_decode, inputs._replace(meta=meta), config=config)
             except triton.runtime.errors.OutOfResources:
                 continue
-            tried.append((seconds, f"{tuple(config)} programs {programs}"))
+            tried.append((seconds, f"{config[:3]} programs {programs}"))
         for seconds, setting in sorted(tried)[:3]:
             rate = 2 * 2 * rows * length * KV_HEADS * HEAD_DIM / seconds / 1e12
             yield {"row": f"decode {rows} x {length}, {heads}", "us": seconds * 1e6, "TB/s": rate, "setting": setting}

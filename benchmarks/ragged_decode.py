@@ -9,6 +9,7 @@ rate of the committed choice, the best ones, and the best of each number of prog
 from __future__ import annotations
 
 import argparse
+import itertools
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,12 @@ import torch
 from kernel_speed import BLOCK_SIZE, HEAD_DIM, KV_HEADS, graph_time
 from workloads import nano
 
-from hf_paged.kernels.decode_work import MIN_PIECE, most_items, num_multiprocessors, plan_items, planned_work
+from hf_paged.kernels.decode_work import plan_items
 from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
-from hf_paged.kernels.paged_attention_decode import DecodeConfig, paged_attention_decode
+from hf_paged.kernels.paged_attention_decode import DecodeConfig, config_of, paged_attention_decode, places_of
 
-CONFIGS = (DecodeConfig(32, 2, 2), DecodeConfig(32, 2, 3), DecodeConfig(32, 2, 4), DecodeConfig(64, 2, 3),
-           DecodeConfig(64, 4, 3), DecodeConfig(64, 4, 4), DecodeConfig(128, 4, 2))  # fmt: skip
-PROGRAMS = (1, 2, 3, 4, 6, 8, 12)
+CONFIGS = tuple(DecodeConfig(*c) for c in ((32, 2, 3, 5), (64, 4, 2, 4), (64, 4, 3, 3), (64, 4, 4, 2)))
+PROGRAMS = (1, 2, 3, 4, 6, 8)
 
 
 def lengths_when(count: int) -> list[int]:
@@ -52,7 +52,6 @@ def main() -> None:
         caches = [torch.randn(2, int(blocks.sum()) + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device,
                               dtype=torch.bfloat16) for _ in range(max(4, 128 // batch))]  # fmt: skip
         query = torch.randn(rows, args.heads, HEAD_DIM, device=device, dtype=torch.bfloat16)
-        slots = np.arange(rows)
         plain = PagedMetadata(torch.arange(rows + 1, dtype=torch.int32, device=device),
                               torch.from_numpy(lengths).int().to(device), table.to(device),
                               torch.arange(rows, dtype=torch.int32, device=device),
@@ -64,19 +63,20 @@ def main() -> None:
             run = partial(paged_attention_decode, meta=meta._replace(work=work), scale=HEAD_DIM**-0.5)
             return size / graph_time([partial(run, q, k, v, **options) for k, v in calls], 5) / 1e12
 
+        def work(config: DecodeConfig, lengths: np.ndarray = lengths) -> DecodeWork:
+            items = plan_items(lengths, np.arange(len(lengths)), places_of(config, KV_HEADS, device))
+            arrivals = torch.zeros(len(lengths) * KV_HEADS, dtype=torch.int32, device=device)
+            return DecodeWork(torch.from_numpy(items).to(device), arrivals)
+
         found = []
-        multiprocessors = num_multiprocessors(device)
-        for programs in PROGRAMS:
-            count = most_items(rows, KV_HEADS, multiprocessors, programs)
-            items = plan_items(lengths, slots, count, KV_HEADS, multiprocessors, programs, MIN_PIECE)
-            work = DecodeWork(torch.from_numpy(items).to(device),
-                              torch.zeros(rows * KV_HEADS, dtype=torch.int32, device=device))  # fmt: skip
-            found += [(rate(work, config=config), programs, tuple(config)) for config in CONFIGS]
+        for config, programs in itertools.product(CONFIGS, PROGRAMS):
+            planned = work(config._replace(programs_per_sm=programs))
+            found.append((rate(planned, config=config), programs, tuple(config[:3])))
         found.sort(reverse=True)
         best = ", ".join(f"{r:.2f} ({p}, {c})" for r, p, c in found[:4])
         by_programs = " ".join(f"{p}:{max(r for r, q, _ in found if p == q):.2f}" for p in PROGRAMS)
-        by_config = " ".join(f"{tuple(c)}:{max(r for r, _, d in found if tuple(c) == d):.2f}" for c in CONFIGS)
-        chosen = rate(planned_work(lengths, slots, KV_HEADS, device))
+        by_config = " ".join(f"{c[:3]}:{max(r for r, _, d in found if c[:3] == d):.2f}" for c in CONFIGS)
+        chosen = rate(work(config_of(rows, KV_HEADS, HEAD_DIM, torch.bfloat16, device)))
         print(f"{rows:4} rows, mean {int(lengths.mean())}: chosen {chosen:.2f} TB/s; {best}", flush=True)
         print(f"     {by_programs}; {by_config}", flush=True)
 

@@ -12,6 +12,12 @@ LOG2_E = 1.4426950408889634
 
 
 @jit()
+def blocks_of(table_row, position, begin, end, BLOCK_SIZE: tl.constexpr):
+    """Block ids of the positions, 0 outside ``begin .. end - 1``."""
+    return tl.load(table_row + position // BLOCK_SIZE, mask=(position >= begin) & (position < end), other=0)
+
+
+@jit()
 def attend_tile(
     q,  # [M, D_PAD]
     acc,  # [M, D_PAD] fp32, sum of weights times values so far
@@ -19,7 +25,7 @@ def attend_tile(
     total,  # [M] fp32, sum of weights so far
     k_cache,
     v_cache,
-    table_row,
+    block,  # [N] int32: the positions' blocks
     head,
     position,  # [N] int32
     readable,  # [N] bool: positions that may be read
@@ -35,12 +41,9 @@ def attend_tile(
 ):
     """Returns (acc, top, total) after this tile; ``MASKED`` False skips both masks."""
     lane = tl.arange(0, HEAD_DIM_PAD)
-    if MASKED:
-        block = tl.load(table_row + position // BLOCK_SIZE, mask=readable, other=0).to(tl.int64)
-    else:
-        block = tl.load(table_row + position // BLOCK_SIZE).to(tl.int64)
-    # block is int64: a cache may hold more than 2**31 elements.
-    offset = ((block * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS + head)[:, None] * HEAD_DIM + lane[None, :]
+    # In int64: a cache may hold more than 2**31 elements.
+    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    offset = (slot * KV_HEADS + head)[:, None] * HEAD_DIM + lane[None, :]
     if MASKED:
         # Unread slots may hold NaN, and a weight of zero would not silence it: they are loaded as zero.
         inside = readable[:, None] & (lane < HEAD_DIM)[None, :]

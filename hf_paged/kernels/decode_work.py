@@ -17,8 +17,6 @@ from hf_paged.kernels.metadata import ITEM_FIELDS, DecodeWork, PagedMetadata
 MAX_PIECES = 64
 # A shorter piece costs more in its start and its part of the joining than it gains.
 MIN_PIECE = 64
-# Pieces are as long as the step's positions divided over this many programs a multiprocessor.
-PROGRAMS_PER_SM = 4
 
 
 @lru_cache(maxsize=64)
@@ -27,27 +25,44 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def most_items(num_rows: int, num_kv_heads: int, multiprocessors: int, programs_per_sm: float = PROGRAMS_PER_SM) -> int:
-    """Upper bound of the items that `plan_items` makes of `num_rows` rows, whatever their lengths."""
-    return num_rows + int(programs_per_sm * multiprocessors / num_kv_heads) + 1
+def piece_length(lengths: np.ndarray, places: int) -> int:
+    """Length to cut rows of ``lengths`` [R] to, for `places` pieces that run at the same time.
+
+    Few rows become at most `places` pieces, as short as that allows; of many rows, only those longer than a place's
+    share of the whole are cut.
+    """
+    lengths = np.maximum(lengths, 1)  # an empty row takes a place, too
+    share = max(MIN_PIECE, -(-int(lengths.sum()) // places))
+    if len(lengths) > places:
+        return share
+    low, high = share, max(share, int(lengths.max()))
+    while low < high:
+        middle = (low + high) // 2
+        if int((-(-lengths // middle)).sum()) <= places:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
-def plan_items(seq_lens: np.ndarray, slots: np.ndarray, num_items: int, num_kv_heads: int, multiprocessors: int,
-               programs_per_sm: float = PROGRAMS_PER_SM, min_piece: int = MIN_PIECE) -> np.ndarray:  # fmt: skip
-    """Cut R rows into pieces of about equal length and order them by length; int32 [num_items, 5].
+def num_items(num_rows: int, places: int) -> int:
+    """Length of the plan of `num_rows` rows, whatever their lengths."""
+    return places if num_rows <= places else num_rows + places
+
+
+def plan_items(seq_lens: np.ndarray, slots: np.ndarray, places: int) -> np.ndarray:
+    """Cut R rows into pieces of about equal length, longest first; int32 [num_items, ITEM_FIELDS], unused rows -1.
 
     Args:
         seq_lens, slots: [R] integers, visible tokens and slot of each row.
-        num_items: lines of the result, at least `most_items`; unused ones have row -1.
+        places: pieces of one KV head that run at the same time.
     """
     lengths = seq_lens.astype(np.int64)
-    programs = programs_per_sm * multiprocessors / num_kv_heads
-    piece = max(min_piece, int(lengths.sum() / programs) + 1)
-    pieces = np.clip(-(-lengths // piece), 1, MAX_PIECES)
+    pieces = np.clip(-(-lengths // piece_length(lengths, places)), 1, MAX_PIECES)
     order = np.argsort(lengths // -pieces, kind="stable")
     counts = pieces[order]
     row = np.repeat(order, counts)
-    items = np.full((num_items, ITEM_FIELDS), -1, dtype=np.int32)
+    items = np.full((num_items(len(lengths), places), ITEM_FIELDS), -1, dtype=np.int32)
     used = items[: len(row)]
     used[:, 0] = row
     used[:, 1] = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -55,23 +70,6 @@ def plan_items(seq_lens: np.ndarray, slots: np.ndarray, num_items: int, num_kv_h
     used[:, 3] = lengths[row]
     used[:, 4] = slots[row]
     return items
-
-
-def planned_work(seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, device: torch.device) -> DecodeWork:
-    """The plan of one step on `device`, with counters of its own."""
-    multiprocessors = num_multiprocessors(device)
-    num_items = most_items(len(seq_lens), num_kv_heads, multiprocessors)
-    items = torch.from_numpy(plan_items(seq_lens, slots, num_items, num_kv_heads, multiprocessors))
-    if device.type == "cuda":
-        items = items.pin_memory()
-    arrivals = torch.zeros(len(seq_lens) * num_kv_heads, dtype=torch.int32, device=device)
-    return DecodeWork(items.to(device, non_blocking=True), arrivals)
-
-
-def even_pieces(num_rows: int, num_kv_heads: int, multiprocessors: int) -> int:
-    """Pieces per row, where nothing is known of the lengths, so that rows * heads * pieces fill the device."""
-    wanted = round(PROGRAMS_PER_SM * multiprocessors / max(1, num_rows * num_kv_heads))
-    return max(1, min(wanted, MAX_PIECES))
 
 
 def even_work(meta: PagedMetadata, num_kv_heads: int, pieces: int) -> DecodeWork:

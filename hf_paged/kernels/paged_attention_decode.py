@@ -12,46 +12,71 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._attention_tile import LOG2_E, attend_tile
+from hf_paged.kernels._attention_tile import LOG2_E, attend_tile, blocks_of
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
-from hf_paged.kernels.decode_work import MAX_PIECES, MIN_PIECE, even_pieces, even_work, num_multiprocessors
+from hf_paged.kernels.decode_work import MAX_PIECES, MIN_PIECE, even_work, num_multiprocessors
 from hf_paged.kernels.metadata import ITEM_FIELDS, PagedMetadata
 
 # Shared memory a block needs for the deep configurations; smaller GPUs (sm_86, sm_89: 99 KiB) take the shallow ones.
 _DEEP_SHARED_MEMORY = 160 << 10
-# Up to that many rows times KV heads a multiprocessor, a step counts as few programs.
-FEW_PROGRAMS_PER_SM = 2
+# Rows times KV heads a multiprocessor up to which a step counts as tiny, as small, as middling.
+_LIMITS = (0.3, 3, 12)
 
 
 class DecodeConfig(NamedTuple):
-    """Positions per tile and launch options."""
+    """Positions per tile, launch options, and how many such programs a multiprocessor holds."""
 
     block_n: int
     num_warps: int
     num_stages: int
+    programs_per_sm: int
 
 
-# By bytes of one head's key (padded): (many programs, few programs). Few need more loads in flight each.
+# By bytes of one head's key (padded): for tiny, small, middling and large steps. Measured on an H200 for 256 bytes
+# (docs/performance.md): the others keep the same bytes in flight.
 _DEEP = {
-    64: (DecodeConfig(64, 2, 2), DecodeConfig(64, 2, 4)),
-    128: (DecodeConfig(32, 2, 2), DecodeConfig(64, 4, 4)),
-    256: (DecodeConfig(64, 4, 3), DecodeConfig(64, 4, 4)),
-    512: (DecodeConfig(16, 2, 2), DecodeConfig(32, 4, 3)),
-    1024: (DecodeConfig(16, 4, 2), DecodeConfig(16, 4, 2)),
+    64: (DecodeConfig(64, 2, 3, 2), DecodeConfig(64, 2, 3, 4), DecodeConfig(64, 2, 3, 5), DecodeConfig(64, 2, 3, 5)),
+    128: (DecodeConfig(64, 2, 3, 2), DecodeConfig(64, 2, 3, 4), DecodeConfig(64, 2, 3, 5), DecodeConfig(64, 2, 3, 5)),
+    256: (DecodeConfig(32, 2, 3, 2), DecodeConfig(32, 2, 3, 4), DecodeConfig(64, 4, 2, 4), DecodeConfig(32, 2, 3, 5)),
+    512: (DecodeConfig(16, 2, 3, 2), DecodeConfig(16, 2, 3, 4), DecodeConfig(32, 4, 2, 4), DecodeConfig(16, 2, 3, 5)),
+    1024: (DecodeConfig(16, 4, 2, 4),) * 4,
 }
 _SHALLOW = {
-    64: DecodeConfig(64, 2, 2),
-    128: DecodeConfig(32, 2, 2),
-    256: DecodeConfig(32, 2, 2),
-    512: DecodeConfig(16, 2, 2),
-    1024: DecodeConfig(16, 4, 2),
+    64: DecodeConfig(64, 2, 2, 8),
+    128: DecodeConfig(32, 2, 2, 6),
+    256: DecodeConfig(32, 2, 2, 4),
+    512: DecodeConfig(16, 2, 2, 4),
+    1024: DecodeConfig(16, 4, 2, 2),
 }
 
 
-def decode_config(head_dim_pad: int, itemsize: int, few: bool, shared_memory: int) -> DecodeConfig:
-    """Tiles for a head size, for a step of `few` programs or many. `shared_memory`: bytes a block may have."""
+def decode_config(head_dim_pad: int, itemsize: int, programs_per_sm: float, shared_memory: int) -> DecodeConfig:
+    """Tiles for a head size and rows times KV heads a multiprocessor. `shared_memory`: bytes a block may have."""
     size = max(64, head_dim_pad * itemsize)
-    return _DEEP[size][few] if shared_memory >= _DEEP_SHARED_MEMORY else _SHALLOW[size]
+    if shared_memory < _DEEP_SHARED_MEMORY:
+        return _SHALLOW[size]
+    return _DEEP[size][sum(programs_per_sm > limit for limit in _LIMITS)]
+
+
+def config_of(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+              device: torch.device) -> DecodeConfig:  # fmt: skip
+    """What :func:`paged_attention_decode` takes on ``device`` for that many rows."""
+    programs_per_sm = num_rows * num_kv_heads / num_multiprocessors(device)
+    return decode_config(_padded(head_dim), dtype.itemsize, programs_per_sm, _shared_memory(device))
+
+
+def places_of(config: DecodeConfig, num_kv_heads: int, device: torch.device) -> int:
+    """Pieces of one KV head that run at the same time, for :func:`~hf_paged.kernels.decode_work.plan_items`."""
+    return max(1, config.programs_per_sm * num_multiprocessors(device) // num_kv_heads)
+
+
+def decode_places(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
+    """:func:`places_of` the configuration that is chosen for that many rows."""
+    return places_of(config_of(num_rows, num_kv_heads, head_dim, dtype, device), num_kv_heads, device)
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
 
 
 @lru_cache(maxsize=64)
@@ -124,13 +149,17 @@ def _decode_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     n = tl.arange(0, BLOCK_N)
+    # The next tile's block ids come a tile ahead, so that its loads of K and V need not wait for them.
+    block = blocks_of(table_row, loop_begin + n, begin, loop_end, BLOCK_SIZE)
     for start in range(loop_begin, loop_end, BLOCK_N):
         position = start + n
+        next_block = blocks_of(table_row, position + BLOCK_N, begin, loop_end, BLOCK_SIZE)
         readable = (position >= begin) & (position < loop_end)
         acc, top, total = attend_tile(
-            q_tile, acc, top, total, k_cache, v_cache, table_row, head, position, readable, readable[None, :],
+            q_tile, acc, top, total, k_cache, v_cache, block, head, position, readable, readable[None, :],
             scale_log2, softcap_log2, True, HAS_SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE,
         )  # fmt: skip
+        block = next_block
 
     if pieces == 1:
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -191,18 +220,17 @@ def _join_pieces(
 
     acc = tl.zeros([GROUP_PAD, HEAD_DIM_PAD], tl.float32)
     for start in range(0, used, TILE_PIECES):
-        piece_tile = start + tl.arange(0, TILE_PIECES)
-        part = first_part[None, :] + piece_tile[:, None] * HEADS
-        inside = (piece_tile < used)[:, None] & (group < GROUP)[None, :]
-        tops = tl.load(partial_sums + part * 2, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        weight = tl.exp2(tops - top[None, :])
+        some = start + tl.arange(0, TILE_PIECES)
+        some_part = first_part[None, :] + some[:, None] * HEADS
+        here = (some < used)[:, None] & (group < GROUP)[None, :]
+        weight = tl.load(partial_sums + some_part * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
         parts = tl.load(
-            partial_acc + part[:, :, None] * HEAD_DIM + lane[None, None, :],
-            mask=inside[:, :, None] & (lane < HEAD_DIM)[None, None, :],
+            partial_acc + some_part[:, :, None] * HEAD_DIM + lane[None, None, :],
+            mask=here[:, :, None] & (lane < HEAD_DIM)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        acc += tl.sum(parts * weight[:, :, None], 0)
+        acc += tl.sum(parts * tl.exp2(weight - top[None, :])[:, :, None], 0)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     offset = (row * HEADS + query_head)[:, None] * HEAD_DIM + lane[None, :]
     live = (group < GROUP)[:, None] & (lane < HEAD_DIM)[None, :]
@@ -236,18 +264,18 @@ def paged_attention_decode(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if num_rows == 0:
         return out
-    multiprocessors = num_multiprocessors(q.device)
-    work = meta.work or even_work(meta, num_kv_heads, even_pieces(num_rows, num_kv_heads, multiprocessors))
-    num_items = len(work.items)
+    config = config or config_of(num_rows, num_kv_heads, head_dim, q.dtype, q.device)
+    work = meta.work
+    if work is None:
+        pieces = min(MAX_PIECES, max(1, places_of(config, num_kv_heads, q.device) // num_rows))
+        work = even_work(meta, num_kv_heads, pieces)
     group = num_heads // num_kv_heads
     group_pad = triton.next_power_of_2(group)
-    head_dim_pad = max(16, triton.next_power_of_2(head_dim))
-    few = num_rows * num_kv_heads <= FEW_PROGRAMS_PER_SM * multiprocessors
-    config = config or decode_config(head_dim_pad, q.element_size(), few, _shared_memory(q.device))
-    acc = torch.empty(num_items, num_heads, head_dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(num_items, num_heads, 2, dtype=torch.float32, device=q.device)
+    head_dim_pad = _padded(head_dim)
+    acc = torch.empty(len(work.items), num_heads, head_dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(len(work.items), num_heads, 2, dtype=torch.float32, device=q.device)
     with on_device_of(q):
-        _decode_kernel[(num_kv_heads, num_items)](
+        _decode_kernel[(num_kv_heads, len(work.items))](
             q,
             k_cache,
             v_cache,
@@ -276,8 +304,8 @@ def paged_attention_decode(
             MIN_TILES=-(-MIN_PIECE // config.block_n),
             ITEM_FIELDS=ITEM_FIELDS,
             ALL_PIECES=MAX_PIECES,
-            # At most 32 elements a thread of four warps.
-            TILE_PIECES=max(1, 4096 // (group_pad * head_dim_pad)),
+            # 64 elements a thread of four warps.
+            TILE_PIECES=max(1, 8192 // (group_pad * head_dim_pad)),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )

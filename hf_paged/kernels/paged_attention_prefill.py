@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._attention_tile import LOG2_E, attend_tile
+from hf_paged.kernels._attention_tile import LOG2_E, attend_tile, blocks_of
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 from hf_paged.kernels.metadata import PagedMetadata
 
@@ -131,8 +131,9 @@ def _prefill_kernel(
     if not HAS_WINDOW:
         # Positions that every query of the tile sees.
         for start in range(0, masked_from, BLOCK_N):
+            block = tl.load(table_row + (start + n) // BLOCK_SIZE)
             acc, top, total = attend_tile(
-                q_tile, acc, top, total, k_cache, v_cache, table_row, head, start + n, n >= 0, (n >= 0)[None, :],
+                q_tile, acc, top, total, k_cache, v_cache, block, head, start + n, n >= 0, (n >= 0)[None, :],
                 scale_log2, softcap_log2, False, HAS_SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE,
             )  # fmt: skip
     for start in range(masked_from, end, BLOCK_N):
@@ -140,8 +141,9 @@ def _prefill_kernel(
         visible = position[None, :] <= query_position[:, None]
         if HAS_WINDOW:
             visible &= position[None, :] > query_position[:, None] - window
+        block = blocks_of(table_row, position, begin, end, BLOCK_SIZE)
         acc, top, total = attend_tile(
-            q_tile, acc, top, total, k_cache, v_cache, table_row, head, position,
+            q_tile, acc, top, total, k_cache, v_cache, block, head, position,
             (position >= begin) & (position < end), visible & (position < end)[None, :],
             scale_log2, softcap_log2, True, HAS_SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE,
         )  # fmt: skip

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from hf_paged.integration.models import ModelAdapter
-from hf_paged.kernels.metadata import PagedMetadata
+from hf_paged.kernels.decode_work import plan_items
+from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
+from hf_paged.kernels.paged_attention_decode import decode_places
 from hf_paged.kernels.sample_tokens import sample_tokens
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState, upload
@@ -26,6 +28,8 @@ class Captured(NamedTuple):
 
     graph: torch.cuda.CUDAGraph
     rows: torch.Tensor
+    items: torch.Tensor  # the attention's plan
+    places: int
     logits: torch.Tensor
     tokens: torch.Tensor | None
 
@@ -53,6 +57,9 @@ class DecodeGraphs:
         self._adapter, self._cache, self._state = adapter, kv_cache, state
         self._max_model_len, self._backend = max_model_len, backend
         self._sizes = np.array(graph_sizes(state.num_slots))
+        # Shared by all graphs: one runs at a time, and leaves zeros.
+        self._arrivals = torch.zeros(int(self._sizes[-1]) * kv_cache.spec.num_kv_heads, dtype=torch.int32,
+                                     device=kv_cache.spec.device)  # fmt: skip
         self._captured: dict[tuple[int, bool], Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _capture_stream(kv_cache.spec.device)
@@ -94,6 +101,8 @@ class DecodeGraphs:
         rows[0], rows[1] = self._state.padding_slot, -1
         rows[0, :count], rows[1, :count] = slots, positions
         captured.rows.copy_(upload(rows, self._cache.spec.device))
+        items = plan_items(rows[1] + 1, rows[0], captured.places)
+        captured.items.copy_(upload(items, self._cache.spec.device))
         captured.graph.replay()
         if captured.tokens is not None:
             return captured.tokens[:count]
@@ -106,18 +115,21 @@ class DecodeGraphs:
 
     def _capture(self, size: int, plain: bool) -> Captured:
         """Run the step once on padding rows, which compiles what is missing, then record it."""
-        device = self._cache.spec.device
+        spec, device = self._cache.spec, self._cache.spec.device
         rows = torch.empty(2, size, dtype=torch.int64, device=device)
         rows[0], rows[1] = self._state.padding_slot, -1
+        places = decode_places(size, spec.num_kv_heads, spec.head_dim, spec.dtype, device)
+        padding = plan_items(np.zeros(size, np.int64), np.full(size, self._state.padding_slot), places)
+        items = upload(padding, device)
         query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            self._run(rows, query_start, plain)
+            self._run(rows, items, query_start, plain)
             graph = torch.cuda.CUDAGraph()
             # Not torch.cuda.graph(): it collects garbage and empties the cache at every capture.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
-                logits, tokens = self._run(rows, query_start, plain)
+                logits, tokens = self._run(rows, items, query_start, plain)
             except BaseException:
                 with suppress(RuntimeError):  # the first error is the one to see
                     graph.capture_end()
@@ -125,18 +137,17 @@ class DecodeGraphs:
             graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(self._stream)
         self.num_captured += 1
-        return Captured(graph, rows, logits, tokens)
+        return Captured(graph, rows, items, places, logits, tokens)
 
-    def _run(self, rows: torch.Tensor, query_start: torch.Tensor,
+    def _run(self, rows: torch.Tensor, items: torch.Tensor, query_start: torch.Tensor,
              plain: bool) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         state, (slots, positions) = self._state, rows
-        at = positions.clamp(min=0)
-        input_ids = state.tokens[slots, at].long()
-        slot_mapping = torch.where(positions < 0, -1, state.slot_mapping(slots, at))
+        input_ids, at, slot_mapping = state.inputs(slots, positions)
         size = len(slots)
         meta = PagedMetadata(
             query_start=query_start, seq_lens=(positions + 1).to(torch.int32), block_table=state.block_table,
             slots=slots.to(torch.int32), slot_mapping=slot_mapping, max_query_len=1, max_seq_len=self._max_model_len,
+            work=DecodeWork(items, self._arrivals),
         )  # fmt: skip
         step = PagedStep(at, slot_mapping, self._cache, [(0, size, meta)], self._backend)
         logits = self._adapter.logits(self._adapter.hidden_states(input_ids, step))

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 
 from hf_paged.integration.models import KVSpec, ModelAdapter
-from hf_paged.kernels.metadata import PagedMetadata
+from hf_paged.kernels.decode_work import plan_items
+from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
 from hf_paged.kernels.paged_attention import resolve_backend
+from hf_paged.kernels.paged_attention_decode import decode_places
 from hf_paged.runner.decode_graphs import DecodeGraphs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState, SlotParameters, upload
@@ -76,9 +78,7 @@ class ModelRunner:
         per_token = upload(np.stack([plan.slots[row_of_token], positions, plan.write_from[row_of_token]])
                            .astype(np.int64), self.device)  # fmt: skip
         token_slots, token_positions, write_from = per_token
-        input_ids = self.state.tokens[token_slots, token_positions].long()
-        slot_mapping = self.state.slot_mapping(token_slots, token_positions)
-        slot_mapping = slot_mapping.masked_fill_(token_positions < write_from, -1)
+        input_ids, token_positions, slot_mapping = self.state.inputs(token_slots, token_positions, write_from)
 
         step = PagedStep(token_positions, slot_mapping, self.cache, self._parts(plan, query_start, slot_mapping),
                          self.attention_backend)  # fmt: skip
@@ -95,6 +95,7 @@ class ModelRunner:
         slots, lens, starts = packed[:rows], packed[rows : 2 * rows], packed[2 * rows :]
         parts = []
         for a, b in bounds:
+            decoding = a < decodes and resolve_backend(self.attention_backend, self.device) == "triton"
             first, last = int(query_start[a]), int(query_start[b])
             meta = PagedMetadata(
                 query_start=starts[a : b + 1] - first,
@@ -104,9 +105,15 @@ class ModelRunner:
                 slot_mapping=slot_mapping[first:last],
                 max_query_len=int(plan.num_new_tokens[a:b].max()),
                 max_seq_len=int(seq_lens[a:b].max()),
+                work=self._work(seq_lens[a:b], plan.slots[a:b]) if decoding else None,
             )
             parts.append((first, last, meta))
         return parts
+
+    def _work(self, seq_lens: np.ndarray, slots: np.ndarray) -> DecodeWork:
+        places = decode_places(len(slots), self.spec.num_kv_heads, self.spec.head_dim, self.spec.dtype, self.device)
+        arrivals = torch.zeros(len(slots) * self.spec.num_kv_heads, dtype=torch.int32, device=self.device)
+        return DecodeWork(upload(plan_items(seq_lens, slots, places), self.device), arrivals)
 
     def _sample(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor) -> StepHandle:
         rows = np.flatnonzero(plan.samples)

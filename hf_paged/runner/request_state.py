@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hf_paged.kernels.step_inputs import step_inputs
 from hf_paged.runner.sampler import SamplingRows
 
 FIRST_TOKEN_CAPACITY = 2048
@@ -94,10 +95,10 @@ class RequestState:
         # An invalid row (-1) ends at commit; its stand-in must still be a real token for a step that overlaps.
         self.tokens[slots, positions] = tokens.clamp(min=0).to(torch.int32)
 
-    def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Cache slots [T] int64 of the tokens at ``positions`` [T] of ``slots`` [T]."""
-        block_ids = self.block_table[slots, positions // self.block_size].long()
-        return block_ids * self.block_size + positions % self.block_size
+    def inputs(self, slots: torch.Tensor, positions: torch.Tensor,
+               write_from: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Ids, positions and slot mapping of the tokens at ``positions`` [T] of ``slots`` [T] (see `step_inputs`)."""
+        return step_inputs(self.tokens, self.block_table, slots, positions, write_from, self.block_size)
 
     def samples_plainly(self, host_slots: np.ndarray, host_positions: np.ndarray) -> bool:
         """True where greedy and temperature are all that the rows need: no filter, EOS not barred."""

@@ -60,7 +60,7 @@ def test_decode_random(seed):
         softcap=r.choice([None, None, 3.0, 50.0]),
         dtype=dtype,
     )
-    config = DecodeConfig(r.choice([16, 32, 64]), 4, 1)
+    config = DecodeConfig(r.choice([16, 32, 64]), 4, 1, 4)
     out = run_poisoned(paged_attention_decode, cut(case, r.choice([1, 2, 3, 4, 7, 33])), config=config)
     assert worst_error(out, expected(case)) < TOLERANCE[dtype]
 
@@ -145,8 +145,8 @@ def test_configs_cover_every_head_size():
                 for new in (1, 9, 5000):
                     config = prefill_config(head_dim_pad, itemsize, group, new)
                     assert config.block_m >= max(16, group)
-            for few, shared in itertools.product((False, True), (99 << 10, 227 << 10)):
-                assert decode_config(head_dim_pad, itemsize, few, shared).block_n >= 16
+            for programs, shared in itertools.product((1, 4, 16), (99 << 10, 227 << 10)):
+                assert decode_config(head_dim_pad, itemsize, programs, shared).block_n >= 16
 
 
 def _bounded(case, out):
