@@ -53,6 +53,7 @@ class FlashAdapter:
     majors: tuple[int, ...]  # major compute capabilities
     refuse: Callable[[AttentionShape, int], str | None]  # the reason why not, given the major compute capability
     call: Callable[[Callable[..., Any], FlashCall], Any]
+    small_pages: bool = False  # cut larger blocks into pages that the kernel gathers slot by slot
 
 
 def _refuse_common(shape: AttentionShape) -> str | None:
@@ -60,18 +61,6 @@ def _refuse_common(shape: AttentionShape) -> str | None:
         return f"takes fp16 and bf16, not {shape.dtype}"
     if shape.head_dim > 256 or shape.head_dim % 8:
         return f"takes a head_dim up to 256 that is a multiple of 8, not {shape.head_dim}"
-    return None
-
-
-def _refuse_tma(shape: AttentionShape) -> str | None:
-    """Pages that hold whole key tiles are loaded whole, and a NaN past a row's end would reach its result.
-
-    Smaller pages are gathered slot by slot, and what lies past the end is loaded as zero. The smallest power of two
-    that is a tile: 64 (head_dim 256 with a window), else 128.
-    """
-    limit = 64 if shape.head_dim > 192 else 128
-    if shape.block_size >= limit:
-        return f"takes block_size below {limit} (a larger page is read past a row's end), not {shape.block_size}"
     return None
 
 
@@ -92,7 +81,7 @@ def _call_2(function: Callable[..., Any], c: FlashCall) -> Any:
 
 
 def _refuse_3(shape: AttentionShape, major: int) -> str | None:
-    return _refuse_common(shape) or _refuse_tma(shape)
+    return _refuse_common(shape)
 
 
 def _call_3(function: Callable[..., Any], c: FlashCall) -> Any:
@@ -109,7 +98,7 @@ def _refuse_4(shape: AttentionShape, major: int) -> str | None:
         return f"takes a head_dim that is a multiple of 16 with pages, not {shape.head_dim}"
     if major > 9 and 128 < shape.head_dim != 256:
         return f"takes head_dim up to 128, or 256, on this GPU, not {shape.head_dim}"
-    return _refuse_common(shape) or _refuse_tma(shape)
+    return _refuse_common(shape)
 
 
 def _call_4(function: Callable[..., Any], c: FlashCall) -> Any:
@@ -125,12 +114,12 @@ ADAPTERS = (
     FlashAdapter(
         "flash-attn 3", "flash_attn_interface", "flash_attn_with_kvcache",
         ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softcap", "num_splits"),
-        (9,), _refuse_3, _call_3,
+        (9,), _refuse_3, _call_3, small_pages=True,
     ),
     FlashAdapter(
         "flash-attn 4", "flash_attn.cute", "flash_attn_varlen_func",
         ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table", "softcap"),
-        (9, 10, 11), _refuse_4, _call_4,
+        (9, 10, 11), _refuse_4, _call_4, small_pages=True,
     ),
     FlashAdapter(
         "flash-attn 2", "flash_attn", "flash_attn_varlen_func", ("softcap", "block_table"),
@@ -231,6 +220,23 @@ def flash_prefill(
     return run_adapter(adapter, q, k_cache, v_cache, meta, scale=scale, sliding_window=window, softcap=softcap)
 
 
+def _cut_pages(page_table: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same memory in pages below the kernels' tile.
+
+    flash-attn 3 and 4 load a page that holds whole tiles of keys by TMA, also what lies past the row's end, where a NaN
+    times a weight of zero is NaN. Smaller pages are gathered, and what lies past the end is zero. The smallest tile
+    that is a power of two: 64 (head_dim 256 with a window), else 128.
+    """
+    num_blocks, block_size, heads, head_dim = k_cache.shape
+    page = 32 if head_dim > 192 else 64
+    if block_size <= page:
+        return page_table, k_cache, v_cache
+    parts = block_size // page
+    part = torch.arange(parts, dtype=torch.int32, device=page_table.device)
+    shape = (num_blocks * parts, page, heads, head_dim)
+    return (page_table[:, :, None] * parts + part).flatten(1), k_cache.view(shape), v_cache.view(shape)
+
+
 def run_adapter(
     adapter: FlashAdapter,
     q: torch.Tensor,
@@ -248,6 +254,8 @@ def run_adapter(
         raise RuntimeError(f"{adapter.name}: {reason}")
     used = max(1, -(-meta.max_seq_len // k_cache.shape[1]))
     page_table = meta.block_table[:, :used].index_select(0, meta.slots)
+    if adapter.small_pages:
+        page_table, k_cache, v_cache = _cut_pages(page_table, k_cache, v_cache)
     with on_device_of(q):
         call = FlashCall(q, k_cache, v_cache, meta, page_table, scale, sliding_window, softcap or 0.0)
         out = adapter.call(function, call)
