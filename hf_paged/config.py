@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ATTENTION_BACKENDS = ("auto", "triton", "torch")
+ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -22,7 +22,8 @@ class PagedConfig:
         max_model_len: longest sequence in tokens, prompt and output. None: what the model's positions allow.
         enable_prefix_caching: keep full blocks of finished requests, and share equal prefixes.
         enforce_eager: never capture CUDA graphs.
-        attention_backend: one of "auto", "triton", "torch".
+        attention_backend: one of "auto", "triton", "flash_attn", "torch". "flash_attn": prompts by an installed
+            flash-attn 2, 3 or 4, the rest by "triton"; an error where none can be used.
         kv_cache_dtype: "auto" (the model's dtype) or that dtype's name.
         strict: raise `FallbackError` where a call would go to stock `generate`.
         seed: base seed of calls that bring none. None: drawn from torch's default generator, call by call.

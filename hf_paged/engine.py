@@ -18,6 +18,7 @@ from hf_paged.detokenizer import TextStream
 from hf_paged.errors import EngineClosedError, UnsupportedModelError
 from hf_paged.integration.models import find_adapter
 from hf_paged.integration.models.recognise import unsupported_reason
+from hf_paged.kernels import flash_backend
 from hf_paged.loop import StepLoop
 from hf_paged.outputs import EngineStats, StepOutput
 from hf_paged.runner.request_state import SlotParameters
@@ -55,6 +56,10 @@ class Engine:
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if config.attention_backend == "triton" and spec.device.type == "cpu" and not interpreted:
             raise ValueError("attention_backend='triton': expected 'auto' or 'torch' for a model on a CPU")
+        if config.attention_backend == "flash_attn":
+            missing = flash_backend.missing(spec.device, spec.dtype, spec.head_dim, config.block_size)
+            if missing is not None:
+                raise ValueError(f"attention_backend='flash_attn': expected a package that can be used here; {missing}")
         self.config = config
         self.tokenizer = tokenizer
         self._loop = StepLoop(self._adapter, config, tokenizer, owns_device=owns_device)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from hf_paged.kernels import flash_backend
 from hf_paged.kernels.metadata import PagedMetadata
 from hf_paged.kernels.paged_attention_decode import paged_attention_decode
 from hf_paged.kernels.paged_attention_prefill import paged_attention_prefill
@@ -48,13 +50,18 @@ def attention_backends() -> tuple[str, ...]:
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:
-    """The backend that ``backend`` stands for on ``device`` (``"auto"``: triton on CUDA, torch elsewhere).
+    """The backend that ``backend`` stands for on ``device``.
+
+    ``"auto"`` is torch off CUDA. On CUDA it is flash_attn where a FlashAttention package is installed that has been
+    measured to be faster on such a GPU (`flash_backend.MEASURED_FASTER`), else triton.
 
     Raises:
         ValueError: an unknown name; the message lists the accepted ones.
     """
     if backend == "auto":
-        return "triton" if device.type == "cuda" else "torch"
+        if device.type != "cuda":
+            return "torch"
+        return "flash_attn" if flash_backend.is_preferred(device) else "triton"
     if backend not in _BACKENDS:
         accepted = ", ".join(("auto", *attention_backends()))
         raise ValueError(f"attention backend {backend!r} is unknown; accepted: {accepted}")
@@ -93,7 +100,10 @@ def paged_attention(
     Raises:
         ValueError: an unknown backend, or shapes, dtypes or numbers that are not as above.
     """
-    run = _BACKENDS[resolve_backend(backend, q.device)]
+    name = resolve_backend(backend, q.device)
+    run = _BACKENDS[name]
+    if backend == "auto" and run is paged_attention_flash:
+        run = partial(paged_attention_flash, measured_only=True)
     _check(q, k_cache, v_cache, sliding_window, softcap)
     return run(q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, softcap=softcap)
 
@@ -257,5 +267,32 @@ def paged_attention_triton(
     return run(q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, softcap=softcap)
 
 
+def paged_attention_flash(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    meta: PagedMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    measured_only: bool = False,
+) -> torch.Tensor:
+    """:func:`paged_attention` by an installed FlashAttention package for steps with a row of several new tokens.
+
+    Rows of one new token always take the Triton kernel, which reads faster than FlashAttention-3 (docs/performance.md)
+    and needs no page table a row. What no installed package carries (fp32, a head size, a block size: see
+    `flash_backend`) goes to Triton as well, call by call; with ``measured_only`` so does every package that was not
+    measured to be faster.
+    """
+    options: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap}
+    if meta.max_query_len > 1:
+        out = flash_backend.flash_prefill(q, k_cache, v_cache, meta, **options, measured_only=measured_only)
+        if out is not None:
+            return out
+    return paged_attention_triton(q, k_cache, v_cache, meta, **options)
+
+
 register_backend("torch", paged_attention_reference)
 register_backend("triton", paged_attention_triton)
+register_backend("flash_attn", paged_attention_flash)

@@ -95,7 +95,7 @@ class ModelRunner:
         slots, lens, starts = packed[:rows], packed[rows : 2 * rows], packed[2 * rows :]
         parts = []
         for a, b in bounds:
-            decoding = a < decodes and resolve_backend(self.attention_backend, self.device) == "triton"
+            decoding = a < decodes and resolve_backend(self.attention_backend, self.device) != "torch"
             first, last = int(query_start[a]), int(query_start[b])
             meta = PagedMetadata(
                 query_start=starts[a : b + 1] - first,

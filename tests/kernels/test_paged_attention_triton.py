@@ -8,7 +8,7 @@ import torch
 from paged_cases import expected, make_case, random_rows, run_poisoned, sdpa, worst_error
 
 from hf_paged.kernels.decode_work import even_work
-from hf_paged.kernels.paged_attention import paged_attention, paged_attention_triton
+from hf_paged.kernels.paged_attention import paged_attention, paged_attention_triton, resolve_backend
 from hf_paged.kernels.paged_attention_decode import DecodeConfig, decode_config, paged_attention_decode
 from hf_paged.kernels.paged_attention_prefill import PrefillConfig, paged_attention_prefill, prefill_config
 
@@ -206,7 +206,8 @@ def test_gpu_auto_backend_agrees_with_torch_backend():
     for rows in ([(1, 300), (1, 1), (1, 77)], [(50, 60), (1, 300), (128, 128)]):
         case = make_case(rows, seed=1, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda")
         out = paged_attention(*case[:4], **case.options)
-        assert torch.equal(out, paged_attention_triton(*case[:4], **case.options))
+        if resolve_backend("auto", case.q.device) == "triton":
+            assert torch.equal(out, paged_attention_triton(*case[:4], **case.options))
         _bounded(case, out)
         assert worst_error(paged_attention(*case[:4], **case.options, backend="torch"), expected(case)) < 3e-2
 

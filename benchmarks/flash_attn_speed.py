@@ -1,0 +1,223 @@
+"""Installed FlashAttention packages against the Triton kernel on the prefill shapes: results first, then TFLOP/s.
+
+    PYTHONPATH=.:<folder with the packages> python benchmarks/flash_attn_speed.py [--out flash.json]
+
+Every importable adapter of `hf_paged.kernels.flash_backend` is compared with float64 on ragged, poisoned cases, then
+timed beside the Triton kernel, FlashAttention-2 as torch ships it and (information only) torch's cuDNN attention over
+packed K and V. Times are medians of CUDA-graph replays, or of events where a call cannot be captured. A step that
+fails is printed and skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernel_speed import HEAD_DIM, KV_HEADS, L2_BYTES, PREFILL, Inputs, graph_time
+
+from hf_paged.kernels import flash_backend
+from hf_paged.kernels.metadata import PagedMetadata
+from hf_paged.kernels.paged_attention_prefill import paged_attention_prefill
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
+from paged_cases import expected, make_case, worst_error
+
+SCALE = HEAD_DIM**-0.5
+PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels",
+            "apache-tvm-ffi", "cuda-bindings")  # fmt: skip
+ROWS = [(5, 5), (1, 40), (300, 1100), (129, 129), (7, 260), (64, 64), (2, 513), (1024, 2048)]
+report: dict[str, Any] = {"steps": {}}
+
+
+def attempt(name: str, step: Callable[[], Any]) -> Any:
+    """Run a step; one that fails is printed, and the next one has its turn."""
+    begin = time.perf_counter()
+    try:
+        result = step()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        result, shown = None, f"FAILED {type(error).__name__}: {' / '.join(lines[:4])[:500]}"
+    else:
+        shown = result if isinstance(result, str) else f"{result:.1f}" if isinstance(result, float) else "ok"
+    print(f"{name}: {shown} ({time.perf_counter() - begin:.1f} s)", flush=True)
+    report["steps"][name] = shown
+    return result
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"
+
+
+def prefill_inputs(rows: int, length: int, heads: int, page: int) -> Inputs:
+    """Rows of new tokens only, pages scattered; as many caches as L2 could not hold together."""
+    per_row = -(-length // page)
+    shape = (rows * per_row + 1, page, KV_HEADS, HEAD_DIM)
+    count = max(2, -(-L2_BYTES // (4 * shape[0] * page * KV_HEADS * HEAD_DIM)))
+    kwargs: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    caches = [(torch.randn(shape, **kwargs), torch.randn(shape, **kwargs)) for _ in range(count)]
+    meta = PagedMetadata(
+        query_start=(torch.arange(rows + 1, device="cuda") * length).int(),
+        seq_lens=torch.full((rows,), length, dtype=torch.int32, device="cuda"),
+        block_table=(torch.randperm(rows * per_row, device="cuda") + 1).int().view(rows, per_row),
+        slots=torch.arange(rows, dtype=torch.int32, device="cuda"),
+        slot_mapping=torch.full((rows * length,), -1, device="cuda"),
+        max_query_len=length,
+        max_seq_len=length,
+    )
+    return Inputs(torch.randn(rows * length, heads, HEAD_DIM, **kwargs), caches, meta)
+
+
+def seconds(calls: list[Callable[[], object]]) -> tuple[float, str]:
+    """Time of a call, and how it was taken."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    try:
+        return graph_time(calls), "graph"
+    except Exception as error:
+        print(f"  not capturable ({type(error).__name__}: {str(error)[:200]})")
+        torch.cuda.synchronize()
+    times = []
+    for i in range(40):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        calls[i % len(calls)]()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return statistics.median(times[5:]), "events"
+
+
+def rate(calls: list[Callable[[], object]], rows: int, length: int, heads: int) -> str:
+    took, how = seconds(calls)
+    flops = 4 * heads * HEAD_DIM * rows * length * (length + 1) / 2
+    return f"{flops / took / 1e12:.0f} TFLOP/s by {how}"
+
+
+def check(adapter: flash_backend.FlashAdapter, page: int, **options: Any) -> str:
+    """Worst relative error of a token and head against float64, NaN in every slot past a row's end."""
+    window = options.pop("window", None)
+    case = make_case(ROWS, seed=1, dtype=torch.bfloat16, device="cuda", block_size=page, **options)
+    case = case._replace(options={**case.options, "sliding_window": window})
+    begin = time.perf_counter()
+    out = flash_backend.run_adapter(adapter, *case[:4], **case.options)
+    torch.cuda.synchronize()
+    first = time.perf_counter() - begin
+    error = worst_error(out, expected(case))
+    triton = worst_error(paged_attention_prefill(*case[:4], **case.options), expected(case))
+    verdict = "ok" if error < 2 * triton + 1e-3 else "WRONG"
+    return f"{verdict}, worst error {error:.4f} (Triton {triton:.4f}), first call {first:.1f} s"
+
+
+def check_clean(adapter: flash_backend.FlashAdapter, page: int) -> str:
+    """NaN left in shared memory by one call must not show in the next."""
+    case = make_case([(3, n) for n in range(3, 131)], seed=1, heads=16, kv_heads=8, head_dim=128, block_size=page,
+                     dtype=torch.bfloat16, device="cuda")  # fmt: skip
+    nan = torch.full_like(case.k_cache, float("nan"))
+    for _ in range(3):
+        flash_backend.run_adapter(adapter, case.q, nan, nan, case.meta, **case.options)
+        error = worst_error(flash_backend.run_adapter(adapter, *case[:4], **case.options), expected(case))
+    return f"worst error {error:.4f}"
+
+
+def check_adapter(adapter: flash_backend.FlashAdapter, page: int) -> None:
+    for heads, kv_heads, head_dim in ((16, 8, 128), (32, 8, 128), (4, 4, 64), (4, 2, 256)):
+        shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        attempt(f"check {adapter.name}, page {page}, {heads}/{kv_heads} x {head_dim}",
+                partial(check, adapter, page, **shape))  # fmt: skip
+    shape = {"heads": 16, "kv_heads": 8, "head_dim": 128}
+    attempt(f"check {adapter.name}, window 100", partial(check, adapter, page, window=100, **shape))
+    attempt(f"check {adapter.name}, softcap 30", partial(check, adapter, page, softcap=30.0, **shape))
+    attempt(f"check {adapter.name}, page 256", partial(check, adapter, 256, **shape))
+    attempt(f"check {adapter.name}, NaN of an earlier call", partial(check_clean, adapter, page))
+
+
+def packed(inputs: Inputs) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    tokens = inputs.q.shape[0]
+    return [tuple(c.view(-1, KV_HEADS, HEAD_DIM)[:tokens] for c in pair) for pair in inputs.caches]  # type: ignore
+
+
+def torch_fa2(inputs: Inputs, length: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    starts = inputs.meta.query_start
+    op = torch.ops.aten._flash_attention_forward
+    return op(inputs.q, k, v, starts, starts, length, length, 0.0, True, False, scale=SCALE)[0]
+
+
+def torch_cudnn(inputs: Inputs, length: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    starts = inputs.meta.query_start
+    op = torch.ops.aten._cudnn_attention_forward
+    return op(inputs.q, k, v, None, starts, starts, length, length, False, 0.0, True, False, scale=SCALE)[0]
+
+
+def check_cudnn() -> str:
+    inputs = prefill_inputs(3, 300, 16, 300)
+    k, v = packed(inputs)[0]
+    out, right = torch_cudnn(inputs, 300, k, v), torch_fa2(inputs, 300, k, v)
+    error = worst_error(out.view_as(right), right.double())
+    return f"difference to FA2 in torch {error:.4f}, shape {tuple(out.shape)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the steps as JSON")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    device = torch.device("cuda", 0)
+    report["versions"] = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
+    print(torch.cuda.get_device_name(), report["versions"], f"cuDNN {torch.backends.cudnn.version()}", flush=True)
+
+    usable = []
+    for adapter in flash_backend.ADAPTERS:
+        page = 256 if adapter.name == "flash-attn 2" else 16
+        shape = flash_backend.AttentionShape(torch.bfloat16, HEAD_DIM, page)
+        reason = attempt(f"import {adapter.name}", lambda a=adapter, s=shape: flash_backend.why_not(a, device, s))
+        if reason is None and flash_backend.load(adapter)[0] is not None:
+            usable.append((adapter, page))
+
+    with torch.inference_mode():
+        for rows, length, heads, _ in PREFILL:
+            shape_name = f"{rows} x {length}, {heads}/{KV_HEADS}"
+            inputs = prefill_inputs(rows, length, heads, 16)
+            calls = [partial(paged_attention_prefill, inputs.q, k, v, inputs.meta, scale=SCALE)
+                     for k, v in inputs.caches]  # fmt: skip
+            attempt(f"{shape_name}: Triton", partial(rate, calls, rows, length, heads))
+            calls = [partial(torch_fa2, inputs, length, k, v) for k, v in packed(inputs)]
+            attempt(f"{shape_name}: FA2 in torch", partial(rate, calls, rows, length, heads))
+        for adapter, page in usable:
+            check_adapter(adapter, page)
+        for rows, length, heads, _ in PREFILL:
+            for adapter, page in usable:
+                for pages in (page, 128) if page == 16 else (page,):
+                    # Uncut pages of 128 may go by TMA, which the backend avoids: what that costs.
+                    chosen = replace(adapter, small_pages=False) if pages == 128 else adapter
+                    inputs = prefill_inputs(rows, length, heads, pages)
+                    calls = [partial(flash_backend.run_adapter, chosen, inputs.q, k, v, inputs.meta, scale=SCALE)
+                             for k, v in inputs.caches]  # fmt: skip
+                    attempt(f"{rows} x {length}, {heads}/{KV_HEADS}: {adapter.name}, page {pages}",
+                            partial(rate, calls, rows, length, heads))  # fmt: skip
+        attempt("cuDNN varlen with GQA", check_cudnn)
+        for rows, length, heads, _ in PREFILL:
+            inputs = prefill_inputs(rows, length, heads, 16)
+            calls = [partial(torch_cudnn, inputs, length, k, v) for k, v in packed(inputs)]
+            attempt(f"{rows} x {length}, {heads}/{KV_HEADS}: cuDNN in torch, packed",
+                    partial(rate, calls, rows, length, heads))  # fmt: skip
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
