@@ -43,7 +43,7 @@ def token_ids(prompt_token_ids: Any, vocab_size: int) -> list[int]:
 
 
 def token_id_lists(prompts: Sequence[Any], vocab_size: int) -> list[list[int]] | None:
-    """What `token_ids` makes of every prompt, all looked at in one go; None: ask `token_ids` about one after another."""
+    """What `token_ids` makes of every prompt, looked at in one go; None: ask `token_ids` about each."""
     if not all(type(prompt) in (list, tuple) and prompt for prompt in prompts):
         return None
     kinds: set[type] = set()

@@ -86,7 +86,12 @@ def test_configs_of_one_call_merge_as_each_alone(model, configs, kwargs, default
 def count_merges(model, monkeypatch):
     calls = []
     own = type(model)._prepare_generation_config
-    monkeypatch.setattr("hf_paged.arguments.merge_config", lambda m, config, kwargs: calls.append(config) or own(m, config)[0])
+
+    def merge(model, config, kwargs):
+        calls.append(config)
+        return own(model, config)[0]
+
+    monkeypatch.setattr("hf_paged.arguments.merge_config", merge)
     return calls
 
 
