@@ -2,6 +2,8 @@
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.installed
+# For run_all.py. On a GPU: make bench BENCH='--models 0.6B 8B --ab all'; without one it only shows that it runs.
+BENCH ?= --models tiny --scale 0.02 --batches 4
 
 .PHONY: demo test lint bench mutate clean
 
@@ -19,6 +21,7 @@ lint: $(READY)
 bench: $(READY)
 	$(PYTHON) benchmarks/ragged_cpu.py
 	$(PYTHON) benchmarks/scheduler.py
+	$(PYTHON) benchmarks/run_all.py $(BENCH)
 
 mutate: $(READY)
 	$(PYTHON) tools/mutate.py
@@ -27,7 +30,7 @@ mutate: $(READY)
 $(READY): pyproject.toml
 	python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet torch==2.13.0
-	$(PYTHON) -m pip install --quiet --editable '.[dev]'
+	$(PYTHON) -m pip install --quiet --editable '.[dev,bench]'
 	touch $@
 
 clean:

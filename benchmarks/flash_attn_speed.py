@@ -3,8 +3,7 @@
     PYTHONPATH=.:<folder with the packages> python benchmarks/flash_attn_speed.py [--out flash.json]
 
 Every importable adapter of `hf_paged.kernels.flash_backend` is compared with float64 on ragged, poisoned cases, then
-timed beside the Triton kernel, FlashAttention-2 as torch ships it and (information only) torch's cuDNN attention over
-packed K and V. Times are medians of CUDA-graph replays, or of events where a call cannot be captured. A step that
+timed beside the Triton kernel and FlashAttention-2 as torch ships it. Times are medians of CUDA-graph replays, or of events where a call cannot be captured. A step that
 fails is printed and skipped.
 """
 
@@ -157,20 +156,6 @@ def torch_fa2(inputs: Inputs, length: int, k: torch.Tensor, v: torch.Tensor) -> 
     return op(inputs.q, k, v, starts, starts, length, length, 0.0, True, False, scale=SCALE)[0]
 
 
-def torch_cudnn(inputs: Inputs, length: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    starts = inputs.meta.query_start
-    op = torch.ops.aten._cudnn_attention_forward
-    return op(inputs.q, k, v, None, starts, starts, length, length, False, 0.0, True, False, scale=SCALE)[0]
-
-
-def check_cudnn() -> str:
-    inputs = prefill_inputs(3, 300, 16, 300)
-    k, v = packed(inputs)[0]
-    out, right = torch_cudnn(inputs, 300, k, v), torch_fa2(inputs, 300, k, v)
-    error = worst_error(out.view_as(right), right.double())
-    return f"difference to FA2 in torch {error:.4f}, shape {tuple(out.shape)}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the steps as JSON")
@@ -178,7 +163,7 @@ def main() -> None:
     torch.manual_seed(0)
     device = torch.device("cuda", 0)
     report["versions"] = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
-    print(torch.cuda.get_device_name(), report["versions"], f"cuDNN {torch.backends.cudnn.version()}", flush=True)
+    print(torch.cuda.get_device_name(), report["versions"], flush=True)
 
     usable = []
     for adapter in flash_backend.ADAPTERS:
@@ -209,12 +194,6 @@ def main() -> None:
                              for k, v in inputs.caches]  # fmt: skip
                     attempt(f"{rows} x {length}, {heads}/{KV_HEADS}: {adapter.name}, page {pages}",
                             partial(rate, calls, rows, length, heads))  # fmt: skip
-        attempt("cuDNN varlen with GQA", check_cudnn)
-        for rows, length, heads, _ in PREFILL:
-            inputs = prefill_inputs(rows, length, heads, 16)
-            calls = [partial(torch_cudnn, inputs, length, k, v) for k, v in packed(inputs)]
-            attempt(f"{rows} x {length}, {heads}/{KV_HEADS}: cuDNN in torch, packed",
-                    partial(rate, calls, rows, length, heads))  # fmt: skip
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # One visit to a GPU machine: tests, kernels, log-prob error, throughput. Full logs under $OUT, a short table last.
-#   bash benchmarks/gpu_session.sh [tests|kernels|logprob|nano|single|profile|timeline ...]
+#   bash benchmarks/gpu_session.sh [tests|kernels|logprob|throughput|ab|profile|timeline ...]
 set -uo pipefail
 OUT=${OUT:-/tmp/hf_paged_gpu}
 mkdir -p "$OUT"
 export OUT PYTHONPATH=$PWD PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(tests kernels logprob nano single profile)
+[ ${#steps[@]} -gt 0 ] || steps=(tests kernels logprob throughput profile)
 for step in "${steps[@]}"; do
   start=$SECONDS
   case $step in
@@ -14,10 +14,10 @@ for step in "${steps[@]}"; do
     kernels) timeout 150 python3 benchmarks/kernel_speed.py --out "$OUT/kernels.json" >"$OUT/kernels.log" 2>&1 ;;
     logprob) timeout 200 python3 benchmarks/logprob_error.py --out "$OUT/logprob.json" >"$OUT/logprob.log" 2>&1 ;;
     profile) timeout 150 bash -c 'for b in 256 8 1; do python3 benchmarks/profile_decode.py --batch $b --out $OUT/profile_$b.txt; done' >"$OUT/profile.log" 2>&1 ;;
-    single) timeout 90 python3 benchmarks/throughput.py --workload single --out "$OUT/single.json" >"$OUT/single.log" 2>&1 ;;
+    throughput) timeout 400 python3 benchmarks/run_all.py --engines ours --models ${MODELS:-0.6B} --out "$OUT/figures" >"$OUT/throughput.log" 2>&1 ;;
+    ab) timeout 400 python3 benchmarks/run_all.py --engines ours --workloads nano single --batches --ab all --out "$OUT/ab" >"$OUT/ab.log" 2>&1 ;;
     timeline) timeout 90 python3 benchmarks/timeline.py >"$OUT/timeline.log" 2>&1 ;;
-    nano) timeout 240 python3 benchmarks/throughput.py --workload nano --out "$OUT/nano.json" >"$OUT/nano.log" 2>&1 ;;
   esac
   echo "== $step: exit $?, $((SECONDS - start)) s"
-  tail -n 12 "$OUT/$step.log"
+  tail -n "$([ "$step" = throughput ] || [ "$step" = ab ] && echo 40 || echo 12)" "$OUT/$step.log"
 done

@@ -11,8 +11,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 import torch
-from throughput import configs
-from workloads import QWEN3_SHAPES, WORKLOADS, qwen3
+from workloads import QWEN3_SHAPES, WORKLOADS, generation_configs, qwen3
 
 from hf_paged import PagedGenerator
 from hf_paged.loop import StepLoop
@@ -50,7 +49,7 @@ def main() -> None:
             generator.engine.reset_prefix_cache()
             events.clear()
             begin = time.perf_counter()
-            generator.generate(workload.prompts, configs(workload), use_tqdm=False)
+            generator.generate(workload.prompts, generation_configs(workload), use_tqdm=False)
             torch.cuda.synchronize()
             end = time.perf_counter()
     total: dict[str, list[float]] = defaultdict(list)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import GenerationConfig
+
+from hf_paged.integration.models.own_code import is_own_code
+
+PLAIN = frozenset((int, float, bool, str, type(None)))  # types whose repr tells any two values apart
 
 
 def token_ids(prompt_token_ids: Any, vocab_size: int) -> list[int]:
@@ -34,6 +40,22 @@ def token_ids(prompt_token_ids: Any, vocab_size: int) -> list[int]:
         if not 0 <= token < vocab_size:
             raise ValueError(f"prompt_token_ids holds {token}: expected ids in [0, {vocab_size})")
     raise TypeError(f"prompt_token_ids={prompt_token_ids!r:.80}: expected a flat sequence of integers")
+
+
+def token_id_lists(prompts: Sequence[Any], vocab_size: int) -> list[list[int]] | None:
+    """What `token_ids` makes of every prompt, looked at in one go; None: ask `token_ids` about each."""
+    if not all(type(prompt) in (list, tuple) and prompt for prompt in prompts):
+        return None
+    kinds: set[type] = set()
+    for prompt in prompts:
+        kinds.update(map(type, prompt))
+    if kinds != {int}:
+        return None
+    try:
+        ids = np.fromiter(itertools.chain.from_iterable(prompts), np.int64, sum(map(len, prompts)))
+    except OverflowError:
+        return None
+    return list(map(list, prompts)) if ids.min() >= 0 and ids.max() < vocab_size else None
 
 
 def base_seed(seed: int | None, default: int | None) -> int:
@@ -68,3 +90,54 @@ def merge_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, 
     if merged.max_new_tokens is None and not any(length is not None for length in lengths):
         merged.max_new_tokens = merged.max_length  # stock: the default length counts new tokens
     return merged
+
+
+class ConfigMerger:
+    """`merge_config` for the configs of one call: those that differ in nothing but ``max_new_tokens`` merge once.
+
+    Stock compares ``max_new_tokens`` with 0 and otherwise hands it through, so a positive one may be put into the
+    result of another. Where any of the code that says so is not transformers' own, every config is merged by itself.
+    """
+
+    def __init__(self, model: Any, kwargs: dict[str, Any]) -> None:
+        self._model = model
+        self._kwargs = kwargs
+        self._by_id: dict[int, tuple[GenerationConfig | None, GenerationConfig]] = {}
+        self._by_others: dict[tuple, GenerationConfig] = {}  # by all fields but max_new_tokens
+        stock = (model._prepare_generation_config, GenerationConfig.update, GenerationConfig.validate)
+        self._may_share = all(map(is_own_code, stock)) and GenerationConfig.__setattr__ is object.__setattr__
+
+    def __call__(self, config: GenerationConfig | None) -> GenerationConfig:
+        """Raises what `merge_config` raises. The result is to be read only: others may hold values of it."""
+        if id(config) not in self._by_id:
+            self._by_id[id(config)] = config, self._merge(config)  # held, so that no other object gets its id
+        return self._by_id[id(config)][1]
+
+    def _merge(self, config: GenerationConfig | None) -> GenerationConfig:
+        key = self._others(config) if self._may_share else None
+        if key is None or key not in self._by_others:
+            merged = merge_config(self._model, config, self._kwargs)
+            if key is not None:
+                self._by_others[key] = merged
+            return merged
+        merged = copy.copy(self._by_others[key])
+        if "max_new_tokens" not in self._kwargs:
+            assert config is not None
+            merged.max_new_tokens = config.max_new_tokens
+        return merged
+
+    @staticmethod
+    def _others(config: GenerationConfig | None) -> tuple | None:
+        """All that `config` says besides a positive ``max_new_tokens``, or None where it says something else, too."""
+        if type(config) is not GenerationConfig:
+            return None
+        fields = vars(config)
+        count = fields.get("max_new_tokens")
+        said = [(name, value) for name, value in fields.items() if value is not None and name != "max_new_tokens"]
+        if type(count) is not int or count < 1 or not all(_is_plain(value) for _, value in said):
+            return None
+        return tuple(fields), repr(said)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in PLAIN or (type(value) is list and all(type(item) in PLAIN for item in value))

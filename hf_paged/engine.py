@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_paged.arguments import base_seed, merge_config, token_ids
+from hf_paged.arguments import ConfigMerger, base_seed, merge_config, token_id_lists, token_ids
 from hf_paged.config import PagedConfig
 from hf_paged.detokenizer import TextStream
 from hf_paged.errors import EngineClosedError, UnsupportedModelError
@@ -213,6 +213,13 @@ class Engine:
             raise ValueError(f"prompt_token_ids of {len(prompt)} tokens: {reason}")
         return prompt
 
+    def check_prompts(self, prompts: list[Any]) -> list[list[int]]:
+        """`check_prompt` of every prompt."""
+        checked = token_id_lists(prompts, self._adapter.vocab_size)
+        if checked and self.too_long(max(map(len, checked)), 1) is None:
+            return checked
+        return [self.check_prompt(prompt) for prompt in prompts]
+
     def too_long(self, prompt_length: int, max_new_tokens: int) -> str | None:
         """Why a sequence of this length can never run here, or None."""
         with self._lock:
@@ -234,6 +241,10 @@ class Engine:
     def merge_config(self, config: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:
         """`kwargs` over `config` over `model.generation_config` over stock's defaults, as stock generate merges."""
         return merge_config(self._adapter.model, config, kwargs)
+
+    def config_merger(self, kwargs: dict[str, Any]) -> ConfigMerger:
+        """`merge_config` for the many configs of one call."""
+        return ConfigMerger(self._adapter.model, kwargs)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

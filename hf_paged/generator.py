@@ -152,17 +152,16 @@ class PagedGenerator:
                   generate_kwargs: dict[str, Any]) -> list[_Request]:  # fmt: skip
         """Check everything and settle everything, so that nothing runs if one argument is wrong."""
         self.engine.check_runnable()
-        ids = [self.engine.check_prompt(p) for p in as_prompt_list(prompts, self.tokenizer)]
+        ids = self.engine.check_prompts(as_prompt_list(prompts, self.tokenizer))
         configs = _one_per_prompt("generation_config", generation_config, len(ids))
         per_prompt = isinstance(seed, (list, tuple))
         seeds = _one_per_prompt("seed", seed if per_prompt else self.engine.base_seed(seed), len(ids))
-        merged: dict[int, GenerationConfig] = {}
+        merge = self.engine.config_merger(generate_kwargs)
         requests: list[_Request] = []
         for prompt, config, own_seed in zip(ids, configs, seeds, strict=True):
-            if id(config) not in merged:
-                merged[id(config)] = self.engine.merge_config(config, generate_kwargs)
-            settings = settings_from_config(merged[id(config)], len(prompt))
-            copies = merged[id(config)].num_return_sequences
+            merged = merge(config)
+            settings = settings_from_config(merged, len(prompt))
+            copies = merged.num_return_sequences
             copies = 1 if copies is None else copies
             if not isinstance(copies, int) or copies < 1 or (copies > 1 and not settings.do_sample):
                 raise ValueError(f"num_return_sequences={copies!r}: expected 1, or more with do_sample=True")

@@ -39,6 +39,7 @@ class StepLoop:
         self.stepping_thread: int | None = None
         self._state_key = b""  # of the model, when the runner was prepared
         self._arrivals: list[Request] = []  # since the last step
+        self._any_stream = False  # did a streaming request come since there was none at all?
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
         self.totals = dict.fromkeys(("preemptions", "generated", "prefill", "steps", "queries", "hits"), 0)
 
@@ -46,6 +47,7 @@ class StepLoop:
         """Queue a request."""
         self.dirty = True
         self.scheduler_or_build().add(request.sequence)
+        self._any_stream = request.session.stream or (self._any_stream and bool(self.requests))
         self.requests[request.request_id] = request.session.open[request.request_id] = request
         self._arrivals.append(request)
         self.dirty = False
@@ -64,7 +66,8 @@ class StepLoop:
             return
         if self.pool.moved():
             self._restart_over_a_new_pool()
-        device = self._adapter.kv_spec().device
+        runner = self.pool.runner  # its device is the model's: that was just compared
+        device = runner.device if runner is not None else self._adapter.kv_spec().device
         self.dirty, self.stepping_thread = True, threading.get_ident()
         try:
             with _ambient(device):
@@ -122,7 +125,7 @@ class StepLoop:
                 request.error = NAN_ERROR
         result = self.scheduler.commit(plan, tokens)
         self.totals["generated"] += len(result.accepted)
-        for row in result.accepted:
+        for row in result.accepted if self._any_stream else ():
             request = self.requests.get(plan.sequences[row].request_id)
             if request is not None and request.session.stream:
                 self._emit(request, int(tokens[row]))

@@ -78,6 +78,10 @@ FALLBACK: dict[str, tuple] = {
     "output_hidden_states": (None, False),
 }
 
+# For one look-up a field: what never decides, and every neutral value under its own type.
+_UNASKED = frozenset(NATIVE + INERT)
+_NEUTRAL = frozenset((name, type(value), value) for name, values in FALLBACK.items() for value in values)
+_HASHABLE = (bool, int, float, str)
 
 FLOAT32 = torch.finfo(torch.float32)
 
@@ -102,7 +106,10 @@ def unsupported_option(config: GenerationConfig) -> str | None:
     An option that this version of hf_paged has never heard of counts as unsupported unless it is None or False.
     """
     for name, value in vars(config).items():
-        if name.startswith("_") or name in NATIVE or name in INERT:
+        # None is neutral for every field.
+        if value is None or name in _UNASKED or name.startswith("_"):
+            continue
+        if type(value) in _HASHABLE and (name, type(value), value) in _NEUTRAL:
             continue
         if not any(_same(value, neutral) for neutral in FALLBACK.get(name, (None, False))):
             return f"{name}={value!r}"

@@ -99,3 +99,15 @@ def test_bad_values_are_named(kwargs, message):
 ])  # fmt: skip
 def test_eos_in_every_form(value, expected):
     assert token_id_tuple(value) == expected
+
+
+@pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, -0.0, True, False, None, "", "dynamic", [], [0], torch.tensor(1)])
+@pytest.mark.parametrize("name", [*FALLBACK, "from_the_future"])
+def test_neutral_is_told_by_type_and_value(name, value):
+    def same(neutral):
+        if isinstance(neutral, bool) or isinstance(value, bool) or neutral is None:
+            return value is neutral
+        return isinstance(value, (int, float, str)) and value == neutral
+
+    neutral = any(same(n) for n in FALLBACK.get(name, (None, False)))
+    assert (unsupported_option(config(**{name: value})) is None) == neutral

@@ -175,7 +175,7 @@ class Qwen3Adapter(ModelAdapter):
 
     def constants_reason(self) -> str | None:
         config = self.model.config
-        if not len(self._layers()):
+        if not self._layers():
             return "the model has no layers"
         if not getattr(config, "is_causal", True):
             return "config.is_causal is False"
@@ -196,5 +196,6 @@ class Qwen3Adapter(ModelAdapter):
     def vocab_size(self) -> int:
         return self.model.model.embed_tokens.weight.shape[0]
 
-    def _layers(self) -> Any:
-        return self.model.model.layers[: self.model.config.num_hidden_layers]
+    def _layers(self) -> list[Any]:
+        # A list first: a slice of a ModuleList registers every layer again, in every step.
+        return list(self.model.model.layers)[: self.model.config.num_hidden_layers]

@@ -96,14 +96,21 @@ def _attention_reason(adapter: ModelAdapter) -> str | None:
 
 
 def _module_reason(adapter: ModelAdapter) -> str | None:
+    known: set[type] = set()  # a class is looked at once a call, not once a layer
     for name, module, expected in adapter.own_modules():
-        if type(module) is not expected or not is_own_code(expected.forward):
+        if type(module) is not expected or (expected not in known and not is_own_code(expected.forward)):
             return f"{name} is a {type(module).__name__}, not transformers' own {expected.__name__}"
-        if not is_own_code(expected.__call__):
+        if expected not in known and not is_own_code(expected.__call__):
             return f"{expected.__name__}.__call__ is patched"
+        known.add(expected)
+    tokenwise: dict[type, bool] = {}
     for name, module in adapter.called_modules():
         for layer in (module, getattr(module, "base_layer", None)):  # a tuner's own, and what it wraps
-            if layer is not None and not _is_tokenwise(layer):
+            if layer is None:
+                continue
+            if type(layer) not in tokenwise:
+                tokenwise[type(layer)] = _is_tokenwise(type(layer))
+            if not tokenwise[type(layer)]:
                 return f"{name} is a {type(layer).__module__}.{type(layer).__name__}, which may look at batch rows"
     for name, module in adapter.model.named_modules():
         if name and "forward" in module.__dict__:
@@ -111,8 +118,7 @@ def _module_reason(adapter: ModelAdapter) -> str | None:
     return None
 
 
-def _is_tokenwise(layer: nn.Module) -> bool:
-    kind = type(layer)
+def _is_tokenwise(kind: type[nn.Module]) -> bool:
     if kind.__name__ in BATCH_DEPENDENT or not f"{kind.__module__}.".startswith(TOKENWISE_MODULES):
         return False
     return not kind.__module__.startswith("torch.") or is_own_code(kind.forward)
@@ -126,10 +132,11 @@ def _device_reason(adapter: ModelAdapter) -> str | None:
     for name, parameter in adapter.model.named_parameters():
         if hasattr(parameter, "ds_id"):
             return "the parameters are partitioned by DeepSpeed"
-        if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
+        kind = type(parameter.data)
+        if type(parameter).__name__ == "DTensor" or kind.__name__ == "DTensor":
             return f"parameter {name} is a DTensor"
-        if type(parameter.data) is not torch.Tensor and not type(parameter).__module__.startswith("bitsandbytes."):
-            return f"parameter {name} is a {type(parameter.data).__name__}, whose bytes cannot be watched for changes"
+        if kind is not torch.Tensor and not type(parameter).__module__.startswith("bitsandbytes."):
+            return f"parameter {name} is a {kind.__name__}, whose bytes cannot be watched for changes"
         if parameter.device.type == "meta":
             return f"parameter {name} is on the meta device (offloaded?)"
         found.add(parameter.device)

@@ -14,5 +14,10 @@ def adapter_state(model: nn.Module) -> list[tuple]:
         (name, tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters),
          sorted(getattr(layer, "scaling", {}).items()))
         for name, layer in model.named_modules()
-        if hasattr(layer, "active_adapters") and hasattr(layer, "merged_adapters")
+        if _has(layer, "active_adapters") and _has(layer, "merged_adapters")
     ]  # fmt: skip
+
+
+def _has(layer: nn.Module, name: str) -> bool:
+    """`hasattr` without a module's search among parameters and submodules, which is slow where it finds nothing."""
+    return hasattr(type(layer), name) or name in layer.__dict__

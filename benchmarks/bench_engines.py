@@ -1,0 +1,237 @@
+"""The engines that run_all.py compares, each behind `open`, `prepare`, `run` and `close`.
+
+`open` makes the engine ready for a workload and returns the seconds to the first token (None where it was open);
+`prepare` empties the prefix cache and fills in what the workload wants cached; `run` returns tokens made, per request.
+Only `run` is on the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from workloads import Workload, generation_configs, qwen3, qwen3_config
+
+MODULES = {"ours": "hf_paged", "stock": "transformers", "generate_batch": "transformers", "vllm": "vllm",
+           "nano-vllm": "nanovllm"}  # fmt: skip
+
+
+def dtype_of(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+class Engine:
+    """What they share: the model in memory. ``overrides``: fields of our `PagedConfig`."""
+
+    holds_model = True
+
+    def __init__(self, size: str, device: str) -> None:
+        self.size, self.device = size, device
+        self.model = qwen3(size, dtype_of(device), device) if self.holds_model else None
+        self._settings: object = None
+
+    def open(self, workload: Workload, overrides: dict[str, Any]) -> float | None:
+        settings = self.settings(workload, overrides)
+        if settings == self._settings:
+            return None
+        self.close()
+        if self.device == "cuda" and self.holds_model:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.start(settings)
+        self.first_token(workload.prompts[0][:64])
+        self._settings = settings
+        return time.perf_counter() - start
+
+    def settings(self, workload: Workload, overrides: dict[str, Any]) -> Any:
+        """What the engine must be started anew for."""
+        return {"max_num_seqs": max(256, workload.num_requests)}
+
+    def start(self, settings: Any) -> None: ...
+
+    def first_token(self, prompt: list[int]) -> None:
+        self.run(Workload([prompt], [1], 0.0))
+
+    def prepare(self, workload: Workload) -> None: ...
+
+    def run(self, workload: Workload) -> list[int]:
+        raise NotImplementedError
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self._settings = None
+
+
+class Ours(Engine):
+    generator: Any = None
+
+    def settings(self, workload: Workload, overrides: dict[str, Any]) -> Any:
+        return super().settings(workload, overrides) | overrides
+
+    def start(self, settings: Any) -> None:
+        from hf_paged import PagedGenerator
+
+        self.generator = PagedGenerator(self.model, **settings)
+
+    def prepare(self, workload: Workload) -> None:
+        self.generator.engine.reset_prefix_cache()
+        if workload.warm:
+            self.first_token(workload.prompts[0][: workload.shared])
+
+    def run(self, workload: Workload) -> list[int]:
+        made = self.generator.generate(workload.prompts, generation_configs(workload), use_tqdm=False)
+        return [len(completion.token_ids) for completion in made]
+
+    def stats(self) -> dict[str, Any]:
+        now = self.generator.engine.stats()
+        return {"preemptions": now.num_preemptions, "blocks": now.num_blocks, "graphs": now.num_graphs_captured}
+
+    def close(self) -> None:
+        super().close()
+        if self.generator is not None:
+            self.generator.close()
+
+
+class Stock(Engine):
+    """`model.generate`: one left-padded batch that runs to the longest output; tokens asked for count."""
+
+    def settings(self, workload: Workload, overrides: dict[str, Any]) -> Any:
+        return {}
+
+    def run(self, workload: Workload) -> list[int]:
+        longest, most = max(map(len, workload.prompts)), max(workload.output_lengths)
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in workload.prompts], device=self.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in workload.prompts], device=self.device)
+        config = generation_configs(workload._replace(output_lengths=[most]))[0]
+        made = self.model.generate(ids, attention_mask=mask, generation_config=config, pad_token_id=0)
+        assert made.shape == (workload.num_requests, longest + most)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return [n for n in workload.output_lengths for _ in range(workload.samples)]
+
+
+class GenerateBatch(Engine):
+    """transformers' continuous batching through its manager, which takes a length per request; kept open."""
+
+    def __init__(self, size: str, device: str) -> None:
+        super().__init__(size, device)
+        self._open = ExitStack()
+        self._manager: Any = None
+
+    def settings(self, workload: Workload, overrides: dict[str, Any]) -> Any:
+        return {"temperature": workload.temperature}
+
+    def start(self, settings: Any) -> None:
+        config = GenerationConfig(eos_token_id=-1, pad_token_id=0, max_new_tokens=1024)
+        if settings["temperature"]:
+            config.update(do_sample=True, temperature=settings["temperature"], top_k=0)
+        self._manager = self._open.enter_context(
+            self.model.continuous_batching_context_manager(generation_config=config, block=True)
+        )
+
+    def run(self, workload: Workload) -> list[int]:
+        order: dict[str, int] = {}
+        for prompt, length in zip(workload.prompts, workload.output_lengths, strict=True):
+            for _ in range(workload.samples):
+                order[self._manager.add_request(prompt, max_new_tokens=length)] = len(order)
+        made = [0] * len(order)
+        while order:
+            result = self._manager.get_result(timeout=1.0)
+            if result is None and not self._manager.is_running():
+                raise RuntimeError("the manager's thread ended")
+            if result is not None and result.is_finished():
+                made[order.pop(result.request_id)] = len(result.generated_tokens)
+        return made
+
+    def close(self) -> None:
+        super().close()
+        self._open.close()
+
+
+class Vllm(Engine):
+    """vLLM's offline `LLM` with dummy weights of the same shapes; ready counts the making of the weights, too."""
+
+    holds_model = False
+    llm: Any = None
+
+    def settings(self, workload: Workload, overrides: dict[str, Any]) -> Any:
+        return {}  # its own choices, for all workloads
+
+    def start(self, settings: Any) -> None:
+        from vllm import LLM
+
+        folder = TemporaryDirectory()
+        config = qwen3_config(self.size)
+        config.architectures, config.dtype = ["Qwen3ForCausalLM"], "bfloat16"
+        config.save_pretrained(folder.name)
+        self._folder = folder
+        self.llm = LLM(folder.name, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=8192,
+                       enable_prefix_caching=True)  # fmt: skip
+
+    def prepare(self, workload: Workload) -> None:
+        self.llm.reset_prefix_cache()
+        if workload.warm:
+            self.first_token(workload.prompts[0][: workload.shared])
+
+    def run(self, workload: Workload) -> list[int]:
+        from vllm import SamplingParams
+
+        parameters = [
+            SamplingParams(n=workload.samples, temperature=workload.temperature, max_tokens=length, ignore_eos=True,
+                           detokenize=False)
+            for length in workload.output_lengths
+        ]  # fmt: skip
+        prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
+        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
+        return [len(completion.token_ids) for output in outputs for completion in output.outputs]
+
+
+class NanoVllm(Engine):
+    """nano-vllm, from a checkpoint with random weights; ready counts its loading, too."""
+
+    holds_model = False
+    llm: Any = None
+
+    def settings(self, workload: Workload, overrides: dict[str, Any]) -> Any:
+        return {}
+
+    def start(self, settings: Any) -> None:
+        from nanovllm import LLM
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from transformers import PreTrainedTokenizerFast
+
+        self._folder = TemporaryDirectory()
+        qwen3(self.size, torch.bfloat16, self.device).save_pretrained(self._folder.name)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})), eos_token="a")
+        tokenizer.save_pretrained(self._folder.name)
+        torch.cuda.empty_cache()
+        self.llm = LLM(str(Path(self._folder.name)), enforce_eager=False, max_model_len=8192)
+
+    def prepare(self, workload: Workload) -> None:
+        self.llm.scheduler.block_manager.hash_to_block_id.clear()
+        if workload.warm:
+            self.first_token(workload.prompts[0][: workload.shared])
+
+    def run(self, workload: Workload) -> list[int]:
+        from nanovllm import SamplingParams
+
+        pairs = [
+            # It knows no greedy search; the lowest temperature that it takes is as fast.
+            (prompt, SamplingParams(temperature=workload.temperature or 0.01, max_tokens=length, ignore_eos=True))
+            for prompt, length in zip(workload.prompts, workload.output_lengths, strict=True)
+            for _ in range(workload.samples)
+        ]
+        outputs = self.llm.generate([p for p, _ in pairs], [s for _, s in pairs], use_tqdm=False)
+        return [len(output["token_ids"]) for output in outputs]
+
+
+ENGINES: dict[str, type[Engine]] = {"ours": Ours, "stock": Stock, "generate_batch": GenerateBatch, "vllm": Vllm,
+                                    "nano-vllm": NanoVllm}  # fmt: skip

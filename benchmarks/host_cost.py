@@ -1,0 +1,100 @@
+"""Host time of a generate call on a CPU: before its first step, and in every decode step (the device's part left out).
+
+    python benchmarks/host_cost.py [--layers 28] [--requests 256]
+
+Before: `PagedGenerator.generate` with prompts of 100 to 1,024 tokens and a generation config each, up to the first
+step. Step: schedule, commit and what lies around them with every request running; no forward, random tokens. Times are
+the thread's CPU time, since machines are shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, Qwen3ForCausalLM
+from workloads import qwen3_config
+
+from hf_paged import PagedGenerator
+from hf_paged.loop import StepLoop
+from hf_paged.runner.model_runner import ModelRunner, StepHandle
+
+
+class _FirstStep(Exception):
+    pass
+
+
+def before_the_first_step(generator: PagedGenerator, prompts: list, configs: list, repeats: int = 15) -> list[float]:
+    """Milliseconds of each repeat."""
+    own, reached = StepLoop.step, []
+
+    def step(self: StepLoop, **options: Any) -> None:
+        reached.append(time.thread_time())
+        raise _FirstStep
+
+    StepLoop.step, times = step, []  # type: ignore[method-assign]
+    try:
+        for _ in range(repeats):
+            start = time.thread_time()
+            try:
+                generator.generate(prompts, configs, use_tqdm=False)
+            except _FirstStep:
+                times.append((reached.pop() - start) * 1e3)
+    finally:
+        StepLoop.step = own  # type: ignore[method-assign]
+    return times
+
+
+def in_a_step(generator: PagedGenerator, prompts: list, stream: bool, steps: int = 300) -> list[float]:
+    """Microseconds of each decode step."""
+    own = ModelRunner.launch
+
+    def launch(self: ModelRunner, plan: Any, parameters: list) -> StepHandle:
+        return StepHandle(torch.from_numpy(np.random.default_rng(0).integers(0, 10000, len(plan.slots))), None)
+
+    ModelRunner.launch, times = launch, []  # type: ignore[method-assign]
+    try:
+        with generator.engine.session(stream=stream) as session:
+            for request in generator._requests(prompts, GenerationConfig(max_new_tokens=2 * steps), 0, {}):
+                session.add(request.prompt, request.settings, seed=request.seed)
+            while len(times) < steps:
+                start = time.thread_time()
+                session.advance()
+                times.append((time.thread_time() - start) * 1e6)
+    finally:
+        ModelRunner.launch = own  # type: ignore[method-assign]
+    return times[-steps // 2 :]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--requests", type=int, default=256)
+    args = parser.parse_args()
+    config = qwen3_config("tiny")
+    config.num_hidden_layers, config.layer_types = args.layers, ["full_attention"] * args.layers
+    model = Qwen3ForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    r = random.Random(0)
+    prompts = [[r.randint(0, 10000) for _ in range(r.randint(100, 1024))] for _ in range(args.requests)]
+    configs = [GenerationConfig(max_new_tokens=r.randint(100, 1024), do_sample=True, temperature=0.6, top_k=0)
+               for _ in prompts]  # fmt: skip
+    blocks = args.requests * 110
+    with PagedGenerator(model, num_blocks=blocks, max_num_seqs=args.requests, max_model_len=2048, overlap=True) as own:
+        own.generate([prompts[0][:16]], max_new_tokens=2, use_tqdm=False)
+        times = before_the_first_step(own, prompts, configs)
+        print(f"{args.requests} requests, {args.layers} layers, torch {torch.__version__}")
+        print(f"before the first step: {statistics.median(times):.1f} ms (fastest {min(times):.1f})")
+        for stream in (False, True):
+            times = in_a_step(own, prompts, stream)
+            print(f"{'streaming' if stream else 'not streaming'}: {statistics.median(times):.0f} us a decode step "
+                  f"(fastest {min(times):.0f})")
+
+
+if __name__ == "__main__":
+    main()
