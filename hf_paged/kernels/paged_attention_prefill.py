@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._attention_tile import LOG2_E, attend_tile, blocks_of
+from hf_paged.kernels._attention_tile import LOG2_E
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 from hf_paged.kernels.metadata import PagedMetadata
 
@@ -18,18 +19,32 @@ class PrefillConfig(NamedTuple):
     block_m: int
     block_n: int
     num_warps: int
-    num_stages: int
+    num_stages: int  # of K and V in shared memory
+    overlap: bool = False  # a tile's values are multiplied while the next tile's softmax runs
+    branch: bool = False  # tiles that every query sees jump over the mask
+    max_registers: int | None = None  # per thread, so that two programs fit a multiprocessor
 
 
-# By padded head_dim. Query tile plus K and V in flight stay under Ampere's 99 KiB of shared memory.
-_HALF_CONFIGS = {
+# Shared memory a block needs for the deep configurations: Hopper and later have it, Ampere and Ada do not.
+_DEEP_SHARED_MEMORY = 200 << 10
+
+# By padded head_dim. Hopper's matrix instructions run beside the others: overlap pays, and so does jumping over masks.
+_DEEP = {
+    32: PrefillConfig(128, 64, 8, 3, branch=True),
+    64: PrefillConfig(128, 64, 8, 3, branch=True),
+    128: PrefillConfig(128, 64, 8, 3, overlap=True, branch=True),
+    256: PrefillConfig(64, 32, 4, 2, branch=True),
+}
+# Query tile plus K and V in flight stay under Ampere's 99 KiB of shared memory. No branch: Triton would no longer see
+# that one product feeds the next, and spread a row of scores over several warps.
+_SHALLOW = {
     32: PrefillConfig(128, 64, 4, 2),
     64: PrefillConfig(128, 64, 4, 2),
     128: PrefillConfig(128, 64, 8, 2),
     256: PrefillConfig(64, 32, 4, 2),
 }
 # An exact fp32 dot runs on the plain cores out of registers: larger tiles spill thousands of bytes a thread.
-_FLOAT_CONFIGS = {
+_FLOAT = {
     32: PrefillConfig(64, 32, 8, 2),
     64: PrefillConfig(64, 32, 8, 2),
     128: PrefillConfig(32, 32, 8, 2),
@@ -37,14 +52,29 @@ _FLOAT_CONFIGS = {
 }
 
 
-def prefill_config(head_dim_pad: int, itemsize: int, group: int, max_query_len: int) -> PrefillConfig:
-    """Tiles for a head size; no more rows than the longest row of the step fills, no fewer than the group."""
-    config = (_HALF_CONFIGS if itemsize == 2 else _FLOAT_CONFIGS)[max(32, head_dim_pad)]
+def prefill_config(
+    head_dim_pad: int, itemsize: int, group: int, max_query_len: int, shared_memory: int
+) -> PrefillConfig:
+    """Tiles for a head size; no more rows than the longest row of the step fills, no fewer than the group.
+
+    `shared_memory`: bytes a block may have.
+    """
+    configs = _FLOAT if itemsize == 4 else _DEEP if shared_memory >= _DEEP_SHARED_MEMORY else _SHALLOW
+    config = configs[max(32, head_dim_pad)]
     filled = triton.next_power_of_2(min(max_query_len, config.block_m) * group)
     block_m = max(16, triton.next_power_of_2(group), min(config.block_m, filled))
     if block_m < config.block_m and itemsize == 2:
-        return config._replace(block_m=block_m, num_warps=4)
+        if block_m < 64:  # too few rows for Hopper's instructions
+            config = config._replace(overlap=False, branch=False)
+        return config._replace(block_m=block_m, num_warps=4, max_registers=None)
     return config._replace(block_m=block_m)
+
+
+@lru_cache(maxsize=64)
+def _shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _DEEP_SHARED_MEMORY
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
 @jit()
@@ -59,6 +89,79 @@ def _row_of_tile(query_start, tile, num_rows, BLOCK_Q: tl.constexpr):
         else:
             high = middle
     return low
+
+
+@jit()
+def _blocks_of(
+    table_row, start, begin, end, n, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """The block of each position ``start + n``, one for all where a block holds the tile.
+
+    Table entries outside ``begin .. end - 1`` are not read and count as block 0.
+    """
+    entry = start // BLOCK_SIZE
+    if BLOCK_SIZE < BLOCK_N:
+        entry += n // BLOCK_SIZE
+    used = entry < tl.cdiv(end, BLOCK_SIZE)
+    if HAS_WINDOW:
+        used &= entry >= begin // BLOCK_SIZE
+    return tl.load(table_row + entry, mask=used, other=0)
+
+
+@jit()
+def _cache_offset(
+    base, start, n, head, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """[N, D_PAD] element offsets of positions ``start + n``; inside a block int32 is enough."""
+    lane = tl.arange(0, HEAD_DIM_PAD)
+    ROW: tl.constexpr = STRIDE // BLOCK_SIZE
+    if BLOCK_SIZE >= BLOCK_N:
+        slot = start % BLOCK_SIZE + n
+    else:
+        slot = n % BLOCK_SIZE
+        base = base[:, None]
+    return base + ((slot * ROW)[:, None] + (head * HEAD_DIM + lane)[None, :])
+
+
+@jit()
+def _load_keys(
+    k_cache, base, start, n, head, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Keys of unread slots come as they are, NaN or not: their scores are replaced before anything looks at them."""
+    offset = _cache_offset(base, start, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N)
+    if HEAD_DIM == HEAD_DIM_PAD:
+        keys = tl.load(k_cache + offset)
+    else:
+        inside = tl.broadcast_to((tl.arange(0, HEAD_DIM_PAD) < HEAD_DIM)[None, :], offset.shape)
+        keys = tl.load(k_cache + offset, mask=inside, other=0.0)
+    return keys
+
+
+@jit()
+def _load_values(
+    v_cache, base, start, begin, end, n, head, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Unread slots may hold NaN, and a weight of zero would not silence it: their values are loaded as zero."""
+    offset = _cache_offset(base, start, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N)
+    readable = start + n < end
+    if HAS_WINDOW:
+        readable &= start + n >= begin
+    inside = readable[:, None]
+    if HEAD_DIM != HEAD_DIM_PAD:
+        inside = inside & (tl.arange(0, HEAD_DIM_PAD) < HEAD_DIM)[None, :]
+    return tl.load(v_cache + offset, mask=inside, other=0.0)
+
+
+@jit()
+def _mask_scores(score, query_position, start, n, window, HAS_WINDOW: tl.constexpr):
+    last = query_position - start
+    visible = n[None, :] <= last[:, None]
+    if HAS_WINDOW:
+        visible &= n[None, :] > (last - window)[:, None]
+    return tl.where(visible, score, float("-inf"))
 
 
 @jit(varying_ints=("num_rows",), varying_pointers=("query_start", "seq_lens", "slots"))
@@ -87,8 +190,11 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    BRANCH: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    STRIDE: tl.constexpr = BLOCK_SIZE * KV_HEADS * HEAD_DIM
     head = tl.program_id(0) % KV_HEADS
     tile = tl.program_id(0) // KV_HEADS
     row = _row_of_tile(query_start, tile, num_rows, BLOCK_Q)
@@ -104,6 +210,7 @@ def _prefill_kernel(
 
     # Tile row m is query m // GROUP of query head m % GROUP; a GROUP that does not divide BLOCK_M leaves rows over.
     m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
     lane = tl.arange(0, HEAD_DIM_PAD)
     query = tile * BLOCK_Q + m // GROUP
     token = (first_token + query).to(tl.int64)
@@ -113,40 +220,84 @@ def _prefill_kernel(
         q + token[:, None] * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :], mask=live, other=0.0
     )
 
-    query_position = seq_len - count + query
+    # The tile reads positions begin .. end - 1, from first on; some query does not see all of a tile that starts at
+    # masked_from or later, or before masked_until.
     first_position = seq_len - count + tile * BLOCK_Q
     end = tl.minimum(first_position + BLOCK_Q, seq_len)
+    begin = 0
+    masked_until = 0
     if HAS_WINDOW:
         begin = tl.maximum(first_position - window + 1, 0)
-        masked_from = begin // BLOCK_N * BLOCK_N
-    else:
-        begin = 0
-        masked_from = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
+        masked_until = end - window
+    masked_from = first_position + 2 - BLOCK_N
+    first = begin // BLOCK_N * BLOCK_N
 
     table_row = block_table + tl.load(slots + row).to(tl.int64) * table_stride
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PAD], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # Finite and below every score: with -inf a row that has seen nothing yet would compute -inf - -inf.
+    top = tl.full([BLOCK_M], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    n = tl.arange(0, BLOCK_N)
-    if not HAS_WINDOW:
-        # Positions that every query of the tile sees.
-        for start in range(0, masked_from, BLOCK_N):
-            block = tl.load(table_row + (start + n) // BLOCK_SIZE)
-            acc, top, total = attend_tile(
-                q_tile, acc, top, total, k_cache, v_cache, block, head, start + n, n >= 0, (n >= 0)[None, :],
-                scale_log2, softcap_log2, False, HAS_SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE,
+    # Each tile's blocks are looked up one tile ahead, so that its loads need not wait for the lookup.
+    blocks = _blocks_of(table_row, first, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
+    if OVERLAP:
+        WORD: tl.constexpr = tl.int16 if q.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
+        # As integers: Triton would pass floats that come from the previous iteration through shared memory.
+        weight_bits = tl.zeros([BLOCK_M, BLOCK_N], WORD)
+        rescale = tl.full([BLOCK_M], 1.0, tl.float32)
+        previous_base = blocks.to(tl.int64) * STRIDE
+    for start in range(first, end, BLOCK_N):
+        # int64: a cache may hold more than 2**31 elements.
+        base = blocks.to(tl.int64) * STRIDE
+        k = _load_keys(k_cache, base, start, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N)
+        if OVERLAP:
+            previous = tl.maximum(start - BLOCK_N, first)
+            v = _load_values(
+                v_cache, previous_base, previous, begin, end, n, head,
+                STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N, HAS_WINDOW,
             )  # fmt: skip
-    for start in range(masked_from, end, BLOCK_N):
-        position = start + n
-        visible = position[None, :] <= query_position[:, None]
-        if HAS_WINDOW:
-            visible &= position[None, :] > query_position[:, None] - window
-        block = blocks_of(table_row, position, begin, end, BLOCK_SIZE)
-        acc, top, total = attend_tile(
-            q_tile, acc, top, total, k_cache, v_cache, block, head, position,
-            (position >= begin) & (position < end), visible & (position < end)[None, :],
-            scale_log2, softcap_log2, True, HAS_SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE,
+            previous_base = base
+        else:
+            v = _load_values(
+                v_cache, base, start, begin, end, n, head,
+                STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N, HAS_WINDOW,
+            )  # fmt: skip
+        blocks = _blocks_of(table_row, start + BLOCK_N, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
+
+        score = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
+        if OVERLAP:
+            # Runs until the next score is waited for.
+            weight = weight_bits.to(v.dtype, bitcast=True)
+            acc = tl.dot(weight, v, acc * rescale[:, None], input_precision="ieee")
+        scale = scale_log2
+        if HAS_SOFTCAP:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1), exact at both infinities; 2.885... is 2 log2(e).
+            score *= scale_log2 / softcap_log2 * 2.8853900817779268
+            score = softcap_log2 * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
+            scale = 1.0
+        if BRANCH:
+            if (start >= masked_from) | (start < masked_until):
+                # The length is loaded again because a branch without a load would be compiled to selects on every tile.
+                position = tl.load(seq_lens + row) - count + query
+                score = _mask_scores(score, position, start, n, window, HAS_WINDOW)
+        else:
+            score = _mask_scores(score, seq_len - count + query, start, n, window, HAS_WINDOW)
+        new_top = tl.maximum(top, tl.max(score, 1) * scale)
+        weight = tl.exp2(score * scale - new_top[:, None])
+        rescale = tl.exp2(top - new_top)
+        total = total * rescale + tl.sum(weight, 1)
+        top = new_top
+        if OVERLAP:
+            weight_bits = weight.to(v.dtype).to(WORD, bitcast=True)
+        else:
+            acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    if OVERLAP:
+        last = tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N - BLOCK_N, first)
+        v = _load_values(
+            v_cache, previous_base, last, begin, end, n, head,
+            STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N, HAS_WINDOW,
         )  # fmt: skip
+        weight = weight_bits.to(v.dtype, bitcast=True)
+        acc = tl.dot(weight, v, acc * rescale[:, None], input_precision="ieee")
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out_offset = (token[:, None] * (KV_HEADS * GROUP) + query_head[:, None]) * HEAD_DIM + lane[None, :]
@@ -183,7 +334,10 @@ def paged_attention_prefill(
         return out
     group = num_heads // num_kv_heads
     head_dim_pad = max(16, triton.next_power_of_2(head_dim))
-    config = config or prefill_config(head_dim_pad, q.element_size(), group, meta.max_query_len)
+    if config is None:
+        config = prefill_config(head_dim_pad, q.element_size(), group, meta.max_query_len, _shared_memory(q.device))
+    if scale <= 0.0:  # the kernel takes the largest score before it scales
+        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     # A row of n tokens that starts anywhere needs at most n // BLOCK_Q + 1 tiles.
     num_tiles = num_tokens // (config.block_m // group) + num_rows
     with on_device_of(q):
@@ -212,7 +366,10 @@ def paged_attention_prefill(
             BLOCK_SIZE=block_size,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
+            OVERLAP=config.overlap,
+            BRANCH=config.branch,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
         )
     return out

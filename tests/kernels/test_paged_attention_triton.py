@@ -38,7 +38,8 @@ def test_prefill_random(seed):
         softcap=r.choice([None, None, 3.0, 50.0]),
         dtype=dtype,
     )
-    config = PrefillConfig(r.choice([16, 32]), r.choice([16, 32, 64]), 4, 1)
+    tiles = r.choice([16, 32]), r.choice([16, 32, 64])
+    config = PrefillConfig(*tiles, 4, 1, overlap=r.random() < 0.6, branch=r.random() < 0.6)
     out = run_poisoned(paged_attention_prefill, case, config=config)
     assert worst_error(out, expected(case)) < TOLERANCE[dtype]
 
@@ -102,8 +103,34 @@ def test_decode_rows_without_tokens_give_zeros(pieces):
 
 
 @pytest.mark.interpreted
-def test_prefill_rows_without_tokens_give_zeros():
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prefill_rows_without_tokens_give_zeros(overlap):
     case = make_case([(3, 0), (2, 20), (1, 0)], seed=1)
+    out = run_poisoned(paged_attention_prefill, case, config=PrefillConfig(16, 16, 4, 1, overlap))
+    assert worst_error(out, expected(case)) < TOLERANCE[torch.float32]
+    assert not out[:3].any()
+    assert not out[5:].any()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("branch", [False, True])
+@pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, None), (16, 40), (64, 40), (32, 16), (16, 17)])
+def test_prefill_tiles_with_and_without_masks(overlap, branch, block_size, window):
+    """Tiles of 32 positions and 16 queries over rows long enough for hidden, half and fully visible tiles."""
+    case = make_case(
+        [(40, 150), (70, 70), (1, 97), (33, 96)], seed=6, heads=2, kv_heads=1, block_size=block_size, window=window
+    )
+    config = PrefillConfig(32, 32, 4, 1, overlap, branch)
+    assert worst_error(run_poisoned(paged_attention_prefill, case, config=config), expected(case)) < 5e-6
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_prefill_scale_may_be_negative_or_zero(scale, softcap):
+    case = make_case([(9, 40), (20, 20)], seed=7, softcap=softcap)
+    case = case._replace(options={**case.options, "scale": scale})
     assert worst_error(run_poisoned(paged_attention_prefill, case), expected(case)) < TOLERANCE[torch.float32]
 
 
@@ -142,9 +169,11 @@ def test_configs_cover_every_head_size():
     for head_dim_pad in (16, 32, 64, 128, 256):
         for itemsize in (2, 4):
             for group in (1, 3, 8, 200):
-                for new in (1, 9, 5000):
-                    config = prefill_config(head_dim_pad, itemsize, group, new)
+                for new, shared in itertools.product((1, 9, 5000), (99 << 10, 227 << 10)):
+                    config = prefill_config(head_dim_pad, itemsize, group, new, shared)
                     assert config.block_m >= max(16, group)
+                    in_flight = config.block_m + config.num_stages * 2 * config.block_n
+                    assert group > 8 or itemsize == 4 or in_flight * head_dim_pad * itemsize <= shared
             for programs, shared in itertools.product((1, 4, 16), (99 << 10, 227 << 10)):
                 assert decode_config(head_dim_pad, itemsize, programs, shared).block_n >= 16
 
