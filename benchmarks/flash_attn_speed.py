@@ -3,8 +3,8 @@
     PYTHONPATH=.:<folder with the packages> python benchmarks/flash_attn_speed.py [--out flash.json]
 
 Every importable adapter of `hf_paged.kernels.flash_backend` is compared with float64 on ragged, poisoned cases, then
-timed beside the Triton kernel and FlashAttention-2 as torch ships it. Times are medians of CUDA-graph replays, or of events where a call cannot be captured. A step that
-fails is printed and skipped.
+timed beside the Triton kernel and FlashAttention-2 as torch ships it. Times are medians of CUDA-graph replays, or of
+events where a call cannot be captured. A step that fails is printed and skipped.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 On a GPU: TB/s of K and V read against the bandwidth of a copy, TFLOP/s against a large GEMM, both measured in the
 same run, and FlashAttention-2 as torch ships it for the prefill rows. Times are medians of CUDA-graph replays, so
-launches do not count; calls rotate over caches larger than L2 together. ``--sweep`` tries tile shapes and splits.
+launches do not count; calls rotate over caches larger than L2 together. ``--sweep`` tries tile shapes and plans.
 On a CPU: microseconds of the torch backend for the shapes of `benchmarks/ragged_cpu.py`.
 """
 
@@ -31,7 +31,7 @@ from hf_paged.kernels.decode_work import plan_items
 from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
 from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.paged_attention_decode import DecodeConfig, config_of, paged_attention_decode, places_of
-from hf_paged.kernels.paged_attention_prefill import PrefillConfig, paged_attention_prefill
+from hf_paged.kernels.paged_attention_prefill import paged_attention_prefill
 from hf_paged.kernels.weights_checksum import ChecksumPlan, weights_checksum
 
 HEAD_DIM, KV_HEADS, BLOCK_SIZE = 128, 8, 16
@@ -188,7 +188,7 @@ def checksum_rows(copy: float) -> Iterable[dict[str, Any]]:
 
 
 def sweep_rows() -> Iterable[dict[str, Any]]:
-    """The three best settings of each attention row."""
+    """The three best settings of each decode row (prefill: `prefill_tuning.py`)."""
     tried: list[tuple[float, str]]
     for rows, length, heads, *_ in DECODE:
         inputs, tried = make_inputs(rows, length, heads, 1), []
@@ -205,23 +205,6 @@ def sweep_rows() -> Iterable[dict[str, Any]]:
         for seconds, setting in sorted(tried)[:3]:
             rate = 2 * 2 * rows * length * KV_HEADS * HEAD_DIM / seconds / 1e12
             yield {"row": f"decode {rows} x {length}, {heads}", "us": seconds * 1e6, "TB/s": rate, "setting": setting}
-    for rows, length, heads, _ in PREFILL:
-        inputs, tried = make_inputs(rows, length, heads, length), []
-        shapes = [(64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 32, 8), (128, 64, 8), (128, 128, 8)]
-        for (m, n, warps), stages in itertools.product(shapes, (2, 3, 4)):
-            tiles = PrefillConfig(m, n, warps, stages)
-            try:
-                tried.append((attention_time(paged_attention_prefill, inputs, config=tiles), f"{tuple(tiles)}"))
-            except Exception as error:  # a setting may ask for more shared memory than there is
-                print(f"{tuple(tiles)}: {type(error).__name__}")
-        for seconds, setting in sorted(tried)[:3]:
-            rate = 4 * heads * HEAD_DIM * rows * length * (length + 1) / 2 / seconds / 1e12
-            yield {
-                "row": f"prefill {rows} x {length}, {heads}",
-                "us": seconds * 1e6,
-                "TFLOP/s": rate,
-                "setting": setting,
-            }
 
 
 def cpu_rows() -> Iterable[dict[str, Any]]:
@@ -255,7 +238,7 @@ def show(row: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    parser.add_argument("--sweep", action="store_true", help="try tile shapes and splits instead (GPU, minutes)")
+    parser.add_argument("--sweep", action="store_true", help="try tile shapes and plans for decode instead (GPU, minutes)")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()

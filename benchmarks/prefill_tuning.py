@@ -31,28 +31,20 @@ SHAPES = {
     "nano": (16, 128, [(n, n) for n in (_RAGGED.randint(100, 1024) for _ in range(14))]),
     "d64": (32, 64, [(1024, 1024)] * 16),
 }
-OVERLAP = {"overlap": True, "branch": True}
 PLAIN = {"branch": True}
 CANDIDATES = {
     128: [
-        PrefillConfig(128, 64, 8, 3, **OVERLAP),
         PrefillConfig(128, 64, 8, 3, **PLAIN),
         PrefillConfig(128, 32, 8, 3, **PLAIN, max_registers=128),
-        PrefillConfig(64, 64, 4, 3, **OVERLAP),
-        PrefillConfig(128, 64, 8, 4, **OVERLAP),
         PrefillConfig(128, 32, 8, 4, **PLAIN, max_registers=128),
         PrefillConfig(128, 128, 8, 3, **PLAIN),
-        PrefillConfig(128, 64, 8, 3, overlap=True),
         PrefillConfig(64, 64, 4, 2, **PLAIN, max_registers=168),
         PrefillConfig(128, 32, 4, 3, **PLAIN),
         PrefillConfig(128, 64, 8, 2),
     ],
     64: [
         PrefillConfig(128, 64, 8, 3, **PLAIN),
-        PrefillConfig(128, 64, 8, 3, **OVERLAP),
         PrefillConfig(128, 128, 8, 3, **PLAIN),
-        PrefillConfig(128, 128, 8, 3, **OVERLAP),
-        PrefillConfig(64, 64, 4, 3, **OVERLAP),
         PrefillConfig(128, 64, 8, 4, **PLAIN),
         PrefillConfig(128, 64, 4, 2),
     ],
@@ -126,7 +118,7 @@ def tune(name: str, deadline: float) -> None:
     print(f"\n{name}: {len(rows)} rows, {heads}/{KV_HEADS} heads of {head_dim}; FA2 {flops / fa2 / 1e12:.0f} TFLOP/s")
     done = []
     for config in CANDIDATES[head_dim]:
-        label = f"{tuple(config[:4])} overlap={config.overlap:d} branch={config.branch:d} regs={config.max_registers}"
+        label = f"{tuple(config[:4])} branch={config.branch:d} regs={config.max_registers}"
         if time.monotonic() > deadline:
             print(f"  out of time before {label}")
             break

@@ -20,7 +20,6 @@ class PrefillConfig(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int  # of K and V in shared memory
-    overlap: bool = False  # a tile's values are multiplied while the next tile's softmax runs
     branch: bool = False  # tiles that every query sees jump over the mask
     max_registers: int | None = None  # per thread, so that two programs fit a multiprocessor
 
@@ -28,13 +27,15 @@ class PrefillConfig(NamedTuple):
 # Shared memory a block needs for the deep configurations: Hopper and later have it, Ampere and Ada do not.
 _DEEP_SHARED_MEMORY = 200 << 10
 
-# By padded head_dim. Hopper's matrix instructions run beside the others: overlap pays, and so does jumping over masks.
+# By padded head_dim. Jumping over masks pays on Hopper; two programs a multiprocessor hide each other's ends, and only
+# very long rows do better with one that holds more. Measured on an H200 for 64 and 128 (docs/performance.md).
 _DEEP = {
     32: PrefillConfig(128, 64, 8, 3, branch=True),
     64: PrefillConfig(128, 64, 8, 3, branch=True),
-    128: PrefillConfig(128, 64, 8, 3, overlap=True, branch=True),
+    128: PrefillConfig(128, 32, 8, 3, branch=True, max_registers=128),
     256: PrefillConfig(64, 32, 4, 2, branch=True),
 }
+_LONG, _DEEP_LONG = 4096, {128: PrefillConfig(128, 128, 8, 3, branch=True)}
 # Query tile plus K and V in flight stay under Ampere's 99 KiB of shared memory. No branch: Triton would no longer see
 # that one product feeds the next, and spread a row of scores over several warps.
 _SHALLOW = {
@@ -53,7 +54,7 @@ _FLOAT = {
 
 
 def prefill_config(
-    head_dim_pad: int, itemsize: int, group: int, max_query_len: int, shared_memory: int
+    head_dim_pad: int, itemsize: int, group: int, max_query_len: int, max_seq_len: int, shared_memory: int
 ) -> PrefillConfig:
     """Tiles for a head size; no more rows than the longest row of the step fills, no fewer than the group.
 
@@ -61,11 +62,13 @@ def prefill_config(
     """
     configs = _FLOAT if itemsize == 4 else _DEEP if shared_memory >= _DEEP_SHARED_MEMORY else _SHALLOW
     config = configs[max(32, head_dim_pad)]
+    if configs is _DEEP and max_seq_len > _LONG:
+        config = _DEEP_LONG.get(head_dim_pad, config)
     filled = triton.next_power_of_2(min(max_query_len, config.block_m) * group)
     block_m = max(16, triton.next_power_of_2(group), min(config.block_m, filled))
     if block_m < config.block_m and itemsize == 2:
         if block_m < 64:  # too few rows for Hopper's instructions
-            config = config._replace(overlap=False, branch=False)
+            config = config._replace(branch=False)
         return config._replace(block_m=block_m, num_warps=4, max_registers=None)
     return config._replace(block_m=block_m)
 
@@ -190,7 +193,6 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
     BRANCH: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -239,35 +241,16 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     # Each tile's blocks are looked up one tile ahead, so that its loads need not wait for the lookup.
     blocks = _blocks_of(table_row, first, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
-    if OVERLAP:
-        WORD: tl.constexpr = tl.int16 if q.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
-        # As integers: Triton would pass floats that come from the previous iteration through shared memory.
-        weight_bits = tl.zeros([BLOCK_M, BLOCK_N], WORD)
-        rescale = tl.full([BLOCK_M], 1.0, tl.float32)
-        previous_base = blocks.to(tl.int64) * STRIDE
     for start in range(first, end, BLOCK_N):
         # int64: a cache may hold more than 2**31 elements.
         base = blocks.to(tl.int64) * STRIDE
         k = _load_keys(k_cache, base, start, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N)
-        if OVERLAP:
-            previous = tl.maximum(start - BLOCK_N, first)
-            v = _load_values(
-                v_cache, previous_base, previous, begin, end, n, head,
-                STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N, HAS_WINDOW,
-            )  # fmt: skip
-            previous_base = base
-        else:
-            v = _load_values(
-                v_cache, base, start, begin, end, n, head,
-                STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N, HAS_WINDOW,
-            )  # fmt: skip
+        v = _load_values(
+            v_cache, base, start, begin, end, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N, HAS_WINDOW
+        )
         blocks = _blocks_of(table_row, start + BLOCK_N, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
 
         score = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
-        if OVERLAP:
-            # Runs until the next score is waited for.
-            weight = weight_bits.to(v.dtype, bitcast=True)
-            acc = tl.dot(weight, v, acc * rescale[:, None], input_precision="ieee")
         scale = scale_log2
         if HAS_SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), exact at both infinities; 2.885... is 2 log2(e).
@@ -286,18 +269,7 @@ def _prefill_kernel(
         rescale = tl.exp2(top - new_top)
         total = total * rescale + tl.sum(weight, 1)
         top = new_top
-        if OVERLAP:
-            weight_bits = weight.to(v.dtype).to(WORD, bitcast=True)
-        else:
-            acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-    if OVERLAP:
-        last = tl.maximum(tl.cdiv(end, BLOCK_N) * BLOCK_N - BLOCK_N, first)
-        v = _load_values(
-            v_cache, previous_base, last, begin, end, n, head,
-            STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N, HAS_WINDOW,
-        )  # fmt: skip
-        weight = weight_bits.to(v.dtype, bitcast=True)
-        acc = tl.dot(weight, v, acc * rescale[:, None], input_precision="ieee")
+        acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out_offset = (token[:, None] * (KV_HEADS * GROUP) + query_head[:, None]) * HEAD_DIM + lane[None, :]
@@ -335,7 +307,8 @@ def paged_attention_prefill(
     group = num_heads // num_kv_heads
     head_dim_pad = max(16, triton.next_power_of_2(head_dim))
     if config is None:
-        config = prefill_config(head_dim_pad, q.element_size(), group, meta.max_query_len, _shared_memory(q.device))
+        config = prefill_config(head_dim_pad, q.element_size(), group, meta.max_query_len, meta.max_seq_len,
+                                _shared_memory(q.device))  # fmt: skip
     if scale <= 0.0:  # the kernel takes the largest score before it scales
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     # A row of n tokens that starts anywhere needs at most n // BLOCK_Q + 1 tiles.
@@ -366,7 +339,6 @@ def paged_attention_prefill(
             BLOCK_SIZE=block_size,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
-            OVERLAP=config.overlap,
             BRANCH=config.branch,
             num_warps=config.num_warps,
             num_stages=config.num_stages,

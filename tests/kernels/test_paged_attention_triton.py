@@ -39,7 +39,7 @@ def test_prefill_random(seed):
         dtype=dtype,
     )
     tiles = r.choice([16, 32]), r.choice([16, 32, 64])
-    config = PrefillConfig(*tiles, 4, 1, overlap=r.random() < 0.6, branch=r.random() < 0.6)
+    config = PrefillConfig(*tiles, 4, 1, branch=r.random() < 0.6)
     out = run_poisoned(paged_attention_prefill, case, config=config)
     assert worst_error(out, expected(case)) < TOLERANCE[dtype]
 
@@ -103,25 +103,23 @@ def test_decode_rows_without_tokens_give_zeros(pieces):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("overlap", [False, True])
-def test_prefill_rows_without_tokens_give_zeros(overlap):
+def test_prefill_rows_without_tokens_give_zeros():
     case = make_case([(3, 0), (2, 20), (1, 0)], seed=1)
-    out = run_poisoned(paged_attention_prefill, case, config=PrefillConfig(16, 16, 4, 1, overlap))
+    out = run_poisoned(paged_attention_prefill, case, config=PrefillConfig(16, 16, 4, 1))
     assert worst_error(out, expected(case)) < TOLERANCE[torch.float32]
     assert not out[:3].any()
     assert not out[5:].any()
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("branch", [False, True])
 @pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, None), (16, 40), (64, 40), (32, 16), (16, 17)])
-def test_prefill_tiles_with_and_without_masks(overlap, branch, block_size, window):
+def test_prefill_tiles_with_and_without_masks(branch, block_size, window):
     """Tiles of 32 positions and 16 queries over rows long enough for hidden, half and fully visible tiles."""
     case = make_case(
         [(40, 150), (70, 70), (1, 97), (33, 96)], seed=6, heads=2, kv_heads=1, block_size=block_size, window=window
     )
-    config = PrefillConfig(32, 32, 4, 1, overlap, branch)
+    config = PrefillConfig(32, 32, 4, 1, branch)
     assert worst_error(run_poisoned(paged_attention_prefill, case, config=config), expected(case)) < 5e-6
 
 
@@ -169,8 +167,8 @@ def test_configs_cover_every_head_size():
     for head_dim_pad in (16, 32, 64, 128, 256):
         for itemsize in (2, 4):
             for group in (1, 3, 8, 200):
-                for new, shared in itertools.product((1, 9, 5000), (99 << 10, 227 << 10)):
-                    config = prefill_config(head_dim_pad, itemsize, group, new, shared)
+                for new, long, shared in itertools.product((1, 9, 5000), (0, 9000), (99 << 10, 227 << 10)):
+                    config = prefill_config(head_dim_pad, itemsize, group, new, new + long, shared)
                     assert config.block_m >= max(16, group)
                     in_flight = config.block_m + config.num_stages * 2 * config.block_n
                     assert group > 8 or itemsize == 4 or in_flight * head_dim_pad * itemsize <= shared
