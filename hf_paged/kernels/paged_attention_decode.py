@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.kernels._attention_tile import LOG2_E, attend_tile
-from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels._triton import after_previous_kernel, jit, on_device_of, pdl_options, require_triton, tl, triton
 from hf_paged.kernels.metadata import PagedMetadata
 
 MAX_SPLITS = 64
@@ -113,7 +113,9 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MIN_POSITIONS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    after_previous_kernel(PDL)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     end = tl.load(seq_lens + row)
@@ -178,7 +180,9 @@ def _combine_kernel(
     MIN_POSITIONS: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
     TILE_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    after_previous_kernel(PDL)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     end = tl.load(seq_lens + row)
@@ -282,6 +286,7 @@ def paged_attention_decode(
             MIN_POSITIONS=_MIN_SPLIT_POSITIONS,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **pdl_options(q),
         )
         if split:
             _combine_kernel[(num_heads, num_rows)](
@@ -299,5 +304,6 @@ def paged_attention_decode(
                 MIN_POSITIONS=_MIN_SPLIT_POSITIONS,
                 ALL_SPLITS=MAX_SPLITS,
                 TILE_SPLITS=16,
+                **pdl_options(q),
             )
     return out
