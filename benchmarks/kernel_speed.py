@@ -238,7 +238,7 @@ def show(row: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    parser.add_argument("--sweep", action="store_true", help="try tile shapes and plans for decode instead (GPU, minutes)")
+    parser.add_argument("--sweep", action="store_true", help="try tile shapes and plans for decode (GPU, minutes)")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,13 @@ else:
     except ImportError:
         triton = tl = None
 
-__all__ = ["jit", "on_device_of", "require_triton", "tl", "triton"]
+# A larger weight would push its own beginning out of L2 (50 MB on Hopper) before it is read.
+_PREFETCH_BYTES = 32 << 20
+
+__all__ = [
+    "after_previous_kernel", "jit", "on_device_of", "pdl_options", "pdl_supported", "prefetch_options",
+    "prefetch_rows", "prefetch_vector", "require_triton", "tl", "triton",
+]  # fmt: skip
 
 
 def jit(
@@ -45,3 +52,76 @@ def require_triton() -> None:
     """Raise ``RuntimeError`` where a Triton kernel was asked for and Triton is not installed."""
     if triton is None:
         raise RuntimeError("this kernel needs triton, which is not installed: install triton or use the torch backend")
+
+
+# Programmatic dependent launch (Hopper and later): a kernel is put on the machine while the one before it still runs.
+# The rule for every kernel launched with `pdl_options`: each program calls `after_previous_kernel` before its first
+# read of what another such kernel writes, before its first global write, and before any early return. Then a
+# finished kernel means that all kernels before it have finished, and a program may rely on everything that was written
+# earlier on the stream, as without PDL. Ahead of the call only prefetches into L2 are allowed: L2 is coherent, so it
+# does not matter whether an earlier kernel (an optimizer's step) still writes what is prefetched; registers and shared
+# memory are not, so no load of weights goes there.
+
+
+@lru_cache(maxsize=64)
+def pdl_supported(device: torch.device) -> bool:
+    """Can kernels on `device` start before their predecessor ends? Not in the interpreter, nor before Hopper."""
+    if triton is None or device.type != "cuda" or torch.version.hip or triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0) and hasattr(tl.extra.cuda, "gdc_wait")
+
+
+def pdl_options(tensor: torch.Tensor) -> dict[str, bool]:
+    """Launch arguments of a kernel with a ``PDL`` constexpr."""
+    # A launch option that old Tritons do not know is only named where it is wanted.
+    return {"PDL": True, "launch_pdl": True} if pdl_supported(tensor.device) else {"PDL": False}
+
+
+def prefetch_options(weight: torch.Tensor, fits_threads: bool = True) -> dict[str, bool]:
+    """`pdl_options` and whether ``prefetch_rows`` can take this matrix: aligned, and small enough to stay in L2."""
+    options, size = pdl_options(weight), weight.element_size()
+    aligned = not (weight.data_ptr() | weight.stride(0) * size | weight.shape[1] * size) % 16
+    fits = weight.numel() * size <= _PREFETCH_BYTES and fits_threads
+    return {**options, "PREFETCH": options["PDL"] and aligned and fits}
+
+
+@jit()
+def after_previous_kernel(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel be put on the machine, and wait until the previous one has finished and written."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@jit()
+def prefetch_rows(pointer, count, row_bytes, stride_bytes):  # type: ignore[no-untyped-def]
+    """Into L2: `count` rows (at most one a thread) of `row_bytes`; all sizes and the address are multiples of 16."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .u32 t; .reg .u64 a;
+        mov.u32 t, %tid.x;
+        setp.lt.s32 p, t, $2;
+        mad.wide.u32 a, t, $4, $1;
+        @p cp.async.bulk.prefetch.L2.global [a], $3;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r,r", [pointer.to(tl.int64), count, row_bytes, stride_bytes], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit()
+def prefetch_vector(pointer, num_bytes):  # type: ignore[no-untyped-def]
+    """Into L2: `num_bytes` from `pointer`, 32 a thread."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .u32 t; .reg .u64 a;
+        mov.u32 t, %tid.x;
+        mul.lo.u32 t, t, 32;
+        setp.lt.s32 p, t, $2;
+        cvt.u64.u32 a, t;
+        add.u64 a, a, $1;
+        @p prefetch.global.L2 [a];
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [pointer.to(tl.int64), num_bytes], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

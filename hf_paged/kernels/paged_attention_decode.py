@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.kernels._attention_tile import LOG2_E, attend_tile, blocks_of
-from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels._triton import after_previous_kernel, jit, on_device_of, pdl_options, require_triton, tl, triton
 from hf_paged.kernels.decode_work import MAX_PIECES, MIN_PIECE, even_work, num_multiprocessors
 from hf_paged.kernels.metadata import ITEM_FIELDS, PagedMetadata
 
@@ -117,12 +117,14 @@ def _decode_kernel(
     ITEM_FIELDS: tl.constexpr,
     ALL_PIECES: tl.constexpr,
     TILE_PIECES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
     record = items + item * ITEM_FIELDS
     row = tl.load(record).to(tl.int64)
     if row < 0:
+        after_previous_kernel(PDL)
         return
     piece = tl.load(record + 1)
     pieces = tl.load(record + 2)
@@ -137,6 +139,13 @@ def _decode_kernel(
     loop_begin = (first_tile + piece * tiles) * BLOCK_N
     loop_end = tl.minimum(loop_begin + tiles * BLOCK_N, end)
 
+    table_row = block_table + slot * table_stride
+    n = tl.arange(0, BLOCK_N)
+    # The next tile's block ids come a tile ahead, so that its loads of K and V need not wait for them.
+    block = blocks_of(table_row, loop_begin + n, begin, loop_end, BLOCK_SIZE)
+    # Plan and block table come from copies and torch's kernels, which end every PDL chain: read ahead of the wait.
+    after_previous_kernel(PDL)
+
     # The group's heads are the rows of one tile, padded to what tl.dot takes.
     m = tl.arange(0, BLOCK_M)
     lane = tl.arange(0, HEAD_DIM_PAD)
@@ -144,13 +153,9 @@ def _decode_kernel(
     live = (m < GROUP)[:, None] & (lane < HEAD_DIM)[None, :]
     q_tile = tl.load(q + row * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :], mask=live, other=0.0)
 
-    table_row = block_table + slot * table_stride
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PAD], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    n = tl.arange(0, BLOCK_N)
-    # The next tile's block ids come a tile ahead, so that its loads of K and V need not wait for them.
-    block = blocks_of(table_row, loop_begin + n, begin, loop_end, BLOCK_SIZE)
     for start in range(loop_begin, loop_end, BLOCK_N):
         position = start + n
         next_block = blocks_of(table_row, position + BLOCK_N, begin, loop_end, BLOCK_SIZE)
@@ -308,5 +313,6 @@ def paged_attention_decode(
             TILE_PIECES=max(1, 8192 // (group_pad * head_dim_pad)),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **pdl_options(q),
         )
     return out

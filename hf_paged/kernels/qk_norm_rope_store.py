@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels._triton import (
+    after_previous_kernel,
+    jit,
+    on_device_of,
+    pdl_options,
+    prefetch_vector,
+    require_triton,
+    tl,
+    triton,
+)
 from hf_paged.kernels.add_rms_norm import rms_norm_reference
 from hf_paged.kernels.store_kv import store_kv_reference
 
@@ -127,7 +136,12 @@ def _qk_norm_rope_store_kernel(
     HEAD_DIM: tl.constexpr,
     HALF_PAD: tl.constexpr,
     TILE_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        prefetch_vector(q_weight, HEAD_DIM * q_weight.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch_vector(k_weight, HEAD_DIM * k_weight.dtype.element_ty.primitive_bitwidth // 8)
+    after_previous_kernel(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_TILES: tl.constexpr = (HEADS + TILE_HEADS - 1) // TILE_HEADS
     KV_TILES: tl.constexpr = (KV_HEADS + TILE_HEADS - 1) // TILE_HEADS
@@ -218,6 +232,7 @@ def qk_norm_rope_store_triton(
             TILE_HEADS=tile_heads,
             num_warps=4,
             enable_fp_fusion=False,
+            **pdl_options(qkv),
         )
     return query
 

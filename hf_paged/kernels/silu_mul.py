@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels._triton import after_previous_kernel, jit, on_device_of, pdl_options, require_triton, tl, triton
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -37,20 +37,30 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @jit()
-def _silu_mul_kernel(gate_up, out, row_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
+def silu_mul_tile(gate, up, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """silu(gate) * up of float32 values that were rounded to dtype, the same bits in kernels that fuse a * b + c."""
+    # torch on CUDA: libdevice's exp and a correctly rounded division. tl.exp is ex2.approx, other last bits.
+    if INTERPRETED:
+        above_one = 1.0 + tl.exp(-gate)
+    else:
+        # add_rn is never contracted with the multiplication that exp ends in.
+        above_one = tl.extra.cuda.libdevice.add_rn(tl.extra.cuda.libdevice.exp(-gate), 1.0)
+    silu = tl.div_rn(gate, above_one).to(dtype).to(tl.float32)
+    return (silu * up).to(dtype)
+
+
+@jit()
+def _silu_mul_kernel(
+    gate_up, out, row_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr
+):
+    after_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < WIDTH
     dtype = out.dtype.element_ty
     gate = tl.load(gate_up + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    # torch on CUDA: libdevice's exp and a correctly rounded division. tl.exp is ex2.approx, other last bits.
-    if INTERPRETED:
-        exp = tl.exp(-gate)
-    else:
-        exp = tl.extra.cuda.libdevice.exp(-gate)
-    silu = tl.div_rn(gate, 1.0 + exp).to(dtype).to(tl.float32)
-    tl.store(out + row * WIDTH + column, (silu * up).to(dtype), mask=inside)
+    tl.store(out + row * WIDTH + column, silu_mul_tile(gate, up, dtype, INTERPRETED), mask=inside)
 
 
 def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
@@ -71,5 +81,6 @@ def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
             INTERPRETED=triton.knobs.runtime.interpret,
             num_warps=4,
             enable_fp_fusion=False,
+            **pdl_options(gate_up),
         )
     return out

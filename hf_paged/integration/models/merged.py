@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from hf_paged.integration.models.plain_linear import is_plain_linear
+
 
 class MergedWeight:
     """The weights [n_i, k] of linear layers as one [sum n_i, k], for one GEMM in place of several."""
@@ -57,7 +59,7 @@ class MergedWeight:
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    return type(linear) is nn.Linear and linear.bias is None
+    return is_plain_linear(linear) and linear.bias is None
 
 
 def _has_alias(tensor: torch.Tensor) -> bool:

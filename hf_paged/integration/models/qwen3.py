@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.models.qwen3 import modeling_qwen3 as stock
 
 from hf_paged.integration.models.adapter import KVSpec, ModelAdapter, StepContext
 from hf_paged.integration.models.merged import MergedWeight
 from hf_paged.integration.models.own_code import is_own_code
+from hf_paged.integration.models.plain_linear import apply_linear
 from hf_paged.integration.models.rope import RopeTable
 from hf_paged.kernels.add_rms_norm import add_rms_norm
+from hf_paged.kernels.linear import add_rms_norm_linear, linear
 from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
 from hf_paged.kernels.silu_mul import silu_mul
 
@@ -44,8 +45,17 @@ class Projections(NamedTuple):
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, k] -> [T, sum of outputs]."""
         if self.weight is not None:
-            return F.linear(hidden, self.weight)
-        return torch.cat([linear(hidden[None])[0] for linear in self.linears], dim=-1)
+            return linear(hidden, self.weight)
+        return torch.cat([apply_linear(layer, hidden) for layer in self.linears], dim=-1)
+
+    def of_norm(self, delta: torch.Tensor, residual: torch.Tensor | None, norm: Any,
+                *, silu: bool = False) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Of the normed sum of `delta` and `residual` [T, k], and that sum; `silu`: silu(gate) * up of the outputs."""
+        if self.weight is not None:
+            return add_rms_norm_linear(delta, residual, norm.weight, norm.variance_epsilon, self.weight, silu=silu)
+        normed, residual = add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
+        outputs = self(normed)
+        return silu_mul(outputs) if silu else outputs, residual
 
 
 class Qwen3Adapter(ModelAdapter):
@@ -95,27 +105,23 @@ class Qwen3Adapter(ModelAdapter):
         delta: torch.Tensor = decoder.embed_tokens(input_ids[None])[0]
         residual: torch.Tensor | None = None
         for i, layer in enumerate(self._layers()):
-            attention, norm = layer.self_attn, layer.input_layernorm
-            normed, residual = add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
+            attention, mlp = layer.self_attn, layer.mlp
+            qkv, residual = self._qkv[i].of_norm(delta, residual, layer.input_layernorm)
             query = qk_norm_rope_store(
-                self._qkv[i](normed), attention.q_norm.weight, attention.k_norm.weight,
+                qkv, attention.q_norm.weight, attention.k_norm.weight,
                 attention.q_norm.variance_epsilon, cos, sin, step.positions, step.slot_mapping,
                 *step.kv_cache(i),
             )  # fmt: skip
             mixed = step.attend(i, query, scale=attention.scaling, sliding_window=attention.sliding_window)
-            delta = attention.o_proj(mixed.reshape(1, len(mixed), -1))[0]
-            norm = layer.post_attention_layernorm
-            normed, residual = add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
-            delta = self._mlp(i, layer.mlp, normed)
+            delta = apply_linear(attention.o_proj, mixed.flatten(1))
+            is_silu = isinstance(mlp.act_fn, SILU)
+            hidden, residual = self._gate_up[i].of_norm(delta, residual, layer.post_attention_layernorm, silu=is_silu)
+            if not is_silu:
+                gate, up = hidden.chunk(2, dim=-1)
+                hidden = mlp.act_fn(gate) * up
+            delta = apply_linear(mlp.down_proj, hidden)
         norm = decoder.norm
         return add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)[0]
-
-    def _mlp(self, index: int, mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
-        gate_up = self._gate_up[index](hidden)
-        if isinstance(mlp.act_fn, SILU):
-            return mlp.down_proj(silu_mul(gate_up)[None])[0]
-        gate, up = gate_up.chunk(2, dim=-1)
-        return mlp.down_proj((mlp.act_fn(gate) * up)[None])[0]
 
     def _collect(self, *, merge: bool) -> tuple[list[Projections], list[Projections]]:
         """Every layer's q, k, v and gate, up projections as they are now; `merge` those that never were."""
@@ -133,7 +139,7 @@ class Qwen3Adapter(ModelAdapter):
         return Projections(linears, merged.current() if merged is not None and intact else None)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.model.lm_head(hidden_states[None])[0]
+        return apply_linear(self.model.lm_head, hidden_states)
 
     def own_modules(self) -> Iterator[tuple[str, torch.nn.Module, type]]:
         decoder = self.model.model

@@ -1,0 +1,275 @@
+"""The linear kernels against cuBLAS for every projection of Qwen3 0.6B, 4B and 8B, and whole layers in one graph.
+
+    python benchmarks/linear_tuning.py [--out linear.json] [--models 0.6B 8B] [--rows 1 8] [--skip-sweep] [--skip-chain]
+
+On a GPU. Times are medians of CUDA-graph replays over copies of the weight that are larger than L2 together, so they
+hold the gap between two kernels too (shorter with PDL). Chain rows: all layers of a decode step after 512 tokens,
+final norm and sampling left out, head included. `best` per shape is the fastest of cuBLAS and the candidates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from kernel_speed import graph_time
+
+from hf_paged.kernels import _triton
+from hf_paged.kernels._gemv import GemvConfig
+from hf_paged.kernels._linear_dot import DotConfig
+from hf_paged.kernels._triton import pdl_supported
+from hf_paged.kernels.add_rms_norm import add_rms_norm
+from hf_paged.kernels.linear import add_rms_norm_linear_triton, linear_silu_mul_triton, linear_triton
+from hf_paged.kernels.metadata import PagedMetadata
+from hf_paged.kernels.paged_attention_decode import paged_attention_decode
+from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
+from hf_paged.kernels.silu_mul import silu_mul
+
+# hidden, q heads, inner, layers; 8 KV heads of 128 in all of them.
+MODELS = {"0.6B": (1024, 16, 3072, 28), "4B": (2560, 32, 9728, 36), "8B": (4096, 32, 12288, 36)}
+VOCAB, KV_HEADS, HEAD_DIM, EPS = 151936, 8, 128, 1e-6
+ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+ROTATE_BYTES = 160 << 20
+
+GEMV = [GemvConfig(n, w, u) for n, w, u in [
+    (1, 2, 2), (1, 4, 2), (2, 2, 2), (2, 4, 2), (4, 1, 2), (4, 4, 1), (4, 4, 2), (8, 4, 1), (8, 8, 1),
+]]  # fmt: skip
+DOT = {
+    16: [DotConfig(16, 128, 1, 4, 5), DotConfig(16, 256, 2, 4, 4), DotConfig(32, 128, 2, 4, 5),
+         DotConfig(64, 128, 1, 4, 4), DotConfig(64, 128, 4, 4, 4), DotConfig(64, 128, 8, 4, 4)],
+    64: [DotConfig(32, 128, 2, 4, 4), DotConfig(64, 128, 1, 4, 4), DotConfig(64, 128, 4, 4, 4),
+         DotConfig(64, 64, 8, 4, 4), DotConfig(128, 64, 1, 8, 4)],
+    256: [DotConfig(64, 64, 1, 4, 4), DotConfig(64, 64, 4, 4, 4), DotConfig(128, 64, 1, 8, 3)],
+}  # fmt: skip
+
+
+def shapes_of(model: str) -> dict[str, tuple[int, int]]:
+    """(N, K) of each projection."""
+    hidden, heads, inner, _ = MODELS[model]
+    q, kv = heads * HEAD_DIM, KV_HEADS * HEAD_DIM
+    return {
+        "qkv": (q + 2 * kv, hidden), "o": (hidden, q), "gate_up": (2 * inner, hidden), "down": (hidden, inner),
+        "head": (VOCAB, hidden),
+    }  # fmt: skip
+
+
+def candidates(rows: int) -> list[GemvConfig | DotConfig]:
+    configs: list[GemvConfig | DotConfig] = []
+    if rows <= 8:
+        configs += [c for c in GEMV if c.block_n * rows <= 32]
+    if rows >= 4:
+        configs += next(dots for limit, dots in DOT.items() if rows <= limit)
+    return configs
+
+
+def sweep(models: list[str], rows_list: list[int], deadline: float) -> Iterable[dict[str, Any]]:
+    """Per shape and rows: microseconds of cuBLAS and of every candidate, GB/s of the best."""
+    seen: set[tuple[int, int]] = set()
+    for model in models:
+        for name, (n, k) in shapes_of(model).items():
+            if (n, k) in seen:
+                continue
+            seen.add((n, k))
+            copies = max(2, -(-ROTATE_BYTES // (2 * n * k)))
+            weights = [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") * k**-0.5 for _ in range(copies)]
+            for rows in rows_list:
+                if time.perf_counter() > deadline:
+                    print("out of time: the rest of the sweep is left out")
+                    return
+                x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
+                times = {"cuBLAS": graph_time([partial(F.linear, x, w) for w in weights], 5) * 1e6}
+                for config in candidates(rows):
+                    try:
+                        ours = [partial(linear_triton, x, w, None, config) for w in weights]
+                        times[_text(config)] = graph_time([*ours], 5) * 1e6
+                    except Exception as error:  # a configuration may ask for more shared memory than there is
+                        print(f"{rows} x {n} x {k} {_text(config)}: {type(error).__name__} {str(error)[:80]}")
+                ranked = sorted(times.items(), key=lambda item: item[1])
+                best, us = ranked[0]
+                yield {
+                    "row": f"{model} {name} {rows} x {n} x {k}", "T": rows, "N": n, "K": k,
+                    "cuBLAS us": times["cuBLAS"], "best": best, "us": us, "GB/s": 2 * n * k / us / 1e3,
+                    "x cuBLAS": times["cuBLAS"] / us,
+                    "next": ", ".join(f"{c} {t:.1f}" for c, t in ranked[1:3]), "all": times,
+                }  # fmt: skip
+            del weights
+
+
+def _text(config: GemvConfig | DotConfig) -> str:
+    return f"{type(config).__name__[:-6]}{tuple(config)}"
+
+
+class Step:
+    """All layers of a decode step of `rows` sequences of 512 tokens, random weights, and the head."""
+
+    def __init__(self, model: str, rows: int) -> None:
+        hidden, self.heads, _, layers = MODELS[model]
+        kwargs: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+        self.rows, self.x = rows, torch.randn(rows, hidden, **kwargs)
+        shapes = shapes_of(model)
+        # Random as bytes are: uniform, quick to make for 16 GB.
+        self.weights = [
+            {name: torch.rand(n, k, **kwargs).sub_(0.5).mul_(2 * k**-0.5) for name, (n, k) in shapes.items()
+             if name != "head"} for _ in range(layers)
+        ]  # fmt: skip
+        self.head = torch.rand(*shapes["head"], **kwargs)
+        self.norms = [torch.ones(hidden, **kwargs) for _ in range(2 * layers)]
+        self.head_norm = torch.ones(HEAD_DIM, **kwargs)
+        self.cos, self.sin = torch.randn(2, 1024, HEAD_DIM, **kwargs)
+        blocks = 40 * rows
+        self.caches = [torch.randn(2, blocks, 16, KV_HEADS, HEAD_DIM, **kwargs) for _ in range(layers)]
+        self.positions = torch.full((rows,), 511, device="cuda")
+        self.meta = PagedMetadata(
+            query_start=torch.arange(rows + 1, device="cuda").int(), seq_lens=(self.positions + 1).int(),
+            block_table=torch.arange(blocks, device="cuda").int().view(rows, 40),
+            slots=torch.arange(rows, device="cuda").int(),
+            slot_mapping=torch.arange(rows, device="cuda") * 640 + 511, max_query_len=1, max_seq_len=4096,
+        )  # fmt: skip
+
+    def __call__(self, product: Callable[..., torch.Tensor], fuse_norm: bool, fuse_silu: bool,
+                 attention: bool, head: bool) -> torch.Tensor:  # fmt: skip
+        delta, residual = self.x, None
+        for i, weights in enumerate(self.weights):
+            qkv, residual = self._after_norm(2 * i, delta, residual, weights["qkv"], product, fuse_norm, None)
+            k_cache, v_cache = self.caches[i]
+            query = qk_norm_rope_store(
+                qkv, self.head_norm, self.head_norm, EPS, self.cos, self.sin, self.positions,
+                self.meta.slot_mapping, k_cache, v_cache,
+            )  # fmt: skip
+            if attention:
+                query = paged_attention_decode(query, k_cache, v_cache, self.meta, scale=HEAD_DIM**-0.5)
+            delta = product(query.flatten(1), weights["o"])
+            hidden, residual = self._after_norm(
+                2 * i + 1, delta, residual, weights["gate_up"], product, fuse_norm, fuse_silu
+            )
+            delta = product(hidden, weights["down"])
+        return product(delta, self.head) if head else delta
+
+    def _after_norm(self, norm: int, delta: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
+                    product: Callable[..., torch.Tensor], fuse_norm: bool, fuse_silu: bool | None,
+                    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """`fuse_silu` None: no silu follows."""
+        if fuse_norm:
+            out, residual = add_rms_norm_linear_triton(
+                delta, residual, self.norms[norm], EPS, weight, silu=bool(fuse_silu)
+            )
+            return (silu_mul(out) if fuse_silu is False else out), residual
+        normed, residual = add_rms_norm(delta, residual, self.norms[norm], EPS)
+        if fuse_silu:
+            return linear_silu_mul_triton(normed, weight), residual
+        out = product(normed, weight)
+        return (silu_mul(out) if fuse_silu is False else out), residual
+
+
+def no_pdl(device: torch.device) -> bool:
+    return False
+
+
+class Variant(NamedTuple):
+    """What a chain runs with; `prefetch`: bytes of the largest weight that is put into L2 early."""
+
+    name: str
+    product: Callable[..., torch.Tensor]
+    pdl: bool
+    fuse_norm: bool = False
+    fuse_silu: bool = False
+    prefetch: int = 32 << 20
+    attention: bool = True
+    head: bool = True
+
+
+EVERY = 1 << 40
+VARIANTS = [
+    Variant("cuBLAS", F.linear, False),
+    Variant("cuBLAS + PDL", F.linear, True),
+    Variant("linear", linear_triton, False),
+    Variant("linear + PDL", linear_triton, True),
+    Variant("linear + PDL, no prefetch", linear_triton, True, prefetch=0),
+    Variant("linear + PDL, every weight prefetched", linear_triton, True, prefetch=EVERY),
+    Variant("linear + PDL, silu fused", linear_triton, True, fuse_silu=True),
+    Variant("linear + PDL, silu fused, every weight prefetched", linear_triton, True, fuse_silu=True, prefetch=EVERY),
+    Variant("linear + PDL, norm fused", linear_triton, True, fuse_norm=True),
+    Variant("linear + PDL, norm and silu fused", linear_triton, True, True, True),
+    Variant("linear, norm and silu fused", linear_triton, False, True, True),
+    Variant("all on, no head", linear_triton, True, True, True, head=False),
+    Variant("all on, no attention, no head", linear_triton, True, True, True, attention=False, head=False),
+    Variant("silu fused, no attention, no head", linear_triton, True, False, True, attention=False, head=False),
+    Variant("cuBLAS, no attention, no head", F.linear, False, attention=False, head=False),
+]
+
+
+def step_time(call: Callable[[], object]) -> float:
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+    times = []
+    for i in range(25):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 5:
+            times.append(begin.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def chain(models: list[str], rows_list: list[int]) -> Iterable[dict[str, Any]]:
+    """Milliseconds of a step by what is switched on."""
+    for model in models:
+        for rows in rows_list:
+            step = Step(model, rows)
+            for v in VARIANTS:
+                supported: Any = pdl_supported if v.pdl else no_pdl
+                with mock.patch.multiple(_triton, _PREFETCH_BYTES=v.prefetch, pdl_supported=supported):
+                    ms = step_time(partial(step, v.product, v.fuse_norm, v.fuse_silu, v.attention, v.head))
+                yield {"row": f"chain {model} batch {rows}: {v.name}", "ms": ms, "tok/s": rows / ms * 1e3}
+            del step
+
+
+def show(row: dict[str, Any]) -> dict[str, Any]:
+    cells = [f"{k} {v:.3f}" if k == "ms" else f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}"
+             for k, v in row.items() if k not in ("row", "all", "T", "N", "K")]  # fmt: skip
+    print(row["row"], "|", " | ".join(cells), flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
+    parser.add_argument("--chain-rows", nargs="*", type=int, default=[1, 8])
+    parser.add_argument("--skip-sweep", action="store_true")
+    parser.add_argument("--skip-chain", action="store_true")
+    parser.add_argument("--seconds", type=float, default=140, help="of the sweep; shapes left then are left out")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    begin = time.perf_counter()
+    report: dict[str, Any] = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__}
+    with torch.inference_mode():
+        # The chain first: it decides, the sweep may run out of time.
+        if not arguments.skip_chain:
+            chains = [model for model in arguments.models if model != "4B"]
+            report["chain"] = [show(row) for row in chain(chains, arguments.chain_rows)]
+        if not arguments.skip_sweep:
+            deadline = time.perf_counter() + arguments.seconds
+            report["sweep"] = [show(row) for row in sweep(arguments.models, arguments.rows, deadline)]
+    print(f"{time.perf_counter() - begin:.0f} s")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

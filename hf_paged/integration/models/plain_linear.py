@@ -1,0 +1,22 @@
+"""Linear layers whose forward is nothing but a product with a float weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_paged.kernels.linear import linear
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Exactly `torch.nn.Linear` over a float parameter. Hooks, patched and replaced forwards: see `recognise`."""
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.is_floating_point()
+
+
+def apply_linear(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """[T, k] -> [T, n]; a layer that is not plain (LoRA, quantized) is called as it stands."""
+    if is_plain_linear(module):
+        assert isinstance(module, nn.Linear)
+        return linear(hidden, module.weight, module.bias)
+    result: torch.Tensor = module(hidden[None])[0]
+    return result

@@ -1,0 +1,149 @@
+# mypy: disallow-untyped-defs=False
+"""x @ weight.T on tensor cores for up to 256 rows of x, the weight's rows being the rows of the product."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hf_paged.kernels._triton import (
+    after_previous_kernel,
+    jit,
+    on_device_of,
+    pdl_options,
+    prefetch_options,
+    prefetch_rows,
+    require_triton,
+    tl,
+    triton,
+)
+
+MAX_ROWS = 256
+
+
+class DotConfig(NamedTuple):
+    """Weight rows and columns of a tile, programs that share a tile's columns, launch options."""
+
+    block_n: int
+    block_k: int
+    split_k: int
+    num_warps: int
+    num_stages: int
+
+
+@jit(varying_ints=("num_rows",))
+def _dot_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    N,
+    K,
+    k_per_split,
+    x_stride,
+    weight_stride,
+    SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out [num_rows, N], or with SPLIT float32 [splits, num_rows, N]. The weight's rows are the rows of the product."""
+    n_begin = tl.program_id(0) * BLOCK_N
+    split = tl.program_id(1)
+    k_begin = split * k_per_split
+    k_end = tl.minimum(k_begin + k_per_split, K)
+    first_row = weight + n_begin.to(tl.int64) * weight_stride
+    if PREFETCH:
+        size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        count = tl.minimum(N - n_begin, BLOCK_N)
+        prefetch_rows(first_row + k_begin, count, (k_end - k_begin) * size, weight_stride * size)
+    after_previous_kernel(PDL)
+
+    n = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    row = tl.arange(0, ROWS)
+    n_inside = (n_begin + n < N) | EVEN_N
+    row_inside = row < num_rows
+    w_at = first_row + n[:, None] * weight_stride + k[None, :]
+    x_at = x + row[None, :] * x_stride + k[:, None]
+    acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for start in range(k_begin, k_end, BLOCK_K):
+        k_inside = (start + k < k_end) | EVEN_K
+        w_mask = None if EVEN_N and EVEN_K else n_inside[:, None] & k_inside[None, :]
+        w = tl.load(w_at + start, mask=w_mask, other=None if EVEN_N and EVEN_K else 0.0)
+        x_tile = tl.load(x_at + start, mask=row_inside[None, :] & k_inside[:, None], other=0.0)
+        acc = tl.dot(w, x_tile, acc, input_precision="ieee")
+    if HAS_BIAS:
+        acc += tl.load(bias + n_begin + n, mask=n_inside, other=0.0).to(tl.float32)[:, None]
+    at = (split * num_rows + row).to(tl.int64)[None, :] * N + (n_begin + n)[:, None]
+    mask = n_inside[:, None] & row_inside[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@jit(varying_ints=("size",))
+def _join_kernel(partials, bias, out, size, N, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE: tl.constexpr,
+                 PDL: tl.constexpr):  # fmt: skip
+    """The splits' partial sums [SPLITS, size = T * N] added up, first split first."""
+    after_previous_kernel(PDL)
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = at < size
+    total = tl.zeros([TILE], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(partials + split * size.to(tl.int64) + at, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + at % N, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def dot_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: DotConfig
+) -> torch.Tensor:
+    """One launch, or two with split_k: ``[T, N]``, T at most MAX_ROWS."""
+    require_triton()
+    (num_rows, width), num_outputs = x.shape, len(weight)
+    if num_rows > MAX_ROWS:
+        raise ValueError(f"at most {MAX_ROWS} rows, got {num_rows}")
+    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    per_split = triton.cdiv(triton.cdiv(width, config.split_k), config.block_k) * config.block_k
+    splits = max(1, triton.cdiv(width, per_split))
+    parts = out
+    if splits > 1:
+        parts = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+    with on_device_of(x):
+        _dot_kernel[(triton.cdiv(num_outputs, config.block_n), splits)](
+            x,
+            weight,
+            None if splits > 1 else bias,
+            parts,
+            num_rows,
+            num_outputs,
+            width,
+            per_split,
+            x.stride(0),
+            weight.stride(0),
+            SPLIT=splits > 1,
+            HAS_BIAS=bias is not None and splits == 1,
+            ROWS=max(16, triton.next_power_of_2(num_rows)),
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            EVEN_N=num_outputs % config.block_n == 0,
+            EVEN_K=width % config.block_k == 0,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **prefetch_options(weight, config.block_n <= 32 * config.num_warps),
+        )
+        if splits > 1:
+            _join_kernel[(triton.cdiv(out.numel(), 512),)](
+                parts, bias, out, out.numel(), num_outputs, SPLITS=splits, HAS_BIAS=bias is not None, TILE=512,
+                num_warps=4, **pdl_options(x),
+            )  # fmt: skip
+    return out
