@@ -14,7 +14,6 @@ import torch
 
 from hf_paged.integration.models import ModelAdapter
 from hf_paged.kernels.metadata import PagedMetadata
-from hf_paged.kernels.sample_tokens import sample_tokens
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState, upload
 from hf_paged.runner.sampler import sample
@@ -26,8 +25,7 @@ class Captured(NamedTuple):
 
     graph: torch.cuda.CUDAGraph
     rows: torch.Tensor
-    logits: torch.Tensor
-    tokens: torch.Tensor | None
+    tokens: torch.Tensor
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -53,7 +51,7 @@ class DecodeGraphs:
         self._adapter, self._cache, self._state = adapter, kv_cache, state
         self._max_model_len, self._backend = max_model_len, backend
         self._sizes = np.array(graph_sizes(state.num_slots))
-        self._captured: dict[tuple[int, bool], Captured] = {}
+        self._captured: dict[int, Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _capture_stream(kv_cache.spec.device)
         self._model_signature: tuple | None = None
@@ -86,25 +84,17 @@ class DecodeGraphs:
             self._memory_signature = signature
         count = len(slots)
         size = int(self._sizes[np.searchsorted(self._sizes, count)])
-        plain = self._state.samples_plainly(slots, positions + 1)
-        captured = self._captured.get((size, plain))
+        captured = self._captured.get(size)
         if captured is None:
-            captured = self._captured[size, plain] = self._capture(size, plain)
+            captured = self._captured[size] = self._capture(size)
         rows = np.empty((2, size), dtype=np.int64)
         rows[0], rows[1] = self._state.padding_slot, -1
         rows[0, :count], rows[1, :count] = slots, positions
         captured.rows.copy_(upload(rows, self._cache.spec.device))
         captured.graph.replay()
-        if captured.tokens is not None:
-            return captured.tokens[:count]
-        # Filters that need a sort run after the graph, on the rows that are real.
-        device_slots, device_positions = captured.rows[0, :count], captured.rows[1, :count] + 1
-        options = self._state.sampling_rows(slots, device_slots, device_positions, positions + 1)
-        tokens = sample(captured.logits[:count], options)
-        self._state.append(device_slots, device_positions, tokens)
-        return tokens
+        return captured.tokens[:count]
 
-    def _capture(self, size: int, plain: bool) -> Captured:
+    def _capture(self, size: int) -> Captured:
         """Run the step once on padding rows, which compiles what is missing, then record it."""
         device = self._cache.spec.device
         rows = torch.empty(2, size, dtype=torch.int64, device=device)
@@ -112,12 +102,12 @@ class DecodeGraphs:
         query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            self._run(rows, query_start, plain)
+            self._run(rows, query_start)
             graph = torch.cuda.CUDAGraph()
             # Not torch.cuda.graph(): it collects garbage and empties the cache at every capture.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
-                logits, tokens = self._run(rows, query_start, plain)
+                tokens = self._run(rows, query_start)
             except BaseException:
                 with suppress(RuntimeError):  # the first error is the one to see
                     graph.capture_end()
@@ -125,27 +115,22 @@ class DecodeGraphs:
             graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(self._stream)
         self.num_captured += 1
-        return Captured(graph, rows, logits, tokens)
+        return Captured(graph, rows, tokens)
 
-    def _run(self, rows: torch.Tensor, query_start: torch.Tensor,
-             plain: bool) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    def _run(self, rows: torch.Tensor, query_start: torch.Tensor) -> torch.Tensor:
         state, (slots, positions) = self._state, rows
         at = positions.clamp(min=0)
         input_ids = state.tokens[slots, at].long()
         slot_mapping = torch.where(positions < 0, -1, state.slot_mapping(slots, at))
-        size = len(slots)
+        size, seq_lens = len(slots), (positions + 1).to(torch.int32)
         meta = PagedMetadata(
-            query_start=query_start, seq_lens=(positions + 1).to(torch.int32), block_table=state.block_table,
+            query_start=query_start, seq_lens=seq_lens, block_table=state.block_table,
             slots=slots.to(torch.int32), slot_mapping=slot_mapping, max_query_len=1, max_seq_len=self._max_model_len,
         )  # fmt: skip
         step = PagedStep(at, slot_mapping, self._cache, [(0, size, meta)], self._backend)
         logits = self._adapter.logits(self._adapter.hidden_states(input_ids, step))
-        if not plain:
-            return logits, None
-        temperature, seed = state.plain_parameters(slots)
-        tokens = sample_tokens(logits, temperature, seed, positions + 1)
-        state.append(slots, at + 1, tokens)
-        return logits, tokens
+        # The sampled token's place is the length of what it follows.
+        return sample(logits, state.sampling, slots, seq_lens, state.tokens)
 
     def _drop(self) -> None:
         self.num_dropped += len(self._captured)

@@ -112,13 +112,10 @@ class ModelRunner:
         rows = np.flatnonzero(plan.samples)
         if not len(rows):
             return self._handle(torch.full((len(plan.slots),), -1, dtype=torch.int64, device=self.device))
-        host_slots, host_positions = plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
-        last, slots, positions = upload(
-            np.stack([query_start[rows + 1] - 1, host_slots, host_positions]).astype(np.int64), self.device
-        )
+        packed = np.stack([query_start[rows + 1] - 1, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]])
+        last, slots, positions = upload(packed.astype(np.int64), self.device)
         logits = self.adapter.logits(hidden[last])
-        tokens = sample(logits, self.state.sampling_rows(host_slots, slots, positions, host_positions))
-        self.state.append(slots, positions, tokens)
+        tokens = sample(logits, self.state.sampling, slots, positions, self.state.tokens)
         if len(rows) < len(plan.slots):
             every = torch.full((len(plan.slots),), -1, dtype=torch.int64, device=self.device)
             tokens = every.index_copy_(0, upload(rows, self.device), tokens)
