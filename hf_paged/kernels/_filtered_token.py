@@ -149,9 +149,11 @@ def _scores_at(source, at, size, eos, num_eos, bars, IS_ROW: tl.constexpr):
 @jit()
 def _between(source, size, eos, num_eos, bars, least, below, top, scale, TILE: tl.constexpr, IS_ROW: tl.constexpr):
     """How many tokens score in [least, below), and what they weigh together."""
-    count, mass = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.float32)
-    for start in range(0, size, TILE):
-        score = _scores_at(source, start + tl.arange(0, TILE), size, eos, num_eos, bars, IS_ROW)
+    # A row is long and these sums need few registers: more loads in flight.
+    WIDTH: tl.constexpr = 2 * TILE if IS_ROW else TILE
+    count, mass = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.float32)
+    for start in range(0, size, WIDTH):
+        score = _scores_at(source, start + tl.arange(0, WIDTH), size, eos, num_eos, bars, IS_ROW)
         counted = (score >= least) & (score < below) & (score > float("-inf"))
         count += counted.to(tl.int32)
         mass += tl.where(counted, weight_of(score, top, scale), 0.0)

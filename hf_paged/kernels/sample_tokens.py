@@ -250,6 +250,7 @@ def sample_tokens(
             LOGPROB=logprob is not None,
             INTERPRETED=triton.knobs.runtime.interpret,
             num_warps=8,
+            maxnreg=128,  # two programs on a multiprocessor: 256 rows run at once on a large GPU
             enable_fp_fusion=False,
         )
     return out
