@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One visit to a GPU machine: tests, kernels, log-prob error, throughput. Full logs under $OUT, a short table last.
-#   bash benchmarks/gpu_session.sh [tests|kernels|linear|logprob|throughput|ab|profile|timeline ...]
+#   bash benchmarks/gpu_session.sh [tests|kernels|linear|sampler|logprob|throughput|ab|profile|timeline ...]
 set -uo pipefail
 OUT=${OUT:-/tmp/hf_paged_gpu}
 mkdir -p "$OUT"
@@ -13,6 +13,7 @@ for step in "${steps[@]}"; do
     tests) timeout 300 python3 -m pytest -q -n 12 -m gpu -p no:cacheprovider tests >"$OUT/tests.log" 2>&1 ;;
     kernels) timeout 150 python3 benchmarks/kernel_speed.py --out "$OUT/kernels.json" >"$OUT/kernels.log" 2>&1 ;;
     linear) timeout 240 python3 benchmarks/linear_tuning.py --out "$OUT/linear.json" >"$OUT/linear.log" 2>&1 ;;
+    sampler) timeout 90 python3 benchmarks/sampler_speed.py --out "$OUT/sampler.json" >"$OUT/sampler.log" 2>&1 ;;
     logprob) timeout 200 python3 benchmarks/logprob_error.py --out "$OUT/logprob.json" >"$OUT/logprob.log" 2>&1 ;;
     profile) timeout 150 bash -c 'for b in 256 8 1; do python3 benchmarks/profile_decode.py --batch $b --out $OUT/profile_$b.txt; done' >"$OUT/profile.log" 2>&1 ;;
     throughput) timeout 400 python3 benchmarks/run_all.py --engines ours --models ${MODELS:-0.6B} --out "$OUT/figures" >"$OUT/throughput.log" 2>&1 ;;

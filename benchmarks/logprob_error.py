@@ -48,7 +48,8 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
     scheduler = Scheduler(SchedulerConfig(block_size=config.block_size, num_blocks=num_blocks, max_num_seqs=rows,
                                           max_num_batched_tokens=4096, max_model_len=length))  # fmt: skip
     runner = ModelRunner(adapter, adapter.kv_spec(), block_size=config.block_size, num_blocks=num_blocks,
-                         max_num_seqs=rows, max_model_len=length, attention_backend="auto")  # fmt: skip
+                         max_num_seqs=rows, max_model_len=length, max_num_batched_tokens=4096,
+                         attention_backend="auto")  # fmt: skip
     result = torch.full((rows, length - 1), torch.nan, dtype=torch.float64, device=tokens.device)
     for row in range(rows):
         scheduler.add(Sequence(str(row), tokens[row, :half].tolist(), max_new_tokens=length - half))

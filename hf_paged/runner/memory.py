@@ -67,6 +67,7 @@ def _warm_up(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, max_model
     assert plan is not None
     runner = ModelRunner(adapter, spec, block_size=config.block_size, num_blocks=num_blocks,
                          max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
+                         max_num_batched_tokens=config.max_num_batched_tokens,
                          attention_backend=config.attention_backend)  # fmt: skip
     # Every option of the sampler at once: its sorts are the largest thing in memory besides the logits.
     parameters = SlotParameters(True, 0.7, 50, 0.9, 0.05, 0, 0, (), length + 1)

@@ -12,11 +12,11 @@ from hf_paged.kernels.decode_work import plan_items
 from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
 from hf_paged.kernels.paged_attention import resolve_backend
 from hf_paged.kernels.paged_attention_decode import decode_places
-from hf_paged.runner.decode_graphs import DecodeGraphs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState, SlotParameters, upload
 from hf_paged.runner.sampler import sample
 from hf_paged.runner.step_context import PagedStep
+from hf_paged.runner.step_graphs import StepGraphs
 from hf_paged.scheduler import StepPlan
 
 
@@ -37,7 +37,8 @@ class ModelRunner:
     """Owns what lives on the device: the KV pool, the state of the running requests, the captured decode steps."""
 
     def __init__(self, adapter: ModelAdapter, spec: KVSpec, *, block_size: int, num_blocks: int, max_num_seqs: int,
-                 max_model_len: int, attention_backend: str, use_graphs: bool = False) -> None:  # fmt: skip
+                 max_model_len: int, max_num_batched_tokens: int, attention_backend: str,
+                 use_graphs: bool = False) -> None:  # fmt: skip
         self.adapter = adapter
         self.spec = spec
         self.device = spec.device
@@ -49,7 +50,8 @@ class ModelRunner:
         self.graphs = None
         # The torch backend reads lengths on the host, which no graph can.
         if use_graphs and spec.device.type == "cuda" and resolve_backend(attention_backend, spec.device) != "torch":
-            self.graphs = DecodeGraphs(adapter, self.cache, self.state, max_model_len, attention_backend)
+            self.graphs = StepGraphs(adapter, self.cache, self.state, max_model_len, max_num_batched_tokens,
+                                     attention_backend)  # fmt: skip
 
     def prepare(self) -> None:
         """Between idle and busy: let the adapter renew what it keeps, and drop graphs that point to other memory."""
@@ -67,8 +69,8 @@ class ModelRunner:
             self.state.admit([s.slot for s in plan.admitted], [s.token_ids for s in plan.admitted],
                              [s.block_table for s in plan.admitted], parameters)  # fmt: skip
         self.state.update_blocks(*plan.block_updates)
-        if self.graphs is not None and plan.num_decode_rows == len(plan.slots) <= self.graphs.largest:
-            return self._handle(self.graphs.launch(plan.slots, plan.start))
+        if self.graphs is not None and (tokens := self.graphs.launch(plan)) is not None:
+            return self._handle(*tokens)
 
         num_new = plan.num_new_tokens
         query_start = np.zeros(len(num_new) + 1, dtype=np.int32)
@@ -119,24 +121,22 @@ class ModelRunner:
         rows = np.flatnonzero(plan.samples)
         if not len(rows):
             return self._handle(torch.full((len(plan.slots),), -1, dtype=torch.int64, device=self.device))
-        host_slots, host_positions = plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
-        last, slots, positions = upload(
-            np.stack([query_start[rows + 1] - 1, host_slots, host_positions]).astype(np.int64), self.device
-        )
+        packed = np.stack([query_start[rows + 1] - 1, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]])
+        last, slots, positions = upload(packed.astype(np.int64), self.device)
         logits = self.adapter.logits(hidden[last])
-        tokens = sample(logits, self.state.sampling_rows(host_slots, slots, positions, host_positions))
-        self.state.append(slots, positions, tokens)
+        tokens = sample(logits, self.state.sampling, slots, positions, self.state.tokens)
         if len(rows) < len(plan.slots):
             every = torch.full((len(plan.slots),), -1, dtype=torch.int64, device=self.device)
             tokens = every.index_copy_(0, upload(rows, self.device), tokens)
         return self._handle(tokens)
 
-    def _handle(self, tokens: torch.Tensor) -> StepHandle:
-        """Start the copy of sampled tokens to the host."""
+    def _handle(self, *parts: torch.Tensor) -> StepHandle:
+        """Start the copy of sampled tokens, which come in parts, to the host."""
         if self.device.type != "cuda":
-            return StepHandle(tokens, None)
-        result = torch.empty(len(tokens), dtype=torch.int64, device="cpu", pin_memory=True)
-        result.copy_(tokens, non_blocking=True)
+            return StepHandle(torch.cat(parts), None)
+        result = torch.empty(sum(map(len, parts)), dtype=torch.int64, device="cpu", pin_memory=True)
+        for place, tokens in zip(result.split([len(part) for part in parts]), parts, strict=True):
+            place.copy_(tokens, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
         return StepHandle(result, done)

@@ -57,7 +57,8 @@ class DevicePool:
         self.runner = ModelRunner(
             self._adapter, spec, block_size=config.block_size, num_blocks=num_blocks,
             max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
-            attention_backend=config.attention_backend, use_graphs=not config.enforce_eager,
+            max_num_batched_tokens=config.max_num_batched_tokens, attention_backend=config.attention_backend,
+            use_graphs=not config.enforce_eager,
         )  # fmt: skip
         return self.runner
 

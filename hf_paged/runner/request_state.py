@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hf_paged.kernels.sample_tokens import SamplingTable
 from hf_paged.kernels.step_inputs import step_inputs
-from hf_paged.runner.sampler import SamplingRows
 
 FIRST_TOKEN_CAPACITY = 2048
 
 
 @dataclass(frozen=True)
 class SlotParameters:
-    """Sampling settings of one request, as the device keeps them (see `SamplingRows`)."""
+    """Sampling settings of one request, as the device keeps them (see `SamplingTable`)."""
 
     do_sample: bool
     temperature: float
@@ -48,16 +48,11 @@ class RequestState:
         max_blocks = -(-max_model_len // block_size)
         self.tokens = torch.zeros(lines, min(FIRST_TOKEN_CAPACITY, max_model_len), dtype=torch.int32, device=device)
         self.block_table = torch.zeros(lines, max_blocks, dtype=torch.int32, device=device)
-        # temperature, 1 - top_p, min_p, and the temperature again with 0 for greedy
-        self._floats = torch.zeros(lines, 4, dtype=torch.float32, device=device)
-        self._ints = torch.zeros(lines, 4, dtype=torch.int64, device=device)  # seed, top_k, min_length, do_sample
-        self._eos = torch.full((lines, 1), -1, dtype=torch.int64, device=device)
-        # The host's copy, to know without asking the device which parts of the sampler a step needs.
-        self._host_do_sample = np.zeros(num_slots, dtype=bool)
-        self._host_top_k = np.zeros(num_slots, dtype=np.int64)
-        self._host_top_p = np.zeros(num_slots, dtype=bool)
-        self._host_min_p = np.zeros(num_slots, dtype=bool)
-        self._host_min_length = np.zeros(num_slots, dtype=np.int64)
+        self.sampling = SamplingTable(
+            floats=torch.zeros(lines, 3, dtype=torch.float32, device=device),
+            ints=torch.zeros(lines, 3, dtype=torch.int64, device=device),
+            eos=torch.full((lines, 1), -1, dtype=torch.int64, device=device),
+        )
 
     def admit(self, slots: list[int], tokens: list[list[int]], tables: list[list[int]],
               parameters: list[SlotParameters]) -> None:  # fmt: skip
@@ -66,23 +61,15 @@ class RequestState:
         index = self._upload(np.array(slots, dtype=np.int64))
         self.tokens[index, : max(len(t) for t in tokens)] = self._upload(_pad(tokens))
         self.block_table[index, : max(len(t) for t in tables)] = self._upload(_pad(tables))
-        floats = [(p.temperature, 1.0 - p.top_p, p.min_p, p.temperature * p.do_sample) for p in parameters]
-        ints = [(p.seed, p.top_k, p.min_length, int(p.do_sample)) for p in parameters]
-        self._floats[index] = self._upload(np.array(floats, dtype=np.float32))
-        self._ints[index] = self._upload(np.array(ints, dtype=np.int64))
-        widest = max(len(p.eos_token_ids) for p in parameters)
-        if widest > self._eos.shape[1]:
-            self._eos = torch.nn.functional.pad(self._eos, (0, widest - self._eos.shape[1]), value=-1)
-        eos = np.full((len(slots), self._eos.shape[1]), -1, dtype=np.int64)
+        floats = [(p.temperature * p.do_sample, 1.0 - p.top_p, p.min_p) for p in parameters]
+        ints = [(p.seed, p.top_k, p.min_length) for p in parameters]
+        self.sampling.floats[index] = self._upload(np.array(floats, dtype=np.float32))
+        self.sampling.ints[index] = self._upload(np.array(ints, dtype=np.int64))
+        self._reserve_eos(max(len(p.eos_token_ids) for p in parameters))
+        eos = np.full((len(slots), self.sampling.eos.shape[1]), -1, dtype=np.int64)
         for row, p in enumerate(parameters):
             eos[row, : len(p.eos_token_ids)] = p.eos_token_ids
-        self._eos[index] = self._upload(eos)
-        for slot, p in zip(slots, parameters, strict=True):
-            self._host_do_sample[slot] = p.do_sample
-            self._host_top_k[slot] = p.top_k
-            self._host_top_p[slot] = p.top_p < 1.0
-            self._host_min_p[slot] = p.min_p > 0.0
-            self._host_min_length[slot] = p.min_length
+        self.sampling.eos[index] = self._upload(eos)
 
     def update_blocks(self, slots: np.ndarray, columns: np.ndarray, block_ids: np.ndarray) -> None:
         """Write new block-table entries of running sequences."""
@@ -90,47 +77,10 @@ class RequestState:
             packed = self._upload(np.stack([slots, columns, block_ids]).astype(np.int64))
             self.block_table[packed[0], packed[1]] = packed[2].to(torch.int32)
 
-    def append(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Write sampled ``tokens`` [R] at ``positions`` [R] of ``slots`` [R]."""
-        # An invalid row (-1) ends at commit; its stand-in must still be a real token for a step that overlaps.
-        self.tokens[slots, positions] = tokens.clamp(min=0).to(torch.int32)
-
     def inputs(self, slots: torch.Tensor, positions: torch.Tensor,
                write_from: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Ids, positions and slot mapping of the tokens at ``positions`` [T] of ``slots`` [T] (see `step_inputs`)."""
         return step_inputs(self.tokens, self.block_table, slots, positions, write_from, self.block_size)
-
-    def samples_plainly(self, host_slots: np.ndarray, host_positions: np.ndarray) -> bool:
-        """True where greedy and temperature are all that the rows need: no filter, EOS not barred."""
-        filtered = (self._host_top_k[host_slots] > 0) | self._host_top_p[host_slots] | self._host_min_p[host_slots]
-        filtered &= self._host_do_sample[host_slots]
-        return not (filtered.any() or (host_positions < self._host_min_length[host_slots]).any())
-
-    def plain_parameters(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Temperature [R] float32, 0 for greedy, and seed [R] int64."""
-        return self._floats[slots, 3], self._ints[slots, 0]
-
-    def sampling_rows(self, host_slots: np.ndarray, slots: torch.Tensor, positions: torch.Tensor,
-                      host_positions: np.ndarray) -> SamplingRows:  # fmt: skip
-        """The sampler's view of the rows at ``slots`` [R] that draw the tokens at ``positions`` [R]."""
-        sampled = self._host_do_sample[host_slots]
-        floats, ints = self._floats[slots], self._ints[slots]
-        return SamplingRows(
-            do_sample=ints[:, 3].bool(),
-            temperature=floats[:, 0],
-            top_k=ints[:, 1],
-            tail=floats[:, 1],
-            min_p=floats[:, 2],
-            seed=ints[:, 0],
-            position=positions,
-            min_length=ints[:, 2],
-            eos=self._eos[slots],
-            any_sample=bool(sampled.any()),
-            max_top_k=int((self._host_top_k[host_slots] * sampled).max(initial=0)),
-            any_top_p=bool((self._host_top_p[host_slots] & sampled).any()),
-            any_min_p=bool((self._host_min_p[host_slots] & sampled).any()),
-            any_min_length=bool((host_positions < self._host_min_length[host_slots]).any()),
-        )
 
     def _reserve_tokens(self, length: int) -> None:
         capacity = self.tokens.shape[1]
@@ -140,6 +90,14 @@ class RequestState:
             grown = torch.zeros(len(self.tokens), capacity, dtype=torch.int32, device=self.device)
             grown[:, : self.tokens.shape[1]] = self.tokens
             self.tokens = grown
+
+    def _reserve_eos(self, width: int) -> None:
+        grow = width - self.sampling.eos.shape[1]
+        if grow > 0:
+            self.version += 1
+            self.sampling = self.sampling._replace(
+                eos=torch.nn.functional.pad(self.sampling.eos, (0, grow), value=-1)
+            )
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return upload(array, self.device)

@@ -1,94 +1,60 @@
-"""sample_tokens: the reference's tokens, from the reference's random bits, whatever the split of the vocabulary."""
+"""sample_tokens without filters: the reference's tokens, whatever the grid; what it writes beside them."""
 
 import pytest
 import torch
+from sampling_cases import Rows, assert_as_reference, make_logits, plain_rows
 
 from hf_paged.kernels import sample_tokens as module
-from hf_paged.kernels._triton import jit, tl, triton
-from hf_paged.kernels.sample_tokens import (
-    exponential_noise,
-    sample_tokens,
-    sample_tokens_reference,
-    sample_tokens_triton,
-    split_vocabulary,
-)
+from hf_paged.kernels.sample_tokens import sample_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-RUNS = [
-    pytest.param(sample_tokens_reference, "cpu"),
-    pytest.param(sample_tokens_triton, "cpu", marks=pytest.mark.interpreted),
-    pytest.param(sample_tokens, "cuda", marks=pytest.mark.gpu),
+KERNELS = [
+    pytest.param(Rows.sample, "cpu", marks=pytest.mark.interpreted),
+    pytest.param(Rows.sample, "cuda", marks=pytest.mark.gpu),
 ]
-KERNELS = RUNS[1:]
-_mix32, _row_keys, _token_bits, _exponential = (
-    getattr(module, name) for name in ("_mix32", "_row_keys", "_token_bits", "_exponential")
-)
+RUNS = [pytest.param(Rows.reference, "cpu"), *KERNELS]
 
 
-def make(seed, rows, vocab_size, dtype, device, temperature=None):
-    """Logits whose rows lie a stride apart in a tensor that is NaN elsewhere; every third row is greedy."""
-    g = torch.Generator().manual_seed(seed)
-    wide = torch.full((rows, vocab_size + 24), torch.nan)
-    wide[:, 8:-16] = torch.randn(rows, vocab_size, generator=g) * 3
-    if temperature is None:
-        temperature = torch.rand(rows, generator=g) * 1.5 + 0.1
-        temperature[::3] = 0.0
-    seeds = torch.randint(0, 2**63 - 1, (rows,), generator=g)
-    positions = torch.randint(0, 40_000, (rows,), generator=g)
-    logits = wide.to(dtype).to(device)[:, 8:-16]
-    return logits, temperature.to(device), seeds.to(device), positions.to(device)
+@pytest.fixture
+def small_groups(monkeypatch):
+    """Many groups of a small vocabulary."""
+    monkeypatch.setattr(module, "GROUP_SIZE", 64)
+    monkeypatch.setattr(module, "_PIECE", 8)
 
 
-def assert_as_reference(tokens, logits, temperature, seed, position):
-    """Greedy rows to the token; a sampled token that is not the reference's scores within 1e-4 of it."""
-    expected = sample_tokens_reference(logits, temperature, seed, position)
-    assert tokens.dtype is torch.int64
-    assert tokens.shape == expected.shape
-    different = (tokens != expected).nonzero().flatten()
-    assert (temperature[different] > 0).all()
-    assert (tokens[different] >= 0).all()
-    if len(different):
-        scores = logits.float() / temperature[:, None] - exponential_noise(seed, position, logits.shape[1]).log()
-        mine, best = (scores.gather(1, t.clamp(min=0)[:, None])[different, 0] for t in (tokens, expected))
-        assert (best - mine <= 1e-4).all()
+def mixed_heat(rows):
+    """Every third row is greedy."""
+    return [0.0 if i % 3 == 0 and rows > 1 else 0.1 + 1.5 * (i * 0.37 % 1.0) for i in range(rows)]
 
 
 @pytest.mark.parametrize(("run", "device"), KERNELS)
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 1), (33, 5), (1, 1000), (3, 1024), (1, 4999), (33, 2050)])
-def test_tokens_are_the_references(run, device, dtype, vocab_size, rows):
-    temperature = torch.full((1,), 0.7) if rows == 1 else None
-    arguments = make(vocab_size + rows, rows, vocab_size, dtype, device, temperature)
-    assert_as_reference(run(*arguments), *arguments)
+@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 1), (13, 5), (1, 1000), (3, 1024), (1, 4999), (13, 2050)])
+def test_tokens_and_log_probs_are_the_references(run, device, dtype, vocab_size, rows):
+    logits = make_logits(vocab_size + rows, rows, vocab_size, dtype, device)
+    settings = plain_rows(mixed_heat(rows), device)
+    logprob = torch.zeros(rows, device=device)
+    tokens = run(settings, logits, logprob=logprob)
+    assert_as_reference(tokens, logits, settings, logprob)
+    assert torch.equal(run(settings, logits), tokens)
 
 
 @pytest.mark.parametrize(("run", "device"), KERNELS)
-@pytest.mark.parametrize("programs", [1, 12, 2048])
-def test_any_split_gives_the_same_tokens(run, device, monkeypatch, programs):
-    """Parts of one tile, of several, and a row in one part; every part holds some row's token."""
+@pytest.mark.parametrize("programs", [1, 12, 8192])
+def test_any_grid_gives_the_same_tokens(run, device, monkeypatch, small_groups, programs):
+    """A program for a group, for several, and for a whole row; every part holds some row's token."""
     monkeypatch.setattr(module, "_PROGRAMS", programs)
-    logits, temperature, seed, position = make(7, 6, 5000, torch.float16, device)
-    assert_as_reference(run(logits, temperature, seed, position), logits, temperature, seed, position)
-    winners = torch.arange(6, device=device) * 800 + 100
+    logits, settings = make_logits(7, 6, 500, torch.float16, device), plain_rows(mixed_heat(6), device)
+    assert_as_reference(run(settings, logits), logits, settings)
+    winners = torch.arange(6, device=device) * 80 + 10
     logits[torch.arange(6), winners] = 200.0
-    assert torch.equal(run(logits, temperature, seed, position), winners)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7, 33, 256, 1024, 5000])
-@pytest.mark.parametrize("vocab_size", [1, 1023, 1025, 32_000, 151_936, 400_000])
-def test_parts_cover_the_vocabulary(rows, vocab_size):
-    parts, size = split_vocabulary(rows, vocab_size)
-    assert 1 <= parts <= 256
-    assert (parts - 1) * size < vocab_size <= parts * size
-    assert rows == 1 or parts == 1 or rows * parts <= 2 * 2048
+    assert torch.equal(run(settings, logits), winners)
 
 
 @pytest.mark.parametrize(("run", "device"), RUNS)
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("programs", [1, 16, 2048])
-def test_greedy_takes_the_first_of_equal_maxima(run, device, monkeypatch, dtype, programs):
-    monkeypatch.setattr(module, "_PROGRAMS", programs)
+def test_greedy_takes_the_first_of_equal_maxima(run, device, dtype):
     g = torch.Generator().manual_seed(1)
     logits = torch.randint(-3, 3, (8, 5000), generator=g).to(dtype)
     logits[1] = 2.0
@@ -97,9 +63,7 @@ def test_greedy_takes_the_first_of_equal_maxima(run, device, monkeypatch, dtype,
     logits[4] = torch.tensor([0.0, -0.0]).to(dtype).repeat(2500)
     logits[5] = torch.finfo(dtype).min
     logits[6, :4998], logits[6, 4998:] = -torch.inf, -5.0
-    logits = logits.to(device)
-    zeros = torch.zeros(8, dtype=torch.int64, device=device)
-    tokens = run(logits, zeros.float(), zeros, zeros)
+    tokens = run(plain_rows([0.0] * 8, device), logits.to(device))
     expected = [int((row == row.max()).nonzero()[0]) for row in logits]
     assert tokens.tolist() == expected
     assert expected[1:] == [0, 0, 77, 0, 0, 4998, expected[7]]
@@ -108,33 +72,48 @@ def test_greedy_takes_the_first_of_equal_maxima(run, device, monkeypatch, dtype,
 @pytest.mark.parametrize(("run", "device"), RUNS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("column", [1023, 2999])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_rows_without_a_valid_distribution(run, device, dtype, column, temperature):
-    bad, sampled = [torch.nan, torch.inf, -torch.inf], temperature > 0
-    logits, _, seed, position = make(2, 7, 3000, dtype, device)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9}])
+def test_rows_without_a_valid_distribution(run, device, dtype, column, options):
+    bad, sampled = [torch.nan, torch.inf, -torch.inf], bool(options)
+    logits = make_logits(2, 7, 3000, dtype, device)
     for row, value in zip((1, 3, 5), bad, strict=True):
         if value == -torch.inf:
             logits[row] = value
         else:
             logits[row, column] = value
-    heat = torch.full((7,), temperature, device=device)
-    tokens = run(logits, heat, seed, position)
+    settings = Rows([options] * 7, device)
+    tokens = run(settings, logits)
     assert tokens[[1, 3, 5]].tolist() == [-1, -1 if sampled else column, -1 if sampled else 0]
     assert (tokens[[0, 2, 4, 6]] >= 0).all()
-    assert_as_reference(tokens, logits, heat, seed, position)
+    assert_as_reference(tokens, logits, settings)
+
+
+@pytest.mark.parametrize(("run", "device"), KERNELS)
+def test_log_prob_of_an_invalid_row_is_nan_and_its_stand_in_token_0(run, device):
+    logits = make_logits(2, 3, 300, torch.float16, device)
+    logits[1, 7] = torch.nan
+    settings = plain_rows([0.0, 0.7, 0.7], device, positions=torch.tensor([0, 4, 9]))
+    logprob = torch.zeros(3, device=device)
+    history = torch.full((5, 10), 77, dtype=torch.int32, device=device)
+    tokens = run(settings, logits, logprob=logprob, history=history)
+    assert logprob.isnan().tolist() == [False, True, False]
+    expected = torch.full_like(history, 77)
+    expected[settings.slots, settings.positions] = tokens.clamp(min=0).int()
+    assert torch.equal(history, expected)
+    assert expected[settings.slots[1], 4] == 0
 
 
 @pytest.mark.parametrize(("run", "device"), RUNS)
 def test_masked_tokens_are_never_drawn(run, device):
-    logits, _, seed, position = make(3, 20, 2500, torch.float16, device)
+    logits = make_logits(3, 20, 2500, torch.float16, device)
     allowed = torch.tensor([3, 1500, 2499], device=device)
     masked = torch.full_like(logits, -torch.inf)
     masked[:, allowed] = logits[:, allowed]
     masked[0], masked[0, 2047] = -torch.inf, -60_000.0
-    tokens = run(masked, torch.full((20,), 0.01, device=device), seed, position)
+    tokens = run(plain_rows([0.01] * 20, device), masked)
     assert tokens[0] == 2047
     assert torch.isin(tokens[1:], allowed).all()
-    hot = run(masked, torch.full((20,), 1e4, device=device), seed, position)
+    hot = run(plain_rows([1e4] * 20, device), masked)
     assert torch.isin(hot[1:], allowed).all()
     assert len(hot[1:].unique()) == 3
 
@@ -144,144 +123,113 @@ def test_scores_past_float32(run, device):
     """A division that overflows: the first of the infinite scores, as argmax over them."""
     logits = torch.full((2, 3000), -3e38, device=device)
     logits[0, [2900, 1700]] = torch.tensor([3e38, 2e38], device=device)
-    ones = torch.ones(2, dtype=torch.int64, device=device)
-    assert run(logits, torch.full((2,), 1e-3, device=device), ones, ones).tolist() == [1700, 0]
+    assert run(plain_rows([1e-3] * 2, device), logits).tolist() == [1700, 0]
+
+
+@pytest.mark.parametrize(("run", "device"), RUNS)
+def test_a_tiny_temperature_is_greedy(run, device):
+    logits = make_logits(3, 4, 2500, torch.float16, device)
+    assert torch.equal(run(plain_rows([1e-6, 1e-30, 1e-37, 1e-6], device), logits), logits.argmax(-1))
+
+
+@pytest.mark.parametrize(("run", "device"), RUNS)
+@pytest.mark.parametrize("heat", [0.0, 0.9])
+def test_end_of_sequence_is_barred_below_the_minimum_length(run, device, heat):
+    logits = torch.full((5, 2100), -30.0, device=device)
+    logits[:, 2080], logits[:, 0], logits[:, 9] = 50.0, 40.0, 20.0
+    common = {"temperature": heat, "eos": (2080, 0), "min_length": 10}
+    settings = Rows([common, common, common | {"eos": (2080,)}, common | {"eos": ()}, common],
+                    device, positions=torch.tensor([9, 10, 2, 2, 0], dtype=torch.int32))  # fmt: skip
+    assert run(settings, logits).tolist() == [9, 2080, 0, 2080, 9]
 
 
 @pytest.mark.parametrize(("run", "device"), RUNS)
 def test_a_row_does_not_see_its_batch(run, device):
-    logits, temperature, seed, position = make(4, 9, 3000, torch.float16, device)
-    together = run(logits, temperature, seed, position)
-    alone = [run(logits[i : i + 1], temperature[i : i + 1], seed[i : i + 1], position[i : i + 1]) for i in range(9)]
+    logits, count = make_logits(4, 9, 3000, torch.float16, device), 9
+    seeds, positions = torch.arange(count) * 2**40, torch.arange(count) * 1000
+    heat = mixed_heat(count)
+    together = run(plain_rows(heat, device, seeds=seeds, positions=positions), logits)
+    alone = [
+        run(plain_rows([heat[i]], device, seeds=seeds[i : i + 1], positions=positions[i : i + 1]), logits[i : i + 1])
+        for i in range(count)
+    ]
     assert torch.equal(together, torch.cat(alone))
 
 
 @pytest.mark.parametrize(("run", "device"), RUNS)
-@pytest.mark.parametrize("vary", ["seed", "position"])
-def test_tokens_follow_the_probabilities(run, device, vary):
-    draws = 200 if run is sample_tokens_triton else 20_000
-    scores = torch.linspace(-1.5, 1.5, 12, device=device).roll(5)
-    probabilities = (scores / 0.8).softmax(-1)
-    counted, same = torch.arange(draws, device=device), torch.full((draws,), 9, device=device)
-    seed, position = (counted, same) if vary == "seed" else (same, counted)
-    tokens = run(scores.expand(draws, -1), torch.full((draws,), 0.8, device=device), seed, position)
-    expected = probabilities * draws
-    chi_square = ((tokens.bincount(minlength=12) - expected) ** 2 / expected).sum()
-    assert chi_square < 37.4  # 1 in 10,000 with 11 degrees of freedom
+@pytest.mark.parametrize("vary", ["seeds", "positions"])
+def test_tokens_follow_the_probabilities(run, device, monkeypatch, vary):
+    """Over several groups, of which the last is not full."""
+    monkeypatch.setattr(module, "GROUP_SIZE", 4)
+    monkeypatch.setattr(module, "_PIECE", 2)
+    draws = 300 if (run, device) == (Rows.sample, "cpu") else 20_000
+    scores = torch.linspace(-1.5, 1.5, 11, device=device).roll(5)
+    counted, same = torch.arange(draws), torch.full((draws,), 9)
+    numbers = {"seeds": same, "positions": same} | {vary: counted}
+    tokens = run(plain_rows([0.8] * draws, device, **numbers), scores.expand(draws, -1))
+    expected = (scores / 0.8).softmax(-1) * draws
+    chi_square = ((tokens.bincount(minlength=11) - expected) ** 2 / expected).sum()
+    assert chi_square < 35.6  # 1 in 10,000 with 10 degrees of freedom
 
 
-# -- random numbers ------------------------------------------
-
-
-@jit()
-def _noise_kernel(seed, position, bits, noise, vocab_size, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
-    row = tl.program_id(0)
-    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    key0, key1 = _row_keys(tl.load(seed + row), tl.load(position + row))
-    drawn = _token_bits(token, key0, key1)
-    tl.store(bits + row * vocab_size + token, drawn.to(tl.int64), mask=token < vocab_size)
-    tl.store(noise + row * vocab_size + token, _exponential(drawn, INTERPRETED), mask=token < vocab_size)
-
-
-@jit()
-def _noise_of_bits_kernel(bits, noise, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
-    lane = tl.arange(0, TILE)
-    tl.store(noise + lane, _exponential(tl.load(bits + lane).to(tl.uint32), INTERPRETED))
-
-
-DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
-SEEDS = [0, 1, 1 << 32, (1 << 32) + 1, 2**63 - 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 1234567890123456789, -1, -(2**63)]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_kernel_draws_the_references_bits(device, monkeypatch):
-    seed = torch.tensor(SEEDS * 2, device=device)
-    position = torch.tensor([0, 1, 5, 40_959, 65_536, 2**31 - 1, 2**31, 2**32 - 1, 2, 3, 4], device=device).repeat(2)
-    position[11:] = position[11:].roll(3)
-    vocab_size = 3000
-    bits = torch.zeros(len(seed), vocab_size, dtype=torch.int64, device=device)
-    noise = torch.zeros(len(seed), vocab_size, device=device)
-    grid = (len(seed), triton.cdiv(vocab_size, 1024))
-    interpreted = triton.knobs.runtime.interpret
-    _noise_kernel[grid](seed, position, bits, noise, vocab_size, TILE=1024, INTERPRETED=interpreted)
-
-    drawn = []
-    mix = module._mix
-    monkeypatch.setattr(module, "_mix", lambda x: drawn.append(mix(x)) or drawn[-1])
-    expected = exponential_noise(seed, position, vocab_size)
-    assert torch.equal(bits, drawn[-1])
-    assert_few_ulps(noise, expected, bits)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_noise_of_extreme_bits(device):
-    """The smallest variates, which decide the arg-max, and the largest, which must stay finite."""
-    small = torch.arange(0, 512)
-    bits = torch.cat([small, 2**32 - 1 - small, 2**24 - 256 + small, 2**31 - 256 + small]).to(device)
-    noise = torch.zeros(2048, device=device)
-    _noise_of_bits_kernel[(1,)](bits, noise, TILE=2048, INTERPRETED=triton.knobs.runtime.interpret)
-    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
-    assert_few_ulps(noise, -torch.log1p(-uniform), bits)
-    assert noise.isfinite().all()
-    assert (noise > 0).all()
-
-
-def assert_few_ulps(noise, expected, bits):
-    torch.testing.assert_close(noise, expected, rtol=4 * torch.finfo(torch.float32).eps, atol=0)
-    # And not only alike: the variate of the bits, in float64.
-    uniform = ((bits.float() + 0.5).double() * 2.0**-32).clamp(max=1.0 - 2.0**-24)
-    torch.testing.assert_close(noise.double(), -torch.log1p(-uniform), rtol=6 * torch.finfo(torch.float32).eps, atol=0)
-
-
-@pytest.mark.parametrize("bits", [0, 1, 0xFFFFFF7F, 0xFFFFFFFF])
-def test_reference_noise_of_extreme_bits(monkeypatch, bits):
-    """Rounded up to 1, a uniform number would make the noise infinite, and the only allowed token impossible."""
-    monkeypatch.setattr(module, "_mix", lambda x: torch.full_like(x, bits))
-    one = torch.ones(1, dtype=torch.int64)
-    noise = exponential_noise(one, one, 4)
-    assert noise.isfinite().all()
-    assert (noise > 0).all()
-    logits = torch.tensor([[-torch.inf, -torch.inf, 9.0, -torch.inf]])
-    assert sample_tokens(logits, torch.ones(1), one, one).tolist() == [2]
+@pytest.mark.parametrize(("run", "device"), RUNS)
+def test_group_and_token_are_independent(run, device, monkeypatch):
+    """The place within the group tells nothing of which group it is."""
+    monkeypatch.setattr(module, "GROUP_SIZE", 4)
+    monkeypatch.setattr(module, "_PIECE", 2)
+    draws = 320 if (run, device) == (Rows.sample, "cpu") else 20_000
+    positions = torch.arange(draws) % 7
+    tokens = run(plain_rows([1.0] * draws, device, positions=positions), torch.zeros(draws, 16, device=device))
+    expected = draws / 16
+    chi_square = ((tokens.bincount(minlength=16) - expected) ** 2 / expected).sum()
+    assert chi_square < 44.3  # 1 in 10,000 with 15 degrees of freedom
 
 
 # -- arguments and graphs ------------------------------------------
 
 
-@pytest.mark.parametrize("run", [sample_tokens, pytest.param(sample_tokens_triton, marks=pytest.mark.interpreted)])
-def test_no_rows(run):
-    none = torch.zeros(0, dtype=torch.int64)
-    assert run(torch.zeros(0, 10), none.float(), none, none).shape == (0,)
+@pytest.mark.interpreted
+def test_no_rows():
+    assert Rows([], "cpu").sample(torch.zeros(0, 10)).shape == (0,)
 
 
 def test_bad_arguments():
-    logits, temperature, seed, position = make(5, 4, 10, torch.float32, "cpu")
-    for arguments, message in [
-        ((logits[0], temperature, seed, position), "R, V"),
-        ((logits[:, :0], temperature, seed, position), "V > 0"),
-        ((logits.long(), temperature, seed, position), "float"),
-        ((logits.t().contiguous().t(), temperature, seed, position), "last dim"),
-        ((logits, temperature.double(), seed, position), "temperature"),
-        ((logits, temperature, seed[1:], position), "seed"),
-        ((logits, temperature, seed, position.int()), "position"),
+    settings = plain_rows([0.0] * 4, "cpu")
+    logits, table, slots, positions = torch.zeros(4, 10), settings.table, settings.slots, settings.positions
+    history = torch.zeros(5, 10, dtype=torch.int32)
+    for arguments, options, message in [
+        ((logits[0], table, slots, positions), {}, "R, V"),
+        ((logits[:, :0], table, slots, positions), {}, "V > 0"),
+        ((logits.long(), table, slots, positions), {}, "fp32"),
+        ((logits.double(), table, slots, positions), {}, "fp32"),
+        ((logits.t().contiguous().t(), table, slots, positions), {}, "last dim"),
+        ((logits, table._replace(floats=table.floats.double()), slots, positions), {}, "floats"),
+        ((logits, table._replace(ints=table.ints[:, :2]), slots, positions), {}, "ints"),
+        ((logits, table._replace(eos=table.eos[1:]), slots, positions), {}, "eos"),
+        ((logits, table, slots[1:], positions), {}, "slots"),
+        ((logits, table, slots, positions.float()), {}, "position"),
+        ((logits, table, slots, positions), {"history": history[1:]}, "history"),
+        ((logits, table, slots, positions), {"history": history.long()}, "history"),
+        ((logits, table, slots, positions), {"logprob": torch.zeros(4).double()}, "logprob"),
     ]:
         with pytest.raises(ValueError, match=message):
-            sample_tokens(*arguments)
+            sample_tokens(*arguments, **options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rows", [1, 33, 256])
 def test_gpu_full_vocabulary(dtype, rows):
-    arguments = make(6, rows, 151_936, dtype, "cuda")
-    assert_as_reference(sample_tokens(*arguments), *arguments)
+    logits, settings = make_logits(6, rows, 151_936, dtype, "cuda"), plain_rows(mixed_heat(rows), "cuda")
+    logprob = torch.zeros(rows, device="cuda")
+    assert_as_reference(settings.sample(logits, logprob=logprob), logits, settings, logprob)
 
 
 @pytest.mark.gpu
 def test_gpu_tokens_of_a_seed_are_the_cpus():
-    logits, temperature, seed, position = make(8, 64, 20_000, torch.bfloat16, "cpu")
-    tokens = sample_tokens(logits.cuda(), temperature.cuda(), seed.cuda(), position.cuda())
-    assert_as_reference(tokens.cpu(), logits, temperature, seed, position)
+    logits = make_logits(8, 64, 20_000, torch.bfloat16, "cpu")
+    tokens = plain_rows(mixed_heat(64), "cuda").sample(logits.cuda())
+    assert_as_reference(tokens.cpu(), logits, plain_rows(mixed_heat(64), "cpu"))
 
 
 @pytest.mark.gpu
@@ -291,22 +239,5 @@ def test_gpu_logits_past_two_billion_elements():
     logits = torch.zeros(rows, vocab_size, dtype=torch.bfloat16, device="cuda")
     target = torch.arange(rows, device="cuda") * 7919 % vocab_size
     logits[torch.arange(rows, device="cuda"), target] = 100.0
-    heat = torch.full((rows,), 0.5, device="cuda")
-    heat[::2] = 0.0
-    assert torch.equal(sample_tokens(logits, heat, target, target), target)
-
-
-@pytest.mark.gpu
-def test_gpu_graph_serves_every_mix_of_rows():
-    logits, temperature, seed, position = make(9, 5, 20_000, torch.bfloat16, "cuda")
-    sample_tokens(logits, temperature, seed, position)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tokens = sample_tokens(logits, temperature, seed, position)
-    for round_ in range(4):
-        fresh = make(10 + round_, 5, 20_000, torch.bfloat16, "cuda")
-        for old, new in zip((logits, temperature, seed, position), fresh, strict=True):
-            old.copy_(new)
-        temperature[round_] = 0.0
-        graph.replay()
-        assert_as_reference(tokens, logits, temperature, seed, position)
+    options = [{}, {"temperature": 0.5}, {"temperature": 0.5, "top_k": 5}, {"temperature": 0.5, "top_p": 0.5}]
+    assert torch.equal(Rows([options[i % 4] for i in range(rows)], "cuda").sample(logits), target)

@@ -14,8 +14,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hf_paged.kernels import sample_tokens as noise_module
-from hf_paged.runner.sampler import SamplingRows, derive_seed, exponential_noise, processed_scores, sample
+from hf_paged.kernels import gumbel
+from hf_paged.kernels import sample_tokens as kernels
+from hf_paged.kernels.gumbel import exponential_noise
+from hf_paged.runner.sampler import SamplingRows, derive_seed, log_probs_reference, processed_scores, sample
+from hf_paged.runner.sampler import sample_reference as draw
 
 NEUTRAL = {
     "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "position": 0,
@@ -28,8 +31,9 @@ def make_rows(*rows: dict) -> SamplingRows:
     column = {key: [row[key] for row in rows] for key in NEUTRAL}
     widest = max(1, *(len(eos) for eos in column["eos"]))
     return SamplingRows(
-        do_sample=torch.tensor(column["do_sample"]),
-        temperature=torch.tensor(column["temperature"], dtype=torch.float32),
+        temperature=torch.tensor(
+            [t * d for t, d in zip(column["temperature"], column["do_sample"], strict=True)], dtype=torch.float32
+        ),
         top_k=torch.tensor(column["top_k"]),
         tail=torch.tensor([1.0 - p for p in column["top_p"]], dtype=torch.float32),
         min_p=torch.tensor(column["min_p"], dtype=torch.float32),
@@ -37,11 +41,6 @@ def make_rows(*rows: dict) -> SamplingRows:
         position=torch.tensor(column["position"]),
         min_length=torch.tensor(column["min_length"]),
         eos=torch.tensor([list(eos) + [-1] * (widest - len(eos)) for eos in column["eos"]]),
-        any_sample=any(column["do_sample"]),
-        max_top_k=max(column["top_k"]),
-        any_top_p=any(p < 1 for p in column["top_p"]),
-        any_min_p=any(p > 0 for p in column["min_p"]),
-        any_min_length=any(p < m for p, m in zip(column["position"], column["min_length"], strict=True)),
     )
 
 
@@ -114,13 +113,13 @@ def test_barred_tokens_stay_barred():
 
 def test_greedy_takes_the_first_of_equal_maxima():
     scores = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
-    assert sample(scores, make_rows({"do_sample": False}, {"do_sample": False})).tolist() == [1, 0]
+    assert draw(scores, make_rows({"do_sample": False}, {"do_sample": False})).tolist() == [1, 0]
 
 
 def test_greedy_rows_beside_sampled_ones_stay_greedy():
     scores = torch.randn(40, 30)
     rows = make_rows(*({"do_sample": i % 2 == 1, "seed": i, "temperature": 9.0} for i in range(40)))
-    tokens = sample(scores, rows)
+    tokens = draw(scores, rows)
     assert torch.equal(tokens[::2], scores[::2].argmax(-1))
     assert not torch.equal(tokens[1::2], scores[1::2].argmax(-1))
 
@@ -128,7 +127,7 @@ def test_greedy_rows_beside_sampled_ones_stay_greedy():
 def test_logits_are_read_in_fp32_and_not_changed():
     scores = torch.randn(3, 30).bfloat16()
     before = scores.clone()
-    tokens = sample(scores, make_rows({"do_sample": False}, {"min_length": 5, "eos": (3,)}, {"top_k": 1}))
+    tokens = draw(scores, make_rows({"do_sample": False}, {"min_length": 5, "eos": (3,)}, {"top_k": 1}))
     assert torch.equal(scores, before)
     assert tokens.dtype is torch.int64
     assert tokens[0] == scores[0].float().argmax()
@@ -145,7 +144,7 @@ def test_rows_without_a_valid_distribution_are_reported_and_leave_others_alone(b
     else:
         scores[1] = -torch.inf
     rows = make_rows(*({"do_sample": do_sample, "seed": i, "top_p": 0.9, "top_k": 5} for i in range(3)))
-    tokens = sample(scores, rows).tolist()
+    tokens = draw(scores, rows).tolist()
     stock_trips = bad == "nan" or do_sample
     assert tokens[1] == (-1 if stock_trips else int(scores[1].argmax()))
     assert tokens[0] >= 0
@@ -159,7 +158,7 @@ def test_eos_is_barred_below_the_minimum_length(do_sample):
     common = {"do_sample": do_sample, "eos": (3, 0), "min_length": 10}
     rows = make_rows(common | {"position": 9}, common | {"position": 10}, common | {"position": 2, "eos": (3,)},
                      common | {"eos": ()})  # fmt: skip
-    first, second, third, fourth = sample(scores, rows).tolist()
+    first, second, third, fourth = draw(scores, rows).tolist()
     assert first not in (0, 3)
     assert (second, third, fourth) == (3, 0, 3)
 
@@ -167,7 +166,40 @@ def test_eos_is_barred_below_the_minimum_length(do_sample):
 def test_eos_comes_out_of_the_range_of_top_k_too():
     """Barred before the warpers, as in stock: top_k=1 then takes the next best."""
     scores = torch.tensor([[1.0, 2.0, 9.0]])
-    assert sample(scores, make_rows({"top_k": 1, "eos": (2,), "min_length": 5})).tolist() == [1]
+    assert draw(scores, make_rows({"top_k": 1, "eos": (2,), "min_length": 5})).tolist() == [1]
+
+
+def test_a_step_reads_its_slots_and_writes_the_history():
+    table = kernels.SamplingTable(
+        floats=torch.tensor([[torch.nan] * 3, [0.0, 0.5, 0.5], [1.0, 0.0, 0.0], [1.0, 0.5, 0.0]]),
+        ints=torch.tensor([[-1, -1, -1], [5, 3, 9], [6, 0, 0], [7, 0, 0]]),
+        eos=torch.tensor([[0, 1], [4, -1], [-1, -1], [-1, -1]]),
+    )
+    logits = torch.randn(3, 30)
+    logits[1, 4], logits[0, 2] = 50.0, torch.nan
+    slots, positions = torch.tensor([3, 1, 2]), torch.tensor([0, 8, 5], dtype=torch.int32)
+    history = torch.full((4, 10), 77, dtype=torch.int32)
+    tokens = sample(logits, table, slots, positions, history)
+    assert tokens[0] == -1
+    assert tokens[1] == logits[1].index_fill(0, torch.tensor([4]), -torch.inf).argmax()
+    rows = make_rows({"seed": 6, "position": 5})
+    assert tokens[2] == draw(logits[2:], rows)
+    expected = torch.full_like(history, 77)
+    expected[slots, positions] = tokens.clamp(min=0).int()
+    assert torch.equal(history, expected)
+
+
+def test_log_probs_are_of_what_is_left_after_the_warpers():
+    scores = torch.randn(6, 40)
+    settings = [{"do_sample": False, "top_k": 2}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}]
+    settings += [{}]
+    rows = make_rows(*settings)
+    tokens = draw(scores, rows)
+    known = log_probs_reference(scores, rows, tokens)
+    for row, setting in enumerate(settings):
+        expected = warped(scores[row], setting if setting.get("do_sample", True) else {}).log_softmax(-1)[tokens[row]]
+        torch.testing.assert_close(known[row], expected)
+    assert log_probs_reference(scores, rows, torch.full((6,), -1)).isnan().all()
 
 
 # -- random numbers ------------------------------------------
@@ -183,16 +215,17 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     {"temperature": 2.0, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
 ])  # fmt: skip
 @pytest.mark.parametrize("vary", ["seed", "position"])
-def test_sampled_tokens_follow_the_probabilities(setting, vary):
+def test_sampled_tokens_follow_the_probabilities(monkeypatch, setting, vary):
+    monkeypatch.setattr(kernels, "GROUP_SIZE", 5)  # three groups, the last not full
     draws, scores = 20_000, torch.linspace(-1.5, 1.5, 12).roll(5)
     probabilities = warped(scores, setting).softmax(-1)
     rows = make_rows(NEUTRAL | setting)
     numbers = torch.tensor([derive_seed(1, i) for i in range(draws)]) if vary == "seed" else torch.arange(draws)
     rows = rows._replace(**{
         name: numbers if name == vary else getattr(rows, name).expand(draws, *getattr(rows, name).shape[1:])
-        for name in ("do_sample", "temperature", "top_k", "tail", "min_p", "seed", "position", "min_length", "eos")
+        for name in ("temperature", "top_k", "tail", "min_p", "seed", "position", "min_length", "eos")
     })  # fmt: skip
-    counts = sample(scores.expand(draws, -1), rows).bincount(minlength=12)
+    counts = draw(scores.expand(draws, -1), rows).bincount(minlength=12)
     assert counts[probabilities == 0].sum() == 0
     assert chi_square(counts, probabilities) < 37.4  # 1 in 10,000 with 11 degrees of freedom
 
@@ -246,13 +279,13 @@ def test_noise_depends_on_nothing_but_seed_position_and_token():
 @pytest.mark.parametrize("bits", [0, 1, 0xFFFFFF7F, 0xFFFFFFFF])
 def test_extreme_bits_give_finite_positive_noise(monkeypatch, bits):
     """Rounded up to 1, a uniform number would make the noise infinite, and the only allowed token impossible."""
-    monkeypatch.setattr(noise_module, "_mix", lambda x: torch.full_like(x, bits))
+    monkeypatch.setattr(gumbel, "_mix", lambda x: torch.full_like(x, bits))
     noise = exponential_noise(torch.tensor([1]), torch.tensor([1]), 4)
     assert (noise == noise[0, 0]).all()
     assert noise.isfinite().all()
     assert (noise > 0).all()
     scores = torch.tensor([[0.0, 1.0, 9.0, 2.0]])
-    assert sample(scores, make_rows({"top_k": 1})).tolist() == [2]
+    assert draw(scores, make_rows({"top_k": 1})).tolist() == [2]
 
 
 def test_derived_seeds_differ_and_fit():

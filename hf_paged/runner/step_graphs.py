@@ -1,0 +1,226 @@
+"""Steps as CUDA graphs: token ids, layers, final norm, head, sampling, state advance.
+
+A graph of decode rows per padded number of rows, a graph of prompts per padded number of tokens; a step that holds both
+replays one of each, so that decoding never waits for the launches of a prompt. Captured lazily, all in one memory pool.
+Padding rows have length 0 and a slot of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hf_paged.integration.models import ModelAdapter
+from hf_paged.kernels.decode_work import plan_items
+from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
+from hf_paged.kernels.paged_attention_decode import decode_places
+from hf_paged.runner.kv_cache import KVCache
+from hf_paged.runner.request_state import RequestState, upload
+from hf_paged.runner.sampler import sample
+from hf_paged.runner.step_context import PagedStep
+from hf_paged.scheduler import StepPlan
+
+# Prompts of more operations keep a GPU longer than their launches keep the host: nothing to gain from a graph.
+_PROMPT_FLOPS = 6e12
+_MOST_PROMPT_TOKENS = 2048
+_TOKENS_PER_ROW = 16  # a graph of T prompt tokens holds T // 16 rows
+
+
+class Captured(NamedTuple):
+    """A graph, the device tensors that it reads its step from, and the sampled ``tokens`` [rows] int64."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[torch.Tensor, ...]
+    tokens: torch.Tensor
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """Padded batch sizes: 1, 2, 4, 8, then steps of an eighth of the size, so that padding stays under 13 %."""
+    sizes, size = [1, 2, 4], 8
+    while size < max_num_seqs:
+        sizes.append(size)
+        size += max(8, size // 8 // 8 * 8)
+    return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
+
+
+def prompt_sizes(num_parameters: int, max_num_batched_tokens: int) -> list[int]:
+    """Padded numbers of prompt tokens, powers of two from 16 up to where the GPU takes longer than the host."""
+    most = min(_MOST_PROMPT_TOKENS, max_num_batched_tokens, max(128, int(_PROMPT_FLOPS / (2 * num_parameters))))
+    return [1 << i for i in range(4, most.bit_length()) if 1 << i <= most]
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One per device, since cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it saw."""
+    return torch.cuda.Stream(device)
+
+
+class StepGraphs:
+    """Captures and replays steps. A graph is valid while nothing it points to has moved (see `check`)."""
+
+    def __init__(self, adapter: ModelAdapter, kv_cache: KVCache, state: RequestState, max_model_len: int,
+                 max_num_batched_tokens: int, backend: str) -> None:  # fmt: skip
+        self._adapter, self._cache, self._state = adapter, kv_cache, state
+        self._max_model_len, self._backend = max_model_len, backend
+        self._device = kv_cache.spec.device
+        self._decode_sizes = np.array(decode_sizes(state.num_slots))
+        num_parameters = sum(p.numel() for p in adapter.model.parameters())
+        self._prompt_sizes = np.array(prompt_sizes(num_parameters, max_num_batched_tokens) or [0])
+        # Shared by all graphs: one runs at a time, and leaves zeros.
+        self._arrivals = torch.zeros(int(self._decode_sizes[-1]) * kv_cache.spec.num_kv_heads, dtype=torch.int32,
+                                     device=self._device)  # fmt: skip
+        self._captured: dict[tuple[str, int], Captured] = {}
+        self._pool: tuple[int, int] | None = None  # dies with its last graph
+        self._model_signature: tuple | None = None
+        self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
+        self._memory_signature: tuple | None = None
+        self.num_captured = 0
+        self.num_dropped = 0
+
+    def check(self) -> None:
+        """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""
+        signature = self._signature()
+        if signature != self._model_signature:
+            self._drop()
+        self._model_signature = signature
+        self._held = [p.data for p in self._adapter.model.parameters()]
+
+    def is_current(self) -> bool:
+        """False once a parameter lies elsewhere, or another adapter is active, than at the last `check`."""
+        return self._model_signature == self._signature()
+
+    def _signature(self) -> tuple:
+        return tuple(p.data_ptr() for p in self._adapter.model.parameters()), self._adapter.state_key()
+
+    def launch(self, plan: StepPlan) -> list[torch.Tensor] | None:
+        """Replay a step; sampled tokens on the device, part by part, in the plan's order. None: no graph holds it."""
+        decodes = plan.num_decode_rows
+        num_new = plan.num_new_tokens[decodes:]
+        prompt_size = self._prompt_size(len(num_new), int(num_new.sum()))
+        if decodes > self._decode_sizes[-1] or prompt_size is None:
+            return None
+        signature = (self._state.version, self._cache.version)
+        if signature != self._memory_signature:
+            self._drop()
+            self._memory_signature = signature
+        parts = []
+        if decodes:
+            size = int(self._decode_sizes[np.searchsorted(self._decode_sizes, decodes)])
+            parts.append(self._replay("decode", size, self._decode_inputs(plan, size), self._decode)[:decodes])
+        if prompt_size:
+            inputs = self._prompt_inputs(plan, prompt_size)
+            parts.append(self._replay("prompt", prompt_size, inputs, self._prompts)[: len(num_new)])
+        return parts
+
+    def _prompt_size(self, num_rows: int, num_tokens: int) -> int | None:
+        """Padded number of tokens of these prompts; 0: there are none, None: too many."""
+        wanted = max(num_tokens, num_rows * _TOKENS_PER_ROW)
+        if wanted > self._prompt_sizes[-1]:
+            return None
+        return int(self._prompt_sizes[np.searchsorted(self._prompt_sizes, wanted)]) if wanted else 0
+
+    def _replay(self, kind: str, size: int, inputs: tuple[np.ndarray, ...],
+                run: Callable[..., torch.Tensor]) -> torch.Tensor:  # fmt: skip
+        captured = self._captured.get((kind, size))
+        if captured is None:
+            captured = self._captured[kind, size] = self._capture(run, inputs)
+        for tensor, array in zip(captured.inputs, inputs, strict=True):
+            tensor.copy_(upload(array, self._device))
+        captured.graph.replay()
+        return captured.tokens
+
+    def _capture(self, run: Callable[..., torch.Tensor], arrays: tuple[np.ndarray, ...]) -> Captured:
+        """Run on this step's inputs once, which compiles what is missing and is repeated by the replay; record it."""
+        inputs = tuple(upload(array, self._device) for array in arrays)
+        stream = _capture_stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(stream):
+            run(*inputs)
+            graph = torch.cuda.CUDAGraph()
+            # Not torch.cuda.graph(): it collects garbage and empties the cache at every capture.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                tokens = run(*inputs)
+            except BaseException:
+                with suppress(RuntimeError):  # the first error is the one to see
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        self.num_captured += 1
+        return Captured(graph, inputs, tokens)
+
+    def _places(self, size: int) -> int:
+        spec = self._cache.spec
+        return decode_places(size, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.device)
+
+    def _decode_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """rows [2, size] int64 (slots, positions), and the attention's plan."""
+        count = plan.num_decode_rows
+        rows = np.empty((2, size), dtype=np.int64)
+        rows[0], rows[1] = self._state.padding_slot, -1
+        rows[0, :count], rows[1, :count] = plan.slots[:count], plan.start[:count]
+        return rows, plan_items(rows[1] + 1, rows[0], self._places(size))
+
+    def _decode(self, rows: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        state, (slots, positions) = self._state, rows
+        input_ids, at, slot_mapping = state.inputs(slots, positions)
+        seq_lens = (positions + 1).to(torch.int32)
+        meta = PagedMetadata(
+            query_start=torch.arange(len(slots) + 1, dtype=torch.int32, device=self._device), seq_lens=seq_lens,
+            block_table=state.block_table, slots=slots.to(torch.int32), slot_mapping=slot_mapping, max_query_len=1,
+            max_seq_len=self._max_model_len, work=DecodeWork(items, self._arrivals),
+        )  # fmt: skip
+        hidden = self._adapter.hidden_states(input_ids, self._step(at, meta))
+        # The sampled token's place is the length of what it follows.
+        return sample(self._adapter.logits(hidden), state.sampling, slots, seq_lens, state.tokens)
+
+    def _prompt_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """tokens [3, size] int64 (slots, positions, write_from), rows [6, size // 16 + 1] int64 (see `_prompts`)."""
+        rows = slice(plan.num_decode_rows, None)
+        slots, start, num_new = plan.slots[rows], plan.start[rows], plan.num_new_tokens[rows]
+        count, padding = len(slots), self._state.padding_slot
+        ends = np.cumsum(num_new)
+        tokens = np.empty((3, size), dtype=np.int64)
+        tokens[0], tokens[1], tokens[2] = padding, -1, 0
+        row_of_token = np.repeat(np.arange(count), num_new)
+        real = tokens[:, : len(row_of_token)]
+        real[0] = slots[row_of_token]
+        real[1] = (start - ends + num_new)[row_of_token] + np.arange(len(row_of_token))
+        real[2] = plan.write_from[rows][row_of_token]
+
+        by_row = np.zeros((6, size // _TOKENS_PER_ROW + 1), dtype=np.int64)
+        starts, row_slots, seq_lens, last, sampled_slots, sampled_positions = by_row
+        starts[1 : count + 1], starts[count + 1 :] = ends, ends[-1]
+        row_slots[:] = sampled_slots[:] = padding
+        row_slots[:count], seq_lens[:count], last[:count] = slots, start + num_new, ends - 1
+        samples = np.flatnonzero(plan.samples[rows])
+        sampled_slots[samples], sampled_positions[samples] = slots[samples], (start + num_new)[samples]
+        return tokens, by_row
+
+    def _prompts(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        state, (slots, positions, write_from) = self._state, tokens
+        input_ids, at, slot_mapping = state.inputs(slots, positions, write_from)
+        small = rows[:3].to(torch.int32)
+        meta = PagedMetadata(
+            query_start=small[0], seq_lens=small[2, :-1], block_table=state.block_table, slots=small[1, :-1],
+            slot_mapping=slot_mapping, max_query_len=max(128, len(slots)), max_seq_len=self._max_model_len,
+        )  # fmt: skip
+        hidden = self._adapter.hidden_states(input_ids, self._step(at, meta))
+        _, _, _, last, sampled_slots, sampled_positions = rows[:, :-1]
+        logits = self._adapter.logits(hidden[last])
+        return sample(logits, state.sampling, sampled_slots, sampled_positions.to(torch.int32), state.tokens)
+
+    def _step(self, positions: torch.Tensor, meta: PagedMetadata) -> PagedStep:
+        return PagedStep(positions, meta.slot_mapping, self._cache, [(0, len(positions), meta)], self._backend)
+
+    def _drop(self) -> None:
+        self.num_dropped += len(self._captured)
+        self._captured.clear()
+        self._pool = None
