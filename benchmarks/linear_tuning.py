@@ -4,7 +4,8 @@
 
 On a GPU. Times are medians of CUDA-graph replays over copies of the weight that are larger than L2 together, so they
 hold the gap between two kernels too (shorter with PDL). Chain rows: all layers of a decode step after 512 tokens,
-final norm and sampling left out, head included. `best` per shape is the fastest of cuBLAS and the candidates.
+final norm and sampling left out, head included. `chosen` is what `linear` takes, `best` the fastest candidate; rows
+named gate_up+silu are up to and with silu(gate) * up.
 """
 
 from __future__ import annotations
@@ -20,35 +21,27 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from kernel_speed import graph_time
+from kernel_speed import decode_work, graph_time
 
 from hf_paged.kernels import _triton
 from hf_paged.kernels._gemv import GemvConfig
 from hf_paged.kernels._linear_dot import DotConfig
 from hf_paged.kernels._triton import pdl_supported
 from hf_paged.kernels.add_rms_norm import add_rms_norm
-from hf_paged.kernels.linear import add_rms_norm_linear_triton, linear_silu_mul_triton, linear_triton
+from hf_paged.kernels.linear import fastest_config, linear, linear_silu_mul, linear_silu_mul_triton, linear_triton
 from hf_paged.kernels.metadata import PagedMetadata
-from hf_paged.kernels.paged_attention_decode import paged_attention_decode
+from hf_paged.kernels.paged_attention_decode import config_of, paged_attention_decode
 from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
 from hf_paged.kernels.silu_mul import silu_mul
 
 # hidden, q heads, inner, layers; 8 KV heads of 128 in all of them.
 MODELS = {"0.6B": (1024, 16, 3072, 28), "4B": (2560, 32, 9728, 36), "8B": (4096, 32, 12288, 36)}
 VOCAB, KV_HEADS, HEAD_DIM, EPS = 151936, 8, 128, 1e-6
-ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+ROWS = [1, 2, 4, 8, 32, 64]
 ROTATE_BYTES = 160 << 20
 
-GEMV = [GemvConfig(n, w, u) for n, w, u in [
-    (1, 2, 2), (1, 4, 2), (2, 2, 2), (2, 4, 2), (4, 1, 2), (4, 4, 1), (4, 4, 2), (8, 4, 1), (8, 8, 1),
-]]  # fmt: skip
-DOT = {
-    16: [DotConfig(16, 128, 1, 4, 5), DotConfig(16, 256, 2, 4, 4), DotConfig(32, 128, 2, 4, 5),
-         DotConfig(64, 128, 1, 4, 4), DotConfig(64, 128, 4, 4, 4), DotConfig(64, 128, 8, 4, 4)],
-    64: [DotConfig(32, 128, 2, 4, 4), DotConfig(64, 128, 1, 4, 4), DotConfig(64, 128, 4, 4, 4),
-         DotConfig(64, 64, 8, 4, 4), DotConfig(128, 64, 1, 8, 4)],
-    256: [DotConfig(64, 64, 1, 4, 4), DotConfig(64, 64, 4, 4, 4), DotConfig(128, 64, 1, 8, 3)],
-}  # fmt: skip
+GEMV = [GemvConfig(*c) for c in [(1, 4, 2), (2, 4, 2), (4, 4, 2), (4, 4, 1), (4, 1, 2), (2, 2, 2)]]
+DOT = [DotConfig(64, 128, 1, 4, 4), DotConfig(64, 128, 4, 4, 4), DotConfig(64, 64, 8, 4, 4)]
 
 
 def shapes_of(model: str) -> dict[str, tuple[int, int]]:
@@ -59,15 +52,6 @@ def shapes_of(model: str) -> dict[str, tuple[int, int]]:
         "qkv": (q + 2 * kv, hidden), "o": (hidden, q), "gate_up": (2 * inner, hidden), "down": (hidden, inner),
         "head": (VOCAB, hidden),
     }  # fmt: skip
-
-
-def candidates(rows: int) -> list[GemvConfig | DotConfig]:
-    configs: list[GemvConfig | DotConfig] = []
-    if rows <= 8:
-        configs += [c for c in GEMV if c.block_n * rows <= 32]
-    if rows >= 4:
-        configs += next(dots for limit, dots in DOT.items() if rows <= limit)
-    return configs
 
 
 def sweep(models: list[str], rows_list: list[int], deadline: float) -> Iterable[dict[str, Any]]:
@@ -85,26 +69,42 @@ def sweep(models: list[str], rows_list: list[int], deadline: float) -> Iterable[
                     print("out of time: the rest of the sweep is left out")
                     return
                 x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
-                times = {"cuBLAS": graph_time([partial(F.linear, x, w) for w in weights], 5) * 1e6}
-                for config in candidates(rows):
-                    try:
-                        ours = [partial(linear_triton, x, w, None, config) for w in weights]
-                        times[_text(config)] = graph_time([*ours], 5) * 1e6
-                    except Exception as error:  # a configuration may ask for more shared memory than there is
-                        print(f"{rows} x {n} x {k} {_text(config)}: {type(error).__name__} {str(error)[:80]}")
-                ranked = sorted(times.items(), key=lambda item: item[1])
-                best, us = ranked[0]
-                yield {
-                    "row": f"{model} {name} {rows} x {n} x {k}", "T": rows, "N": n, "K": k,
-                    "cuBLAS us": times["cuBLAS"], "best": best, "us": us, "GB/s": 2 * n * k / us / 1e3,
-                    "x cuBLAS": times["cuBLAS"] / us,
-                    "next": ", ".join(f"{c} {t:.1f}" for c, t in ranked[1:3]), "all": times,
-                }  # fmt: skip
+                configs = [*(GEMV if rows <= 4 else []), *(DOT if rows >= 2 else [])]
+                calls = {_text(c): partial(linear_triton, x, bias=None, config=c) for c in configs}
+                yield compare(f"{model} {name}", x, weights, partial(F.linear, x), calls)
+                if name == "gate_up" and rows <= 2:
+                    calls = {_text(c): partial(linear_silu_mul_triton, x, config=c) for c in GEMV if c.block_n > 1}
+                    calls[_text(GEMV[0])] = partial(linear_silu_mul_triton, x, config=GEMV[0])
+                    separate = partial(_then_silu_mul, F.linear, x)
+                    yield compare(f"{model} gate_up+silu", x, weights, separate, calls)
             del weights
 
 
-def _text(config: GemvConfig | DotConfig) -> str:
-    return f"{type(config).__name__[:-6]}{tuple(config)}"
+def compare(name: str, x: torch.Tensor, weights: list[torch.Tensor], cublas: Callable[..., torch.Tensor],
+            calls: dict[str, Callable[..., torch.Tensor]]) -> dict[str, Any]:  # fmt: skip
+    """Times of calls that lack the weight."""
+    (n, k), rows = weights[0].shape, len(x)
+    times = {}
+    for text, call in {"cuBLAS": cublas, **calls}.items():
+        try:
+            times[text] = graph_time([partial(call, weight=w) for w in weights], 5) * 1e6
+        except Exception as error:  # a configuration may ask for more shared memory than there is
+            print(f"{name} {rows} {text}: {type(error).__name__} {str(error)[:80]}")
+    best, chosen = min(times, key=lambda text: times[text]), _text(fastest_config(rows, n, k))
+    us = times.get(chosen, float("nan"))
+    return {
+        "row": f"{name} {rows} x {n} x {k}", "T": rows, "N": n, "K": k, "cuBLAS us": times["cuBLAS"],
+        "chosen": chosen, "us": us, "GB/s": 2 * n * k / us / 1e3, "x cuBLAS": times["cuBLAS"] / us,
+        "best": best, "x best": us / times[best], "all": times,
+    }  # fmt: skip
+
+
+def _then_silu_mul(product: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return silu_mul(product(x, weight))
+
+
+def _text(config: GemvConfig | DotConfig | None) -> str:
+    return "cuBLAS" if config is None else f"{type(config).__name__[:-6]}{tuple(config)}"
 
 
 class Step:
@@ -132,41 +132,24 @@ class Step:
             block_table=torch.arange(blocks, device="cuda").int().view(rows, 40),
             slots=torch.arange(rows, device="cuda").int(),
             slot_mapping=torch.arange(rows, device="cuda") * 640 + 511, max_query_len=1, max_seq_len=4096,
+            work=decode_work(rows, 512, config_of(rows, KV_HEADS, HEAD_DIM, torch.bfloat16, self.x.device)),
         )  # fmt: skip
 
-    def __call__(self, product: Callable[..., torch.Tensor], fuse_norm: bool, fuse_silu: bool,
-                 attention: bool, head: bool) -> torch.Tensor:  # fmt: skip
+    def __call__(self, product: Callable[..., torch.Tensor], fuse_silu: bool) -> torch.Tensor:
         delta, residual = self.x, None
         for i, weights in enumerate(self.weights):
-            qkv, residual = self._after_norm(2 * i, delta, residual, weights["qkv"], product, fuse_norm, None)
+            normed, residual = add_rms_norm(delta, residual, self.norms[2 * i], EPS)
             k_cache, v_cache = self.caches[i]
             query = qk_norm_rope_store(
-                qkv, self.head_norm, self.head_norm, EPS, self.cos, self.sin, self.positions,
-                self.meta.slot_mapping, k_cache, v_cache,
+                product(normed, weights["qkv"]), self.head_norm, self.head_norm, EPS, self.cos, self.sin,
+                self.positions, self.meta.slot_mapping, k_cache, v_cache,
             )  # fmt: skip
-            if attention:
-                query = paged_attention_decode(query, k_cache, v_cache, self.meta, scale=HEAD_DIM**-0.5)
+            query = paged_attention_decode(query, k_cache, v_cache, self.meta, scale=HEAD_DIM**-0.5)
             delta = product(query.flatten(1), weights["o"])
-            hidden, residual = self._after_norm(
-                2 * i + 1, delta, residual, weights["gate_up"], product, fuse_norm, fuse_silu
-            )
-            delta = product(hidden, weights["down"])
-        return product(delta, self.head) if head else delta
-
-    def _after_norm(self, norm: int, delta: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
-                    product: Callable[..., torch.Tensor], fuse_norm: bool, fuse_silu: bool | None,
-                    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """`fuse_silu` None: no silu follows."""
-        if fuse_norm:
-            out, residual = add_rms_norm_linear_triton(
-                delta, residual, self.norms[norm], EPS, weight, silu=bool(fuse_silu)
-            )
-            return (silu_mul(out) if fuse_silu is False else out), residual
-        normed, residual = add_rms_norm(delta, residual, self.norms[norm], EPS)
-        if fuse_silu:
-            return linear_silu_mul_triton(normed, weight), residual
-        out = product(normed, weight)
-        return (silu_mul(out) if fuse_silu is False else out), residual
+            normed, residual = add_rms_norm(delta, residual, self.norms[2 * i + 1], EPS)
+            up = linear_silu_mul if fuse_silu else partial(_then_silu_mul, product)
+            delta = product(up(normed, weights["gate_up"]), weights["down"])
+        return product(delta, self.head)
 
 
 def no_pdl(device: torch.device) -> bool:
@@ -179,30 +162,17 @@ class Variant(NamedTuple):
     name: str
     product: Callable[..., torch.Tensor]
     pdl: bool
-    fuse_norm: bool = False
     fuse_silu: bool = False
     prefetch: int = 32 << 20
-    attention: bool = True
-    head: bool = True
 
 
-EVERY = 1 << 40
 VARIANTS = [
     Variant("cuBLAS", F.linear, False),
     Variant("cuBLAS + PDL", F.linear, True),
-    Variant("linear", linear_triton, False),
-    Variant("linear + PDL", linear_triton, True),
-    Variant("linear + PDL, no prefetch", linear_triton, True, prefetch=0),
-    Variant("linear + PDL, every weight prefetched", linear_triton, True, prefetch=EVERY),
-    Variant("linear + PDL, silu fused", linear_triton, True, fuse_silu=True),
-    Variant("linear + PDL, silu fused, every weight prefetched", linear_triton, True, fuse_silu=True, prefetch=EVERY),
-    Variant("linear + PDL, norm fused", linear_triton, True, fuse_norm=True),
-    Variant("linear + PDL, norm and silu fused", linear_triton, True, True, True),
-    Variant("linear, norm and silu fused", linear_triton, False, True, True),
-    Variant("all on, no head", linear_triton, True, True, True, head=False),
-    Variant("all on, no attention, no head", linear_triton, True, True, True, attention=False, head=False),
-    Variant("silu fused, no attention, no head", linear_triton, True, False, True, attention=False, head=False),
-    Variant("cuBLAS, no attention, no head", F.linear, False, attention=False, head=False),
+    Variant("linear", linear, False),
+    Variant("linear + PDL", linear, True),
+    Variant("linear + PDL, silu fused", linear, True, True),
+    Variant("linear + PDL, silu fused, no prefetch", linear, True, True, prefetch=0),
 ]
 
 
@@ -233,7 +203,7 @@ def chain(models: list[str], rows_list: list[int]) -> Iterable[dict[str, Any]]:
             for v in VARIANTS:
                 supported: Any = pdl_supported if v.pdl else no_pdl
                 with mock.patch.multiple(_triton, _PREFETCH_BYTES=v.prefetch, pdl_supported=supported):
-                    ms = step_time(partial(step, v.product, v.fuse_norm, v.fuse_silu, v.attention, v.head))
+                    ms = step_time(partial(step, v.product, v.fuse_silu))
                 yield {"row": f"chain {model} batch {rows}: {v.name}", "ms": ms, "tok/s": rows / ms * 1e3}
             del step
 
@@ -250,10 +220,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
-    parser.add_argument("--chain-rows", nargs="*", type=int, default=[1, 8])
+    parser.add_argument("--chain-rows", nargs="*", type=int, default=[1, 2, 8])
     parser.add_argument("--skip-sweep", action="store_true")
     parser.add_argument("--skip-chain", action="store_true")
-    parser.add_argument("--seconds", type=float, default=140, help="of the sweep; shapes left then are left out")
+    parser.add_argument("--seconds", type=float, default=60, help="of the sweep; shapes left then are left out")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     begin = time.perf_counter()

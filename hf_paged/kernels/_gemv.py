@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""x @ weight.T for a few rows of x without tensor cores, with a norm before it or a silu(gate) * up after it."""
+"""x @ weight.T for a few rows of x without tensor cores, with or without a silu(gate) * up after it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from hf_paged.kernels._triton import (
     tl,
     triton,
 )
-from hf_paged.kernels.add_rms_norm import inverse_rms
 from hf_paged.kernels.silu_mul import silu_mul_tile
 
 # A program keeps a partial sum in registers for each row of x and row of its weight tile.
-MAX_ROWS = 8
+MAX_ROWS = 4
 
 
 class GemvConfig(NamedTuple):
@@ -30,25 +29,6 @@ class GemvConfig(NamedTuple):
     block_n: int
     num_warps: int
     unroll: int
-
-
-def gemv_config(num_rows: int, num_outputs: int) -> GemvConfig:
-    """Some eight programs of four warps a multiprocessor (of 132), which is one wave of them."""
-    per_program = num_outputs / (8 * 132)
-    limit = 8 if num_rows <= 2 else 4  # registers: a partial sum for each pair of rows
-    block_n = 1
-    while block_n < limit and block_n * 1.5 < per_program:
-        block_n *= 2
-    return GemvConfig(block_n, 4, 2)
-
-
-class Norm(NamedTuple):
-    """``add_rms_norm`` of x before the product; `summed` receives the sum (x itself where residual is None)."""
-
-    residual: torch.Tensor | None
-    weight: torch.Tensor
-    eps: float
-    summed: torch.Tensor
 
 
 @jit()
@@ -60,21 +40,14 @@ def _dot_rows(x, w, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.const
 @jit(varying_ints=("num_rows",))
 def _gemv_kernel(
     x,
-    residual,
-    norm_weight,
     weight,
     bias,
     out,
-    summed,
-    eps,
     num_rows,
     N,
     K,
     x_stride,
-    residual_stride,
     weight_stride,
-    NORM_WIDTH: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     SILU: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -88,7 +61,7 @@ def _gemv_kernel(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """out [num_rows, N]. SILU: weight has 2 * N rows, gates then ups. NORM_WIDTH: x is normed first, K = NORM_WIDTH.
+    """out [num_rows, N]. SILU: weight has 2 * N rows, gates then ups.
 
     A thread holds eight neighbouring columns of x and of every weight row, in 16-byte loads, and no one else's.
     """
@@ -114,45 +87,20 @@ def _gemv_kernel(
     x_at = row[:, None, None] * x_stride + k
     w_at = n[None, :, None] * weight_stride + k
 
-    if NORM_WIDTH > 0:
-        # One tile holds all columns. The weight's loads go out first, the norm runs while they are on their way.
-        k_inside = k < NORM_WIDTH
-        w_mask = None if EVEN_N and BLOCK_K == NORM_WIDTH else n_inside[None, :, None] & k_inside
-        w_other = None if EVEN_N and BLOCK_K == NORM_WIDTH else 0.0
-        w = tl.load(first_row + w_at, mask=w_mask, other=w_other)
+    acc = tl.zeros([ROWS, BLOCK_N, BLOCK_K // 8], tl.float32)
+    acc_up = acc
+    for start in tl.range(0, K, BLOCK_K, loop_unroll_factor=UNROLL):
+        k_inside = (start + k < K) | EVEN_K
+        x_mask = None if EVEN_ROWS and EVEN_K else row_inside[:, None, None] & k_inside
+        x_other = None if EVEN_ROWS and EVEN_K else 0.0
+        w_mask = None if EVEN_N and EVEN_K else n_inside[None, :, None] & k_inside
+        w_other = None if EVEN_N and EVEN_K else 0.0
+        x_tile = tl.load(x + x_at + start, mask=x_mask, other=x_other).to(tl.float32)
+        w = tl.load(first_row + w_at + start, mask=w_mask, other=w_other)
+        acc += _dot_rows(x_tile, w, ROWS, BLOCK_N, BLOCK_K)
         if SILU:
-            w_up = tl.load(up_rows + w_at, mask=w_mask, other=w_other)
-        x_mask = row_inside[:, None, None] & k_inside
-        scale = tl.load(norm_weight + k, mask=k_inside, other=0.0).to(tl.float32)
-        hidden = tl.load(x + x_at, mask=x_mask, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            residual_at = row[:, None, None] * residual_stride + k
-            hidden += tl.load(residual + residual_at, mask=x_mask, other=0.0).to(tl.float32)
-            rounded = hidden.to(dtype)
-            if n_begin == 0:
-                tl.store(summed + row[:, None, None] * NORM_WIDTH + k, rounded, mask=x_mask)
-            hidden = rounded.to(tl.float32)
-        inverse = inverse_rms(hidden, eps, 2, NORM_WIDTH, INTERPRETED)
-        hidden = (hidden * inverse[:, :, None]).to(dtype).to(tl.float32)
-        hidden = (scale * hidden).to(dtype).to(tl.float32)
-        acc = _dot_rows(hidden, w, ROWS, BLOCK_N, BLOCK_K)
-        if SILU:
-            acc_up = _dot_rows(hidden, w_up, ROWS, BLOCK_N, BLOCK_K)
-    else:
-        acc = tl.zeros([ROWS, BLOCK_N, BLOCK_K // 8], tl.float32)
-        acc_up = acc
-        for start in tl.range(0, K, BLOCK_K, loop_unroll_factor=UNROLL):
-            k_inside = (start + k < K) | EVEN_K
-            x_mask = None if EVEN_ROWS and EVEN_K else row_inside[:, None, None] & k_inside
-            x_other = None if EVEN_ROWS and EVEN_K else 0.0
-            w_mask = None if EVEN_N and EVEN_K else n_inside[None, :, None] & k_inside
-            w_other = None if EVEN_N and EVEN_K else 0.0
-            x_tile = tl.load(x + x_at + start, mask=x_mask, other=x_other).to(tl.float32)
-            w = tl.load(first_row + w_at + start, mask=w_mask, other=w_other)
-            acc += _dot_rows(x_tile, w, ROWS, BLOCK_N, BLOCK_K)
-            if SILU:
-                w_up = tl.load(up_rows + w_at + start, mask=w_mask, other=w_other)
-                acc_up += _dot_rows(x_tile, w_up, ROWS, BLOCK_N, BLOCK_K)
+            w_up = tl.load(up_rows + w_at + start, mask=w_mask, other=w_other)
+            acc_up += _dot_rows(x_tile, w_up, ROWS, BLOCK_N, BLOCK_K)
 
     total = tl.sum(acc, 2)
     if HAS_BIAS:
@@ -173,7 +121,6 @@ def gemv(
     config: GemvConfig,
     *,
     silu: bool = False,
-    norm: Norm | None = None,
 ) -> torch.Tensor:
     """One launch: ``[T, N]``, T at most MAX_ROWS. `silu`: ``[T, N / 2]``, block_n gates and as many ups a program."""
     require_triton()
@@ -183,27 +130,19 @@ def gemv(
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    residual, norm_weight, eps, summed = norm or (None, None, 0.0, None)
-    block_k = max(256 * config.num_warps, triton.next_power_of_2(width) if norm else 0)
+    block_k = 256 * config.num_warps
     rows = triton.next_power_of_2(num_rows)
     with on_device_of(x):
         _gemv_kernel[(triton.cdiv(num_outputs, config.block_n),)](
             x,
-            x if residual is None else residual,
-            norm_weight,
             weight,
             bias,
             out,
-            summed,
-            eps,
             num_rows,
             num_outputs,
             width,
             x.stride(0),
-            0 if residual is None else residual.stride(0),
             weight.stride(0),
-            NORM_WIDTH=width if norm else 0,
-            HAS_RESIDUAL=residual is not None,
             SILU=silu,
             HAS_BIAS=bias is not None,
             ROWS=rows,

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""x @ weight.T on tensor cores for up to 256 rows of x, the weight's rows being the rows of the product."""
+"""x @ weight.T on tensor cores for up to 64 rows of x, the weight's rows being the rows of the product."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_paged.kernels._triton import (
     triton,
 )
 
-MAX_ROWS = 256
+MAX_ROWS = 64
 
 
 class DotConfig(NamedTuple):

@@ -55,19 +55,6 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 
 @jit()
-def inverse_rms(hidden, eps, AXIS: tl.constexpr, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
-    """1 / sqrt(mean of squares + eps) along AXIS of float32 values, the same bits in kernels that fuse a * b + c."""
-    # torch's mean on CUDA multiplies by the reciprocal.
-    if INTERPRETED:
-        variance = tl.sum(hidden * hidden, AXIS) * (1.0 / WIDTH)
-    else:
-        # mul_rn is never contracted with the addition that follows it.
-        squares = tl.extra.cuda.libdevice.mul_rn(hidden, hidden)
-        variance = tl.extra.cuda.libdevice.mul_rn(tl.sum(squares, AXIS), 1.0 / WIDTH)
-    return tl.rsqrt(variance + eps)
-
-
-@jit()
 def _add_rms_norm_kernel(
     x,
     residual,
@@ -80,7 +67,6 @@ def _add_rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -97,13 +83,10 @@ def _add_rms_norm_kernel(
         rounded = hidden.to(dtype)
         tl.store(summed + row * WIDTH + column, rounded, mask=inside)
         hidden = rounded.to(tl.float32)
-    hidden = (hidden * inverse_rms(hidden, eps, 0, WIDTH, INTERPRETED)).to(dtype).to(tl.float32)
+    # torch's mean on CUDA multiplies by the reciprocal.
+    variance = tl.sum(hidden * hidden, 0) * (1.0 / WIDTH)
+    hidden = (hidden * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
     tl.store(normed + row * WIDTH + column, (scale * hidden).to(dtype), mask=inside)
-
-
-def norm_warps(width: int) -> int:
-    """Warps of a program over a row: eight elements a thread, one 16-byte load of a half-precision row."""
-    return max(1, min(16, triton.next_power_of_2(width) // 256))
 
 
 def add_rms_norm_triton(
@@ -116,6 +99,7 @@ def add_rms_norm_triton(
     summed = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return normed, summed
+    width_pad = triton.next_power_of_2(width)
     with on_device_of(x):
         _add_rms_norm_kernel[(num_rows,)](
             x,
@@ -128,9 +112,9 @@ def add_rms_norm_triton(
             0 if residual is None else residual.stride(0),
             HAS_RESIDUAL=residual is not None,
             WIDTH=width,
-            WIDTH_PAD=triton.next_power_of_2(width),
-            INTERPRETED=triton.knobs.runtime.interpret,
-            num_warps=norm_warps(width),
+            WIDTH_PAD=width_pad,
+            # Eight elements a thread: one 16-byte load of a half-precision row.
+            num_warps=max(1, min(16, width_pad // 256)),
             enable_fp_fusion=False,
             **pdl_options(x),
         )

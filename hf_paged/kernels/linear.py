@@ -1,6 +1,6 @@
 """x @ weight.T for few rows of x, where reading the weight once at full bandwidth is all there is to do.
 
-Alone, with the residual add and RMSNorm that come before it, with the silu(gate) * up that comes after it.
+Alone, or with the silu(gate) * up that comes after it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from hf_paged.kernels._gemv import GemvConfig, Norm, gemv, gemv_config
+from hf_paged.kernels._gemv import GemvConfig, gemv
 from hf_paged.kernels._linear_dot import DotConfig, dot_linear
 from hf_paged.kernels._triton import triton
-from hf_paged.kernels.add_rms_norm import add_rms_norm, norm_warps
 from hf_paged.kernels.silu_mul import silu_mul
 
-# Rows of x up to which `linear` takes the kernel without tensor cores; above it cuBLAS.
-GEMV_ROWS = 4
-# Rows of x and columns up to which a norm is computed by every program of the product instead of once. Wider rows
-# would also be added up in another order than `linear`'s.
-NORM_ROWS, NORM_WIDTH = 2, 1024
+# Shared memory a block must be allowed for the tiles below, which take up to 96 KiB: with 99 KiB (sm_86, sm_89, sm_120)
+# there would be one on a multiprocessor, and none is measured.
+_DOT_SHARED_MEMORY = 160 << 10
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -48,99 +45,72 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def linear_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    config: GemvConfig | DotConfig | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: GemvConfig | DotConfig
 ) -> torch.Tensor:
     """:func:`linear` as one Triton launch (two where a `DotConfig` splits K)."""
-    config = config or gemv_config(len(x), len(weight))
     if isinstance(config, GemvConfig):
         return gemv(x, weight, bias, config)
     return dot_linear(x, weight, bias, config)
 
 
 def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``silu_mul(linear(x, weight))`` to the bit, weight ``[2 * I, K]`` being gates, then ups: ``[T, I]``."""
+    """``silu_mul(linear(x, weight))``, weight ``[2 * I, K]`` being gates, then ups: ``[T, I]``."""
     _check(x, weight, None)
     if len(weight) % 2:
         raise ValueError(f"weight must be [2 * I, K], got {tuple(weight.shape)}")
-    if isinstance(choose_config(x, weight), GemvConfig):
-        return linear_silu_mul_triton(x, weight)
-    return silu_mul(linear(x, weight))
+    config = choose_config(x, weight)
+    return linear_silu_mul_triton(x, weight, config) if isinstance(config, GemvConfig) else silu_mul(linear(x, weight))
 
 
-def linear_silu_mul_triton(x: torch.Tensor, weight: torch.Tensor, config: GemvConfig | None = None) -> torch.Tensor:
-    """:func:`linear_silu_mul` as one Triton launch; ``[T, 2 * I]`` never is in memory."""
-    if config is None:
-        config = gemv_config(len(x), len(weight))
-        config = config._replace(block_n=max(1, config.block_n // 2))
-    return gemv(x, weight, None, config, silu=True)
+def linear_silu_mul_triton(x: torch.Tensor, weight: torch.Tensor, config: GemvConfig) -> torch.Tensor:
+    """:func:`linear_silu_mul` as one Triton launch; ``[T, 2 * I]`` never is in memory.
 
-
-def add_rms_norm_linear(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
-    *,
-    silu: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(``linear(normed, weight)``, ``summed``) of :func:`add_rms_norm`'s (normed, summed), to the bit.
-
-    `silu`: :func:`linear_silu_mul` in place of linear. Arguments and errors are those functions'.
+    A program takes as many weight rows as with :func:`linear_triton`, half of them gates: then the compiler fuses the
+    same a * b + c, and the bits are those of the separate ops.
     """
-    _check(x, weight, None)
-    fused = len(x) <= NORM_ROWS and x.shape[1] <= NORM_WIDTH and _is_half_norm(x, residual, norm_weight)
-    if fused and isinstance(choose_config(x, weight), GemvConfig):
-        return add_rms_norm_linear_triton(x, residual, norm_weight, eps, weight, silu=silu)
-    normed, summed = add_rms_norm(x, residual, norm_weight, eps)
-    return (linear_silu_mul if silu else linear)(normed, weight), summed
-
-
-def add_rms_norm_linear_triton(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
-    *,
-    silu: bool = False,
-    block_n: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`add_rms_norm_linear` as one Triton launch: every program norms all rows of x for itself.
-
-    Its products are added up as with ``GemvConfig(block_n, norm_warps(K), 1)``.
-    """
-    block_n = block_n or gemv_config(len(x), len(weight)).block_n
-    # The norm's own number of warps, so that it adds up the squares in the same order.
-    config = GemvConfig(block_n, norm_warps(x.shape[1]), 1)
-    summed = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return gemv(x, weight, None, config, silu=silu, norm=Norm(residual, norm_weight, eps, summed)), summed
+    return gemv(x, weight, None, config._replace(block_n=max(1, config.block_n // 2)), silu=True)
 
 
 def choose_config(x: torch.Tensor, weight: torch.Tensor) -> GemvConfig | DotConfig | None:
-    """What is fastest for these shapes; None: torch's own."""
+    """What is fastest for these tensors; None: torch's own."""
     if triton is None or not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
         return None
-    if x.stride(1) != 1 or weight.stride(1) != 1 or not _is_ampere(x.device):
+    if x.stride(1) != 1 or weight.stride(1) != 1 or len(x) == 0:
         return None
-    if 0 < len(x) <= GEMV_ROWS:
-        return gemv_config(len(x), len(weight))
+    config, shared_memory = fastest_config(len(x), *weight.shape), _shared_memory(x.device)
+    return config if shared_memory >= (_DOT_SHARED_MEMORY if isinstance(config, DotConfig) else 1) else None
+
+
+def fastest_config(rows: int, outputs: int, width: int) -> GemvConfig | DotConfig | None:
+    """What an H200 wants for x [rows, width] and a weight [outputs, width] (linear_tuning.py); None: cuBLAS."""
+    if rows == 1:
+        # Some 8 KiB of the weight a program.
+        return GemvConfig(4 if width < 2048 else 2 if width < 4096 else 1, 4, 2)
+    if rows == 2:
+        if outputs >= 16384:  # enough programs to make them small: a warp each, sums joined without shared memory
+            return GemvConfig(4, 1, 2)
+        if width < 2048:  # one turn of the loop, or two
+            return GemvConfig(4, 4, 1)
+        return GemvConfig(1 if outputs < 4096 else 2, 4, 2)
+    if rows <= 4 and outputs < 2048:  # too few tiles of 64 outputs, even with K split
+        return GemvConfig(2, 4, 2)
+    if rows <= 32:
+        if outputs <= 4096:  # fewer tiles than half the multiprocessors: K split makes four times as many
+            return DotConfig(64, 128, 4, 4, 4)
+        if outputs >= 16384 or width < 2048:
+            return DotConfig(64, 128, 1, 4, 4)
+        return None  # about a tile a multiprocessor, for some none: up to a third slower than cuBLAS
+    if rows <= 64 and outputs <= 1024:  # cuBLAS leaves most multiprocessors idle
+        return DotConfig(64, 64, 8, 4, 4)
     return None
 
 
 @lru_cache(maxsize=64)
-def _is_ampere(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _is_half_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> bool:
-    """Arguments that the fused kernel takes; `add_rms_norm` says what is wrong with others."""
-    if weight.shape != x.shape[1:] or weight.dtype != x.dtype or weight.stride(0) != 1:
-        return False
-    return residual is None or (residual.shape == x.shape and residual.dtype == x.dtype and residual.stride(1) == 1)
+def _shared_memory(device: torch.device) -> int:
+    """Bytes a block may have; 0 where the kernels do not run (before Ampere, AMD)."""
+    if torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return 0
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 1)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

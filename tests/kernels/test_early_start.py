@@ -8,7 +8,7 @@ import torch
 
 from hf_paged.kernels._triton import pdl_options, pdl_supported
 from hf_paged.kernels.add_rms_norm import add_rms_norm
-from hf_paged.kernels.linear import add_rms_norm_linear_triton, linear_triton
+from hf_paged.kernels.linear import linear, linear_silu_mul
 from hf_paged.kernels.metadata import PagedMetadata
 from hf_paged.kernels.paged_attention_decode import paged_attention_decode
 from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -30,19 +30,19 @@ def test_gpu_weights_written_just_before_are_read():
     written = torch.empty_like(weight)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        linear_triton(x, written)
+        linear(x, written)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
             torch.mul(weight, 2, out=written)
-            out = linear_triton(x, written)
-            linear_triton(x, weight)
+            out = linear(x, written)
+            linear(x, weight)
             torch.mul(weight, -1, out=written)
-            later = linear_triton(x, written)
+            later = linear(x, written)
     for _ in range(200):
         graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, -2 * later)
-    assert torch.equal(out, 2 * linear_triton(x, weight))
+    assert torch.equal(out, 2 * linear(x, weight))
 
 
 class Chain:
@@ -74,24 +74,17 @@ class Chain:
     def step(self, fused=False):
         delta, residual = self.x, None
         for i, (qkv_w, o_w, gate_up_w, down_w) in enumerate(self.weights):
-            qkv, residual = self._norm_linear(delta, residual, self.norms[2 * i], qkv_w, False, fused)
+            normed, residual = add_rms_norm(delta, residual, self.norms[2 * i], EPS)
             query = qk_norm_rope_store(
-                qkv, self.head_norm, self.head_norm, EPS, self.cos, self.sin, self.positions,
+                linear(normed, qkv_w), self.head_norm, self.head_norm, EPS, self.cos, self.sin, self.positions,
                 self.meta.slot_mapping, *self.caches[i],
             )  # fmt: skip
             mixed = paged_attention_decode(query, *self.caches[i], self.meta, scale=128**-0.5)
-            delta = linear_triton(mixed.flatten(1), o_w)
-            hidden, residual = self._norm_linear(delta, residual, self.norms[2 * i + 1], gate_up_w, True, fused)
-            delta = linear_triton(hidden, down_w)
+            delta = linear(mixed.flatten(1), o_w)
+            normed, residual = add_rms_norm(delta, residual, self.norms[2 * i + 1], EPS)
+            hidden = linear_silu_mul(normed, gate_up_w) if fused else silu_mul(linear(normed, gate_up_w))
+            delta = linear(hidden, down_w)
         return delta, residual
-
-    @staticmethod
-    def _norm_linear(delta, residual, norm, weight, silu, fused):
-        if fused:
-            return add_rms_norm_linear_triton(delta, residual, norm, EPS, weight, silu=silu)
-        normed, residual = add_rms_norm(delta, residual, norm, EPS)
-        out = linear_triton(normed, weight)
-        return silu_mul(out) if silu else out, residual
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from hf_paged.integration.models.own_code import is_own_code
 from hf_paged.integration.models.plain_linear import apply_linear
 from hf_paged.integration.models.rope import RopeTable
 from hf_paged.kernels.add_rms_norm import add_rms_norm
-from hf_paged.kernels.linear import add_rms_norm_linear, linear
+from hf_paged.kernels.linear import linear, linear_silu_mul
 from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
 from hf_paged.kernels.silu_mul import silu_mul
 
@@ -48,14 +48,9 @@ class Projections(NamedTuple):
             return linear(hidden, self.weight)
         return torch.cat([apply_linear(layer, hidden) for layer in self.linears], dim=-1)
 
-    def of_norm(self, delta: torch.Tensor, residual: torch.Tensor | None, norm: Any,
-                *, silu: bool = False) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Of the normed sum of `delta` and `residual` [T, k], and that sum; `silu`: silu(gate) * up of the outputs."""
-        if self.weight is not None:
-            return add_rms_norm_linear(delta, residual, norm.weight, norm.variance_epsilon, self.weight, silu=silu)
-        normed, residual = add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
-        outputs = self(normed)
-        return silu_mul(outputs) if silu else outputs, residual
+    def silu_mul(self, hidden: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]."""
+        return silu_mul(self(hidden)) if self.weight is None else linear_silu_mul(hidden, self.weight)
 
 
 class Qwen3Adapter(ModelAdapter):
@@ -106,18 +101,21 @@ class Qwen3Adapter(ModelAdapter):
         residual: torch.Tensor | None = None
         for i, layer in enumerate(self._layers()):
             attention, mlp = layer.self_attn, layer.mlp
-            qkv, residual = self._qkv[i].of_norm(delta, residual, layer.input_layernorm)
+            norm = layer.input_layernorm
+            normed, residual = add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
             query = qk_norm_rope_store(
-                qkv, attention.q_norm.weight, attention.k_norm.weight,
+                self._qkv[i](normed), attention.q_norm.weight, attention.k_norm.weight,
                 attention.q_norm.variance_epsilon, cos, sin, step.positions, step.slot_mapping,
                 *step.kv_cache(i),
             )  # fmt: skip
             mixed = step.attend(i, query, scale=attention.scaling, sliding_window=attention.sliding_window)
             delta = apply_linear(attention.o_proj, mixed.flatten(1))
-            is_silu = isinstance(mlp.act_fn, SILU)
-            hidden, residual = self._gate_up[i].of_norm(delta, residual, layer.post_attention_layernorm, silu=is_silu)
-            if not is_silu:
-                gate, up = hidden.chunk(2, dim=-1)
+            norm = layer.post_attention_layernorm
+            normed, residual = add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
+            if isinstance(mlp.act_fn, SILU):
+                hidden = self._gate_up[i].silu_mul(normed)
+            else:
+                gate, up = self._gate_up[i](normed).chunk(2, dim=-1)
                 hidden = mlp.act_fn(gate) * up
             delta = apply_linear(mlp.down_proj, hidden)
         norm = decoder.norm
