@@ -122,6 +122,14 @@ def test_as_many_candidates_as_fit_and_one_more(small, device):
 
 
 @KERNEL
+def test_the_bound_of_top_p_spares_tied_tokens_at_the_threshold(small, device):
+    """Nine of ten tokens alike, some of which stay: groups of them leave the bound no slack."""
+    logits = torch.zeros(2, 100, device=device, dtype=torch.float16)
+    logits[:, :10] = 0.6875
+    check(logits, Rows([{"temperature": 1.0, "top_p": 0.2}, {"temperature": 1.0, "top_p": 0.3}], device))
+
+
+@KERNEL
 @pytest.mark.parametrize("top_k", [6, 7, 8, 27, 28, 29, 99, 100, 101])
 def test_top_k_around_the_numbers_of_groups_pieces_and_tokens(small, device, top_k):
     logits = make_logits(top_k, 2, 100, torch.float16, device)
