@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -75,7 +77,7 @@ def test_mixed_steps_replay_a_graph_of_each_kind_and_make_stocks_tokens(steps, o
                                 do_sample=False)  # fmt: skip
         assert tokens == output[0, len(prompt) :].tolist()
     kinds = [kind for kind, _ in steps]
-    assert ("decode", "prompt") in list(zip(kinds, kinds[1:], strict=False))
+    assert ("decode", "prompt") in list(itertools.pairwise(kinds))
     assert {size for kind, size in steps if kind == "prompt"} <= {16, 32, 64, 128}
 
 
