@@ -69,8 +69,10 @@ class ModelRunner:
             self.state.admit([s.slot for s in plan.admitted], [s.token_ids for s in plan.admitted],
                              [s.block_table for s in plan.admitted], parameters)  # fmt: skip
         self.state.update_blocks(*plan.block_updates)
-        if self.graphs is not None and (tokens := self.graphs.launch(plan)) is not None:
-            return self._handle(*tokens)
+        if self.graphs is not None:
+            result = self._result(len(plan.slots))
+            if self.graphs.launch(plan, result):
+                return self._handle(result)
 
         num_new = plan.num_new_tokens
         query_start = np.zeros(len(num_new) + 1, dtype=np.int32)
@@ -119,8 +121,9 @@ class ModelRunner:
 
     def _sample(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor) -> StepHandle:
         rows = np.flatnonzero(plan.samples)
+        result = self._result(len(plan.slots))
         if not len(rows):
-            return self._handle(torch.full((len(plan.slots),), -1, dtype=torch.int64, device=self.device))
+            return self._handle(result.fill_(-1))
         packed = np.stack([query_start[rows + 1] - 1, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]])
         last, slots, positions = upload(packed.astype(np.int64), self.device)
         logits = self.adapter.logits(hidden[last])
@@ -128,15 +131,16 @@ class ModelRunner:
         if len(rows) < len(plan.slots):
             every = torch.full((len(plan.slots),), -1, dtype=torch.int64, device=self.device)
             tokens = every.index_copy_(0, upload(rows, self.device), tokens)
-        return self._handle(tokens)
+        result.copy_(tokens, non_blocking=True)
+        return self._handle(result)
 
-    def _handle(self, *parts: torch.Tensor) -> StepHandle:
-        """Start the copy of sampled tokens, which come in parts, to the host."""
+    def _result(self, num_rows: int) -> torch.Tensor:
+        return torch.empty(num_rows, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
+
+    def _handle(self, result: torch.Tensor) -> StepHandle:
+        """A handle on tokens that are on their way to the host."""
         if self.device.type != "cuda":
-            return StepHandle(torch.cat(parts), None)
-        result = torch.empty(sum(map(len, parts)), dtype=torch.int64, device="cpu", pin_memory=True)
-        for place, tokens in zip(result.split([len(part) for part in parts]), parts, strict=True):
-            place.copy_(tokens, non_blocking=True)
+            return StepHandle(result, None)
         done = torch.cuda.Event()
         done.record()
         return StepHandle(result, done)

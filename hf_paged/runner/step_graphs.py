@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,7 +75,7 @@ class StepGraphs:
         self._arrivals = torch.zeros(int(self._decode_sizes[-1]) * kv_cache.spec.num_kv_heads, dtype=torch.int32,
                                      device=self._device)  # fmt: skip
         self._captured: dict[tuple[str, int], Captured] = {}
-        self._pool: tuple[int, int] | None = None  # dies with its last graph
+        self._pool: Any = None  # dies with its last graph
         self._model_signature: tuple | None = None
         self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
         self._memory_signature: tuple | None = None
@@ -97,25 +97,26 @@ class StepGraphs:
     def _signature(self) -> tuple:
         return tuple(p.data_ptr() for p in self._adapter.model.parameters()), self._adapter.state_key()
 
-    def launch(self, plan: StepPlan) -> list[torch.Tensor] | None:
-        """Replay a step; sampled tokens on the device, part by part, in the plan's order. None: no graph holds it."""
+    def launch(self, plan: StepPlan, result: torch.Tensor) -> bool:
+        """Replay a step and start the copy of its sampled tokens to `result` [R]; False where no graph holds it."""
         decodes = plan.num_decode_rows
         num_new = plan.num_new_tokens[decodes:]
         prompt_size = self._prompt_size(len(num_new), int(num_new.sum()))
         if decodes > self._decode_sizes[-1] or prompt_size is None:
-            return None
+            return False
         signature = (self._state.version, self._cache.version)
         if signature != self._memory_signature:
             self._drop()
             self._memory_signature = signature
-        parts = []
+        # Each part's tokens are fetched before the next replay: a graph captured earlier may use their memory.
         if decodes:
             size = int(self._decode_sizes[np.searchsorted(self._decode_sizes, decodes)])
-            parts.append(self._replay("decode", size, self._decode_inputs(plan, size), self._decode)[:decodes])
+            tokens = self._replay("decode", size, self._decode_inputs(plan, size), self._decode)
+            result[:decodes].copy_(tokens[:decodes], non_blocking=True)
         if prompt_size:
-            inputs = self._prompt_inputs(plan, prompt_size)
-            parts.append(self._replay("prompt", prompt_size, inputs, self._prompts)[: len(num_new)])
-        return parts
+            tokens = self._replay("prompt", prompt_size, self._prompt_inputs(plan, prompt_size), self._prompts)
+            result[decodes:].copy_(tokens[: len(num_new)], non_blocking=True)
+        return True
 
     def _prompt_size(self, num_rows: int, num_tokens: int) -> int | None:
         """Padded number of tokens of these prompts; 0: there are none, None: too many."""

@@ -176,6 +176,11 @@ def test_gpu_dispatch(dtype, rows, monkeypatch):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("outputs", "width", "rows"), [(6144, 1024, 1), (6144, 1024, 2), (6144, 2560, 1),
                          (17000, 2048, 2), (2052, 4096, 1), (1000, 1000, 1), (6144, 1024, 8)])  # fmt: skip
-def test_gpu_silu_mul_after_it_gives_the_bits_of_the_separate_op(dtype, outputs, width, rows):
+def test_gpu_silu_mul_after_it_is_no_less_exact_than_the_separate_op(dtype, outputs, width, rows):
+    """Not to the bit: the compiler may fuse another product of the first two into the addition."""
     x, weight, _ = make(rows, rows, outputs, width, dtype, "cuda")
-    assert torch.equal(linear_silu_mul(x, weight), silu_mul(linear(x, weight)))
+    gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
+    right = torch.nn.functional.silu(gate) * up
+    separate, fused = silu_mul(linear(x, weight)), linear_silu_mul(x, weight)
+    assert (fused != separate).float().mean() < 0.05
+    assert (fused - right).norm() <= 1.02 * (separate - right).norm()
