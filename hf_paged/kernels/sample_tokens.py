@@ -66,9 +66,9 @@ def _group_stats_kernel(
     logits, floats, ints, eos, slots, position, group_top, group_mass, piece_top, row_stride, vocab_size, num_groups,
     groups_each, num_eos, GROUP: tl.constexpr, PIECE: tl.constexpr, LOGPROB: tl.constexpr,
 ):  # fmt: skip
-    """Of every group of a row: the maximum, and the sum of exponentials relative to it (NaN: NaN in the group).
+    """Of every group of a row: the maximum, and the sum of exponentials relative to it.
 
-    Of rows with filters also the maximum of every piece.
+    The sum is NaN where the group makes its row invalid. Of rows with filters also the maximum of every piece.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
@@ -81,10 +81,14 @@ def _group_stats_kernel(
         token = group * GROUP + tl.arange(0, GROUP)
         score = load_scores(logits + row * row_stride, token, token < vocab_size, eos + slot * num_eos, num_eos, bars)
         top = tl.max(score, 0)
-        if (heat != 0.0) | LOGPROB:
-            mass = tl.sum(weight_of(score, tl.where(top == float("-inf"), 0.0, top), scale), 0)
+        if heat != 0.0:
+            mass = tl.sum(weight_of(score, tl.where(top == float("-inf"), 0.0, top), scale), 0)  # +inf makes it NaN
         else:
-            mass = tl.where(tl.max((score != score).to(tl.int32), 0) > 0, float("nan"), 1.0)
+            mass = tl.full((), 1.0, tl.float32)
+            if LOGPROB:
+                mass = tl.sum(weight_of(score, tl.where(top == float("-inf"), 0.0, top), scale), 0)
+                mass = tl.where(top == float("inf"), 1.0, mass)
+            mass = tl.where(tl.max((score != score).to(tl.int32), 0) > 0, float("nan"), mass)
         if filtered:
             piece = (row * num_groups + group) * (GROUP // PIECE) + tl.arange(0, GROUP // PIECE)
             tops = tl.max(tl.reshape(score, [GROUP // PIECE, PIECE]), 1)
@@ -119,7 +123,7 @@ def _choose_kernel(
     top = tl.max(tops, 0)
     top = tl.where(top == 0.0, 0.0, top)  # not -0.0, whose integer is below that of the other zero
     bad = tl.max((masses != masses).to(tl.int32), 0) > 0
-    bad |= drawn & ((top == float("inf")) | (top == float("-inf")))
+    bad |= drawn & (top == float("-inf"))
     token, score, total = tl.full((), -1, tl.int32), top, tl.full((), 1.0, tl.float32)
     if not bad:
         relative = tl.where(live, masses * weight_of(tops, top, scale), 0.0)

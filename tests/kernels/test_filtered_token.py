@@ -148,6 +148,15 @@ def test_sizes_of_production(device, dtype):
 
 
 @KERNEL
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_either_zero_may_be_the_best_score(small, device, dtype):
+    """Their integers differ; half of the tied tokens stay all the same."""
+    logits = torch.full((2, 100), -0.0, device=device, dtype=dtype)
+    logits[1, ::7] = 0.0
+    check(logits, Rows([{"temperature": 1.0, "top_p": 0.5}] * 2, device))
+
+
+@KERNEL
 def test_greedy_rows_ignore_filters(small, device):
     logits = make_logits(1, 4, 100, torch.float16, device)
     rows = Rows([{"top_k": 3, "top_p": 0.1, "min_p": 1.0}] * 4, device)

@@ -90,13 +90,15 @@ def test_rows_without_a_valid_distribution(run, device, dtype, column, options):
 
 @pytest.mark.parametrize(("run", "device"), KERNELS)
 def test_log_prob_of_an_invalid_row_is_nan_and_its_stand_in_token_0(run, device):
-    logits = make_logits(2, 3, 300, torch.float16, device)
-    logits[1, 7] = torch.nan
-    settings = plain_rows([0.0, 0.7, 0.7], device, positions=torch.tensor([0, 4, 9]))
-    logprob = torch.zeros(3, device=device)
-    history = torch.full((5, 10), 77, dtype=torch.int32, device=device)
+    logits = make_logits(2, 5, 300, torch.float16, device)
+    logits[1, 7], logits[3, 250], logits[4, 9] = torch.nan, torch.inf, torch.nan
+    settings = plain_rows([0.0, 0.7, 0.7, 0.0, 0.0], device, positions=torch.tensor([0, 4, 9, 2, 2]))
+    logprob = torch.zeros(5, device=device)
+    history = torch.full((7, 10), 77, dtype=torch.int32, device=device)
     tokens = run(settings, logits, logprob=logprob, history=history)
-    assert logprob.isnan().tolist() == [False, True, False]
+    assert (tokens < 0).tolist() == [False, True, False, False, True]
+    assert tokens[3] == 250  # +inf is no obstacle to greedy, but has no log-probability
+    assert logprob.isnan().tolist() == [False, True, False, True, True]
     expected = torch.full_like(history, 77)
     expected[settings.slots, settings.positions] = tokens.clamp(min=0).int()
     assert torch.equal(history, expected)
