@@ -7,6 +7,7 @@ last piece joins them all (as stream-K's fix-up does, Osama et al. 2023, arXiv 2
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from hf_paged.kernels.metadata import ITEM_FIELDS, PagedMetadata
 # Shared memory a block needs for the deep configurations; smaller GPUs (sm_86, sm_89: 99 KiB) take the shallow ones.
 _DEEP_SHARED_MEMORY = 160 << 10
 # Rows times KV heads a multiprocessor up to which a step counts as tiny, as small, as middling.
-_LIMITS = (0.3, 3, 12)
+_TINY, _SMALL, _MIDDLING = 0.5, 3, 9.5
 
 
 class DecodeConfig(NamedTuple):
@@ -32,21 +33,37 @@ class DecodeConfig(NamedTuple):
     programs_per_sm: int
 
 
-# By bytes of one head's key (padded): for tiny, small, middling and large steps. Measured on an H200 for 256 bytes
-# (docs/performance.md): the others keep the same bytes in flight.
+class DecodeConfigs(NamedTuple):
+    """For a head size. Of `middling`, the one is taken whose programs fill their last wave best."""
+
+    tiny: DecodeConfig
+    small: DecodeConfig
+    middling: tuple[DecodeConfig, ...]
+    large: DecodeConfig
+
+
+# By bytes of one head's key (padded). Measured on an H200 for 256 bytes, with the cache's blocks spread as an engine
+# spreads them (docs/performance.md); the others keep the same bytes in flight.
+_D = DecodeConfig
 _DEEP = {
-    64: (DecodeConfig(64, 2, 3, 2), DecodeConfig(64, 2, 3, 4), DecodeConfig(64, 2, 3, 5), DecodeConfig(64, 2, 3, 5)),
-    128: (DecodeConfig(64, 2, 3, 2), DecodeConfig(64, 2, 3, 4), DecodeConfig(64, 2, 3, 5), DecodeConfig(64, 2, 3, 5)),
-    256: (DecodeConfig(32, 2, 3, 2), DecodeConfig(32, 2, 3, 4), DecodeConfig(64, 4, 2, 4), DecodeConfig(32, 2, 3, 5)),
-    512: (DecodeConfig(16, 2, 3, 2), DecodeConfig(16, 2, 3, 4), DecodeConfig(32, 4, 2, 4), DecodeConfig(16, 2, 3, 5)),
-    1024: (DecodeConfig(16, 4, 2, 4),) * 4,
+    64: DecodeConfigs(_D(64, 2, 3, 2), _D(64, 2, 2, 6), (_D(64, 2, 3, 5),), _D(64, 2, 3, 5)),
+    128: DecodeConfigs(
+        _D(64, 2, 3, 2), _D(64, 2, 2, 6), (_D(128, 4, 2, 4), _D(128, 4, 3, 3), _D(128, 4, 4, 2)), _D(64, 2, 3, 5)
+    ),
+    256: DecodeConfigs(
+        _D(32, 2, 3, 2), _D(32, 2, 2, 6), (_D(64, 4, 2, 4), _D(64, 4, 3, 3), _D(64, 4, 4, 2)), _D(32, 2, 3, 5)
+    ),
+    512: DecodeConfigs(
+        _D(16, 2, 3, 2), _D(16, 2, 2, 6), (_D(32, 4, 2, 4), _D(32, 4, 3, 3), _D(32, 4, 4, 2)), _D(16, 2, 3, 5)
+    ),
+    1024: DecodeConfigs(_D(16, 4, 2, 4), _D(16, 4, 2, 4), (_D(16, 4, 2, 4),), _D(16, 4, 2, 4)),
 }
 _SHALLOW = {
-    64: DecodeConfig(64, 2, 2, 8),
-    128: DecodeConfig(32, 2, 2, 6),
-    256: DecodeConfig(32, 2, 2, 4),
-    512: DecodeConfig(16, 2, 2, 4),
-    1024: DecodeConfig(16, 4, 2, 2),
+    64: _D(64, 2, 2, 8),
+    128: _D(32, 2, 2, 6),
+    256: _D(32, 2, 2, 4),
+    512: _D(16, 2, 2, 4),
+    1024: _D(16, 4, 2, 2),
 }
 
 
@@ -55,7 +72,18 @@ def decode_config(head_dim_pad: int, itemsize: int, programs_per_sm: float, shar
     size = max(64, head_dim_pad * itemsize)
     if shared_memory < _DEEP_SHARED_MEMORY:
         return _SHALLOW[size]
-    return _DEEP[size][sum(programs_per_sm > limit for limit in _LIMITS)]
+    configs = _DEEP[size]
+    if programs_per_sm <= _SMALL:
+        return configs.tiny if programs_per_sm <= _TINY else configs.small
+    if programs_per_sm > _MIDDLING:
+        return configs.large
+
+    def used(config: DecodeConfig) -> float:
+        # In a single wave nothing evens out rows of different lengths.
+        waves = max(2, math.ceil(programs_per_sm / config.programs_per_sm))
+        return programs_per_sm / (waves * config.programs_per_sm)
+
+    return max(configs.middling, key=used)
 
 
 def config_of(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
