@@ -20,8 +20,8 @@ from hf_paged.kernels.metadata import ITEM_FIELDS, PagedMetadata
 
 # Shared memory a block needs for the deep configurations; smaller GPUs (sm_86, sm_89: 99 KiB) take the shallow ones.
 _DEEP_SHARED_MEMORY = 160 << 10
-# Rows times KV heads a multiprocessor up to which a step counts as tiny, as small, as middling.
-_TINY, _SMALL, _MIDDLING = 0.5, 3, 9.5
+# Rows times KV heads a multiprocessor up to which a step counts as tiny, as few, as small, as middling.
+_TINY, _FEW, _SMALL, _MIDDLING = 0.25, 0.5, 3, 9.5
 
 
 class DecodeConfig(NamedTuple):
@@ -37,6 +37,7 @@ class DecodeConfigs(NamedTuple):
     """For a head size. Of `middling`, the one is taken whose programs fill their last wave best."""
 
     tiny: DecodeConfig
+    few: DecodeConfig
     small: DecodeConfig
     middling: tuple[DecodeConfig, ...]
     large: DecodeConfig
@@ -46,18 +47,21 @@ class DecodeConfigs(NamedTuple):
 # spreads them (docs/performance.md); the others keep the same bytes in flight.
 _D = DecodeConfig
 _DEEP = {
-    64: DecodeConfigs(_D(64, 2, 3, 2), _D(64, 2, 2, 6), (_D(64, 2, 3, 5),), _D(64, 2, 3, 5)),
+    64: DecodeConfigs(_D(64, 2, 3, 2), _D(64, 2, 2, 6), _D(64, 2, 3, 4), (_D(64, 2, 3, 5),), _D(64, 2, 3, 5)),
     128: DecodeConfigs(
-        _D(64, 2, 3, 2), _D(64, 2, 2, 6), (_D(128, 4, 2, 4), _D(128, 4, 3, 3), _D(128, 4, 4, 2)), _D(64, 2, 3, 5)
+        _D(64, 2, 3, 2), _D(64, 2, 2, 6), _D(64, 2, 3, 4),
+        (_D(128, 4, 2, 4), _D(128, 4, 3, 3), _D(128, 4, 4, 2)), _D(64, 2, 3, 5),
     ),
     256: DecodeConfigs(
-        _D(32, 2, 3, 2), _D(32, 2, 2, 6), (_D(64, 4, 2, 4), _D(64, 4, 3, 3), _D(64, 4, 4, 2)), _D(32, 2, 3, 5)
+        _D(32, 2, 3, 2), _D(32, 2, 2, 6), _D(32, 2, 3, 4),
+        (_D(64, 4, 2, 4), _D(64, 4, 3, 3), _D(64, 4, 4, 2)), _D(32, 2, 3, 5),
     ),
     512: DecodeConfigs(
-        _D(16, 2, 3, 2), _D(16, 2, 2, 6), (_D(32, 4, 2, 4), _D(32, 4, 3, 3), _D(32, 4, 4, 2)), _D(16, 2, 3, 5)
+        _D(16, 2, 3, 2), _D(16, 2, 2, 6), _D(16, 2, 3, 4),
+        (_D(32, 4, 2, 4), _D(32, 4, 3, 3), _D(32, 4, 4, 2)), _D(16, 2, 3, 5),
     ),
-    1024: DecodeConfigs(_D(16, 4, 2, 4), _D(16, 4, 2, 4), (_D(16, 4, 2, 4),), _D(16, 4, 2, 4)),
-}
+    1024: DecodeConfigs(*[_D(16, 4, 2, 4)] * 3, (_D(16, 4, 2, 4),), _D(16, 4, 2, 4)),
+}  # fmt: skip
 _SHALLOW = {
     64: _D(64, 2, 2, 8),
     128: _D(32, 2, 2, 6),
@@ -73,15 +77,16 @@ def decode_config(head_dim_pad: int, itemsize: int, programs_per_sm: float, shar
     if shared_memory < _DEEP_SHARED_MEMORY:
         return _SHALLOW[size]
     configs = _DEEP[size]
+    if programs_per_sm <= _FEW:
+        return configs.tiny if programs_per_sm <= _TINY else configs.few
     if programs_per_sm <= _SMALL:
-        return configs.tiny if programs_per_sm <= _TINY else configs.small
+        return configs.small
     if programs_per_sm > _MIDDLING:
         return configs.large
 
     def used(config: DecodeConfig) -> float:
-        # In a single wave nothing evens out rows of different lengths.
-        waves = max(2, math.ceil(programs_per_sm / config.programs_per_sm))
-        return programs_per_sm / (waves * config.programs_per_sm)
+        waves = programs_per_sm / config.programs_per_sm
+        return waves / math.ceil(waves)
 
     return max(configs.middling, key=used)
 
@@ -307,6 +312,9 @@ def paged_attention_decode(
     head_dim_pad = _padded(head_dim)
     acc = torch.empty(len(work.items), num_heads, head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(len(work.items), num_heads, 2, dtype=torch.float32, device=q.device)
+    # Programs that come early are spread over what room there is, unevenly: only a step that has room for all may.
+    early = num_rows * num_kv_heads <= _FEW * num_multiprocessors(q.device)
+    options = pdl_options(q) if early else {"PDL": False}
     with on_device_of(q):
         _decode_kernel[(num_kv_heads, len(work.items))](
             q,
@@ -341,6 +349,6 @@ def paged_attention_decode(
             TILE_PIECES=max(1, 8192 // (group_pad * head_dim_pad)),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            **pdl_options(q),
+            **options,
         )
     return out

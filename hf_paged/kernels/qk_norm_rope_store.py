@@ -18,8 +18,8 @@ from hf_paged.kernels._triton import (
 from hf_paged.kernels.add_rms_norm import rms_norm_reference
 from hf_paged.kernels.store_kv import store_kv_reference
 
-# Elements of a program's tile: eight a thread.
-_TILE_ELEMENTS = 1024
+# Elements of a program's tile and its warps, for few tokens and for many.
+_FEW, _MANY, _MANY_TOKENS = (1024, 4), (2048, 2), 512
 
 
 def qk_norm_rope_store(
@@ -207,7 +207,8 @@ def qk_norm_rope_store_triton(
     if num_tokens == 0:
         return query
     half_pad = triton.next_power_of_2(head_dim // 2)
-    tile_heads = min(max(1, _TILE_ELEMENTS // (2 * half_pad)), triton.next_power_of_2(max(num_heads, kv_heads)))
+    tile_elements, num_warps = _FEW if num_tokens < _MANY_TOKENS else _MANY
+    tile_heads = min(max(1, tile_elements // (2 * half_pad)), triton.next_power_of_2(max(num_heads, kv_heads)))
     tiles = triton.cdiv(num_heads, tile_heads) + 2 * triton.cdiv(kv_heads, tile_heads)
     with on_device_of(qkv):
         _qk_norm_rope_store_kernel[(num_tokens, tiles)](
@@ -230,7 +231,7 @@ def qk_norm_rope_store_triton(
             HEAD_DIM=head_dim,
             HALF_PAD=half_pad,
             TILE_HEADS=tile_heads,
-            num_warps=4,
+            num_warps=num_warps,
             enable_fp_fusion=False,
             **pdl_options(qkv),
         )

@@ -25,9 +25,11 @@ from hf_paged.runner.sampler import sample
 from hf_paged.runner.step_context import PagedStep
 from hf_paged.scheduler import StepPlan
 
-# Prompts of more operations keep a GPU longer than their launches keep the host: nothing to gain from a graph.
-_PROMPT_FLOPS = 6e12
-_MOST_PROMPT_TOKENS = 2048
+# Prompts of more operations keep a GPU longer than their launches keep the host: nothing to gain from a graph, and one
+# forward of decode rows and prompts reads the weights once.
+_PROMPT_FLOPS = 17e12
+# Powers of two up to here, then multiples.
+_COARSE_TOKENS = 1024
 _TOKENS_PER_ROW = 16  # a graph of T prompt tokens holds T // 16 rows
 
 
@@ -49,9 +51,10 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def prompt_sizes(num_parameters: int, max_num_batched_tokens: int) -> list[int]:
-    """Padded numbers of prompt tokens, powers of two from 16 up to where the GPU takes longer than the host."""
-    most = min(_MOST_PROMPT_TOKENS, max_num_batched_tokens, max(128, int(_PROMPT_FLOPS / (2 * num_parameters))))
-    return [1 << i for i in range(4, most.bit_length()) if 1 << i <= most]
+    """Padded numbers of prompt tokens, from 16 up to where the GPU takes longer than the host."""
+    most = min(max_num_batched_tokens, max(128, int(_PROMPT_FLOPS / (2 * num_parameters))))
+    powers = [1 << i for i in range(4, 10)]
+    return [size for size in (*powers, *range(_COARSE_TOKENS, most + 1, _COARSE_TOKENS)) if size <= most]
 
 
 @cache

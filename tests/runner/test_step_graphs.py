@@ -28,8 +28,8 @@ def test_decode_sizes_pad_little_and_end_with_the_most(most):
 
 
 def test_prompt_sizes_shrink_with_the_model():
-    assert prompt_sizes(600_000_000, 8192) == [16, 32, 64, 128, 256, 512, 1024, 2048]
-    assert prompt_sizes(8_000_000_000, 8192)[-1] == 256
+    assert prompt_sizes(750_000_000, 8192) == [16, 32, 64, 128, 256, 512, *range(1024, 8193, 1024)]
+    assert prompt_sizes(8_000_000_000, 8192)[-1] == 1024
     assert prompt_sizes(70_000_000_000, 8192)[-1] == 128
     assert prompt_sizes(1_000, 100)[-1] == 64
     assert prompt_sizes(1_000, 4) == []
