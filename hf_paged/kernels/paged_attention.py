@@ -31,6 +31,7 @@ class AttentionBackend(Protocol):
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
+        out: torch.Tensor | None,
     ) -> torch.Tensor: ...
 
 
@@ -78,6 +79,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     backend: str = "auto",
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the packed new tokens over their rows' cached and new tokens (already stored in the cache).
 
@@ -93,6 +95,7 @@ def paged_attention(
         sliding_window: number of visible tokens, the token itself included; None: all.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: unchanged.
         backend: ``"auto"`` or one of :func:`attention_backends`.
+        out: ``[T, Hq, D]`` contiguous, q's dtype, to be filled and returned; None: a new tensor.
 
     Returns:
         ``[T, Hq, D]``, q's dtype, contiguous.
@@ -105,7 +108,9 @@ def paged_attention(
     if backend == "auto" and run is paged_attention_flash:
         run = partial(paged_attention_flash, measured_only=True)
     _check(q, k_cache, v_cache, sliding_window, softcap)
-    return run(q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, softcap=softcap)
+    result = run(q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, softcap=softcap, out=out)
+    # A backend may not be able to write where it is told to.
+    return result if out is None or result is out else out.copy_(result)
 
 
 def _check(
@@ -137,13 +142,14 @@ def paged_attention_reference(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`paged_attention` in torch: visible positions are gathered, then ``scaled_dot_product_attention``.
 
     Rows with one new token go together in groups of similar length, longer ones row by row. Reads the metadata on the
     host, so on CUDA it waits for the device.
     """
-    out = q.new_zeros(q.shape)
+    out = q.new_zeros(q.shape) if out is None else out.zero_()
     starts = meta.query_start.cpu().numpy()
     lengths = meta.seq_lens.cpu().numpy().astype(np.int64)
     counts = np.diff(starts)
@@ -252,6 +258,7 @@ def paged_attention_triton(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`paged_attention` in Triton: the split-KV kernel where every row has one new token, else the tiled one.
 
@@ -264,7 +271,7 @@ def paged_attention_triton(
             f"the triton backend takes fp16, bf16 or fp32 and head_dim up to 256, got {q.dtype} and {q.shape[2]}"
         )
     run = paged_attention_decode if meta.max_query_len == 1 else paged_attention_prefill
-    return run(q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, softcap=softcap)
+    return run(q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, softcap=softcap, out=out)
 
 
 def paged_attention_flash(
@@ -276,6 +283,7 @@ def paged_attention_flash(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    out: torch.Tensor | None = None,
     measured_only: bool = False,
 ) -> torch.Tensor:
     """:func:`paged_attention` by an installed FlashAttention package for steps with a row of several new tokens.
@@ -287,10 +295,10 @@ def paged_attention_flash(
     """
     options: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap}
     if meta.max_query_len > 1:
-        out = flash_backend.flash_prefill(q, k_cache, v_cache, meta, **options, measured_only=measured_only)
-        if out is not None:
-            return out
-    return paged_attention_triton(q, k_cache, v_cache, meta, **options)
+        result = flash_backend.flash_prefill(q, k_cache, v_cache, meta, **options, measured_only=measured_only)
+        if result is not None:
+            return result
+    return paged_attention_triton(q, k_cache, v_cache, meta, **options, out=out)
 
 
 register_backend("torch", paged_attention_reference)

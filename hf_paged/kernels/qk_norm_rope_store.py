@@ -19,7 +19,7 @@ from hf_paged.kernels.add_rms_norm import rms_norm_reference
 from hf_paged.kernels.store_kv import store_kv_reference
 
 # Elements of a program's tile and its warps, for few tokens and for many.
-_FEW, _MANY, _MANY_TOKENS = (1024, 4), (2048, 2), 512
+_FEW, _MANY, _MANY_TOKENS = (1024, 4), (4096, 2), 512
 
 
 def qk_norm_rope_store(

@@ -25,9 +25,8 @@ class PagedStep(NamedTuple):
 
     def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None) -> torch.Tensor:
         k_cache, v_cache = self.cache.layers[layer]
-        mixed = [
+        mixed = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for first, last, meta in self.parts:
             paged_attention(query[first:last], k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window,
-                            backend=self.backend)
-            for first, last, meta in self.parts
-        ]  # fmt: skip
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+                            backend=self.backend, out=mixed[first:last])  # fmt: skip
+        return mixed

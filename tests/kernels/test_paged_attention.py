@@ -94,7 +94,10 @@ def test_a_registered_backend_is_called(monkeypatch):
     register_backend("double", double)
     case = make_case([(1, 3)], seed=0, window=4)
     assert torch.equal(paged_attention(*case[:4], **case.options, backend="double"), case.q * 2)
-    assert seen == case.options
+    assert seen == {**case.options, "out": None}
+    out = torch.empty(case.q.shape)
+    assert paged_attention(*case[:4], **case.options, backend="double", out=out) is out
+    assert torch.equal(out, case.q * 2)
 
 
 def test_bad_arguments():
