@@ -27,6 +27,8 @@ class PagedConfig:
         kv_cache_dtype: "auto" (the model's dtype) or that dtype's name.
         strict: raise `FallbackError` where a call would go to stock `generate`.
         seed: base seed of calls that bring none. None: drawn from torch's default generator, call by call.
+        merge_weights: lay q, k, v (and gate, up) side by side in memory, each still a parameter of its own.
+        fused_kernels: norms, RoPE, activation and products with few rows by hf_paged's kernels; False: torch's ops.
         overlap: schedule step n + 1 while step n runs. None: on CUDA yes, on a CPU (where it gains nothing) no.
 
     Raises:
@@ -45,6 +47,8 @@ class PagedConfig:
     kv_cache_dtype: str = "auto"
     strict: bool = False
     seed: int | None = None
+    merge_weights: bool = True
+    fused_kernels: bool = True
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
@@ -68,7 +72,7 @@ class PagedConfig:
             raise ValueError(f"gpu_memory_utilization={share!r}: expected a number in (0, 1]")
         _require_one_of(self, "attention_backend", ATTENTION_BACKENDS)
         _require_one_of(self, "kv_cache_dtype", KV_CACHE_DTYPES)
-        for name in ("enable_prefix_caching", "enforce_eager", "strict"):
+        for name in ("enable_prefix_caching", "enforce_eager", "strict", "merge_weights", "fused_kernels"):
             _require_one_of(self, name, (True, False))
         _require_one_of(self, "overlap", (None, True, False))
 

@@ -49,7 +49,7 @@ class Engine:
         adapter_class = find_adapter(model)
         if adapter_class is None:
             raise UnsupportedModelError(f"model={type(model).__name__}: expected a class that hf_paged supports")
-        self._adapter = adapter_class(model)
+        self._adapter = adapter_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels)
         spec = self._adapter.kv_spec()
         if config.kv_cache_dtype not in ("auto", str(spec.dtype).removeprefix("torch.")):
             raise ValueError(f"kv_cache_dtype={config.kv_cache_dtype!r}: expected 'auto' or the model's, {spec.dtype}")

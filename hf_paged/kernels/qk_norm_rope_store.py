@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from hf_paged.kernels._triton import (
@@ -69,14 +71,15 @@ def qk_norm_rope_store_reference(
     slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    store: Callable[..., None] = store_kv_reference,
 ) -> torch.Tensor:
-    """:func:`qk_norm_rope_store` in plain torch."""
+    """:func:`qk_norm_rope_store` in plain torch; `store` as :func:`~hf_paged.kernels.store_kv.store_kv`."""
     kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.unflatten(1, (-1, head_dim))
     query, key, value = heads.tensor_split((heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads), dim=1)
     cos, sin = cos[positions][:, None], sin[positions][:, None]
     key = _rotate(rms_norm_reference(key, k_weight, eps), cos, sin)
-    store_kv_reference(key, value, k_cache, v_cache, slot_mapping)
+    store(key, value, k_cache, v_cache, slot_mapping)
     return _rotate(rms_norm_reference(query, q_weight, eps), cos, sin)
 
 

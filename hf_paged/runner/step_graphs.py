@@ -77,7 +77,7 @@ class StepGraphs:
         # Shared by all graphs: one runs at a time, and leaves zeros.
         self._arrivals = torch.zeros(int(self._decode_sizes[-1]) * kv_cache.spec.num_kv_heads, dtype=torch.int32,
                                      device=self._device)  # fmt: skip
-        self._captured: dict[tuple[str, int], Captured] = {}
+        self._captured: dict[tuple[str, int], Captured | None] = {}
         self._pool: Any = None  # dies with its last graph
         self._model_signature: tuple | None = None
         self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
@@ -111,14 +111,21 @@ class StepGraphs:
         if signature != self._memory_signature:
             self._drop()
             self._memory_signature = signature
-        # Each part's tokens are fetched before the next replay: a graph captured earlier may use their memory.
+        parts: list[tuple[slice, Captured | None, tuple[np.ndarray, ...]]] = []
+        inputs: tuple[np.ndarray, ...]
         if decodes:
             size = int(self._decode_sizes[np.searchsorted(self._decode_sizes, decodes)])
-            tokens = self._replay("decode", size, self._decode_inputs(plan, size), self._decode)
-            result[:decodes].copy_(tokens[:decodes], non_blocking=True)
+            inputs = self._decode_inputs(plan, size)
+            parts.append((slice(0, decodes), self._get("decode", size, inputs), inputs))
         if prompt_size:
-            tokens = self._replay("prompt", prompt_size, self._prompt_inputs(plan, prompt_size), self._prompts)
-            result[decodes:].copy_(tokens[: len(num_new)], non_blocking=True)
+            inputs = self._prompt_inputs(plan, prompt_size)
+            parts.append((slice(decodes, len(plan.slots)), self._get("prompt", prompt_size, inputs), inputs))
+        if any(captured is None for _, captured, _ in parts):
+            return False
+        for rows, captured, inputs in parts:
+            assert captured is not None
+            # Fetched before the next replay: a graph that was captured earlier may use the memory of these tokens.
+            result[rows].copy_(self._replay(captured, inputs)[: rows.stop - rows.start], non_blocking=True)
         return True
 
     def _prompt_size(self, num_rows: int, num_tokens: int) -> int | None:
@@ -128,11 +135,17 @@ class StepGraphs:
             return None
         return int(self._prompt_sizes[np.searchsorted(self._prompt_sizes, wanted)]) if wanted else 0
 
-    def _replay(self, kind: str, size: int, inputs: tuple[np.ndarray, ...],
-                run: Callable[..., torch.Tensor]) -> torch.Tensor:  # fmt: skip
-        captured = self._captured.get((kind, size))
-        if captured is None:
-            captured = self._captured[kind, size] = self._capture(run, inputs)
+    def _get(self, kind: str, size: int, inputs: tuple[np.ndarray, ...]) -> Captured | None:
+        """The graph, captured on a step's inputs where it is new; None where the device has no memory for it."""
+        if (kind, size) not in self._captured:
+            run = self._decode if kind == "decode" else self._prompts
+            try:
+                self._captured[kind, size] = self._capture(run, inputs)
+            except torch.OutOfMemoryError:  # a graph keeps memory for itself; the eager step shares what there is
+                self._captured[kind, size] = None
+        return self._captured[kind, size]
+
+    def _replay(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> torch.Tensor:
         for tensor, array in zip(captured.inputs, inputs, strict=True):
             tensor.copy_(upload(array, self._device))
         captured.graph.replay()
@@ -225,6 +238,6 @@ class StepGraphs:
         return PagedStep(positions, meta.slot_mapping, self._cache, [(0, len(positions), meta)], self._backend)
 
     def _drop(self) -> None:
-        self.num_dropped += len(self._captured)
+        self.num_dropped += sum(captured is not None for captured in self._captured.values())
         self._captured.clear()
         self._pool = None

@@ -39,10 +39,19 @@ def uncaptured(monkeypatch):
     """Every runner gets graphs that run uncaptured; returns the list of what is replayed as (kind, size)."""
     replayed: list[tuple[str, int]] = []
 
-    def replay(self, kind, size, inputs, run):
-        replayed.append((kind, size))
+    def capture(self, run, inputs):
+        return run
+
+    def get(self, kind, size, inputs):
+        captured = own_get(self, kind, size, inputs)
+        if captured is not None:
+            replayed.append((kind, size))
+        return captured
+
+    def replay(self, run, inputs):
         return run(*(torch.from_numpy(array) for array in inputs))
 
+    own_get = StepGraphs._get
     own = ModelRunner.__init__
 
     def init(self, adapter, spec, **options):
@@ -51,7 +60,8 @@ def uncaptured(monkeypatch):
                                  options["max_num_batched_tokens"], "torch")  # fmt: skip
 
     monkeypatch.setattr(ModelRunner, "__init__", init)
-    monkeypatch.setattr(StepGraphs, "_replay", replay)
+    for name, function in (("_capture", capture), ("_get", get), ("_replay", replay)):
+        monkeypatch.setattr(StepGraphs, name, function)
     return replayed
 
 
@@ -93,6 +103,25 @@ def test_chunks_and_shared_prefixes_go_through_prompt_graphs(steps):
             assert completion.token_ids == expected
     assert completion.num_cached_tokens >= 80
     assert [size for kind, size in steps if kind == "prompt"] == [32, 32, 32, 16]
+
+
+@pytest.mark.parametrize("kind", ["decode", "prompt"])
+def test_a_step_is_eager_where_there_is_no_memory_for_its_graph(steps, monkeypatch, kind):
+    capture, tried = StepGraphs._capture, []
+
+    def refuse(self, run, inputs):
+        tried.append((run.__name__, inputs[0].shape))
+        if run.__name__.startswith(f"_{kind}"):
+            raise torch.OutOfMemoryError("no")
+        return capture(self, run, inputs)
+
+    monkeypatch.setattr(StepGraphs, "_capture", refuse)
+    model, prompts = tiny_model(), random_prompts([5, 40, 17, 3])
+    made = generate(model, prompts, [8] * 4, max_num_seqs=2)
+    monkeypatch.setattr(StepGraphs, "launch", lambda *_: False)
+    assert made == generate(model, prompts, [8] * 4, max_num_seqs=2)
+    assert len(tried) == len(set(tried)), "asked again for memory that is not there"
+    assert kind not in {replayed for replayed, _ in steps}
 
 
 @settings(max_examples=15, deadline=None)

@@ -11,6 +11,7 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
+from hf_paged.integration.models.layer_ops import FUSED, PLAIN
 from hf_paged.integration.models.tuners import adapter_state
 
 
@@ -53,8 +54,10 @@ class ModelAdapter(ABC):
 
     model_class: ClassVar[type]
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, merge_weights: bool = True, fused_kernels: bool = True) -> None:
         self._model = weakref.ref(model)
+        self._merge_weights = merge_weights
+        self._ops = FUSED if fused_kernels else PLAIN
 
     @property
     def model(self) -> Any:

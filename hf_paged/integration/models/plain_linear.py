@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
-
-from hf_paged.kernels.linear import linear
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -13,8 +13,8 @@ def is_plain_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.is_floating_point()
 
 
-def apply_linear(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """[T, k] -> [T, n]; a layer that is not plain (LoRA, quantized) is called as it stands."""
+def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """[T, k] -> [T, n] by `linear`; a layer that is not plain (LoRA, quantized) is called as it stands."""
     if is_plain_linear(module):
         assert isinstance(module, nn.Linear)
         return linear(hidden, module.weight, module.bias)

@@ -15,14 +15,11 @@ from transformers.activations import ACT2FN
 from transformers.models.qwen3 import modeling_qwen3 as stock
 
 from hf_paged.integration.models.adapter import KVSpec, ModelAdapter, StepContext
+from hf_paged.integration.models.layer_ops import LayerOps
 from hf_paged.integration.models.merged import MergedWeight
 from hf_paged.integration.models.own_code import is_own_code
 from hf_paged.integration.models.plain_linear import apply_linear
 from hf_paged.integration.models.rope import RopeTable
-from hf_paged.kernels.add_rms_norm import add_rms_norm
-from hf_paged.kernels.linear import linear, linear_silu_mul
-from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
-from hf_paged.kernels.silu_mul import silu_mul
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -41,23 +38,26 @@ class Projections(NamedTuple):
 
     linears: tuple[nn.Module, ...]
     weight: torch.Tensor | None
+    ops: LayerOps
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, k] -> [T, sum of outputs]."""
         if self.weight is not None:
-            return linear(hidden, self.weight)
-        return torch.cat([apply_linear(layer, hidden) for layer in self.linears], dim=-1)
+            return self.ops.linear(hidden, self.weight)
+        return torch.cat([apply_linear(layer, hidden, self.ops.linear) for layer in self.linears], dim=-1)
 
     def silu_mul(self, hidden: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]."""
-        return silu_mul(self(hidden)) if self.weight is None else linear_silu_mul(hidden, self.weight)
+        if self.weight is None:
+            return self.ops.silu_mul(self(hidden))
+        return self.ops.linear_silu_mul(hidden, self.weight)
 
 
 class Qwen3Adapter(ModelAdapter):
     model_class = stock.Qwen3ForCausalLM
 
-    def __init__(self, model: stock.Qwen3ForCausalLM) -> None:
-        super().__init__(model)
+    def __init__(self, model: stock.Qwen3ForCausalLM, **techniques: bool) -> None:
+        super().__init__(model, **techniques)
         self._rope = RopeTable()
         self._merged: dict[str, MergedWeight] = {}
         self._qkv: list[Projections] = []
@@ -80,7 +80,7 @@ class Qwen3Adapter(ModelAdapter):
     def prepare(self, max_model_len: int) -> None:
         spec = self.kv_spec()
         self._rope.update(self.model.model.rotary_emb, max_model_len, spec.dtype, spec.device)
-        self._qkv, self._gate_up = self._collect(merge=True)
+        self._qkv, self._gate_up = self._collect(merge=self._merge_weights)
 
     def is_current(self) -> bool:
         held = [*self._qkv, *self._gate_up]
@@ -95,31 +95,31 @@ class Qwen3Adapter(ModelAdapter):
         self._qkv, self._gate_up, self._rope = [], [], RopeTable()
 
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
-        decoder, cos, sin = self.model.model, self._rope.cos, self._rope.sin
+        decoder, ops, cos, sin = self.model.model, self._ops, self._rope.cos, self._rope.sin
         assert cos is not None and sin is not None, "prepare() comes first"
         delta: torch.Tensor = decoder.embed_tokens(input_ids[None])[0]
         residual: torch.Tensor | None = None
         for i, layer in enumerate(self._layers()):
             attention, mlp = layer.self_attn, layer.mlp
             norm = layer.input_layernorm
-            normed, residual = add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
-            query = qk_norm_rope_store(
+            normed, residual = ops.add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
+            query = ops.qk_norm_rope_store(
                 self._qkv[i](normed), attention.q_norm.weight, attention.k_norm.weight,
                 attention.q_norm.variance_epsilon, cos, sin, step.positions, step.slot_mapping,
                 *step.kv_cache(i),
             )  # fmt: skip
             mixed = step.attend(i, query, scale=attention.scaling, sliding_window=attention.sliding_window)
-            delta = apply_linear(attention.o_proj, mixed.flatten(1))
+            delta = apply_linear(attention.o_proj, mixed.flatten(1), ops.linear)
             norm = layer.post_attention_layernorm
-            normed, residual = add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
+            normed, residual = ops.add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
             if isinstance(mlp.act_fn, SILU):
                 hidden = self._gate_up[i].silu_mul(normed)
             else:
                 gate, up = self._gate_up[i](normed).chunk(2, dim=-1)
                 hidden = mlp.act_fn(gate) * up
-            delta = apply_linear(mlp.down_proj, hidden)
+            delta = apply_linear(mlp.down_proj, hidden, ops.linear)
         norm = decoder.norm
-        return add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)[0]
+        return ops.add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)[0]
 
     def _collect(self, *, merge: bool) -> tuple[list[Projections], list[Projections]]:
         """Every layer's q, k, v and gate, up projections as they are now; `merge` those that never were."""
@@ -134,10 +134,10 @@ class Qwen3Adapter(ModelAdapter):
         if merged is None and merge and (merged := MergedWeight.of(linears)) is not None:
             self._merged[key] = merged
         intact = merged is not None and merged.belongs_to(linears)
-        return Projections(linears, merged.current() if merged is not None and intact else None)
+        return Projections(linears, merged.current() if merged is not None and intact else None, self._ops)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return apply_linear(self.model.lm_head, hidden_states)
+        return apply_linear(self.model.lm_head, hidden_states, self._ops.linear)
 
     def own_modules(self) -> Iterator[tuple[str, torch.nn.Module, type]]:
         decoder = self.model.model

@@ -1,0 +1,36 @@
+"""What a decoder layer computes besides attention: hf_paged's kernels, or torch's own ops in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from hf_paged.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
+from hf_paged.kernels.linear import linear, linear_silu_mul
+from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store, qk_norm_rope_store_reference
+from hf_paged.kernels.silu_mul import silu_mul, silu_mul_reference
+from hf_paged.kernels.store_kv import store_kv
+
+
+class LayerOps(NamedTuple):
+    """One function an op; arguments and results as in `hf_paged.kernels`."""
+
+    linear: Callable[..., torch.Tensor]
+    linear_silu_mul: Callable[..., torch.Tensor]
+    silu_mul: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    qk_norm_rope_store: Callable[..., torch.Tensor]
+
+
+def _linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return silu_mul_reference(F.linear(x, weight))
+
+
+FUSED = LayerOps(linear, linear_silu_mul, silu_mul, add_rms_norm, qk_norm_rope_store)
+# The cache is written by a kernel in any case: torch would have to ask the device which tokens are to be written.
+PLAIN = LayerOps(F.linear, _linear_silu_mul, silu_mul_reference, add_rms_norm_reference,
+                 partial(qk_norm_rope_store_reference, store=store_kv))  # fmt: skip
