@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from kernel_speed import graph_time
 
 # outputs, inputs: qkv, o, gate_up, down of 4B and 8B
-SHAPES = [(6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728), (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
+SHAPES = [(6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728),
+          (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]  # fmt: skip
 
 
 def by_outputs(x: torch.Tensor, weight: torch.Tensor, parts: int, out: torch.Tensor) -> None:
