@@ -54,10 +54,8 @@ def measure(engine: Engine, job: dict[str, Any], row: dict[str, Any]) -> dict[st
     }  # fmt: skip
     if cuda:
         free, total = torch.cuda.mem_get_info()
-        figures["device_gib"] = (total - free) / 2**30
-        # An engine with processes of its own allocates nothing here: what the device has in use stands for it.
-        own = torch.cuda.max_memory_allocated() / 2**30
-        figures["peak_gib"] = own if engine.holds_model else figures["device_gib"]
+        # What the device has in use: an engine may have processes, graphs and caches that torch's statistics leave out.
+        figures["peak_gib"] = (total - free) / 2**30
     else:
         figures["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return figures

@@ -314,8 +314,9 @@ def paged_attention_decode(
     head_dim_pad = _padded(head_dim)
     acc = torch.empty(len(work.items), num_heads, head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(len(work.items), num_heads, 2, dtype=torch.float32, device=q.device)
-    # Programs that come early are spread over what room there is, unevenly: only a step that has room for all may.
-    early = num_rows * num_kv_heads <= _FEW * num_multiprocessors(q.device)
+    # Programs that come early are spread over what room there is, unevenly: only a step that has room for all may. They
+    # read the plan ahead of the wait, so it must not come from the kernel just before.
+    early = meta.work is not None and num_rows * num_kv_heads <= _FEW * num_multiprocessors(q.device)
     options = pdl_options(q) if early else {"PDL": False}
     with on_device_of(q):
         _decode_kernel[(num_kv_heads, len(work.items))](

@@ -12,6 +12,8 @@ from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
 
 # On a CPU there is no budget to read off the device: the pool may take this much, and takes it page by page.
 CPU_KV_CACHE_BYTES = 1 << 30
+# Graphs keep a step's memory besides what eager steps share, and more where small ones were captured first.
+_STEPS_IN_MEMORY = {False: 3, True: 1}
 
 
 def shared_num_blocks(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, max_model_len: int, *,
@@ -26,7 +28,8 @@ def shared_num_blocks(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, 
     free, total = torch.cuda.mem_get_info(spec.device)
     free += torch.cuda.memory_reserved(spec.device) - torch.cuda.memory_allocated(spec.device)
     available = free - total * (1.0 - config.gpu_memory_utilization)
-    available -= adapter.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
+    step_bytes = adapter.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
+    available -= step_bytes * _STEPS_IN_MEMORY[config.enforce_eager]
     extra = max(0, int(available) // spec.block_bytes(config.block_size))
     return max(2, min(held_blocks + extra, _most_useful(config, max_model_len)))
 
@@ -42,7 +45,8 @@ def owned_num_blocks(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, m
     step_bytes = _warm_up(adapter, spec, config, max_model_len)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(spec.device)
-    available = free - total * (1.0 - config.gpu_memory_utilization) - step_bytes
+    available = free - total * (1.0 - config.gpu_memory_utilization)
+    available -= step_bytes * _STEPS_IN_MEMORY[config.enforce_eager]
     num_blocks = int(available) // spec.block_bytes(config.block_size)
     if num_blocks < 2:
         raise RuntimeError(
@@ -69,7 +73,7 @@ def _warm_up(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, max_model
                          max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
                          max_num_batched_tokens=config.max_num_batched_tokens,
                          attention_backend=config.attention_backend)  # fmt: skip
-    # Every option of the sampler at once: its sorts are the largest thing in memory besides the logits.
+    # Every option of the sampler at once.
     parameters = SlotParameters(True, 0.7, 50, 0.9, 0.05, 0, 0, (), length + 1)
     runner.prepare()
     torch.cuda.synchronize(spec.device)

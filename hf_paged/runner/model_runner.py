@@ -34,7 +34,7 @@ class StepHandle(NamedTuple):
 
 
 class ModelRunner:
-    """Owns what lives on the device: the KV pool, the state of the running requests, the captured decode steps."""
+    """Owns what lives on the device: the KV pool, the state of the running requests, the captured steps."""
 
     def __init__(self, adapter: ModelAdapter, spec: KVSpec, *, block_size: int, num_blocks: int, max_num_seqs: int,
                  max_model_len: int, max_num_batched_tokens: int, attention_backend: str,

@@ -25,6 +25,9 @@ class PagedStep(NamedTuple):
 
     def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None) -> torch.Tensor:
         k_cache, v_cache = self.cache.layers[layer]
+        if len(self.parts) == 1:
+            return paged_attention(query, k_cache, v_cache, self.parts[0][2], scale=scale,
+                                   sliding_window=sliding_window, backend=self.backend)  # fmt: skip
         mixed = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for first, last, meta in self.parts:
             paged_attention(query[first:last], k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window,

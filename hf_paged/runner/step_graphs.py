@@ -7,9 +7,10 @@ Padding rows have length 0 and a slot of their own.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +29,11 @@ from hf_paged.scheduler import StepPlan
 # Prompts of more operations keep a GPU longer than their launches keep the host: nothing to gain from a graph, and one
 # forward of decode rows and prompts reads the weights once.
 _PROMPT_FLOPS = 17e12
-# Powers of two up to here, then multiples.
-_COARSE_TOKENS = 1024
-_TOKENS_PER_ROW = 16  # a graph of T prompt tokens holds T // 16 rows
+# Padding that costs more than this is not worth the launches that it saves.
+_WASTED_FLOPS = 5e12
+_MOST_PROMPT_ROWS = 256
+# Attention takes other tiles for longer sequences, so a graph is either for these or for all.
+_SHORT_SEQUENCE = 4096
 
 
 class Captured(NamedTuple):
@@ -53,14 +56,17 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 def prompt_sizes(num_parameters: int, max_num_batched_tokens: int) -> list[int]:
     """Padded numbers of prompt tokens, from 16 up to where the GPU takes longer than the host."""
     most = min(max_num_batched_tokens, max(128, int(_PROMPT_FLOPS / (2 * num_parameters))))
-    powers = [1 << i for i in range(4, 10)]
-    return [size for size in (*powers, *range(_COARSE_TOKENS, most + 1, _COARSE_TOKENS)) if size <= most]
+    sizes = [*(1 << i for i in range(4, 10)), *range(768, 2048, 256), *range(2048, most + 1, 1024)]
+    return [size for size in sizes if size <= most]
 
 
 @cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One per device, since cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it saw."""
-    return torch.cuda.Stream(device)
+def _capture_stream(device: torch.device) -> tuple[torch.cuda.Stream, threading.Lock]:
+    """One per device, since cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it saw.
+
+    Engines share it, and a capture takes in whatever any thread puts on the stream: who uses it holds the lock.
+    """
+    return torch.cuda.Stream(device), threading.Lock()
 
 
 class StepGraphs:
@@ -72,12 +78,12 @@ class StepGraphs:
         self._max_model_len, self._backend = max_model_len, backend
         self._device = kv_cache.spec.device
         self._decode_sizes = np.array(decode_sizes(state.num_slots))
-        num_parameters = sum(p.numel() for p in adapter.model.parameters())
-        self._prompt_sizes = np.array(prompt_sizes(num_parameters, max_num_batched_tokens) or [0])
+        self._num_parameters = sum(p.numel() for p in adapter.model.parameters())
+        self._prompt_sizes = np.array(prompt_sizes(self._num_parameters, max_num_batched_tokens) or [0])
         # Shared by all graphs: one runs at a time, and leaves zeros.
         self._arrivals = torch.zeros(int(self._decode_sizes[-1]) * kv_cache.spec.num_kv_heads, dtype=torch.int32,
                                      device=self._device)  # fmt: skip
-        self._captured: dict[tuple[str, int], Captured | None] = {}
+        self._captured: dict[tuple[str, int, bool], Captured | None] = {}
         self._pool: Any = None  # dies with its last graph
         self._model_signature: tuple | None = None
         self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
@@ -116,10 +122,11 @@ class StepGraphs:
         if decodes:
             size = int(self._decode_sizes[np.searchsorted(self._decode_sizes, decodes)])
             inputs = self._decode_inputs(plan, size)
-            parts.append((slice(0, decodes), self._get("decode", size, inputs), inputs))
+            parts.append((slice(0, decodes), self._get("decode", size, True, inputs), inputs))
         if prompt_size:
             inputs = self._prompt_inputs(plan, prompt_size)
-            parts.append((slice(decodes, len(plan.slots)), self._get("prompt", prompt_size, inputs), inputs))
+            long = int((plan.start + plan.num_new_tokens)[decodes:].max()) > _SHORT_SEQUENCE
+            parts.append((slice(decodes, len(plan.slots)), self._get("prompt", prompt_size, long, inputs), inputs))
         if any(captured is None for _, captured, _ in parts):
             return False
         for rows, captured, inputs in parts:
@@ -129,21 +136,26 @@ class StepGraphs:
         return True
 
     def _prompt_size(self, num_rows: int, num_tokens: int) -> int | None:
-        """Padded number of tokens of these prompts; 0: there are none, None: too many."""
-        wanted = max(num_tokens, num_rows * _TOKENS_PER_ROW)
-        if wanted > self._prompt_sizes[-1]:
+        """Padded number of tokens of these prompts; 0: there are none, None: no graph is worth it."""
+        if not num_tokens:
+            return 0
+        if num_tokens > self._prompt_sizes[-1]:
             return None
-        return int(self._prompt_sizes[np.searchsorted(self._prompt_sizes, wanted)]) if wanted else 0
+        # As many rows as tokens, at most.
+        size = int(self._prompt_sizes[np.searchsorted(self._prompt_sizes, num_tokens)])
+        wasted = 2.0 * self._num_parameters * (size - num_tokens)
+        return None if num_rows > self._prompt_rows(size) or wasted > _WASTED_FLOPS else size
 
-    def _get(self, kind: str, size: int, inputs: tuple[np.ndarray, ...]) -> Captured | None:
-        """The graph, captured on a step's inputs where it is new; None where the device has no memory for it."""
-        if (kind, size) not in self._captured:
-            run = self._decode if kind == "decode" else self._prompts
-            try:
-                self._captured[kind, size] = self._capture(run, inputs)
-            except torch.OutOfMemoryError:  # a graph keeps memory for itself; the eager step shares what there is
-                self._captured[kind, size] = None
-        return self._captured[kind, size]
+    def _prompt_rows(self, size: int) -> int:
+        return min(size, self._state.num_slots, _MOST_PROMPT_ROWS)
+
+    def _get(self, kind: str, size: int, long: bool, inputs: tuple[np.ndarray, ...]) -> Captured | None:
+        """The graph, captured on a step's inputs where it is new; None where it cannot be had."""
+        key = (kind, size, long)
+        if key not in self._captured:
+            run = self._decode if kind == "decode" else partial(self._prompts, long=long)
+            self._captured[key] = self._capture(run, inputs)
+        return self._captured[key]
 
     def _replay(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> torch.Tensor:
         for tensor, array in zip(captured.inputs, inputs, strict=True):
@@ -151,25 +163,40 @@ class StepGraphs:
         captured.graph.replay()
         return captured.tokens
 
-    def _capture(self, run: Callable[..., torch.Tensor], arrays: tuple[np.ndarray, ...]) -> Captured:
-        """Run on this step's inputs once, which compiles what is missing and is repeated by the replay; record it."""
+    def _capture(self, run: Callable[..., torch.Tensor], arrays: tuple[np.ndarray, ...]) -> Captured | None:
+        """Run on this step's inputs once, which compiles what is missing and is repeated by the replay; record it.
+
+        None where the device has no memory for it (a graph keeps memory for itself, the eager step shares what there
+        is), or the model does what no graph can hold.
+        """
         inputs = tuple(upload(array, self._device) for array in arrays)
-        stream = _capture_stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(stream):
-            run(*inputs)
-            graph = torch.cuda.CUDAGraph()
-            # Not torch.cuda.graph(): it collects garbage and empties the cache at every capture.
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        stream, lock = _capture_stream(self._device)
+        current = torch.cuda.current_stream(self._device)
+        with lock:
+            stream.wait_stream(current)
             try:
-                tokens = run(*inputs)
-            except BaseException:
-                with suppress(RuntimeError):  # the first error is the one to see
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+                with torch.cuda.stream(stream):
+                    run(*inputs)
+                    return self._record(run, inputs)
+            except torch.OutOfMemoryError:
+                return None
+            finally:
+                current.wait_stream(stream)  # also after an error: what was enqueued there writes blocks and history
+
+    def _record(self, run: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> Captured | None:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph(): it collects garbage and empties the cache at every capture.
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        try:
+            tokens = run(*inputs)
+        except BaseException as error:
+            with suppress(RuntimeError):  # the first error is the one to see
+                graph.capture_end()
+            if isinstance(error, RuntimeError):  # the first run passed: the step works, only not in a graph
+                return None
+            raise
+        graph.capture_end()
         self.num_captured += 1
         return Captured(graph, inputs, tokens)
 
@@ -199,7 +226,7 @@ class StepGraphs:
         return sample(self._adapter.logits(hidden), state.sampling, slots, seq_lens, state.tokens)
 
     def _prompt_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """tokens [3, size] int64 (slots, positions, write_from), rows [6, size // 16 + 1] int64 (see `_prompts`)."""
+        """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64 (see `_prompts`)."""
         rows = slice(plan.num_decode_rows, None)
         slots, start, num_new = plan.slots[rows], plan.start[rows], plan.num_new_tokens[rows]
         count, padding = len(slots), self._state.padding_slot
@@ -212,7 +239,7 @@ class StepGraphs:
         real[1] = (start - ends + num_new)[row_of_token] + np.arange(len(row_of_token))
         real[2] = plan.write_from[rows][row_of_token]
 
-        by_row = np.zeros((6, size // _TOKENS_PER_ROW + 1), dtype=np.int64)
+        by_row = np.zeros((6, self._prompt_rows(size) + 1), dtype=np.int64)
         starts, row_slots, seq_lens, last, sampled_slots, sampled_positions = by_row
         starts[1 : count + 1], starts[count + 1 :] = ends, ends[-1]
         row_slots[:] = sampled_slots[:] = padding
@@ -221,13 +248,14 @@ class StepGraphs:
         sampled_slots[samples], sampled_positions[samples] = slots[samples], (start + num_new)[samples]
         return tokens, by_row
 
-    def _prompts(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *, long: bool) -> torch.Tensor:
         state, (slots, positions, write_from) = self._state, tokens
         input_ids, at, slot_mapping = state.inputs(slots, positions, write_from)
         small = rows[:3].to(torch.int32)
         meta = PagedMetadata(
             query_start=small[0], seq_lens=small[2, :-1], block_table=state.block_table, slots=small[1, :-1],
-            slot_mapping=slot_mapping, max_query_len=max(128, len(slots)), max_seq_len=self._max_model_len,
+            slot_mapping=slot_mapping, max_query_len=max(128, len(slots)),
+            max_seq_len=self._max_model_len if long else _SHORT_SEQUENCE,
         )  # fmt: skip
         hidden = self._adapter.hidden_states(input_ids, self._step(at, meta))
         _, _, _, last, sampled_slots, sampled_positions = rows[:, :-1]

@@ -9,8 +9,11 @@ from torch import nn
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Exactly `torch.nn.Linear` over a float parameter. Hooks, patched and replaced forwards: see `recognise`."""
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.is_floating_point()
+    """Exactly `torch.nn.Linear` over a float parameter, without hooks. Patched classes: see `recognise`."""
+    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    weight = module.weight
+    return type(weight) is nn.Parameter and weight.is_floating_point() and "forward" not in vars(module)
 
 
 def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:

@@ -28,7 +28,7 @@ TOKENWISE_MODULES = (
     "torch.nn.modules.linear.", "torch.nn.modules.sparse.", "peft.tuners.lora.", "transformers.integrations.",
     "bitsandbytes.nn.",
 )  # fmt: skip
-BATCH_DEPENDENT = ("Linear8bitLt",)  # picks its outlier columns over all rows
+BATCH_DEPENDENT = ("Linear8bitLt", "NVFP4Linear")  # outlier columns and activation scales over all rows
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
