@@ -75,7 +75,7 @@ def _targets(engine):
         "runner.launch": (runner, "launch"),
         "runner._sample": (runner, "_sample"),
         "state.admit": (runner.state, "admit"),
-        "state.append": (runner.state, "append"),
+        "state.inputs": (runner.state, "inputs"),
         "adapter.hidden_states": (runner.adapter, "hidden_states"),
         "scheduler.schedule": (scheduler, "schedule"),
         "scheduler.commit": (scheduler, "commit"),
@@ -91,7 +91,7 @@ def _targets(engine):
 
 
 TARGETS = (
-    "runner.launch", "runner._sample", "state.admit", "state.append", "adapter.hidden_states", "scheduler.schedule",
+    "runner.launch", "runner._sample", "state.admit", "state.inputs", "adapter.hidden_states", "scheduler.schedule",
     "scheduler.commit", "scheduler.add", "loop.finish", "loop._commit", "loop._receive",
     "manager.allocate_slots", "manager.publish", "manager.free", "pool.allocate",
 )  # fmt: skip
