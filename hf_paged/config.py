@@ -23,7 +23,8 @@ class PagedConfig:
         enable_prefix_caching: keep full blocks of finished requests, and share equal prefixes.
         enforce_eager: never capture CUDA graphs.
         attention_backend: one of "auto", "triton", "flash_attn", "torch". "flash_attn": prompts by an installed
-            flash-attn 2, 3 or 4, the rest by "triton"; an error where none can be used.
+            flash-attn 2, 3 or 4, the rest by "triton"; an error where none can be used. "torch" waits for the device in
+            every step, so it runs without CUDA graphs.
         kv_cache_dtype: "auto" (the model's dtype) or that dtype's name.
         strict: raise `FallbackError` where a call would go to stock `generate`.
         seed: base seed of calls that bring none. None: drawn from torch's default generator, call by call.

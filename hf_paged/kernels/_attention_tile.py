@@ -1,14 +1,19 @@
 # mypy: disallow-untyped-defs=False
 """One tile of paged attention on the device: gather K and V through the block table, online softmax in base 2.
 
-The recurrence is FlashAttention-2's (Dao 2023, arXiv 2307.08691, algorithm 1); prefill and decode share it.
+The recurrence is FlashAttention-2's (Dao 2023, arXiv 2307.08691, algorithm 1). Decode's: prefill pipelines its own.
 """
 
 from __future__ import annotations
 
-from hf_paged.kernels._triton import jit, tl
+from hf_paged.kernels._triton import jit, tl, triton
 
 LOG2_E = 1.4426950408889634
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Lanes of a tile's head: a power of two that tl.dot takes."""
+    return max(16, triton.next_power_of_2(head_dim))
 
 
 @jit()
@@ -28,44 +33,33 @@ def attend_tile(
     block,  # [N] int32: the positions' blocks
     head,
     position,  # [N] int32
-    readable,  # [N] bool: positions that may be read
-    visible,  # [M or 1, N] bool: positions that count
+    readable,  # [N] bool: positions that may be read, and count
     scale_log2,
     softcap_log2,
-    MASKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Returns (acc, top, total) after this tile; ``MASKED`` False skips both masks."""
+    """Returns (acc, top, total) after this tile."""
     lane = tl.arange(0, HEAD_DIM_PAD)
     # In int64: a cache may hold more than 2**31 elements.
     slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
     offset = (slot * KV_HEADS + head)[:, None] * HEAD_DIM + lane[None, :]
-    if MASKED:
-        # Unread slots may hold NaN, and a weight of zero would not silence it: they are loaded as zero.
-        inside = readable[:, None] & (lane < HEAD_DIM)[None, :]
-        k = tl.load(k_cache + offset, mask=inside, other=0.0)
-        v = tl.load(v_cache + offset, mask=inside, other=0.0)
-    elif HEAD_DIM != HEAD_DIM_PAD:
-        inside = tl.broadcast_to((lane < HEAD_DIM)[None, :], offset.shape)
-        k = tl.load(k_cache + offset, mask=inside, other=0.0)
-        v = tl.load(v_cache + offset, mask=inside, other=0.0)
-    else:
-        k = tl.load(k_cache + offset)
-        v = tl.load(v_cache + offset)
+    # Unread slots may hold NaN, and a weight of zero would not silence it: they are loaded as zero.
+    inside = readable[:, None] & (lane < HEAD_DIM)[None, :]
+    k = tl.load(k_cache + offset, mask=inside, other=0.0)
+    v = tl.load(v_cache + offset, mask=inside, other=0.0)
 
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), exact at both infinities; 2.885... is 2 log2(e).
         score = softcap_log2 * (1.0 - 2.0 / (tl.exp2(score / softcap_log2 * 2.8853900817779268) + 1.0))
-    if MASKED:
-        score = tl.where(visible, score, float("-inf"))
+    score = tl.where(readable[None, :], score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, 1))
     # Before its first visible position a row's maximum is -inf, and -inf - -inf is NaN.
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     weight = tl.exp2(score - shift[:, None])
     rescale = tl.exp2(top - shift)
     total = total * rescale + tl.sum(weight, 1)

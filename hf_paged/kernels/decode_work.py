@@ -6,8 +6,6 @@ CUDA graph reads another plan at every replay. Planning on the host as in FlashI
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 import torch
 
@@ -17,12 +15,6 @@ from hf_paged.kernels.metadata import ITEM_FIELDS, DecodeWork, PagedMetadata
 MAX_PIECES = 64
 # A shorter piece costs more in its start and its part of the joining than it gains.
 MIN_PIECE = 64
-
-
-@lru_cache(maxsize=64)
-def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 for a CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def piece_length(lengths: np.ndarray, places: int) -> int:

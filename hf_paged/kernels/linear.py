@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from hf_paged.kernels._device import shared_memory
 from hf_paged.kernels._gemv import GemvConfig, gemv
 from hf_paged.kernels._linear_dot import DotConfig, dot_linear
 from hf_paged.kernels._triton import triton
@@ -65,8 +66,8 @@ def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def linear_silu_mul_triton(x: torch.Tensor, weight: torch.Tensor, config: GemvConfig) -> torch.Tensor:
     """:func:`linear_silu_mul` as one Triton launch; ``[T, 2 * I]`` never is in memory.
 
-    A program takes as many weight rows as with :func:`linear_triton`, half of them gates: then the compiler fuses the
-    same a * b + c, and the bits are those of the separate ops.
+    A program takes as many weight rows as with :func:`linear_triton`, half of them gates, so that the products are
+    added up alike, but for which of the first two the compiler fuses into the addition.
     """
     return gemv(x, weight, None, config._replace(block_n=max(1, config.block_n // 2)), silu=True)
 
@@ -77,8 +78,8 @@ def choose_config(x: torch.Tensor, weight: torch.Tensor) -> GemvConfig | DotConf
         return None
     if x.stride(1) != 1 or weight.stride(1) != 1 or len(x) == 0:
         return None
-    config, shared_memory = fastest_config(len(x), *weight.shape), _shared_memory(x.device)
-    return config if shared_memory >= (_DOT_SHARED_MEMORY if isinstance(config, DotConfig) else 1) else None
+    config, available = fastest_config(len(x), *weight.shape), _shared_memory(x.device)
+    return config if available >= (_DOT_SHARED_MEMORY if isinstance(config, DotConfig) else 1) else None
 
 
 def fastest_config(rows: int, outputs: int, width: int) -> GemvConfig | DotConfig | None:
@@ -110,7 +111,7 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes a block may have; 0 where the kernels do not run (before Ampere, AMD)."""
     if torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         return 0
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 1)
+    return max(1, shared_memory(device))
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

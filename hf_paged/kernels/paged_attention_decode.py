@@ -8,14 +8,14 @@ last piece joins them all (as stream-K's fix-up does, Osama et al. 2023, arXiv 2
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._attention_tile import LOG2_E, attend_tile, blocks_of
+from hf_paged.kernels._attention_tile import LOG2_E, attend_tile, blocks_of, padded_head_dim
+from hf_paged.kernels._device import num_multiprocessors, shared_memory
 from hf_paged.kernels._triton import after_previous_kernel, jit, on_device_of, pdl_options, require_triton, tl, triton
-from hf_paged.kernels.decode_work import MAX_PIECES, MIN_PIECE, even_work, num_multiprocessors
+from hf_paged.kernels.decode_work import MAX_PIECES, MIN_PIECE, even_work
 from hf_paged.kernels.metadata import ITEM_FIELDS, PagedMetadata
 
 # Shared memory a block needs for the deep configurations; smaller GPUs (sm_86, sm_89: 99 KiB) take the shallow ones.
@@ -97,7 +97,7 @@ def config_of(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtyp
               device: torch.device) -> DecodeConfig:  # fmt: skip
     """What :func:`paged_attention_decode` takes on ``device`` for that many rows."""
     programs_per_sm = num_rows * num_kv_heads / num_multiprocessors(device)
-    return decode_config(_padded(head_dim), dtype.itemsize, programs_per_sm, _shared_memory(device))
+    return decode_config(padded_head_dim(head_dim), dtype.itemsize, programs_per_sm, shared_memory(device))
 
 
 def places_of(config: DecodeConfig, num_kv_heads: int, device: torch.device) -> int:
@@ -108,17 +108,6 @@ def places_of(config: DecodeConfig, num_kv_heads: int, device: torch.device) -> 
 def decode_places(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
     """:func:`places_of` the configuration that is chosen for that many rows."""
     return places_of(config_of(num_rows, num_kv_heads, head_dim, dtype, device), num_kv_heads, device)
-
-
-def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
-
-
-@lru_cache(maxsize=64)
-def _shared_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _DEEP_SHARED_MEMORY
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
 @jit(varying_pointers=("items",))
@@ -196,8 +185,8 @@ def _decode_kernel(
         next_block = blocks_of(table_row, position + BLOCK_N, begin, loop_end, BLOCK_SIZE)
         readable = (position >= begin) & (position < loop_end)
         acc, top, total = attend_tile(
-            q_tile, acc, top, total, k_cache, v_cache, block, head, position, readable, readable[None, :],
-            scale_log2, softcap_log2, True, HAS_SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE,
+            q_tile, acc, top, total, k_cache, v_cache, block, head, position, readable,
+            scale_log2, softcap_log2, HAS_SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE,
         )  # fmt: skip
         block = next_block
 
@@ -311,7 +300,7 @@ def paged_attention_decode(
         work = even_work(meta, num_kv_heads, pieces)
     group = num_heads // num_kv_heads
     group_pad = triton.next_power_of_2(group)
-    head_dim_pad = _padded(head_dim)
+    head_dim_pad = padded_head_dim(head_dim)
     acc = torch.empty(len(work.items), num_heads, head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(len(work.items), num_heads, 2, dtype=torch.float32, device=q.device)
     # Programs that come early are spread over what room there is, unevenly: only a step that has room for all may. They

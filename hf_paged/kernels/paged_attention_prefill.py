@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._attention_tile import LOG2_E
+from hf_paged.kernels._attention_tile import LOG2_E, padded_head_dim
+from hf_paged.kernels._device import shared_memory
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 from hf_paged.kernels.metadata import PagedMetadata
 
@@ -71,13 +71,6 @@ def prefill_config(
             config = config._replace(branch=False)
         return config._replace(block_m=block_m, num_warps=4, max_registers=None)
     return config._replace(block_m=block_m)
-
-
-@lru_cache(maxsize=64)
-def _shared_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _DEEP_SHARED_MEMORY
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
 @jit()
@@ -305,10 +298,10 @@ def paged_attention_prefill(
     if num_tokens == 0:
         return out
     group = num_heads // num_kv_heads
-    head_dim_pad = max(16, triton.next_power_of_2(head_dim))
+    head_dim_pad = padded_head_dim(head_dim)
     if config is None:
         config = prefill_config(head_dim_pad, q.element_size(), group, meta.max_query_len, meta.max_seq_len,
-                                _shared_memory(q.device))  # fmt: skip
+                                shared_memory(q.device))  # fmt: skip
     if scale <= 0.0:  # the kernel takes the largest score before it scales
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     # A row of n tokens that starts anywhere needs at most n // BLOCK_Q + 1 tiles.

@@ -69,25 +69,20 @@ class ModelRunner:
             self.state.admit([s.slot for s in plan.admitted], [s.token_ids for s in plan.admitted],
                              [s.block_table for s in plan.admitted], parameters)  # fmt: skip
         self.state.update_blocks(*plan.block_updates)
-        if self.graphs is not None:
-            result = self._result(len(plan.slots))
-            if self.graphs.launch(plan, result):
-                return self._handle(result)
+        result = torch.empty(len(plan.slots), dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
+        if self.graphs is not None and self.graphs.launch(plan, result):
+            return self._handle(result)
 
         num_new = plan.num_new_tokens
         query_start = np.zeros(len(num_new) + 1, dtype=np.int32)
         np.cumsum(num_new, out=query_start[1:])
-        row_of_token = np.repeat(np.arange(len(num_new)), num_new)
-        positions = plan.start[row_of_token] + np.arange(len(row_of_token)) - query_start[row_of_token]
-        per_token = upload(np.stack([plan.slots[row_of_token], positions, plan.write_from[row_of_token]])
-                           .astype(np.int64), self.device)  # fmt: skip
-        token_slots, token_positions, write_from = per_token
+        token_slots, token_positions, write_from = upload(plan.token_columns(), self.device)
         input_ids, token_positions, slot_mapping = self.state.inputs(token_slots, token_positions, write_from)
 
         step = PagedStep(token_positions, slot_mapping, self.cache, self._parts(plan, query_start, slot_mapping),
                          self.attention_backend)  # fmt: skip
         hidden = self.adapter.hidden_states(input_ids, step)
-        return self._sample(plan, query_start, hidden)
+        return self._sample(plan, query_start, hidden, result)
 
     def _parts(self, plan: StepPlan, query_start: np.ndarray,
                slot_mapping: torch.Tensor) -> list[tuple[int, int, PagedMetadata]]:  # fmt: skip
@@ -119,9 +114,9 @@ class ModelRunner:
         arrivals = torch.zeros(len(slots) * self.spec.num_kv_heads, dtype=torch.int32, device=self.device)
         return DecodeWork(upload(plan_items(seq_lens, slots, places), self.device), arrivals)
 
-    def _sample(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor) -> StepHandle:
+    def _sample(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor,
+                result: torch.Tensor) -> StepHandle:  # fmt: skip
         rows = np.flatnonzero(plan.samples)
-        result = self._result(len(plan.slots))
         if not len(rows):
             return self._handle(result.fill_(-1))
         packed = np.stack([query_start[rows + 1] - 1, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]])
@@ -133,9 +128,6 @@ class ModelRunner:
             tokens = every.index_copy_(0, upload(rows, self.device), tokens)
         result.copy_(tokens, non_blocking=True)
         return self._handle(result)
-
-    def _result(self, num_rows: int) -> torch.Tensor:
-        return torch.empty(num_rows, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
 
     def _handle(self, result: torch.Tensor) -> StepHandle:
         """A handle on tokens that are on their way to the host."""

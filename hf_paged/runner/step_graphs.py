@@ -233,11 +233,8 @@ class StepGraphs:
         ends = np.cumsum(num_new)
         tokens = np.empty((3, size), dtype=np.int64)
         tokens[0], tokens[1], tokens[2] = padding, -1, 0
-        row_of_token = np.repeat(np.arange(count), num_new)
-        real = tokens[:, : len(row_of_token)]
-        real[0] = slots[row_of_token]
-        real[1] = (start - ends + num_new)[row_of_token] + np.arange(len(row_of_token))
-        real[2] = plan.write_from[rows][row_of_token]
+        real = plan.token_columns(plan.num_decode_rows)
+        tokens[:, : real.shape[1]] = real
 
         by_row = np.zeros((6, self._prompt_rows(size) + 1), dtype=np.int64)
         starts, row_slots, seq_lens, last, sampled_slots, sampled_positions = by_row

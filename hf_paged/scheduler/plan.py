@@ -92,6 +92,13 @@ class StepPlan:
         """Tokens computed in this step."""
         return int(self.num_new_tokens.sum())
 
+    def token_columns(self, first_row: int = 0) -> np.ndarray:
+        """Slot, position and write_from of every token, row after row from `first_row` on; int64 [3, T]."""
+        num_new = self.num_new_tokens[first_row:]
+        row = np.repeat(np.arange(first_row, first_row + len(num_new)), num_new)
+        place = np.arange(len(row)) - np.repeat(np.cumsum(num_new) - num_new, num_new)
+        return np.stack([self.slots[row], self.start[row] + place, self.write_from[row]]).astype(np.int64)
+
 
 class CommitResult(NamedTuple):
     """What a commit did.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from exactness import EPS, HALVES, assert_equal, runs
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hf_paged.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference, add_rms_norm_triton
@@ -10,20 +11,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities
     pytest.mark.usefixtures("guarded_outputs"),
 ]
-EPS = 1e-6
-HALVES = [torch.float16, torch.bfloat16]
-# The interpreter truncates to bfloat16.
-interpreted = pytest.mark.interpreted
-RUNS = [
-    *(pytest.param(add_rms_norm_reference, "cpu", dtype) for dtype in (torch.float32, *HALVES)),
-    *(pytest.param(add_rms_norm_triton, "cpu", dtype, marks=interpreted) for dtype in (torch.float32, torch.float16)),
-    *(pytest.param(add_rms_norm, "cuda", dtype, marks=pytest.mark.gpu) for dtype in (torch.float32, *HALVES)),
-]
-
-
-def assert_equal(actual, expected):
-    assert actual.shape == expected.shape
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+RUNS = runs(add_rms_norm_reference, add_rms_norm_triton, add_rms_norm)
 
 
 def rows_of(tensor):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from exactness import EPS, assert_equal, runs
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from hf_paged.kernels.qk_norm_rope_store import (
@@ -14,20 +15,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities
     pytest.mark.usefixtures("guarded_outputs"),
 ]
-EPS = 1e-6
-HALVES = [torch.float16, torch.bfloat16]
-# The interpreter truncates to bfloat16.
-interpreted = pytest.mark.interpreted
-RUNS = [
-    *(pytest.param(qk_norm_rope_store_reference, "cpu", dtype) for dtype in (torch.float32, *HALVES)),
-    *(pytest.param(qk_norm_rope_store_triton, "cpu", d, marks=interpreted) for d in (torch.float32, torch.float16)),
-    *(pytest.param(qk_norm_rope_store, "cuda", d, marks=pytest.mark.gpu) for d in (torch.float32, *HALVES)),
-]
-
-
-def assert_equal(actual, expected):
-    assert actual.shape == expected.shape
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+RUNS = runs(qk_norm_rope_store_reference, qk_norm_rope_store_triton, qk_norm_rope_store)
 
 
 class Case:

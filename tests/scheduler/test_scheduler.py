@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from fake_model import Driver, alone, config
 
-from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, Status
+from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, Status, StepPlan
+from hf_paged.scheduler.plan import BlockUpdates
 
 both = pytest.mark.parametrize("overlap", [False, True])
 
@@ -301,3 +302,14 @@ def test_counts():
     driver.step()
     assert (scheduler.num_waiting, scheduler.num_running) == (1, 2)
     assert (scheduler.num_blocks, scheduler.num_free_blocks) == (20, 15)
+
+
+def test_token_columns_of_a_plan_are_its_tokens_row_after_row():
+    """A decode row, a chunk from inside a prompt, and a cached prompt whose one token is computed but not written."""
+    none = np.empty(0, np.int32)
+    plan = StepPlan([], np.array([3, 1, 2]), np.array([1, 3, 1]), np.array([7, 4, 31]), np.array([7, 5, 32]),
+                    np.ones(3, bool), 1, [], BlockUpdates(none, none, none), np.zeros(3, np.int64), [])  # fmt: skip
+    expected = [[3, 1, 1, 1, 2], [7, 4, 5, 6, 31], [7, 5, 5, 5, 32]]
+    assert plan.token_columns().tolist() == expected
+    assert plan.token_columns(1).tolist() == [line[1:] for line in expected]
+    assert plan.token_columns(3).shape == (3, 0)

@@ -1,0 +1,21 @@
+"""What the kernels' configurations have to know of a device."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+
+@lru_cache(maxsize=64)
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 for a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache(maxsize=64)
+def shared_memory(device: torch.device) -> int:
+    """Bytes a block may have; 0 where the GPU does not say, a large GPU's for a CPU (the interpreter has no limit)."""
+    if device.type != "cuda":
+        return 227 << 10
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
