@@ -1,11 +1,12 @@
-"""How close the kernels come to the card: decode and prefill attention, and the weights checksum.
+"""How close the kernels come to the card: attention, fused ops, linear layers of few rows, sampling, checksum.
 
     python benchmarks/kernel_speed.py [--out kernels.json] [--sweep]
 
-On a GPU: TB/s of K and V read against the bandwidth of a copy, TFLOP/s against a large GEMM, both measured in the
-same run, and FlashAttention-2 as torch ships it for the prefill rows. Times are medians of CUDA-graph replays, so
-launches do not count; calls rotate over caches larger than L2 together. ``--sweep`` tries tile shapes and plans.
-On a CPU: microseconds of the torch backend for the shapes of `benchmarks/ragged_cpu.py`.
+On a GPU: TB/s of what has to be read and written against the bandwidth of a copy, TFLOP/s against a large GEMM, both
+measured in the same run, and FlashAttention-2 as torch ships it for the prefill rows. Times are medians of CUDA-graph
+replays, so launches do not count; calls rotate over caches larger than L2 together. ``--sweep`` tries tile shapes and plans.
+On a CPU: microseconds of the torch backend for the shapes of `benchmarks/ragged_cpu.py`. (Not named kernels.py: that
+would hide the Hub's `kernels` package from transformers.)
 """
 
 from __future__ import annotations
@@ -27,11 +28,17 @@ import numpy as np
 import torch
 import triton
 
+from hf_paged.kernels.add_rms_norm import add_rms_norm
 from hf_paged.kernels.decode_work import plan_items
+from hf_paged.kernels.linear import linear
 from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
 from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.paged_attention_decode import DecodeConfig, config_of, paged_attention_decode, places_of
 from hf_paged.kernels.paged_attention_prefill import paged_attention_prefill
+from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
+from hf_paged.kernels.sample_tokens import SamplingTable, sample_tokens
+from hf_paged.kernels.silu_mul import silu_mul
+from hf_paged.kernels.store_kv import store_kv
 from hf_paged.kernels.weights_checksum import ChecksumPlan, weights_checksum
 
 HEAD_DIM, KV_HEADS, BLOCK_SIZE = 128, 8, 16
@@ -170,6 +177,54 @@ def prefill_rows(gemm: float) -> Iterable[dict[str, Any]]:
         }  # fmt: skip
 
 
+def op_rows(copy: float) -> Iterable[dict[str, Any]]:
+    """The ops around attention in the sizes of Qwen3-8B, for a decode step and a prompt step."""
+    bf16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    hidden, inner, heads, vocab = 4096, 12288, 32, 151936
+    for tokens in (256, 8192):
+        count = max(2, -(-L2_BYTES // (tokens * inner * 4)))  # enough sets that a call finds nothing in L2
+        size = (count, tokens)
+        slots = torch.randperm(tokens, device="cuda")
+        caches = [torch.empty(tokens // BLOCK_SIZE, BLOCK_SIZE, KV_HEADS, HEAD_DIM, **bf16) for _ in range(2)]
+        weight, norm = torch.ones(hidden, **bf16), torch.ones(HEAD_DIM, **bf16)
+        cos, sin = torch.rand(2, tokens, HEAD_DIM, **bf16)
+        x, residual = torch.randn(*size, hidden, **bf16), torch.randn(*size, hidden, **bf16)
+        gate_up = torch.randn(*size, 2 * inner, **bf16)
+        qkv = torch.randn(*size, (heads + 2 * KV_HEADS) * HEAD_DIM, **bf16)
+        key, value = torch.randn(2, *size, KV_HEADS, HEAD_DIM, **bf16)
+        ops: list[tuple[str, int, list[Callable[[], object]]]] = [
+            ("add_rms_norm", 4 * hidden,
+             [partial(add_rms_norm, *pair, weight, 1e-6) for pair in zip(x, residual, strict=True)]),
+            ("silu_mul", 3 * inner, [partial(silu_mul, each) for each in gate_up]),
+            ("qk_norm_rope_store", (2 * heads + 4 * KV_HEADS + 2) * HEAD_DIM,
+             [partial(qk_norm_rope_store, each, norm, norm, 1e-6, cos, sin, slots, slots, *caches) for each in qkv]),
+            ("store_kv", 4 * KV_HEADS * HEAD_DIM,
+             [partial(store_kv, *pair, *caches, slots) for pair in zip(key, value, strict=True)]),
+        ]  # fmt: skip
+        for name, width, calls in ops:
+            yield _bandwidth_row(f"{name} {tokens}", 2 * tokens * width, calls, copy)
+        del x, residual, gate_up, qkv, key, value
+    for rows in (1, 16):
+        weights = [torch.randn(hidden, hidden, **bf16) for _ in range(14)]
+        calls = [partial(linear, torch.randn(rows, hidden, **bf16), weight) for weight in weights]
+        yield _bandwidth_row(f"linear {rows} x 4096 x 4096", 2 * hidden * hidden, calls, copy)
+    logits = [torch.randn(256, vocab, **bf16) for _ in range(6)]
+    position = torch.zeros(256, dtype=torch.int64, device="cuda")
+    for name, top_k, tail in (("temperature", 0, 0.0), ("top-k 50, top-p 0.9", 50, 0.1)):
+        table = SamplingTable(torch.tensor([[0.7, tail, 0.0]], device="cuda").repeat(256, 1),
+                              torch.tensor([[1, top_k, 0]], device="cuda").repeat(256, 1),
+                              torch.full((256, 1), -1, device="cuda"))  # fmt: skip
+        rows_of = torch.arange(256, device="cuda")
+        calls = [partial(sample_tokens, each, table, rows_of, position) for each in logits]
+        yield _bandwidth_row(f"sample_tokens 256, {name}", 2 * 256 * vocab, calls, copy)
+
+
+def _bandwidth_row(name: str, nbytes: int, calls: list[Callable[[], object]], copy: float) -> dict[str, Any]:
+    seconds = graph_time(calls)
+    rate = nbytes / seconds / 1e12
+    return {"row": name, "us": seconds * 1e6, "TB/s": rate, "of copy": rate / copy}
+
+
 def checksum_rows(copy: float) -> Iterable[dict[str, Any]]:
     """16 GB of bf16 in the sizes of an 8B model's layers."""
     sizes = [4096 * 4096 * 2, 4096 * 2048, 3 * 4096 * 12288, 4096] * 36 + [151936 * 4096] * 2
@@ -256,7 +311,7 @@ def main() -> None:
         report.update(ceilings())
         copy, gemm = report["copy_tb_s"], report["gemm_tflop_s"]
         print(f"copy {copy:.2f} TB/s, GEMM {gemm:.0f} TFLOP/s")
-        rows = itertools.chain(decode_rows(copy), prefill_rows(gemm), checksum_rows(copy))
+        rows = itertools.chain(decode_rows(copy), prefill_rows(gemm), op_rows(copy), checksum_rows(copy))
     report["rows"] = [show(row) for row in rows]
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -68,9 +68,12 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
             )
         return hidden
 
-    def teacher(logits: torch.Tensor, sampling: object) -> torch.Tensor:
+    def teacher(logits: torch.Tensor, table: object, slots: torch.Tensor, position: torch.Tensor,
+                history: torch.Tensor) -> torch.Tensor:  # fmt: skip
         owner = [int(step["plan"].sequences[row].request_id) for row in np.flatnonzero(step["plan"].samples)]
-        return tokens[torch.tensor(owner, device=tokens.device), sampling.position]  # type: ignore[attr-defined]
+        taught = tokens[torch.tensor(owner, device=tokens.device), position]
+        history[slots, position] = taught.to(history.dtype)
+        return taught
 
     runner.prepare()
     greedy = SlotParameters(False, 1.0, 0, 1.0, 0.0, 0, 0, (), length)
