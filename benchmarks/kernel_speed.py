@@ -4,7 +4,7 @@
 
 On a GPU: TB/s of what has to be read and written against the bandwidth of a copy, TFLOP/s against a large GEMM, both
 measured in the same run, and FlashAttention-2 as torch ships it for the prefill rows. Times are medians of CUDA-graph
-replays, so launches do not count; calls rotate over caches larger than L2 together. ``--sweep`` tries tile shapes and plans.
+replays, so launches do not count; calls rotate over caches larger than L2 together. ``--sweep`` tries tile shapes.
 On a CPU: microseconds of the torch backend for the shapes of `benchmarks/ragged_cpu.py`. (Not named kernels.py: that
 would hide the Hub's `kernels` package from transformers.)
 """

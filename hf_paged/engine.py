@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
 
 from hf_paged.arguments import ConfigMerger, base_seed, merge_config, token_id_lists, token_ids
 from hf_paged.config import PagedConfig
@@ -26,6 +27,7 @@ from hf_paged.runner.sampler import derive_seed
 from hf_paged.scheduler import Sequence
 from hf_paged.session import Request, Session
 from hf_paged.settings import RequestSettings, settings_from_config
+from hf_paged.stopping import StopRule
 
 
 class Engine:
@@ -67,6 +69,7 @@ class Engine:
         self._public = Session(self, stream=True)
         self._ids = itertools.count()
         self._is_shut_down = False
+        self._stop_strings: dict[tuple[str, ...], StopStringCriteria] = {}
         self._deferred: list[Callable[[], None]] = []  # what must wait for the end of a step
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -96,7 +99,7 @@ class Engine:
         merged = self.merge_config(generation_config, {})
         if merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
-        settings = settings_from_config(merged, len(prompt))
+        settings = settings_from_config(merged, len(prompt), self.vocab_size)
         return self._public.add(prompt, settings, seed=derive_seed(self.base_seed(seed), 0), request_id=request_id,
                                 priority=priority)  # fmt: skip
 
@@ -248,13 +251,33 @@ class Engine:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
+    def stop_rule(self, settings: RequestSettings, prompt: list[int]) -> StopRule | None:
+        """What watches a request for the stop strings and the time of its settings; None: nothing to watch.
+
+        Raises:
+            ValueError: stop strings without a tokenizer, or ones that its vocabulary cannot make.
+        """
+        if not settings.stop_strings and settings.max_time is None:
+            return None
+        strings = None
+        if settings.stop_strings:
+            if self.tokenizer is None:
+                raise ValueError(f"stop_strings={settings.stop_strings!r}: expected an engine with a tokenizer")
+            strings = self._stop_strings.get(settings.stop_strings)
+            if strings is None:
+                strings = StopStringCriteria(self.tokenizer, list(settings.stop_strings))
+                self._stop_strings = {settings.stop_strings: strings}  # the last one: calls ask for one over and over
+        deadline = None if settings.max_time is None else time.time() + settings.max_time
+        return StopRule(strings, deadline, prompt)
+
     def _add(self, session: Session, prompt: list[int], settings: RequestSettings, seed: int, request_id: str | None,
-             priority: int) -> str:  # fmt: skip
+             priority: int, stop: StopRule | None) -> str:  # fmt: skip
         if not isinstance(priority, int):
             raise TypeError(f"priority={priority!r}: expected an integer")
         if not isinstance(request_id, (str, type(None))):
             raise TypeError(f"request_id={request_id!r}: expected None or a str")
         made = request_id is None
+        stop = self.stop_rule(settings, prompt) if stop is None else stop
         with self._lock:
             if self.is_reentrant():
                 raise RuntimeError("a request cannot be added from inside a step of the same engine")
@@ -271,11 +294,11 @@ class Engine:
             parameters = SlotParameters(
                 settings.do_sample, settings.temperature, settings.top_k, settings.top_p, settings.min_p, seed,
                 len(prompt) + settings.min_new_tokens, eos,
-                min(len(prompt) + settings.max_new_tokens, self._loop.pool.max_model_len),
+                min(len(prompt) + settings.max_new_tokens, self._loop.pool.max_model_len), len(prompt), settings.edits,
             )  # fmt: skip
             sequence = Sequence(request_id, prompt, max_new_tokens=settings.max_new_tokens,
                                 eos_token_ids=eos, priority=priority)  # fmt: skip
-            request = Request(sequence, parameters, session)
+            request = Request(sequence, parameters, session, stop=stop)
             if session.stream and session.text and self.tokenizer is not None:
                 request.text = TextStream(self.tokenizer)
             self._loop.add(request)

@@ -21,6 +21,7 @@ from hf_paged.prompts import as_prompt_list
 from hf_paged.runner.sampler import derive_seed
 from hf_paged.session import Session
 from hf_paged.settings import RequestSettings, settings_from_config
+from hf_paged.stopping import StopRule
 
 PROGRESS_DELAY_S = 2.0
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -160,14 +161,15 @@ class PagedGenerator:
         requests: list[_Request] = []
         for prompt, config, own_seed in zip(ids, configs, seeds, strict=True):
             merged = merge(config)
-            settings = settings_from_config(merged, len(prompt))
+            settings = settings_from_config(merged, len(prompt), self.engine.vocab_size)
             copies = merged.num_return_sequences
             copies = 1 if copies is None else copies
             if not isinstance(copies, int) or copies < 1 or (copies > 1 and not settings.do_sample):
                 raise ValueError(f"num_return_sequences={copies!r}: expected 1, or more with do_sample=True")
             for copy in range(copies):
                 number = copy if per_prompt else len(requests)
-                requests.append(_Request(prompt, settings, derive_seed(self.engine.base_seed(own_seed), number)))
+                seed_ = derive_seed(self.engine.base_seed(own_seed), number)
+                requests.append(_Request(prompt, settings, seed_, self.engine.stop_rule(settings, prompt)))
         return requests
 
     def _generate_tensor(self, prompts: Any, generation_config: Any, seed: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -203,6 +205,7 @@ class _Request(NamedTuple):
     prompt: list[int]
     settings: RequestSettings
     seed: int
+    stop: StopRule | None
 
 
 def _has_tokenizer(path_or_id: str | os.PathLike) -> bool:
@@ -217,7 +220,7 @@ def _has_tokenizer(path_or_id: str | os.PathLike) -> bool:
 
 
 def _drive(session: Session, requests: list[_Request]) -> Iterator[tuple[int, StepOutput]]:
-    index = {session.add(r.prompt, r.settings, seed=r.seed): i for i, r in enumerate(requests)}
+    index = {session.add(r.prompt, r.settings, seed=r.seed, stop=r.stop): i for i, r in enumerate(requests)}
     while session.unfinished():
         for output in session.advance():
             yield index[output.request_id], output

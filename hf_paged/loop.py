@@ -18,6 +18,7 @@ from hf_paged.runner.pool import DevicePool
 from hf_paged.runner.weights import WeightsGuard
 from hf_paged.scheduler import Scheduler, SchedulerConfig, StepPlan
 from hf_paged.session import Request
+from hf_paged.stopping import ended
 
 NAN_ERROR = "the model's logits hold NaN, or no finite value to sample from"
 
@@ -40,6 +41,7 @@ class StepLoop:
         self._state_key = b""  # of the model, when the runner was prepared
         self._arrivals: list[Request] = []  # since the last step
         self._any_stream = False  # did a streaming request come since there was none at all?
+        self._any_stop = False  # likewise one with a stop rule
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
         self.totals = dict.fromkeys(("preemptions", "generated", "prefill", "steps", "queries", "hits"), 0)
 
@@ -48,6 +50,7 @@ class StepLoop:
         self.dirty = True
         self.scheduler_or_build().add(request.sequence)
         self._any_stream = request.session.stream or (self._any_stream and bool(self.requests))
+        self._any_stop = request.stop is not None or (self._any_stop and bool(self.requests))
         self.requests[request.request_id] = request.session.open[request.request_id] = request
         self._arrivals.append(request)
         self.dirty = False
@@ -125,6 +128,8 @@ class StepLoop:
                 request.error = NAN_ERROR
         result = self.scheduler.commit(plan, tokens)
         self.totals["generated"] += len(result.accepted)
+        if self._any_stop:
+            self._stop(plan, result.accepted, tokens)
         for row in result.accepted if self._any_stream else ():
             request = self.requests.get(plan.sequences[row].request_id)
             if request is not None and request.session.stream:
@@ -132,6 +137,16 @@ class StepLoop:
         for sequence in result.finished:
             if sequence.request_id in self.requests:
                 self.finish(self.requests[sequence.request_id])
+
+    def _stop(self, plan: StepPlan, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """End the requests whose new token completes a stop string, or whose time is over."""
+        assert self.scheduler is not None
+        found = ((self.requests.get(plan.sequences[row].request_id), int(tokens[row])) for row in rows.tolist())
+        for request_id, reason in ended((request, token) for request, token in found if request is not None).items():
+            request = self.requests[request_id]
+            if request.sequence.finish_reason is None:
+                self.scheduler.finish(request.sequence, reason)
+                self.finish(request)
 
     def _emit(self, request: Request, token: int) -> None:
         done = request.sequence.finish_reason is not None

@@ -12,6 +12,7 @@ from hf_paged.outputs import StepOutput
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Sequence
 from hf_paged.settings import RequestSettings
+from hf_paged.stopping import StopRule
 
 if TYPE_CHECKING:
     from hf_paged.engine import Engine
@@ -25,6 +26,7 @@ class Request:
     parameters: SlotParameters
     session: Session
     text: TextStream | None = None
+    stop: StopRule | None = None
     num_emitted: int = 0
     error: str | None = None
 
@@ -43,6 +45,8 @@ class Request:
             priority=old.priority,
             cache_key=old.cache_key,
         )
+        if self.stop is not None:
+            self.stop.restart()
 
 
 class Session:
@@ -62,9 +66,9 @@ class Session:
         return engine
 
     def add(self, prompt_token_ids: list[int], settings: RequestSettings, *, seed: int, request_id: str | None = None,
-            priority: int = 0) -> str:  # fmt: skip
-        """Queue a checked prompt; returns the request's id."""
-        return self._engine._add(self, prompt_token_ids, settings, seed, request_id, priority)
+            priority: int = 0, stop: StopRule | None = None) -> str:  # fmt: skip
+        """Queue a checked prompt; returns the request's id. `stop`: None: made from the settings."""
+        return self._engine._add(self, prompt_token_ids, settings, seed, request_id, priority, stop)
 
     def advance(self) -> list[StepOutput]:
         """What came in for this session, after at most one engine step. [] says nothing; see `unfinished`."""

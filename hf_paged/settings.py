@@ -12,6 +12,8 @@ import torch
 from transformers import GenerationConfig
 
 from hf_paged.errors import UnsupportedOptionError
+from hf_paged.logits_options import GREEDY_TOO, NEUTRAL, SAMPLING_ONLY, edits_from_config
+from hf_paged.runner.edits import Edits
 
 # Options that the engine carries out itself.
 NATIVE = (
@@ -27,6 +29,10 @@ NATIVE = (
     "eos_token_id",
     "pad_token_id",
     "num_return_sequences",
+    "max_time",
+    "stop_strings",
+    *GREEDY_TOO,
+    *SAMPLING_ONLY,
 )
 
 # Options that change nothing in greedy search or sampling, whatever their value.
@@ -58,16 +64,9 @@ FALLBACK: dict[str, tuple] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
     "diversity_penalty": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
     "encoder_repetition_penalty": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0),
     "encoder_no_repeat_ngram_size": (None, 0),
-    "typical_p": (None, 1.0),
-    "epsilon_cutoff": (None, 0.0),
-    "eta_cutoff": (None, 0.0),
     "guidance_scale": (None, 1, 1.0),
-    "renormalize_logits": (None, False),
-    "remove_invalid_values": (None, False),
     "token_healing": (None, False),
     "use_mtp": (None, False),
     "is_assistant": (None, False),
@@ -98,6 +97,9 @@ class RequestSettings:
     top_p: float = 1.0
     min_p: float = 0.0
     eos_token_ids: tuple[int, ...] = ()
+    edits: Edits = NEUTRAL
+    stop_strings: tuple[str, ...] = ()
+    max_time: float | None = None  # seconds from the start of the call
 
 
 def unsupported_option(config: GenerationConfig) -> str | None:
@@ -116,7 +118,7 @@ def unsupported_option(config: GenerationConfig) -> str | None:
     return None
 
 
-def settings_from_config(config: GenerationConfig, prompt_length: int) -> RequestSettings:
+def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_size: int) -> RequestSettings:
     """Read a fully merged config (user over model over defaults) for a prompt of `prompt_length` tokens.
 
     Raises:
@@ -145,8 +147,10 @@ def settings_from_config(config: GenerationConfig, prompt_length: int) -> Reques
     if config.min_length:
         min_new_tokens = max(min_new_tokens, config.min_length - prompt_length)
     eos = token_id_tuple(config.eos_token_id)
+    ends: dict[str, Any] = {"eos_token_ids": eos, "edits": edits_from_config(config, eos, vocab_size),
+            "stop_strings": _stop_strings(config.stop_strings), "max_time": _max_time(config.max_time)}  # fmt: skip
     if not config.do_sample:
-        return RequestSettings(max_new_tokens, max(min_new_tokens, 0), eos_token_ids=eos)
+        return RequestSettings(max_new_tokens, max(min_new_tokens, 0), **ends)
     temperature = _number(config, "temperature", 1.0)
     if not FLOAT32.tiny <= temperature <= FLOAT32.max:
         raise ValueError(f"temperature={temperature!r}: expected a float32 number above 0 (do_sample=False for greedy)")
@@ -157,7 +161,7 @@ def settings_from_config(config: GenerationConfig, prompt_length: int) -> Reques
     for name, value in (("top_p", top_p), ("min_p", min_p)):
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"{name}={value!r}: expected a number in [0, 1]")
-    return RequestSettings(max_new_tokens, max(min_new_tokens, 0), True, temperature, top_k, top_p, min_p, eos)
+    return RequestSettings(max_new_tokens, max(min_new_tokens, 0), True, temperature, top_k, top_p, min_p, **ends)
 
 
 def token_id_tuple(value: Any) -> tuple[int, ...]:
@@ -170,6 +174,21 @@ def token_id_tuple(value: Any) -> tuple[int, ...]:
     if not all(isinstance(v, int) for v in values):
         raise TypeError(f"eos_token_id={value!r}: expected None, an integer or a list of integers")
     return tuple(values)
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    strings = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(text, str) and text for text in strings):
+        raise ValueError(f"stop_strings={value!r}: expected None, a string or a list of strings, none of them empty")
+    return strings
+
+
+def _max_time(value: Any) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"max_time={value!r}: expected None or a number of seconds")
+    return float(value)
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from transformers import GenerationConfig
 
-from hf_paged.integration.generate import NATIVE_PROCESSORS
 from hf_paged.settings import FALLBACK, INERT, NATIVE
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "options.md"
@@ -53,8 +52,7 @@ def render() -> str:
         else:
             neutral = ", ".join(f"`{value!r}`" for value in FALLBACK.get(name, (None, False)))
             rows.append(f"| `{name}` | stock | {neutral} |")
-    processors = ", ".join(kind.__name__ for kind, _, _ in NATIVE_PROCESSORS)
-    return HEAD + "\n".join(rows) + "\n" + TAIL.format(processors=processors)
+    return HEAD + "\n".join(rows) + "\n" + TAIL
 
 
 def main() -> int:

@@ -10,41 +10,31 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import DynamicCache, GenerationConfig
-from transformers.generation import logits_process as processors
-from transformers.generation import stopping_criteria as criteria
+from transformers import DynamicCache, GenerationConfig, RepetitionPenaltyLogitsProcessor
 
 from hf_paged.engine import Engine
 from hf_paged.errors import EngineClosedError, FallbackError, FallbackWarning
+from hf_paged.integration.stock_pieces import Stops, criteria_reason, processor_reason
+from hf_paged.runner.edits import Edits
 from hf_paged.runner.sampler import derive_seed
 from hf_paged.settings import RequestSettings, settings_from_config, token_id_tuple, unsupported_option
-
-# Built-in processors whose effect the settings carry, in stock's order: the attribute that holds the option of that
-# name, and whether stock adds one for the option's value.
-NATIVE_PROCESSORS: tuple[tuple[type, str, Callable[[Any], bool]], ...] = (
-    (processors.MinLengthLogitsProcessor, "min_length", lambda value: bool(value)),
-    (processors.MinNewTokensLengthLogitsProcessor, "min_new_tokens", lambda value: bool(value)),
-    (processors.TemperatureLogitsWarper, "temperature", lambda value: value is not None and value != 1.0),
-    (processors.TopKLogitsWarper, "top_k", lambda value: value is not None and value != 0),
-    (processors.TopPLogitsWarper, "top_p", lambda value: value is not None and value < 1.0),
-    (processors.MinPLogitsWarper, "min_p", lambda value: value is not None),
-)
-LENGTH_PROCESSORS = NATIVE_PROCESSORS[:2]  # only with an EOS; the others only when sampling
-
+from hf_paged.stopping import StopRule
 
 _CALL_SEED: ContextVar[int | None] = ContextVar("hf_paged_call_seed", default=None)
 _IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines whose call runs in stock
 
 
 class NativeCall(NamedTuple):
-    """A call as the engine runs it: one prompt per row, the same settings for all."""
+    """A call as the engine runs it: a prompt, its settings and its stop rule per row."""
 
     prompts: list[list[int]]
-    settings: RequestSettings
+    settings: list[RequestSettings]
+    stops: list[StopRule | None]
     pad_token_id: int
 
 
@@ -61,7 +51,7 @@ def sample(engine: Engine | None, stock_sample: Callable, model: Any, input_ids:
 
     if engine is None or engine in _IN_FALLBACK.get():
         return stock(streamer)
-    call = _recognise(engine, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
+    call = _recognise(engine, model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
                       model_kwargs)  # fmt: skip
     if isinstance(call, str):
         announce_fallback(engine, call)
@@ -108,12 +98,12 @@ def quiet_fallbacks(engine: Engine | None) -> Iterator[None]:
 
 def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
     """Drive the engine until every row of the call is done; returns why it cannot be done natively, if so."""
-    seed = engine.base_seed(_CALL_SEED.get()) if call.settings.do_sample else 0
+    seed = engine.base_seed(_CALL_SEED.get()) if call.settings[0].do_sample else 0
     with engine.session(stream=columns.streamer is not None, text=False) as session:
         try:
             rows = {
-                session.add(prompt, call.settings, seed=derive_seed(seed, row)): row
-                for row, prompt in enumerate(call.prompts)
+                session.add(prompt, settings, seed=derive_seed(seed, row), stop=stop): row
+                for row, (prompt, settings, stop) in enumerate(zip(call.prompts, call.settings, call.stops, strict=True))
             }
         except EngineClosedError as error:
             return str(error)
@@ -178,8 +168,8 @@ class _SkippingStreamer:
         self._streamer.end()
 
 
-def _recognise(engine: Engine, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any,
-               config: GenerationConfig, synced_gpus: bool,
+def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_processor: Any,
+               stopping_criteria: Any, config: GenerationConfig, synced_gpus: bool,
                model_kwargs: dict[str, Any]) -> NativeCall | str:  # fmt: skip
     """The call as the engine would run it, or the reason why stock has to."""
     if engine.is_reentrant():
@@ -194,22 +184,23 @@ def _recognise(engine: Engine, input_ids: torch.Tensor, logits_processor: Any, s
         token_id_tuple(config.eos_token_id)
     except TypeError as error:
         return str(error)
-    if (reason := _processor_reason(config, logits_processor, input_ids.shape[1])) is not None:
-        return reason
-    if (reason := _criteria_reason(config, stopping_criteria)) is not None:
-        return reason
+    stops = criteria_reason(config, stopping_criteria)
+    if isinstance(stops, str):
+        return stops
     if (reason := _model_kwargs_reason(model_kwargs)) is not None:
         return reason
     if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
         return f"input_ids of shape {tuple(input_ids.shape)}"
     if (reason := engine.unsupported_reason()) is not None:
         return reason
+    if (reason := processor_reason(model, config, logits_processor, input_ids, model_kwargs)) is not None:
+        return reason
     prompts = _prompts(input_ids, model_kwargs)
     if isinstance(prompts, str):
         return prompts
     max_length = stopping_criteria.max_length
     try:
-        settings = settings_from_config(config, input_ids.shape[1])
+        settings = settings_from_config(config, input_ids.shape[1], engine.vocab_size)
     except (ValueError, TypeError) as error:
         return str(error)
     if settings.max_new_tokens != max_length - input_ids.shape[1]:
@@ -219,56 +210,53 @@ def _recognise(engine: Engine, input_ids: torch.Tensor, logits_processor: Any, s
     pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     if settings.eos_token_ids and len(prompts) > 1 and not 0 <= pad < engine.vocab_size:
         return f"pad_token_id={pad} is outside the vocabulary"
-    return NativeCall(prompts, settings, pad)
+    if stops != Stops(None, None) and len(prompts) > 1 and not settings.eos_token_ids:
+        return "stop_strings or max_time without an EOS: rows that met theirs go on until all have"
+    paddings = _paddings(input_ids, prompts)
+    if any(paddings) and (reason := _padding_reason(settings.edits, paddings)) is not None:
+        return reason
+    if input_ids.shape[1] > 1 and settings.edits.forced_bos_token_id is not None:  # never comes to be
+        settings = replace(settings, edits=replace(settings.edits, forced_bos_token_id=None))
+    watched = stops != Stops(None, None)
+    return NativeCall(
+        prompts, [_with_padding(settings, padding, logits_processor) for padding in paddings],
+        [StopRule(*stops, padding + prompt) if watched else None
+         for padding, prompt in zip(paddings, prompts, strict=True)], pad,
+    )  # fmt: skip
 
 
-def _processor_reason(config: GenerationConfig, logits_processor: Any, prompt_length: int) -> str | None:
-    """The list must be exactly what stock makes of the config: nothing of the caller's own, nothing missing."""
-    eos = set(token_id_tuple(config.eos_token_id))
-    expected = [
-        (kind, option)
-        for kind, option, is_added in NATIVE_PROCESSORS
-        if (eos if (kind, option, is_added) in LENGTH_PROCESSORS else config.do_sample)
-        and is_added(getattr(config, option))
-    ]
-    for processor in logits_processor:
-        if not any(type(processor) is kind for kind, _, _ in NATIVE_PROCESSORS):
-            return f"logits processor {type(processor).__name__} is not carried out by the paged engine"
-    if [type(processor) for processor in logits_processor] != [kind for kind, _ in expected]:
-        found = ", ".join(type(processor).__name__ for processor in logits_processor) or "none"
-        return f"the logits processors ({found}) are not those that stock makes of the generation config"
-    for processor, (_, option) in zip(logits_processor, expected, strict=True):
-        attributes = vars(processor)
-        own = (
-            attributes[option] != getattr(config, option)
-            or attributes.get("filter_value", -torch.inf) != -torch.inf
-            or attributes.get("min_tokens_to_keep", 1) != 1
-            or attributes.get("prompt_length_to_skip", prompt_length) != prompt_length
-            or set(token_id_tuple(attributes.get("eos_token_id", list(eos)))) != eos
-        )
-        if own:
-            return f"a {type(processor).__name__} of the caller's own"
+def _paddings(input_ids: torch.Tensor, prompts: list[list[int]]) -> list[list[int]]:
+    """What stands left of each prompt."""
+    width = input_ids.shape[1]
+    if all(len(prompt) == width for prompt in prompts):
+        return [[] for _ in prompts]
+    return [row[: width - len(prompt)] for row, prompt in zip(input_ids.tolist(), prompts, strict=True)]
+
+
+def _padding_reason(edits: Edits, paddings: list[list[int]]) -> str | None:
+    """Why these edits, which in stock see the padding as tokens, cannot be had from the unpadded rows."""
+    if edits.no_repeat_ngram_size:
+        return "no_repeat_ngram_size with left padding, whose n-grams count in stock"
+    seen = {token for padding in paddings for token in padding}
+    sequences = [*edits.bad_words_ids, *(sequence for sequence, _ in edits.sequence_bias)]
+    if any(seen.intersection(sequence[:-1]) for sequence in sequences):
+        return "a biased or banned sequence that holds the token of the left padding"
     return None
 
 
-def _criteria_reason(config: GenerationConfig, stopping_criteria: Any) -> str | None:
-    for criterion in stopping_criteria:
-        if type(criterion) is criteria.EosTokenCriteria:
-            if set(token_id_tuple(criterion.eos_token_id)) != set(token_id_tuple(config.eos_token_id)):
-                return "an EosTokenCriteria of the caller's own"
-        elif type(criterion) is not criteria.MaxLengthCriteria:
-            return f"stopping criterion {type(criterion).__name__} is not carried out by the paged engine"
-    kinds = [type(criterion) for criterion in stopping_criteria]
-    if kinds.count(criteria.MaxLengthCriteria) != 1:
-        return f"{kinds.count(criteria.MaxLengthCriteria)} MaxLengthCriteria"
-    if (criteria.EosTokenCriteria in kinds) != bool(token_id_tuple(config.eos_token_id)):
-        return "the EOS criterion is not the config's"
-    return None
+def _with_padding(settings: RequestSettings, padding: list[int], logits_processor: Any) -> RequestSettings:
+    """Settings of a row: stock's repetition penalty counts padding as seen, unless it was told to ignore it."""
+    if not padding or settings.edits.repetition_penalty == 1.0:
+        return settings
+    [penalty] = [p for p in logits_processor if isinstance(p, RepetitionPenaltyLogitsProcessor)]
+    if penalty.prompt_ignore_length is not None:
+        return settings
+    return replace(settings, edits=replace(settings.edits, also_seen=tuple(sorted(set(padding)))))
 
 
 def _model_kwargs_reason(model_kwargs: dict[str, Any]) -> str | None:
     for name, value in model_kwargs.items():
-        if value is None or name in ("attention_mask", "position_ids"):
+        if value is None or name in ("attention_mask", "position_ids", "tokenizer"):
             continue
         if name == "past_key_values":
             if getattr(value, "_is_user_defined", False):

@@ -13,10 +13,10 @@ from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
 from hf_paged.kernels.paged_attention import resolve_backend
 from hf_paged.kernels.paged_attention_decode import decode_places
 from hf_paged.runner.kv_cache import KVCache
-from hf_paged.runner.request_state import RequestState, SlotParameters, upload
-from hf_paged.runner.sampler import sample
+from hf_paged.runner.request_state import RequestState, SlotParameters
 from hf_paged.runner.step_context import PagedStep
 from hf_paged.runner.step_graphs import StepGraphs
+from hf_paged.runner.upload import upload
 from hf_paged.scheduler import StepPlan
 
 
@@ -122,7 +122,7 @@ class ModelRunner:
         packed = np.stack([query_start[rows + 1] - 1, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]])
         last, slots, positions = upload(packed.astype(np.int64), self.device)
         logits = self.adapter.logits(hidden[last])
-        tokens = sample(logits, self.state.sampling, slots, positions, self.state.tokens)
+        tokens = self.state.sample(logits, slots, positions, self.state.stages(plan.slots[rows]))
         if len(rows) < len(plan.slots):
             every = torch.full((len(plan.slots),), -1, dtype=torch.int64, device=self.device)
             tokens = every.index_copy_(0, upload(rows, self.device), tokens)

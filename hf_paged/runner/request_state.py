@@ -12,6 +12,9 @@ import torch
 
 from hf_paged.kernels.sample_tokens import SamplingTable
 from hf_paged.kernels.step_inputs import step_inputs
+from hf_paged.runner.edits import Edits, EditState, sample_edited
+from hf_paged.runner.sampler import sample
+from hf_paged.runner.upload import upload
 
 FIRST_TOKEN_CAPACITY = 2048
 
@@ -29,6 +32,8 @@ class SlotParameters:
     min_length: int
     eos_token_ids: tuple[int, ...]
     max_length: int
+    prompt_length: int = 0
+    edits: Edits = Edits()
 
 
 class RequestState:
@@ -53,6 +58,9 @@ class RequestState:
             ints=torch.zeros(lines, 3, dtype=torch.int64, device=device),
             eos=torch.full((lines, 1), -1, dtype=torch.int64, device=device),
         )
+        self.edits = EditState(num_slots, device)
+        self._stages = np.zeros(lines, dtype=np.int64)  # a bit per name of `_stage_names` that the slot needs
+        self._stage_names: list[str] = []
 
     def admit(self, slots: list[int], tokens: list[list[int]], tables: list[list[int]],
               parameters: list[SlotParameters]) -> None:  # fmt: skip
@@ -70,6 +78,19 @@ class RequestState:
         for row, p in enumerate(parameters):
             eos[row, : len(p.eos_token_ids)] = p.eos_token_ids
         self.sampling.eos[index] = self._upload(eos)
+        self._admit_edits(np.array(slots, dtype=np.int64), parameters)
+
+    def stages(self, slots: np.ndarray) -> frozenset[str]:
+        """The stages of logits editing that the requests in these slots need, all together."""
+        bits = int(np.bitwise_or.reduce(self._stages[slots], initial=0))
+        return frozenset(name for i, name in enumerate(self._stage_names) if bits >> i & 1) if bits else frozenset()
+
+    def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
+               stages: frozenset[str]) -> torch.Tensor:  # fmt: skip
+        """Tokens int64 [R] for `positions` [R] of `slots` [R], written to `tokens` there, too (see `sample_tokens`)."""
+        if stages:
+            return sample_edited(logits, self.sampling, self.edits, slots, positions, self.tokens, stages)
+        return sample(logits, self.sampling, slots, positions, self.tokens)
 
     def update_blocks(self, slots: np.ndarray, columns: np.ndarray, block_ids: np.ndarray) -> None:
         """Write new block-table entries of running sequences."""
@@ -91,6 +112,19 @@ class RequestState:
             grown[:, : self.tokens.shape[1]] = self.tokens
             self.tokens = grown
 
+    def _admit_edits(self, slots: np.ndarray, parameters: list[SlotParameters]) -> None:
+        before = self._stages[slots]
+        for slot, p in zip(slots, parameters, strict=True):
+            names = p.edits.features()
+            self._stage_names += sorted(names - set(self._stage_names))
+            self._stages[slot] = sum(1 << self._stage_names.index(name) for name in names)
+        # A line is written also to make it neutral again after a tenant whose line was not.
+        rows = np.flatnonzero(before | self._stages[slots])
+        if len(rows):
+            some = [parameters[row] for row in rows]
+            self.edits.put(slots[rows], [p.edits for p in some], [p.prompt_length for p in some],
+                           [p.max_length for p in some], [p.eos_token_ids for p in some])  # fmt: skip
+
     def _reserve_eos(self, width: int) -> None:
         grow = width - self.sampling.eos.shape[1]
         if grow > 0:
@@ -101,14 +135,6 @@ class RequestState:
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return upload(array, self.device)
-
-
-def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy a host array to the device without waiting for it (through pinned memory on CUDA)."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def _pad(rows: list[list[int]]) -> np.ndarray:

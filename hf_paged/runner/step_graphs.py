@@ -21,9 +21,9 @@ from hf_paged.kernels.decode_work import plan_items
 from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
 from hf_paged.kernels.paged_attention_decode import decode_places
 from hf_paged.runner.kv_cache import KVCache
-from hf_paged.runner.request_state import RequestState, upload
-from hf_paged.runner.sampler import sample
+from hf_paged.runner.request_state import RequestState
 from hf_paged.runner.step_context import PagedStep
+from hf_paged.runner.upload import upload
 from hf_paged.scheduler import StepPlan
 
 # Prompts of more operations keep a GPU longer than their launches keep the host: nothing to gain from a graph, and one
@@ -83,7 +83,7 @@ class StepGraphs:
         # Shared by all graphs: one runs at a time, and leaves zeros.
         self._arrivals = torch.zeros(int(self._decode_sizes[-1]) * kv_cache.spec.num_kv_heads, dtype=torch.int32,
                                      device=self._device)  # fmt: skip
-        self._captured: dict[tuple[str, int, bool], Captured | None] = {}
+        self._captured: dict[tuple, Captured | None] = {}
         self._pool: Any = None  # dies with its last graph
         self._model_signature: tuple | None = None
         self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
@@ -113,7 +113,7 @@ class StepGraphs:
         prompt_size = self._prompt_size(len(num_new), int(num_new.sum()))
         if decodes > self._decode_sizes[-1] or prompt_size is None:
             return False
-        signature = (self._state.version, self._cache.version)
+        signature = (self._state.version, self._state.edits.generation, self._cache.version)
         if signature != self._memory_signature:
             self._drop()
             self._memory_signature = signature
@@ -122,11 +122,13 @@ class StepGraphs:
         if decodes:
             size = int(self._decode_sizes[np.searchsorted(self._decode_sizes, decodes)])
             inputs = self._decode_inputs(plan, size)
-            parts.append((slice(0, decodes), self._get("decode", size, True, inputs), inputs))
+            run = partial(self._decode, stages=self._state.stages(plan.slots[:decodes]))
+            parts.append((slice(0, decodes), self._get(size, run, inputs), inputs))
         if prompt_size:
             inputs = self._prompt_inputs(plan, prompt_size)
             long = int((plan.start + plan.num_new_tokens)[decodes:].max()) > _SHORT_SEQUENCE
-            parts.append((slice(decodes, len(plan.slots)), self._get("prompt", prompt_size, long, inputs), inputs))
+            run = partial(self._prompts, stages=self._state.stages(plan.slots[decodes:]), long=long)
+            parts.append((slice(decodes, len(plan.slots)), self._get(prompt_size, run, inputs), inputs))
         if any(captured is None for _, captured, _ in parts):
             return False
         for rows, captured, inputs in parts:
@@ -149,11 +151,10 @@ class StepGraphs:
     def _prompt_rows(self, size: int) -> int:
         return min(size, self._state.num_slots, _MOST_PROMPT_ROWS)
 
-    def _get(self, kind: str, size: int, long: bool, inputs: tuple[np.ndarray, ...]) -> Captured | None:
-        """The graph, captured on a step's inputs where it is new; None where it cannot be had."""
-        key = (kind, size, long)
+    def _get(self, size: int, run: partial[torch.Tensor], inputs: tuple[np.ndarray, ...]) -> Captured | None:
+        """The graph of `run`, captured on a step's inputs where it is new; None where it cannot be had."""
+        key = (size, run.func.__name__, *run.keywords.values())
         if key not in self._captured:
-            run = self._decode if kind == "decode" else partial(self._prompts, long=long)
             self._captured[key] = self._capture(run, inputs)
         return self._captured[key]
 
@@ -212,7 +213,7 @@ class StepGraphs:
         rows[0, :count], rows[1, :count] = plan.slots[:count], plan.start[:count]
         return rows, plan_items(rows[1] + 1, rows[0], self._places(size))
 
-    def _decode(self, rows: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+    def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str]) -> torch.Tensor:
         state, (slots, positions) = self._state, rows
         input_ids, at, slot_mapping = state.inputs(slots, positions)
         seq_lens = (positions + 1).to(torch.int32)
@@ -223,7 +224,7 @@ class StepGraphs:
         )  # fmt: skip
         hidden = self._adapter.hidden_states(input_ids, self._step(at, meta))
         # The sampled token's place is the length of what it follows.
-        return sample(self._adapter.logits(hidden), state.sampling, slots, seq_lens, state.tokens)
+        return state.sample(self._adapter.logits(hidden), slots, seq_lens, stages)
 
     def _prompt_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
         """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64 (see `_prompts`)."""
@@ -245,7 +246,8 @@ class StepGraphs:
         sampled_slots[samples], sampled_positions[samples] = slots[samples], (start + num_new)[samples]
         return tokens, by_row
 
-    def _prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *, long: bool) -> torch.Tensor:
+    def _prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *, stages: frozenset[str],
+                 long: bool) -> torch.Tensor:  # fmt: skip
         state, (slots, positions, write_from) = self._state, tokens
         input_ids, at, slot_mapping = state.inputs(slots, positions, write_from)
         small = rows[:3].to(torch.int32)
@@ -257,7 +259,7 @@ class StepGraphs:
         hidden = self._adapter.hidden_states(input_ids, self._step(at, meta))
         _, _, _, last, sampled_slots, sampled_positions = rows[:, :-1]
         logits = self._adapter.logits(hidden[last])
-        return sample(logits, state.sampling, sampled_slots, sampled_positions.to(torch.int32), state.tokens)
+        return state.sample(logits, sampled_slots, sampled_positions.to(torch.int32), stages)
 
     def _step(self, positions: torch.Tensor, meta: PagedMetadata) -> PagedStep:
         return PagedStep(positions, meta.slot_mapping, self._cache, [(0, len(positions), meta)], self._backend)

@@ -1,0 +1,114 @@
+"""The options of a `GenerationConfig` that edit the logits, checked by transformers' own processors, as `Edits`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import logits_process as stock
+
+from hf_paged.runner.edits import Edits
+
+# Each with the test by which stock decides whether it makes a processor for the value.
+GREEDY_TOO: dict[str, Callable[[Any], bool]] = {
+    "sequence_bias": lambda value: value is not None,
+    "repetition_penalty": lambda value: value is not None and value != 1.0,
+    "no_repeat_ngram_size": lambda value: value is not None and value > 0,
+    "bad_words_ids": lambda value: value is not None,
+    "forced_bos_token_id": lambda value: value is not None,
+    "forced_eos_token_id": lambda value: value is not None,
+    "remove_invalid_values": lambda value: value is True,
+    "exponential_decay_length_penalty": lambda value: value is not None,
+    "suppress_tokens": lambda value: value is not None,
+    "begin_suppress_tokens": lambda value: value is not None,
+    "renormalize_logits": lambda value: value is True,
+}
+SAMPLING_ONLY: dict[str, Callable[[Any], bool]] = {
+    "typical_p": lambda value: value is not None and value < 1.0,
+    "epsilon_cutoff": lambda value: value is not None and 0.0 < value < 1.0,
+    "eta_cutoff": lambda value: value is not None and 0.0 < value < 1.0,
+}
+NEUTRAL = Edits()
+
+
+def edits_from_config(config: GenerationConfig, eos: tuple[int, ...], vocab_size: int) -> Edits:
+    """What `config` asks to be done to the logits of one request.
+
+    Args:
+        config: fully merged.
+        eos: its EOS ids.
+        vocab_size: ids must lie below it.
+
+    Raises:
+        ValueError: naming the option, its value, and what transformers' processor says of it.
+    """
+    active = {name: value for name, is_active in GREEDY_TOO.items() if is_active(value := getattr(config, name, None))}
+    if config.do_sample:
+        active |= {n: value for n, is_active in SAMPLING_ONLY.items() if is_active(value := getattr(config, n, None))}
+    if not active:
+        return NEUTRAL
+    fields: dict[str, Any] = {}
+    for name, value in active.items():
+        try:
+            fields |= _READERS[name](value, eos)
+        except (ValueError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"{name}={value!r}: {error}") from error
+    edits = Edits(**fields)
+    for name, ids in (
+        ("sequence_bias", _flat(edits.sequence_bias)),
+        ("bad_words_ids", (token for sequence in edits.bad_words_ids for token in sequence)),
+        ("forced_eos_token_id", edits.forced_eos_token_ids),
+        ("forced_bos_token_id", () if edits.forced_bos_token_id is None else (edits.forced_bos_token_id,)),
+    ):
+        if (wrong := next((token for token in ids if not 0 <= token < vocab_size), None)) is not None:
+            raise ValueError(f"{name}={active[name]!r}: holds {wrong}, expected token ids in [0, {vocab_size})")
+    return edits
+
+
+def _flat(bias: tuple[tuple[tuple[int, ...], float], ...]) -> Iterable[int]:
+    return (token for sequence, _ in bias for token in sequence)
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """An id, or a list or tensor of ids."""
+    ids = torch.as_tensor(value)
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError("expected token ids")
+    return tuple(ids.flatten().tolist())
+
+
+def _sequence_bias(value: Any, eos: tuple[int, ...]) -> dict[str, Any]:
+    found = stock.SequenceBiasLogitsProcessor(sequence_bias=value).sequence_bias
+    return {"sequence_bias": tuple((tuple(map(int, ids)), float(bias)) for ids, bias in found.items())}
+
+
+def _bad_words(value: Any, eos: tuple[int, ...]) -> dict[str, Any]:
+    found = stock.NoBadWordsLogitsProcessor(value, list(eos) or None).sequence_bias
+    return {"bad_words_ids": tuple(tuple(map(int, ids)) for ids in found)}
+
+
+def _decay(value: Any, eos: tuple[int, ...]) -> dict[str, Any]:
+    if not eos:
+        raise ValueError("expected an eos_token_id with it")
+    made = stock.ExponentialDecayLengthPenalty(value, list(eos), 0)
+    return {"decay_start": int(made.regulation_start), "decay_factor": float(made.regulation_factor)}
+
+
+_READERS: dict[str, Callable[[Any, tuple[int, ...]], dict[str, Any]]] = {
+    "sequence_bias": _sequence_bias,
+    "repetition_penalty": lambda v, _: {"repetition_penalty": stock.RepetitionPenaltyLogitsProcessor(v).penalty},
+    "no_repeat_ngram_size": lambda v, _: {"no_repeat_ngram_size": stock.NoRepeatNGramLogitsProcessor(v).ngram_size},
+    "bad_words_ids": _bad_words,
+    "forced_bos_token_id": lambda value, _: {"forced_bos_token_id": _ids(value)[0]},
+    "forced_eos_token_id": lambda value, _: {"forced_eos_token_ids": _ids(value)},
+    "remove_invalid_values": lambda value, _: {"remove_invalid_values": True},
+    "exponential_decay_length_penalty": _decay,
+    "suppress_tokens": lambda value, _: {"suppress_tokens": _ids(list(value))},
+    "begin_suppress_tokens": lambda value, _: {"begin_suppress_tokens": _ids(list(value))},
+    "typical_p": lambda value, _: {"typical_p": float(stock.TypicalLogitsWarper(mass=value).mass)},
+    "epsilon_cutoff": lambda value, _: {"epsilon_cutoff": float(stock.EpsilonLogitsWarper(epsilon=value).epsilon)},
+    "eta_cutoff": lambda value, _: {"eta_cutoff": float(stock.EtaLogitsWarper(epsilon=value).epsilon)},
+    "renormalize_logits": lambda value, _: {"renormalize_logits": True},
+}
