@@ -98,6 +98,8 @@ class RequestSettings:
     top_p: float = 1.0
     min_p: float = 0.0
     eos_token_ids: tuple[int, ...] = ()
+    logprobs: bool = False
+    prompt_logprobs: bool = False
 
 
 def unsupported_option(config: GenerationConfig) -> str | None:
@@ -158,6 +160,13 @@ def settings_from_config(config: GenerationConfig, prompt_length: int) -> Reques
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"{name}={value!r}: expected a number in [0, 1]")
     return RequestSettings(max_new_tokens, max(min_new_tokens, 0), True, temperature, top_k, top_p, min_p, eos)
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise TypeError naming the first that is not True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: expected True or False")
 
 
 def token_id_tuple(value: Any) -> tuple[int, ...]:
