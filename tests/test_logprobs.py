@@ -327,18 +327,23 @@ def test_preemption_in_the_middle_of_a_prompt(stock, overlap):
 @pytest.mark.parametrize("at", [1, 2, 4, 6])
 @pytest.mark.parametrize("point", ["launch", "commit"])
 def test_a_recovery_after_an_interrupt(stock, overlap, at, point):
-    """The request starts over: each token's log-probability is delivered once, and the completion has all."""
+    """The request starts over: each token's log-probability is delivered once, and the completion has all.
+
+    An equal prompt runs before it, whose blocks it must not hit then either.
+    """
     prompt = PROMPTS[0]
     with PagedGenerator(tiny_model(), overlap=overlap, max_num_batched_tokens=16, max_num_seqs=4) as generator:
         engine = generator.engine
         generator.generate([prompt], max_new_tokens=2)
-        engine.add_request(prompt, GenerationConfig(max_new_tokens=9), logprobs=True, prompt_logprobs=True)
+        engine.add_request(prompt, GenerationConfig(max_new_tokens=12))
+        scored = engine.add_request(prompt, GenerationConfig(max_new_tokens=9), logprobs=True, prompt_logprobs=True)
         owner = engine._loop.pool.runner if point == "launch" else engine._loop.scheduler
         outputs = []
         with raising(owner, point, at, True, Interrupt()), pytest.raises(Interrupt):
             run(engine, outputs)
         run(engine, outputs)
         assert_idle(generator.model)
+    outputs = [output for output in outputs if output.request_id == scored]
     completion = outputs[-1].completion
     assert len(completion.token_ids) == 9
     assert_scored(stock, completion)
@@ -346,6 +351,20 @@ def test_a_recovery_after_an_interrupt(stock, overlap, at, point):
     assert completion.num_cached_tokens == 0
     assert [token for o in outputs for token in o.new_token_ids] == completion.token_ids
     assert_close([score for o in outputs for score in o.new_logprobs], completion.logprobs)
+
+
+def test_a_recovery_forgets_what_was_known(stock, generator):
+    """The model may be another by then."""
+    engine = generator.engine
+    request_id = engine.add_request(PROMPTS[0], GenerationConfig(max_new_tokens=5), logprobs=True, prompt_logprobs=True)
+    outputs = [*engine.step(), *engine.step()]
+    engine._loop.dirty = True
+    engine._loop.recover_if_dirty()
+    request = engine._loop.requests[request_id]
+    assert (request.logprobs, request.prompt_logprobs) == ([], [None] * 20)
+    run(engine, outputs)
+    assert_scored(stock, outputs[-1].completion)
+    assert_prompt_scored(stock, outputs[-1].completion)
 
 
 def test_a_launch_that_raises(stock, generator):
