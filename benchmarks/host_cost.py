@@ -54,7 +54,7 @@ def in_a_step(generator: PagedGenerator, prompts: list, stream: bool, steps: int
     """Microseconds of each decode step."""
     own = ModelRunner.launch
 
-    def launch(self: ModelRunner, plan: Any, parameters: list) -> StepHandle:
+    def launch(self: ModelRunner, plan: Any, parameters: list, *_: Any) -> StepHandle:
         return StepHandle(torch.from_numpy(np.random.default_rng(0).integers(0, 10000, len(plan.slots))), None)
 
     ModelRunner.launch, times = launch, []  # type: ignore[method-assign]

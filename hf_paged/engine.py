@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from hf_paged.runner.request_state import SlotParameters
 from hf_paged.runner.sampler import derive_seed
 from hf_paged.scheduler import Sequence
 from hf_paged.session import Request, Session
-from hf_paged.settings import RequestSettings, settings_from_config
+from hf_paged.settings import RequestSettings, check_flags, settings_from_config
 from hf_paged.stopping import StopRule
 
 
@@ -75,7 +76,8 @@ class Engine:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def add_request(self, prompt_token_ids: Any, generation_config: GenerationConfig | None = None, *,
-                    request_id: str | None = None, priority: int = 0, seed: int | None = None) -> str:  # fmt: skip
+                    request_id: str | None = None, priority: int = 0, seed: int | None = None, logprobs: bool = False,
+                    prompt_logprobs: bool = False) -> str:  # fmt: skip
         """Queue a request; `step` returns its tokens.
 
         Args:
@@ -85,6 +87,8 @@ class Engine:
             priority: lower runs earlier; equal ones in order of arrival.
             seed: of this request's random numbers, in [0, 2**63). None: the config's `seed`, else drawn from torch's
                 default generator.
+            logprobs, prompt_logprobs: fill in these fields of the `Completion`, which see. A prompt that is scored is
+                computed as a whole: it fills the prefix cache and does not read it.
 
         Returns:
             The request's id.
@@ -99,7 +103,9 @@ class Engine:
         merged = self.merge_config(generation_config, {})
         if merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
+        check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         settings = settings_from_config(merged, len(prompt), self.vocab_size)
+        settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         return self._public.add(prompt, settings, seed=derive_seed(self.base_seed(seed), 0), request_id=request_id,
                                 priority=priority)  # fmt: skip
 
@@ -297,8 +303,11 @@ class Engine:
                 min(len(prompt) + settings.max_new_tokens, self._loop.pool.max_model_len), len(prompt), settings.edits,
             )  # fmt: skip
             sequence = Sequence(request_id, prompt, max_new_tokens=settings.max_new_tokens,
-                                eos_token_ids=eos, priority=priority)  # fmt: skip
+                                eos_token_ids=eos, priority=priority,
+                                read_cache=not settings.prompt_logprobs)  # fmt: skip
             request = Request(sequence, parameters, session, stop=stop)
+            request.logprobs = [] if settings.logprobs else None
+            request.prompt_logprobs = [None] * len(prompt) if settings.prompt_logprobs else None
             if session.stream and session.text and self.tokenizer is not None:
                 request.text = TextStream(self.tokenizer)
             self._loop.add(request)

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from hf_paged.outputs import Completion, StepOutput
 from hf_paged.prompts import as_prompt_list
 from hf_paged.runner.sampler import derive_seed
 from hf_paged.session import Session
-from hf_paged.settings import RequestSettings, settings_from_config
+from hf_paged.settings import RequestSettings, check_flags, settings_from_config
 from hf_paged.stopping import StopRule
 
 PROGRESS_DELAY_S = 2.0
@@ -86,7 +87,8 @@ class PagedGenerator:
     # -- generation -------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Any = None, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
-                 use_tqdm: bool | None = None, **generate_kwargs: Any) -> Any:  # fmt: skip
+                 use_tqdm: bool | None = None, logprobs: bool = False, prompt_logprobs: bool = False,
+                 **generate_kwargs: Any) -> Any:  # fmt: skip
         """Complete every prompt.
 
         Args:
@@ -97,6 +99,8 @@ class PagedGenerator:
             seed: of the random numbers; one for the call, or one per prompt. None: the config's, else drawn from
                 torch's default generator.
             use_tqdm: show progress. None: once the work takes longer than two seconds.
+            logprobs, prompt_logprobs: fill in these fields of every `Completion`, which see; not for tensors. Prompts
+                that are scored fill the prefix cache and do not read it.
             **generate_kwargs: fields of a `GenerationConfig`.
 
         Returns:
@@ -110,8 +114,11 @@ class PagedGenerator:
             UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes).
         """
         if "input_ids" in generate_kwargs or isinstance(prompts, torch.Tensor):
+            check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+            if logprobs or prompt_logprobs:
+                raise ValueError("logprobs, prompt_logprobs: expected False where tensors come in; give token ids")
             return self._generate_tensor(prompts, generation_config, seed, generate_kwargs)
-        requests = self._requests(prompts, generation_config, seed, generate_kwargs)
+        requests = self._requests(prompts, generation_config, seed, generate_kwargs, logprobs, prompt_logprobs)
         completions: dict[int, Completion] = {}
         with self.engine.session() as session, _Progress(len(requests), use_tqdm, self.engine) as progress:
             for index, output in _drive(session, requests):
@@ -121,13 +128,14 @@ class PagedGenerator:
         return [completions[i] for i in range(len(requests))]
 
     def stream(self, prompts: Any, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
+               logprobs: bool = False, prompt_logprobs: bool = False,
                **generate_kwargs: Any) -> Iterator[tuple[int, StepOutput]]:  # fmt: skip
         """Like `generate`, but yields (index of the completion, `StepOutput`) as tokens come.
 
         Arguments are checked, and the requests made, before the first item is asked for. Closing the iterator ends
         what is still running.
         """
-        requests = self._requests(prompts, generation_config, seed, generate_kwargs)
+        requests = self._requests(prompts, generation_config, seed, generate_kwargs, logprobs, prompt_logprobs)
 
         def outputs() -> Iterator[tuple[int, StepOutput]]:
             self.engine.check_runnable()
@@ -149,10 +157,11 @@ class PagedGenerator:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _requests(self, prompts: Any, generation_config: Any, seed: Any,
-                  generate_kwargs: dict[str, Any]) -> list[_Request]:  # fmt: skip
+    def _requests(self, prompts: Any, generation_config: Any, seed: Any, generate_kwargs: dict[str, Any],
+                  logprobs: bool = False, prompt_logprobs: bool = False) -> list[_Request]:  # fmt: skip
         """Check everything and settle everything, so that nothing runs if one argument is wrong."""
         self.engine.check_runnable()
+        check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         ids = self.engine.check_prompts(as_prompt_list(prompts, self.tokenizer))
         configs = _one_per_prompt("generation_config", generation_config, len(ids))
         per_prompt = isinstance(seed, (list, tuple))
@@ -162,6 +171,8 @@ class PagedGenerator:
         for prompt, config, own_seed in zip(ids, configs, seeds, strict=True):
             merged = merge(config)
             settings = settings_from_config(merged, len(prompt), self.engine.vocab_size)
+            if logprobs or prompt_logprobs:
+                settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
             copies = merged.num_return_sequences
             copies = 1 if copies is None else copies
             if not isinstance(copies, int) or copies < 1 or (copies > 1 and not settings.do_sample):

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_paged import log_probs
 from hf_paged.config import PagedConfig
 from hf_paged.integration.models import ModelAdapter
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.runner.model_runner import StepHandle
 from hf_paged.runner.pool import DevicePool
+from hf_paged.runner.prompt_scores import NOTHING
 from hf_paged.runner.weights import WeightsGuard
 from hf_paged.scheduler import Scheduler, SchedulerConfig, StepPlan
 from hf_paged.session import Request
@@ -40,8 +42,8 @@ class StepLoop:
         self.stepping_thread: int | None = None
         self._state_key = b""  # of the model, when the runner was prepared
         self._arrivals: list[Request] = []  # since the last step
-        self._any_stream = False  # did a streaming request come since there was none at all?
-        self._any_stop = False  # likewise one with a stop rule
+        # Did a request come, since there was none at all, that streams; with a stop rule; that wants log-probabilities?
+        self._any_stream = self._any_stop = self._any_logprobs = False
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
         self.totals = dict.fromkeys(("preemptions", "generated", "prefill", "steps", "queries", "hits"), 0)
 
@@ -51,6 +53,8 @@ class StepLoop:
         self.scheduler_or_build().add(request.sequence)
         self._any_stream = request.session.stream or (self._any_stream and bool(self.requests))
         self._any_stop = request.stop is not None or (self._any_stop and bool(self.requests))
+        asks = request.logprobs is not None or request.prompt_logprobs is not None
+        self._any_logprobs = asks or (self._any_logprobs and bool(self.requests))
         self.requests[request.request_id] = request.session.open[request.request_id] = request
         self._arrivals.append(request)
         self.dirty = False
@@ -100,7 +104,8 @@ class StepLoop:
         assert self.scheduler is not None and self.pool.runner is not None
         try:
             parameters = [self.requests[s.request_id].parameters for s in plan.admitted]
-            handle = self.pool.runner.launch(plan, parameters)
+            wanted = log_probs.wanted_by(plan, self.requests) if self._any_logprobs else NOTHING
+            handle = self.pool.runner.launch(plan, parameters, wanted)
         except Exception:
             # Everything is where it was before this step: nothing of it may stay published, and what ran runs anew.
             self._commit_in_flight()
@@ -128,6 +133,7 @@ class StepLoop:
                 request.error = NAN_ERROR
         result = self.scheduler.commit(plan, tokens)
         self.totals["generated"] += len(result.accepted)
+        log_probs.keep(plan, handle, result.accepted, self.requests)
         if self._any_stop:
             self._stop(plan, result.accepted, tokens)
         for row in result.accepted if self._any_stream else ():
@@ -158,7 +164,8 @@ class StepLoop:
             self._fail(request, error)
             return
         request.num_emitted += 1
-        request.session.outbox.append(StepOutput(request.request_id, [token], text))
+        logprobs = None if request.logprobs is None else request.logprobs[-1:]
+        request.session.outbox.append(StepOutput(request.request_id, [token], text, new_logprobs=logprobs))
 
     def _fail(self, request: Request, error: Exception) -> None:
         """The tokenizer raised: this request ends, the others go on."""
@@ -183,9 +190,12 @@ class StepLoop:
             reason, error, text = "error", f"the tokenizer failed: {failure!r}", None
         if reason == "error" and error is None:
             error = f"{sequence.num_tokens + 1} tokens do not fit into the KV pool alone"
-        completion = Completion(token_ids, text, reason, sequence.token_ids[: sequence.num_prompt_tokens], None,
-                                sequence.num_cached_tokens, error if reason == "error" else None)  # fmt: skip
-        session.outbox.append(StepOutput(request.request_id, fresh, piece, reason, completion))
+        scores, prompt_scores = request.logprobs, request.prompt_logprobs
+        completion = Completion(token_ids, text, reason, sequence.token_ids[: sequence.num_prompt_tokens], scores,
+                                sequence.num_cached_tokens, error if reason == "error" else None,
+                                None if request.awaits_prompt_logprobs else prompt_scores)  # fmt: skip
+        fresh_scores = None if scores is None else scores[len(token_ids) - len(fresh) :]
+        session.outbox.append(StepOutput(request.request_id, fresh, piece, reason, completion, fresh_scores))
         del self.requests[request.request_id]
         del session.open[request.request_id]
 

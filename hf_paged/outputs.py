@@ -14,9 +14,12 @@ class Completion:
         text: `token_ids` decoded without special tokens; None where the engine has no tokenizer.
         finish_reason: "eos", "stop", "length", "abort" or "error".
         prompt_token_ids: the prompt as it was run.
-        logprobs: None; reserved for requests that ask for them.
+        logprobs: None unless asked for: of every generated token, the log-probability under the distribution that it
+            was drawn from (temperature, filters and barred EOS included; greedy: softmax of the logits, EOS barred).
         num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
         error: None, or what went wrong where ``finish_reason == "error"``.
+        prompt_logprobs: None unless asked for, or where the request ended before all of its prompt was computed: None
+            for the first prompt token, then log p(token | tokens before it) from the raw logits.
     """
 
     token_ids: list[int]
@@ -26,17 +29,22 @@ class Completion:
     logprobs: list[float] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: list[float | None] | None = None
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one engine step brought for one request; ``completion`` and ``finish_reason`` only with its last."""
+    """What one engine step brought for one request; ``completion`` and ``finish_reason`` only with its last.
+
+    ``new_logprobs``: None unless asked for, one per new token, as in `Completion`.
+    """
 
     request_id: str
     new_token_ids: list[int]
     new_text: str | None = None
     finish_reason: str | None = None
     completion: Completion | None = None
+    new_logprobs: list[float] | None = None
 
 
 @dataclass(frozen=True)

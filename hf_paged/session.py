@@ -29,6 +29,14 @@ class Request:
     stop: StopRule | None = None
     num_emitted: int = 0
     error: str | None = None
+    logprobs: list[float] | None = None  # of the committed output, where asked for
+    prompt_logprobs: list[float | None] | None = None  # None in it: not known yet, and for the first token for good
+
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        """True while prompt tokens have to be scored; the last one is scored last."""
+        scores = self.prompt_logprobs
+        return scores is not None and len(scores) > 1 and scores[-1] is None
 
     @property
     def request_id(self) -> str:
@@ -44,9 +52,12 @@ class Request:
             eos_token_ids=old.eos_token_ids,
             priority=old.priority,
             cache_key=old.cache_key,
+            read_cache=old.read_cache,
         )
         if self.stop is not None:
             self.stop.restart()
+        self.logprobs = None if self.logprobs is None else []
+        self.prompt_logprobs = None if self.prompt_logprobs is None else [None] * len(self.prompt_logprobs)
 
 
 class Session:

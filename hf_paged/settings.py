@@ -100,6 +100,8 @@ class RequestSettings:
     edits: Edits = NEUTRAL
     stop_strings: tuple[str, ...] = ()
     max_time: float | None = None  # seconds from the start of the call
+    logprobs: bool = False
+    prompt_logprobs: bool = False
 
 
 def unsupported_option(config: GenerationConfig) -> str | None:
@@ -162,6 +164,13 @@ def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_siz
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"{name}={value!r}: expected a number in [0, 1]")
     return RequestSettings(max_new_tokens, max(min_new_tokens, 0), True, temperature, top_k, top_p, min_p, **ends)
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise TypeError naming the first that is not True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: expected True or False")
 
 
 def token_id_tuple(value: Any) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
 from hf_paged.kernels.paged_attention import resolve_backend
 from hf_paged.kernels.paged_attention_decode import decode_places
 from hf_paged.runner.kv_cache import KVCache
+from hf_paged.runner.prompt_scores import NOTHING, PromptSpan, Wanted, prompt_log_probs
 from hf_paged.runner.request_state import RequestState, SlotParameters
 from hf_paged.runner.step_context import PagedStep
 from hf_paged.runner.step_graphs import StepGraphs
@@ -21,10 +22,17 @@ from hf_paged.scheduler import StepPlan
 
 
 class StepHandle(NamedTuple):
-    """A launched step. ``tokens`` [R] int64 on the host, valid once ``done`` (None on a CPU) has passed."""
+    """A launched step. ``tokens`` [R] int64 on the host, valid once ``done`` (None on a CPU) has passed.
+
+    As far as they were wanted also, float32: ``logprobs`` [R] of the tokens, undefined for rows that sample nothing,
+    and ``prompt_logprobs`` of the tokens of ``spans``, one span after the other.
+    """
 
     tokens: torch.Tensor
     done: torch.cuda.Event | None
+    logprobs: torch.Tensor | None = None
+    prompt_logprobs: torch.Tensor | None = None
+    spans: tuple[PromptSpan, ...] = ()
 
     def wait(self) -> np.ndarray:
         """Sampled tokens [R], int64; -1 where a row's logits were invalid, undefined for rows that sample nothing."""
@@ -63,15 +71,16 @@ class ModelRunner:
         """False where `prepare` would change what a step computes."""
         return self.adapter.is_current() and (self.graphs is None or self.graphs.is_current())
 
-    def launch(self, plan: StepPlan, parameters: list[SlotParameters]) -> StepHandle:
-        """Enqueue one step; `parameters` belong to `plan.admitted`, in order."""
+    def launch(self, plan: StepPlan, parameters: list[SlotParameters], wanted: Wanted = NOTHING) -> StepHandle:
+        """Enqueue one step; `parameters` belong to `plan.admitted`, in order. Prompts are scored by eager steps."""
         if plan.admitted:
             self.state.admit([s.slot for s in plan.admitted], [s.token_ids for s in plan.admitted],
                              [s.block_table for s in plan.admitted], parameters)  # fmt: skip
         self.state.update_blocks(*plan.block_updates)
-        result = torch.empty(len(plan.slots), dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
-        if self.graphs is not None and self.graphs.launch(plan, result):
-            return self._handle(result)
+        result = self._on_host(len(plan.slots), torch.int64)
+        logprobs = self._on_host(len(plan.slots), torch.float32) if wanted.sampled else None
+        if self.graphs is not None and not wanted.prompt and self.graphs.launch(plan, result, logprobs):
+            return self._handle(result, logprobs)
 
         num_new = plan.num_new_tokens
         query_start = np.zeros(len(num_new) + 1, dtype=np.int32)
@@ -82,7 +91,11 @@ class ModelRunner:
         step = PagedStep(token_positions, slot_mapping, self.cache, self._parts(plan, query_start, slot_mapping),
                          self.attention_backend)  # fmt: skip
         hidden = self.adapter.hidden_states(input_ids, step)
-        return self._sample(plan, query_start, hidden, result)
+        self._sample(plan, query_start, hidden, result, logprobs)
+        if not wanted.prompt:
+            return self._handle(result, logprobs)
+        scored = self._score_prompts(plan, query_start, hidden, wanted.prompt)
+        return self._handle(result, logprobs, scored, wanted.prompt)
 
     def _parts(self, plan: StepPlan, query_start: np.ndarray,
                slot_mapping: torch.Tensor) -> list[tuple[int, int, PagedMetadata]]:  # fmt: skip
@@ -114,25 +127,48 @@ class ModelRunner:
         arrivals = torch.zeros(len(slots) * self.spec.num_kv_heads, dtype=torch.int32, device=self.device)
         return DecodeWork(upload(plan_items(seq_lens, slots, places), self.device), arrivals)
 
-    def _sample(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor,
-                result: torch.Tensor) -> StepHandle:  # fmt: skip
+    def _sample(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor, result: torch.Tensor,
+                logprobs: torch.Tensor | None) -> None:  # fmt: skip
         rows = np.flatnonzero(plan.samples)
         if not len(rows):
-            return self._handle(result.fill_(-1))
+            result.fill_(-1)
+            return
         packed = np.stack([query_start[rows + 1] - 1, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]])
         last, slots, positions = upload(packed.astype(np.int64), self.device)
         logits = self.adapter.logits(hidden[last])
-        tokens = self.state.sample(logits, slots, positions, self.state.stages(plan.slots[rows]))
-        if len(rows) < len(plan.slots):
-            every = torch.full((len(plan.slots),), -1, dtype=torch.int64, device=self.device)
-            tokens = every.index_copy_(0, upload(rows, self.device), tokens)
-        result.copy_(tokens, non_blocking=True)
-        return self._handle(result)
+        known = torch.empty(len(rows), dtype=torch.float32, device=self.device) if logprobs is not None else None
+        tokens = self.state.sample(logits, slots, positions, self.state.stages(plan.slots[rows]), known)
+        self._fetch(tokens, rows, result)
+        if logprobs is not None and known is not None:
+            self._fetch(known, rows, logprobs)
 
-    def _handle(self, result: torch.Tensor) -> StepHandle:
-        """A handle on tokens that are on their way to the host."""
+    def _score_prompts(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor,
+                       spans: tuple[PromptSpan, ...]) -> torch.Tensor:  # fmt: skip
+        """Log-probabilities of the spans' tokens, on their way to the host."""
+        columns = [
+            (np.arange(query_start[row], query_start[row] + count), np.full(count, plan.slots[row]),
+             np.arange(first, first + count))
+            for row, first, count in spans
+        ]  # fmt: skip
+        packed = np.stack([np.concatenate(parts) for parts in zip(*columns, strict=True)])
+        at, slots, positions = upload(packed.astype(np.int64), self.device)
+        known = prompt_log_probs(self.adapter, hidden, at, self.state.tokens[slots, positions].long())
+        return self._on_host(len(known), torch.float32).copy_(known, non_blocking=True)
+
+    def _fetch(self, values: torch.Tensor, rows: np.ndarray, result: torch.Tensor) -> None:
+        """Start the copy of ``values`` [len(rows)] to their places in ``result`` [R] on the host, -1 elsewhere."""
+        if len(rows) < len(result):
+            every = torch.full(result.shape, -1, dtype=values.dtype, device=self.device)
+            values = every.index_copy_(0, upload(rows, self.device), values)
+        result.copy_(values, non_blocking=True)
+
+    def _on_host(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="cpu", pin_memory=self.device.type == "cuda")
+
+    def _handle(self, result: torch.Tensor, *scores: Any) -> StepHandle:
+        """A handle on what is on its way to the host."""
         if self.device.type != "cuda":
-            return StepHandle(result, None)
+            return StepHandle(result, None, *scores)
         done = torch.cuda.Event()
         done.record()
-        return StepHandle(result, done)
+        return StepHandle(result, done, *scores)

@@ -86,11 +86,11 @@ class RequestState:
         return frozenset(name for i, name in enumerate(self._stage_names) if bits >> i & 1) if bits else frozenset()
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
-               stages: frozenset[str]) -> torch.Tensor:  # fmt: skip
+               stages: frozenset[str], logprob: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
         """Tokens int64 [R] for `positions` [R] of `slots` [R], written to `tokens` there, too (see `sample_tokens`)."""
         if stages:
-            return sample_edited(logits, self.sampling, self.edits, slots, positions, self.tokens, stages)
-        return sample(logits, self.sampling, slots, positions, self.tokens)
+            return sample_edited(logits, self.sampling, self.edits, slots, positions, self.tokens, stages, logprob)
+        return sample(logits, self.sampling, slots, positions, self.tokens, logprob)
 
     def update_blocks(self, slots: np.ndarray, columns: np.ndarray, block_ids: np.ndarray) -> None:
         """Write new block-table entries of running sequences."""

@@ -17,15 +17,18 @@ from hf_paged.kernels.gumbel import GROUP_STREAM, exponential_noise, exponential
 
 def sample(
     logits: torch.Tensor, table: kernels.SamplingTable, slots: torch.Tensor, position: torch.Tensor,
-    history: torch.Tensor,
+    history: torch.Tensor, logprob: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Tokens int64 [R] of the rows at ``slots`` [R] for ``position`` [R], also written to ``history`` there.
 
     Arguments and result as `sample_tokens`, which see.
     """
     if logits.is_cuda:
-        return kernels.sample_tokens(logits, table, slots, position, history=history)
-    tokens = sample_reference(logits, SamplingRows.of(table, slots, position))
+        return kernels.sample_tokens(logits, table, slots, position, history=history, logprob=logprob)
+    rows = SamplingRows.of(table, slots, position)
+    tokens = sample_reference(logits, rows)
+    if logprob is not None:
+        logprob.copy_(log_probs_reference(logits, rows, tokens))
     # An invalid row (-1) ends at commit; its stand-in must still be a real token for a step that overlaps.
     history[slots, position] = tokens.clamp(min=0).to(torch.int32)
     return tokens

@@ -2,7 +2,7 @@
 
 A graph of decode rows per padded number of rows, a graph of prompts per padded number of tokens; a step that holds both
 replays one of each, so that decoding never waits for the launches of a prompt. Captured lazily, all in one memory pool.
-Padding rows have length 0 and a slot of their own.
+Padding rows have length 0 and a slot of their own. Steps that bring log-probabilities have graphs of their own.
 """
 
 from __future__ import annotations
@@ -36,12 +36,19 @@ _MOST_PROMPT_ROWS = 256
 _SHORT_SEQUENCE = 4096
 
 
+class Drawn(NamedTuple):
+    """Sampled ``tokens`` [rows] int64 and, of a graph that makes them, their log-probabilities [rows] float32."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor | None
+
+
 class Captured(NamedTuple):
-    """A graph, the device tensors that it reads its step from, and the sampled ``tokens`` [rows] int64."""
+    """A graph, the device tensors that it reads its step from, and what it leaves."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[torch.Tensor, ...]
-    tokens: torch.Tensor
+    drawn: Drawn
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -106,8 +113,12 @@ class StepGraphs:
     def _signature(self) -> tuple:
         return tuple(p.data_ptr() for p in self._adapter.model.parameters()), self._adapter.state_key()
 
-    def launch(self, plan: StepPlan, result: torch.Tensor) -> bool:
-        """Replay a step and start the copy of its sampled tokens to `result` [R]; False where no graph holds it."""
+    def launch(self, plan: StepPlan, result: torch.Tensor, logprobs: torch.Tensor | None = None) -> bool:
+        """Replay a step and start the copy of its sampled tokens to `result` [R]; False where no graph holds it.
+
+        `logprobs` [R] float32, where given, receives the tokens' log-probabilities.
+        """
+        scored = logprobs is not None
         decodes = plan.num_decode_rows
         num_new = plan.num_new_tokens[decodes:]
         prompt_size = self._prompt_size(len(num_new), int(num_new.sum()))
@@ -122,19 +133,22 @@ class StepGraphs:
         if decodes:
             size = int(self._decode_sizes[np.searchsorted(self._decode_sizes, decodes)])
             inputs = self._decode_inputs(plan, size)
-            run = partial(self._decode, stages=self._state.stages(plan.slots[:decodes]))
+            run = partial(self._decode, stages=self._state.stages(plan.slots[:decodes]), scored=scored)
             parts.append((slice(0, decodes), self._get(size, run, inputs), inputs))
         if prompt_size:
             inputs = self._prompt_inputs(plan, prompt_size)
             long = int((plan.start + plan.num_new_tokens)[decodes:].max()) > _SHORT_SEQUENCE
-            run = partial(self._prompts, stages=self._state.stages(plan.slots[decodes:]), long=long)
+            run = partial(self._prompts, stages=self._state.stages(plan.slots[decodes:]), long=long, scored=scored)
             parts.append((slice(decodes, len(plan.slots)), self._get(prompt_size, run, inputs), inputs))
         if any(captured is None for _, captured, _ in parts):
             return False
         for rows, captured, inputs in parts:
             assert captured is not None
             # Fetched before the next replay: a graph that was captured earlier may use the memory of these tokens.
-            result[rows].copy_(self._replay(captured, inputs)[: rows.stop - rows.start], non_blocking=True)
+            drawn = self._replay(captured, inputs)
+            result[rows].copy_(drawn.tokens[: rows.stop - rows.start], non_blocking=True)
+            if logprobs is not None and drawn.logprobs is not None:
+                logprobs[rows].copy_(drawn.logprobs[: rows.stop - rows.start], non_blocking=True)
         return True
 
     def _prompt_size(self, num_rows: int, num_tokens: int) -> int | None:
@@ -151,20 +165,20 @@ class StepGraphs:
     def _prompt_rows(self, size: int) -> int:
         return min(size, self._state.num_slots, _MOST_PROMPT_ROWS)
 
-    def _get(self, size: int, run: partial[torch.Tensor], inputs: tuple[np.ndarray, ...]) -> Captured | None:
+    def _get(self, size: int, run: partial[Drawn], inputs: tuple[np.ndarray, ...]) -> Captured | None:
         """The graph of `run`, captured on a step's inputs where it is new; None where it cannot be had."""
         key = (size, run.func.__name__, *run.keywords.values())
         if key not in self._captured:
             self._captured[key] = self._capture(run, inputs)
         return self._captured[key]
 
-    def _replay(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> torch.Tensor:
+    def _replay(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> Drawn:
         for tensor, array in zip(captured.inputs, inputs, strict=True):
             tensor.copy_(upload(array, self._device))
         captured.graph.replay()
-        return captured.tokens
+        return captured.drawn
 
-    def _capture(self, run: Callable[..., torch.Tensor], arrays: tuple[np.ndarray, ...]) -> Captured | None:
+    def _capture(self, run: Callable[..., Drawn], arrays: tuple[np.ndarray, ...]) -> Captured | None:
         """Run on this step's inputs once, which compiles what is missing and is repeated by the replay; record it.
 
         None where the device has no memory for it (a graph keeps memory for itself, the eager step shares what there
@@ -184,13 +198,13 @@ class StepGraphs:
             finally:
                 current.wait_stream(stream)  # also after an error: what was enqueued there writes blocks and history
 
-    def _record(self, run: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> Captured | None:
+    def _record(self, run: Callable[..., Drawn], inputs: tuple[torch.Tensor, ...]) -> Captured | None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph(): it collects garbage and empties the cache at every capture.
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         try:
-            tokens = run(*inputs)
+            drawn = run(*inputs)
         except BaseException as error:
             with suppress(RuntimeError):  # the first error is the one to see
                 graph.capture_end()
@@ -199,7 +213,7 @@ class StepGraphs:
             raise
         graph.capture_end()
         self.num_captured += 1
-        return Captured(graph, inputs, tokens)
+        return Captured(graph, inputs, drawn)
 
     def _places(self, size: int) -> int:
         spec = self._cache.spec
@@ -213,7 +227,7 @@ class StepGraphs:
         rows[0, :count], rows[1, :count] = plan.slots[:count], plan.start[:count]
         return rows, plan_items(rows[1] + 1, rows[0], self._places(size))
 
-    def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str]) -> torch.Tensor:
+    def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str], scored: bool) -> Drawn:
         state, (slots, positions) = self._state, rows
         input_ids, at, slot_mapping = state.inputs(slots, positions)
         seq_lens = (positions + 1).to(torch.int32)
@@ -224,7 +238,7 @@ class StepGraphs:
         )  # fmt: skip
         hidden = self._adapter.hidden_states(input_ids, self._step(at, meta))
         # The sampled token's place is the length of what it follows.
-        return state.sample(self._adapter.logits(hidden), slots, seq_lens, stages)
+        return self._draw(hidden, slots, seq_lens, stages, scored)
 
     def _prompt_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
         """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64 (see `_prompts`)."""
@@ -246,8 +260,8 @@ class StepGraphs:
         sampled_slots[samples], sampled_positions[samples] = slots[samples], (start + num_new)[samples]
         return tokens, by_row
 
-    def _prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *, stages: frozenset[str],
-                 long: bool) -> torch.Tensor:  # fmt: skip
+    def _prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *, stages: frozenset[str], long: bool,
+                 scored: bool) -> Drawn:  # fmt: skip
         state, (slots, positions, write_from) = self._state, tokens
         input_ids, at, slot_mapping = state.inputs(slots, positions, write_from)
         small = rows[:3].to(torch.int32)
@@ -258,8 +272,12 @@ class StepGraphs:
         )  # fmt: skip
         hidden = self._adapter.hidden_states(input_ids, self._step(at, meta))
         _, _, _, last, sampled_slots, sampled_positions = rows[:, :-1]
-        logits = self._adapter.logits(hidden[last])
-        return state.sample(logits, sampled_slots, sampled_positions.to(torch.int32), stages)
+        return self._draw(hidden[last], sampled_slots, sampled_positions.to(torch.int32), stages, scored)
+
+    def _draw(self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
+              scored: bool) -> Drawn:  # fmt: skip
+        logprobs = torch.empty(len(slots), dtype=torch.float32, device=self._device) if scored else None
+        return Drawn(self._state.sample(self._adapter.logits(hidden), slots, positions, stages, logprobs), logprobs)
 
     def _step(self, positions: torch.Tensor, meta: PagedMetadata) -> PagedStep:
         return PagedStep(positions, meta.slot_mapping, self._cache, [(0, len(positions), meta)], self._backend)

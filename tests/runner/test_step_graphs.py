@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged.runner import step_graphs
 from hf_paged.runner.model_runner import ModelRunner
-from hf_paged.runner.step_graphs import StepGraphs, decode_sizes, prompt_sizes
+from hf_paged.runner.step_graphs import Drawn, StepGraphs, decode_sizes, prompt_sizes
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1024])
@@ -48,19 +48,22 @@ def uncaptured(monkeypatch):
     def capture(self, run, inputs):
         return run
 
-    def get(self, kind, size, long, inputs):
-        captured = own_get(self, kind, size, long, inputs)
+    def get(self, kind, size, *rest):
+        captured = own_get(self, kind, size, *rest)
         if captured is not None:
             replayed.append((kind, size))
         return captured
 
     def replay(self, run, inputs):
         # Graphs share their memory: the next replay overwrites these tokens.
-        tokens = run(*(torch.from_numpy(array) for array in inputs))
-        memory[: len(tokens)] = tokens
+        drawn = run(*(torch.from_numpy(array) for array in inputs))
+        memory.tokens[: len(drawn.tokens)] = drawn.tokens
+        if drawn.logprobs is None:
+            return Drawn(memory.tokens, None)
+        memory.logprobs[: len(drawn.tokens)] = drawn.logprobs
         return memory
 
-    memory = torch.empty(10_000, dtype=torch.int64)
+    memory = Drawn(torch.empty(10_000, dtype=torch.int64), torch.empty(10_000))
     own_get = StepGraphs._get
     own = ModelRunner.__init__
 
@@ -115,12 +118,42 @@ def test_chunks_and_shared_prefixes_go_through_prompt_graphs(steps):
     assert [size for kind, size in steps if kind == "prompt"] == [32, 32, 32, 16]
 
 
+def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch):
+    """Mixed steps replay a graph of each kind; prompts that are scored run eagerly."""
+    options = {"num_blocks": 200, "max_num_seqs": 3, "max_num_batched_tokens": 64, "enable_prefix_caching": False}
+    prompts = random_prompts([5, 40, 17, 3, 60, 33, 2])
+    configs = [GenerationConfig(max_new_tokens=n, do_sample=n % 2 == 0) for n in (6, 3, 9, 4, 5, 7, 2)]
+    calls = [{}, {"logprobs": True}, {"logprobs": True, "prompt_logprobs": True}]
+
+    def run(generator, **flags):
+        completions = generator.generate(prompts, configs, seed=1, use_tqdm=False, **flags)
+        assert all((c.logprobs is not None) == ("logprobs" in flags) for c in completions)
+        scores = [score for c in completions for score in [*(c.logprobs or []), *(c.prompt_logprobs or [None])[1:]]]
+        return [c.token_ids for c in completions], torch.tensor(scores)
+
+    with hf_paged.PagedGenerator(tiny_model(), **options) as generator:
+        eager = [run(generator, **flags) for flags in calls]
+    replayed = uncaptured(monkeypatch)
+    kinds = []
+    with hf_paged.PagedGenerator(tiny_model(), **options) as generator:
+        for flags, (tokens, scores) in zip(calls, eager, strict=True):
+            del replayed[:]
+            made = run(generator, **flags)
+            kinds.append({kind for kind, _ in replayed})
+            assert made[0] == tokens
+            torch.testing.assert_close(made[1], scores, rtol=1e-4, atol=1e-4)
+        captured = {key[3] for key in generator.engine._loop.pool.runner.graphs._captured}
+    assert kinds[:2] == [{"decode", "prompt"}] * 2
+    assert "decode" in kinds[2]
+    assert captured == {False, True}
+
+
 @pytest.mark.parametrize("kind", ["decode", "prompt"])
 def test_a_step_is_eager_where_its_graph_cannot_be_had(steps, monkeypatch, kind):
     capture, tried = StepGraphs._capture, []
 
     def refuse(self, run, inputs):
-        of_prompts = isinstance(run, partial)
+        of_prompts = "long" in run.keywords
         tried.append((of_prompts, inputs[0].shape))
         return None if of_prompts == (kind == "prompt") else capture(self, run, inputs)
 
