@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels.edit_logits import EditTable
+from hf_paged.kernels.edit_logits import EditTable, decay_strength
 from hf_paged.kernels.sample_tokens import SamplingTable
 from hf_paged.runner.edit_lines import stock_decays_finite_only
 
@@ -128,13 +128,6 @@ def force(scores: torch.Tensor, table: EditTable, slots: torch.Tensor, position:
 def remove_invalid(scores: torch.Tensor, table: EditTable, slots: torch.Tensor) -> torch.Tensor:
     """NaN becomes 0, infinities the largest and the smallest finite number."""
     return torch.where((table.remove_invalid[slots] > 0)[:, None], scores.nan_to_num(), scores)
-
-
-def decay_strength(table: EditTable, slots: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Float32 [R]: what the length penalty multiplies |score| by; of rows that are not decayed yet, any number."""
-    over = (position - table.decay_start[slots]).clamp(min=0)
-    # In float64, as the Python numbers of stock, and rounded once.
-    return (table.decay_factor[slots].pow(over) - 1.0).float()
 
 
 def favour_eos(scores: torch.Tensor, table: EditTable, slots: torch.Tensor, position: torch.Tensor) -> None:

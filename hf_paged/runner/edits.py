@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hf_paged.kernels.edit_logits import EditTable
+from hf_paged.kernels.edit_logits import EditTable, edit_logits
 from hf_paged.kernels.sample_tokens import SamplingTable, sample_tokens
-from hf_paged.runner import edit_reference as reference
-from hf_paged.runner.edit_lines import SharedLines, encode_rules, encode_tokens
+from hf_paged.runner.edit_lines import SharedLines, encode_rules, encode_tokens, stock_decays_finite_only
+from hf_paged.runner.edit_reference import edited_scores
 from hf_paged.runner.edit_warpers import WARPERS, draw_warped, renormalize_greedy, settle_extremes
 from hf_paged.runner.request_state import upload
 from hf_paged.runner.sampler import SamplingRows, log_probs_reference, sample_reference
@@ -177,23 +177,30 @@ def sample_edited(
         ``[R]`` int64, or -1 where stock's ``argmax`` or ``multinomial`` would trip over the edited scores.
     """
     edit = edit_state.table
-    scores = reference.edited_scores(logits, sampling_table, edit, slots, position, history, features)
+    settings = (sampling_table, edit, slots, position, history, features)
+    if logits.is_cuda:
+        scores = edit_logits(logits, *settings, decays_finite_only=stock_decays_finite_only())
+    else:
+        scores = edited_scores(logits, *settings)
     # EOS was barred at its place in the order; what came after may have lifted the bar.
     table = sampling_table._replace(eos=sampling_table.eos[:, :0])
-    rows = SamplingRows.of(table, slots, position)
+    on_cuda, torch_stages = logits.is_cuda, features & {"remove_invalid", "renormalize", *WARPERS}
+    if on_cuda and not torch_stages:
+        return sample_tokens(scores, table, slots, position, history=history, logprob=logprob)
+    rows, warped = SamplingRows.of(table, slots, position), bool(features & WARPERS)
     if "remove_invalid" in features:
         settle_extremes(scores, rows)
     if "renormalize" in features:
         scores = renormalize_greedy(scores, rows, edit.renormalize[slots])
-    if logits.is_cuda:
+    if on_cuda:
         tokens = sample_tokens(scores, table, slots, position, history=history, logprob=logprob)
     else:
         tokens = sample_reference(scores, rows)
         if logprob is not None:
             logprob.copy_(log_probs_reference(scores, rows, tokens))
-    if features & WARPERS:
+    if warped:
         draw_warped(scores, rows, edit, slots, tokens, logprob)
-    if features & WARPERS or not logits.is_cuda:
+    if warped or not on_cuda:
         # An invalid row (-1) ends at commit; its stand-in must still be a real token for a step that overlaps.
         history[slots, rows.position] = tokens.clamp(min=0).to(torch.int32)
     return tokens
