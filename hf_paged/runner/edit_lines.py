@@ -1,0 +1,131 @@
+"""Settings of any length (lists of tokens, rules) on the device: slots with equal ones share a line of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_paged.runner.request_state import upload
+
+
+class SharedLines:
+    """``table`` [lines, width] int32: one line per distinct setting, written once; line 0 stands for ``()``, nothing.
+
+    A line that no slot uses any more keeps its setting until another needs the place.
+    """
+
+    def __init__(self, encode: Callable[[Any], np.ndarray], device: torch.device) -> None:
+        self._encode = encode
+        self._line_of: dict[Hashable, int] = {(): 0}
+        self._settings: list[Hashable] = [()]
+        self._users = [1]  # the first line is never free
+        self._used_by: dict[int, int] = {}
+        self.table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        self.moves = 0  # reallocations of the table
+
+    def assign(self, slots: list[int], settings: list[Any]) -> list[int]:
+        """Give slots new settings (tuples); the lines where these are."""
+        for slot in slots:
+            line = self._used_by.pop(slot, None)
+            if line is not None:
+                self._users[line] -= 1
+        fresh, lines = [], []
+        for slot, setting in zip(slots, settings, strict=True):
+            line = self._line_of.get(setting)
+            if line is None:
+                line = self._take(setting)
+                fresh.append(line)
+            if line:
+                self._users[line] += 1
+                self._used_by[slot] = line
+            lines.append(line)
+        if fresh:
+            self._write(fresh)
+        return lines
+
+    def _take(self, setting: Hashable) -> int:
+        if 0 in self._users:
+            line = self._users.index(0)
+            del self._line_of[self._settings[line]]
+        else:
+            line = len(self._users)
+            self._users.append(0)
+            self._settings.append(())
+        self._line_of[setting], self._settings[line] = line, setting
+        return line
+
+    def _write(self, lines: list[int]) -> None:
+        rows = [self._encode(self._settings[line]) for line in lines]
+        self._reserve(len(self._users), max(len(row) for row in rows))
+        block = np.zeros((len(rows), self.table.shape[1]), dtype=np.int32)
+        for place, row in zip(block, rows, strict=True):
+            place[: len(row)] = row
+        device = self.table.device
+        self.table[upload(np.array(lines, dtype=np.int64), device)] = upload(block, device)
+
+    def _reserve(self, lines: int, width: int) -> None:
+        old = self.table
+        lines = len(old) if lines <= len(old) else max(2 * len(old), lines)
+        width = old.shape[1] if width <= old.shape[1] else max(2 * old.shape[1], width)
+        if (lines, width) != old.shape:
+            self.moves += 1
+            self.table = torch.zeros(lines, width, dtype=torch.int32, device=old.device)
+            self.table[: len(old), : old.shape[1]] = old
+
+
+def encode_tokens(tokens: tuple[int, ...]) -> np.ndarray:
+    """A list of tokens as a line of `EditTable.lists`, int32."""
+    return np.array([len(tokens), *tokens], dtype=np.int32)
+
+
+def encode_rules(rules: tuple[tuple[tuple[int, ...], float], ...]) -> np.ndarray:
+    """Biases of sequences as a line of `EditTable.lists`, int32; of equal sequences the last counts, as in stock.
+
+    Rules of a target are in the order in which stock adds them up: rounding depends on it.
+    """
+    unique = dict(rules)
+    fills_context = stock_matches_whole_context()
+    by_length: dict[int, int] = {}
+    for sequence in unique:
+        by_length.setdefault(len(sequence), len(by_length) if fills_context else 0)
+    by_length[1] = -1
+    targets: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+    for sequence in sorted(unique, key=lambda tokens: by_length[len(tokens)]):
+        targets.setdefault(sequence[-1], []).append((sequence[:-1], unique[sequence]))
+
+    rule_at = 1 + 3 * len(targets)
+    prefix_at = rule_at + 4 * len(unique)
+    head, body, prefixes = [len(targets)], list[int](), list[int]()
+    for token, ends in targets.items():
+        head += [token, rule_at, rule_at + 4 * len(ends)]
+        rule_at += 4 * len(ends)
+        for prefix, bias in ends:
+            least = len(prefix) + (bool(prefix) and not fills_context)
+            body += [prefix_at + len(prefixes), len(prefix), least, int(np.float32(bias).view(np.int32))]
+            prefixes += prefix
+    return np.array(head + body + prefixes, dtype=np.int32)
+
+
+@cache
+def stock_matches_whole_context() -> bool:
+    """Does the installed transformers bias a sequence whose beginning is the whole context (5.23: yes, 5.17: no)?
+
+    The release that does also adds biases up by length of sequence.
+    """
+    from transformers import SequenceBiasLogitsProcessor
+
+    processor = SequenceBiasLogitsProcessor([[[1, 1], 1.0]])
+    return bool(processor(torch.ones(1, 1, dtype=torch.int64), torch.zeros(1, 2)).any())
+
+
+@cache
+def stock_decays_finite_only() -> bool:
+    """Does the installed transformers leave a barred EOS out of its length penalty (5.23: yes, 5.17: it turns NaN)?"""
+    from transformers import ExponentialDecayLengthPenalty
+
+    processor = ExponentialDecayLengthPenalty((0, 2.0), 0, 0)
+    return not bool(processor(torch.ones(1, 1, dtype=torch.int64), torch.full((1, 2), -torch.inf)).isnan().any())

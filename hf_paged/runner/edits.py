@@ -1,0 +1,206 @@
+"""Stock's built-in logits processors for requests that each have their own: settings on the device, tokens from logits.
+
+Order and semantics are those of transformers' `_get_logits_processor`, in fp32. On CUDA the kernels of `edit_logits` do
+the work, without a host sync; `edit_reference` is what a CPU runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hf_paged.kernels.edit_logits import EditTable, edit_logits
+from hf_paged.kernels.sample_tokens import SamplingTable, sample_tokens
+from hf_paged.runner.edit_lines import SharedLines, encode_rules, encode_tokens, stock_decays_finite_only
+from hf_paged.runner.edit_reference import edited_scores
+from hf_paged.runner.edit_warpers import WARPERS, draw_warped, renormalize_greedy, settle_extremes
+from hf_paged.runner.request_state import upload
+from hf_paged.runner.sampler import SamplingRows, log_probs_reference, sample_reference
+
+_NEVER = 1 << 62
+_NAMES = ("sequence_bias", "bad_words", "also_seen", "forced_eos", "decay_eos", "suppress", "begin_suppress")
+
+
+@dataclass(frozen=True)
+class Edits:
+    """What one request does to its logits; the defaults do nothing. Lengths and starts are in tokens of the request."""
+
+    repetition_penalty: float = 1.0
+    also_seen: tuple[int, ...] = ()  # penalised as if they were in the sequence
+    no_repeat_ngram_size: int = 0
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # without single EOS tokens, which stock drops
+    forced_bos_token_id: int | None = None  # the token after a prompt of one
+    forced_eos_token_ids: tuple[int, ...] = ()  # the last allowed token
+    remove_invalid_values: bool = False
+    decay_start: int | None = None  # exponential_decay_length_penalty, in new tokens
+    decay_factor: float = 1.0
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    typical_p: float = 1.0  # this and the next two are for sampling requests only
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    renormalize_logits: bool = False
+
+    def features(self) -> frozenset[str]:
+        """Names of the stages that this request needs, to be given to `sample_edited`; empty for neutral settings."""
+        wanted = {
+            "sequence_bias": bool(self.sequence_bias),
+            "repetition_penalty": self.repetition_penalty != 1.0,
+            "no_repeat_ngram": self.no_repeat_ngram_size > 0,
+            "bad_words": bool(self.bad_words_ids),
+            "forced_bos": self.forced_bos_token_id is not None,
+            "forced_eos": bool(self.forced_eos_token_ids),
+            "remove_invalid": self.remove_invalid_values,
+            "decay": self.decay_start is not None,
+            "suppress": bool(self.suppress_tokens),
+            "begin_suppress": bool(self.begin_suppress_tokens),
+            "typical": self.typical_p < 1.0,
+            "epsilon": 0.0 < self.epsilon_cutoff < 1.0,
+            "eta": 0.0 < self.eta_cutoff < 1.0,
+            "renormalize": self.renormalize_logits,
+        }
+        return frozenset(name for name, on in wanted.items() if on)
+
+
+class EditState:
+    """Settings of ``num_slots`` slots on the device, and of one more that stays neutral: rows that pad a graph.
+
+    ``generation`` grows when a table moved: graphs that were captured before read the old one.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._device = device
+        self._floats = torch.tensor([1.0, 1.0, 0.0, 0.0], device=device)[:, None].repeat(1, num_slots + 1)
+        self._factors = torch.ones(num_slots + 1, dtype=torch.float64, device=device)
+        neutral = torch.tensor([_NEVER, 0, -1, -1, -1, 0, 0] + [0] * len(_NAMES), device=device)
+        self._ints = neutral[:, None].repeat(1, num_slots + 1)
+        self._lists = {
+            name: SharedLines(encode_rules if name in ("sequence_bias", "bad_words") else encode_tokens, device)
+            for name in _NAMES
+        }
+        self._edited: set[int] = set()
+
+    @property
+    def generation(self) -> int:
+        return sum(lists.moves for lists in self._lists.values())
+
+    @property
+    def table(self) -> EditTable:
+        numbers, lines = self._ints[: -len(_NAMES)], self._ints[-len(_NAMES) :]
+        lists = {name: lists.table for name, lists in self._lists.items()}
+        return EditTable._make(
+            (*self._floats, self._factors, *numbers, dict(zip(_NAMES, lines, strict=True)), lists)
+        )
+
+    def put(
+        self, slots: np.ndarray, edits: Sequence[Edits], prompt_lengths: Sequence[int], max_lengths: Sequence[int],
+        eos: Sequence[tuple[int, ...]],
+    ) -> None:  # fmt: skip
+        """Settings of the requests that got ``slots`` [N], in place of those of the slots' former requests.
+
+        Lengths are whole sequences' in tokens, of the prompt as it was given (also after a preemption); ``eos`` are the
+        ids that the length penalty favours. Nothing is waited for.
+        """
+        every = zip(np.asarray(slots).tolist(), edits, prompt_lengths, max_lengths, eos, strict=True)
+        changed = [(slot, e, *rest) for slot, e, *rest in every if e.features() or slot in self._edited]
+        if not changed:
+            return
+        places = [slot for slot, *_ in changed]
+        for slot, e, *_ in changed:
+            (self._edited.add if e.features() else self._edited.discard)(slot)
+        floats = [(e.repetition_penalty, e.typical_p, _fraction(e.epsilon_cutoff), _fraction(e.eta_cutoff))
+                  for _, e, *_ in changed]  # fmt: skip
+        numbers = [_numbers(e, prompt, longest) for _, e, prompt, longest, _ in changed]
+        settings = [_settings(e, ends) for _, e, _, _, ends in changed]
+        lines = [self._lists[name].assign(places, [s[name] for s in settings]) for name in _NAMES]
+        index = upload(np.array(places, dtype=np.int64), self._device)
+        self._floats[:, index] = upload(np.array(floats, dtype=np.float32).T.copy(), self._device)
+        self._factors[index] = upload(np.array([e.decay_factor for _, e, *_ in changed]), self._device)
+        ints = np.concatenate([np.array(numbers, dtype=np.int64).T, np.array(lines, dtype=np.int64)])
+        self._ints[:, index] = upload(ints, self._device)
+
+
+def _fraction(cutoff: float) -> float:
+    return cutoff if 0.0 < cutoff < 1.0 else 0.0
+
+
+def _numbers(edits: Edits, prompt_length: int, max_length: int) -> tuple[int, ...]:
+    bos = edits.forced_bos_token_id
+    return (
+        _NEVER if edits.decay_start is None else prompt_length + edits.decay_start,
+        edits.no_repeat_ngram_size,
+        -1 if bos is None else bos,
+        max_length - 1 if edits.forced_eos_token_ids else -1,
+        prompt_length + (prompt_length == 1 and bos is not None) if edits.begin_suppress_tokens else -1,
+        edits.remove_invalid_values,
+        edits.renormalize_logits,
+    )
+
+
+def _settings(edits: Edits, eos: tuple[int, ...]) -> dict[str, tuple]:
+    return {
+        "sequence_bias": edits.sequence_bias,
+        "bad_words": tuple((word, -np.inf) for word in edits.bad_words_ids),
+        "also_seen": edits.also_seen if edits.repetition_penalty != 1.0 else (),
+        "forced_eos": edits.forced_eos_token_ids,
+        # Once each: an id given twice is penalised once.
+        "decay_eos": () if edits.decay_start is None else tuple(dict.fromkeys(eos)),
+        "suppress": edits.suppress_tokens,
+        "begin_suppress": edits.begin_suppress_tokens,
+    }
+
+
+def sample_edited(
+    logits: torch.Tensor, sampling_table: SamplingTable, edit_state: EditState, slots: torch.Tensor,
+    position: torch.Tensor, history: torch.Tensor, features: frozenset[str], logprob: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """One token per row from edited logits: `sample_tokens` behind the processors of each row's slot.
+
+    A row with neutral settings gets the token that it gets without this (on CUDA but for rounding, where fp32 scores
+    are summed in another order than bf16 logits).
+
+    Args:
+        logits: ``[R, V]``, not changed.
+        sampling_table: temperature, top-k, top-p, min-p, seed, minimum length of S slots.
+        edit_state: the other settings of S slots.
+        slots: ``[R]`` int64.
+        position: ``[R]`` int64 or int32, lengths of what the tokens follow.
+        history: ``[>= S, capacity]`` int32, tokens of the slots before `position`; receives the new ones.
+        features: what the rows' `Edits.features()` name together; other stages are not run.
+        logprob: ``[R]`` float32, as of `sample_tokens`.
+
+    Returns:
+        ``[R]`` int64, or -1 where stock's ``argmax`` or ``multinomial`` would trip over the edited scores.
+    """
+    edit = edit_state.table
+    settings = (sampling_table, edit, slots, position, history, features)
+    if logits.is_cuda:
+        scores = edit_logits(logits, *settings, decays_finite_only=stock_decays_finite_only())
+    else:
+        scores = edited_scores(logits, *settings)
+    # EOS was barred at its place in the order; what came after may have lifted the bar.
+    table = sampling_table._replace(eos=sampling_table.eos[:, :0])
+    on_cuda, torch_stages = logits.is_cuda, features & {"remove_invalid", "renormalize", *WARPERS}
+    if on_cuda and not torch_stages:
+        return sample_tokens(scores, table, slots, position, history=history, logprob=logprob)
+    rows, warped = SamplingRows.of(table, slots, position), bool(features & WARPERS)
+    if "remove_invalid" in features:
+        settle_extremes(scores, rows)
+    if "renormalize" in features:
+        scores = renormalize_greedy(scores, rows, edit.renormalize[slots])
+    if on_cuda:
+        tokens = sample_tokens(scores, table, slots, position, history=history, logprob=logprob)
+    else:
+        tokens = sample_reference(scores, rows)
+        if logprob is not None:
+            logprob.copy_(log_probs_reference(scores, rows, tokens))
+    if warped:
+        draw_warped(scores, rows, edit, slots, tokens, logprob)
+    if warped or not on_cuda:
+        # An invalid row (-1) ends at commit; its stand-in must still be a real token for a step that overlaps.
+        history[slots, rows.position] = tokens.clamp(min=0).to(torch.int32)
+    return tokens
