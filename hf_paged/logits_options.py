@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import logits_process as stock
 
-from hf_paged.runner.edits import Edits
+from hf_paged.runner.edits import NEUTRAL, Edits
 
 # Each with the test by which stock decides whether it makes a processor for the value.
 GREEDY_TOO: dict[str, Callable[[Any], bool]] = {
@@ -30,7 +30,6 @@ SAMPLING_ONLY: dict[str, Callable[[Any], bool]] = {
     "epsilon_cutoff": lambda value: value is not None and 0.0 < value < 1.0,
     "eta_cutoff": lambda value: value is not None and 0.0 < value < 1.0,
 }
-NEUTRAL = Edits()
 
 
 def edits_from_config(config: GenerationConfig, eos: tuple[int, ...], vocab_size: int) -> Edits:

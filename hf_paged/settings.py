@@ -12,8 +12,8 @@ import torch
 from transformers import GenerationConfig
 
 from hf_paged.errors import UnsupportedOptionError
-from hf_paged.logits_options import GREEDY_TOO, NEUTRAL, SAMPLING_ONLY, edits_from_config
-from hf_paged.runner.edits import Edits
+from hf_paged.logits_options import GREEDY_TOO, SAMPLING_ONLY, edits_from_config
+from hf_paged.runner.edits import NEUTRAL, Edits
 
 # Options that the engine carries out itself.
 NATIVE = (

@@ -531,7 +531,7 @@ def test_requests_added_to_a_closed_engine_are_refused():
     with engine.session() as session:
         generator.close()
         with pytest.raises(RuntimeError, match="closed"):
-            session.add([1, 2, 3], settings_from_config(engine.merge_config(None, {}), 3), seed=0)
+            session.add([1, 2, 3], settings_from_config(engine.merge_config(None, {}), 3, 256), seed=0)
     assert engine.stats().kv_cache_bytes == 0
 
 

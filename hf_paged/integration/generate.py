@@ -101,9 +101,10 @@ def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
     seed = engine.base_seed(_CALL_SEED.get()) if call.settings[0].do_sample else 0
     with engine.session(stream=columns.streamer is not None, text=False) as session:
         try:
+            each = enumerate(zip(call.prompts, call.settings, call.stops, strict=True))
             rows = {
                 session.add(prompt, settings, seed=derive_seed(seed, row), stop=stop): row
-                for row, (prompt, settings, stop) in enumerate(zip(call.prompts, call.settings, call.stops, strict=True))
+                for row, (prompt, settings, stop) in each
             }
         except EngineClosedError as error:
             return str(error)

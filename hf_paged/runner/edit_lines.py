@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_paged.runner.request_state import upload
+from hf_paged.runner.upload import upload
 
 
 class SharedLines:

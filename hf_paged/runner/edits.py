@@ -17,8 +17,8 @@ from hf_paged.kernels.sample_tokens import SamplingTable, sample_tokens
 from hf_paged.runner.edit_lines import SharedLines, encode_rules, encode_tokens, stock_decays_finite_only
 from hf_paged.runner.edit_reference import edited_scores
 from hf_paged.runner.edit_warpers import WARPERS, draw_warped, renormalize_greedy, settle_extremes
-from hf_paged.runner.request_state import upload
 from hf_paged.runner.sampler import SamplingRows, log_probs_reference, sample_reference
+from hf_paged.runner.upload import upload
 
 _NEVER = 1 << 62
 _NAMES = ("sequence_bias", "bad_words", "also_seen", "forced_eos", "decay_eos", "suppress", "begin_suppress")
@@ -64,6 +64,9 @@ class Edits:
             "renormalize": self.renormalize_logits,
         }
         return frozenset(name for name, on in wanted.items() if on)
+
+
+NEUTRAL = Edits()
 
 
 class EditState:

@@ -12,7 +12,7 @@ import torch
 
 from hf_paged.kernels.sample_tokens import SamplingTable
 from hf_paged.kernels.step_inputs import step_inputs
-from hf_paged.runner.edits import Edits, EditState, sample_edited
+from hf_paged.runner.edits import NEUTRAL, Edits, EditState, sample_edited
 from hf_paged.runner.sampler import sample
 from hf_paged.runner.upload import upload
 
@@ -33,7 +33,7 @@ class SlotParameters:
     eos_token_ids: tuple[int, ...]
     max_length: int
     prompt_length: int = 0
-    edits: Edits = Edits()
+    edits: Edits = NEUTRAL
 
 
 class RequestState:

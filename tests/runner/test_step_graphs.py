@@ -48,10 +48,10 @@ def uncaptured(monkeypatch):
     def capture(self, run, inputs):
         return run
 
-    def get(self, kind, size, *rest):
-        captured = own_get(self, kind, size, *rest)
+    def get(self, size, run, inputs):
+        captured = own_get(self, size, run, inputs)
         if captured is not None:
-            replayed.append((kind, size))
+            replayed.append(("decode" if run.func.__name__ == "_decode" else "prompt", size))
         return captured
 
     def replay(self, run, inputs):
@@ -267,3 +267,17 @@ def test_gpu_mixed_steps_capture_few_graphs_and_make_the_eager_tokens():
                 assert captured == generator.engine.stats().num_graphs_captured
             captured = generator.engine.stats().num_graphs_captured
     assert 2 <= captured <= 3 + 4
+
+
+def test_edits_get_graphs_of_their_own_and_leave_other_requests_alone(steps):
+    """Requests with and without edited logits share steps; each gets what it gets without graphs."""
+    model = tiny_model(4, initializer_range=0.05)
+    prompts = random_prompts([5, 40, 17, 3, 60, 33, 1])
+    configs = [GenerationConfig(max_new_tokens=9, repetition_penalty=1.0 + 0.4 * (i % 2), no_repeat_ngram_size=i % 3)
+               for i in range(len(prompts))]  # fmt: skip
+    with hf_paged.PagedGenerator(model, num_blocks=200, max_num_seqs=3, max_num_batched_tokens=128) as generator:
+        made = [c.token_ids for c in generator.generate(prompts, configs, use_tqdm=False)]
+    assert {kind for kind, _ in steps} == {"decode", "prompt"}
+    for prompt, config, tokens in zip(prompts, configs, made, strict=True):
+        output = stock_generate(model, input_ids=torch.tensor([prompt]), generation_config=config)
+        assert tokens == output[0, len(prompt) :].tolist()
