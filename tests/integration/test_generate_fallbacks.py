@@ -89,7 +89,7 @@ EFFECTIVE = {
     "typical_p": {"typical_p": 0.01, **SAMPLE},
     "top_h": {"top_h": 0.01, **SAMPLE},
     "epsilon_cutoff": {"epsilon_cutoff": 0.5, **SAMPLE},
-    "eta_cutoff": {"eta_cutoff": 0.9, **SAMPLE},
+    "eta_cutoff": {"eta_cutoff": 0.9, "temperature": 0.05, **SAMPLE},
     "num_beam_groups": {"num_beam_groups": 2, "num_beams": 4, "diversity_penalty": 0.5},
     "constraints": {"constraints": [3], "num_beams": 2},
     "force_words_ids": {"force_words_ids": [[3]], "num_beams": 2},
