@@ -56,6 +56,8 @@ class Row:
         """Float32 scores [V] after every processor that stock generate lists for this row."""
         config = GenerationConfig(max_length=self.max_length)
         for name, value in self.settings.items():  # not checked against each other
+            if name == "sequence_bias" and any(0 in sequence for sequence, _ in value):
+                value = {tuple(sequence): bias for sequence, bias in value}  # transformers 5.17 refuses 0 in a list
             setattr(config, name, value)
         config._eos_token_tensor = torch.tensor(self.eos)
         model = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))

@@ -110,6 +110,11 @@ def encode_rules(rules: tuple[tuple[tuple[int, ...], float], ...]) -> np.ndarray
     return np.array(head + body + prefixes, dtype=np.int32)
 
 
+def encode_bars(sequences: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    """Sequences that may not be completed, as `encode_rules`: stock biases them by -inf."""
+    return encode_rules(tuple((sequence, -np.inf) for sequence in sequences))
+
+
 @cache
 def stock_matches_whole_context() -> bool:
     """Does the installed transformers bias a sequence whose beginning is the whole context (5.23: yes, 5.17: no)?

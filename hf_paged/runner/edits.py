@@ -6,7 +6,7 @@ the work, without a host sync; `edit_reference` is what a CPU runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,13 @@ import torch
 
 from hf_paged.kernels.edit_logits import EditTable, edit_logits
 from hf_paged.kernels.sample_tokens import SamplingTable, sample_tokens
-from hf_paged.runner.edit_lines import SharedLines, encode_rules, encode_tokens, stock_decays_finite_only
+from hf_paged.runner.edit_lines import (
+    SharedLines,
+    encode_bars,
+    encode_rules,
+    encode_tokens,
+    stock_decays_finite_only,
+)
 from hf_paged.runner.edit_reference import edited_scores
 from hf_paged.runner.edit_warpers import WARPERS, draw_warped, renormalize_greedy, settle_extremes
 from hf_paged.runner.sampler import SamplingRows, log_probs_reference, sample_reference
@@ -22,6 +28,7 @@ from hf_paged.runner.upload import upload
 
 _NEVER = 1 << 62
 _NAMES = ("sequence_bias", "bad_words", "also_seen", "forced_eos", "decay_eos", "suppress", "begin_suppress")
+_ENCODERS: dict[str, Callable] = {"sequence_bias": encode_rules, "bad_words": encode_bars}
 
 
 @dataclass(frozen=True)
@@ -81,10 +88,7 @@ class EditState:
         self._factors = torch.ones(num_slots + 1, dtype=torch.float64, device=device)
         neutral = torch.tensor([_NEVER, 0, -1, -1, -1, 0, 0] + [0] * len(_NAMES), device=device)
         self._ints = neutral[:, None].repeat(1, num_slots + 1)
-        self._lists = {
-            name: SharedLines(encode_rules if name in ("sequence_bias", "bad_words") else encode_tokens, device)
-            for name in _NAMES
-        }
+        self._lists = {name: SharedLines(_ENCODERS.get(name, encode_tokens), device) for name in _NAMES}
         self._edited: set[int] = set()
 
     @property
@@ -147,7 +151,7 @@ def _numbers(edits: Edits, prompt_length: int, max_length: int) -> tuple[int, ..
 def _settings(edits: Edits, eos: tuple[int, ...]) -> dict[str, tuple]:
     return {
         "sequence_bias": edits.sequence_bias,
-        "bad_words": tuple((word, -np.inf) for word in edits.bad_words_ids),
+        "bad_words": edits.bad_words_ids,
         "also_seen": edits.also_seen if edits.repetition_penalty != 1.0 else (),
         "forced_eos": edits.forced_eos_token_ids,
         # Once each: an id given twice is penalised once.

@@ -6,9 +6,10 @@ from edit_cases import DRAWN, Batch, Row, random_logits, random_rows
 
 from hf_paged.kernels import edit_logits as module
 from hf_paged.kernels.edit_logits import edit_logits
+from hf_paged.kernels.sample_tokens import sample_tokens
 from hf_paged.runner.edit_lines import stock_decays_finite_only
 from hf_paged.runner.edit_reference import edited_scores
-from hf_paged.runner.sampler import sample
+from hf_paged.runner.sampler import SamplingRows, sample, sample_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -113,6 +114,18 @@ def test_a_biased_sum_is_added_once_and_in_stocks_order(device):
     row = Row([5, 2, 2], 1, {"sequence_bias": biases})
     batch, logits = Batch([row], device), random_logits(1, 1, 30)
     assert torch.equal(run(logits.to(device), batch)[0].cpu(), row.stock(logits[0]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_sampler_takes_a_table_without_eos(device):
+    """How the edits hand it the scores, in which EOS is barred already."""
+    batch = Batch([Row([3], 1, s | {"min_length": 9}) for s in ({}, DRAWN, DRAWN | {"top_k": 3})], device)
+    table = batch.sampling._replace(eos=batch.sampling.eos[:, :0])
+    scores = random_logits(2, 3, 30).to(device)
+    scores[0, 1] = 99.0
+    tokens = sample_tokens(scores, table, batch.slots, batch.position)
+    assert torch.equal(tokens, sample_reference(scores, SamplingRows.of(table, batch.slots, batch.position)))
+    assert tokens[0] == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -38,8 +38,10 @@ STAGES = {
     "remove invalid": {"remove_invalid_values": True, "bad_words_ids": [[7]]},
     "decay": {"exponential_decay_length_penalty": (2, 1.07)},
     "decay downwards": {"exponential_decay_length_penalty": (0, 0.9)},
+    "decay of a barred eos": {"exponential_decay_length_penalty": (0, 1.1), "min_length": 20},
     "suppress": {"suppress_tokens": [1, 4, 29, 31, -1]},
     "begin suppress": {"begin_suppress_tokens": [2, 9]},
+    "begin suppress after bos": {"forced_bos_token_id": 4, "begin_suppress_tokens": [2, 9]},
     "renormalize": {"renormalize_logits": True, "suppress_tokens": [3]},
 }
 LATE = {
@@ -80,6 +82,8 @@ def test_a_stage_alone_does_what_the_processor_does(name, dtype):
         row.prompt_length = max(1, len(row.tokens) - number % 2)
         row.tokens = row.tokens[:1] if number % 5 == 0 else row.tokens
         row.prompt_length = min(row.prompt_length, len(row.tokens))
+    for row in rows[20:26]:
+        row.tokens, row.prompt_length = (row.tokens * 2)[:2], 1
     logits = random_logits(1, 40, VOCAB, dtype)
     before = logits.clone()
     assert_as_stock(logits, rows)
@@ -120,7 +124,7 @@ def sequence_rows(draw, settings):
 
 @given(st.lists(sequence_rows(early_settings), min_size=1, max_size=6), st.integers(0, 2**31),
        st.lists(st.tuples(few, token, bad_values), max_size=4))  # fmt: skip
-@examples(max_examples=150)
+@examples(max_examples=100)
 def test_any_settings_of_rows_side_by_side_are_stocks_row_by_row(rows, seed, invalid):
     logits = random_logits(seed, len(rows), VOCAB)
     for row, column, value in invalid:
@@ -159,6 +163,16 @@ def test_of_a_sequence_biased_twice_the_last_counts():
     assert_as_stock(random_logits(0, 1, VOCAB), [row])
 
 
+def test_a_later_stage_may_lift_the_bar_on_eos():
+    """Minimum lengths act at their place in the order, not at the end."""
+    bars = {"min_length": 1000, "bad_words_ids": [[i] for i in range(1, VOCAB)], "remove_invalid_values": True}
+    forced = {"forced_eos_token_id": 0, "min_length": 1000}
+    rows = [Row([3], 1, bars, eos=(0,)), Row([3, 4], 1, forced, eos=(0,), max_length=3)]
+    logits = random_logits(21, 2, VOCAB)
+    assert_as_stock(logits, rows)
+    assert Batch(rows).sample(logits).tolist() == [0, 0]
+
+
 def test_tokens_outside_the_vocabulary_are_left_alone():
     """Embeddings may have more rows than the head."""
     settings = [{"repetition_penalty": 1.5, "no_repeat_ngram_size": 1, "suppress_tokens": [VOCAB + 4]}]
@@ -193,7 +207,7 @@ drawn_settings = st.fixed_dictionaries(
 
 
 @given(st.lists(sequence_rows(drawn_settings), min_size=1, max_size=6), st.integers(0, 2**31))
-@examples(max_examples=150)
+@examples(max_examples=100)
 def test_rows_are_drawn_from_stocks_probabilities(rows, seed):
     logits, batch = random_logits(seed, len(rows), VOCAB), Batch(rows)
     sampling, table = batch.sampling_rows(), batch.state.table
