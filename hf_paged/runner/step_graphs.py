@@ -37,11 +37,11 @@ _SHORT_SEQUENCE = 4096
 
 
 class Captured(NamedTuple):
-    """A graph, the device tensors that it reads its step from, and the sampled ``tokens`` [rows] int64."""
+    """A graph, the device tensors that it reads its step from, and what it makes: tokens [rows] or logits [rows, V]."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[torch.Tensor, ...]
-    tokens: torch.Tensor
+    result: torch.Tensor
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -113,16 +113,12 @@ class StepGraphs:
         prompt_size = self._prompt_size(len(num_new), int(num_new.sum()))
         if decodes > self._decode_sizes[-1] or prompt_size is None:
             return False
-        signature = (self._state.version, self._cache.version)
-        if signature != self._memory_signature:
-            self._drop()
-            self._memory_signature = signature
+        self._drop_if_moved()
         parts: list[tuple[slice, Captured | None, tuple[np.ndarray, ...]]] = []
         inputs: tuple[np.ndarray, ...]
         if decodes:
-            size = int(self._decode_sizes[np.searchsorted(self._decode_sizes, decodes)])
-            inputs = self._decode_inputs(plan, size)
-            parts.append((slice(0, decodes), self._get("decode", size, True, inputs), inputs))
+            captured, inputs = self._decode_graph("decode", plan)
+            parts.append((slice(0, decodes), captured, inputs))
         if prompt_size:
             inputs = self._prompt_inputs(plan, prompt_size)
             long = int((plan.start + plan.num_new_tokens)[decodes:].max()) > _SHORT_SEQUENCE
@@ -134,6 +130,26 @@ class StepGraphs:
             # Fetched before the next replay: a graph that was captured earlier may use the memory of these tokens.
             result[rows].copy_(self._replay(captured, inputs)[: rows.stop - rows.start], non_blocking=True)
         return True
+
+    def logits(self, plan: StepPlan) -> torch.Tensor | None:
+        """Replay a step of decode rows up to the logits [R, V], valid until the next replay; None: no graph for it."""
+        decodes = plan.num_decode_rows
+        if not decodes or decodes < len(plan.slots) or decodes > self._decode_sizes[-1]:
+            return None
+        self._drop_if_moved()
+        captured, inputs = self._decode_graph("logits", plan)
+        return None if captured is None else self._replay(captured, inputs)[:decodes]
+
+    def _drop_if_moved(self) -> None:
+        signature = (self._state.version, self._cache.version)
+        if signature != self._memory_signature:
+            self._drop()
+            self._memory_signature = signature
+
+    def _decode_graph(self, kind: str, plan: StepPlan) -> tuple[Captured | None, tuple[np.ndarray, ...]]:
+        size = int(self._decode_sizes[np.searchsorted(self._decode_sizes, plan.num_decode_rows)])
+        inputs = self._decode_inputs(plan, size)
+        return self._get(kind, size, True, inputs), inputs
 
     def _prompt_size(self, num_rows: int, num_tokens: int) -> int | None:
         """Padded number of tokens of these prompts; 0: there are none, None: no graph is worth it."""
@@ -153,15 +169,16 @@ class StepGraphs:
         """The graph, captured on a step's inputs where it is new; None where it cannot be had."""
         key = (kind, size, long)
         if key not in self._captured:
-            run = self._decode if kind == "decode" else partial(self._prompts, long=long)
-            self._captured[key] = self._capture(run, inputs)
+            prompts = partial(self._prompts, long=long)
+            runs: dict[str, Callable] = {"decode": self._decode, "logits": self._logits, "prompt": prompts}
+            self._captured[key] = self._capture(runs[kind], inputs)
         return self._captured[key]
 
     def _replay(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> torch.Tensor:
         for tensor, array in zip(captured.inputs, inputs, strict=True):
             tensor.copy_(upload(array, self._device))
         captured.graph.replay()
-        return captured.tokens
+        return captured.result
 
     def _capture(self, run: Callable[..., torch.Tensor], arrays: tuple[np.ndarray, ...]) -> Captured | None:
         """Run on this step's inputs once, which compiles what is missing and is repeated by the replay; record it.
@@ -189,7 +206,7 @@ class StepGraphs:
         # Not torch.cuda.graph(): it collects garbage and empties the cache at every capture.
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         try:
-            tokens = run(*inputs)
+            result = run(*inputs)
         except BaseException as error:
             with suppress(RuntimeError):  # the first error is the one to see
                 graph.capture_end()
@@ -198,7 +215,7 @@ class StepGraphs:
             raise
         graph.capture_end()
         self.num_captured += 1
-        return Captured(graph, inputs, tokens)
+        return Captured(graph, inputs, result)
 
     def _places(self, size: int) -> int:
         spec = self._cache.spec
@@ -213,6 +230,11 @@ class StepGraphs:
         return rows, plan_items(rows[1] + 1, rows[0], self._places(size))
 
     def _decode(self, rows: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        logits, (slots, positions) = self._logits(rows, items), rows
+        # The sampled token's place is the length of what it follows.
+        return sample(logits, self._state.sampling, slots, (positions + 1).to(torch.int32), self._state.tokens)
+
+    def _logits(self, rows: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         state, (slots, positions) = self._state, rows
         input_ids, at, slot_mapping = state.inputs(slots, positions)
         seq_lens = (positions + 1).to(torch.int32)
@@ -221,9 +243,7 @@ class StepGraphs:
             block_table=state.block_table, slots=slots.to(torch.int32), slot_mapping=slot_mapping, max_query_len=1,
             max_seq_len=self._max_model_len, work=DecodeWork(items, self._arrivals),
         )  # fmt: skip
-        hidden = self._adapter.hidden_states(input_ids, self._step(at, meta))
-        # The sampled token's place is the length of what it follows.
-        return sample(self._adapter.logits(hidden), state.sampling, slots, seq_lens, state.tokens)
+        return self._adapter.logits(self._adapter.hidden_states(input_ids, self._step(at, meta)))
 
     def _prompt_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
         """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64 (see `_prompts`)."""
