@@ -31,19 +31,13 @@ class LockstepBatch:
 
     def __init__(self, loop: StepLoop, prompts: list[list[int]], max_new_tokens: int) -> None:
         self._loop = loop
-        self._rows: LockstepRows | None = None
         self._may_publish = True
         self._max_tokens = max(map(len, prompts)) + max_new_tokens
         with loop.changing():
-            scheduler = loop.make_room()
+            scheduler = loop.scheduler_or_build()
             arrivals = [Sequence("lockstep", prompt, max_new_tokens=1) for prompt in prompts]
             loop.receive_rows(arrivals)
-            self._rows = LockstepRows(scheduler, prompts, self._max_tokens, arrivals[0].cache_key)
-
-    @property
-    def rows(self) -> LockstepRows:
-        assert self._rows is not None
-        return self._rows
+            self.rows = LockstepRows(scheduler, prompts, self._max_tokens, arrivals[0].cache_key)
 
     def prompts(self) -> torch.Tensor:
         """Compute the prompts: logits [R, V] after the last token of each, in the model's dtype."""

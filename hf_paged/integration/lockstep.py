@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 from hf_paged.engine import Engine
 from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, seed_of_call
 from hf_paged.integration.inputs import check_token_ids, model_kwargs_reason, prompt_rows
+from hf_paged.integration.models.own_code import is_own_code
 from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.settings import stock_only_option
 
@@ -82,7 +83,8 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
     lengths = [length for length in bounds if isinstance(length, int)]
     if not lengths:
         return "no MaxLengthCriteria bounds the output"
-    max_new_tokens = max(1, min(lengths) - input_ids.shape[1])
+    # Drafts may reach beyond the end before they are cut.
+    max_new_tokens = max(1, min(lengths) - input_ids.shape[1]) + (config.prompt_lookup_num_tokens or 0)
     if (reason := engine.too_long(max(map(len, prompts)), max_new_tokens)) is not None:
         return reason
     pad = config._pad_token_tensor
@@ -98,11 +100,13 @@ def beam_search(engine: Engine | None, stock: Callable, model: Any, input_ids: t
     """`GenerationMixin._beam_search` over paged forwards."""
 
     def method(**kwargs: Any) -> Any:
-        return stock(input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+        return stock(model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                      generation_config=generation_config, synced_gpus=synced_gpus, **kwargs)  # fmt: skip
 
     if engine is None or in_fallback(engine):
         return fall_back(engine, "", method, model_kwargs)
+    if not is_own_code(stock) or hasattr(model, "_reorder_cache"):
+        return fall_back(engine, f"{type(model).__name__} has a beam search of its own", method, model_kwargs)
     return run_or_fall_back(engine, model, method, input_ids, stopping_criteria, generation_config, synced_gpus,
                             model_kwargs)  # fmt: skip
 
@@ -115,7 +119,7 @@ def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_
     """`GenerationMixin._assisted_decoding`: prompt lookup over paged forwards, drafts by a model in stock."""
 
     def method(**kwargs: Any) -> Any:
-        return stock(input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+        return stock(model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                      generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer,
                      inputs_tensor=inputs_tensor, assistant_model=assistant_model,
                      assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer, **kwargs)  # fmt: skip
@@ -123,7 +127,7 @@ def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_
     if engine is None or in_fallback(engine):
         return fall_back(engine, "", method, model_kwargs)
     drafted_by_a_model = assistant_model is not None or generation_config.assistant_early_exit is not None
-    if drafted_by_a_model or generation_config.prompt_lookup_num_tokens is None or len(input_ids) != 1:
+    if drafted_by_a_model or not generation_config.prompt_lookup_num_tokens or not is_own_code(stock):
         reason = "assisted decoding is not carried out by the paged engine"
         return fall_back(engine, reason, method, model_kwargs)
     return run_or_fall_back(engine, model, method, input_ids, stopping_criteria, generation_config, synced_gpus,

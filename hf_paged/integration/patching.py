@@ -183,8 +183,7 @@ def _announcing_generate(stock: Any) -> Callable:
 def _lockstep_beam_search(stock: Any) -> Callable:
     @functools.wraps(stock._beam_search)
     def _beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stock_method = functools.partial(stock._beam_search, self)
-        return lockstep.beam_search(_ENGINES.get(self), stock_method, self, *args, **kwargs)
+        return lockstep.beam_search(_ENGINES.get(self), stock._beam_search, self, *args, **kwargs)
 
     return _beam_search
 
@@ -192,8 +191,7 @@ def _lockstep_beam_search(stock: Any) -> Callable:
 def _lockstep_assisted_decoding(stock: Any) -> Callable:
     @functools.wraps(stock._assisted_decoding)  # generate reads the signature
     def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stock_method = functools.partial(stock._assisted_decoding, self)
-        return lockstep.assisted_decoding(_ENGINES.get(self), stock_method, self, *args, **kwargs)
+        return lockstep.assisted_decoding(_ENGINES.get(self), stock._assisted_decoding, self, *args, **kwargs)
 
     return _assisted_decoding
 
