@@ -21,6 +21,7 @@ from hf_paged.errors import EngineClosedError, UnsupportedModelError
 from hf_paged.integration.models import find_adapter
 from hf_paged.integration.models.recognise import unsupported_reason
 from hf_paged.kernels import flash_backend
+from hf_paged.lockstep import LockstepBatch, refusal
 from hf_paged.loop import StepLoop
 from hf_paged.outputs import EngineStats, StepOutput
 from hf_paged.runner.request_state import SlotParameters
@@ -138,6 +139,38 @@ class Engine:
         finally:
             session.close()
 
+    @contextmanager
+    def lockstep(self, prompts: list[list[int]], max_new_tokens: int) -> Iterator[LockstepBatch | str]:
+        """Rows that step together, all to themselves until the block ends; or the reason why they cannot now.
+
+        Other callers wait meanwhile; what they have running goes on afterwards.
+
+        Args:
+            prompts: checked token ids.
+            max_new_tokens: tokens that each row may get at most.
+        """
+        with self._lock:
+            if self.is_reentrant():
+                yield "it was called from inside a step of the same engine"
+                return
+            if self._is_shut_down:
+                yield "the model was disabled by another thread"
+                return
+            self._loop.stepping_thread = threading.get_ident()
+            try:
+                if (reason := refusal(self._loop, prompts, max_new_tokens)) is not None:
+                    yield reason
+                    return
+                batch = LockstepBatch(self._loop, prompts, max_new_tokens)
+                try:
+                    yield batch
+                finally:
+                    batch.close()
+            finally:
+                self._loop.stepping_thread = None
+                self._loop.recover_if_dirty()
+                self._run_deferred()
+
     # -- state ------------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
@@ -178,6 +211,8 @@ class Engine:
         with self._lock:
             if self._loop.requests:
                 raise RuntimeError(f"release_memory: {len(self._loop.requests)} requests are unfinished")
+            if self.is_reentrant():
+                raise RuntimeError("release_memory: a generate call is under way in this thread")
             self._loop.drop_pool()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
@@ -322,11 +357,14 @@ class Engine:
                     # A streaming caller's code runs between steps, and may have changed the model.
                     self._loop.step(look_at_model=session.stream)
                 finally:
-                    while self._deferred:
-                        self._deferred.pop()()
+                    self._run_deferred()
             outputs = list(session.outbox)
             session.outbox.clear()
             return outputs
+
+    def _run_deferred(self) -> None:
+        while self._deferred:
+            self._deferred.pop()()
 
     def _close(self, session: Session) -> None:
         with self._lock:

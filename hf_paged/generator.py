@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
-from hf_paged.integration import generate, patching
+from hf_paged.integration import fallback, patching
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.prompts import as_prompt_list
 from hf_paged.runner.sampler import derive_seed
@@ -199,7 +199,7 @@ class PagedGenerator:
         seed = self.engine.base_seed(seed)
         device = self._causal_lm.device
         # For the engine, and in torch's generators for a call that goes to stock.
-        with generate.call_seed(seed), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with fallback.call_seed(seed), torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             return self.model.generate(generation_config=generation_config, **kwargs)
 

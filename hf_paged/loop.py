@@ -18,7 +18,7 @@ from hf_paged.runner.model_runner import StepHandle
 from hf_paged.runner.pool import DevicePool
 from hf_paged.runner.prompt_scores import NOTHING
 from hf_paged.runner.weights import WeightsGuard
-from hf_paged.scheduler import Scheduler, SchedulerConfig, StepPlan
+from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
 from hf_paged.session import Request
 from hf_paged.stopping import ended
 
@@ -63,6 +63,43 @@ class StepLoop:
         """End a request; nothing may be in flight (see `drain`)."""
         self.scheduler_or_build().abort(request.request_id)
         self.finish(request)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """For whoever runs the device beside `step`: an exception in here makes the next entry start afresh."""
+        self.dirty = True
+        with torch.inference_mode(False), torch.no_grad(), _ambient(self._adapter.kv_spec().device):
+            yield
+        self.dirty = False
+
+    def make_room(self) -> Scheduler:
+        """Nothing in flight, and a scheduler over a pool that fits the model as it is now."""
+        self.drain()
+        if self.pool.moved():
+            self._restart_over_a_new_pool()
+        return self.scheduler_or_build()
+
+    def receive_rows(self, prompts: list[Sequence]) -> None:
+        """Prepare the runner for prompts that come beside the requests; sets their cache key. Nothing is in flight."""
+        self._receive_sequences(self.scheduler_or_build(), prompts)
+
+    def model_changed(self) -> bool:
+        """Prepare the runner anew where the model computes something else than when prompts were last received."""
+        if self._adapter.state_key() == self._state_key:
+            return False
+        self._recompute_all(self.scheduler_or_build())
+        self._prepare()
+        return True
+
+    def trust_cache(self) -> None:
+        """Wait for the checksum that `receive_rows` started."""
+        if self._guard.pending:
+            assert self.scheduler is not None
+            self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
+
+    def weights_moved(self) -> bool:
+        """Do storage and version counters say that the weights are others than when prompts were received?"""
+        return self._guard.changed(full=False)
 
     @torch.inference_mode(False)  # tensors made under inference mode could not be written outside it later
     @torch.no_grad()
@@ -202,14 +239,16 @@ class StepLoop:
     def _receive(self, scheduler: Scheduler) -> None:
         """Prompts arrived: is the runner ready for the model as it is now, and may older cache content be used?"""
         arrivals, self._arrivals = self._arrivals, []
-        if not arrivals:
-            return
+        if arrivals:
+            self._receive_sequences(scheduler, [request.sequence for request in arrivals])
+
+    def _receive_sequences(self, scheduler: Scheduler, arrivals: list[Sequence]) -> None:
         manager, caching = scheduler.kv_cache_manager, self._config.enable_prefix_caching
         key = self._adapter.state_key()
-        for request in arrivals:
-            request.sequence.cache_key = key
+        for sequence in arrivals:
+            sequence.cache_key = key
         if scheduler.num_running or self._in_flight is not None:
-            would_hit = any(manager.get_computed_blocks(request.sequence)[0] for request in arrivals)
+            would_hit = any(manager.get_computed_blocks(sequence)[0] for sequence in arrivals)
             assert self.pool.runner is not None
             changed = key != self._state_key or not self.pool.runner.is_current()
             if not changed and not (caching and self._guard.changed(full=would_hit)):
@@ -218,7 +257,7 @@ class StepLoop:
         self._prepare()
         if caching:
             self._guard.begin(manager.block_pool)
-            sequences = [request.sequence for request in self.requests.values()]
+            sequences = [*(request.sequence for request in self.requests.values()), *arrivals]
             if any(manager.has_older_hit(s.token_ids, s.cache_key) for s in sequences):
                 self._guard.verify(manager.block_pool)
 

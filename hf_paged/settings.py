@@ -77,8 +77,24 @@ FALLBACK: dict[str, tuple] = {
     "output_hidden_states": (None, False),
 }
 
+# Options of `FALLBACK`, or unknown to it, that stock's decoding loop carries out over the engine's forwards (lockstep):
+# they become logits processors, stopping criteria, scores or beams.
+LOCKSTEP = (
+    "num_beams",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "top_h",
+    "guidance_scale",
+    "watermarking_config",
+    "prompt_lookup_num_tokens",
+    "return_dict_in_generate",
+    "output_scores",
+    "output_logits",
+)
+
 # For one look-up a field: what never decides, and every neutral value under its own type.
 _UNASKED = frozenset(NATIVE + INERT)
+_UNASKED_IN_LOCKSTEP = frozenset(NATIVE + INERT + LOCKSTEP)
 _NEUTRAL = frozenset((name, type(value), value) for name, values in FALLBACK.items() for value in values)
 _HASHABLE = (bool, int, float, str)
 
@@ -109,9 +125,18 @@ def unsupported_option(config: GenerationConfig) -> str | None:
 
     An option that this version of hf_paged has never heard of counts as unsupported unless it is None or False.
     """
+    return _option_beyond(config, _UNASKED)
+
+
+def stock_only_option(config: GenerationConfig) -> str | None:
+    """As `unsupported_option`, but options that run in lockstep are supported."""
+    return _option_beyond(config, _UNASKED_IN_LOCKSTEP)
+
+
+def _option_beyond(config: GenerationConfig, carried_out: frozenset[str]) -> str | None:
     for name, value in vars(config).items():
         # None is neutral for every field.
-        if value is None or name in _UNASKED or name.startswith("_"):
+        if value is None or name in carried_out or name.startswith("_"):
             continue
         if type(value) in _HASHABLE and (name, type(value), value) in _NEUTRAL:
             continue

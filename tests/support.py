@@ -135,6 +135,50 @@ def assert_native_parity(model: PreTrainedModel, expected: torch.Tensor | None =
     return actual
 
 
+def assert_lockstep(model: PreTrainedModel, *, call: Any = None, paged: dict[str, Any] | None = None,
+                    **kwargs: Any) -> Any:  # fmt: skip
+    """A seeded call that gives stock's very tokens (and scores, where asked for) without going to stock.
+
+    `call(model, **kwargs)` stands in for `model.generate`. The model stays enabled, with `paged` as settings. Returns
+    what the enabled model returned.
+    """
+    call = call or (lambda model, **kwargs: model.generate(**kwargs))
+    hf_paged.disable(model)
+
+    def run() -> Any:
+        torch.manual_seed(0)
+        return call(model, **kwargs)
+
+    expected = run()
+    hf_paged.enable(model, **({"strict": True} | (paged or {})))
+    actual = run()
+    assert hf_paged.get_engine(model).stats().num_generated_tokens > 0
+    assert_idle(model)
+    assert type(actual) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert_same_tensor(actual, expected)
+        return actual
+    assert list(actual.keys()) == list(expected.keys())
+    assert_same_tensor(actual.sequences, expected.sequences)
+    for name in ("scores", "logits"):
+        if expected.get(name) is not None:
+            assert_close_steps(actual[name], expected[name])
+    if expected.get("sequences_scores") is not None:
+        assert torch.allclose(actual.sequences_scores, expected.sequences_scores, rtol=1e-5, atol=1e-5)
+    if expected.get("beam_indices") is not None and isinstance(expected.beam_indices, torch.Tensor):
+        assert_same_tensor(actual.beam_indices, expected.beam_indices)
+    return actual
+
+
+def assert_close_steps(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    """Scores of every step: same number, shape and dtype, -inf in the same places, values close."""
+    assert len(actual) == len(expected)
+    for ours, stocks in zip(actual, expected, strict=True):
+        assert ours.shape == stocks.shape and ours.dtype == stocks.dtype
+        assert torch.equal(ours.isinf(), stocks.isinf())
+        assert torch.allclose(ours, stocks, rtol=1e-4, atol=1e-4)
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, made in memory: for tests that need some tokenizer but not a trained one."""
     alphabet = sorted(ByteLevel.alphabet())

@@ -1,32 +1,30 @@
 """`model.generate` of an enabled model: stock generate has prepared everything; the decoding loop is ours.
 
 `sample` stands in for `GenerationMixin._sample`. It recognises, from the finished pieces that stock hands over, what
-the engine carries out exactly as stock would; the rest goes on to stock with one warning that names the reason.
+the engine carries out exactly as stock would; the rest goes on to `lockstep`, and from there maybe to stock.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import DynamicCache, GenerationConfig, RepetitionPenaltyLogitsProcessor
+from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
 from hf_paged.engine import Engine
-from hf_paged.errors import EngineClosedError, FallbackError, FallbackWarning
+from hf_paged.errors import EngineClosedError
+from hf_paged.integration import lockstep
+from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, seed_of_call
+from hf_paged.integration.inputs import check_token_ids, model_kwargs_reason, prompt_rows
 from hf_paged.integration.stock_pieces import Stops, criteria_reason, processor_reason
 from hf_paged.runner.edits import Edits
 from hf_paged.runner.sampler import derive_seed
 from hf_paged.settings import RequestSettings, settings_from_config, token_id_tuple, unsupported_option
 from hf_paged.stopping import StopRule
-
-_CALL_SEED: ContextVar[int | None] = ContextVar("hf_paged_call_seed", default=None)
-_IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines whose call runs in stock
 
 
 class NativeCall(NamedTuple):
@@ -49,14 +47,18 @@ def sample(engine: Engine | None, stock_sample: Callable, model: Any, input_ids:
                                 generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer,
                                 **model_kwargs)  # fmt: skip
 
-    if engine is None or engine in _IN_FALLBACK.get():
+    if engine is None or in_fallback(engine):
         return stock(streamer)
     call = _recognise(engine, model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
                       model_kwargs)  # fmt: skip
     if isinstance(call, str):
-        announce_fallback(engine, call)
-        return stock(streamer)
-    _check_token_ids(input_ids, engine.vocab_size)
+        in_stock = functools.partial(
+            stock_sample, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+            generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer,
+        )  # fmt: skip
+        return lockstep.run_or_fall_back(engine, model, in_stock, input_ids, stopping_criteria, generation_config,
+                                         synced_gpus, model_kwargs)  # fmt: skip
+    check_token_ids(input_ids, engine.vocab_size)
     columns = _Columns(len(call.prompts), call, streamer)
     if (error := _run(engine, call, columns)) is not None:
         announce_fallback(engine, error)
@@ -67,38 +69,9 @@ def sample(engine: Engine | None, stock_sample: Callable, model: Any, input_ids:
     return torch.cat([input_ids, new_tokens], dim=-1)
 
 
-def announce_fallback(engine: Engine, reason: str) -> None:
-    """Warn that a call goes to stock generate, or raise where the config says ``strict``."""
-    if engine in _IN_FALLBACK.get():
-        return
-    if engine.config.strict:
-        raise FallbackError(f"strict=True, and this call would go to stock generate: {reason}")
-    warnings.warn(f"hf_paged: this call goes to stock generate: {reason}", FallbackWarning, stacklevel=2)
-
-
-@contextmanager
-def call_seed(seed: int) -> Iterator[None]:
-    """Calls in here take `seed` in place of the config's or of one drawn from torch's generator."""
-    token = _CALL_SEED.set(seed)
-    try:
-        yield
-    finally:
-        _CALL_SEED.reset(token)
-
-
-@contextmanager
-def quiet_fallbacks(engine: Engine | None) -> Iterator[None]:
-    """Calls that stock makes in here (assisted decoding calls generate for every draft) go to stock without a word."""
-    token = _IN_FALLBACK.set((*_IN_FALLBACK.get(), engine))
-    try:
-        yield
-    finally:
-        _IN_FALLBACK.reset(token)
-
-
 def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
     """Drive the engine until every row of the call is done; returns why it cannot be done natively, if so."""
-    seed = engine.base_seed(_CALL_SEED.get()) if call.settings[0].do_sample else 0
+    seed = engine.base_seed(seed_of_call()) if call.settings[0].do_sample else 0
     with engine.session(stream=columns.streamer is not None, text=False) as session:
         try:
             each = enumerate(zip(call.prompts, call.settings, call.stops, strict=True))
@@ -188,7 +161,8 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
     stops = criteria_reason(config, stopping_criteria)
     if isinstance(stops, str):
         return stops
-    if (reason := _model_kwargs_reason(model_kwargs)) is not None:
+    # A tokenizer is generate's own, for the stop strings.
+    if (reason := model_kwargs_reason({k: v for k, v in model_kwargs.items() if k != "tokenizer"})) is not None:
         return reason
     if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
         return f"input_ids of shape {tuple(input_ids.shape)}"
@@ -196,7 +170,7 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
         return reason
     if (reason := processor_reason(model, config, logits_processor, input_ids, model_kwargs)) is not None:
         return reason
-    prompts = _prompts(input_ids, model_kwargs)
+    prompts = prompt_rows(input_ids, model_kwargs)
     if isinstance(prompts, str):
         return prompts
     max_length = stopping_criteria.max_length
@@ -253,48 +227,3 @@ def _with_padding(settings: RequestSettings, padding: list[int], logits_processo
     if penalty.prompt_ignore_length is not None:
         return settings
     return replace(settings, edits=replace(settings.edits, also_seen=tuple(sorted(set(padding)))))
-
-
-def _model_kwargs_reason(model_kwargs: dict[str, Any]) -> str | None:
-    for name, value in model_kwargs.items():
-        if value is None or name in ("attention_mask", "position_ids", "tokenizer"):
-            continue
-        if name == "past_key_values":
-            if getattr(value, "_is_user_defined", False):
-                return "past_key_values given by the caller"
-            if type(value) is not DynamicCache or value.get_seq_length():
-                return f"a cache of type {type(value).__name__}"
-        elif not (name == "use_cache" and value is True) and not (name == "logits_to_keep" and value == 1):
-            return f"model argument {name}={value!r:.60}"
-    return None
-
-
-def _prompts(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[list[int]] | str:
-    """The rows without their left padding; a reason where the mask or the positions are anything else."""
-    ids = input_ids.cpu().numpy()
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if mask is None:
-        real = np.ones(ids.shape, dtype=np.int64)
-    elif tuple(mask.shape) != ids.shape:
-        return f"attention_mask of shape {tuple(mask.shape)} for input_ids of shape {ids.shape}"
-    else:
-        real = mask.to("cpu", torch.float64).numpy()
-        if not np.isin(real, (0, 1)).all():
-            return "attention_mask holds values other than 0 and 1"
-        real = real.astype(np.int64)
-    if not real[:, -1].all() or (np.diff(real, axis=1) < 0).any():
-        return "attention_mask has holes, right padding or an empty row"
-    if positions is not None:
-        expected = np.where(real == 1, np.cumsum(real, axis=1) - 1, 0)
-        given = positions.cpu().numpy()
-        if given.shape not in (expected.shape, (1, expected.shape[1])) or not (given == expected).all():
-            return "position_ids given by the caller"
-    return [row[row_mask == 1].tolist() for row, row_mask in zip(ids, real, strict=True)]
-
-
-def _check_token_ids(input_ids: torch.Tensor, vocab_size: int) -> None:
-    """Stock's exception for an id outside the vocabulary; on CUDA its launch would end the process' context."""
-    low, high = int(input_ids.min()), int(input_ids.max())
-    if low < 0 or high >= vocab_size:
-        raise IndexError(f"index out of range in self: input_ids holds {low if low < 0 else high}, "
-                         f"and the vocabulary has {vocab_size} tokens")  # fmt: skip

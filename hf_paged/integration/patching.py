@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.integration import generate
+from hf_paged.integration import fallback, generate, lockstep
 from hf_paged.integration.models import ADAPTERS, find_adapter
+from hf_paged.integration.paged_cache import PagedCache
 
 # The engine is not kept on the model: state_dict, pickles, copies and `vars(model)` stay stock's.
 _ENGINES: weakref.WeakKeyDictionary[PreTrainedModel, Engine] = weakref.WeakKeyDictionary()
@@ -136,10 +137,11 @@ def _enabled_class(stock: Any) -> type:
         "_hf_paged_stock_class": stock,
         "__reduce_ex__": _reduce_to_stock(stock),
         "_sample": _native_sample(stock),
+        "_beam_search": _lockstep_beam_search(stock),
+        "_assisted_decoding": _lockstep_assisted_decoding(stock),
         "generate": _announcing_generate(stock),
+        "__call__": _paged_call(stock),
     }
-    for method, what in (("_beam_search", "beam search"), ("_assisted_decoding", "assisted decoding")):
-        namespace[method] = _stock_method(stock, method, what)
     return type(stock.__name__, (stock,), namespace)
 
 
@@ -172,18 +174,35 @@ def _announcing_generate(stock: Any) -> Callable:
         for name, values in (("custom_generate", None), ("cache_implementation", ("paged",))):
             value = kwargs.get(name)
             if engine is not None and value is not None and (values is None or value in values):
-                generate.announce_fallback(engine, f"{name}={value!r:.60} is not carried out by the paged engine")
+                fallback.announce_fallback(engine, f"{name}={value!r:.60} is not carried out by the paged engine")
         return stock.generate(self, *args, **kwargs)
 
     return generate_
 
 
-def _stock_method(stock: Any, name: str, what: str) -> Callable:
-    @functools.wraps(getattr(stock, name))
-    def fall_back(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (engine := _ENGINES.get(self)) is not None:
-            generate.announce_fallback(engine, f"{what} is not carried out by the paged engine")
-        with generate.quiet_fallbacks(engine):
-            return getattr(stock, name)(self, *args, **kwargs)
+def _lockstep_beam_search(stock: Any) -> Callable:
+    @functools.wraps(stock._beam_search)
+    def _beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return lockstep.beam_search(_ENGINES.get(self), stock._beam_search, self, *args, **kwargs)
 
-    return fall_back
+    return _beam_search
+
+
+def _lockstep_assisted_decoding(stock: Any) -> Callable:
+    @functools.wraps(stock._assisted_decoding)  # generate reads the signature
+    def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return lockstep.assisted_decoding(_ENGINES.get(self), stock._assisted_decoding, self, *args, **kwargs)
+
+    return _assisted_decoding
+
+
+def _paged_call(stock: Any) -> Callable:
+    @functools.wraps(stock.__call__)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stock's call, but for those that carry a cache of the engine's."""
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, PagedCache):
+            return cache.forward(kwargs["input_ids"], kwargs.get("logits_to_keep", 0))
+        return stock.__call__(self, *args, **kwargs)
+
+    return __call__

@@ -29,6 +29,12 @@ class KVCache:
                 del old
         self.num_blocks = num_blocks
 
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy whole blocks in every layer; no target may be a source. Both int64 [N]."""
+        for tensors in self.layers:
+            for tensor in tensors:
+                tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+
     @property
     def nbytes(self) -> int:
         return self.num_blocks * self.spec.block_bytes(self.block_size)

@@ -73,15 +73,39 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan, parameters: list[SlotParameters], wanted: Wanted = NOTHING) -> StepHandle:
         """Enqueue one step; `parameters` belong to `plan.admitted`, in order. Prompts are scored by eager steps."""
-        if plan.admitted:
-            self.state.admit([s.slot for s in plan.admitted], [s.token_ids for s in plan.admitted],
-                             [s.block_table for s in plan.admitted], parameters)  # fmt: skip
-        self.state.update_blocks(*plan.block_updates)
+        self._update_state(plan, parameters)
         result = self._on_host(len(plan.slots), torch.int64)
         logprobs = self._on_host(len(plan.slots), torch.float32) if wanted.sampled else None
         if self.graphs is not None and not wanted.prompt and self.graphs.launch(plan, result, logprobs):
             return self._handle(result, logprobs)
+        hidden, query_start = self._hidden_states(plan)
+        self._sample(plan, query_start, hidden, result, logprobs)
+        if not wanted.prompt:
+            return self._handle(result, logprobs)
+        scored = self._score_prompts(plan, query_start, hidden, wanted.prompt)
+        return self._handle(result, logprobs, scored, wanted.prompt)
 
+    def logits(self, plan: StepPlan, parameters: list[SlotParameters], *, of_every_token: bool = False) -> torch.Tensor:
+        """Enqueue one step that ends at the logits [N, V]: of the rows that sample, or of all tokens, in order.
+
+        Valid until the next step.
+        """
+        self._update_state(plan, parameters)
+        if self.graphs is not None and (logits := self.graphs.logits(plan)) is not None:
+            return logits
+        hidden, query_start = self._hidden_states(plan)
+        if not of_every_token:
+            hidden = hidden[upload(query_start[1:][plan.samples].astype(np.int64) - 1, self.device)]
+        return self.adapter.logits(hidden)
+
+    def _update_state(self, plan: StepPlan, parameters: list[SlotParameters]) -> None:
+        if plan.admitted:
+            self.state.admit([s.slot for s in plan.admitted], [s.token_ids for s in plan.admitted],
+                             [s.block_table for s in plan.admitted], parameters)  # fmt: skip
+        self.state.update_blocks(*plan.block_updates)
+
+    def _hidden_states(self, plan: StepPlan) -> tuple[torch.Tensor, np.ndarray]:
+        """Hidden states [T, hidden_size] of the step's tokens, and where each row's begin [R + 1]."""
         num_new = plan.num_new_tokens
         query_start = np.zeros(len(num_new) + 1, dtype=np.int32)
         np.cumsum(num_new, out=query_start[1:])
@@ -90,12 +114,7 @@ class ModelRunner:
 
         step = PagedStep(token_positions, slot_mapping, self.cache, self._parts(plan, query_start, slot_mapping),
                          self.attention_backend)  # fmt: skip
-        hidden = self.adapter.hidden_states(input_ids, step)
-        self._sample(plan, query_start, hidden, result, logprobs)
-        if not wanted.prompt:
-            return self._handle(result, logprobs)
-        scored = self._score_prompts(plan, query_start, hidden, wanted.prompt)
-        return self._handle(result, logprobs, scored, wanted.prompt)
+        return self.adapter.hidden_states(input_ids, step), query_start
 
     def _parts(self, plan: StepPlan, query_start: np.ndarray,
                slot_mapping: torch.Tensor) -> list[tuple[int, int, PagedMetadata]]:  # fmt: skip

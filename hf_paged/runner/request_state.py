@@ -68,7 +68,7 @@ class RequestState:
         self._reserve_tokens(max(p.max_length for p in parameters))
         index = self._upload(np.array(slots, dtype=np.int64))
         self.tokens[index, : max(len(t) for t in tokens)] = self._upload(_pad(tokens))
-        self.block_table[index, : max(len(t) for t in tables)] = self._upload(_pad(tables))
+        self.set_tables(slots, tables)
         floats = [(p.temperature * p.do_sample, 1.0 - p.top_p, p.min_p) for p in parameters]
         ints = [(p.seed, p.top_k, p.min_length) for p in parameters]
         self.sampling.floats[index] = self._upload(np.array(floats, dtype=np.float32))
@@ -91,6 +91,22 @@ class RequestState:
         if stages:
             return sample_edited(logits, self.sampling, self.edits, slots, positions, self.tokens, stages, logprob)
         return sample(logits, self.sampling, slots, positions, self.tokens, logprob)
+
+    def set_tables(self, slots: list[int], tables: list[list[int]]) -> None:
+        """Write whole block tables."""
+        index = self._upload(np.array(slots, dtype=np.int64))
+        self.block_table[index, : max(len(t) for t in tables)] = self._upload(_pad(tables))
+
+    def set_tokens(self, slots: np.ndarray, start: np.ndarray, tokens: torch.Tensor) -> None:
+        """Write ``tokens`` [rows, n], which lie on the device, to the history of ``slots`` from ``start`` on."""
+        index, first = self._upload(np.stack([slots, start]).astype(np.int64))
+        columns = first[:, None] + torch.arange(tokens.shape[1], device=self.device)
+        self.tokens[index[:, None], columns] = tokens.to(self.tokens.dtype)
+
+    def move(self, slots: np.ndarray, sources: np.ndarray) -> None:
+        """The history of ``slots[i]`` becomes what that of ``sources[i]`` was."""
+        to, come_from = self._upload(np.stack([slots, sources]).astype(np.int64))
+        self.tokens[to] = self.tokens[come_from]
 
     def update_blocks(self, slots: np.ndarray, columns: np.ndarray, block_ids: np.ndarray) -> None:
         """Write new block-table entries of running sequences."""

@@ -44,11 +44,11 @@ class Drawn(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """A graph, the device tensors that it reads its step from, and what it leaves."""
+    """A graph, the device tensors that it reads its step from, and what it makes: `Drawn`, or logits [rows, V]."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[torch.Tensor, ...]
-    drawn: Drawn
+    result: Any
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -124,17 +124,13 @@ class StepGraphs:
         prompt_size = self._prompt_size(len(num_new), int(num_new.sum()))
         if decodes > self._decode_sizes[-1] or prompt_size is None:
             return False
-        signature = (self._state.version, self._state.edits.generation, self._cache.version)
-        if signature != self._memory_signature:
-            self._drop()
-            self._memory_signature = signature
+        self._drop_if_moved()
         parts: list[tuple[slice, Captured | None, tuple[np.ndarray, ...]]] = []
         inputs: tuple[np.ndarray, ...]
         if decodes:
-            size = int(self._decode_sizes[np.searchsorted(self._decode_sizes, decodes)])
-            inputs = self._decode_inputs(plan, size)
-            run = partial(self._decode, stages=self._state.stages(plan.slots[:decodes]), scored=scored)
-            parts.append((slice(0, decodes), self._get(size, run, inputs), inputs))
+            run: partial = partial(self._decode, stages=self._state.stages(plan.slots[:decodes]), scored=scored)
+            captured, inputs = self._decode_graph(run, plan)
+            parts.append((slice(0, decodes), captured, inputs))
         if prompt_size:
             inputs = self._prompt_inputs(plan, prompt_size)
             long = int((plan.start + plan.num_new_tokens)[decodes:].max()) > _SHORT_SEQUENCE
@@ -151,6 +147,26 @@ class StepGraphs:
                 logprobs[rows].copy_(drawn.logprobs[: rows.stop - rows.start], non_blocking=True)
         return True
 
+    def logits(self, plan: StepPlan) -> torch.Tensor | None:
+        """Replay a step of decode rows up to the logits [R, V], valid until the next replay; None: no graph for it."""
+        decodes = plan.num_decode_rows
+        if not decodes or decodes < len(plan.slots) or decodes > self._decode_sizes[-1]:
+            return None
+        self._drop_if_moved()
+        captured, inputs = self._decode_graph(partial(self._logits), plan)
+        return None if captured is None else self._replay(captured, inputs)[:decodes]
+
+    def _drop_if_moved(self) -> None:
+        signature = (self._state.version, self._state.edits.generation, self._cache.version)
+        if signature != self._memory_signature:
+            self._drop()
+            self._memory_signature = signature
+
+    def _decode_graph(self, run: partial, plan: StepPlan) -> tuple[Captured | None, tuple[np.ndarray, ...]]:
+        size = int(self._decode_sizes[np.searchsorted(self._decode_sizes, plan.num_decode_rows)])
+        inputs = self._decode_inputs(plan, size)
+        return self._get(size, run, inputs), inputs
+
     def _prompt_size(self, num_rows: int, num_tokens: int) -> int | None:
         """Padded number of tokens of these prompts; 0: there are none, None: no graph is worth it."""
         if not num_tokens:
@@ -165,20 +181,20 @@ class StepGraphs:
     def _prompt_rows(self, size: int) -> int:
         return min(size, self._state.num_slots, _MOST_PROMPT_ROWS)
 
-    def _get(self, size: int, run: partial[Drawn], inputs: tuple[np.ndarray, ...]) -> Captured | None:
+    def _get(self, size: int, run: partial, inputs: tuple[np.ndarray, ...]) -> Captured | None:
         """The graph of `run`, captured on a step's inputs where it is new; None where it cannot be had."""
         key = (size, run.func.__name__, *run.keywords.values())
         if key not in self._captured:
             self._captured[key] = self._capture(run, inputs)
         return self._captured[key]
 
-    def _replay(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> Drawn:
+    def _replay(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> Any:
         for tensor, array in zip(captured.inputs, inputs, strict=True):
             tensor.copy_(upload(array, self._device))
         captured.graph.replay()
-        return captured.drawn
+        return captured.result
 
-    def _capture(self, run: Callable[..., Drawn], arrays: tuple[np.ndarray, ...]) -> Captured | None:
+    def _capture(self, run: partial, arrays: tuple[np.ndarray, ...]) -> Captured | None:
         """Run on this step's inputs once, which compiles what is missing and is repeated by the replay; record it.
 
         None where the device has no memory for it (a graph keeps memory for itself, the eager step shares what there
@@ -204,7 +220,7 @@ class StepGraphs:
         # Not torch.cuda.graph(): it collects garbage and empties the cache at every capture.
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         try:
-            drawn = run(*inputs)
+            result = run(*inputs)
         except BaseException as error:
             with suppress(RuntimeError):  # the first error is the one to see
                 graph.capture_end()
@@ -213,7 +229,7 @@ class StepGraphs:
             raise
         graph.capture_end()
         self.num_captured += 1
-        return Captured(graph, inputs, drawn)
+        return Captured(graph, inputs, result)
 
     def _places(self, size: int) -> int:
         spec = self._cache.spec
@@ -228,6 +244,11 @@ class StepGraphs:
         return rows, plan_items(rows[1] + 1, rows[0], self._places(size))
 
     def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str], scored: bool) -> Drawn:
+        logits, (slots, positions) = self._logits(rows, items), rows
+        # The sampled token's place is the length of what it follows.
+        return self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored)
+
+    def _logits(self, rows: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         state, (slots, positions) = self._state, rows
         input_ids, at, slot_mapping = state.inputs(slots, positions)
         seq_lens = (positions + 1).to(torch.int32)
@@ -236,9 +257,7 @@ class StepGraphs:
             block_table=state.block_table, slots=slots.to(torch.int32), slot_mapping=slot_mapping, max_query_len=1,
             max_seq_len=self._max_model_len, work=DecodeWork(items, self._arrivals),
         )  # fmt: skip
-        hidden = self._adapter.hidden_states(input_ids, self._step(at, meta))
-        # The sampled token's place is the length of what it follows.
-        return self._draw(hidden, slots, seq_lens, stages, scored)
+        return self._adapter.logits(self._adapter.hidden_states(input_ids, self._step(at, meta)))
 
     def _prompt_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
         """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64 (see `_prompts`)."""
@@ -272,12 +291,13 @@ class StepGraphs:
         )  # fmt: skip
         hidden = self._adapter.hidden_states(input_ids, self._step(at, meta))
         _, _, _, last, sampled_slots, sampled_positions = rows[:, :-1]
-        return self._draw(hidden[last], sampled_slots, sampled_positions.to(torch.int32), stages, scored)
+        logits = self._adapter.logits(hidden[last])
+        return self._draw(logits, sampled_slots, sampled_positions.to(torch.int32), stages, scored)
 
-    def _draw(self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
+    def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
               scored: bool) -> Drawn:  # fmt: skip
         logprobs = torch.empty(len(slots), dtype=torch.float32, device=self._device) if scored else None
-        return Drawn(self._state.sample(self._adapter.logits(hidden), slots, positions, stages, logprobs), logprobs)
+        return Drawn(self._state.sample(logits, slots, positions, stages, logprobs), logprobs)
 
     def _step(self, positions: torch.Tensor, meta: PagedMetadata) -> PagedStep:
         return PagedStep(positions, meta.slot_mapping, self._cache, [(0, len(positions), meta)], self._backend)

@@ -100,6 +100,18 @@ class RequestBook:
         return len(self._requests) - len(self._waiting)
 
     @property
+    def num_free_slots(self) -> int:
+        return self._table.num_free_slots
+
+    def take_slots(self, count: int) -> list[int]:
+        """Lend slots to rows that are none of the scheduler's; nothing may be scheduled until `give_slots`."""
+        return self._table.take(count)
+
+    def give_slots(self, slots: list[int]) -> None:
+        """Take them back."""
+        self._table.give(slots)
+
+    @property
     def num_blocks(self) -> int:
         """Blocks in the pool, the null block included."""
         return self.kv_cache_manager.block_pool.num_blocks

@@ -82,6 +82,16 @@ class RunningTable:
         self.tenancy[slot] += 1
         self._free.append(slot)
 
+    def take(self, count: int) -> list[int]:
+        """Free slots, without a tenant, until `give`."""
+        taken = self._free[len(self._free) - count :]
+        assert len(taken) == count
+        del self._free[len(self._free) - count :]
+        return taken
+
+    def give(self, slots: list[int]) -> None:
+        self._free += reversed(slots)
+
     def read_tokens(self, slot: int, first: int) -> list[int]:
         """Known tokens of a slot from position `first` on."""
         tokens: list[int] = self.tokens[slot, first : self.known[slot]].tolist()

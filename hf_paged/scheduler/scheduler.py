@@ -129,7 +129,7 @@ class Scheduler(RequestBook):
             num_tokens = seq.num_tokens
             hits, num_hit = manager.get_computed_blocks(seq)
             if manager.allocate_slots(seq, num_tokens, hits) is None:
-                if self._ask_for_blocks(manager.shortage(seq, num_tokens, hits)):
+                if self.ask_for_blocks(manager.shortage(seq, num_tokens, hits)):
                     continue
                 if manager.num_blocks_for(num_tokens) < self.num_blocks:
                     return  # it fits once others are gone; nobody overtakes it
@@ -151,7 +151,7 @@ class Scheduler(RequestBook):
         pool = self.kv_cache_manager.block_pool
         missing = len(needy) - pool.num_free
         short = missing > 0
-        if short and self._ask_for_blocks(missing):
+        if short and self.ask_for_blocks(missing):
             short = len(needy) > pool.num_free
         if short:
             return self._ration(needy), True
@@ -198,7 +198,7 @@ class Scheduler(RequestBook):
         self._preempt(max([seq, *victims], key=lambda victim: victim.rank))
         return True
 
-    def _ask_for_blocks(self, missing: int) -> bool:
+    def ask_for_blocks(self, missing: int) -> bool:
         """Ask the owner of the pool for more; True if it grew."""
         before = self.num_blocks
         if self._on_shortage is not None:

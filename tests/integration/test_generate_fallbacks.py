@@ -10,6 +10,7 @@ import transformers
 from support import (
     RecordingStreamer,
     assert_falls_back,
+    assert_lockstep,
     assert_native_parity,
     assert_same_tensor,
     batch,
@@ -31,7 +32,6 @@ from transformers import (
     MinPLogitsWarper,
     StoppingCriteria,
     StoppingCriteriaList,
-    SynthIDTextWatermarkingConfig,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -234,34 +234,30 @@ def test_no_option_of_the_models_generation_config_is_dropped(name):
 
 
 @pytest.mark.parametrize(("kwargs", "reason"), [
-    ({"num_beams": 2}, "beam search"),
-    ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size with left padding"),
-    ({"max_time": 100.0}, "max_time without an EOS"),
     ({"use_cache": False}, "use_cache=False"),
     ({"cache_implementation": "static"}, "cache_implementation='static'"),
-    ({"return_dict_in_generate": True}, "return_dict_in_generate=True"),
-    ({"return_dict_in_generate": True, "output_scores": True}, "return_dict_in_generate|output_scores"),
-    ({"output_logits": True}, "output_logits=True"),
     ({"prefill_chunk_size": 4}, "prefill_chunk_size=4"),
-    ({"stop_strings": ["a"], "tokenizer": byte_tokenizer()}, "stop_strings"),
-    ({"logits_processor": LogitsProcessorList([AddToOneToken()])}, "AddToOneToken"),
-    ({"stopping_criteria": StoppingCriteriaList([StopAfterWidth(24)])}, "StopAfterWidth"),
-    ({"prefix_allowed_tokens_fn": lambda row, ids: [3, 4, 5]}, "PrefixConstrained"),
+    ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
+    ({"output_hidden_states": True, "return_dict_in_generate": True, "num_beams": 2}, "output_hidden_states=True"),
+    ({"num_beams": 2, "use_cache": False}, "use_cache=False"),
     ({"assistant_model": tiny_model(1), "one_row": True}, "assisted decoding"),
-    ({"prompt_lookup_num_tokens": 3, "one_row": True}, "assisted decoding"),
-    ({"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=5, keys=[1, 2, 3]), "do_sample": True},
-     "watermarking_config"),
-    ({"min_new_tokens": 3, "eos_token_id": 9, "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(2.0)])},
-     "TemperatureLogitsWarper"),
-    ({"do_sample": True, "temperature": 0.7, "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.7)])},
-     "TemperatureLogitsWarper"),
-    ({"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(9)])}, "(?i)eos"),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic")
 def test_options_that_only_stock_carries_out(kwargs, reason):
     kwargs = dict(kwargs)
     inputs = batch([20] if kwargs.pop("one_row", False) else [20, 13, 5])
     assert_falls_back(tiny_model(), reason, **inputs, max_new_tokens=8, **kwargs)
+
+
+@pytest.mark.parametrize("kwargs", [
+    {"logits_processor": LogitsProcessorList([AddToOneToken()])},
+    {"stopping_criteria": StoppingCriteriaList([StopAfterWidth(24)])},
+    {"min_new_tokens": 3, "eos_token_id": 9, "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(2.0)])},
+    {"do_sample": True, "temperature": 0.7, "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.7)])},
+    {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(9)])},
+])  # fmt: skip
+def test_objects_of_the_callers_own_are_shown_to_stocks_loop(kwargs):
+    assert_lockstep(tiny_model(), **batch([20, 13, 5]), max_new_tokens=8, **kwargs)
 
 
 def test_a_length_criterion_of_the_callers_own():
@@ -534,7 +530,7 @@ def test_after_a_fallback_native_calls_go_on():
     inputs = batch([20, 5])
     first = assert_native_parity(model, **inputs, max_new_tokens=8)
     with pytest.warns(hf_paged.FallbackWarning):
-        model.generate(**inputs, max_new_tokens=8, num_beams=2)
+        model.generate(**inputs, max_new_tokens=8, prefill_chunk_size=4)
     assert torch.equal(assert_native_parity(model, **inputs, max_new_tokens=8), first)
 
 
@@ -599,10 +595,8 @@ def test_a_length_processor_of_the_callers_own_is_not_taken_for_the_configs(name
     free = model.generate(**inputs, max_new_tokens=8)[0, 20:].tolist()
     eos = [free[1]]
     options, processor = _own_length_processors(eos)[name]
-    assert_falls_back(
-        model, "Processor", **inputs, max_new_tokens=8, eos_token_id=eos, **options,
-        logits_processor=LogitsProcessorList([processor]),
-    )  # fmt: skip
+    processors = LogitsProcessorList([processor])
+    assert_lockstep(model, **inputs, max_new_tokens=8, eos_token_id=eos, **options, logits_processor=processors)
 
 
 @pytest.mark.parametrize("warper", [
@@ -610,8 +604,8 @@ def test_a_length_processor_of_the_callers_own_is_not_taken_for_the_configs(name
     TopPLogitsWarper(0.5), MinPLogitsWarper(0.9),
 ], ids=["min_tokens_to_keep", "filter_value", "other top_p", "one more"])  # fmt: skip
 def test_a_warper_of_the_callers_own_is_not_taken_for_the_configs(warper):
-    assert_falls_back(
-        tiny_model(), "processor|caller", **batch([20, 13]), max_new_tokens=4, do_sample=True, top_k=0, top_p=0.001,
+    assert_lockstep(
+        tiny_model(), **batch([20, 13]), max_new_tokens=4, do_sample=True, top_k=0, top_p=0.001,
         logits_processor=LogitsProcessorList([warper]),
     )  # fmt: skip
 
@@ -633,7 +627,7 @@ def test_the_one_warper_of_its_kind_with_an_attribute_that_no_config_sets(kind, 
     options = {"max_new_tokens": 12, "do_sample": True} | WARPERS[kind]
     plain = _seeded_generate(tiny_model(), **batch([20, 13]), **options)
     monkeypatch.setattr(transformers.generation.utils, kind.__name__, made)
-    expected = assert_falls_back(tiny_model(), f"a {kind.__name__} of the caller's own", **batch([20, 13]), **options)
+    expected = assert_lockstep(tiny_model(), **batch([20, 13]), **options)
     assert not torch.equal(expected, plain)
 
 
@@ -645,9 +639,7 @@ def _seeded_generate(model, **kwargs):
 @pytest.mark.parametrize("lengths", [(32, 25), (25, 32)])
 def test_two_length_criteria_end_at_the_smaller(lengths):
     criteria = StoppingCriteriaList([MaxLengthCriteria(length) for length in lengths])
-    expected = assert_falls_back(
-        tiny_model(), "MaxLengthCriteria", **batch([20, 13]), max_new_tokens=12, stopping_criteria=criteria
-    )
+    expected = assert_lockstep(tiny_model(), **batch([20, 13]), max_new_tokens=12, stopping_criteria=criteria)
     assert expected.shape[1] == 25
 
 

@@ -1,0 +1,53 @@
+"""What every way of carrying out a call shares: the warning that it goes to stock, and the seed that it runs under."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from hf_paged.engine import Engine
+from hf_paged.errors import FallbackError, FallbackWarning
+
+_CALL_SEED: ContextVar[int | None] = ContextVar("hf_paged_call_seed", default=None)
+_IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines whose call runs in stock
+
+
+def announce_fallback(engine: Engine, reason: str) -> None:
+    """Warn that a call goes to stock generate, or raise where the config says ``strict``."""
+    if in_fallback(engine):
+        return
+    if engine.config.strict:
+        raise FallbackError(f"strict=True, and this call would go to stock generate: {reason}")
+    warnings.warn(f"hf_paged: this call goes to stock generate: {reason}", FallbackWarning, stacklevel=2)
+
+
+def in_fallback(engine: Engine) -> bool:
+    """True inside a call of this engine's model that runs in stock."""
+    return engine in _IN_FALLBACK.get()
+
+
+@contextmanager
+def quiet_fallbacks(engine: Engine | None) -> Iterator[None]:
+    """Calls that stock makes in here (assisted decoding calls generate for every draft) go to stock without a word."""
+    token = _IN_FALLBACK.set((*_IN_FALLBACK.get(), engine))
+    try:
+        yield
+    finally:
+        _IN_FALLBACK.reset(token)
+
+
+@contextmanager
+def call_seed(seed: int) -> Iterator[None]:
+    """Calls in here take `seed` in place of the config's or of one drawn from torch's generator."""
+    token = _CALL_SEED.set(seed)
+    try:
+        yield
+    finally:
+        _CALL_SEED.reset(token)
+
+
+def seed_of_call() -> int | None:
+    """The seed of the innermost `call_seed`."""
+    return _CALL_SEED.get()

@@ -1,0 +1,55 @@
+"""What stock generate hands to a decoding method besides settings: ids, mask, positions, cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+
+def model_kwargs_reason(model_kwargs: dict[str, Any]) -> str | None:
+    """The first argument for the model's forward that a paged forward does not know, or None."""
+    for name, value in model_kwargs.items():
+        if value is None or name in ("attention_mask", "position_ids"):
+            continue
+        if name == "past_key_values":
+            if getattr(value, "_is_user_defined", False):
+                return "past_key_values given by the caller"
+            if type(value) is not DynamicCache or value.get_seq_length():
+                return f"a cache of type {type(value).__name__}"
+        elif not (name == "use_cache" and value is True) and not (name == "logits_to_keep" and value == 1):
+            return f"model argument {name}={value!r:.60}"
+    return None
+
+
+def prompt_rows(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[list[int]] | str:
+    """The rows without their left padding; a reason where the mask or the positions are anything else."""
+    ids = input_ids.cpu().numpy()
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if mask is None:
+        real = np.ones(ids.shape, dtype=np.int64)
+    elif tuple(mask.shape) != ids.shape:
+        return f"attention_mask of shape {tuple(mask.shape)} for input_ids of shape {ids.shape}"
+    else:
+        real = mask.to("cpu", torch.float64).numpy()
+        if not np.isin(real, (0, 1)).all():
+            return "attention_mask holds values other than 0 and 1"
+        real = real.astype(np.int64)
+    if not real[:, -1].all() or (np.diff(real, axis=1) < 0).any():
+        return "attention_mask has holes, right padding or an empty row"
+    if positions is not None:
+        expected = np.where(real == 1, np.cumsum(real, axis=1) - 1, 0)
+        given = positions.cpu().numpy()
+        if given.shape not in (expected.shape, (1, expected.shape[1])) or not (given == expected).all():
+            return "position_ids given by the caller"
+    return [row[row_mask == 1].tolist() for row, row_mask in zip(ids, real, strict=True)]
+
+
+def check_token_ids(input_ids: torch.Tensor, vocab_size: int) -> None:
+    """Stock's exception for an id outside the vocabulary; on CUDA its launch would end the process' context."""
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= vocab_size:
+        raise IndexError(f"index out of range in self: input_ids holds {low if low < 0 else high}, "
+                         f"and the vocabulary has {vocab_size} tokens")  # fmt: skip

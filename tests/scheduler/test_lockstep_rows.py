@@ -1,0 +1,160 @@
+"""Rows that step together: which blocks they hold, share, copy and give back."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
+from hf_paged.scheduler.invariants import check_pool
+from hf_paged.scheduler.lockstep_rows import LockstepRows, OutOfBlocksError, too_many_rows
+
+SIZE = 4
+
+
+def scheduler(num_blocks=65, caching=True, budget=16, on_shortage=None):
+    config = SchedulerConfig(block_size=SIZE, num_blocks=num_blocks, max_num_seqs=16, max_num_batched_tokens=budget,
+                             max_model_len=128, enable_prefix_caching=caching)  # fmt: skip
+    return Scheduler(config, on_shortage)
+
+
+class Pages:
+    """Stands for the device: what token every position of every block was written with."""
+
+    def __init__(self, rows):
+        self.rows, self.content = rows, {}
+
+    def write(self, plan, tokens):
+        for i, seq in enumerate(plan.sequences):
+            for position in range(int(plan.start[i]), int(plan.start[i] + plan.num_new_tokens[i])):
+                block = seq.block_table[position // SIZE]
+                if position >= plan.write_from[i]:
+                    # Prompts of one step may share what that step computes.
+                    promised = any(block == published.block_id for published in plan.published)
+                    users = self.rows._manager.block_pool.blocks[block].ref_count
+                    assert users == 1 or promised, "a shared block is written"
+                    self.content[block, position % SIZE] = tokens[i][position]
+                else:
+                    assert self.content[block, position % SIZE] == tokens[i][position]
+
+    def copy(self, moves):
+        assert not set(moves.sources) & set(moves.targets)
+        for source, target in zip(moves.sources, moves.targets, strict=True):
+            for offset in range(SIZE):
+                self.content[target, offset] = self.content.get((source, offset))
+
+    def check(self, tokens):
+        for seq, length, known in zip(self.rows.sequences, self.rows.lengths.tolist(), tokens, strict=True):
+            held = [self.content[seq.block_table[i // SIZE], i % SIZE] for i in range(length)]
+            assert held == known[:length]
+        check_pool(self.rows._manager.block_pool, Counter(i for seq in self.rows.sequences for i in seq.block_table))
+
+
+def compute_prompts(rows, pages):
+    samples = 0
+    for plan in rows.prompt_plans():
+        pages.write(plan, [seq.prompt_token_ids for seq in plan.sequences])
+        samples += int(plan.samples.sum())
+    assert samples == len(rows)
+    if (moves := rows.fork()) is not None:
+        pages.copy(moves)
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_rows_hold_what_they_computed_whoever_they_descend_from(data):
+    """Random prompts, steps and reorderings against a device that remembers what was written where."""
+    caching = data.draw(st.booleans())
+    book = scheduler(caching=caching, budget=data.draw(st.sampled_from([16, 17, 64])))
+    for _ in range(2):  # the second time over what the first published
+        lengths = data.draw(st.lists(st.integers(1, 13), min_size=1, max_size=5))
+        prompts = [[(7 * n + i) % 5 for i in range(n)] for n in lengths]
+        rows = LockstepRows(book, prompts, 60, b"key")
+        pages = Pages(rows)
+        pages.content = getattr(book, "content", {})
+        compute_prompts(rows, pages)
+        tokens = [list(prompt) for prompt in prompts]
+        pages.check(tokens)
+        for step in range(data.draw(st.integers(0, 12))):
+            for i, row in enumerate(tokens):
+                row.append(100 * step + i)
+            pages.write(rows.decode_plan(), tokens)
+            pages.check(tokens)
+            if data.draw(st.booleans()):
+                parents = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=len(rows), max_size=len(rows)))
+                pages.copy(rows.reorder(parents))
+                tokens = [list(tokens[parent]) for parent in parents]
+                pages.check(tokens)
+        longest = max(map(len, tokens))
+        rows.publish(np.array([row + [0] * (longest - len(row)) for row in tokens], np.int32))
+        pages.check(tokens)
+        rows.free()
+        book.content = pages.content
+        assert book.num_free_slots == 16
+        book.check_invariants()
+        if caching:
+            seq = Sequence("again", [*tokens[0], 1], max_new_tokens=1, cache_key=b"key")
+            assert book.kv_cache_manager.get_computed_blocks(seq)[1] == len(tokens[0]) // SIZE * SIZE
+
+
+@settings(max_examples=50)
+@given(length=st.integers(1, 9), drafts=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=6))
+def test_cropped_drafts_leave_the_rest(length, drafts):
+    book = scheduler()
+    rows = LockstepRows(book, [list(range(length))], 100, b"")
+    pages = Pages(rows)
+    compute_prompts(rows, pages)
+    tokens = [list(range(length))]
+    for number, (count, refused) in enumerate(drafts):
+        tokens[0] += [1000 * number + i for i in range(count)]
+        pages.write(rows.decode_plan(count), tokens)
+        refused = min(refused, count)
+        rows.crop(refused)
+        del tokens[0][len(tokens[0]) - refused :]
+        pages.check(tokens)
+    rows.free()
+    assert book.num_free_blocks == book.num_blocks - 1
+
+
+def test_equal_prompts_are_one_row_until_the_fork():
+    book = scheduler(caching=False)
+    rows = LockstepRows(book, [[1, 2, 3, 4, 5]] * 3 + [[6, 7]], 20, b"")
+    assert len(rows) == 2
+    assert sum(plan.num_tokens for plan in rows.prompt_plans()) == 7
+    moves = rows.fork()
+    assert moves.parents.tolist() == [0, 0, 0, 1]
+    assert len(moves.sources) == 2  # the block of token 5, for two of the three
+    assert len({seq.block_table[0] for seq in rows.sequences[:3]}) == 1
+    assert len({seq.block_table[1] for seq in rows.sequences[:3]}) == 3
+
+
+def test_what_is_promised_to_fit_fits():
+    """`too_many_rows` counts the worst case: no reordering of these rows needs more, and one block less is refused."""
+    prompts, new = [[1, 2, 3, 4, 5]] * 4, 8
+    needed = 1 + 4 * 2
+    assert too_many_rows(scheduler(needed), prompts, new, needed) is not None
+    book = scheduler(needed + 1)
+    assert too_many_rows(book, prompts, new, needed + 1) is None
+    rows = LockstepRows(book, prompts, 13, b"")
+    compute_prompts(rows, Pages(rows))
+    for _ in range(new - 1):
+        rows.decode_plan()
+        rows.reorder([0, 0, 0, 0])
+        rows.reorder([3, 2, 1, 0])
+    with pytest.raises(ValueError, match="made for 13"):
+        rows.decode_plan(2)
+
+
+def test_a_pool_that_does_not_grow_as_promised():
+    book = scheduler(3, on_shortage=lambda missing: 3)
+    rows = LockstepRows(book, [[1, 2, 3, 4, 5, 6, 7]], 30, b"")
+    compute_prompts(rows, Pages(rows))
+    rows.decode_plan()
+    with pytest.raises(OutOfBlocksError, match="1 blocks are missing"):
+        rows.decode_plan()
+    rows.free()
+    assert book.num_free_blocks == 2
