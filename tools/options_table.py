@@ -34,8 +34,8 @@ Arguments of `model.generate` that run in lockstep: a `logits_processor` or `sto
 `cache_implementation="paged"`, an `attention_mask` with holes or right padding, lengths beyond the model's positions or
 the KV pool, and in lockstep rows that do not fit into the slots and the pool all at once.
 
-Of the native options some take lockstep where stock's rows look at each other's padding: `no_repeat_ngram_size` with left
-padding, banned or biased sequences that hold the padding token, `stop_strings` and `max_time` for several rows without EOS.
+Of the native options some take lockstep where rows of a batch meet in stock: `no_repeat_ngram_size` with left padding,
+banned or biased sequences that hold the padding token, `stop_strings` and `max_time` for several rows without EOS.
 
 States of the model that go to stock: forward hooks, a forward replaced on the instance (accelerate's autocast wrapper
 is known and native where its dtype is the weights'), patched classes or functions of transformers, an attention
