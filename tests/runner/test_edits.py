@@ -158,6 +158,15 @@ def test_biased_sequences_by_release(monkeypatch, whole_context):
     assert scores.count_nonzero() == 2
 
 
+def test_renormalizing_rounds_the_best_scores_to_a_tie():
+    """The greedy choice is made after it, as in stock."""
+    logits = torch.zeros(2, 3000)
+    logits[:, 3], logits[:, 7] = 1.0, 1.0 + 2.0**-23
+    rows = [Row([2], 1, {"renormalize_logits": True}), Row([2], 1)]
+    assert_as_stock(logits, rows)
+    assert Batch(rows).sample(logits).tolist() == [3, 7]
+
+
 def test_of_a_sequence_biased_twice_the_last_counts():
     row = Row([2, 2], 1, {"sequence_bias": [[[2, 3], 1.0], [[4], 3.0], [[2, 3], 5.0]]})
     assert_as_stock(random_logits(0, 1, VOCAB), [row])
