@@ -27,7 +27,7 @@ STAGES = [
     {"forced_eos_token_id": [6, 2], "remove_invalid_values": True},
     {"remove_invalid_values": True, "min_new_tokens": 9, "bad_words_ids": [[5]]},
     {"exponential_decay_length_penalty": (1, 1.07)},
-    {"exponential_decay_length_penalty": (0, 0.8), "min_length": 9, "suppress_tokens": [1]},
+    {"exponential_decay_length_penalty": (0, 1.2), "min_length": 60, "suppress_tokens": [1]},
     {"suppress_tokens": list(range(0, 30, 2)) + [10_000]},
 ]
 
