@@ -73,3 +73,9 @@ def process_group(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def lockstep_only(monkeypatch):
+    """Every call of generate takes lockstep, or stock where that cannot have it."""
+    monkeypatch.setattr("hf_paged.integration.generate._recognise", lambda *args: "a test wants lockstep")

@@ -23,7 +23,7 @@ from hf_paged.runner.model_runner import ModelRunner
 
 MODEL = tiny_model()
 INPUTS = batch([20, 13, 5])
-OPTIONS = {"max_new_tokens": 12, "repetition_penalty": 1.2}
+OPTIONS = {"max_new_tokens": 12, "encoder_repetition_penalty": 1.2}
 EXPECTED = stock_generate(MODEL, **INPUTS, **OPTIONS)
 
 
@@ -168,7 +168,7 @@ def test_a_pool_that_cannot_grow_in_the_middle_is_out_of_memory(model, monkeypat
     hf_paged.enable(model, strict=True)
     monkeypatch.setattr("hf_paged.runner.pool.DevicePool.grow", lambda self, missing: self.num_blocks)
     with pytest.raises(torch.OutOfMemoryError, match="blocks are missing"):
-        model.generate(**batch([100] * 6), max_new_tokens=120, repetition_penalty=1.2)
+        model.generate(**batch([100] * 6), max_new_tokens=120, encoder_repetition_penalty=1.2)
     assert_idle(model)
     assert_lockstep(model, **INPUTS, **OPTIONS)
 
@@ -183,7 +183,7 @@ def test_captured_steps_give_what_eager_ones_give(beams, dtype):
         hf_paged.enable(model, strict=True, enforce_eager=eager)
         outputs.append([
             model.generate(**{k: v.cuda() for k, v in batch(lengths).items()}, max_new_tokens=40, num_beams=beams,
-                           repetition_penalty=1.2, return_dict_in_generate=True, output_scores=True)
+                           encoder_repetition_penalty=1.2, return_dict_in_generate=True, output_scores=True)
             for lengths in ([20], [20, 13, 5], [100] * 12, [7] * 3)
         ])  # fmt: skip
     assert hf_paged.get_engine(model).stats().num_graphs_captured >= 3

@@ -188,7 +188,7 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
     if stops != Stops(None, None) and len(prompts) > 1 and not settings.eos_token_ids:
         return "stop_strings or max_time without an EOS: rows that met theirs go on until all have"
     paddings = _paddings(input_ids, prompts)
-    if any(paddings) and (reason := _padding_reason(settings.edits, paddings)) is not None:
+    if any(paddings) and (reason := _padding_reason(settings.edits, paddings, min(map(len, prompts)))) is not None:
         return reason
     if input_ids.shape[1] > 1 and settings.edits.forced_bos_token_id is not None:  # never comes to be
         settings = replace(settings, edits=replace(settings.edits, forced_bos_token_id=None))
@@ -208,14 +208,14 @@ def _paddings(input_ids: torch.Tensor, prompts: list[list[int]]) -> list[list[in
     return [row[: width - len(prompt)] for row, prompt in zip(input_ids.tolist(), prompts, strict=True)]
 
 
-def _padding_reason(edits: Edits, paddings: list[list[int]]) -> str | None:
+def _padding_reason(edits: Edits, paddings: list[list[int]], shortest: int) -> str | None:
     """Why these edits, which in stock see the padding as tokens, cannot be had from the unpadded rows."""
     if edits.no_repeat_ngram_size:
         return "no_repeat_ngram_size with left padding, whose n-grams count in stock"
     seen = {token for padding in paddings for token in padding}
     sequences = [*edits.bad_words_ids, *(sequence for sequence, _ in edits.sequence_bias)]
-    if any(seen.intersection(sequence[:-1]) for sequence in sequences):
-        return "a biased or banned sequence that holds the token of the left padding"
+    if any(seen.intersection(sequence[:-1]) or len(sequence) > max(1, shortest) for sequence in sequences):
+        return "a biased or banned sequence that holds the token of the left padding, or is longer than a prompt"
     return None
 
 

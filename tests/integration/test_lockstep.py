@@ -36,6 +36,8 @@ from transformers import (
 
 import hf_paged
 
+pytestmark = pytest.mark.usefixtures("lockstep_only")
+
 MODEL = tiny_model()
 INPUTS = batch([20, 13, 5])
 FREE = stock_generate(MODEL, **INPUTS, max_new_tokens=20)[:, 20:]
