@@ -164,6 +164,42 @@ def test_a_call_that_dies_anywhere_leaves_a_working_engine(model, target, at, af
     assert_native_parity(model, **INPUTS, max_new_tokens=6)
 
 
+class Changing(LogitsProcessor):
+    """In its third call the model gets another epsilon."""
+
+    def __init__(self, model):
+        self.norm, self.calls = model.model.layers[0].input_layernorm, 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == 3:
+            self.norm.variance_epsilon = 4.0
+        return scores
+
+
+def test_a_model_that_changes_in_the_middle_leaves_nothing_stale_behind():
+    """Stock computes on with the old keys and values; nobody else may get to see what comes of that."""
+
+    def call(model, **kwargs):
+        model.model.layers[0].input_layernorm.variance_epsilon = 1e-6
+        return model.generate(logits_processor=LogitsProcessorList([Changing(model)]), **kwargs)
+
+    model = tiny_model()
+    prompt = random_prompts([20], seed=8)[0]
+    output = assert_lockstep(model, call=call, **batch([20]), max_new_tokens=40)
+    engine = hf_paged.get_engine(model)
+    assert_native_parity(model, input_ids=output, max_new_tokens=8)
+    model.model.layers[0].input_layernorm.variance_epsilon = 1e-6
+    engine.add_request(prompt, GenerationConfig(max_new_tokens=30))
+    for _ in range(3):
+        engine.step()
+    call(model, **batch([20]), max_new_tokens=40)
+    done = [output.completion for _ in range(60) for output in engine.step() if output.completion]
+    answer = stock_generate(model, input_ids=torch.tensor([prompt + done[0].token_ids[:3]]), max_new_tokens=27)
+    assert done[0].token_ids[3:] == answer[0, 23:].tolist()  # computed anew by the model as it is now
+    assert_idle(model)
+
+
 def test_a_pool_that_cannot_grow_in_the_middle_is_out_of_memory(model, monkeypatch):
     hf_paged.enable(model, strict=True)
     monkeypatch.setattr("hf_paged.runner.pool.DevicePool.grow", lambda self, missing: self.num_blocks)

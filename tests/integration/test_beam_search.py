@@ -42,7 +42,7 @@ def test_beams_with_eos(model, num_beams, early_stopping, length_penalty):
     )  # fmt: skip
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     num_beams=st.integers(2, 5),
     lengths=st.sampled_from([[17], [32, 16], [1, 31, 48], [9, 9, 20]]),
@@ -58,7 +58,7 @@ def test_beams_of_all_kinds(num_beams, lengths, do_sample, eos, caching, block_s
         options = options | {"eos_token_id": EOS}
     paged = {"strict": True, "enable_prefix_caching": caching, "block_size": block_size}
     try:
-        assert_lockstep(MODEL, **batch(lengths), max_new_tokens=40, num_beams=num_beams, do_sample=do_sample,
+        assert_lockstep(MODEL, **batch(lengths), max_new_tokens=36, num_beams=num_beams, do_sample=do_sample,
                         paged=paged, **options)  # fmt: skip
     finally:
         hf_paged.disable(MODEL)
