@@ -106,6 +106,11 @@ def quiet_fallbacks(engine: Engine | None) -> Iterator[None]:
         _IN_FALLBACK.reset(token)
 
 
+def fallback_engines() -> tuple:
+    """Engines whose calls run in stock right now, in this context (see `quiet_fallbacks`)."""
+    return _IN_FALLBACK.get()
+
+
 def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
     """Drive the engine until every row of the call is done; returns why it cannot be done natively, if so."""
     seed = engine.base_seed(_CALL_SEED.get()) if call.settings.do_sample else 0

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.integration import generate
+from hf_paged.integration import continuous_batching, generate
 from hf_paged.integration.models import ADAPTERS, find_adapter
 
 # The engine is not kept on the model: state_dict, pickles, copies and `vars(model)` stay stock's.
@@ -137,6 +137,7 @@ def _enabled_class(stock: Any) -> type:
         "__reduce_ex__": _reduce_to_stock(stock),
         "_sample": _native_sample(stock),
         "generate": _announcing_generate(stock),
+        **continuous_batching.overrides(stock, _ENGINES.get, enable_with_engine),
     }
     for method, what in (("_beam_search", "beam search"), ("_assisted_decoding", "assisted decoding")):
         namespace[method] = _stock_method(stock, method, what)
