@@ -296,10 +296,10 @@ class PagedBatchingManager:
     def end(self, error: BaseException | None) -> None:
         """The thread is over: fail what is left and wake everybody who waits."""
         with self._changed:
+            self._stop, self._is_over = max(self._stop, FLUSH), True
+            self.background_thread_status.fatal_error = error  # first: who gets a failed output looks here
             said = f"generation stopped before this request was done{f': {error!r}' if error is not None else ''}"
             self.board.fail_all(said)
-            self._stop, self._is_over = max(self._stop, FLUSH), True
-            self.background_thread_status.fatal_error = error
             self._changed.notify_all()
 
     # -- inside -------------------------------------------------------------------------------------------------------

@@ -273,8 +273,8 @@ def _criteria_reason(config: GenerationConfig, stopping_criteria: Any) -> str | 
 
 def _model_kwargs_reason(model_kwargs: dict[str, Any]) -> str | None:
     for name, value in model_kwargs.items():
-        if value is None or name in ("attention_mask", "position_ids"):
-            continue
+        if value is None or name in ("attention_mask", "position_ids", "tokenizer", "assistant_tokenizer"):
+            continue  # sampling looks at no tokenizer: stop strings and healing are settled before
         if name == "past_key_values":
             if getattr(value, "_is_user_defined", False):
                 return "past_key_values given by the caller"

@@ -700,33 +700,6 @@ def test_call_of_trls_grpo_trainer(model):
     assert [output.generated_tokens for output in outputs.values()] == [row for row in rows for _ in range(2)]
 
 
-def test_trls_grpo_trainer_itself(trained_model, trained_tokenizer, tmp_path):
-    """Two steps of the real trainer: its completions come from the engine, after the weights changed, too."""
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    model = copy.deepcopy(trained_model)
-    hf_paged.enable(model)
-    seen = []
-
-    def reward(completions, **kwargs):
-        seen.extend(completions)
-        return [float(len(completion)) for completion in completions]
-
-    arguments = trl.GRPOConfig(
-        output_dir=str(tmp_path), use_transformers_continuous_batching=True, max_steps=2, num_generations=2,
-        per_device_train_batch_size=4, max_completion_length=6, report_to=[], use_cpu=True, bf16=False,
-        logging_strategy="no", save_strategy="no", learning_rate=1e-3,
-    )  # fmt: skip
-    rows = datasets.Dataset.from_list([{"prompt": f"amber ant {i}"} for i in range(8)])
-    trainer = trl.GRPOTrainer(model=model, reward_funcs=reward, args=arguments, train_dataset=rows,
-                              processing_class=trained_tokenizer)  # fmt: skip
-    trainer.train()
-    assert len(seen) == 8
-    assert all(isinstance(text, str) for text in seen)
-    assert hf_paged.get_engine(model).stats().num_generated_tokens >= 8
-    hf_paged.disable(model)
-
-
 def test_call_of_lightevals_transformers_model(model):
     """`TransformersModel._generate_continuous`, lighteval 0.13: settings on the model, nothing but inputs in the call."""
     expected = expected_rows(model, max_new_tokens=7)
