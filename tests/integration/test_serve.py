@@ -118,7 +118,7 @@ def answer(stock, tokenizer, messages, **kwargs):
 def test_answers_are_those_of_generate(server, stock, trained_tokenizer):
     """Streaming or not, one at a time or all at once; and it was the engine that made them."""
     expected = [answer(stock, trained_tokenizer, question) for question in QUESTIONS]
-    assert [code for code in FACTS.values()][:1][0] in expected[0]
+    assert next(iter(FACTS.values())) in expected[0]
     completion = server.chat(QUESTIONS[0], max_tokens=24)
     assert completion.choices[0].message.content == expected[0]
     assert completion.choices[0].finish_reason == "stop"
