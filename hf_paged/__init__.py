@@ -9,6 +9,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
 from hf_paged.errors import FallbackError, FallbackWarning, UnsupportedModelError, UnsupportedOptionError
 from hf_paged.generator import PagedGenerator
+from hf_paged.integration.install import install, is_installed, uninstall
 from hf_paged.integration.patching import disable, enable, get_engine, is_enabled
 from hf_paged.outputs import Completion, EngineStats, StepOutput
 
@@ -28,5 +29,8 @@ __all__ = [
     "disable",
     "enable",
     "get_engine",
+    "install",
     "is_enabled",
+    "is_installed",
+    "uninstall",
 ]

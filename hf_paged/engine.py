@@ -66,6 +66,7 @@ class Engine:
                 raise ValueError(f"attention_backend='flash_attn': expected a package that can be used here; {missing}")
         self.config = config
         self.tokenizer = tokenizer
+        self.owns_device = owns_device
         self._loop = StepLoop(self._adapter, config, tokenizer, owns_device=owns_device)
         self._lock = threading.RLock()
         self._public = Session(self, stream=True)
@@ -277,6 +278,13 @@ class Engine:
             if blocks > pool.max_blocks - 1:
                 return f"{blocks} blocks are needed, and the KV pool holds {pool.max_blocks - 1}"
         return None
+
+    def room(self, prompt_length: int) -> int:
+        """The most new tokens that `too_long` allows after a prompt of this length; below 1 where it has no room."""
+        with self._lock:
+            self._loop.scheduler_or_build()
+            pool = self._loop.pool
+            return min(pool.max_model_len, (pool.max_blocks - 1) * self.config.block_size + 1) - prompt_length
 
     def base_seed(self, seed: int | None) -> int:
         """A checked seed: `seed` itself, else the config's, else one from torch's default generator."""

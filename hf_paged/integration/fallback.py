@@ -28,6 +28,11 @@ def in_fallback(engine: Engine) -> bool:
     return engine in _IN_FALLBACK.get()
 
 
+def fallback_engines() -> tuple:
+    """Engines whose calls run in stock right now, in this context (see `quiet_fallbacks`)."""
+    return _IN_FALLBACK.get()
+
+
 @contextmanager
 def quiet_fallbacks(engine: Engine | None) -> Iterator[None]:
     """Calls that stock makes in here (assisted decoding calls generate for every draft) go to stock without a word."""

@@ -161,8 +161,7 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
     stops = criteria_reason(config, stopping_criteria)
     if isinstance(stops, str):
         return stops
-    # A tokenizer is generate's own, for the stop strings.
-    if (reason := model_kwargs_reason({k: v for k, v in model_kwargs.items() if k != "tokenizer"})) is not None:
+    if (reason := model_kwargs_reason(model_kwargs)) is not None:
         return reason
     if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
         return f"input_ids of shape {tuple(input_ids.shape)}"

@@ -12,8 +12,8 @@ from transformers import DynamicCache
 def model_kwargs_reason(model_kwargs: dict[str, Any]) -> str | None:
     """The first argument for the model's forward that a paged forward does not know, or None."""
     for name, value in model_kwargs.items():
-        if value is None or name in ("attention_mask", "position_ids"):
-            continue
+        if value is None or name in ("attention_mask", "position_ids", "tokenizer", "assistant_tokenizer"):
+            continue  # tokenizers are generate's own: stop strings and healing are settled before
         if name == "past_key_values":
             if getattr(value, "_is_user_defined", False):
                 return "past_key_values given by the caller"

@@ -67,9 +67,7 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
         return f"input_ids of dtype {input_ids.dtype}"
     if (option := stock_only_option(config)) is not None:
         return f"{option} is not carried out by the paged engine"
-    # Of generate itself, for the stop strings; the model's forward ignores it.
-    arguments = {name: value for name, value in model_kwargs.items() if name != "tokenizer"}
-    if (reason := model_kwargs_reason(arguments)) is not None:
+    if (reason := model_kwargs_reason(model_kwargs)) is not None:
         return reason
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         return f"input_ids of shape {tuple(input_ids.shape)}"

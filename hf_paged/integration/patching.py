@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.integration import fallback, generate, lockstep
+from hf_paged.integration import continuous_batching, fallback, generate, lockstep
 from hf_paged.integration.models import ADAPTERS, find_adapter
 from hf_paged.integration.paged_cache import PagedCache
 
@@ -141,6 +141,7 @@ def _enabled_class(stock: Any) -> type:
         "_assisted_decoding": _lockstep_assisted_decoding(stock),
         "generate": _announcing_generate(stock),
         "__call__": _paged_call(stock),
+        **continuous_batching.overrides(stock, _ENGINES.get, enable_with_engine),
     }
     return type(stock.__name__, (stock,), namespace)
 

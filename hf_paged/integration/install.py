@@ -1,0 +1,89 @@
+"""Process-wide switch: every supported model is enabled when somebody first generates with it."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from transformers import GenerationMixin
+
+from hf_paged.config import PagedConfig
+from hf_paged.integration import fallback, patching
+from hf_paged.integration.models import find_adapter
+
+HOOKED = ("generate", "generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+
+_MISSING = object()  # the method is inherited by GenerationMixin, not its own
+_replaced: dict[str, tuple[Any, Callable]] = {}  # what stood in GenerationMixin, and what stands there now
+_config = PagedConfig()
+# Enabled here once: a later `disable` of one is the user's wish.
+_enabled: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def install(config: PagedConfig | None = None, **overrides: Any) -> None:
+    """From now on a supported model is enabled at its first `generate`, `generate_batch` or
+    `init_continuous_batching`, wherever it came from and whoever calls (`transformers serve`, pipelines, TRL, lm-eval).
+
+    Only these methods of `GenerationMixin` are replaced. Models that hf_paged does not support stay stock's; one that
+    is disabled afterwards stays disabled. Installing again changes the config of models to come.
+
+    Args:
+        config: how to run; None: the defaults.
+        **overrides: single fields of `PagedConfig`.
+
+    Raises:
+        ValueError, TypeError: a field of the config, named.
+    """
+    global _config
+    _config = patching.merged_config(config, overrides)
+    for name in HOOKED:
+        if name not in _replaced:
+            hook = _enabling(name, getattr(GenerationMixin, name))
+            _replaced[name] = GenerationMixin.__dict__.get(name, _MISSING), hook
+            setattr(GenerationMixin, name, hook)
+
+
+def uninstall() -> None:
+    """Put the methods back and disable what `install` enabled. Nothing happens where it is not installed.
+
+    Raises:
+        RuntimeError: somebody replaced one of the methods after `install`; undo that first.
+    """
+    for name, (_, hook) in _replaced.items():
+        if GenerationMixin.__dict__.get(name) is not hook:
+            raise RuntimeError(f"uninstall: GenerationMixin.{name} was replaced after install; undo that first")
+    for name, (original, _) in _replaced.items():
+        if original is _MISSING:
+            delattr(GenerationMixin, name)
+        else:
+            setattr(GenerationMixin, name, original)
+    _replaced.clear()
+    for model in list(_enabled):
+        patching.disable(model)
+    _enabled.clear()
+
+
+def is_installed() -> bool:
+    """True between `install` and `uninstall`."""
+    return bool(_replaced)
+
+
+def enable_once(model: Any) -> bool:
+    """Enable a model that is supported and was not enabled here before; True if that was done now."""
+    if model in _enabled or patching.is_enabled(model) or fallback.fallback_engines() or find_adapter(model) is None:
+        return False  # inside a fallback: a draft model belongs to the stock call that runs it
+    patching.enable(model, _config)
+    _enabled.add(model)
+    return True
+
+
+def _enabling(name: str, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if enable_once(self):
+            return getattr(self, name)(*args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return method

@@ -1,0 +1,21 @@
+"""`python -m hf_paged.serve ARGS` is `transformers serve ARGS` with hf_paged under every model that it supports."""
+
+from __future__ import annotations
+
+import sys
+
+from hf_paged.integration.install import install
+from hf_paged.integration.serving import install_serving
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Install and run transformers' command line; `arguments` (None: the process's) are those of ``serve``."""
+    from transformers.cli.transformers import app
+
+    install()
+    install_serving()
+    app(["serve", *(sys.argv[1:] if arguments is None else arguments)], prog_name="python -m hf_paged")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`hf_paged.install`: supported models are enabled when somebody first generates; everything can be put back."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from support import assert_same_tensor, batch, random_prompts, stock_generate, tiny_model
+from transformers import GenerationConfig, GenerationMixin, GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM, pipeline
+
+import hf_paged
+from hf_paged.integration import install as install_module
+
+INPUTS = batch([9, 4])
+METHODS = {name: (getattr(GenerationMixin, name), name in vars(GenerationMixin)) for name in install_module.HOOKED}
+
+
+@pytest.fixture(autouse=True)
+def _uninstalled():
+    yield
+    hf_paged.uninstall()
+    for name, (method, is_own) in METHODS.items():
+        assert getattr(GenerationMixin, name) is method
+        assert (name in vars(GenerationMixin)) == is_own
+
+
+def test_models_are_enabled_when_they_first_generate_and_disabled_by_uninstall(trained_path):
+    before = tiny_model()
+    expected = stock_generate(before, **INPUTS, max_new_tokens=6)
+    hf_paged.install(num_blocks=40)
+    hf_paged.install(num_blocks=50)  # again: the config of models to come
+    assert hf_paged.is_installed()
+    assert not hf_paged.is_enabled(before)
+    assert inspect.signature(before.generate) == inspect.signature(METHODS["generate"][0].__get__(before))
+    loaded = Qwen3ForCausalLM.from_pretrained(trained_path)
+    for model in (before, loaded):
+        output = model.generate(**INPUTS, max_new_tokens=6)
+        assert hf_paged.get_engine(model).stats().num_generated_tokens > 0
+        assert hf_paged.get_engine(model).config.num_blocks == 50
+        if model is before:
+            assert_same_tensor(output, expected)
+    hf_paged.uninstall()
+    hf_paged.uninstall()
+    assert not hf_paged.is_installed()
+    assert (type(before), type(loaded)) == (Qwen3ForCausalLM, Qwen3ForCausalLM)
+    assert_same_tensor(before.generate(**INPUTS, max_new_tokens=6), expected)
+    assert not hf_paged.is_enabled(before)
+
+
+@pytest.mark.parametrize("name", ["generate_batch", "init_continuous_batching", "continuous_batching_context_manager"])
+def test_each_continuous_batching_method_enables(name):
+    hf_paged.install()
+    model, prompts, config = tiny_model(), random_prompts([5]), GenerationConfig(max_new_tokens=3)
+    if name == "generate_batch":
+        outputs = list(model.generate_batch(prompts, config).values())
+    elif name == "init_continuous_batching":
+        manager = model.init_continuous_batching(config)
+        manager.start()
+        manager.add_request(prompts[0])
+        outputs = [manager.get_result(timeout=20)]
+        manager.stop(timeout=20)
+    else:
+        with model.continuous_batching_context_manager(config) as manager:
+            manager.add_request(prompts[0])
+            outputs = [manager.get_result(timeout=20)]
+    assert [len(output.generated_tokens) for output in outputs] == [3]
+    assert hf_paged.get_engine(model).stats().num_generated_tokens == 3
+
+
+def test_a_models_own_disable_stays():
+    hf_paged.install()
+    model = tiny_model()
+    model.generate(**INPUTS, max_new_tokens=2)
+    hf_paged.disable(model)
+    model.generate(**INPUTS, max_new_tokens=2)
+    assert not hf_paged.is_enabled(model)
+
+
+def test_models_enabled_by_hand_keep_their_engine():
+    model = hf_paged.enable(tiny_model())
+    engine = hf_paged.get_engine(model)
+    hf_paged.install(num_blocks=50)
+    model.generate(**INPUTS, max_new_tokens=2)
+    assert hf_paged.get_engine(model) is engine
+    hf_paged.uninstall()
+    assert hf_paged.get_engine(model) is engine
+    hf_paged.disable(model)
+
+
+def test_other_models_stay_stock():
+    with torch.random.fork_rng():
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=64)).eval()
+    ids = torch.tensor([[3, 4, 5]])
+    expected = model.generate(ids, max_new_tokens=4, pad_token_id=0)
+    hf_paged.install()
+    assert_same_tensor(model.generate(ids, max_new_tokens=4, pad_token_id=0), expected)
+    assert type(model) is GPT2LMHeadModel
+    assert not hf_paged.is_enabled(model)
+
+
+def test_a_draft_model_inside_a_stock_call_stays_stock():
+    hf_paged.install()
+    model, draft = tiny_model(), tiny_model(seed=1)
+    one = batch([7])
+    with pytest.warns(hf_paged.FallbackWarning, match="assisted") as caught:
+        model.generate(**one, max_new_tokens=6, assistant_model=draft)
+    assert len([w for w in caught if w.category is hf_paged.FallbackWarning]) == 1
+    assert hf_paged.is_enabled(model)
+    assert not hf_paged.is_enabled(draft)
+
+
+def test_pipelines_run_on_the_engine(trained_model, trained_tokenizer):
+    hf_paged.install()
+    generator = pipeline("text-generation", model=trained_model, tokenizer=trained_tokenizer)
+    generator("amber ant", max_new_tokens=4, do_sample=False)
+    assert hf_paged.get_engine(trained_model).stats().num_generated_tokens > 0
+
+
+def test_uninstall_leaves_what_somebody_put_on_top(monkeypatch):
+    hf_paged.install()
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationMixin, "generate", lambda self: None)
+        with pytest.raises(RuntimeError, match=r"GenerationMixin\.generate was replaced"):
+            hf_paged.uninstall()
+    assert hf_paged.is_installed()
+
+
+def test_wrong_settings_are_refused_before_anything_is_replaced():
+    with pytest.raises(ValueError, match="block_size"):
+        hf_paged.install(block_size=17)
+    with pytest.raises(TypeError, match="blocksize"):
+        hf_paged.install(blocksize=16)
+    assert not hf_paged.is_installed()
