@@ -181,7 +181,7 @@ def test_a_change_while_only_stock_calls_ran():
     model = hf_paged.enable(tiny_model())
     assert_native_parity(model, **INPUTS, max_new_tokens=12)
     with pytest.warns(hf_paged.FallbackWarning):
-        model.generate(**INPUTS, max_new_tokens=3, num_beams=2)
+        model.generate(**INPUTS, max_new_tokens=3, prefill_chunk_size=4)
     _negated(model)
     assert_native_parity(model, **INPUTS, max_new_tokens=12)
 
