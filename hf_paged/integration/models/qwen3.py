@@ -11,20 +11,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 from transformers.models.qwen3 import modeling_qwen3 as stock
 
+from hf_paged.integration.models.activations import ELEMENTWISE, SILU
 from hf_paged.integration.models.adapter import KVSpec, ModelAdapter, StepContext
 from hf_paged.integration.models.layer_ops import LayerOps
 from hf_paged.integration.models.merged import MergedWeight
 from hf_paged.integration.models.own_code import is_own_code
 from hf_paged.integration.models.plain_linear import apply_linear
-from hf_paged.integration.models.rope import RopeTable
+from hf_paged.integration.models.rope import RopeTable, longest_unchanged
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-SILU = (nn.SiLU, type(ACT2FN["silu"]))
-ELEMENTWISE = (*SILU, *(type(ACT2FN[name]) for name in ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")))
 # As they were when hf_paged was imported.
 REPLACED_FUNCTIONS = {
     name: getattr(stock, name)
@@ -54,10 +52,8 @@ class Projections(NamedTuple):
 
 
 class Qwen3Adapter(ModelAdapter):
-    model_class = stock.Qwen3ForCausalLM
-
     def __init__(self, model: stock.Qwen3ForCausalLM, **techniques: bool) -> None:
-        super().__init__(model, **techniques)
+        super().__init__(model, stock.Qwen3ForCausalLM, **techniques)
         self._rope = RopeTable()
         self._merged: dict[str, MergedWeight] = {}
         self._qkv: list[Projections] = []
@@ -69,13 +65,7 @@ class Qwen3Adapter(ModelAdapter):
         return KVSpec(len(self._layers()), config.num_key_value_heads, head_dim, weight.dtype, weight.device)
 
     def max_length(self) -> int:
-        # "dynamic" and "longrope" change their frequencies with the longest sequence of the batch: below the
-        # original length they do not, and a longer request goes to stock.
-        parameters = self.model.config.rope_parameters
-        length = self.model.config.max_position_embeddings
-        if parameters["rope_type"] == "longrope":
-            length = min(length, parameters.get("original_max_position_embeddings") or length)
-        return length
+        return longest_unchanged(self.model.config)
 
     def prepare(self, max_model_len: int) -> None:
         spec = self.kv_spec()
