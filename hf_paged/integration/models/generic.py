@@ -1,6 +1,6 @@
 """Any family of `families.py`: its stock modules on packed tokens [1, T], with attention over the pages.
 
-Nothing of the model is replaced: the decoder's own forward runs, and its attention modules find `paged_calls`'s function
+Nothing of the model is replaced: the decoder's own forward runs, and its attention modules find `paged_calls`' function
 in their config. So what a family computes besides attention need not be known here, only that it looks at each token
 alone, which is so for transformers' own classes.
 """
@@ -81,7 +81,7 @@ class GenericAdapter(ModelAdapter):
 
     def replaced_functions(self) -> Iterator[tuple[Any, Any]]:
         """The functions of the modeling file stand for themselves: only whether they are own code is asked."""
-        return ((function, function) for _, function in self._family.functions())
+        return ((function, function) for function in self._family.functions())
 
     def constants(self) -> tuple:
         config = self.model.config
@@ -147,10 +147,9 @@ class GenericAdapter(ModelAdapter):
                     return f"{expected.__name__}.{patched[0]} is patched"
             if replaced := sorted(vars(module).keys() & _methods(expected)):
                 return f"{replaced[0]} of {name} is replaced on the instance"
-        for module in self._gated():
-            act = _activation(module)
-            if type(act) not in ELEMENTWISE or not is_own_code(type(act).forward):
-                return f"an activation is a {type(act).__module__}.{type(act).__name__}"
+        for kind in {type(_activation(module)) for module in self._gated()}:
+            if kind not in ELEMENTWISE or not is_own_code(kind.forward):
+                return f"an activation is a {kind.__module__}.{kind.__name__}"
         return None
 
     def _config_reason(self) -> str | None:

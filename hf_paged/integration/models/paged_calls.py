@@ -90,7 +90,7 @@ def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
 def _stock_attention(module: Any) -> Any:
     name = _stock_name(module.config)
     if name in (None, "eager"):
-        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+        return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
@@ -104,8 +104,8 @@ def _stock_name(config: PreTrainedConfig) -> str | None:
     name = implementation_of(config)
     if name == NAME or (name or "").startswith(_READS_CONFIG):
         raise RuntimeError(
-            f"a plain forward with attention implementation {name!r} met a paged generate of the same config in another "
-            "thread; expected one after the other, or 'sdpa' or 'eager'"
+            f"a plain forward with attention implementation {name!r} met a paged generate of the same config in "
+            "another thread; expected one after the other, or 'sdpa' or 'eager'"
         )
     return name
 
