@@ -44,8 +44,8 @@ VARIANTS = {
         **EXPERTS, "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 20,
     }),
     "gemma2": Variant("Gemma2Config", {
-        "sliding_window": 20, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 8.0, "query_pre_attn_scalar": 24,
-        "layer_types": ALTERNATING,
+        "sliding_window": 20, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 8.0,
+        "query_pre_attn_scalar": 24, "layer_types": ALTERNATING,
     }),
     "gemma3": Variant("Gemma3TextConfig", {
         "sliding_window": 20, "query_pre_attn_scalar": 24, "layer_types": ALTERNATING, "final_logit_softcapping": 8.0,

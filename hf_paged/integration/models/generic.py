@@ -89,7 +89,7 @@ class GenericAdapter(ModelAdapter):
             [(key, value) for key, value in vars(module).items() if type(value) in PLAIN_VALUES and key != "training"]
             for _, module, _ in self.own_modules()
         ]
-        activations = [type(_activation(module)).__qualname__ for module in self._gated()]
+        activations = [type(activation).__qualname__ for activation in self._activations()]
         return [repr(getattr(config, name, None)) for name in CONFIG_CONSTANTS], activations, modules
 
     def constants_reason(self) -> str | None:
@@ -124,9 +124,10 @@ class GenericAdapter(ModelAdapter):
         modules = (self.model.model, *(layer.self_attn for layer in self._layers()))
         return list({id(module.config): module.config for module in modules}.values())
 
-    def _gated(self) -> list[Any]:
-        """Modules that call an activation module."""
-        return [module for module in self.model.model.modules() if _activation(module) is not None]
+    def _activations(self) -> list[nn.Module]:
+        """Every activation module, in the order of the modules that call one."""
+        found = (_activation(module) for module in self.model.model.modules())
+        return [activation for activation in found if activation is not None]
 
     def _parts(self) -> Iterator[tuple[str, nn.Module, type | None]]:
         """(name, module, class that has to stand there or None: a layer that is called) of all of the model."""
@@ -147,7 +148,7 @@ class GenericAdapter(ModelAdapter):
                     return f"{expected.__name__}.{patched[0]} is patched"
             if replaced := sorted(vars(module).keys() & _methods(expected)):
                 return f"{replaced[0]} of {name} is replaced on the instance"
-        for kind in {type(_activation(module)) for module in self._gated()}:
+        for kind in set(map(type, self._activations())):
             if kind not in ELEMENTWISE or not is_own_code(kind.forward):
                 return f"an activation is a {kind.__module__}.{kind.__name__}"
         return None
