@@ -1,4 +1,4 @@
-"""The model families whose stock modules run around paged attention: what may stand where in such a model.
+"""The model families that run on the paged cache: what may stand where in such a model, and what it computes.
 
 Checked against transformers 5.17 to 5.23. A family's modeling file is imported only once such a model is met.
 """
@@ -32,7 +32,7 @@ _SCALED_EMBEDDING = {"embed_tokens": ("TextScaledWordEmbedding",)}
 
 
 class Family(NamedTuple):
-    """What the generic adapter has to know of a family besides its modules."""
+    """What the adapters have to know of a family besides its modules."""
 
     package: str  # under transformers.models
     prefix: str  # of its classes' names
@@ -43,6 +43,7 @@ class Family(NamedTuple):
     beyond_sdpa: Literal["softcap", "s_aux"] | None = None
     caps_logits: bool = False  # config.final_logit_softcapping
     casts_norms: bool = False  # norms with fp32 weights hand on their input's dtype
+    fused: bool = False  # layers run by hf_paged's own code and kernels, not by their own
 
     @property
     def model_name(self) -> str:
@@ -63,18 +64,19 @@ class Family(NamedTuple):
         """Classes that may stand at an attribute of this name; () where the family has no such part."""
         return tuple(getattr(self.modeling, self.prefix + name) for name in self.parts.get(part, ()))
 
-    def functions(self) -> list[Any]:
-        """Functions that the modeling file's forwards call, as they are now."""
-        return [value for name, value in vars(self.modeling).items() if name in _CALLED_FUNCTIONS]
+    def functions(self) -> list[tuple[str, Any]]:
+        """(name, function) of those that the modeling file's forwards call, as they are now."""
+        return [(name, value) for name, value in vars(self.modeling).items() if name in _CALLED_FUNCTIONS]
 
 
 FAMILIES = (
-    Family("llama", "Llama"),
-    Family("mistral", "Mistral", windows="all"),
-    Family("qwen2", "Qwen2", windows="by layer"),
-    Family("qwen3_moe", "Qwen3Moe", windows="all", parts={
+    Family("qwen3", "Qwen3", windows="by layer", parts={**_LLAMA, **_HEAD_NORMS}, fused=True),
+    Family("qwen3_moe", "Qwen3Moe", windows="all", fused=True, parts={
         **_LLAMA, **_HEAD_NORMS, "mlp": ("SparseMoeBlock", "MLP"), "experts": ("Experts",), "gate": ("TopKRouter",),
     }),
+    Family("llama", "Llama", fused=True),
+    Family("mistral", "Mistral", windows="all"),
+    Family("qwen2", "Qwen2", windows="by layer"),
     Family("gemma2", "Gemma2", windows="by layer", beyond_sdpa="softcap", caps_logits=True,
            parts={**_LLAMA, **_OUTER_NORMS, **_SCALED_EMBEDDING}),
     Family("gemma3", "Gemma3", windows="by layer", caps_logits=True,

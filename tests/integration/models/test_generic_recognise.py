@@ -107,7 +107,7 @@ def test_foreign_modules():
     assert "model.layers.0.extra is a torch.nn.modules.conv.Conv1d" in reason(model)
     del model.model.layers[0].extra
     model.model.layers[0].mlp.act_fn = nn.Softmax(-1)
-    assert "activation is a torch.nn.modules.activation.Softmax" in reason(model)
+    assert reason(model) == "the activation of model.layers.0.mlp is a torch.nn.modules.activation.Softmax"
 
 
 def test_inconsistent_layers_and_configs():
