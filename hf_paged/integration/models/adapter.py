@@ -59,7 +59,7 @@ class ModelAdapter(ABC):
     def __init__(self, model: PreTrainedModel, model_class: type, *, merge_weights: bool = True,
                  fused_kernels: bool = True) -> None:  # fmt: skip
         self._model = weakref.ref(model)
-        self.model_class = model_class  # transformers' own, which the model's class is or derives from
+        self.model_class: Any = model_class  # transformers' own, which the model's class is or derives from
         self._merge_weights = merge_weights
         self._ops = FUSED if fused_kernels else PLAIN
 

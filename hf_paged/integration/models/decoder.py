@@ -16,7 +16,7 @@ from hf_paged.integration.models.adapter import KVSpec, ModelAdapter
 from hf_paged.integration.models.families import Family
 from hf_paged.integration.models.own_code import is_own_code
 from hf_paged.integration.models.paged_calls import implementation_of
-from hf_paged.integration.models.parts import Part, activations_of, parts_of
+from hf_paged.integration.models.parts import Part, parts_of
 from hf_paged.integration.models.rope import longest_unchanged
 
 
@@ -48,10 +48,10 @@ class DecoderAdapter(ModelAdapter):
         return super().step_bytes(num_tokens, num_rows) + num_tokens * per_token
 
     def own_modules(self) -> Iterator[tuple[str, nn.Module, type]]:
-        return ((name, module, expected) for name, module, expected in self._parts() if expected is not None)
+        return ((part.name, part.module, part.expected) for part in self._parts() if part.expected is not None)
 
     def called_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        return ((name, module) for name, module, expected in self._parts() if expected is None)
+        return ((p.name, p.module) for p in self._parts() if p.expected is None and not p.is_activation)
 
     def replaced_functions(self) -> Iterator[tuple[Any, Any]]:
         return ((function, self._functions[name]) for name, function in self._family.functions())
@@ -69,7 +69,7 @@ class DecoderAdapter(ModelAdapter):
         # A list first: a slice of a ModuleList registers every layer again, in every step.
         return list(self.model.model.layers)[: self.model.config.num_hidden_layers]
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> list[Part]:
         return parts_of(self.model, self._family)
 
     def _config_reason(self) -> str | None:
@@ -78,13 +78,17 @@ class DecoderAdapter(ModelAdapter):
             return "config.is_causal is False"
         if getattr(config, "use_bidirectional_attention", None):
             return "config.use_bidirectional_attention is set"
-        if self._family.beyond_sdpa is not None and name not in (None, "eager", "flex_attention") and (
-            not name.startswith("flash_attention")
-        ):
+        if self._family.beyond_sdpa is not None and not self._carries_all(name):
             return f"attention implementation {name!r} leaves out {self._family.beyond_sdpa}, which pages would not"
         if len(getattr(config, "layer_types", None) or self._layers()) < len(self._layers()):
             return "config.layer_types is shorter than the model"
         return None
+
+    def _carries_all(self, name: str | None) -> bool:
+        """Does this implementation take all that attention hands it, or leave out what pages leave out with it?"""
+        if name == "sdpa":
+            return self._family.beyond_sdpa == "softcap" and self.model_class._supports_sdpa
+        return name in (None, "eager", "flex_attention") or name.startswith("flash_attention")
 
     def _layer_reason(self) -> str | None:
         config, spec = self.model.config, self.kv_spec()
@@ -111,20 +115,19 @@ class DecoderAdapter(ModelAdapter):
     def _code_reason(self) -> str | None:
         """Helpers besides `forward` (a norm's `_norm`, a gate's `_apply_gate`) are own code, too."""
         methods: dict[type, frozenset[str]] = {}
-        for name, module, expected in self.own_modules():
-            if expected not in methods:
-                functions = {key: value for key, value in vars(expected).items() if isinstance(value, FunctionType)}
+        for name, module, expected, is_activation in self._parts():
+            kind = type(module) if is_activation else expected
+            if kind is None:
+                continue
+            if kind not in methods:
+                functions = {key: value for key, value in vars(kind).items() if isinstance(value, FunctionType)}
+                if is_activation and kind not in ELEMENTWISE:
+                    return f"the activation {name} is a {kind.__module__}.{kind.__name__}"
                 if patched := [key for key, value in functions.items() if not is_own_code(value)]:
-                    return f"{expected.__name__}.{patched[0]} is patched"
-                methods[expected] = frozenset(functions)
-            if replaced := methods[expected].intersection(vars(module)):
-                return f"{min(replaced)} of {name} is replaced on the instance"
-        known: set[type] = set()
-        for name, activation in activations_of(self.model):
-            kind: Any = type(activation)
-            if kind not in known and (kind not in ELEMENTWISE or not is_own_code(kind.forward)):
-                return f"the activation of {name} is a {kind.__module__}.{kind.__name__}"
-            known.add(kind)
+                    return f"{kind.__name__}.{patched[0]} is patched"
+                methods[kind] = frozenset(functions)
+            if not methods[kind].isdisjoint(vars(module)):
+                return f"{min(methods[kind].intersection(vars(module)))} of {name} is replaced on the instance"
         return None
 
     def _experts_reason(self) -> str | None:
@@ -136,8 +139,9 @@ class DecoderAdapter(ModelAdapter):
         if not (name in (None, "eager") if function is None else is_own_code(function)):
             return f"experts implementation {name!r} is not one of transformers' own"
         dtype: torch.dtype = self.kv_spec().dtype
+        kinds = self._family.classes("experts")
         for path, module, expected in self.own_modules():
-            if expected in self._family.classes("experts"):
+            if expected in kinds:
                 for key, parameter in module.named_parameters(recurse=False):
                     if parameter.dtype != dtype:
                         return f"mixed dtypes: {path}.{key} is {parameter.dtype}, the embedding {dtype}"
@@ -145,7 +149,7 @@ class DecoderAdapter(ModelAdapter):
 
 
 def plain_values(module: nn.Module) -> list[tuple[str, Any]]:
-    """Numbers and names that a module keeps as attributes, sorted as it has them; train mode is none of them."""
+    """Numbers and names that a module keeps as attributes, in its order; train mode is none of them."""
     return [(k, v) for k, v in vars(module).items() if type(v) in _PLAIN and k != "training" and k[0] != "_"]
 
 

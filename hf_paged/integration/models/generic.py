@@ -13,8 +13,7 @@ import torch
 
 from hf_paged.integration.models.adapter import StepContext
 from hf_paged.integration.models.decoder import DecoderAdapter, plain_values
-from hf_paged.integration.models.paged_calls import STEP_ARGUMENT, paged_call
-from hf_paged.integration.models.parts import activations_of
+from hf_paged.integration.models.paged_calls import STEP_ARGUMENT, implementation_of, paged_call
 
 # Of the config, what forwards read while they run.
 CONFIG_CONSTANTS = (
@@ -55,9 +54,12 @@ class GenericAdapter(DecoderAdapter):
 
     def constants(self) -> tuple:
         config = self.model.config
-        modules = [plain_values(module) for _, module, _ in self.own_modules()]
-        activations = [type(activation).__qualname__ for _, activation in activations_of(self.model)]
-        return [repr(getattr(config, name, None)) for name in CONFIG_CONSTANTS], activations, modules
+        modules = [
+            type(part.module).__qualname__ if part.is_activation else plain_values(part.module)
+            for part in self._parts() if part.is_activation or part.expected is not None
+        ]  # fmt: skip
+        capped = self._family.beyond_sdpa, implementation_of(config) == "sdpa"
+        return [repr(getattr(config, name, None)) for name in CONFIG_CONSTANTS], capped, modules
 
     def _configs(self) -> list[Any]:
         """Every config that the decoder or an attention module looks into, each once."""

@@ -81,6 +81,8 @@ def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
     if dropout or unknown:
         raise UnsupportedModelError(f"{type(module).__name__} asks of its attention what pages do not have: "
                                     f"{', '.join(unknown) or f'dropout={dropout}'}")  # fmt: skip
+    if softcap is not None and implementation_of(module.config) == "sdpa":
+        softcap = None  # sdpa, the default of Gemma 2 in transformers 5.17, leaves it out
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     layer = module.layer_idx
     store_kv(key, value, *step.kv_cache(layer), step.slot_mapping)

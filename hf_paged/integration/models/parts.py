@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from hf_paged.integration.models.families import Family
+
+ACTIVATIONS = ("act_fn", "activation_fn")
 
 
 class Part(NamedTuple):
@@ -16,43 +17,37 @@ class Part(NamedTuple):
     name: str
     module: nn.Module
     expected: type | None
+    is_activation: bool = False
 
 
-def parts_of(model: nn.Module, family: Family) -> Iterator[Part]:
-    """All modules inside `model` but activations; what is inside a layer that is called belongs to it."""
-    return _inside("", model, {name: family.classes(name) for name in family.parts})
+def parts_of(model: nn.Module, family: Family) -> list[Part]:
+    """All modules inside `model`; what is inside a layer that is called as it stands belongs to that layer."""
+    parts: list[Part] = []
+    _collect(parts, "", model, {name: family.classes(name) for name in family.parts})
+    return parts
 
 
-def activations_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name of the owner, activation module), in the order of the modules that call one."""
-    found = ((name, activation_of(module)) for name, module in model.named_modules())
-    return [(name, activation) for name, activation in found if activation is not None]
-
-
-def activation_of(module: Any) -> nn.Module | None:
-    """The activation module that a module calls, if it has one."""
-    inside = module._modules
-    return inside.get("act_fn", inside.get("activation_fn"))
-
-
-def _inside(path: str, module: nn.Module, classes: dict[str, tuple[type, ...]]) -> Iterator[Part]:
-    for key, child in module.named_children():
+def _collect(parts: list[Part], path: str, module: nn.Module, classes: dict[str, tuple[type, ...]]) -> None:
+    for key, child in module._modules.items():
+        if child is None:
+            continue
         name = f"{path}.{key}" if path else key
         if key == "layers" and type(child) is nn.ModuleList:
-            for i, layer in child.named_children():
-                yield from _part(f"{name}.{i}", layer, classes["layers"], classes)
+            for i, layer in child._modules.items():
+                assert layer is not None
+                _add(parts, f"{name}.{i}", layer, classes["layers"], classes)
         elif key in classes:
-            yield from _part(name, child, classes[key], classes)
-        elif type(child) is nn.Dropout:
-            yield Part(name, child, nn.Dropout)
-        elif child is not activation_of(module):
-            yield Part(name, child, None)
+            _add(parts, name, child, classes[key], classes)
+        elif key in ACTIVATIONS:
+            parts.append(Part(name, child, None, is_activation=True))
+        else:
+            parts.append(Part(name, child, nn.Dropout if type(child) is nn.Dropout else None))
 
 
-def _part(name: str, module: nn.Module, allowed: tuple[type, ...],
-          classes: dict[str, tuple[type, ...]]) -> Iterator[Part]:  # fmt: skip
+def _add(parts: list[Part], name: str, module: nn.Module, allowed: tuple[type, ...],
+         classes: dict[str, tuple[type, ...]]) -> None:  # fmt: skip
     if type(module) in allowed:
-        yield Part(name, module, type(module))
-        yield from _inside(name, module, classes)
+        parts.append(Part(name, module, type(module)))
+        _collect(parts, name, module, classes)
     else:
-        yield Part(name, module, allowed[0])
+        parts.append(Part(name, module, allowed[0]))

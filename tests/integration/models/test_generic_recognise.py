@@ -55,9 +55,22 @@ def test_an_attention_function_of_the_users_own():
         del AttentionInterface._global_mapping["mine"], ALL_MASK_ATTENTION_FUNCTIONS._global_mapping["mine"]
 
 
-@pytest.mark.parametrize(("variant", "what"), [("gemma2", "softcap"), ("gpt-oss", "s_aux")])
+def test_softcap_where_sdpa_leaves_it_out():
+    """Gemma 2 with sdpa: stock leaves the cap out in transformers 5.17, and raises in 5.23."""
+    model, inputs = hf_paged.enable(family_model("gemma2")), batch([20, 7, 33])
+    model.set_attn_implementation("eager")
+    capped = assert_native_parity(model, **inputs, **OPTIONS)
+    model.config._attn_implementation = "sdpa"
+    if model._supports_sdpa:
+        assert not torch.equal(assert_native_parity(model, **inputs, **OPTIONS), capped)
+    else:
+        assert "'sdpa' leaves out softcap" in reason(model)
+        with pytest.warns(hf_paged.FallbackWarning), pytest.raises(ValueError, match="softcap"):
+            model.generate(**inputs, **OPTIONS)
+
+
+@pytest.mark.parametrize(("variant", "what"), [("gpt-oss", "s_aux")])
 def test_an_implementation_that_leaves_out_what_pages_would_not(variant, what):
-    """transformers 5.23 raises for softcap by itself; a missing sink is left out without a word."""
     model = hf_paged.enable(family_model(variant))
     assert reason(model) is None
     model.config._attn_implementation = "sdpa"
@@ -107,7 +120,7 @@ def test_foreign_modules():
     assert "model.layers.0.extra is a torch.nn.modules.conv.Conv1d" in reason(model)
     del model.model.layers[0].extra
     model.model.layers[0].mlp.act_fn = nn.Softmax(-1)
-    assert reason(model) == "the activation of model.layers.0.mlp is a torch.nn.modules.activation.Softmax"
+    assert reason(model) == "the activation model.layers.0.mlp.act_fn is a torch.nn.modules.activation.Softmax"
 
 
 def test_inconsistent_layers_and_configs():
@@ -243,6 +256,7 @@ def test_lora_on_a_llama():
 
 def test_the_implementation_is_restored_after_an_exception(monkeypatch):
     model, inputs = hf_paged.enable(family_model("gemma2")), batch([20, 7])
+    name = model.config._attn_implementation
     expected = stock_generate(model, **inputs, **OPTIONS)
     seen = []
 
@@ -256,7 +270,7 @@ def test_the_implementation_is_restored_after_an_exception(monkeypatch):
             model.generate(**inputs, **OPTIONS)
     assert seen
     assert set(seen) == {paged_calls.NAME}
-    assert model.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == name
     assert not paged_calls._switched
     assert_native_parity(model, expected, **inputs, **OPTIONS)
 
