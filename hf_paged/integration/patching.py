@@ -17,7 +17,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration import continuous_batching, fallback, generate, lockstep
-from hf_paged.integration.models import ADAPTERS, find_adapter
+from hf_paged.integration.models import SUPPORTED, find_adapter
 from hf_paged.integration.paged_cache import PagedCache
 
 # The engine is not kept on the model: state_dict, pickles, copies and `vars(model)` stay stock's.
@@ -119,10 +119,9 @@ def unwrap(model: Any) -> PreTrainedModel:
         else:
             break
     if not isinstance(inner, PreTrainedModel) or find_adapter(inner) is None:
-        supported = ", ".join(a.model_class.__name__ for a in ADAPTERS)
         inside = "" if inner is model else f" (with a {type(inner).__name__} inside)"
         raise UnsupportedModelError(
-            f"model={type(model).__name__}{inside}: expected one of {supported}, bare or wrapped"
+            f"model={type(model).__name__}{inside}: expected one of {', '.join(SUPPORTED)}, bare or wrapped"
         )
     return inner
 

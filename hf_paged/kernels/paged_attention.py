@@ -19,7 +19,10 @@ _GROUP_ELEMENTS = 1 << 20
 
 
 class AttentionBackend(Protocol):
-    """What a backend is called with; arguments as in :func:`paged_attention`, already checked."""
+    """What a backend is called with; arguments as in :func:`paged_attention`, already checked.
+
+    A call with attention sinks also has ``sinks=``; a backend that has no such argument raises a TypeError there.
+    """
 
     def __call__(
         self,
@@ -78,6 +81,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     backend: str = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -94,6 +98,8 @@ def paged_attention(
         scale: factor of the scores before softcap and softmax.
         sliding_window: number of visible tokens, the token itself included; None: all.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: unchanged.
+        sinks: ``[Hq]`` contiguous, floats: per query head one more score, neither scaled nor capped, that takes part in
+            the softmax and has no value (gpt-oss); None: none.
         backend: ``"auto"`` or one of :func:`attention_backends`.
         out: ``[T, Hq, D]`` contiguous, q's dtype, to be filled and returned; None: a new tensor.
 
@@ -107,15 +113,15 @@ def paged_attention(
     run = _BACKENDS[name]
     if backend == "auto" and run is paged_attention_flash:
         run = partial(paged_attention_flash, measured_only=True)
-    _check(q, k_cache, v_cache, sliding_window, softcap)
-    result = run(q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, softcap=softcap, out=out)
+    _check(q, k_cache, v_cache, sliding_window, softcap, sinks)
+    options: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap, "out": out}
+    result = run(q, k_cache, v_cache, meta, **(options if sinks is None else {**options, "sinks": sinks}))
     # A backend may not be able to write where it is told to.
     return result if out is None or result is out else out.copy_(result)
 
 
-def _check(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sliding_window: int | None, softcap: float | None
-) -> None:
+def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sliding_window: int | None,
+           softcap: float | None, sinks: torch.Tensor | None) -> None:  # fmt: skip
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape or q.shape[2] != k_cache.shape[3]:
         raise ValueError(
             "q must be [T, Hq, D] and the caches [num_blocks, block_size, Hkv, D], got "
@@ -131,6 +137,9 @@ def _check(
         raise ValueError(f"sliding_window must be at least 1 or None, got {sliding_window}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive or None, got {softcap}")
+    if sinks is not None and not (sinks.shape == q.shape[1:2] and sinks.is_floating_point() and sinks.is_contiguous()):
+        found = f"{sinks.dtype} {tuple(sinks.shape)}"
+        raise ValueError(f"sinks must be [{q.shape[1]}] contiguous floats or None, got {found}")
 
 
 def paged_attention_reference(
@@ -142,6 +151,7 @@ def paged_attention_reference(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`paged_attention` in torch: visible positions are gathered, then ``scaled_dot_product_attention``.
@@ -171,7 +181,8 @@ def paged_attention_reference(
         at = torch.from_numpy(starts[r].astype(np.int64)).to(q.device)
         # The query heads of one KV head become its query positions: no copy of K and V per head, larger products.
         grouped = q.index_select(0, at).reshape(len(r), k.shape[1], -1, q.shape[2])
-        attended = _attend(grouped, k, v, mask, False, scale, softcap)
+        per_head = None if sinks is None else sinks.view(k.shape[1], -1, 1)
+        attended = _attend(grouped, k, v, mask, False, scale, softcap, per_head)
         out.index_copy_(0, at, attended.reshape(len(r), *q.shape[1:]))
 
     for row in np.flatnonzero((counts > 1) & (lengths > 0)).tolist():
@@ -181,7 +192,9 @@ def paged_attention_reference(
         causal = length == n and window >= n
         mask = None if causal else _causal_mask(n, length, begin, window, q.device)
         new = slice(int(starts[row]), int(starts[row + 1]))
-        out[new] = _attend(q[new].transpose(0, 1)[None], k, v, mask, causal, scale, softcap)[0].transpose(0, 1)
+        per_head = None if sinks is None else sinks.view(-1, 1, 1)
+        attended = _attend(q[new].transpose(0, 1)[None], k, v, mask, causal, scale, softcap, per_head)
+        out[new] = attended[0].transpose(0, 1)
     return out
 
 
@@ -233,20 +246,26 @@ def _attend(
     causal: bool,
     scale: float,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``[n, H, M, D]`` queries over ``[n, Hkv, L, D]`` keys and values; H is a multiple of Hkv."""
-    if softcap is None:
+    """``[n, H, M, D]`` queries over ``[n, Hkv, L, D]`` keys and values; H is a multiple of Hkv, sinks fit [H, M, 1]."""
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = torch.tanh(torch.matmul(q, k.transpose(-1, -2)) * (scale / softcap)) * softcap
+    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.matmul(torch.softmax(scores, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype), v)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = torch.softmax(scores, -1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.matmul(weights[..., : k.shape[-2]].to(v.dtype), v)
 
 
 def paged_attention_triton(
@@ -258,6 +277,7 @@ def paged_attention_triton(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`paged_attention` in Triton: the split-KV kernel where every row has one new token, else the tiled one.
@@ -271,7 +291,8 @@ def paged_attention_triton(
             f"the triton backend takes fp16, bf16 or fp32 and head_dim up to 256, got {q.dtype} and {q.shape[2]}"
         )
     run = paged_attention_decode if meta.max_query_len == 1 else paged_attention_prefill
-    return run(q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, softcap=softcap, out=out)
+    return run(q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+               out=out)  # fmt: skip
 
 
 def paged_attention_flash(
@@ -283,22 +304,23 @@ def paged_attention_flash(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     measured_only: bool = False,
 ) -> torch.Tensor:
     """:func:`paged_attention` by an installed FlashAttention package for steps with a row of several new tokens.
 
     Rows of one new token always take the Triton kernel, which reads faster than FlashAttention-3 (docs/performance.md)
-    and needs no page table a row. What no installed package carries (fp32, a head size, a block size: see
+    and needs no page table a row. What no installed package carries (fp32, sinks, a head size, a block size: see
     `flash_backend`) goes to Triton as well, call by call; with ``measured_only`` so does every package that was not
     measured to be faster.
     """
     options: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap}
-    if meta.max_query_len > 1:
+    if meta.max_query_len > 1 and sinks is None:
         result = flash_backend.flash_prefill(q, k_cache, v_cache, meta, **options, measured_only=measured_only)
         if result is not None:
             return result
-    return paged_attention_triton(q, k_cache, v_cache, meta, **options, out=out)
+    return paged_attention_triton(q, k_cache, v_cache, meta, **options, sinks=sinks, out=out)
 
 
 register_backend("torch", paged_attention_reference)

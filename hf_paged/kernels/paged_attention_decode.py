@@ -121,6 +121,7 @@ def _decode_kernel(
     items,
     arrivals,
     block_table,
+    sinks,
     q_stride_t,
     q_stride_h,
     table_stride,
@@ -129,6 +130,7 @@ def _decode_kernel(
     softcap_log2,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -180,6 +182,11 @@ def _decode_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PAD], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        # A score without a value, of weight 1 at its own height, in base 2 by log2(e). The first piece counts it.
+        sink = tl.load(sinks + query_head, mask=m < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.where(piece == 0, tl.maximum(sink, -3.0e38), top)
+        total = tl.where(piece == 0, 1.0, total)
     for start in range(loop_begin, loop_end, BLOCK_N):
         position = start + n
         next_block = blocks_of(table_row, position + BLOCK_N, begin, loop_end, BLOCK_SIZE)
@@ -275,6 +282,7 @@ def paged_attention_decode(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
 ) -> torch.Tensor:
@@ -318,6 +326,7 @@ def paged_attention_decode(
             work.items,
             work.arrivals,
             meta.block_table,
+            sinks,
             q.stride(0),
             q.stride(1),
             meta.block_table.stride(0),
@@ -326,6 +335,7 @@ def paged_attention_decode(
             (softcap or 0.0) * LOG2_E,
             HAS_WINDOW=sliding_window is not None,
             HAS_SOFTCAP=softcap is not None,
+            HAS_SINKS=sinks is not None,
             GROUP=group,
             GROUP_PAD=group_pad,
             KV_HEADS=num_kv_heads,

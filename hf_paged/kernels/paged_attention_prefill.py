@@ -170,6 +170,7 @@ def _prefill_kernel(
     seq_lens,
     block_table,
     slots,
+    sinks,
     num_rows,
     q_stride_t,
     q_stride_h,
@@ -179,6 +180,7 @@ def _prefill_kernel(
     softcap_log2,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -232,6 +234,11 @@ def _prefill_kernel(
     # Finite and below every score: with -inf a row that has seen nothing yet would compute -inf - -inf.
     top = tl.full([BLOCK_M], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        # A score without a value, of weight 1 at its own height; log2(e) turns it to base 2.
+        sink = tl.load(sinks + query_head, mask=m < BLOCK_Q * GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(sink, top)
+        total += 1.0
     # Each tile's blocks are looked up one tile ahead, so that its loads need not wait for the lookup.
     blocks = _blocks_of(table_row, first, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
     for start in range(first, end, BLOCK_N):
@@ -278,6 +285,7 @@ def paged_attention_prefill(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
@@ -316,6 +324,7 @@ def paged_attention_prefill(
             meta.seq_lens,
             meta.block_table,
             meta.slots,
+            sinks,
             num_rows,
             q.stride(0),
             q.stride(1),
@@ -325,6 +334,7 @@ def paged_attention_prefill(
             (softcap or 0.0) * LOG2_E,
             HAS_WINDOW=sliding_window is not None,
             HAS_SOFTCAP=softcap is not None,
+            HAS_SINKS=sinks is not None,
             GROUP=group,
             KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,

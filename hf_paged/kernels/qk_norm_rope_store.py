@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""From a packed qkv projection: q and k normed per head and rotated, k and v written to the paged cache."""
+"""From a packed qkv projection: q and k normed per head (or not) and rotated, k and v written to the paged cache."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _FEW, _MANY, _MANY_TOKENS = (1024, 4), (4096, 2), 512
 
 def qk_norm_rope_store(
     qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     eps: float,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -41,7 +41,7 @@ def qk_norm_rope_store(
     Args:
         qkv: ``[T, (Hq + 2 * Hkv) * D]``, per token its query heads, key heads, value heads, with D even; rows may be
             strided, the last dim is contiguous. Every tensor of floats has its dtype.
-        q_weight, k_weight: ``[D]``, the weights of the per-head RMSNorms.
+        q_weight, k_weight: ``[D]``, the weights of the per-head RMSNorms; both None: no norms.
         eps: of both norms.
         cos, sin: ``[P, D]``, a row per position; rows may be strided.
         positions: ``[T]`` int64, row of the tables of each token, also of tokens that are not written.
@@ -62,8 +62,8 @@ def qk_norm_rope_store(
 
 def qk_norm_rope_store_reference(
     qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     eps: float,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -78,9 +78,9 @@ def qk_norm_rope_store_reference(
     heads = qkv.unflatten(1, (-1, head_dim))
     query, key, value = heads.tensor_split((heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads), dim=1)
     cos, sin = cos[positions][:, None], sin[positions][:, None]
-    key = _rotate(rms_norm_reference(key, k_weight, eps), cos, sin)
+    key = _rotate(key if k_weight is None else rms_norm_reference(key, k_weight, eps), cos, sin)
     store(key, value, k_cache, v_cache, slot_mapping)
-    return _rotate(rms_norm_reference(query, q_weight, eps), cos, sin)
+    return _rotate(query if q_weight is None else rms_norm_reference(query, q_weight, eps), cos, sin)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -90,25 +90,29 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 @jit()
-def _normed_and_rotated(first, second, weight, cos, sin, eps, lane, live, HEAD_DIM: tl.constexpr):
+def _normed_and_rotated(
+    first, second, weight, cos, sin, eps, lane, live, HAS_NORMS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
     """The two halves of some heads' rows, ``[heads, HEAD_DIM / 2 padded]``; weight, cos and sin point at rows."""
     HALF: tl.constexpr = HEAD_DIM // 2
     dtype = first.dtype
     x1, x2 = first.to(tl.float32), second.to(tl.float32)
-    w1 = tl.load(weight + lane, mask=live, other=0.0).to(tl.float32)
-    w2 = tl.load(weight + HALF + lane, mask=live, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        w1 = tl.load(weight + lane, mask=live, other=0.0).to(tl.float32)
+        w2 = tl.load(weight + HALF + lane, mask=live, other=0.0).to(tl.float32)
     cos1 = tl.load(cos + lane, mask=live, other=0.0).to(tl.float32)
     cos2 = tl.load(cos + HALF + lane, mask=live, other=0.0).to(tl.float32)
     sin1 = tl.load(sin + lane, mask=live, other=0.0).to(tl.float32)
     sin2 = tl.load(sin + HALF + lane, mask=live, other=0.0).to(tl.float32)
 
-    # torch's mean on CUDA multiplies by the reciprocal.
-    variance = tl.sum(x1 * x1 + x2 * x2, 1) * (1.0 / HEAD_DIM)
-    scale = tl.rsqrt(variance + eps)[:, None]
-    x1 = (x1 * scale).to(dtype).to(tl.float32)
-    x2 = (x2 * scale).to(dtype).to(tl.float32)
-    x1 = (w1[None, :] * x1).to(dtype).to(tl.float32)
-    x2 = (w2[None, :] * x2).to(dtype).to(tl.float32)
+    if HAS_NORMS:
+        # torch's mean on CUDA multiplies by the reciprocal.
+        variance = tl.sum(x1 * x1 + x2 * x2, 1) * (1.0 / HEAD_DIM)
+        scale = tl.rsqrt(variance + eps)[:, None]
+        x1 = (x1 * scale).to(dtype).to(tl.float32)
+        x2 = (x2 * scale).to(dtype).to(tl.float32)
+        x1 = (w1[None, :] * x1).to(dtype).to(tl.float32)
+        x2 = (w2[None, :] * x2).to(dtype).to(tl.float32)
 
     # rotate_half's minus as a subtraction: a - b is a + (-b) to the bit, also for zeros.
     straight1 = (x1 * cos1[None, :]).to(dtype).to(tl.float32)
@@ -139,9 +143,10 @@ def _qk_norm_rope_store_kernel(
     HEAD_DIM: tl.constexpr,
     HALF_PAD: tl.constexpr,
     TILE_HEADS: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
+    if PDL and HAS_NORMS:
         prefetch_vector(q_weight, HEAD_DIM * q_weight.dtype.element_ty.primitive_bitwidth // 8)
         prefetch_vector(k_weight, HEAD_DIM * k_weight.dtype.element_ty.primitive_bitwidth // 8)
     after_previous_kernel(PDL)
@@ -161,8 +166,9 @@ def _qk_norm_rope_store_kernel(
         first = tl.load(row + offset, mask=inside, other=0.0)
         second = tl.load(row + HALF + offset, mask=inside, other=0.0)
         first, second = _normed_and_rotated(
-            first, second, q_weight, cos + position * cos_stride, sin + position * sin_stride, eps, lane, live, HEAD_DIM
-        )
+            first, second, q_weight, cos + position * cos_stride, sin + position * sin_stride, eps, lane, live,
+            HAS_NORMS, HEAD_DIM,
+        )  # fmt: skip
         tl.store(query + token * (HEADS * HEAD_DIM) + offset, first, mask=inside)
         tl.store(query + token * (HEADS * HEAD_DIM) + HALF + offset, second, mask=inside)
     else:
@@ -179,7 +185,7 @@ def _qk_norm_rope_store_kernel(
                 second = tl.load(row + HALF + offset, mask=inside, other=0.0)
                 first, second = _normed_and_rotated(
                     first, second, k_weight, cos + position * cos_stride, sin + position * sin_stride, eps, lane, live,
-                    HEAD_DIM,
+                    HAS_NORMS, HEAD_DIM,
                 )  # fmt: skip
                 tl.store(k_cache + at, first, mask=inside)
                 tl.store(k_cache + HALF + at, second, mask=inside)
@@ -191,8 +197,8 @@ def _qk_norm_rope_store_kernel(
 
 def qk_norm_rope_store_triton(
     qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     eps: float,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -234,6 +240,7 @@ def qk_norm_rope_store_triton(
             HEAD_DIM=head_dim,
             HALF_PAD=half_pad,
             TILE_HEADS=tile_heads,
+            HAS_NORMS=q_weight is not None,
             num_warps=num_warps,
             enable_fp_fusion=False,
             **pdl_options(qkv),
@@ -243,8 +250,8 @@ def qk_norm_rope_store_triton(
 
 def _check(
     qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     positions: torch.Tensor,
@@ -262,17 +269,20 @@ def _check(
         raise ValueError(
             f"qkv must be [T, (Hq + 2 * Hkv) * D] with Hkv = {kv_heads} and D = {head_dim}, got {tuple(qkv.shape)}"
         )
-    if not q_weight.shape == k_weight.shape == (head_dim,):
-        raise ValueError(f"q_weight and k_weight must be [{head_dim}], got {q_weight.shape} and {k_weight.shape}")
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("q_weight and k_weight: expected two tensors or None twice")
+    weights = [] if q_weight is None or k_weight is None else [q_weight, k_weight]
+    if any(weight.shape != (head_dim,) for weight in weights):
+        raise ValueError(f"q_weight and k_weight must be [{head_dim}], got {[tuple(w.shape) for w in weights]}")
     if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[1] != head_dim:
         raise ValueError(f"cos and sin must be [P, {head_dim}], got {tuple(cos.shape)} and {tuple(sin.shape)}")
     for name, index in (("positions", positions), ("slot_mapping", slot_mapping)):
         if index.dtype != torch.int64 or index.shape != qkv.shape[:1] or not index.is_contiguous():
             raise ValueError(f"{name} must be [{qkv.shape[0]}] int64, got {tuple(index.shape)} {index.dtype}")
-    dtypes = {t.dtype for t in (qkv, q_weight, k_weight, cos, sin, k_cache, v_cache)}
+    dtypes = {t.dtype for t in (qkv, *weights, cos, sin, k_cache, v_cache)}
     if len(dtypes) > 1:
         raise ValueError(f"qkv, weights, tables and caches must share a dtype, got {sorted(map(str, dtypes))}")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("k_cache and v_cache must be contiguous")
-    if any(t.stride(-1) != 1 for t in (qkv, q_weight, k_weight, cos, sin)):
+    if any(t.stride(-1) != 1 for t in (qkv, *weights, cos, sin)):
         raise ValueError("the last dim of qkv, q_weight, k_weight, cos and sin must be contiguous")

@@ -23,13 +23,15 @@ class PagedStep(NamedTuple):
     def kv_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.cache.layers[layer]
 
-    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None,
+               softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
         k_cache, v_cache = self.cache.layers[layer]
         if len(self.parts) == 1:
             return paged_attention(query, k_cache, v_cache, self.parts[0][2], scale=scale,
-                                   sliding_window=sliding_window, backend=self.backend)  # fmt: skip
+                                   sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+                                   backend=self.backend)  # fmt: skip
         mixed = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for first, last, meta in self.parts:
             paged_attention(query[first:last], k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window,
-                            backend=self.backend, out=mixed[first:last])  # fmt: skip
+                            softcap=softcap, sinks=sinks, backend=self.backend, out=mixed[first:last])  # fmt: skip
         return mixed

@@ -24,7 +24,7 @@ from support import (
     tiny_model,
 )
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM, Qwen3Model
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM, Qwen3Model
 
 import hf_paged
 from hf_paged import FallbackWarning, UnsupportedModelError
@@ -165,9 +165,7 @@ def test_a_wrong_setting_leaves_an_enabled_model_enabled_as_it_was():
     pytest.param(lambda: Qwen3Model(tiny_config()), id="body without head"),
     pytest.param(lambda: nn.Sequential(tiny_model()), id="unknown wrapper"),
     pytest.param(lambda: nn.DataParallel(nn.Linear(3, 3)), id="wrapped linear"),
-    pytest.param(lambda: LlamaForCausalLM(LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-    )), id="llama"),
+    pytest.param(lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16)), id="gpt2"),
 ])  # fmt: skip
 def test_anything_else_is_refused(make):
     thing = make()

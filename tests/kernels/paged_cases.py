@@ -18,7 +18,7 @@ class Case(NamedTuple):
     v_cache: torch.Tensor
     meta: PagedMetadata
     rows: list[tuple[int, int]]  # (new tokens, visible tokens) of each row
-    options: dict  # scale, sliding_window, softcap
+    options: dict  # scale, sliding_window, softcap; sinks where there are some
 
 
 def make_case(
@@ -31,6 +31,7 @@ def make_case(
     block_size: int = 16,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Case:
@@ -66,7 +67,9 @@ def make_case(
         max_query_len=max(new for new, _ in rows),
         max_seq_len=max(length for _, length in rows) + 5,
     )
-    options = {"scale": head_dim**-0.5 * 1.7, "sliding_window": window, "softcap": softcap}
+    options: dict = {"scale": head_dim**-0.5 * 1.7, "sliding_window": window, "softcap": softcap}
+    if sinks:  # some far below every score, some far above
+        options["sinks"] = (torch.randn(heads, generator=g) * 4).to(device, dtype)
     return Case(wide.to(device)[:, :heads], k_cache.to(device), v_cache.to(device), meta, rows, options)
 
 
@@ -101,7 +104,10 @@ def expected(case: Case) -> torch.Tensor:
         scores = q @ k.transpose(1, 2) * case.options["scale"]
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if (sinks := case.options.get("sinks")) is not None:
+            scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(*scores.shape[:2], 1)], -1)
+        weights = scores.softmax(-1).nan_to_num(0.0)[..., : k.shape[1]]
         out.append((weights @ v).transpose(0, 1))
     return torch.cat(out)
 

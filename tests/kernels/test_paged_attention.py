@@ -29,7 +29,8 @@ def test_torch_backend_random(seed):
         head_dim=r.choice([32, 64, 80, 96, 128, 256]),
         block_size=r.choice([16, 32, 64, 128, 256]),
         window=r.choice([None, None, 1, 7, 33, 200]),
-        softcap=r.choice([None, None, 3.0, 50.0]),
+        softcap=None if seed % 3 == 1 else r.choice([None, 3.0, 50.0]),
+        sinks=seed % 3 == 1,
         dtype=r.choice([torch.float32, torch.float64]),
     )
     out = paged_attention(*case[:4], **case.options)
@@ -100,6 +101,31 @@ def test_a_registered_backend_is_called(monkeypatch):
     assert torch.equal(out, case.q * 2)
 
 
+def test_sinks_reach_a_backend_only_where_there_are_some(monkeypatch):
+    """A backend written before sinks serves calls without; with them it fails instead of leaving them out."""
+    monkeypatch.setattr("hf_paged.kernels.paged_attention._BACKENDS", {})
+
+    def old(q, k_cache, v_cache, meta, *, scale, sliding_window, softcap, out):
+        return q
+
+    register_backend("old", old)
+    case = make_case([(1, 3)], seed=0)
+    assert paged_attention(*case[:4], **case.options, backend="old") is case.q
+    with pytest.raises(TypeError, match="sinks"):
+        paged_attention(*case[:4], **case.options, sinks=torch.zeros(4), backend="old")
+
+
+def test_flash_leaves_sinks_to_triton(monkeypatch):
+    """No package here carries them: its adapter must not be asked."""
+    called = {}
+    monkeypatch.setattr("hf_paged.kernels.flash_backend.flash_prefill", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("hf_paged.kernels.paged_attention.paged_attention_triton",
+                        lambda q, *args, **options: called.update(options) or q)  # fmt: skip
+    case = make_case([(3, 5)], seed=0, sinks=True)
+    paged_attention(*case[:4], **case.options, backend="flash_attn")
+    assert called["sinks"] is case.options["sinks"]
+
+
 def test_bad_arguments():
     case = make_case([(1, 3)], seed=0)
     q, k, v, meta = case[:4]
@@ -112,6 +138,9 @@ def test_bad_arguments():
         ({"k_cache": k.transpose(1, 2).contiguous().transpose(1, 2)}, "contiguous"),
         ({"sliding_window": 0}, "sliding_window"),
         ({"softcap": 0.0}, "softcap"),
+        ({"sinks": torch.zeros(3)}, "sinks"),
+        ({"sinks": torch.zeros(4, dtype=torch.int64)}, "sinks"),
+        ({"sinks": torch.zeros(8)[::2]}, "sinks"),
         ({"backend": "nope"}, "nope"),
     ]:
         arguments = {"q": q, "k_cache": k, "v_cache": v, "meta": meta, **case.options, **change}

@@ -35,7 +35,8 @@ def test_prefill_random(seed):
         head_dim=HEAD_DIMS[seed % 6],
         block_size=r.choice([16, 32, 64, 128, 256]),
         window=r.choice([None, None, 1, 5, 33]),
-        softcap=r.choice([None, None, 3.0, 50.0]),
+        softcap=None if seed % 3 == 1 else r.choice([None, 3.0, 50.0]),
+        sinks=seed % 3 == 1,
         dtype=dtype,
     )
     tiles = r.choice([16, 32]), r.choice([16, 32, 64])
@@ -58,7 +59,8 @@ def test_decode_random(seed):
         head_dim=HEAD_DIMS[seed % 6],
         block_size=r.choice([16, 32, 64, 128, 256]),
         window=r.choice([None, None, 1, 33, 100, 150]),
-        softcap=r.choice([None, None, 3.0, 50.0]),
+        softcap=None if seed % 3 == 1 else r.choice([None, 3.0, 50.0]),
+        sinks=seed % 3 == 1,
         dtype=dtype,
     )
     config = DecodeConfig(r.choice([16, 32, 64]), 4, 1, 4)
@@ -218,6 +220,7 @@ def test_gpu_random(kind, head_dim, dtype):
             block_size=block_size,
             window=window,
             softcap=softcap,
+            sinks=seed == 1,
             dtype=dtype,
             device="cuda",
         )

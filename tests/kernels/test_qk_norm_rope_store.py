@@ -179,6 +179,25 @@ def test_rotation_is_stocks_on_all_values(run, device, dtype, seed):
     check_rotation(run, device, dtype, seed, tokens=4000 if device == "cuda" else 24)
 
 
+@pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(32, 4, 2), (80, 3, 1), (96, 16, 8), (256, 2, 2)])
+def test_without_norms_the_rotation_is_stocks_to_the_bit(run, device, dtype, head_dim, heads, kv_heads):
+    """As in a Llama: on ordinary values, and on any bits of a head and of the tables."""
+    g = torch.Generator().manual_seed(head_dim)
+    case = Case(7, device, dtype, head_dim, heads, kv_heads, tokens=9)
+    case.q_weight = case.k_weight = None
+    for any_bits in (False, True):
+        if any_bits:
+            case.qkv[:] = bit_patterns(dtype, case.qkv.shape, g).to(device)
+            case.cos, case.sin = bit_patterns(dtype, (2, *case.cos.shape), g).to(device)
+        query, key, kept = case.run(run)
+        expected_query, expected_key = case.rotated(*case.heads_of()[:2])
+        for actual, expected in ((query, expected_query), (key, expected_key[kept])):
+            normal = ~((expected != 0) & (expected.abs() < torch.finfo(dtype).tiny))
+            assert normal.float().mean() > 0.9
+            assert_equal(actual[normal], expected[normal])
+
+
 @pytest.mark.gpu
 def test_gpu_offsets_past_two_billion_elements():
     head_dim, kv_heads, block_size = 128, 8, 16
@@ -211,6 +230,7 @@ def test_bad_arguments():
         ("qkv", case.qkv[:, : 4 * 64], "qkv must"),
         ("qkv", case.qkv.t().contiguous().t(), "last dim"),
         ("q_weight", case.q_weight[:-1], "q_weight"),
+        ("q_weight", None, "None twice"),
         ("k_weight", case.k_weight.half(), "dtype"),
         ("cos", case.cos[:, :-2], "cos and sin"),
         ("sin", case.sin[1:], "cos and sin"),

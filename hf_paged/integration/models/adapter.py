@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -44,18 +44,22 @@ class StepContext(Protocol):
         """K and V pool of a layer."""
         ...
 
-    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None) -> torch.Tensor:
-        """query [T, Hq, D] over the pages, the step's own keys and values being in them -> [T, Hq, D]."""
+    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None,
+               softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+        """query [T, Hq, D] over the pages, the step's own keys and values being in them -> [T, Hq, D].
+
+        Options as in `hf_paged.kernels.paged_attention`.
+        """
         ...
 
 
 class ModelAdapter(ABC):
     """Runs one family's own modules on packed tokens. Does not keep the model alive."""
 
-    model_class: ClassVar[type]
-
-    def __init__(self, model: PreTrainedModel, *, merge_weights: bool = True, fused_kernels: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel, model_class: type, *, merge_weights: bool = True,
+                 fused_kernels: bool = True) -> None:  # fmt: skip
         self._model = weakref.ref(model)
+        self.model_class: Any = model_class  # transformers' own, which the model's class is or derives from
         self._merge_weights = merge_weights
         self._ops = FUSED if fused_kernels else PLAIN
 
@@ -114,6 +118,10 @@ class ModelAdapter(ABC):
     @abstractmethod
     def constants_reason(self) -> str | None:
         """Why these constants, as they are now, are none that the adapter's code can run with, or None."""
+
+    def may_have_float_weight(self, module: torch.nn.Module) -> bool:
+        """True for an own module that hands on its input's dtype whatever the dtype of its weight."""
+        return False
 
     @property
     @abstractmethod

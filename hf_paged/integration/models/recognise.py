@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.integration.models.adapter import ModelAdapter
 from hf_paged.integration.models.own_code import is_own_code
+from hf_paged.integration.models.paged_calls import implementation_of
 
 # Methods that decide what stock generate feeds its forward and what becomes of the result.
 DECIDING_METHODS = (
@@ -86,7 +87,7 @@ def _autocast_contexts(wrapper: Any, forward: Any) -> list[torch.autocast] | Non
 
 def _attention_reason(adapter: ModelAdapter) -> str | None:
     """All of transformers' own implementations compute plain softmax attention; one that a user registered may not."""
-    name = adapter.model.config._attn_implementation
+    name = implementation_of(adapter.model.config)
     function, mask = ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     if function is None and name not in (None, "eager"):
         return f"attention implementation {name!r} is not one of transformers' own"
@@ -161,7 +162,7 @@ def _dtype_reason(adapter: ModelAdapter) -> str | None:
     spec = adapter.kv_spec()
     if spec.dtype not in COMPUTE_DTYPES:
         return f"weights of dtype {spec.dtype}"
-    norms = [(name, module) for name, module, _ in adapter.own_modules()]
+    norms = [(name, m) for name, m, _ in adapter.own_modules() if not adapter.may_have_float_weight(m)]
     for name, module in norms + list(adapter.called_modules()):
         weight = getattr(getattr(module, "base_layer", module), "weight", None)
         if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dtype != spec.dtype:

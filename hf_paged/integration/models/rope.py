@@ -40,3 +40,18 @@ class RopeTable:
             return False
         frequencies, scaling = self._source
         return scaling == rotary.attention_scaling and torch.equal(frequencies, rotary.inv_freq)
+
+
+def longest_unchanged(config: Any) -> int:
+    """Longest sequence in tokens whose frequencies do not depend on the rest of the batch.
+
+    "dynamic" and "longrope" change theirs with the longest sequence of the batch: up to the original length they do
+    not.
+    """
+    parameters = config.rope_parameters
+    length: int = config.max_position_embeddings
+    # One set of parameters, or one for each type of layer.
+    for one in parameters.values() if "rope_type" not in parameters else (parameters,):
+        if one and one["rope_type"] == "longrope":
+            length = min(length, one.get("original_max_position_embeddings") or length)
+    return length

@@ -1,0 +1,97 @@
+"""The model families that run on the paged cache: what may stand where in such a model, and what it computes.
+
+Checked against transformers 5.17 to 5.23. A family's modeling file is imported only once such a model is met.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+# By attribute name: classes that may stand there, without the family's prefix. Modules of other names are called on
+# packed tokens as well, and have to be layers that work token by token (linear, embedding, LoRA, quantized).
+_LLAMA: Mapping[str, tuple[str, ...]] = {
+    "model": ("Model",),
+    "layers": ("DecoderLayer",),
+    "self_attn": ("Attention",),
+    "mlp": ("MLP",),
+    "input_layernorm": ("RMSNorm",),
+    "post_attention_layernorm": ("RMSNorm",),
+    "norm": ("RMSNorm",),
+    "rotary_emb": ("RotaryEmbedding",),
+}
+_HEAD_NORMS = {"q_norm": ("RMSNorm",), "k_norm": ("RMSNorm",)}
+_OUTER_NORMS = {"pre_feedforward_layernorm": ("RMSNorm",), "post_feedforward_layernorm": ("RMSNorm",)}
+_CALLED_FUNCTIONS = frozenset({
+    "apply_rotary_pos_emb", "_apply_rotary_emb", "rotate_half", "repeat_kv", "eager_attention_forward",
+    "create_causal_mask", "create_sliding_window_causal_mask", "slice_logits_to_keep",
+})  # fmt: skip
+_SCALED_EMBEDDING = {"embed_tokens": ("TextScaledWordEmbedding",)}
+
+
+class Family(NamedTuple):
+    """What the adapters have to know of a family besides its modules."""
+
+    package: str  # under transformers.models
+    prefix: str  # of its classes' names
+    parts: Mapping[str, tuple[str, ...]] = _LLAMA
+    # Where stock's masks have a sliding window: nowhere, in all layers, or in those whose layer_type says so.
+    windows: Literal["none", "all", "by layer"] = "none"
+    # What its attention passes to the implementation and sdpa would leave out.
+    beyond_sdpa: Literal["softcap", "s_aux"] | None = None
+    caps_logits: bool = False  # config.final_logit_softcapping
+    casts_norms: bool = False  # norms with fp32 weights hand on their input's dtype
+    fused: bool = False  # layers run by hf_paged's own code and kernels, not by their own
+
+    @property
+    def model_name(self) -> str:
+        """Name of the causal LM's class."""
+        return f"{self.prefix}ForCausalLM"
+
+    @property
+    def module_name(self) -> str:
+        """Name of the modeling file's module."""
+        return f"transformers.models.{self.package}.modeling_{self.package}"
+
+    @property
+    def modeling(self) -> ModuleType:
+        """The modeling file's module."""
+        return importlib.import_module(self.module_name)
+
+    def classes(self, part: str) -> tuple[type, ...]:
+        """Classes that may stand at an attribute of this name; () where the family has no such part."""
+        return tuple(getattr(self.modeling, self.prefix + name) for name in self.parts.get(part, ()))
+
+    def functions(self) -> list[tuple[str, Any]]:
+        """(name, function) of those that the modeling file's forwards call, as they are now."""
+        return [(name, value) for name, value in vars(self.modeling).items() if name in _CALLED_FUNCTIONS]
+
+
+FAMILIES = (
+    Family("qwen3", "Qwen3", windows="by layer", parts={**_LLAMA, **_HEAD_NORMS}, fused=True),
+    Family("qwen3_moe", "Qwen3Moe", windows="all", fused=True, parts={
+        **_LLAMA, **_HEAD_NORMS, "mlp": ("SparseMoeBlock", "MLP"), "experts": ("Experts",), "gate": ("TopKRouter",),
+    }),
+    Family("llama", "Llama", fused=True),
+    Family("mistral", "Mistral", windows="all"),
+    Family("qwen2", "Qwen2", windows="by layer"),
+    Family("gemma2", "Gemma2", windows="by layer", beyond_sdpa="softcap", caps_logits=True,
+           parts={**_LLAMA, **_OUTER_NORMS, **_SCALED_EMBEDDING}),
+    Family("gemma3", "Gemma3", windows="by layer", caps_logits=True,
+           parts={**_LLAMA, **_OUTER_NORMS, **_SCALED_EMBEDDING, **_HEAD_NORMS, "model": ("TextModel",)}),
+    Family("phi3", "Phi3", windows="all"),
+    Family("olmo2", "Olmo2", parts={
+        **{name: classes for name, classes in _LLAMA.items() if name != "input_layernorm"},
+        **_HEAD_NORMS, "post_feedforward_layernorm": ("RMSNorm",),
+    }),
+    Family("gpt_oss", "GptOss", windows="by layer", beyond_sdpa="s_aux", casts_norms=True,
+           parts={**_LLAMA, "experts": ("Experts",), "router": ("TopKRouter",)}),
+)  # fmt: skip
+
+
+def family_of(model: object) -> Family | None:
+    """The family of the class of `model` or of one it derives from, or None. Imports nothing."""
+    names = {(cls.__module__, cls.__name__): cls for cls in reversed(type(model).__mro__)}
+    return next((family for family in FAMILIES if (family.module_name, family.model_name) in names), None)
