@@ -204,7 +204,9 @@ def test_bf16_weights_under_bf16_autocast_are_native(trained_path, trained_token
 @pytest.mark.parametrize("bf16", [False, True])
 def test_transformers_continuous_batching(trained_path, trained_tokenizer, tmp_path, bf16):
     """Whoever carries out `generate_batch`. With bf16=True TRL casts the weights themselves."""
-    options: dict[str, Any] = {"use_transformers_continuous_batching": True, "bf16": bf16}
+    blocks = {"num_blocks": 64, "max_batch_tokens": 256}
+    options: dict[str, Any] = {"use_transformers_continuous_batching": True, "bf16": bf16,
+                               "transformers_continuous_batching_config": blocks}  # fmt: skip
     if bf16:
         options |= {"learning_rate": 2e-4, "entropy_coef": 0.1}
     model = hf_paged.enable(_load(trained_path))
