@@ -15,12 +15,10 @@ from transformers import AutoModelForCausalLM
 
 import hf_paged
 
-pytest.importorskip("lm_eval", reason="an extra of the test environment")
 datasets = pytest.importorskip("datasets")
-
-from lm_eval import evaluator, simple_evaluate
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
+evaluator = pytest.importorskip("lm_eval.evaluator", reason="lm-eval is an extra of the test environment")
+huggingface = pytest.importorskip("lm_eval.models.huggingface")
+manager = pytest.importorskip("lm_eval.tasks.manager")
 
 SUMS = [(41, 3), (52, 6), (13, 8), (77, 4), (31, 2), (62, 9), (84, 7)]
 
@@ -51,9 +49,9 @@ PERPLEXITY = COMMON | {
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory) -> TaskManager:
+def tasks(tmp_path_factory) -> Any:
     """No built-in task: reading thousands of them takes longer than all the rest."""
-    return TaskManager(include_path=tmp_path_factory.mktemp("tasks"), include_defaults=False)
+    return manager.TaskManager(include_path=tmp_path_factory.mktemp("tasks"), include_defaults=False)
 
 
 @pytest.fixture(autouse=True)
@@ -62,10 +60,11 @@ def _no_environment_report(monkeypatch):
     monkeypatch.setattr(evaluator, "add_env_info", lambda storage: None)
 
 
-def _evaluate(model: Any, tokenizer: Any, task: dict[str, Any], tasks: TaskManager, chat: bool = True) -> Any:
+def _evaluate(model: Any, tokenizer: Any, task: dict[str, Any], tasks: Any, chat: bool = True) -> Any:
     """lm-eval's result, and every response by task and sample."""
-    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
-    result = simple_evaluate(lm, tasks=[dict(task)], apply_chat_template=chat, bootstrap_iters=0, task_manager=tasks)
+    lm = huggingface.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
+    result = evaluator.simple_evaluate(lm, tasks=[dict(task)], apply_chat_template=chat, bootstrap_iters=0,
+                                       task_manager=tasks)  # fmt: skip
     samples = result["samples"][task["task"]]
     return result["results"][task["task"]], [sample["resps"] for sample in samples]
 

@@ -12,17 +12,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from support import stock_copy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_paged
 
-pytest.importorskip("trl", reason="an extra of the test environment")
 datasets = pytest.importorskip("datasets")
-
-from accelerate.state import AcceleratorState, GradientState
-from trl import GRPOConfig, GRPOTrainer
-from trl.trainer.utils import add_fused_lm_head
+trl = pytest.importorskip("trl", reason="an extra of the test environment")
+trl_utils = pytest.importorskip("trl.trainer.utils")
 
 SUMS = [(41, 3), (52, 6), (13, 8), (77, 4), (31, 2), (62, 9)]
 STEPS, GROUP, NEW_TOKENS = 4, 2, 12
@@ -46,7 +44,7 @@ class Rollout(NamedTuple):
 
 class Run(NamedTuple):
     rollouts: list[Rollout]
-    trainer: GRPOTrainer
+    trainer: Any
     fallbacks: set[str]
 
     @property
@@ -78,12 +76,13 @@ def _train(model: PreTrainedModel, tokenizer: Any, folder: Any, generation: dict
         "bf16": False, "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "seed": 0,
         "disable_tqdm": True, "shuffle_dataset": False, "generation_kwargs": generation or {"do_sample": False},
     }  # fmt: skip
+    args = trl.GRPOConfig(**(settings | overrides))
     rows = [{"prompt": [{"role": "user", "content": f"What is {a} + {b}?"}]} for a, b in SUMS]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = GRPOTrainer(model=model, reward_funcs=distinct_tokens, args=GRPOConfig(**(settings | overrides)),
-                              train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
-                              peft_config=peft_config)  # fmt: skip
+        trainer = trl.GRPOTrainer(model=model, reward_funcs=distinct_tokens, args=args,
+                                  train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
+                                  peft_config=peft_config)  # fmt: skip
         trainer.train()
     fallbacks = {str(w.message) for w in caught if issubclass(w.category, hf_paged.FallbackWarning)}
     return Run(rollouts, trainer, fallbacks)
@@ -236,7 +235,7 @@ def test_the_fused_lm_head_is_no_reason_for_stock_and_still_gives_log_probs(trai
     inputs = _question(trained_tokenizer)
     expected = stock.generate(**inputs, max_new_tokens=NEW_TOKENS)
     for each in (model, stock):
-        add_fused_lm_head(each)
+        trl_utils.add_fused_lm_head(each)
     hf_paged.enable(model, strict=True)
     assert torch.equal(model.generate(**inputs, max_new_tokens=NEW_TOKENS), expected)
     assert hf_paged.get_engine(model).stats().num_generated_tokens == expected.shape[1] - inputs["input_ids"].shape[1]
@@ -245,11 +244,11 @@ def test_the_fused_lm_head_is_no_reason_for_stock_and_still_gives_log_probs(trai
 
 
 def test_a_copy_whose_fused_lm_head_runs_the_originals_forward_goes_to_stock(trained_path, trained_tokenizer):
-    """`deepcopy` copies the bound method but not its closure: the copy's forward computes with the original's weights."""
+    """`deepcopy` copies the method but not its closure: the copy's forward computes with the original's weights."""
     model = _load(trained_path)
     inputs = _question(trained_tokenizer)
     expected = model.generate(**inputs, max_new_tokens=NEW_TOKENS)
-    add_fused_lm_head(model)
+    trl_utils.add_fused_lm_head(model)
     copied = stock_copy(model)
     with torch.no_grad():
         copied.model.norm.weight.neg_()

@@ -57,7 +57,7 @@ def _class_reason(adapter: ModelAdapter) -> str | None:
 
 
 def _wrapped_forward_reason(model: Any) -> str | None:
-    """accelerate's mixed-precision wrapper is known, it computes in its autocast dtype; so is TRL's fused LM head."""
+    """Known are accelerate's mixed precision, which computes in its autocast dtype, TRL's fused head, torch.compile."""
     contexts = _autocast_contexts(model.__dict__["forward"], model)
     if contexts is None:
         return "forward is replaced on the instance by a wrapper that hf_paged does not know"
@@ -72,11 +72,12 @@ def _wrapped_forward_reason(model: Any) -> str | None:
 def _autocast_contexts(wrapper: Any, model: Any) -> list[torch.autocast] | None:
     """The autocast contexts met while unwrapping down to the class's forward, or None where anything else wraps it."""
     contexts: list[torch.autocast] = []
-    while (wrapper := getattr(wrapper, "__func__", wrapper)) is not type(model).forward:
-        if (inner := _under_fused_lm_head(wrapper)) is not None:
-            if getattr(inner, "__self__", None) is not model:  # in a deep copy it still runs the original's forward
+    own = _with_wrapped(type(model).forward)  # accelerate's unwrap_model(keep_fp32_wrapper=False) takes decorators too
+    while (wrapper := getattr(wrapper, "__func__", wrapper)) not in own:
+        if (bound := _wrapped_method(wrapper)) is not None:
+            if getattr(bound, "__self__", None) is not model:  # a deep copy's wrapper still runs the original's forward
                 return None
-            wrapper = inner
+            wrapper = bound
             continue
         if isinstance(wrapper, FunctionType) and wrapper.__code__.co_name == "decorate_autocast":
             cells = [cell.cell_contents for cell in wrapper.__closure__ or ()]
@@ -89,13 +90,28 @@ def _autocast_contexts(wrapper: Any, model: Any) -> list[torch.autocast] | None:
     return contexts
 
 
-def _under_fused_lm_head(wrapper: Any) -> Any:
-    """What TRL's `add_fused_lm_head` replaced, which it calls wherever `fused_lm_head=True` is not asked for."""
-    if not isinstance(wrapper, FunctionType) or wrapper.__globals__.get("__name__") != "trl.trainer.utils":
+def _with_wrapped(function: Any) -> list[Any]:
+    chain = [function]
+    while (function := getattr(function, "__wrapped__", None)) is not None:
+        chain.append(function)
+    return chain
+
+
+def _wrapped_method(wrapper: Any) -> Any:
+    """What `torch.compile` compiled, or what TRL's `add_fused_lm_head` replaced; None for any other wrapper.
+
+    TRL's calls what it replaced wherever `fused_lm_head=True` is not asked for.
+    """
+    if not isinstance(wrapper, FunctionType):
         return None
-    if wrapper.__code__.co_name != "_fused_forward" or (wrapper.__kwdefaults__ or {}).get("fused_lm_head") is not False:
+    module, code = wrapper.__globals__.get("__name__"), wrapper.__code__
+    if module == "torch._dynamo.eval_frame":
+        return wrapper.__dict__.get("_torchdynamo_orig_callable")
+    if (module, code.co_name) != ("trl.trainer.utils", "_fused_forward"):
         return None
-    cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
+    if (wrapper.__kwdefaults__ or {}).get("fused_lm_head") is not False:
+        return None
+    cells = dict(zip(code.co_freevars, wrapper.__closure__ or (), strict=True))
     return cells["original_forward"].cell_contents if "original_forward" in cells else None
 
 
@@ -166,7 +182,7 @@ def _require_grad(module: Any, args: Any, output: Any) -> None:
 
 
 def _only_requires_grad(hook: Any) -> bool:
-    """The hook of `enable_input_require_grads` and its twins in PEFT and TRL: nothing where no gradients are recorded."""
+    """The hook of `enable_input_require_grads` and its twins in PEFT and TRL: without gradients it does nothing."""
     if not isinstance(hook, FunctionType):
         return False
     code, known = hook.__code__, _require_grad.__code__

@@ -77,7 +77,7 @@ def test_a_global_hook(register):
 
 
 def test_the_hook_of_input_gradients_does_not_matter():
-    """Trainers and PEFT leave it on the embedding wherever activations are checkpointed; one that does more is a hook."""
+    """Trainers and PEFT leave it on the embedding where activations are checkpointed; one that does more is a hook."""
     model, inputs = tiny_model(), batch([20, 7])
     plain = model.generate(**inputs, max_new_tokens=6)
     model.enable_input_require_grads()
