@@ -46,7 +46,9 @@ def _class_reason(adapter: ModelAdapter) -> str | None:
         method = getattr(cls, name, None)
         if method is not getattr(adapter.model_class, name, None) or (method is not None and not is_own_code(method)):
             return f"{cls.__name__}.{name} is not transformers' own"
-        if name != "forward" and name in model.__dict__:
+        replaced = model.__dict__.get(name) if name != "forward" else None
+        # PEFT's prompt learning leaves the model's own method behind on the instance.
+        if replaced is not None and (method is None or replaced != method.__get__(model)):
             return f"{name} is replaced on the instance (prompt learning?)"
     for function, original in adapter.replaced_functions():
         if function is not original or not is_own_code(function):
