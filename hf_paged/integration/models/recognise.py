@@ -36,7 +36,7 @@ COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def unsupported_reason(adapter: ModelAdapter) -> str | None:
     """Why the model in `adapter` cannot run natively right now, or None if it can."""
     checks = (_class_reason, _attention_reason, _module_reason, _device_reason, _hook_reason, _dtype_reason,
-              _dropout_reason, lambda adapter: adapter.constants_reason())  # fmt: skip
+              _train_mode_reason, lambda adapter: adapter.constants_reason())  # fmt: skip
     return next((reason for check in checks if (reason := check(adapter)) is not None), None)
 
 
@@ -47,7 +47,9 @@ def _class_reason(adapter: ModelAdapter) -> str | None:
         method = getattr(cls, name, None)
         if method is not getattr(adapter.model_class, name, None) or (method is not None and not is_own_code(method)):
             return f"{cls.__name__}.{name} is not transformers' own"
-        if name != "forward" and name in model.__dict__:
+        replaced = model.__dict__.get(name) if name != "forward" else None
+        # PEFT's prompt learning leaves the model's own method behind on the instance.
+        if replaced is not None and (method is None or replaced != method.__get__(model)):
             return f"{name} is replaced on the instance (prompt learning?)"
     for function, original in adapter.replaced_functions():
         if function is not original or not is_own_code(function):
@@ -58,8 +60,8 @@ def _class_reason(adapter: ModelAdapter) -> str | None:
 
 
 def _wrapped_forward_reason(model: Any) -> str | None:
-    """accelerate's mixed-precision wrapper is known: it computes in its autocast dtype."""
-    contexts = _autocast_contexts(model.__dict__["forward"], type(model).forward)
+    """Known are accelerate's mixed precision, which computes in its autocast dtype, TRL's fused head, torch.compile."""
+    contexts = _autocast_contexts(model.__dict__["forward"], model)
     if contexts is None:
         return "forward is replaced on the instance by a wrapper that hf_paged does not know"
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -70,10 +72,16 @@ def _wrapped_forward_reason(model: Any) -> str | None:
     return None
 
 
-def _autocast_contexts(wrapper: Any, forward: Any) -> list[torch.autocast] | None:
-    """The autocast contexts met while unwrapping down to `forward`, or None where anything else wraps it."""
+def _autocast_contexts(wrapper: Any, model: Any) -> list[torch.autocast] | None:
+    """The autocast contexts met while unwrapping down to the class's forward, or None where anything else wraps it."""
     contexts: list[torch.autocast] = []
-    while (wrapper := getattr(wrapper, "__func__", wrapper)) is not forward:
+    own = _with_wrapped(type(model).forward)  # accelerate's unwrap_model(keep_fp32_wrapper=False) takes decorators too
+    while (wrapper := getattr(wrapper, "__func__", wrapper)) not in own:
+        if (bound := _wrapped_method(wrapper)) is not None:
+            if getattr(bound, "__self__", None) is not model:  # a deep copy's wrapper still runs the original's forward
+                return None
+            wrapper = bound
+            continue
         if isinstance(wrapper, FunctionType) and wrapper.__code__.co_name == "decorate_autocast":
             cells = [cell.cell_contents for cell in wrapper.__closure__ or ()]
             contexts += [cell for cell in cells if isinstance(cell, torch.autocast)]
@@ -83,6 +91,31 @@ def _autocast_contexts(wrapper: Any, forward: Any) -> list[torch.autocast] | Non
             return None
         wrapper = wrapper.__dict__.get("__wrapped__")
     return contexts
+
+
+def _with_wrapped(function: Any) -> list[Any]:
+    chain = [function]
+    while (function := getattr(function, "__wrapped__", None)) is not None:
+        chain.append(function)
+    return chain
+
+
+def _wrapped_method(wrapper: Any) -> Any:
+    """What `torch.compile` compiled, or what TRL's `add_fused_lm_head` replaced; None for any other wrapper.
+
+    TRL's calls what it replaced wherever `fused_lm_head=True` is not asked for.
+    """
+    if not isinstance(wrapper, FunctionType):
+        return None
+    module, code = wrapper.__globals__.get("__name__"), wrapper.__code__
+    if module == "torch._dynamo.eval_frame":
+        return wrapper.__dict__.get("_torchdynamo_orig_callable")
+    if (module, code.co_name) != ("trl.trainer.utils", "_fused_forward"):
+        return None
+    if (wrapper.__kwdefaults__ or {}).get("fused_lm_head") is not False:
+        return None
+    cells = dict(zip(code.co_freevars, wrapper.__closure__ or (), strict=True))
+    return cells["original_forward"].cell_contents if "original_forward" in cells else None
 
 
 def _attention_reason(adapter: ModelAdapter) -> str | None:
@@ -147,11 +180,23 @@ def _device_reason(adapter: ModelAdapter) -> str | None:
     return None
 
 
+def _require_grad(module: Any, args: Any, output: Any) -> None:
+    output.requires_grad_(True)
+
+
+def _only_requires_grad(hook: Any) -> bool:
+    """The hook of `enable_input_require_grads` and its twins in PEFT and TRL: without gradients it does nothing."""
+    if not isinstance(hook, FunctionType):
+        return False
+    code, known = hook.__code__, _require_grad.__code__
+    return all(getattr(code, part) == getattr(known, part) for part in ("co_code", "co_names", "co_consts"))
+
+
 def _hook_reason(adapter: ModelAdapter) -> str | None:
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "global forward hooks are registered"
     for name, module in adapter.model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks:
+        if module._forward_pre_hooks or not all(map(_only_requires_grad, module._forward_hooks.values())):
             return f"{name or 'the model'} has a forward hook"
         if nn.utils.parametrize.is_parametrized(module):
             return f"{name} is parametrized"
@@ -176,10 +221,12 @@ def _dtype_reason(adapter: ModelAdapter) -> str | None:
     return None
 
 
-def _dropout_reason(adapter: ModelAdapter) -> str | None:
+def _train_mode_reason(adapter: ModelAdapter) -> str | None:
     for name, module in adapter.model.named_modules():
         if not module.training:
             continue
+        if getattr(module, "gradient_checkpointing", False):
+            return f"{name} checkpoints activations in train mode, where stock's layers forget their KV cache"
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"{name} drops out in train mode"
         if getattr(module, "attention_dropout", 0.0):

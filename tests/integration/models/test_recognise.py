@@ -76,6 +76,26 @@ def test_a_global_hook(register):
     assert nn.Linear in calls
 
 
+def test_the_hook_of_input_gradients_does_not_matter():
+    """Trainers and PEFT leave it on the embedding where activations are checkpointed; one that does more is a hook."""
+    model, inputs = tiny_model(), batch([20, 7])
+    plain = model.generate(**inputs, max_new_tokens=6)
+    model.enable_input_require_grads()
+    assert model.model.embed_tokens._forward_hooks
+    hf_paged.enable(model, strict=True)
+    assert_native_parity(model, plain, **inputs, max_new_tokens=6)
+    with torch.inference_mode():
+        assert_native_parity(model, plain, **inputs, max_new_tokens=6)
+    seen = []
+
+    def make_inputs_require_grads(module, args, output):
+        seen.append(output.requires_grad_(True))
+
+    model.model.embed_tokens.register_forward_hook(make_inputs_require_grads)
+    with pytest.raises(hf_paged.FallbackError, match="embed_tokens has a forward hook"):
+        model.generate(**inputs, max_new_tokens=6)
+
+
 def test_backward_hooks_do_not_matter():
     model = tiny_model()
     model.model.layers[0].register_full_backward_hook(lambda *args: None)
@@ -315,16 +335,22 @@ def test_train_mode_without_dropout_is_native():
     assert model.training
 
 
-def test_train_mode_with_gradient_checkpointing_gives_stocks_tokens():
+@pytest.mark.parametrize("hook", [True, False])
+def test_train_mode_with_gradient_checkpointing_gives_stocks_tokens(hook):
+    """Stock's layers then drop the cache and the tokens are not those of eval mode; in eval mode all is native."""
     model = tiny_model()
-    model.gradient_checkpointing_enable()
-    model.train()
     inputs = batch([20, 7])
-    expected = model.generate(**inputs, max_new_tokens=6)
-    hf_paged.enable(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", hf_paged.FallbackWarning)
-        assert_same_tensor(model.generate(**inputs, max_new_tokens=6), expected)
+    plain = model.generate(**inputs, max_new_tokens=6)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    if not hook:
+        model.disable_input_require_grads()
+    model.train()
+    expected = assert_falls_back(model, "checkpoints activations in train mode", **inputs, max_new_tokens=6)
+    assert not torch.equal(expected, plain)
+    assert_native_parity(hf_paged.enable(model.eval(), strict=True), plain, **inputs, max_new_tokens=6)
+    model.gradient_checkpointing_disable()
+    assert_native_parity(model.train(), plain, **inputs, max_new_tokens=6)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
