@@ -1,4 +1,4 @@
-"""What of a model the generic adapter does not run, and why; its switch of the attention implementation."""
+"""What of a family's model is not run natively, and why; the generic adapter's switch of the implementation."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ def own_attention(module, query, key, value, attention_mask, **kwargs):
 # -- models that are not what they are known as --------------------------------------------------------------------
 
 
-def test_an_attention_function_of_the_users_own():
+@pytest.mark.parametrize("variant", ["llama", "mistral"])
+def test_an_attention_function_of_the_users_own(variant):
     AttentionInterface.register("mine", own_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register("mine", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     try:
-        model = family_model("llama")
+        model = family_model(variant)
         plain = model.generate(**batch([20, 7]), **OPTIONS)
         model.set_attn_implementation("mine")
         output = assert_falls_back(model, "'mine' is not one of transformers' own", **batch([20, 7]), **OPTIONS)
@@ -206,9 +207,10 @@ def test_longrope_beyond_the_original_length_goes_to_stock_and_back():
     assert_native_parity(model, expected, **inputs, max_new_tokens=20)
 
 
-def test_dynamic_frequencies_that_a_longer_call_changed():
+@pytest.mark.parametrize("variant", ["llama", "qwen2"])
+def test_dynamic_frequencies_that_a_longer_call_changed(variant):
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    model = family_model("llama", rope_parameters=rope, max_position_embeddings=64)
+    model = family_model(variant, rope_parameters=rope, max_position_embeddings=64)
     hf_paged.enable(model)
     inputs = batch([30, 9])
     expected = assert_native_parity(model, **inputs, max_new_tokens=20)
@@ -235,9 +237,10 @@ def test_a_changed_constant_leaves_the_cache_behind(variant, change):
 # -- around the call -----------------------------------------------------------------------------------------------
 
 
-def test_lora_on_a_llama():
+@pytest.mark.parametrize("variant", ["llama", "qwen2"])
+def test_lora(variant):
     peft = pytest.importorskip("peft")
-    model, inputs = family_model("llama"), batch([40, 33, 7])
+    model, inputs = family_model(variant), batch([40, 33, 7])
     plain = model.generate(**inputs, **OPTIONS)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     wrapped = peft.get_peft_model(model, config).eval()
@@ -312,8 +315,8 @@ def test_two_calls_of_one_config_end_with_what_it_said_first():
 
 
 def test_an_argument_that_pages_do_not_know_is_not_left_out(monkeypatch):
-    model = hf_paged.enable(family_model("llama"))
+    model = hf_paged.enable(family_model("olmo2"))
     attend = paged_calls._paged_attention
     monkeypatch.setattr(paged_calls, "_paged_attention", lambda *args, **kw: attend(*args, **kw, position_bias=1.0))
-    with pytest.raises(hf_paged.UnsupportedModelError, match=r"LlamaAttention asks .* do not have: position_bias"):
+    with pytest.raises(hf_paged.UnsupportedModelError, match=r"Olmo2Attention asks .* do not have: position_bias"):
         model.generate(**batch([9]), **OPTIONS)
