@@ -19,7 +19,6 @@ from workloads import QWEN3_SHAPES, qwen3
 
 from hf_paged import PagedConfig
 from hf_paged.integration.models import StepContext, find_adapter
-from hf_paged.runner import model_runner
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
@@ -53,7 +52,7 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
     result = torch.full((rows, length - 1), torch.nan, dtype=torch.float64, device=tokens.device)
     for row in range(rows):
         scheduler.add(Sequence(str(row), tokens[row, :half].tolist(), max_new_tokens=length - half))
-    own_hidden_states, own_sample = adapter.hidden_states, model_runner.sample
+    own_hidden_states = adapter.hidden_states
     step: dict = {}
 
     def hidden_states(input_ids: torch.Tensor, context: StepContext) -> torch.Tensor:
@@ -68,22 +67,18 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
             )
         return hidden
 
-    def teacher(logits: torch.Tensor, table: object, slots: torch.Tensor, position: torch.Tensor,
-                history: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    def teacher(logits: torch.Tensor, slots: torch.Tensor, position: torch.Tensor, *_: object) -> torch.Tensor:
         owner = [int(step["plan"].sequences[row].request_id) for row in np.flatnonzero(step["plan"].samples)]
         taught = tokens[torch.tensor(owner, device=tokens.device), position]
-        history[slots, position] = taught.to(history.dtype)
+        runner.state.tokens[slots, position] = taught.to(torch.int32)
         return taught
 
     runner.prepare()
     greedy = SlotParameters(False, 1.0, 0, 1.0, 0.0, 0, 0, (), length)
-    adapter.hidden_states, model_runner.sample = hidden_states, teacher  # type: ignore[method-assign, assignment]
-    try:
-        while scheduler.has_unfinished():
-            step["plan"] = plan = scheduler.schedule()
-            scheduler.commit(plan, runner.launch(plan, [greedy] * len(plan.admitted)).wait())
-    finally:
-        model_runner.sample = own_sample
+    adapter.hidden_states, runner.state.sample = hidden_states, teacher  # type: ignore[method-assign, assignment]
+    while scheduler.has_unfinished():
+        step["plan"] = plan = scheduler.schedule()
+        scheduler.commit(plan, runner.launch(plan, [greedy] * len(plan.admitted)).wait())
     adapter.release()
     assert not result.isnan().any()
     return result

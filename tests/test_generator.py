@@ -426,7 +426,8 @@ BAD_CALLS = {
     "several greedy sequences": (ValueError, "num_return_sequences", {"num_return_sequences": 2}),
     "zero sequences": (ValueError, "num_return_sequences", {"num_return_sequences": 0, "do_sample": True}),
     "beams": (hf_paged.UnsupportedOptionError, "num_beams=3", {"num_beams": 3}),
-    "stop strings": (hf_paged.UnsupportedOptionError, "stop_strings", {"stop_strings": ["a"]}),
+    "guidance": (hf_paged.UnsupportedOptionError, "guidance_scale=2.0", {"guidance_scale": 2.0}),
+    "an empty stop string": (ValueError, "stop_strings", {"stop_strings": [""]}),
     "ids and prompts": (ValueError, "prompts", {"input_ids": torch.tensor([[1, 2]])}),
 }
 

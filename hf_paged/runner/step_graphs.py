@@ -8,7 +8,6 @@ Padding rows have length 0 and a slot of their own. Steps that bring log-probabi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -214,7 +213,7 @@ class StepGraphs:
             finally:
                 current.wait_stream(stream)  # also after an error: what was enqueued there writes blocks and history
 
-    def _record(self, run: Callable[..., Drawn], inputs: tuple[torch.Tensor, ...]) -> Captured | None:
+    def _record(self, run: partial, inputs: tuple[torch.Tensor, ...]) -> Captured | None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph(): it collects garbage and empties the cache at every capture.
@@ -224,6 +223,8 @@ class StepGraphs:
         except BaseException as error:
             with suppress(RuntimeError):  # the first error is the one to see
                 graph.capture_end()
+            # A pool that a broken capture recorded to takes no other: later graphs get a new one.
+            self._pool = None
             if isinstance(error, RuntimeError):  # the first run passed: the step works, only not in a graph
                 return None
             raise

@@ -88,11 +88,12 @@ def test_responses_and_scores_are_those_of_a_model_not_enabled(task, tasks, trai
         assert results["acc,none"] == 1.0
 
 
-def test_which_path_generate_until_takes(tasks, trained_model, trained_tokenizer):
-    hf_paged.enable(trained_model)
-    with pytest.warns(hf_paged.FallbackWarning, match="stopping criterion MultiTokenEOSCriteria"):
-        _evaluate(trained_model, trained_tokenizer, GENERATE_UNTIL, tasks)
-    assert hf_paged.get_engine(trained_model).stats().num_generated_tokens == 0
+def test_generate_until_runs_on_the_engine(tasks, trained_model, trained_tokenizer):
+    """Its stopping criteria are its own, so it takes lockstep."""
+    expected = _evaluate(trained_model, trained_tokenizer, GENERATE_UNTIL, tasks)
+    hf_paged.enable(trained_model, strict=True)
+    assert _evaluate(trained_model, trained_tokenizer, GENERATE_UNTIL, tasks) == expected
+    assert hf_paged.get_engine(trained_model).stats().num_generated_tokens > 0
 
 
 def test_weights_changed_between_two_evaluations(tasks, trained_path, trained_tokenizer):

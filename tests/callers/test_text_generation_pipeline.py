@@ -69,13 +69,13 @@ def test_options(options, trained_model, trained_tokenizer):
 
 
 def test_a_stop_sequence(trained_model, trained_tokenizer):
-    """It becomes `stop_strings`, which go to stock today."""
+    """It becomes `stop_strings`, which are native."""
     pipe = pipeline("text-generation", model=trained_model, tokenizer=trained_tokenizer)
     expected = pipe(CHATS, batch_size=4, stop_sequence=" red", **GREEDY)
     assert expected[-1][0]["generated_text"][-1]["content"] == "owl red"
-    hf_paged.enable(trained_model)
-    with pytest.warns(hf_paged.FallbackWarning, match="stop_strings"):
-        assert pipe(CHATS, batch_size=4, stop_sequence=" red", **GREEDY) == expected
+    hf_paged.enable(trained_model, strict=True)
+    assert pipe(CHATS, batch_size=4, stop_sequence=" red", **GREEDY) == expected
+    assert hf_paged.get_engine(trained_model).stats().num_generated_tokens > 0
 
 
 def test_inputs_from_a_generator(trained_model, trained_tokenizer):
