@@ -19,6 +19,7 @@ from support import (
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
+from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.runner.model_runner import ModelRunner
 
 MODEL = tiny_model()
@@ -249,6 +250,31 @@ def test_scores_that_a_processor_keeps_are_not_overwritten_by_the_next_replay():
     assert_same_tensor(result.sequences, again)
     for step, scores in enumerate(noting.seen):
         assert torch.equal(scores.argmax(-1), again[:, 20 + step])
+
+
+@pytest.mark.gpu
+def test_prompt_lookup_on_a_gpu_gives_the_greedy_tokens():
+    """Drafts are counted on the device there."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = hf_paged.enable(tiny_model().cuda(), strict=True)
+    ids = torch.tensor(random_prompts([6])).repeat(1, 6).cuda()
+    plain = model.generate(input_ids=ids, max_new_tokens=24)
+    assert_same_tensor(model.generate(input_ids=ids, max_new_tokens=24, prompt_lookup_num_tokens=4), plain)
+    assert_idle(model)
+
+
+def test_a_cache_is_cropped_by_numbers_and_by_tensors(model):
+    engine = hf_paged.get_engine(hf_paged.enable(model, strict=True))
+    with engine.lockstep([[1, 2, 3, 4, 5, 6]], 4) as rows:
+        cache = PagedCache(rows, 6, model.config.num_hidden_layers)
+        model(input_ids=torch.tensor([[1, 2, 3, 4, 5, 6]]), past_key_values=cache, logits_to_keep=1)
+        length = cache.get_seq_length()
+        cache.crop(torch.tensor(-2))
+        cache.crop(-1)
+        assert type(cache.get_seq_length()) is int
+        assert cache.get_seq_length() == length - 3
+        assert rows.rows.lengths.tolist() == [3]
+    assert_idle(model)
 
 
 def test_launch_is_not_asked_for_lockstep(model, monkeypatch):

@@ -40,7 +40,8 @@ def drawn_scores_of(stock, prompt, tokens, **options):
     known, least = [], options.pop("min_new_tokens", 0)
     for i, token in enumerate(tokens):
         output = stock.generate(
-            input_ids=torch.tensor([prompt + tokens[:i]]), **options, max_new_tokens=1,
+            input_ids=torch.tensor([prompt + tokens[:i]]), attention_mask=torch.ones(1, len(prompt) + i), **options,
+            max_new_tokens=1,
             min_new_tokens=1 if i < least else None, return_dict_in_generate=True, output_scores=True,
         )  # fmt: skip
         known.append(output.scores[0][0].float().log_softmax(-1)[token].item())

@@ -58,8 +58,9 @@ class PagedCache(Cache):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._batch.reorder(beam_idx.tolist())
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """As stock's: a negative number, or 0."""
+        tokens_to_remove = int(tokens_to_remove)  # 5.17 counts on the device
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove={tokens_to_remove}: expected a negative number or 0")
         if tokens_to_remove:

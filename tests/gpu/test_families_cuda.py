@@ -12,7 +12,10 @@ import hf_paged
 pytestmark = pytest.mark.gpu
 SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 128}
 FAMILIES = sorted(VARIANTS)
-DENSE = [name for name in FAMILIES if "moe" not in name and name != "gpt-oss"]
+# Experts are run one by one here and longrope asks for the longest position: neither can be captured.
+CAPTURED = [name for name in FAMILIES if "moe" not in name and name not in ("gpt-oss", "phi3-longrope")]
+# bf16 turns the choice of experts: stock's own logits move by two deviations between bf16 and fp32 (H200, 2026-11-21).
+STEADY = [name for name in FAMILIES if name != "gpt-oss"]
 
 
 def on_gpu(variant, dtype):
@@ -39,12 +42,12 @@ def test_fp32_equals_stock(variant, enforce_eager):
     expected = stock_generate(model, **inputs, max_new_tokens=24)
     for _ in range(2):
         assert_native_parity(model, expected, **inputs, max_new_tokens=24)
-    if variant in DENSE:
+    if variant in CAPTURED:
         assert (hf_paged.get_engine(model).stats().num_graphs_captured > 0) is not enforce_eager
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", STEADY)
 def test_bf16_tokens_are_among_stocks_best(variant, enforce_eager):
     """Rounding may turn a choice between two close tokens, but none of them is far below the best."""
     model = on_gpu(variant, torch.bfloat16)
