@@ -426,3 +426,16 @@ def test_the_trained_model_answers_as_stock(trained_model, trained_tokenizer, pa
     answers = trained_tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert answers[-1] == "47 + 8 = 55"
     assert answers[0] == "{}: {}".format(*next(iter(tables[0].items())))
+
+
+def test_a_conversation_finds_its_earlier_turns_in_the_cache():
+    """Each turn's prompt is all that was said before and a new question; only what is new is computed."""
+    model, said = enabled(), torch.tensor(random_prompts([40]))
+    engine = hf_paged.get_engine(model)
+    for turn in range(3):
+        before = engine.stats()
+        answered = assert_native_parity(model, input_ids=said, max_new_tokens=20)
+        hits = engine.stats().prefix_cache_hits - before.prefix_cache_hits
+        # Full blocks of all that was there before; the last token of an answer was never fed to the model.
+        assert hits == (0 if turn == 0 else (said.shape[1] - 9 - 1) // 16 * 16)
+        said = torch.cat([answered, torch.tensor(random_prompts([9], seed=turn + 5))], dim=1)
