@@ -71,6 +71,8 @@ def outcome(model, kwargs):
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger = transformers_logging.get_logger("transformers")
     logger.addHandler(handler)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_warning()
     transformers_logging.warning_once.cache_clear()  # which says a thing once in a process
     torch.manual_seed(0)
     try:
@@ -81,6 +83,7 @@ def outcome(model, kwargs):
             except Exception as error:
                 result = error
     finally:
+        transformers_logging.set_verbosity(verbosity)
         logger.removeHandler(handler)
     said = [(w.category, str(w.message)) for w in caught if w.category is not hf_paged.FallbackWarning]
     return result, said, records
