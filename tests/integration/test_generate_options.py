@@ -294,7 +294,7 @@ def test_options_of_one_request_do_not_stay_in_its_slot():
         assert_native_parity(model, plain, **inputs, max_new_tokens=8)
 
 
-@pytest.mark.parametrize("owner, name", [
+@pytest.mark.parametrize(("owner", "name"), [
     (SharedLines, "_write"), (SharedLines, "_take"), (EditState, "put"), (edits, "upload"), (edits, "_settings"),
 ], ids=lambda value: getattr(value, "__name__", value))  # fmt: skip
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
