@@ -102,7 +102,7 @@ def test_threads_in_lockstep_and_native_at_once(model):
 
 @pytest.mark.parametrize("kwargs", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {}], ids=["beams", "lookup", ""])
 def test_another_thread_that_disables_the_model_waits_for_the_end(model, kwargs):
-    """Beam search and prompt lookup call the model itself in every step: it must stay what it is until they are done."""
+    """Beam search and prompt lookup call the model itself in every step: it must stay what it is until then."""
 
     class Disabling(LogitsProcessor):
         thread = None
