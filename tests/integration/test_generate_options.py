@@ -260,13 +260,37 @@ def test_stop_strings_of_a_generator_end_requests_one_by_one():
         assert streamed[index] == b.token_ids
 
 
-def test_stop_strings_survive_preemption_and_an_interrupt():
-    model, inputs = enabled(num_blocks=13), batch([30, 17, 25, 9, 31, 16, 3, 28])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stop_strings_survive_preemption(overlap):
+    model, inputs = enabled(num_blocks=13, overlap=overlap), batch([30, 17, 25, 9, 31, 16, 3, 28])
     kwargs = {"stop_strings": [stop_text(model, inputs, row=2, at=12)], "tokenizer": byte_tokenizer(),
               "eos_token_id": 55, "max_new_tokens": 40}  # fmt: skip
     expected = stock_generate(model, **inputs, **kwargs)
     assert_same_tensor(model.generate(**inputs, **kwargs), expected)
     assert hf_paged.get_engine(model).stats().num_preemptions > 0
+
+
+def test_a_stop_string_is_not_found_across_a_recovery(monkeypatch):
+    """Rows start over after another caller's interrupt: what they had made before and make now is no text."""
+    model, inputs, tokenizer = enabled(overlap=False), batch([20]), byte_tokenizer()
+    strange = [token for token in range(256) if not tokenizer.decode([token]).isascii()]
+    kwargs = {"max_new_tokens": 12, "suppress_tokens": strange}
+    expected = stock_generate(model, **inputs, **kwargs)
+    text = tokenizer.decode(expected[0, 20:])
+    at = next(i for i in range(4, 12) if text[i] + text[0] not in text)
+    engine, steps = hf_paged.get_engine(model), 0
+    step = engine._loop.step
+
+    def interrupted_once(**kwargs):
+        nonlocal steps
+        steps += 1
+        engine._loop.dirty |= steps == at + 2  # the token at `at` is the last one
+        step(**kwargs)
+
+    monkeypatch.setattr(engine._loop, "step", interrupted_once)
+    kwargs |= {"stop_strings": [text[at] + text[0]], "tokenizer": tokenizer}
+    assert_same_tensor(model.generate(**inputs, **kwargs), expected)
+    assert steps > 12
 
 
 def test_max_time_ends_every_row_with_at_least_a_token():
