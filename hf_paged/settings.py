@@ -170,9 +170,9 @@ def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_siz
             f"max_new_tokens={config.max_new_tokens!r}, max_length={config.max_length!r} with a prompt of "
             f"{prompt_length} tokens: expected room for at least one new token"
         )
-    min_new_tokens = config.min_new_tokens or 0
-    if config.min_length:
-        min_new_tokens = max(min_new_tokens, config.min_length - prompt_length)
+    min_new_tokens = config.min_new_tokens
+    if min_new_tokens is None:  # stock: min_new_tokens takes precedence, whichever is larger
+        min_new_tokens = (config.min_length or 0) - prompt_length
     eos = token_id_tuple(config.eos_token_id)
     ends: dict[str, Any] = {"eos_token_ids": eos, "edits": edits_from_config(config, eos, vocab_size),
             "stop_strings": _stop_strings(config.stop_strings), "max_time": _max_time(config.max_time)}  # fmt: skip

@@ -139,6 +139,14 @@ def test_settings_merge_as_in_stock(generator):
     assert [len(c.token_ids) for c in both] == [7] * 4
 
 
+@pytest.mark.parametrize("options", [{"min_length": 28}, {"min_length": 28, "min_new_tokens": 2}])
+def test_min_new_tokens_take_precedence_over_min_length_as_in_stock(generator, expected, options):
+    options |= {"eos_token_id": expected[0][4]}
+    [completion] = generator.generate(PROMPTS[:1], max_new_tokens=12, **options)
+    assert completion.token_ids == greedy(generator.model, PROMPTS[0], **options)
+    assert (len(completion.token_ids) == 5) == ("min_new_tokens" in options)
+
+
 def test_the_callers_config_is_not_changed(generator):
     config = GenerationConfig(max_new_tokens=5)
     before = config.to_dict()

@@ -13,6 +13,7 @@ from support import (
     assert_same_tensor,
     batch,
     random_prompts,
+    stock_copy,
     stock_generate,
     tiny_model,
 )
@@ -98,6 +99,30 @@ def test_threads_in_lockstep_and_native_at_once(model):
     for i in range(4):
         assert_same_tensor(results[i], EXPECTED if i % 2 else native)
     assert_idle(model)
+
+
+@pytest.mark.parametrize("kwargs", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {}], ids=["beams", "lookup", ""])
+def test_another_thread_that_disables_the_model_waits_for_the_end(model, kwargs):
+    """Beam search and prompt lookup call the model itself in every step: it must stay what it is until then."""
+
+    class Disabling(LogitsProcessor):
+        thread = None
+
+        def __call__(self, input_ids, scores):
+            if self.thread is None:
+                self.thread = threading.Thread(target=hf_paged.disable, args=(model,))
+                self.thread.start()
+                self.thread.join(0.2)
+                assert self.thread.is_alive()
+            return scores
+
+    inputs, disabling = batch([20]), Disabling()
+    expected = stock_generate(model, **inputs, max_new_tokens=8, **kwargs)
+    hf_paged.enable(model, strict=True)
+    output = model.generate(**inputs, max_new_tokens=8, logits_processor=LogitsProcessorList([disabling]), **kwargs)
+    disabling.thread.join(60)
+    assert_same_tensor(output, expected)
+    assert not hf_paged.is_enabled(model) and type(model) is type(stock_copy(model))
 
 
 class Interrupt(BaseException):

@@ -57,7 +57,8 @@ def test_a_field_nobody_has_heard_of_needs_stock_unless_it_is_off():
     ({"min_new_tokens": 4}, 5, 10, 4),
     ({"min_length": 9}, 5, 10, 4),
     ({"min_length": 3}, 5, 10, 0),
-    ({"min_length": 9, "min_new_tokens": 2}, 5, 10, 4),
+    ({"min_length": 9, "min_new_tokens": 2}, 5, 10, 2),
+    ({"min_length": 9, "min_new_tokens": 0}, 5, 10, 0),
 ])  # fmt: skip
 def test_lengths(kwargs, prompt, maximum, minimum):
     settings = settings_from_config(config(**kwargs), prompt, 256)

@@ -81,8 +81,13 @@ def disable(model: nn.Module) -> nn.Module:
             f"disable: somebody made the model's class, {type(causal_lm).__name__}, from the enabled one; undo that "
             "first (for FSDP2: disable before fully_shard)"
         )
-    causal_lm.__class__ = type(causal_lm).__dict__["_hf_paged_stock_class"]
-    _ENGINES.pop(causal_lm).shutdown()
+    engine = _ENGINES[causal_lm]
+    try:
+        engine.shutdown()  # waits for a call in lockstep, whose forwards need the class as it is
+    finally:
+        if _ENGINES.get(causal_lm) is engine:  # not disabled by another thread in the meantime
+            causal_lm.__class__ = type(causal_lm).__dict__["_hf_paged_stock_class"]
+            del _ENGINES[causal_lm]
     return model
 
 

@@ -2,7 +2,7 @@
 
 Its manager is made with the first request's settings, and later requests bring but a length and EOS ids. Here the
 manager starts from the model's settings, each request brings what its body asked for, and one that the engine does not
-carry out (`stop`, penalties) runs as the server runs it without continuous batching: by `model.generate`.
+carry out (`stop`) runs as the server runs it without continuous batching: by `model.generate`.
 """
 
 from __future__ import annotations

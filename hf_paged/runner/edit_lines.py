@@ -27,6 +27,10 @@ class SharedLines:
         self.table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         self.moves = 0  # reallocations of the table
 
+    def forget(self) -> None:
+        """No slot has a setting, and no line but the first holds one; the table stays where it is."""
+        self._line_of, self._settings, self._users, self._used_by = {(): 0}, [()], [1], {}
+
     def assign(self, slots: list[int], settings: list[Any]) -> list[int]:
         """Give slots new settings (tuples); the lines where these are."""
         for slot in slots:

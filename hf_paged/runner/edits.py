@@ -88,12 +88,19 @@ class EditState:
         self._factors = torch.ones(num_slots + 1, dtype=torch.float64, device=device)
         neutral = torch.tensor([_NEVER, 0, -1, -1, -1, 0, 0] + [0] * len(_NAMES), device=device)
         self._ints = neutral[:, None].repeat(1, num_slots + 1)
+        self._neutral = self._floats[:, :1].clone(), neutral[:, None]
         self._lists = {name: SharedLines(_ENCODERS.get(name, encode_tokens), device) for name in _NAMES}
         self._edited: set[int] = set()
+        self._half_written = False  # an exception, or an interrupt, left `put`
 
     @property
     def generation(self) -> int:
         return sum(lists.moves for lists in self._lists.values())
+
+    @property
+    def in_use(self) -> bool:
+        """False while every slot is neutral: `put` has nothing to do for settings that are, too."""
+        return bool(self._edited) or self._half_written
 
     @property
     def table(self) -> EditTable:
@@ -110,12 +117,16 @@ class EditState:
         """Settings of the requests that got ``slots`` [N], in place of those of the slots' former requests.
 
         Lengths are whole sequences' in tokens, of the prompt as it was given (also after a preemption); ``eos`` are the
-        ids that the length penalty favours. Nothing is waited for.
+        ids that the length penalty favours. Nothing is waited for. After a call that an exception left, every slot is
+        neutral but for those of this call: whoever ran is admitted again.
         """
+        if self._half_written:
+            self._forget()
         every = zip(np.asarray(slots).tolist(), edits, prompt_lengths, max_lengths, eos, strict=True)
         changed = [(slot, e, *rest) for slot, e, *rest in every if e.features() or slot in self._edited]
         if not changed:
             return
+        self._half_written = True
         places = [slot for slot, *_ in changed]
         for slot, e, *_ in changed:
             (self._edited.add if e.features() else self._edited.discard)(slot)
@@ -129,6 +140,18 @@ class EditState:
         self._factors[index] = upload(np.array([e.decay_factor for _, e, *_ in changed]), self._device)
         ints = np.concatenate([np.array(numbers, dtype=np.int64).T, np.array(lines, dtype=np.int64)])
         self._ints[:, index] = upload(ints, self._device)
+        self._half_written = False
+
+    def _forget(self) -> None:
+        """Every slot neutral; graphs stay valid."""
+        floats, ints = self._neutral
+        self._floats.copy_(floats.expand_as(self._floats))
+        self._factors.fill_(1.0)
+        self._ints.copy_(ints.expand_as(self._ints))
+        for lists in self._lists.values():
+            lists.forget()
+        self._edited.clear()
+        self._half_written = False
 
 
 def _fraction(cutoff: float) -> float:

@@ -129,17 +129,14 @@ class RequestState:
             self.tokens = grown
 
     def _admit_edits(self, slots: np.ndarray, parameters: list[SlotParameters]) -> None:
-        before = self._stages[slots]
         for slot, p in zip(slots, parameters, strict=True):
             names = p.edits.features()
             self._stage_names += sorted(names - set(self._stage_names))
             self._stages[slot] = sum(1 << self._stage_names.index(name) for name in names)
-        # A line is written also to make it neutral again after a tenant whose line was not.
-        rows = np.flatnonzero(before | self._stages[slots])
-        if len(rows):
-            some = [parameters[row] for row in rows]
-            self.edits.put(slots[rows], [p.edits for p in some], [p.prompt_length for p in some],
-                           [p.max_length for p in some], [p.eos_token_ids for p in some])  # fmt: skip
+        # It also makes a slot neutral again after a tenant that was not.
+        if self._stages[slots].any() or self.edits.in_use:
+            self.edits.put(slots, [p.edits for p in parameters], [p.prompt_length for p in parameters],
+                           [p.max_length for p in parameters], [p.eos_token_ids for p in parameters])  # fmt: skip
 
     def _reserve_eos(self, width: int) -> None:
         grow = width - self.sampling.eos.shape[1]

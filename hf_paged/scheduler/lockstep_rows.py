@@ -186,10 +186,6 @@ class LockstepRows:
                 seq.prefix_id, seq.prefix_digest = block.prefix_id, block.digest
             self._manager.publish(seq, tokens[row], full * self._size)
 
-    def unpublish(self, blocks: list[KVBlock]) -> None:
-        """The plan that promised these blocks was not carried out."""
-        self._manager.block_pool.unpublish(blocks)
-
     def free(self) -> None:
         """Give back every block and slot."""
         for seq in self.sequences:

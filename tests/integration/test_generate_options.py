@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import time
@@ -24,6 +25,9 @@ from support import (
 from transformers import GenerationConfig
 
 import hf_paged
+from hf_paged.runner import edits
+from hf_paged.runner.edit_lines import SharedLines
+from hf_paged.runner.edits import EditState
 
 # Narrow weights: few tokens win, so that penalties and bans decide often.
 NARROW = {"initializer_range": 0.05}
@@ -256,13 +260,37 @@ def test_stop_strings_of_a_generator_end_requests_one_by_one():
         assert streamed[index] == b.token_ids
 
 
-def test_stop_strings_survive_preemption_and_an_interrupt():
-    model, inputs = enabled(num_blocks=13), batch([30, 17, 25, 9, 31, 16, 3, 28])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stop_strings_survive_preemption(overlap):
+    model, inputs = enabled(num_blocks=13, overlap=overlap), batch([30, 17, 25, 9, 31, 16, 3, 28])
     kwargs = {"stop_strings": [stop_text(model, inputs, row=2, at=12)], "tokenizer": byte_tokenizer(),
               "eos_token_id": 55, "max_new_tokens": 40}  # fmt: skip
     expected = stock_generate(model, **inputs, **kwargs)
     assert_same_tensor(model.generate(**inputs, **kwargs), expected)
     assert hf_paged.get_engine(model).stats().num_preemptions > 0
+
+
+def test_a_stop_string_is_not_found_across_a_recovery(monkeypatch):
+    """Rows start over after another caller's interrupt: what they had made before and make now is no text."""
+    model, inputs, tokenizer = enabled(overlap=False), batch([20]), byte_tokenizer()
+    strange = [token for token in range(256) if not tokenizer.decode([token]).isascii()]
+    kwargs = {"max_new_tokens": 12, "suppress_tokens": strange}
+    expected = stock_generate(model, **inputs, **kwargs)
+    text = tokenizer.decode(expected[0, 20:])
+    at = next(i for i in range(4, 12) if text[i] + text[0] not in text)
+    engine, steps = hf_paged.get_engine(model), 0
+    step = engine._loop.step
+
+    def interrupted_once(**kwargs):
+        nonlocal steps
+        steps += 1
+        engine._loop.dirty |= steps == at + 2  # the token at `at` is the last one
+        step(**kwargs)
+
+    monkeypatch.setattr(engine._loop, "step", interrupted_once)
+    kwargs |= {"stop_strings": [text[at] + text[0]], "tokenizer": tokenizer}
+    assert_same_tensor(model.generate(**inputs, **kwargs), expected)
+    assert steps > 12
 
 
 def test_max_time_ends_every_row_with_at_least_a_token():
@@ -288,3 +316,42 @@ def test_options_of_one_request_do_not_stay_in_its_slot():
     for kwargs in itertools.islice(({**GREEDY[name](plain[0, 20:].tolist())} for name in GREEDY), 9):
         model.generate(**inputs, max_new_tokens=8, **kwargs)
         assert_native_parity(model, plain, **inputs, max_new_tokens=8)
+
+
+@pytest.mark.parametrize(("owner", "name"), [
+    (SharedLines, "_write"), (SharedLines, "_take"), (EditState, "put"), (edits, "upload"), (edits, "_settings"),
+], ids=lambda value: getattr(value, "__name__", value))  # fmt: skip
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("at", [1, 3])
+def test_settings_that_were_half_written_are_neither_lost_nor_left_behind(monkeypatch, owner, name, error, at):
+    """A call dies while its settings, or the neutral ones after them, are sent; the next calls are stock's."""
+    model, inputs = enabled(max_num_seqs=2), batch([20])
+    plain = stock_generate(model, **inputs, max_new_tokens=8)
+    tokens = plain[0, 20:].tolist()
+    kwargs = {"suppress_tokens": tokens[:2], "repetition_penalty": 1.5, "bad_words_ids": [[tokens[1], tokens[2]]]}
+    edited = stock_generate(model, **inputs, max_new_tokens=8, **kwargs)
+    original, calls = getattr(owner, name), 0
+
+    def dying(*args):
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise error("here")
+        return original(*args)
+
+    for first, second in (({}, kwargs), (kwargs, {})):
+        model.generate(**inputs, max_new_tokens=3, **first)
+        with monkeypatch.context() as patch:
+            calls = 0
+            patch.setattr(owner, name, dying)
+            with contextlib.suppress(error):
+                model.generate(**inputs, max_new_tokens=3, **second)
+        engine = hf_paged.get_engine(model)
+        # Side by side, so that a slot which should be neutral is looked at by the stages of the other.
+        prompt = inputs["input_ids"][0]
+        ids = [engine.add_request(prompt, GenerationConfig(max_new_tokens=8, **each)) for each in ({}, kwargs)]
+        made = {}
+        while engine.has_unfinished():
+            made |= {o.request_id: o.completion.token_ids for o in engine.step() if o.completion is not None}
+        assert [made[i] for i in ids] == [plain[0, 20:].tolist(), edited[0, 20:].tolist()]
+        assert_idle(model)
