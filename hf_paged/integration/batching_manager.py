@@ -217,7 +217,8 @@ class PagedBatchingManager:
                 request_id = f"req_{self._num_requests}"
                 self._num_requests += 1
             request = BatchedRequest(request_id, prompt, max_new_tokens, eos_token_id, streaming, record_timestamps,
-                                     options, config)  # fmt: skip
+                                     options, config,
+                                     wants_logprobs=self.continuous_batching_config.return_logprobs)  # fmt: skip
             requests = request.copies(copies)
             self.board.check_ids(requests)
             for one in requests:
