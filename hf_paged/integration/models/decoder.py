@@ -103,6 +103,8 @@ class DecoderAdapter(ModelAdapter):
             window = self._mask_window(i)
             if getattr(attention, "sliding_window", window) != window:
                 return f"layer {i} has sliding_window={attention.sliding_window}, its config {window}"
+            if window is not None and window < 2:  # stock's cache then keeps all keys, and its masks follow the cache
+                return f"layer {i} has sliding_window={window}: expected None or at least 2"
         return None
 
     def _mask_window(self, layer: int) -> int | None:

@@ -143,6 +143,14 @@ def test_inconsistent_layers_and_configs():
         assert reason(model) is None
 
 
+@pytest.mark.parametrize("variant", ["mistral", "gemma2", "qwen3-moe-mixed", "gpt-oss"])
+def test_a_window_of_one_token_is_left_to_stock(variant):
+    """Its cache drops "all but the last 0" keys, which is none; a window of two is native."""
+    inputs, options = batch([9, 20]), {"max_new_tokens": 12}
+    assert_falls_back(family_model(variant, sliding_window=1), "sliding_window=1", **inputs, **options)
+    assert_native_parity(hf_paged.enable(family_model(variant, sliding_window=2), strict=True), **inputs, **options)
+
+
 def test_dropout_in_train_mode():
     model = family_model("phi3", resid_pdrop=0.1)
     hf_paged.enable(model)
