@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -54,6 +56,14 @@ def test_an_attention_function_of_the_users_own(variant):
         assert not torch.equal(output, plain)
     finally:
         del AttentionInterface._global_mapping["mine"], ALL_MASK_ATTENTION_FUNCTIONS._global_mapping["mine"]
+
+
+@pytest.mark.parametrize("variant", ["llama", "mistral"])
+def test_no_attention_implementation(variant):
+    """A config that was set to None afterwards: stock then attends without a mask."""
+    model = family_model(variant)
+    model.config._attn_implementation = None
+    assert_falls_back(model, "attention implementation None", **batch([20, 7]), **OPTIONS)
 
 
 def test_softcap_where_sdpa_leaves_it_out():
@@ -301,6 +311,28 @@ def test_a_plain_forward_beside_a_paged_call_is_stocks(implementation):
         thread.join()
     assert torch.equal(results[0], expected)
     assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it)), copy.copy])
+def test_a_copy_made_in_a_paged_call_is_stocks(make, implementation):
+    """As a thread makes it that saves or averages weights while another generates."""
+    model, inputs = family_model("mistral"), batch([30, 9])
+    model.config._attn_implementation = implementation
+    expected = model(**inputs).logits
+    with paged_calls.paged_call([model.config]):
+        copied = make(model)
+        copied.config = copied.model.config = make(copied.config)
+        text = model.config.to_json_string()
+        assert torch.equal(copied(**inputs).logits, expected)
+    assert paged_calls.NAME not in text
+    assert paged_calls.implementation_of(copied.config) == implementation
+    assert torch.equal(copied(**inputs).logits, expected)
+    if make is not copy.copy:  # which shares what it holds
+        assert type(copied.config._attn_implementation) is type(implementation)
+        assert copied.model.layers[0].self_attn.config._attn_implementation == implementation
+        tokens = stock_generate(model, **inputs, **OPTIONS)
+        assert_native_parity(hf_paged.enable(copied, strict=True), tokens, **inputs, **OPTIONS)
 
 
 def test_a_plain_forward_that_cannot_be_told_apart_is_refused():
