@@ -348,6 +348,23 @@ def test_cancelling_wakes_who_waits_for_the_request(model):
         assert manager.get_result("long", timeout=60) is None
 
 
+def test_nobody_waits_for_ever_for_a_request_that_is_gone(model):
+    """Cancelled before, or fetched before: without a timeout there is nothing to wait for."""
+    answers = []
+    with running(model) as manager:
+        manager.add_request(PROMPTS[0], request_id="cancelled", max_new_tokens=450)
+        manager.cancel_request("cancelled")
+        manager.add_request(PROMPTS[0], request_id="fetched")
+        assert manager.get_result("fetched").is_finished()
+        for request_id in ("cancelled", "fetched", "never seen"):
+            thread = threading.Thread(target=lambda i=request_id: answers.append(manager.get_result(i)))
+            thread.start()
+            thread.join(5)
+        assert answers == [None] * 3
+        manager.add_request(PROMPTS[0], request_id="fetched")  # the id is free again
+        assert manager.get_result("fetched").is_finished()
+
+
 def test_no_step_runs_inside_pause(model):
     expected = expected_rows(model, PROMPTS[:1], max_new_tokens=60)[0]
     engine = hf_paged.get_engine(model)
@@ -596,6 +613,24 @@ def test_kept_managers_count_on_and_do_not_keep_the_model(model):
     del other
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_kept_managers_let_the_model_go_when_they_are_done(block):
+    model = hf_paged.enable(tiny_model())
+    manager = model.init_continuous_batching(greedy(30))
+    manager.start()
+    manager.add_requests(PROMPTS)
+    manager.stop(block=block, keep_for_next_session=True)
+    assert KEPT[model] is manager
+    manager.join(0.0, timeout=20)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    manager.destroy()
+    with pytest.raises(RuntimeError, match="disabled"):
+        manager.start()
 
 
 def test_disable_ends_requests_and_managers_say_so():
