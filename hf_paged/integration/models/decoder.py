@@ -88,7 +88,7 @@ class DecoderAdapter(ModelAdapter):
         """Does this implementation take all that attention hands it, or leave out what pages leave out with it?"""
         if name == "sdpa":
             return self._family.beyond_sdpa == "softcap" and self.model_class._supports_sdpa
-        return name in ("eager", "flex_attention") or name.startswith("flash_attention")
+        return name is not None and (name in ("eager", "flex_attention") or name.startswith("flash_attention"))
 
     def _layer_reason(self) -> str | None:
         config, spec = self.model.config, self.kv_spec()

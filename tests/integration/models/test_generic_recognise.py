@@ -225,6 +225,13 @@ def test_longrope_beyond_the_original_length_goes_to_stock_and_back():
     assert_native_parity(model, expected, **inputs, max_new_tokens=20)
 
 
+def test_rope_parameters_taken_out_of_the_config_afterwards():
+    """Stock's rotary module has its frequencies by then."""
+    model = hf_paged.enable(family_model("llama"), strict=True)
+    model.config.rope_parameters = None
+    assert_native_parity(model, **batch([30, 9]), **OPTIONS)
+
+
 @pytest.mark.parametrize("variant", ["llama", "qwen2"])
 def test_dynamic_frequencies_that_a_longer_call_changed(variant):
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
