@@ -130,9 +130,9 @@ class PagedBatchingManager:
         if block:
             self.join(started, timeout)
         if keep_for_next_session:
-            KEPT[self.model] = self
-            if not self.is_running():
-                self._model = None  # a kept manager does not keep its model alive
+            with self._changed:
+                KEPT[self.model] = self
+                self._let_model_go()
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
         """Wait for the thread to end, `timeout` seconds at most; a warning where it then still runs."""
@@ -150,8 +150,9 @@ class PagedBatchingManager:
         """Finish what runs and end the thread; nobody is given this manager any more. Safe to call twice."""
         if self.is_running():
             self.stop(block=True)
-        if KEPT.get(self.model) is self:
-            del KEPT[self.model]
+        model = self.model
+        if model is not None and KEPT.get(model) is self:
+            del KEPT[model]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -217,7 +218,8 @@ class PagedBatchingManager:
                 request_id = f"req_{self._num_requests}"
                 self._num_requests += 1
             request = BatchedRequest(request_id, prompt, max_new_tokens, eos_token_id, streaming, record_timestamps,
-                                     options, config)  # fmt: skip
+                                     options, config,
+                                     wants_logprobs=self.continuous_batching_config.return_logprobs)  # fmt: skip
             requests = request.copies(copies)
             self.board.check_ids(requests)
             for one in requests:
@@ -242,11 +244,12 @@ class PagedBatchingManager:
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The oldest output that was not fetched (of `request_id`); None after `timeout` seconds, where the thread
-        does not run, or where the request is cancelled meanwhile."""
-        was_open = request_id in self.board.open
+        does not run, where the request is cancelled meanwhile, or, without a timeout, where no such request is open."""
+        may_wait_for_it = timeout is not None and request_id not in self.board.open
 
         def may_come() -> bool:
-            return self.is_running() and not self._is_over and (not was_open or request_id in self.board.open)
+            known = request_id is None or may_wait_for_it or request_id in self.board.open
+            return self.is_running() and not self._is_over and known
 
         return self.board.outputs.take(request_id, timeout, may_come)
 
@@ -300,9 +303,15 @@ class PagedBatchingManager:
             self.background_thread_status.fatal_error = error  # first: who gets a failed output looks here
             said = f"generation stopped before this request was done{f': {error!r}' if error is not None else ''}"
             self.board.fail_all(said)
+            self._let_model_go()
             self._changed.notify_all()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _let_model_go(self) -> None:
+        """A kept manager whose thread is over does not keep its model alive."""
+        if self._is_over and self._model is not None and KEPT.get(self._model) is self:
+            self._model = None
 
     def _next_seed(self, is_sampled: Any) -> int:
         """Of a settled seed, by the request's number; else drawn from torch's generator, where it is needed."""

@@ -44,7 +44,9 @@ class BatchedRequest:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # other fields of a GenerationConfig
     config: GenerationConfig | None = None  # what the fields above are laid over
     seed: int = 0
+    wants_logprobs: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)  # of `tokens`, where wanted
     times: list[float] = dataclasses.field(default_factory=list)
     status: RequestStatus = RequestStatus.PENDING
     created: float = dataclasses.field(default_factory=time.perf_counter)
@@ -59,16 +61,19 @@ class BatchedRequest:
 
     def copies(self, count: int) -> list[BatchedRequest]:
         """The request and its ``count - 1`` children, each under the id that transformers gives it."""
-        children = [dataclasses.replace(self, request_id=f"{self.request_id}__child#{i}", tokens=[], times=[])
-                    for i in range(count - 1)]  # fmt: skip
+        children = [
+            dataclasses.replace(self, request_id=f"{self.request_id}__child#{i}", tokens=[], logprobs=[], times=[])
+            for i in range(count - 1)
+        ]
         return [*children, self]
 
     def start(self) -> None:
         self.status, self.lifespan = RequestStatus.PREFILLING, (time.perf_counter(), -1)
 
-    def extend(self, tokens: list[int]) -> None:
+    def extend(self, tokens: list[int], logprobs: list[float] | None) -> None:
         self.status = RequestStatus.DECODING
         self.tokens += tokens
+        self.logprobs += logprobs or []
         if self.record_timestamps:
             self.times += [time.perf_counter()] * len(tokens)
 
@@ -81,8 +86,9 @@ class BatchedRequest:
 
     def output(self, error: str | None = None) -> GenerationOutput:
         return GenerationOutput(
-            request_id=self.request_id, prompt_ids=self.prompt, generated_tokens=self.tokens[:], error=error,
-            status=self.status, created_time=self.created, lifespan=self.lifespan,
+            request_id=self.request_id, prompt_ids=self.prompt, generated_tokens=self.tokens[:],
+            logprobs=self.logprobs[:], error=error, status=self.status, created_time=self.created,
+            lifespan=self.lifespan,
             timestamps=self.times[:] if self.record_timestamps else None,
         )  # fmt: skip
 
@@ -140,15 +146,14 @@ def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings
         wanted = config.max_length - len(request.prompt)
     if wanted is None or (isinstance(wanted, int) and wanted > room):
         config.max_new_tokens, request.is_cut = room, True
-    return settings_from_config(config, len(request.prompt), engine.vocab_size)
+    settings = settings_from_config(config, len(request.prompt), engine.vocab_size)
+    return dataclasses.replace(settings, logprobs=request.wants_logprobs)
 
 
 def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousBatchingConfig) -> str | None:
     """Why transformers' own continuous batching has to serve requests of `config`, or None."""
     if (reason := engine.unsupported_reason()) is not None:
         return reason
-    if batching.return_logprobs:
-        return "return_logprobs=True is not carried out by the paged engine"
     if (option := unsupported_option(config)) is not None:
         ignored = option.partition("=")[0] not in SEEN_BY_STOCK
         return f"{option:.200} is not carried out by the paged engine" + (

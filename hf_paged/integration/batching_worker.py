@@ -91,7 +91,7 @@ class BatchingWorker:
         for output in outputs:
             request = self._running[output.request_id]
             if output.new_token_ids:
-                request.extend(output.new_token_ids)
+                request.extend(output.new_token_ids, output.new_logprobs)
             if output.completion is not None:
                 del self._running[output.request_id]
                 delivered.append((request, request.finish(_error(request, output))))

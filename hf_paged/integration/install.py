@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ _replaced: dict[str, tuple[Any, Callable]] = {}  # what stood in GenerationMixin
 _config = PagedConfig()
 # Enabled here once: a later `disable` of one is the user's wish.
 _enabled: weakref.WeakSet[Any] = weakref.WeakSet()
+_enabling_one = threading.RLock()  # threads that meet in a model's first call: one enables it
 
 
 def install(config: PagedConfig | None = None, **overrides: Any) -> None:
@@ -71,11 +73,13 @@ def is_installed() -> bool:
 
 
 def enable_once(model: Any) -> bool:
-    """Enable a model that is supported and was not enabled here before; True if that was done now."""
+    """Enable a model that is supported and was not enabled here before; True if that was done meanwhile."""
     if model in _enabled or patching.is_enabled(model) or fallback.fallback_engines() or find_adapter(model) is None:
         return False  # inside a fallback: a draft model belongs to the stock call that runs it
-    patching.enable(model, _config)
-    _enabled.add(model)
+    with _enabling_one:
+        if model not in _enabled:
+            patching.enable(model, _config)
+            _enabled.add(model)
     return True
 
 

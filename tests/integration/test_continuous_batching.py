@@ -116,6 +116,44 @@ def test_same_outputs_as_transformers_own_continuous_batching(model):
             assert getattr(ours[key], name) == getattr(stock[key], name), (key, name)
 
 
+@pytest.mark.parametrize("settings", [
+    {"do_sample": False}, {"do_sample": False, "eos_token_id": 3}, {"do_sample": True, "temperature": 0.7, "top_k": 1},
+    {"do_sample": True, "temperature": 1e-3},
+])  # fmt: skip
+def test_logprobs_are_those_of_transformers_own_continuous_batching(model, settings):
+    """Settings whose tokens are certain, so that both make the same."""
+    sizes = ContinuousBatchingConfig(**SMALL, return_logprobs=True)
+    settings = {"max_new_tokens": 12, "pad_token_id": 0, **settings}
+    stock = stock_copy(model).generate_batch(PROMPTS, generation_config=GenerationConfig(**settings), warmup=False,
+                                             continuous_batching_config=sizes)  # fmt: skip
+    for record_timestamps in (False, True):  # requests that are looked at at their end, and at every token
+        ours = model.generate_batch(PROMPTS, GenerationConfig(**settings), continuous_batching_config=sizes,
+                                    record_timestamps=record_timestamps)  # fmt: skip
+        for key, right in stock.items():
+            assert ours[key].generated_tokens == right.generated_tokens
+            assert ours[key].logprobs == pytest.approx(right.logprobs, abs=1e-5)
+            assert len(ours[key].logprobs) == len(right.generated_tokens)
+
+
+def test_logprobs_of_streamed_sampled_children_are_the_models(model):
+    """Of every copy its own, as many as tokens at any time, under the tempered distribution."""
+    config = GenerationConfig(max_new_tokens=10, do_sample=True, temperature=3.0, num_return_sequences=2)
+    sizes = ContinuousBatchingConfig(seed=1, return_logprobs=True)
+    with running(model, config, continuous_batching_config=sizes) as manager:
+        manager.add_request(PROMPTS[1], streaming=True)
+        outputs = [manager.get_result(timeout=20) for _ in range(20)]
+    assert all(len(o.logprobs) == len(o.generated_tokens) for o in outputs)
+    ends = [o for o in outputs if o.is_finished()]
+    assert len(ends) == 2
+    assert ends[0].logprobs != ends[1].logprobs
+    for output in ends:
+        tokens = torch.tensor([PROMPTS[1] + output.generated_tokens])
+        with torch.no_grad():
+            rows = stock_copy(model)(tokens).logits[0, len(PROMPTS[1]) - 1 : -1].div(3.0).log_softmax(-1)
+        right = rows[range(10), output.generated_tokens].tolist()
+        assert output.logprobs == pytest.approx(right, abs=1e-4)
+
+
 def test_empty_list_and_methods_keep_their_signatures(model):
     assert model.generate_batch([]) == {}
     for name in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
@@ -308,6 +346,23 @@ def test_cancelling_wakes_who_waits_for_the_request(model):
         manager.add_request(PROMPTS[0], request_id="long", max_new_tokens=450)
         threading.Timer(0.1, manager.cancel_request, ["long"]).start()
         assert manager.get_result("long", timeout=60) is None
+
+
+def test_nobody_waits_for_ever_for_a_request_that_is_gone(model):
+    """Cancelled before, or fetched before: without a timeout there is nothing to wait for."""
+    answers = []
+    with running(model) as manager:
+        manager.add_request(PROMPTS[0], request_id="cancelled", max_new_tokens=450)
+        manager.cancel_request("cancelled")
+        manager.add_request(PROMPTS[0], request_id="fetched")
+        assert manager.get_result("fetched").is_finished()
+        for request_id in ("cancelled", "fetched", "never seen"):
+            thread = threading.Thread(target=lambda i=request_id: answers.append(manager.get_result(i)))
+            thread.start()
+            thread.join(5)
+        assert answers == [None] * 3
+        manager.add_request(PROMPTS[0], request_id="fetched")  # the id is free again
+        assert manager.get_result("fetched").is_finished()
 
 
 def test_no_step_runs_inside_pause(model):
@@ -560,6 +615,24 @@ def test_kept_managers_count_on_and_do_not_keep_the_model(model):
     assert gone() is None
 
 
+@pytest.mark.parametrize("block", [True, False])
+def test_kept_managers_let_the_model_go_when_they_are_done(block):
+    model = hf_paged.enable(tiny_model())
+    manager = model.init_continuous_batching(greedy(30))
+    manager.start()
+    manager.add_requests(PROMPTS)
+    manager.stop(block=block, keep_for_next_session=True)
+    assert KEPT[model] is manager
+    manager.join(0.0, timeout=20)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    manager.destroy()
+    with pytest.raises(RuntimeError, match="disabled"):
+        manager.start()
+
+
 def test_disable_ends_requests_and_managers_say_so():
     model = hf_paged.enable(tiny_model())
     with running(model, greedy(400)) as manager:
@@ -597,7 +670,6 @@ SMALL = {"num_blocks": 40, "max_batch_tokens": 64, "use_cuda_graph": False}
 @pytest.mark.parametrize(
     ("settings", "batching", "reason"),
     [
-        ({}, {"return_logprobs": True}, "return_logprobs=True"),
         ({"num_beams": 2}, {}, "num_beams=2 .*, and transformers' own continuous batching ignores it"),
         ({"max_new_tokens": 600}, {}, "max_model_len"),
     ],
@@ -618,7 +690,6 @@ def test_what_the_engine_lacks_goes_to_transformers_with_a_word(settings, batchi
         actual = call()
     assert len([w for w in caught if w.category is FallbackWarning]) == 1
     assert (actual.generated_tokens, actual.error) == (expected.generated_tokens, None)
-    assert actual.logprobs == pytest.approx(expected.logprobs)
     assert hf_paged.get_engine(model).stats().num_generated_tokens == 0
     hf_paged.enable(model, strict=True)
     with pytest.raises(FallbackError, match=reason):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import threading
+import time
+import warnings
 
 import pytest
 import torch
@@ -66,6 +69,35 @@ def test_each_continuous_batching_method_enables(name):
             outputs = [manager.get_result(timeout=20)]
     assert [len(output.generated_tokens) for output in outputs] == [3]
     assert hf_paged.get_engine(model).stats().num_generated_tokens == 3
+
+
+def test_threads_that_meet_in_the_first_call_share_one_engine(monkeypatch):
+    hf_paged.install()
+    model, enable, engines, outputs = tiny_model(), install_module.patching.enable, set(), []
+    expected = stock_generate(model, **INPUTS, max_new_tokens=40)
+
+    def slow_enable(*args):
+        time.sleep(0.1)
+        return enable(*args)
+
+    def run(delay):
+        time.sleep(delay)
+        outputs.append(model.generate(**INPUTS, max_new_tokens=40))
+        engines.add(hf_paged.get_engine(model))
+
+    monkeypatch.setattr(install_module.patching, "enable", slow_enable)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        threads = [threading.Thread(target=run, args=(delay,)) for delay in (0.0, 0.05, 0.08)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [str(w.message) for w in caught if w.category is hf_paged.FallbackWarning] == []
+    assert len(engines) == 1
+    assert len(outputs) == 3
+    for output in outputs:
+        assert_same_tensor(output, expected)
 
 
 def test_a_models_own_disable_stays():

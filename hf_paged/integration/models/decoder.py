@@ -88,7 +88,7 @@ class DecoderAdapter(ModelAdapter):
         """Does this implementation take all that attention hands it, or leave out what pages leave out with it?"""
         if name == "sdpa":
             return self._family.beyond_sdpa == "softcap" and self.model_class._supports_sdpa
-        return name in (None, "eager", "flex_attention") or name.startswith("flash_attention")
+        return name is not None and (name in ("eager", "flex_attention") or name.startswith("flash_attention"))
 
     def _layer_reason(self) -> str | None:
         config, spec = self.model.config, self.kv_spec()
@@ -103,6 +103,8 @@ class DecoderAdapter(ModelAdapter):
             window = self._mask_window(i)
             if getattr(attention, "sliding_window", window) != window:
                 return f"layer {i} has sliding_window={attention.sliding_window}, its config {window}"
+            if window is not None and window < 2:  # stock's cache then keeps all keys, and its masks follow the cache
+                return f"layer {i} has sliding_window={window}: expected None or at least 2"
         return None
 
     def _mask_window(self, layer: int) -> int | None:

@@ -2,7 +2,7 @@
 
 A module looks its implementation up in its config at every call. `paged_call` puts our name there and takes it out
 again; the step travels as a keyword argument of the decoder's forward. Whoever else meets the name meanwhile (another
-thread's plain forward) has no step, and gets what the config said before.
+thread's plain forward, a copy or a pickle that it makes) has no step, and gets what the config said before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,25 @@ _IGNORED = frozenset({
 _READS_CONFIG = ("flash", "paged|")
 
 _lock = threading.Lock()
-_switched: dict[int, tuple[int, str | None]] = {}  # by id of a config: number of calls inside, what it says otherwise
+_switched: dict[int, int] = {}  # by id of a config: number of calls inside
+
+
+class PagedName(str):
+    """Our name in a config, with what the config says otherwise; deep copies and pickles of it are the latter."""
+
+    stock: str | None
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return (type(None), ()) if self.stock is None else (str, (self.stock,))
+
+    def __deepcopy__(self, memo: dict) -> str | None:
+        return self.stock
+
+
+def _paged_name(stock: str | None) -> PagedName:
+    name = PagedName(NAME)
+    name.stock = stock
+    return name
 
 
 @contextmanager
@@ -43,25 +61,24 @@ def paged_call(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
     try:
         for config in configs:
             with _lock:
-                calls, name = _switched.get(id(config), (0, config._attn_implementation))
-                _switched[id(config)] = calls + 1, name
+                _switched[id(config)] = _switched.get(id(config), 0) + 1
                 held.append(config)
-                config._attn_implementation = NAME
+                config._attn_implementation = _paged_name(implementation_of(config))
         yield
     finally:
         for config in held:
             with _lock:
-                calls, name = _switched.pop(id(config))
+                calls = _switched.pop(id(config))
                 if calls > 1:
-                    _switched[id(config)] = calls - 1, name
+                    _switched[id(config)] = calls - 1
                 else:
-                    config._attn_implementation = name
+                    config._attn_implementation = implementation_of(config)
 
 
 def implementation_of(config: PreTrainedConfig) -> str | None:
     """`config._attn_implementation` as it is outside of paged calls."""
-    with _lock:
-        return _switched[id(config)][1] if id(config) in _switched else config._attn_implementation
+    name: str | None = config._attn_implementation
+    return name.stock if isinstance(name, PagedName) else name
 
 
 def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
@@ -91,14 +108,14 @@ def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
 
 def _stock_attention(module: Any) -> Any:
     name = _stock_name(module.config)
-    if name in (None, "eager"):
+    if name == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
 def _mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
     """Only asked for by forwards that are not ours: a paged call brings a mask of its own."""
-    stock = ALL_MASK_ATTENTION_FUNCTIONS.get(_stock_name(config) or "eager")
+    stock = ALL_MASK_ATTENTION_FUNCTIONS.get(_stock_name(config))
     return None if stock is None else stock(*args, config=config, **kwargs)
 
 

@@ -122,7 +122,9 @@ def _attention_reason(adapter: ModelAdapter) -> str | None:
     """All of transformers' own implementations compute plain softmax attention; one that a user registered may not."""
     name = implementation_of(adapter.model.config)
     function, mask = ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
-    if function is None and name not in (None, "eager"):
+    if name is None:
+        return "attention implementation None, for which stock makes no causal mask"
+    if function is None and name != "eager":
         return f"attention implementation {name!r} is not one of transformers' own"
     if not all(f is None or is_own_code(f) for f in (function, mask)):
         return f"attention implementation {name!r} is not one of transformers' own"

@@ -48,7 +48,7 @@ def longest_unchanged(config: Any) -> int:
     "dynamic" and "longrope" change theirs with the longest sequence of the batch: up to the original length they do
     not.
     """
-    parameters = config.rope_parameters
+    parameters = config.rope_parameters or {}
     length: int = config.max_position_embeddings
     # One set of parameters, or one for each type of layer.
     for one in parameters.values() if "rope_type" not in parameters else (parameters,):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -54,6 +56,14 @@ def test_an_attention_function_of_the_users_own(variant):
         assert not torch.equal(output, plain)
     finally:
         del AttentionInterface._global_mapping["mine"], ALL_MASK_ATTENTION_FUNCTIONS._global_mapping["mine"]
+
+
+@pytest.mark.parametrize("variant", ["llama", "mistral"])
+def test_no_attention_implementation(variant):
+    """A config that was set to None afterwards: stock then attends without a mask."""
+    model = family_model(variant)
+    model.config._attn_implementation = None
+    assert_falls_back(model, "attention implementation None", **batch([20, 7]), **OPTIONS)
 
 
 def test_softcap_where_sdpa_leaves_it_out():
@@ -143,6 +153,14 @@ def test_inconsistent_layers_and_configs():
         assert reason(model) is None
 
 
+@pytest.mark.parametrize("variant", ["mistral", "gemma2", "qwen3-moe-mixed", "gpt-oss"])
+def test_a_window_of_one_token_is_left_to_stock(variant):
+    """Its cache drops "all but the last 0" keys, which is none; a window of two is native."""
+    inputs, options = batch([9, 20]), {"max_new_tokens": 12}
+    assert_falls_back(family_model(variant, sliding_window=1), "sliding_window=1", **inputs, **options)
+    assert_native_parity(hf_paged.enable(family_model(variant, sliding_window=2), strict=True), **inputs, **options)
+
+
 def test_dropout_in_train_mode():
     model = family_model("phi3", resid_pdrop=0.1)
     hf_paged.enable(model)
@@ -205,6 +223,13 @@ def test_longrope_beyond_the_original_length_goes_to_stock_and_back():
     with pytest.warns(hf_paged.FallbackWarning, match="max_model_len"):
         model.generate(**long, max_new_tokens=20)
     assert_native_parity(model, expected, **inputs, max_new_tokens=20)
+
+
+def test_rope_parameters_taken_out_of_the_config_afterwards():
+    """Stock's rotary module has its frequencies by then."""
+    model = hf_paged.enable(family_model("llama"), strict=True)
+    model.config.rope_parameters = None
+    assert_native_parity(model, **batch([30, 9]), **OPTIONS)
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2"])
@@ -293,6 +318,28 @@ def test_a_plain_forward_beside_a_paged_call_is_stocks(implementation):
         thread.join()
     assert torch.equal(results[0], expected)
     assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it)), copy.copy])
+def test_a_copy_made_in_a_paged_call_is_stocks(make, implementation):
+    """As a thread makes it that saves or averages weights while another generates."""
+    model, inputs = family_model("mistral"), batch([30, 9])
+    model.config._attn_implementation = implementation
+    expected = model(**inputs).logits
+    with paged_calls.paged_call([model.config]):
+        copied = make(model)
+        copied.config = copied.model.config = make(copied.config)
+        text = model.config.to_json_string()
+        assert torch.equal(copied(**inputs).logits, expected)
+    assert paged_calls.NAME not in text
+    assert paged_calls.implementation_of(copied.config) == implementation
+    assert torch.equal(copied(**inputs).logits, expected)
+    if make is not copy.copy:  # which shares what it holds
+        assert type(copied.config._attn_implementation) is type(implementation)
+        assert copied.model.layers[0].self_attn.config._attn_implementation == implementation
+        tokens = stock_generate(model, **inputs, **OPTIONS)
+        assert_native_parity(hf_paged.enable(copied, strict=True), tokens, **inputs, **OPTIONS)
 
 
 def test_a_plain_forward_that_cannot_be_told_apart_is_refused():
