@@ -17,6 +17,7 @@ from hf_paged.runner.sampler import sample
 from hf_paged.runner.upload import upload
 
 FIRST_TOKEN_CAPACITY = 2048
+_MOST_STAGE_SETS = 6
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class RequestState:
         self.edits = EditState(num_slots, device)
         self._stages = np.zeros(lines, dtype=np.int64)  # a bit per name of `_stage_names` that the slot needs
         self._stage_names: list[str] = []
+        self._stage_sets: set[int] = set()
 
     def admit(self, slots: list[int], tokens: list[list[int]], tables: list[list[int]],
               parameters: list[SlotParameters]) -> None:  # fmt: skip
@@ -81,8 +83,16 @@ class RequestState:
         self._admit_edits(np.array(slots, dtype=np.int64), parameters)
 
     def stages(self, slots: np.ndarray) -> frozenset[str]:
-        """The stages of logits editing that the requests in these slots need, all together."""
+        """The stages of logits editing that the requests in these slots need, all together.
+
+        Every set of stages has graphs of its own, so after some sets each new one is all stages ever needed: a stage
+        leaves rows that did not ask for it as they are.
+        """
         bits = int(np.bitwise_or.reduce(self._stages[slots], initial=0))
+        if bits and bits not in self._stage_sets:
+            if len(self._stage_sets) >= _MOST_STAGE_SETS:
+                bits = (1 << len(self._stage_names)) - 1
+            self._stage_sets.add(bits)
         return frozenset(name for i, name in enumerate(self._stage_names) if bits >> i & 1) if bits else frozenset()
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
+import numpy as np
 import torch
 
+from hf_paged.runner.edits import Edits
 from hf_paged.runner.request_state import FIRST_TOKEN_CAPACITY, RequestState, SlotParameters
 
 SETTINGS = SlotParameters(do_sample=True, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=2**60 + 1, min_length=9,
@@ -42,3 +45,20 @@ def test_graphs_learn_of_moved_memory():
     assert state.sampling.eos[0].tolist() == [-1, -1, -1]
     admit(state, 0, max_length=FIRST_TOKEN_CAPACITY + 1)
     assert state.version == version + 2
+
+
+def test_ever_new_mixes_of_edits_end_as_one_set_of_stages():
+    """Graphs are kept per set of stages: their number has a bound."""
+    state = RequestState(4, 5000, 16, torch.device("cpu"))
+    options = [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, {"suppress_tokens": (3,)},
+               {"bad_words_ids": ((4,),)}]  # fmt: skip
+    seen = set()
+    for mix in itertools.product((False, True), repeat=len(options)):
+        for slot, (chosen, option) in enumerate(zip(mix, options, strict=True)):
+            admit(state, slot, edits=Edits(**option) if chosen else Edits())
+        stages = state.stages(np.arange(4))
+        assert stages >= frozenset().union(*(Edits(**o).features() for c, o in zip(mix, options, strict=True) if c))
+        assert bool(stages) == any(mix)
+        seen.add(stages)
+    assert len(seen) <= 10
+    assert state.stages(np.array([0])) <= frozenset().union(*(Edits(**option).features() for option in options))
