@@ -19,7 +19,7 @@ from hf_paged.engine import Engine
 from hf_paged.errors import EngineClosedError
 from hf_paged.integration import lockstep
 from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, seed_of_call
-from hf_paged.integration.inputs import check_token_ids, model_kwargs_reason, prompt_rows
+from hf_paged.integration.inputs import check_token_ids, paged_prompts
 from hf_paged.integration.stock_pieces import Stops, criteria_reason, processor_reason
 from hf_paged.runner.edits import Edits
 from hf_paged.runner.sampler import derive_seed
@@ -146,12 +146,6 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
                stopping_criteria: Any, config: GenerationConfig, synced_gpus: bool,
                model_kwargs: dict[str, Any]) -> NativeCall | str:  # fmt: skip
     """The call as the engine would run it, or the reason why stock has to."""
-    if engine.is_reentrant():
-        return "generate was called from inside a step of the same engine"
-    if synced_gpus:
-        return "synced_gpus=True"
-    if input_ids.dtype not in (torch.int32, torch.int64):
-        return f"input_ids of dtype {input_ids.dtype}"
     if (option := unsupported_option(config)) is not None:
         return f"{option} is not carried out by the paged engine"
     try:
@@ -161,17 +155,11 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
     stops = criteria_reason(config, stopping_criteria)
     if isinstance(stops, str):
         return stops
-    if (reason := model_kwargs_reason(model_kwargs)) is not None:
-        return reason
-    if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
-        return f"input_ids of shape {tuple(input_ids.shape)}"
-    if (reason := engine.unsupported_reason()) is not None:
-        return reason
-    if (reason := processor_reason(model, config, logits_processor, input_ids, model_kwargs)) is not None:
-        return reason
-    prompts = prompt_rows(input_ids, model_kwargs)
+    prompts = paged_prompts(engine, input_ids, synced_gpus, model_kwargs)
     if isinstance(prompts, str):
         return prompts
+    if (reason := processor_reason(model, config, logits_processor, input_ids, model_kwargs)) is not None:
+        return reason
     max_length = stopping_criteria.max_length
     try:
         settings = settings_from_config(config, input_ids.shape[1], engine.vocab_size)

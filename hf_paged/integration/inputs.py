@@ -8,6 +8,26 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from hf_paged.engine import Engine
+
+
+def paged_prompts(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,
+                  model_kwargs: dict[str, Any]) -> list[list[int]] | str:  # fmt: skip
+    """The rows without their left padding, or why no paged forward computes them here and now."""
+    if engine.is_reentrant():
+        return "generate was called from inside a step of the same engine"
+    if synced_gpus:
+        return "synced_gpus=True"
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        return f"input_ids of dtype {input_ids.dtype}"
+    if (reason := model_kwargs_reason(model_kwargs)) is not None:
+        return reason
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        return f"input_ids of shape {tuple(input_ids.shape)}"
+    if (reason := engine.unsupported_reason()) is not None:
+        return reason
+    return prompt_rows(input_ids, model_kwargs)
+
 
 def model_kwargs_reason(model_kwargs: dict[str, Any]) -> str | None:
     """The first argument for the model's forward that a paged forward does not know, or None."""

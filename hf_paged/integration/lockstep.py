@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 
 from hf_paged.engine import Engine
 from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, seed_of_call
-from hf_paged.integration.inputs import check_token_ids, model_kwargs_reason, prompt_rows
+from hf_paged.integration.inputs import check_token_ids, paged_prompts
 from hf_paged.integration.models.own_code import is_own_code
 from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.settings import stock_only_option
@@ -59,21 +59,9 @@ def fall_back(engine: Engine | None, reason: str, method: Callable, model_kwargs
 def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, config: GenerationConfig,
               synced_gpus: bool, model_kwargs: dict[str, Any]) -> LockstepCall | str:  # fmt: skip
     """What the engine needs to know of the call, or the reason why stock's forwards have to do."""
-    if engine.is_reentrant():
-        return "generate was called from inside a step of the same engine"
-    if synced_gpus:
-        return "synced_gpus=True"
-    if input_ids.dtype not in (torch.int32, torch.int64):
-        return f"input_ids of dtype {input_ids.dtype}"
     if (option := stock_only_option(config)) is not None:
         return f"{option} is not carried out by the paged engine"
-    if (reason := model_kwargs_reason(model_kwargs)) is not None:
-        return reason
-    if input_ids.ndim != 2 or 0 in input_ids.shape:
-        return f"input_ids of shape {tuple(input_ids.shape)}"
-    if (reason := engine.unsupported_reason()) is not None:
-        return reason
-    prompts = prompt_rows(input_ids, model_kwargs)
+    prompts = paged_prompts(engine, input_ids, synced_gpus, model_kwargs)
     if isinstance(prompts, str):
         return prompts
     # A subclass may never stop.

@@ -82,7 +82,7 @@ def test_forced_bos_only_after_a_prompt_of_one_token():
 
 def test_left_padding_counts_as_seen_where_stock_counts_it():
     """5.17 penalises the pad token, 5.23 does not: a bias makes it the winner, so that the difference shows."""
-    kwargs = {"repetition_penalty": 3.0, "sequence_bias": [[[0], 1.5]], "max_new_tokens": 8}
+    kwargs = {"repetition_penalty": 3.0, "sequence_bias": {(0,): 1.5}, "max_new_tokens": 8}
     assert_native_parity(enabled(), **batch([30, 6, 2]), **kwargs)
 
 
