@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One visit to a GPU machine: tests, kernels, log-prob error, throughput. Full logs under $OUT, a short table last.
-#   bash benchmarks/gpu_session.sh [tests|kernels|linear|sampler|logprob|throughput|ab|profile|timeline ...]
+#   bash benchmarks/gpu_session.sh [tests|kernels|linear|sampler|options|logprob|throughput|ab|profile|timeline ...]
 set -uo pipefail
 OUT=${OUT:-/tmp/hf_paged_gpu}
 mkdir -p "$OUT"
@@ -18,6 +18,7 @@ for step in "${steps[@]}"; do
     profile) timeout 150 bash -c 'for b in 256 8 1; do python3 benchmarks/profile_decode.py --batch $b --out $OUT/profile_$b.txt; done' >"$OUT/profile.log" 2>&1 ;;
     throughput) timeout 400 python3 benchmarks/run_all.py --engines ours --models ${MODELS:-0.6B} --out "$OUT/figures" >"$OUT/throughput.log" 2>&1 ;;
     ab) timeout 400 python3 benchmarks/run_all.py --engines ours --workloads nano single --batches --ab all --out "$OUT/ab" >"$OUT/ab.log" 2>&1 ;;
+    options) timeout 150 python3 benchmarks/options_speed.py --out "$OUT/options.json" >"$OUT/options.log" 2>&1 ;;
     timeline) timeout 90 python3 benchmarks/timeline.py >"$OUT/timeline.log" 2>&1 ;;
   esac
   echo "== $step: exit $?, $((SECONDS - start)) s"
