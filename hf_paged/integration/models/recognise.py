@@ -6,7 +6,7 @@ Looked up at every call, since hooks, wrappers, patches, adapters and dtypes com
 from __future__ import annotations
 
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,11 +33,24 @@ BATCH_DEPENDENT = ("Linear8bitLt", "NVFP4Linear")  # outlier columns and activat
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+class Seen(NamedTuple):
+    """A model's modules, walked once for all checks of a call: every one, those replaced, those called."""
+
+    adapter: ModelAdapter
+    modules: list[tuple[str, nn.Module]]
+    own: list[tuple[str, nn.Module, type]]
+    called: list[tuple[str, nn.Module]]
+
+
 def unsupported_reason(adapter: ModelAdapter) -> str | None:
     """Why the model in `adapter` cannot run natively right now, or None if it can."""
-    checks = (_class_reason, _attention_reason, _module_reason, _device_reason, _hook_reason, _dtype_reason,
-              _train_mode_reason, lambda adapter: adapter.constants_reason())  # fmt: skip
-    return next((reason for check in checks if (reason := check(adapter)) is not None), None)
+    if (reason := _class_reason(adapter) or _attention_reason(adapter)) is not None:
+        return reason
+    seen = Seen(adapter, list(adapter.model.named_modules()), list(adapter.own_modules()),
+                list(adapter.called_modules()))  # fmt: skip
+    checks = (_module_reason, _device_reason, _hook_reason, _dtype_reason, _train_mode_reason)
+    reason = next((reason for check in checks if (reason := check(seen)) is not None), None)
+    return adapter.constants_reason() if reason is None else reason  # constants are read off modules that passed
 
 
 def _class_reason(adapter: ModelAdapter) -> str | None:
@@ -131,16 +144,16 @@ def _attention_reason(adapter: ModelAdapter) -> str | None:
     return None
 
 
-def _module_reason(adapter: ModelAdapter) -> str | None:
+def _module_reason(seen: Seen) -> str | None:
     known: set[type] = set()  # a class is looked at once a call, not once a layer
-    for name, module, expected in adapter.own_modules():
+    for name, module, expected in seen.own:
         if type(module) is not expected or (expected not in known and not is_own_code(expected.forward)):
             return f"{name} is a {type(module).__name__}, not transformers' own {expected.__name__}"
         if expected not in known and not is_own_code(expected.__call__):
             return f"{expected.__name__}.__call__ is patched"
         known.add(expected)
     tokenwise: dict[type, bool] = {}
-    for name, module in adapter.called_modules():
+    for name, module in seen.called:
         for layer in (module, getattr(module, "base_layer", None)):  # a tuner's own, and what it wraps
             if layer is None:
                 continue
@@ -148,7 +161,7 @@ def _module_reason(adapter: ModelAdapter) -> str | None:
                 tokenwise[type(layer)] = _is_tokenwise(type(layer))
             if not tokenwise[type(layer)]:
                 return f"{name} is a {type(layer).__module__}.{type(layer).__name__}, which may look at batch rows"
-    for name, module in adapter.model.named_modules():
+    for name, module in seen.modules:
         if name and "forward" in module.__dict__:
             return f"the forward of {name} is replaced on the instance"
     return None
@@ -160,12 +173,12 @@ def _is_tokenwise(kind: type[nn.Module]) -> bool:
     return not kind.__module__.startswith("torch.") or is_own_code(kind.forward)
 
 
-def _device_reason(adapter: ModelAdapter) -> str | None:
-    devices = getattr(adapter.model, "hf_device_map", None)
+def _device_reason(seen: Seen) -> str | None:
+    devices = getattr(seen.adapter.model, "hf_device_map", None)
     if devices and len(set(map(str, devices.values()))) > 1:
         return f"hf_device_map spreads the model over {len(set(map(str, devices.values())))} devices"
     found = set()
-    for name, parameter in adapter.model.named_parameters():
+    for name, parameter in seen.adapter.model.named_parameters():
         if hasattr(parameter, "ds_id"):
             return "the parameters are partitioned by DeepSpeed"
         kind = type(parameter.data)
@@ -176,7 +189,7 @@ def _device_reason(adapter: ModelAdapter) -> str | None:
         if parameter.device.type == "meta":
             return f"parameter {name} is on the meta device (offloaded?)"
         found.add(parameter.device)
-    found.update(buffer.device for buffer in adapter.model.buffers())
+    found.update(buffer.device for buffer in seen.adapter.model.buffers())
     if len(found) > 1:
         return f"parameters and buffers are on several devices: {sorted(map(str, found))}"
     return None
@@ -194,10 +207,10 @@ def _only_requires_grad(hook: Any) -> bool:
     return all(getattr(code, part) == getattr(known, part) for part in ("co_code", "co_names", "co_consts"))
 
 
-def _hook_reason(adapter: ModelAdapter) -> str | None:
+def _hook_reason(seen: Seen) -> str | None:
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "global forward hooks are registered"
-    for name, module in adapter.model.named_modules():
+    for name, module in seen.modules:
         if module._forward_pre_hooks or not all(map(_only_requires_grad, module._forward_hooks.values())):
             return f"{name or 'the model'} has a forward hook"
         if nn.utils.parametrize.is_parametrized(module):
@@ -205,26 +218,26 @@ def _hook_reason(adapter: ModelAdapter) -> str | None:
     return None
 
 
-def _dtype_reason(adapter: ModelAdapter) -> str | None:
-    spec = adapter.kv_spec()
+def _dtype_reason(seen: Seen) -> str | None:
+    spec = seen.adapter.kv_spec()
     if spec.dtype not in COMPUTE_DTYPES:
         return f"weights of dtype {spec.dtype}"
-    norms = [(name, m) for name, m, _ in adapter.own_modules() if not adapter.may_have_float_weight(m)]
-    for name, module in norms + list(adapter.called_modules()):
+    norms = [(name, m) for name, m, _ in seen.own if not seen.adapter.may_have_float_weight(m)]
+    for name, module in norms + seen.called:
         weight = getattr(getattr(module, "base_layer", module), "weight", None)
         if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dtype != spec.dtype:
             return f"mixed dtypes: {name} is {weight.dtype}, the embedding {spec.dtype}"
     device = spec.device.type
     if torch.is_autocast_enabled(device):
         # Adapters too: autocast would round what an fp32 adapter on bf16 weights computes.
-        dtypes = {p.dtype for p in adapter.model.parameters() if p.is_floating_point()}
+        dtypes = {p.dtype for p in seen.adapter.model.parameters() if p.is_floating_point()}
         if dtypes != {torch.get_autocast_dtype(device)}:
             return f"autocast to {torch.get_autocast_dtype(device)} while the weights are {sorted(map(str, dtypes))}"
     return None
 
 
-def _train_mode_reason(adapter: ModelAdapter) -> str | None:
-    for name, module in adapter.model.named_modules():
+def _train_mode_reason(seen: Seen) -> str | None:
+    for name, module in seen.modules:
         if not module.training:
             continue
         if getattr(module, "gradient_checkpointing", False):
