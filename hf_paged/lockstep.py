@@ -7,7 +7,8 @@ import torch
 
 from hf_paged.loop import StepLoop
 from hf_paged.runner.model_runner import ModelRunner
-from hf_paged.runner.request_state import SlotParameters, upload
+from hf_paged.runner.request_state import SlotParameters
+from hf_paged.runner.upload import upload
 from hf_paged.scheduler import Sequence
 from hf_paged.scheduler.lockstep_rows import LockstepRows, OutOfBlocksError, RowMoves, too_many_rows
 
@@ -102,7 +103,6 @@ class LockstepBatch:
             line[length - count :] = slots.ravel()[:count]
         index = upload(positions, runner.device)
         empty = (index < 0)[:, :, None, None]
-
 
         def gather(pages: torch.Tensor) -> torch.Tensor:
             return pages.flatten(0, 1)[index.clamp(min=0)].masked_fill(empty, 0).transpose(1, 2).contiguous()
