@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from hf_paged.engine import Engine
 from hf_paged.integration.batching_board import RequestBoard
-from hf_paged.integration.batching_requests import BatchedRequest
+from hf_paged.integration.batching_requests import BatchedRequest, num_copies
 from hf_paged.integration.batching_worker import BatchingWorker
 from hf_paged.runner.sampler import derive_seed
 
@@ -204,11 +204,11 @@ class PagedBatchingManager:
             The id; None where the thread is stopping or dead (as in transformers), with a warning.
 
         Raises:
-            ValueError: the id belongs to a request that is not finished.
+            ValueError: the id belongs to a request that is not finished; a `num_return_sequences` below 1.
             queue.Full: `max_queue_size` requests waited for ten seconds.
         """
         config = _REQUEST_CONFIG.get() or self.generation_config
-        copies = options.pop("num_return_sequences", config.num_return_sequences) or 1
+        copies = num_copies(options.pop("num_return_sequences", config.num_return_sequences))
         prompt = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
         with self._changed:
             if self._stop != RUN or self.background_thread_status.fatal_error is not None:

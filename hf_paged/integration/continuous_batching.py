@@ -22,7 +22,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
 from hf_paged.integration import fallback
 from hf_paged.integration.batching_manager import KEPT, PagedBatchingManager, runs_on
-from hf_paged.integration.batching_requests import batching_config, paged_config, stock_reason
+from hf_paged.integration.batching_requests import batching_config, num_copies, paged_config, stock_reason
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def _run_batch(manager: PagedBatchingManager, inputs: list[Any], record_timestam
     Raises:
         RuntimeError: the thread died; what it had finished is lost.
     """
-    copies = manager.generation_config.num_return_sequences or 1
+    copies = num_copies(manager.generation_config.num_return_sequences)
     ids = manager.add_requests(inputs, record_timestamps=record_timestamps)
     order = [key for i in ids for key in (*(f"{i}__child#{c}" for c in range(copies - 1)), i)]
     results: dict[str, GenerationOutput] = {}

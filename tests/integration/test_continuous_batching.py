@@ -187,6 +187,17 @@ def test_keywords_lie_over_the_config_and_unknown_ones_are_named(model):
         model.generate_batch(PROMPTS, {"max_new_tokens": 5})
 
 
+@pytest.mark.parametrize("copies", [-1, 0, 1.5, True])
+def test_a_number_of_copies_that_is_none_is_named(model, copies):
+    config = greedy(3)
+    config.num_return_sequences = copies
+    with pytest.raises(ValueError, match="num_return_sequences="):
+        model.generate_batch(PROMPTS, config)
+    with model.continuous_batching_context_manager(greedy(3)) as manager, \
+         pytest.raises(ValueError, match="num_return_sequences="):
+        manager.add_request(PROMPTS[0], num_return_sequences=copies)
+
+
 def test_unset_length_takes_max_length_and_else_all_room(model):
     length = max(map(len, PROMPTS)) + 3
     outputs = model.generate_batch(PROMPTS, GenerationConfig(max_length=length))
