@@ -1,0 +1,164 @@
+"""What the ranks that hold one model together tell each other: on the device in every forward, on the host rarely."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Multicast of NVLink switches can take a shared host down, and nothing here gains from it.
+ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+class ParallelGroup:
+    """The ranks of one model. A group of one (`SINGLE`) is the same code without communication.
+
+    Args:
+        rank, size: this process's place, and how many there are.
+        devices: process group of the device collectives (NCCL on CUDA, gloo on a CPU).
+        hosts: gloo group of what the hosts tell each other.
+        driven: only rank 0 runs user code, and the others follow its engine: collectives outside an engine's step
+            would wait for ever, so they raise.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, devices: Any = None, hosts: Any = None, *,
+                 driven: bool = False) -> None:  # fmt: skip
+        self.rank, self.size = rank, size
+        self.driven = driven
+        self._devices, self._hosts = devices, hosts
+        self._depth = 0
+
+    def __deepcopy__(self, memo: dict) -> ParallelGroup:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a model that is sharded over several ranks cannot be pickled: expected its checkpoint")
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.size > 1
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """All ranks run what is inside: collectives of the device are allowed."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    # -- on the device ----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of a contiguous tensor; may be written in place, use what is returned."""
+        if self.is_parallel:
+            self._check(tensor)
+            dist.all_reduce(tensor, group=self._devices)
+        return tensor
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The maximum over ranks, in place."""
+        if self.is_parallel:
+            self._check(tensor)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._devices)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[...] of every rank -> [size, ...], by rank."""
+        if not self.is_parallel:
+            return tensor[None]
+        self._check(tensor)
+        gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        dist.all_gather(list(gathered), tensor.contiguous(), group=self._devices)
+        return gathered
+
+    def exchange_rows(self, columns: torch.Tensor) -> torch.Tensor:
+        """All rows of this rank's columns [R, V / size] -> all columns of this rank's rows [R / size, V].
+
+        Rank r gets rows r * R / size onwards; R has to be a multiple of `size`.
+        """
+        if not self.is_parallel:
+            return columns
+        self._check(columns)
+        received = torch.empty((self.size, len(columns) // self.size, columns.shape[1]), dtype=columns.dtype,
+                               device=columns.device)  # fmt: skip
+        dist.all_to_all_single(received.flatten(0, 1), columns.contiguous(), group=self._devices)
+        return received.transpose(0, 1).flatten(1)
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise RuntimeError("a model that is sharded by hf_paged only generates: expected a forward under no_grad")
+        if self.driven and not self._depth:
+            raise RuntimeError(
+                "a forward outside of generate on a model whose other ranks only follow PagedGenerator: expected "
+                "tensor_parallel_size=1, or every rank to run the script (torchrun)"
+            )
+
+    # -- on the host ------------------------------------------------------------------------------------------------
+
+    def broadcast(self, thing: Any = None) -> Any:
+        """What rank 0 gives, on every rank; waits for it. Anything that pickles."""
+        if not self.is_parallel:
+            return thing
+        if self.rank == 0:
+            data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+            dist.broadcast(torch.tensor([len(data)]), group_src=0, group=self._hosts)
+            dist.broadcast(data, group_src=0, group=self._hosts)
+            return thing
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(length, group_src=0, group=self._hosts)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(data, group_src=0, group=self._hosts)
+        return pickle.loads(data.numpy().tobytes())
+
+    def smallest(self, number: int) -> int:
+        """The least number that any rank gives."""
+        if not self.is_parallel:
+            return number
+        tensor = torch.tensor([number])
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._hosts)
+        return int(tensor)
+
+    def any(self, flag: bool) -> bool:
+        """Does any rank say so?"""
+        return not self.smallest(not flag)
+
+
+SINGLE = ParallelGroup()
+
+
+def group_of(model: Any) -> ParallelGroup:
+    """The ranks over which a causal LM's layers are sharded; `SINGLE` for one that is not."""
+    group: ParallelGroup = getattr(model.model.embed_tokens, "group", SINGLE)
+    return group
+
+
+def join(rank: int, size: int, device: torch.device, *, store: Any = None, driven: bool = False) -> ParallelGroup:
+    """Meet the other ranks; waits for all of them.
+
+    Args:
+        rank, size: this process's place, and how many there are.
+        device: NCCL is used for a CUDA device, gloo for a CPU.
+        store: where they meet; None: in the process group that exists, or by torchrun's environment.
+        driven: as for `ParallelGroup`.
+
+    Raises:
+        ValueError: the process group that exists has another size.
+    """
+    if size == 1:
+        return SINGLE
+    os.environ.update(ENVIRONMENT)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size,
+                                device_id=device if device.type == "cuda" else None)  # fmt: skip
+    if dist.get_world_size() != size:
+        raise ValueError(f"tensor_parallel_size={size}: expected 1 or {dist.get_world_size()}, the number of processes")
+    hosts = dist.new_group(backend="gloo")
+    devices = dist.new_group(backend="nccl") if device.type == "cuda" else hosts
+    return ParallelGroup(dist.get_rank(), size, devices, hosts, driven=driven)
