@@ -18,12 +18,15 @@ from hf_paged.arguments import ConfigMerger, base_seed, merge_config, token_id_l
 from hf_paged.config import PagedConfig
 from hf_paged.detokenizer import TextStream
 from hf_paged.errors import EngineClosedError, UnsupportedModelError
+from hf_paged.events import Add, Build, End, Event, Events, Release, ResetCache, Stop
 from hf_paged.integration.models import find_adapter
 from hf_paged.integration.models.recognise import unsupported_reason
+from hf_paged.integration.parallel.group import ParallelGroup
 from hf_paged.kernels import flash_backend
 from hf_paged.lockstep import LockstepBatch, refusal
 from hf_paged.loop import StepLoop
 from hf_paged.outputs import EngineStats, StepOutput
+from hf_paged.runner.pool import DevicePool
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.runner.sampler import derive_seed
 from hf_paged.scheduler import Sequence
@@ -68,8 +71,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.owns_device = owns_device
         self._loop = StepLoop(self._adapter, config, tokenizer, owns_device=owns_device)
+        self._events = Events(self._adapter.group, self._loop, self._carry_out)
         self._lock = threading.RLock()
         self._public = Session(self, stream=True)
+        self._followers = Session(self, stream=False, text=False)  # of requests that rank 0's callers made
         self._ids = itertools.count()
         self._is_shut_down = False
         self._stop_strings: dict[tuple[str, ...], StopStringCriteria] = {}
@@ -122,10 +127,9 @@ class Engine:
             KeyError: no unfinished request has this id.
         """
         with self._lock:
-            request = self._loop.requests[request_id]
-            self._loop.drain()
-            if request_id in self._loop.requests:
-                self._loop.abort(request)
+            if request_id not in self._events.expected:
+                self._loop.requests[request_id]  # KeyError
+            self._events.now(End((request_id,), "abort"))
 
     def has_unfinished(self) -> bool:
         """True while a request of `add_request` runs or its outputs were not fetched by `step`."""
@@ -156,6 +160,9 @@ class Engine:
                 return
             if self._is_shut_down:
                 yield "the model was disabled by another thread"
+                return
+            if self.group.is_parallel:
+                yield "the model is sharded over several ranks"
                 return
             self._loop.stepping_thread = threading.get_ident()
             try:
@@ -198,7 +205,7 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False (and nothing done) while a request is unfinished."""
         with self._lock:
-            return self._loop.scheduler.reset_prefix_cache() if self._loop.scheduler else True
+            return self._events.now(ResetCache())
 
     def release_memory(self, graphs: bool = False) -> None:
         """Give the KV pool and the request state back to the device; the next request makes them anew.
@@ -210,13 +217,11 @@ class Engine:
             RuntimeError: while requests are unfinished.
         """
         with self._lock:
-            if self._loop.requests:
-                raise RuntimeError(f"release_memory: {len(self._loop.requests)} requests are unfinished")
+            if unfinished := len(self._loop.requests) + len(self._events.expected):
+                raise RuntimeError(f"release_memory: {unfinished} requests are unfinished")
             if self.is_reentrant():
                 raise RuntimeError("release_memory: a generate call is under way in this thread")
-            self._loop.drop_pool()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+            self._events.now(Release())
 
     def shutdown(self) -> None:
         """End every request, whoever asked for it, give all memory back, and refuse new requests."""
@@ -225,9 +230,32 @@ class Engine:
             if self.is_reentrant():  # garbage collection in the middle of a step
                 self._deferred.append(self.shutdown)
                 return
+            if self.group.is_parallel:
+                self._shut_down_ranks()
+                return
             for request in list(self._loop.requests.values()):
                 self._close(request.session)
             self.release_memory()
+
+    def follow(self) -> None:
+        """Do what rank 0 does until it shuts its engine down; for ranks that run no code of the user.
+
+        Raises:
+            EngineClosedError: an earlier step was interrupted.
+        """
+        with self._lock:
+            while not self._is_shut_down:
+                self._events.follow()
+                self._followers.outbox.clear()
+
+    def on_break(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called when this rank cannot go on with the others (an interrupt, an error in a step)."""
+        self._events.on_break = callback
+
+    @property
+    def group(self) -> ParallelGroup:
+        """The ranks over which the model is sharded."""
+        return self._adapter.group
 
     def is_reentrant(self) -> bool:
         """True in the thread that is inside a step of this engine right now."""
@@ -268,8 +296,7 @@ class Engine:
     def too_long(self, prompt_length: int, max_new_tokens: int) -> str | None:
         """Why a sequence of this length can never run here, or None."""
         with self._lock:
-            self._loop.scheduler_or_build()
-            pool = self._loop.pool
+            pool = self._pool()
             length = prompt_length + max_new_tokens
             if length > pool.max_model_len:
                 return f"{length} tokens with {max_new_tokens} new ones, and max_model_len is {pool.max_model_len}"
@@ -282,8 +309,7 @@ class Engine:
     def room(self, prompt_length: int) -> int:
         """The most new tokens that `too_long` allows after a prompt of this length; below 1 where it has no room."""
         with self._lock:
-            self._loop.scheduler_or_build()
-            pool = self._loop.pool
+            pool = self._pool()
             return min(pool.max_model_len, (pool.max_blocks - 1) * self.config.block_size + 1) - prompt_length
 
     def base_seed(self, seed: int | None) -> int:
@@ -335,26 +361,92 @@ class Engine:
                 self._loop.drop_pool()
             if self._is_shut_down:
                 raise EngineClosedError("this engine is closed: its model was disabled")
-            while request_id is None or (made and request_id in self._loop.requests):
+            while request_id is None or (made and self._is_in_use(request_id)):
                 request_id = f"request-{next(self._ids)}"
-            if request_id in self._loop.requests:
+            if self._is_in_use(request_id):
                 raise ValueError(f"request_id={request_id!r}: expected an id that is not in use")
-            eos = tuple(t for t in settings.eos_token_ids if 0 <= t < self._adapter.vocab_size)  # others never come
-            parameters = SlotParameters(
-                settings.do_sample, settings.temperature, settings.top_k, settings.top_p, settings.min_p, seed,
-                len(prompt) + settings.min_new_tokens, eos,
-                min(len(prompt) + settings.max_new_tokens, self._loop.pool.max_model_len), len(prompt), settings.edits,
-            )  # fmt: skip
-            sequence = Sequence(request_id, prompt, max_new_tokens=settings.max_new_tokens,
-                                eos_token_ids=eos, priority=priority,
-                                read_cache=not settings.prompt_logprobs)  # fmt: skip
-            request = Request(sequence, parameters, session, stop=stop)
-            request.logprobs = [] if settings.logprobs else None
-            request.prompt_logprobs = [None] * len(prompt) if settings.prompt_logprobs else None
-            if session.stream and session.text and self.tokenizer is not None:
-                request.text = TextStream(self.tokenizer)
-            self._loop.add(request)
+            event = Add(request_id, prompt, settings, seed, priority, stop)
+            request = self._request(event, session)
+            session.open[request_id] = self._events.expected[request_id] = request
+            self._events.soon(event)
             return request_id
+
+    def _is_in_use(self, request_id: str) -> bool:
+        return request_id in self._loop.requests or request_id in self._events.expected
+
+    def _request(self, event: Add, session: Session) -> Request:
+        prompt, settings = event.prompt, event.settings
+        eos = tuple(t for t in settings.eos_token_ids if 0 <= t < self._adapter.vocab_size)  # others never come
+        parameters = SlotParameters(
+            settings.do_sample, settings.temperature, settings.top_k, settings.top_p, settings.min_p, event.seed,
+            len(prompt) + settings.min_new_tokens, eos,
+            min(len(prompt) + settings.max_new_tokens, self._loop.pool.max_model_len), len(prompt), settings.edits,
+        )  # fmt: skip
+        sequence = Sequence(event.request_id, prompt, max_new_tokens=settings.max_new_tokens, eos_token_ids=eos,
+                            priority=event.priority, read_cache=not settings.prompt_logprobs)  # fmt: skip
+        request = Request(sequence, parameters, session, stop=event.stop)
+        request.logprobs = [] if settings.logprobs else None
+        request.prompt_logprobs = [None] * len(prompt) if settings.prompt_logprobs else None
+        if session.stream and session.text and self.tokenizer is not None:
+            request.text = TextStream(self.tokenizer)
+        return request
+
+    def _pool(self) -> DevicePool:
+        if self._loop.scheduler is None:
+            self._events.now(Build())
+        return self._loop.pool
+
+    def _carry_out(self, event: Event) -> Any:
+        """What an event does on this rank."""
+        loop = self._loop
+        if isinstance(event, Add):
+            request = self._events.expected.pop(event.request_id, None)
+            if request is None:
+                request = self._request(event, self._followers)
+            elif request.sequence.token_ids != event.prompt:
+                raise ValueError(f"rank {self.group.rank} was given another prompt than rank 0; expected the same calls "
+                                 f"on all {self.group.size} ranks of a model")  # fmt: skip
+            if self.group.is_parallel:
+                self._settle_between_ranks(request, event)
+            loop.add(request)
+        elif isinstance(event, End):
+            loop.drain()
+            for request in [loop.requests[i] for i in event.request_ids if i in loop.requests]:
+                loop.end(request, event.reason)
+        elif isinstance(event, Build):
+            loop.scheduler_or_build()
+        elif isinstance(event, ResetCache):
+            return loop.scheduler.reset_prefix_cache() if loop.scheduler else True
+        else:
+            loop.drop_pool()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            self._is_shut_down |= isinstance(event, Stop)
+        return None
+
+    def _settle_between_ranks(self, request: Request, event: Add) -> None:
+        """Rank 0's numbers, and its clock alone: a deadline is not looked at where another rank's token may differ."""
+        request.parameters = replace(request.parameters, seed=event.seed)
+        stop = event.stop
+        if stop is not None and stop.deadline is not None:
+            if self.group.rank == 0:
+                self._events.end_at(event.request_id, stop.deadline)
+            stop = StopRule(stop.strings, None, stop.before) if stop.strings is not None else None
+        request.stop = stop
+
+    def _shut_down_ranks(self) -> None:
+        """Free what this rank has; where the others only follow, tell them that it is over."""
+        loop = self._loop
+        requests = {**loop.requests, **self._events.expected}
+        if self.group.driven and self.group.rank == 0 and not self._events.is_broken:
+            self._events.now(End(tuple(requests), "abort"))
+            self._events.now(Stop())
+        else:
+            loop.abandon()
+        self._events.expected.clear()
+        for request in requests.values():
+            request.session.open.clear()
+            request.session.outbox.clear()
 
     def _advance(self, session: Session, always_step: bool = False) -> list[StepOutput]:
         with self._lock:
@@ -363,7 +455,7 @@ class Engine:
             if always_step or not session.outbox:
                 try:
                     # A streaming caller's code runs between steps, and may have changed the model.
-                    self._loop.step(look_at_model=session.stream)
+                    self._events.step(look_at_model=session.stream)
                 finally:
                     self._run_deferred()
             outputs = list(session.outbox)
@@ -381,6 +473,9 @@ class Engine:
             if self.is_reentrant():  # an abandoned stream is garbage-collected in the middle of a step
                 self._deferred.append(lambda: self._close(session))
                 return
+            if self.group.is_parallel:
+                self._close_on_ranks(session)
+                return
             try:
                 self._loop.drain()
             except Exception:
@@ -392,5 +487,11 @@ class Engine:
                 self._loop.recover_if_dirty()
                 return
             for request in list(session.open.values()):
-                self._loop.abort(request)
+                self._loop.end(request, "abort")
             session.outbox.clear()
+
+    def _close_on_ranks(self, session: Session) -> None:
+        if not self._events.is_broken:
+            self._events.now(End(tuple(session.open), "abort"))
+        session.open.clear()
+        session.outbox.clear()

@@ -12,6 +12,7 @@ import torch
 
 from hf_paged import log_probs
 from hf_paged.config import PagedConfig
+from hf_paged.errors import EngineClosedError
 from hf_paged.integration.models import ModelAdapter
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.runner.model_runner import StepHandle
@@ -40,6 +41,9 @@ class StepLoop:
         # True while scheduler or runner may be half-way through a change: an interrupt leaves it set.
         self.dirty = False
         self.stepping_thread: int | None = None
+        self.heard = False  # of a sharded model: a committed step said that rank 0 has something to say
+        self._says = False
+        self.failed_here: list[str] = []  # requests of a sharded model that fail on this rank alone
         self._state_key = b""  # of the model, when the runner was prepared
         self._arrivals: list[Request] = []  # since the last step
         # Did a request come, since there was none at all, that streams; with a stop rule; that wants log-probabilities?
@@ -59,9 +63,14 @@ class StepLoop:
         self._arrivals.append(request)
         self.dirty = False
 
-    def abort(self, request: Request) -> None:
+    @property
+    def is_idle(self) -> bool:
+        """No request, and nothing in flight."""
+        return not self.requests and self._in_flight is None
+
+    def end(self, request: Request, reason: str) -> None:
         """End a request; nothing may be in flight (see `drain`)."""
-        self.scheduler_or_build().abort(request.request_id)
+        self.scheduler_or_build().finish(request.sequence, reason)
         self.finish(request)
 
     @contextmanager
@@ -103,10 +112,15 @@ class StepLoop:
 
     @torch.inference_mode(False)  # tensors made under inference mode could not be written outside it later
     @torch.no_grad()
-    def step(self, *, look_at_model: bool = False) -> None:
-        """Schedule, launch and commit once. `look_at_model`: has it changed under the running requests?"""
+    def step(self, *, look_at_model: bool = False, says: bool = False) -> None:
+        """Schedule, launch and commit once.
+
+        Args:
+            look_at_model: has it changed under the running requests?
+            says: the step that is launched carries to all ranks that rank 0 has something to say.
+        """
         self.recover_if_dirty()
-        if not self.requests and self._in_flight is None:
+        if self.is_idle:
             return
         if self.pool.moved():
             self._restart_over_a_new_pool()
@@ -121,6 +135,9 @@ class StepLoop:
                     self._recompute_all(scheduler)
                     self._prepare()
                 plan = scheduler.schedule()
+                if says != self._says and self.pool.runner is not None and self.pool.runner.sharded is not None:
+                    self.pool.runner.sharded.say(says)
+                    self._says = says
                 launched = self._launch(plan) if plan is not None else None
                 if launched is None or not self._overlaps(device):
                     self._commit_in_flight()
@@ -163,6 +180,7 @@ class StepLoop:
         assert self.scheduler is not None
         plan, handle = launched
         tokens = handle.wait()
+        self.heard |= handle.heard is not None and bool(handle.heard)
         if self._guard.pending:
             self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
         for row in np.flatnonzero(plan.samples & (tokens < 0)):
@@ -208,6 +226,9 @@ class StepLoop:
         """The tokenizer raised: this request ends, the others go on."""
         assert self.scheduler is not None
         request.error, request.text = f"the tokenizer failed: {error!r}", None
+        if self._adapter.group.is_parallel:  # to be ended on every rank
+            self.failed_here.append(request.request_id)
+            return
         self.scheduler.finish(request.sequence, "error")
         self.finish(request)
 
@@ -290,7 +311,14 @@ class StepLoop:
         )  # fmt: skip
         return Scheduler(config, on_shortage=self.pool.grow)
 
+    def abandon(self) -> None:
+        """Give everything up where it stands: of a sharded model whose other ranks are not asked any more."""
+        self.requests.clear()
+        self._arrivals, self._in_flight, self.dirty = [], None, False
+        self.drop_pool()
+
     def drop_pool(self) -> None:
+        self._says = False
         self._retire_scheduler()
         self.scheduler = None
         self.pool.drop()
@@ -309,6 +337,8 @@ class StepLoop:
         """
         if not self.dirty:
             return
+        if self._adapter.group.is_parallel:
+            raise EngineClosedError("a step of a sharded model was interrupted: expected a new PagedGenerator")
         self._in_flight = None
         self._guard.forget()
         self._retire_scheduler()

@@ -26,12 +26,12 @@ class StopRule:
     def __init__(self, strings: StopStringCriteria | None, deadline: float | None, before: list[int]) -> None:
         self.strings = strings
         self.deadline = deadline
-        self._before = before
+        self.before = before
         self.restart()
 
     def restart(self) -> None:
         """Forget the output."""
-        self.tail = deque(self._before, maxlen=self.strings.maximum_token_len if self.strings is not None else 0)
+        self.tail = deque(self.before, maxlen=self.strings.maximum_token_len if self.strings is not None else 0)
 
 
 def ended(accepted: Iterable[tuple[Request, int]]) -> dict[str, str]:

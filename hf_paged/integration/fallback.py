@@ -18,6 +18,9 @@ def announce_fallback(engine: Engine, reason: str) -> None:
     """Warn that a call goes to stock generate, or raise where the config says ``strict``."""
     if in_fallback(engine):
         return
+    if engine.group.driven:
+        raise FallbackError(f"tensor_parallel_size={engine.group.size}, where rank 0 cannot run stock generate alone, "
+                            f"and this call would go there: {reason}")  # fmt: skip
     if engine.config.strict:
         raise FallbackError(f"strict=True, and this call would go to stock generate: {reason}")
     warnings.warn(f"hf_paged: this call goes to stock generate: {reason}", FallbackWarning, stacklevel=2)

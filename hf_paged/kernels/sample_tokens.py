@@ -44,7 +44,7 @@ class SamplingTable(NamedTuple):
 
 
 @jit()
-def _first_of_best(value, index, among):
+def first_of_best(value, index, among):
     """The lowest ``index`` whose value is the largest ``among`` the marked; 2**31 - 1 where none is marked."""
     best = tl.max(tl.where(among, value, float("-inf")), 0)
     return tl.min(tl.where(among & (value == best), index, 0x7FFFFFFF), 0)
@@ -62,13 +62,14 @@ def _scale_of(heat):
 
 
 @jit(varying_ints=("num_groups", "groups_each", "num_eos"), varying_pointers=("slots", "position"))
-def _group_stats_kernel(
+def group_stats_kernel(
     logits, floats, ints, eos, slots, position, group_top, group_mass, piece_top, row_stride, vocab_size, num_groups,
-    groups_each, num_eos, GROUP: tl.constexpr, PIECE: tl.constexpr, LOGPROB: tl.constexpr,
+    groups_each, num_eos, first, GROUP: tl.constexpr, PIECE: tl.constexpr, LOGPROB: tl.constexpr,
 ):  # fmt: skip
     """Of every group of a row: the maximum, and the sum of exponentials relative to it.
 
-    The sum is NaN where the group makes its row invalid. Of rows with filters also the maximum of every piece.
+    The sum is NaN where the group makes its row invalid. Of rows with filters also the maximum of every piece
+    (PIECE 0: not). A row's columns are the tokens ``first`` to ``vocab_size``.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
@@ -78,8 +79,9 @@ def _group_stats_kernel(
     scale = _scale_of(heat)
     begin = tl.program_id(1) * groups_each
     for group in range(begin, tl.minimum(begin + groups_each, num_groups)):
-        token = group * GROUP + tl.arange(0, GROUP)
-        score = load_scores(logits + row * row_stride, token, token < vocab_size, eos + slot * num_eos, num_eos, bars)
+        token = first + group * GROUP + tl.arange(0, GROUP)
+        columns = logits + row * row_stride - first
+        score = load_scores(columns, token, token < vocab_size, eos + slot * num_eos, num_eos, bars)
         top = tl.max(score, 0)
         if heat != 0.0:
             mass = tl.sum(weight_of(score, tl.where(top == float("-inf"), 0.0, top), scale), 0)  # +inf makes it NaN
@@ -89,10 +91,11 @@ def _group_stats_kernel(
                 mass = tl.sum(weight_of(score, tl.where(top == float("-inf"), 0.0, top), scale), 0)
                 mass = tl.where(top == float("inf"), 1.0, mass)
             mass = tl.where(tl.max((score != score).to(tl.int32), 0) > 0, float("nan"), mass)
-        if filtered:
-            piece = (row * num_groups + group) * (GROUP // PIECE) + tl.arange(0, GROUP // PIECE)
-            tops = tl.max(tl.reshape(score, [GROUP // PIECE, PIECE]), 1)
-            tl.store(piece_top + piece, tops.to(piece_top.dtype.element_ty))
+        if PIECE > 0:
+            if filtered:
+                piece = (row * num_groups + group) * (GROUP // PIECE) + tl.arange(0, GROUP // PIECE)
+                tops = tl.max(tl.reshape(score, [GROUP // PIECE, PIECE]), 1)
+                tl.store(piece_top + piece, tops.to(piece_top.dtype.element_ty))
         tl.store(group_top + row * num_groups + group, top)
         tl.store(group_mass + row * num_groups + group, mass)
 
@@ -157,13 +160,13 @@ def _choose_kernel(
             if drawn:
                 noise = gumbel_noise(group.to(tl.uint32) + GROUP_STREAM, key0, key1, INTERPRETED)
                 value, among = tl.div_rn(tops, heat) + tl.log(masses) + noise, live
-            at = _first_of_best(value, group, among) * GROUP + tl.arange(0, GROUP)
+            at = first_of_best(value, group, among) * GROUP + tl.arange(0, GROUP)
             scores = load_scores(logits, at, at < vocab_size, eos, num_eos, bars)
             value, among = scores, at < vocab_size
             if drawn:
                 value = tl.div_rn(scores, heat) + gumbel_noise(at, key0, key1, INTERPRETED)
                 among = scores > float("-inf")
-            token = _first_of_best(value, at, among)
+            token = first_of_best(value, at, among)
             score = tl.max(tl.where(at == token, scores, float("-inf")), 0)
     tl.store(out + row, token.to(tl.int64))
     if LOGPROB:
@@ -215,13 +218,14 @@ def sample_tokens(
     held_score = torch.empty(num_rows, _HELD, dtype=logits.dtype, device=device)
     settings = (logits, *table, slots, position, group_top, group_mass, piece_top)
     with on_device_of(logits):
-        _group_stats_kernel[(num_rows, -(-num_groups // groups_each))](
+        group_stats_kernel[(num_rows, -(-num_groups // groups_each))](
             *settings,
             logits.stride(0),
             vocab_size,
             num_groups,
             groups_each,
             table.eos.shape[1],
+            0,
             GROUP=GROUP_SIZE,
             PIECE=_PIECE,
             LOGPROB=logprob is not None,

@@ -15,6 +15,7 @@ from hf_paged.kernels.paged_attention_decode import decode_places
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.prompt_scores import NOTHING, PromptSpan, Wanted, prompt_log_probs
 from hf_paged.runner.request_state import RequestState, SlotParameters
+from hf_paged.runner.sharded_sampling import ShardedSampling
 from hf_paged.runner.step_context import PagedStep
 from hf_paged.runner.step_graphs import StepGraphs
 from hf_paged.runner.upload import upload
@@ -26,6 +27,8 @@ class StepHandle(NamedTuple):
 
     As far as they were wanted also, float32: ``logprobs`` [R] of the tokens, undefined for rows that sample nothing,
     and ``prompt_logprobs`` of the tokens of ``spans``, one span after the other.
+
+    ``heard`` [1] int64, of a sharded model: not 0 where rank 0 has something to say (`hf_paged.events`).
     """
 
     tokens: torch.Tensor
@@ -33,6 +36,7 @@ class StepHandle(NamedTuple):
     logprobs: torch.Tensor | None = None
     prompt_logprobs: torch.Tensor | None = None
     spans: tuple[PromptSpan, ...] = ()
+    heard: torch.Tensor | None = None
 
     def wait(self) -> np.ndarray:
         """Sampled tokens [R], int64; -1 where a row's logits were invalid, undefined for rows that sample nothing."""
@@ -54,7 +58,10 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.attention_backend = attention_backend
         self.cache = KVCache(spec, block_size, num_blocks)
-        self.state = RequestState(max_num_seqs, max_model_len, block_size, spec.device)
+        self.sharded = None
+        if adapter.group.is_parallel:
+            self.sharded = ShardedSampling(adapter.group, adapter.shard, adapter.vocab_size, spec.device)
+        self.state = RequestState(max_num_seqs, max_model_len, block_size, spec.device, self.sharded)
         self.graphs = None
         # The torch backend reads lengths on the host, which no graph can.
         if use_graphs and spec.device.type == "cuda" and resolve_backend(attention_backend, spec.device) != "torch":
@@ -151,10 +158,12 @@ class ModelRunner:
         rows = np.flatnonzero(plan.samples)
         if not len(rows):
             result.fill_(-1)
+            if self.sharded is not None:
+                self.sharded.listen()
             return
         packed = np.stack([query_start[rows + 1] - 1, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]])
         last, slots, positions = upload(packed.astype(np.int64), self.device)
-        logits = self.adapter.logits(hidden[last])
+        logits = self.adapter.shard_logits(hidden[last])
         known = torch.empty(len(rows), dtype=torch.float32, device=self.device) if logprobs is not None else None
         tokens = self.state.sample(logits, slots, positions, self.state.stages(plan.slots[rows]), known)
         self._fetch(tokens, rows, result)
@@ -186,8 +195,11 @@ class ModelRunner:
 
     def _handle(self, result: torch.Tensor, *scores: Any) -> StepHandle:
         """A handle on what is on its way to the host."""
+        heard = None
+        if self.sharded is not None:
+            heard = self._on_host(1, torch.int64).copy_(self.sharded.heard, non_blocking=True)
         if self.device.type != "cuda":
-            return StepHandle(result, None, *scores)
+            return StepHandle(result, None, *scores)._replace(heard=heard)
         done = torch.cuda.Event()
         done.record()
-        return StepHandle(result, done, *scores)
+        return StepHandle(result, done, *scores)._replace(heard=heard)

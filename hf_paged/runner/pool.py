@@ -47,12 +47,15 @@ class DevicePool:
     def build(self) -> ModelRunner:
         """Allocate; RuntimeError where the device has no room for two blocks."""
         spec, config = self._adapter.kv_spec(), self._config
+        smallest = self._adapter.group.smallest  # ranks have the same blocks, whatever else is on their devices
         if config.num_blocks is not None:
             num_blocks = self.max_blocks = config.num_blocks
         elif self._owns_device:
-            num_blocks = self.max_blocks = owned_num_blocks(self._adapter, spec, config, self.max_model_len)
+            num_blocks = owned_num_blocks(self._adapter, spec, config, self.max_model_len)
+            num_blocks = self.max_blocks = smallest(num_blocks)
         else:
-            self.max_blocks = shared_num_blocks(self._adapter, spec, config, self.max_model_len, held_blocks=0)
+            most = shared_num_blocks(self._adapter, spec, config, self.max_model_len, held_blocks=0)
+            self.max_blocks = smallest(most)
             num_blocks = min(FIRST_POOL_BLOCKS, self.max_blocks)
         self.runner = ModelRunner(
             self._adapter, spec, block_size=config.block_size, num_blocks=num_blocks,
@@ -68,14 +71,17 @@ class DevicePool:
         cache = self.runner.cache
         if self._config.num_blocks is not None or self._owns_device:
             return cache.num_blocks
-        self.max_blocks = shared_num_blocks(self._adapter, cache.spec, self._config, self.max_model_len,
-                                            held_blocks=cache.num_blocks)  # fmt: skip
+        most = shared_num_blocks(self._adapter, cache.spec, self._config, self.max_model_len,
+                                 held_blocks=cache.num_blocks)  # fmt: skip
+        self.max_blocks = self._adapter.group.smallest(most)
         wanted = max(cache.num_blocks + missing, int(cache.num_blocks * POOL_GROWTH))
         wanted = min(wanted, self.max_blocks)
         if wanted > cache.num_blocks:
             try:
                 cache.grow(wanted)
             except torch.OutOfMemoryError:  # the budget was an estimate: the scheduler preempts instead
+                if self._adapter.group.is_parallel:  # other ranks' pools have grown
+                    raise
                 return cache.num_blocks
             self.num_growths += 1
         return cache.num_blocks

@@ -6,6 +6,7 @@ The host sends a sequence once, when it gets its slot, and from then on only new
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from hf_paged.kernels.sample_tokens import SamplingTable
 from hf_paged.kernels.step_inputs import step_inputs
 from hf_paged.runner.edits import NEUTRAL, Edits, EditState, sample_edited
 from hf_paged.runner.sampler import sample
+from hf_paged.runner.sharded_sampling import FILTERS, ShardedSampling
 from hf_paged.runner.upload import upload
 
 FIRST_TOKEN_CAPACITY = 2048
@@ -36,16 +38,24 @@ class SlotParameters:
     prompt_length: int = 0
     edits: Edits = NEUTRAL
 
+    @property
+    def filtered(self) -> bool:
+        """Drawn with top-k, top-p or min-p."""
+        return self.do_sample and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
 
 class RequestState:
     """Persistent tensors of S slots: token history, block table, sampling parameters.
 
     ``tokens`` [S + 1, capacity] int32 grows by doubling up to ``max_model_len``; ``block_table`` [S + 1, max_blocks]
-    int32. The last line, `padding_slot`, stands in for rows that pad a CUDA graph.
+    int32. The last line, `padding_slot`, stands in for rows that pad a CUDA graph. ``sharded``: logits are columns of
+    one rank.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device,
+                 sharded: ShardedSampling | None = None) -> None:  # fmt: skip
         self.device = device
+        self.sharded = sharded
         self.max_model_len = max_model_len
         self.num_slots = self.padding_slot = num_slots
         self.block_size = block_size
@@ -98,6 +108,15 @@ class RequestState:
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
                stages: frozenset[str], logprob: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
         """Tokens int64 [R] for `positions` [R] of `slots` [R], written to `tokens` there, too (see `sample_tokens`)."""
+        if self.sharded is None:
+            return self._sample_whole(logits, slots, positions, logprob, stages=stages)
+        if not stages and logprob is None:
+            return self.sharded.agree(logits, self.sampling, slots, positions, self.tokens)
+        draw = partial(self._sample_whole, stages=stages - {FILTERS})
+        return self.sharded.deal(logits, slots, positions, self.padding_slot, self.tokens, draw, logprob)
+
+    def _sample_whole(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
+                      logprob: torch.Tensor | None, *, stages: frozenset[str]) -> torch.Tensor:  # fmt: skip
         if stages:
             return sample_edited(logits, self.sampling, self.edits, slots, positions, self.tokens, stages, logprob)
         return sample(logits, self.sampling, slots, positions, self.tokens, logprob)
@@ -141,6 +160,8 @@ class RequestState:
     def _admit_edits(self, slots: np.ndarray, parameters: list[SlotParameters]) -> None:
         for slot, p in zip(slots, parameters, strict=True):
             names = p.edits.features()
+            if self.sharded is not None and p.filtered:
+                names |= {FILTERS}
             self._stage_names += sorted(names - set(self._stage_names))
             self._stages[slot] = sum(1 << self._stage_names.index(name) for name in names)
         # It also makes a slot neutral again after a tenant that was not.

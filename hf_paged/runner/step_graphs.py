@@ -209,6 +209,8 @@ class StepGraphs:
                     run(*inputs)
                     return self._record(run, inputs)
             except torch.OutOfMemoryError:
+                if self._adapter.group.is_parallel:  # the other ranks would wait in collectives that never come
+                    raise
                 return None
             finally:
                 current.wait_stream(stream)  # also after an error: what was enqueued there writes blocks and history
@@ -225,7 +227,8 @@ class StepGraphs:
                 graph.capture_end()
             # A pool that a broken capture recorded to takes no other: later graphs get a new one.
             self._pool = None
-            if isinstance(error, RuntimeError):  # the first run passed: the step works, only not in a graph
+            parallel = self._adapter.group.is_parallel  # ranks have to do the same
+            if isinstance(error, RuntimeError) and not parallel:  # the first run passed: only a graph does not hold it
                 return None
             raise
         graph.capture_end()
@@ -245,11 +248,14 @@ class StepGraphs:
         return rows, plan_items(rows[1] + 1, rows[0], self._places(size))
 
     def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str], scored: bool) -> Drawn:
-        logits, (slots, positions) = self._logits(rows, items), rows
+        logits, (slots, positions) = self._adapter.shard_logits(self._decode_hidden(rows, items)), rows
         # The sampled token's place is the length of what it follows.
         return self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored)
 
     def _logits(self, rows: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        return self._adapter.logits(self._decode_hidden(rows, items))
+
+    def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         state, (slots, positions) = self._state, rows
         input_ids, at, slot_mapping = state.inputs(slots, positions)
         seq_lens = (positions + 1).to(torch.int32)
@@ -258,7 +264,7 @@ class StepGraphs:
             block_table=state.block_table, slots=slots.to(torch.int32), slot_mapping=slot_mapping, max_query_len=1,
             max_seq_len=self._max_model_len, work=DecodeWork(items, self._arrivals),
         )  # fmt: skip
-        return self._adapter.logits(self._adapter.hidden_states(input_ids, self._step(at, meta)))
+        return self._adapter.hidden_states(input_ids, self._step(at, meta))
 
     def _prompt_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
         """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64 (see `_prompts`)."""
@@ -292,7 +298,7 @@ class StepGraphs:
         )  # fmt: skip
         hidden = self._adapter.hidden_states(input_ids, self._step(at, meta))
         _, _, _, last, sampled_slots, sampled_positions = rows[:, :-1]
-        logits = self._adapter.logits(hidden[last])
+        logits = self._adapter.shard_logits(hidden[last])
         return self._draw(logits, sampled_slots, sampled_positions.to(torch.int32), stages, scored)
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],

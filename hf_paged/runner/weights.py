@@ -20,7 +20,8 @@ class WeightsGuard:
 
     A checksum is enqueued every time, since what this call caches has to be comparable later. It is compared, which
     waits for it, only when a prompt would hit older blocks (`verify` at once) or when the first step's tokens are
-    waited for anyway; until then older blocks are not hit.
+    waited for anyway; until then older blocks are not hit. Ranks of a sharded model decide together: what changed on one
+    has changed.
     """
 
     def __init__(self, adapter: ModelAdapter) -> None:
@@ -32,18 +33,17 @@ class WeightsGuard:
 
     def changed(self, *, full: bool) -> bool:
         """Are the weights others than at `begin`? Without `full` only storage and version counters are asked."""
-        if self._signature != self._current_signature():
-            return True
-        if not full:
-            return False
-        baseline = self._cached if self._pending is None else int(self._pending)
-        return int(self._checksum(self._tensors())) != baseline
+        changed = self._signature != self._current_signature()
+        if full and not changed:
+            baseline = self._cached if self._pending is None else int(self._pending)
+            changed = int(self._checksum(self._tensors())) != baseline
+        return self._adapter.group.any(changed)
 
     def begin(self, pool: BlockPool) -> None:
         """The engine was idle and becomes busy: distrust what is cached, and start the checksum."""
         signature = self._current_signature()
         pool.new_generation()
-        if signature != self._signature:
+        if self._adapter.group.any(signature != self._signature):
             pool.drop_older()
             self._cached = None
         self._signature = signature
@@ -58,10 +58,10 @@ class WeightsGuard:
         """Wait for the checksum; trust the older blocks if the weights are theirs, else forget them."""
         assert self._pending is not None
         checksum, self._pending = int(self._pending), None
-        if checksum == self._cached:
-            pool.trust_older()
-        else:
+        if self._adapter.group.any(checksum != self._cached):
             pool.drop_older()
+        else:
+            pool.trust_older()
         self._cached = checksum
 
     def forget(self) -> None:

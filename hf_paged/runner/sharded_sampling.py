@@ -1,0 +1,76 @@
+"""Tokens where every rank has some columns of the logits, and how the ranks hear that rank 0 has something to say.
+
+No rank sees a whole vocabulary's logits of all rows. Rows without filters cost one maximum of 8 bytes a row
+(`shard_best`). Rows with filters, edits or log-probabilities are dealt out: each rank gets whole rows of its share of
+them and samples as one rank does, and the same maximum tells the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import pad
+
+from hf_paged.integration.parallel.group import ParallelGroup
+from hf_paged.kernels.sample_tokens import SamplingTable
+from hf_paged.kernels.shard_best import NO_TOKEN, Shard, best_of_shard, keys_of, settle_tokens
+
+# A stage of `RequestState.stages` that only sharded logits need.
+FILTERS = "filters"
+
+
+class ShardedSampling:
+    """The ranks of one model, this rank's columns, and a number that travels with every step.
+
+    Attributes:
+        said: [1] int64 on the device: 1 while rank 0 has something to say (`hf_paged.events`), 0 on the other ranks.
+        heard: [1] int64 on the device: the largest of the ranks' `said` in the last step.
+    """
+
+    def __init__(self, group: ParallelGroup, shard: Shard, vocab_size: int, device: torch.device) -> None:
+        self.group, self.shard = group, shard
+        self._vocab_size = vocab_size
+        self.said, self.heard = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+
+    def say(self, something: bool) -> None:
+        """What the steps launched from now on carry."""
+        self.said.fill_(int(something))
+
+    def agree(self, logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, positions: torch.Tensor,
+              history: torch.Tensor) -> torch.Tensor:  # fmt: skip
+        """`sample_tokens` from this rank's columns [R, rows of the shard], for rows without filters."""
+        return self._settle(best_of_shard(logits, self.shard, table, slots, positions), slots, positions, history)
+
+    def deal(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, padding_slot: int,
+             history: torch.Tensor, draw: Callable[..., torch.Tensor],
+             logprob: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+        """Tokens by ``draw(logits, slots, positions, logprob)``, which each rank calls for its share of the rows.
+
+        Same arguments and result as `agree`; ``logprob`` [R] float32, if given, is filled for all rows.
+        """
+        rows, size = len(slots), self.group.size
+        padding = -rows % size
+        share = (rows + padding) // size
+        mine = slice(self.group.rank * share, (self.group.rank + 1) * share)
+        whole = self.group.exchange_rows(pad(logits, (0, 0, 0, padding)))[:, : self._vocab_size]
+        known = None if logprob is None else torch.empty(share, dtype=torch.float32, device=logits.device)
+        tokens = draw(whole, pad(slots, (0, padding), value=padding_slot)[mine], pad(positions, (0, padding))[mine],
+                      known)  # fmt: skip
+        keys = torch.full((rows + padding,), NO_TOKEN, dtype=torch.int64, device=logits.device)
+        keys[mine] = keys_of(tokens)
+        if logprob is not None and known is not None:
+            every = torch.zeros(rows + padding, dtype=torch.float32, device=logits.device)
+            every[mine] = known
+            logprob.copy_(self.group.all_reduce(every)[:rows])
+        return self._settle(keys[:rows], slots, positions, history)
+
+    def listen(self) -> None:
+        """For steps that sample nothing: only the number travels."""
+        self.heard.copy_(self.group.all_reduce_max(self.said.clone()))
+
+    def _settle(self, keys: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
+                history: torch.Tensor) -> torch.Tensor:  # fmt: skip
+        keys = self.group.all_reduce_max(torch.cat([keys, self.said]))
+        self.heard.copy_(keys[-1:])
+        return settle_tokens(keys[:-1], slots, positions, history)
