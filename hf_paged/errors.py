@@ -21,3 +21,7 @@ class FallbackWarning(UserWarning):
 
 class EngineClosedError(RuntimeError):
     """A request came to an engine whose model was disabled."""
+
+
+class WorkerDiedError(RuntimeError):
+    """A worker process of a tensor-parallel model ended on its own; the message names its rank and quotes it."""

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 # Multicast of NVLink switches can take a shared host down, and nothing here gains from it.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+# Key of the store that says that a rank waits in `join`.
+ARRIVED = "hf_paged/arrived/{rank}"
 
 
 class ParallelGroup:
@@ -42,6 +44,10 @@ class ParallelGroup:
     @property
     def is_parallel(self) -> bool:
         return self.size > 1
+
+    def leave(self) -> None:
+        """Let go of the process groups, which hold the store's sockets open: collectives raise from now on."""
+        self._devices = self._hosts = None
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -154,6 +160,8 @@ def join(rank: int, size: int, device: torch.device, *, store: Any = None, drive
         return SINGLE
     os.environ.update(ENVIRONMENT)
     if not dist.is_initialized():
+        if store is not None:
+            store.set(ARRIVED.format(rank=rank), b"")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size,
                                 device_id=device if device.type == "cuda" else None)  # fmt: skip

@@ -1,0 +1,343 @@
+"""Rank 0 starts, watches and ends the processes of the other ranks."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from typing import IO, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
+
+from hf_paged.errors import EngineClosedError, WorkerDiedError
+from hf_paged.integration.parallel.group import ARRIVED, ENVIRONMENT, ParallelGroup, join
+
+# All ranks are on this host, and it is `launch` that ends the process of a rank, not NCCL's watchdogs.
+_LOCAL = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_TAIL = 40  # lines of a worker's stderr that an error quotes
+
+# Seconds: for a connection's error to be followed by the news of the death that broke it; for rank 0 to get out of a
+# step once a rank is dead; for workers to follow each way of ending them.
+_NEWS, _STUCK, _PATIENCE = 3.0, 6.0, 1.5
+
+
+class _Worker:
+    """One process, and what it last said."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self.rank, self.process = rank, process
+        self.tail: deque[str] = deque(maxlen=_TAIL)
+        self.ended = threading.Event()
+        self._lock = threading.RLock()
+        self.reader = threading.Thread(target=self._forward, name=f"hf_paged-stderr-{rank}", daemon=True)
+        self.reader.start()
+
+    def send(self, message: bytes) -> None:
+        """One that died in the meantime is `Workers.check`'s to report."""
+        with suppress(OSError):
+            self._stdin.write(len(message).to_bytes(8, "little") + message)
+            self._stdin.flush()
+
+    def end_input(self) -> None:
+        with suppress(OSError):
+            self._stdin.close()
+
+    def end_reading(self) -> None:
+        with suppress(RuntimeError):  # the collection of garbage may call this in the reader itself
+            self.reader.join(1.0)
+
+    def kill(self, number: signal.Signals) -> None:
+        with self._lock:
+            if not self.ended.is_set():
+                with suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, number)
+
+    def wait(self) -> int:
+        """Exit code, once the process is gone. Reaped under the lock: no signal meets an id that is used again."""
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # processes that it started
+            code = self.process.wait()
+            self.ended.set()
+        self.end_input()
+        self.end_reading()
+        return code
+
+    def obituary(self, size: int) -> str:
+        code = self.process.returncode
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        words = "".join(self.tail).rstrip() or "(nothing on stderr)"
+        return f"rank {self.rank} of {size} (process {self.process.pid}) ended with {how}:\n{words}"
+
+    @property
+    def _stdin(self) -> IO[bytes]:
+        return cast(IO[bytes], self.process.stdin)
+
+    def _forward(self) -> None:
+        with cast(IO[bytes], self.process.stdout) as output:
+            while line := output.readline(8192):
+                text = line.decode(errors="replace")
+                self.tail.append(text)
+                with suppress(OSError, ValueError, AttributeError):  # a closed or missing stderr of rank 0
+                    sys.stderr.write(f"[rank {self.rank}] {text}")
+
+
+class _State:
+    """What the threads know. They hold no `Workers`, so that the last reference to one ends the processes.
+
+    Locks are reentrant, since the end of a `Workers` may come in any line of any thread that allocates.
+    """
+
+    def __init__(self, size: int, store: dist.Store, device_type: str) -> None:
+        self.size, self.device_type = size, device_type
+        self.store: dist.Store | None = store
+        self.owner = os.getpid()
+        self.lock = threading.RLock()
+        self.workers: list[_Worker] = []
+        self.closed = False
+        self.closing = threading.Event()
+        self.died = threading.Event()
+        self.obituary = ""
+        self.step: object = None  # the step that rank 0 is in
+        self.world: Any = None  # the default process group, where `Workers.join` made it
+        self.group: ParallelGroup | None = None
+
+
+class Workers:
+    """The processes of ranks 1 to `size - 1`, made by `launch`.
+
+    They end with `close`, with the last reference to this object, and with this process, whatever ends it.
+
+    Attributes:
+        store: the `TCPStore` at which the ranks meet.
+    """
+
+    def __init__(self, state: _State) -> None:
+        self._state = state
+        self._finalizer = weakref.finalize(self, _close, state, 0.0)
+
+    @property
+    def store(self) -> dist.Store:
+        """Raises EngineClosedError: after `close`."""
+        self.check()
+        return cast(dist.Store, self._state.store)
+
+    @property
+    def processes(self) -> list[int]:
+        """The processes' ids, by rank."""
+        return [worker.process.pid for worker in self._state.workers]
+
+    def check(self) -> None:
+        """Raises WorkerDiedError: a worker ended on its own. EngineClosedError: after `close`."""
+        if self._state.died.is_set():
+            raise WorkerDiedError(self._state.obituary)
+        if self._state.closing.is_set():
+            raise EngineClosedError("the workers were closed: expected a PagedGenerator that is open")
+
+    def join(self, device: torch.device) -> ParallelGroup:
+        """Meet the workers, whose jobs call `group.join` with their store; waits for all of them.
+
+        Raises:
+            WorkerDiedError: a worker ended before all have met.
+        """
+        state, store = self._state, self.store
+        others = [ARRIVED.format(rank=rank) for rank in range(1, state.size)]
+        while not store.check(others):
+            self.check()
+            time.sleep(0.02)
+        # Nothing interrupts a wait for a peer that died while it met us, so a thread does the waiting.
+        met: Future[ParallelGroup] = Future()
+        threading.Thread(target=_join, args=(state, device, met), name="hf_paged-join", daemon=True).start()
+        while not wait([met], timeout=0.05).done:
+            self.check()
+        with self._news_of_death():
+            return met.result()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Rank 0 waits for other ranks, on the device or on the host, inside and nowhere else; one thread at a time.
+
+        When a worker has died, the wait ends with an error within seconds, or else this process does.
+
+        Raises:
+            WorkerDiedError: a worker died; in place of the error that this caused inside, or of a wrong result.
+        """
+        self.check()
+        state = self._state
+        with self._news_of_death():
+            outer, state.step = state.step, object()
+            try:
+                yield
+            finally:
+                state.step = outer
+        self.check()
+
+    @contextmanager
+    def _news_of_death(self) -> Iterator[None]:
+        """A worker's death in place of the error that it caused; that error may come first."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, RuntimeError) and not isinstance(error, WorkerDiedError):
+                self._state.died.wait(_NEWS)
+            if self._state.died.is_set():
+                raise WorkerDiedError(self._state.obituary) from error
+            raise
+
+    def close(self, timeout: float = 0.0) -> None:
+        """End all workers, the process group that `join` made, and the store. Again: nothing.
+
+        Args:
+            timeout: seconds for workers that were told to stop to return from their jobs; others are ended at once.
+        """
+        _close(self._state, timeout)
+
+
+def launch(size: int, job: Any, device_type: str) -> Workers:
+    """Start ranks 1 to `size - 1`, each running `job.run(rank, size, store)` (`worker.Job`); this process is rank 0.
+
+    Args:
+        size: number of ranks, at least 2.
+        job: pickled; its class has to be importable.
+        device_type: "cuda" (a device a rank) or "cpu".
+
+    Raises:
+        ValueError: `size` below 2, fewer devices than ranks, or a process that is in a process group already.
+    """
+    if size < 2:
+        raise ValueError(f"size={size}: expected at least 2 ranks")
+    if device_type == "cuda" and (devices := torch.cuda.device_count()) < size:
+        raise ValueError(f"tensor_parallel_size={size}: expected at most {devices}, the number of GPUs")
+    if dist.is_initialized():
+        raise ValueError(
+            f"tensor_parallel_size={size}: expected no default process group, where workers are to be started; this "
+            f"process is in one of {dist.get_world_size()} ranks (close the other PagedGenerator, or start every rank "
+            "with torchrun)"
+        )
+    pickled = pickle.dumps(job)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the store would listen on all interfaces
+        port = server.getsockname()[1]
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
+                              master_listen_fd=server.detach())  # fmt: skip
+    state = _State(size, store, device_type)
+    workers = Workers(state)
+    # Relative entries of sys.path ("" of an interactive one) mean this directory, and "-m" must not put it in front.
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    environment = {**os.environ, **ENVIRONMENT, **_LOCAL, "PYTHONPATH": path}
+    command = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m"]
+    try:
+        for rank in range(1, size):
+            # A session of its own: Ctrl-C in the terminal is rank 0's to handle.
+            process = subprocess.Popen(
+                [*command, "hf_paged.integration.parallel.worker"], env=environment, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            worker = _Worker(rank, process)
+            state.workers.append(worker)
+            threading.Thread(target=_watch, args=(state, worker), name=f"hf_paged-watch-{rank}", daemon=True).start()
+        for worker in state.workers:
+            worker.send(pickle.dumps((worker.rank, size, port, os.getpid(), pickled)))
+    except BaseException:
+        workers.close()
+        raise
+    return workers
+
+
+def _join(state: _State, device: torch.device, met: Future[ParallelGroup]) -> None:
+    before = {name: os.environ.get(name) for name in _LOCAL}
+    os.environ.update(_LOCAL)
+    try:
+        group = join(0, state.size, device, store=state.store, driven=True)
+        with state.lock:
+            state.world, state.group = dist.group.WORLD, group
+        if state.closing.is_set():
+            _leave(state)
+        met.set_result(group)
+    except BaseException as error:
+        met.set_exception(error)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _leave(state: _State) -> None:
+    """End the process group that `Workers.join` made, without the other ranks."""
+    with state.lock:
+        world, state.world = state.world, None
+        group, state.group = state.group, None
+    if world is not None and world is dist.group.WORLD:
+        if state.device_type == "cuda":
+            _abort_process_group()  # destroying NCCL's communicators would wait for the other ranks
+        else:
+            dist.destroy_process_group()
+    if group is not None:
+        group.leave()
+
+
+def _watch(state: _State, worker: _Worker) -> None:
+    code = worker.wait()
+    # One that ended well was told to, and `close` follows.
+    if code == 0 and state.closing.wait(1.0):
+        return
+    with state.lock:
+        if state.closing.is_set() or state.obituary:
+            return
+        state.obituary = worker.obituary(state.size)
+    state.died.set()
+    stuck = state.step
+    for other in state.workers:
+        other.kill(signal.SIGKILL)  # breaks gloo's connections to this process, too
+    if state.device_type == "cuda":
+        threading.Thread(target=_leave, args=(state,), name="hf_paged-abort", daemon=True).start()
+    deadline = time.monotonic() + _STUCK
+    while stuck is not None and state.step is stuck:
+        if time.monotonic() > deadline:
+            # Aborting ended NCCL's kernels. One of ours that spins for a dead peer's flag cannot be stopped: CUDA has
+            # no call that ends a running kernel, resetting the device waits for it, and no signal or exception reaches
+            # a thread in that wait. Only the end of the process frees device and user.
+            os.write(2, f"hf_paged: {state.obituary}\nhf_paged: a kernel waits for that rank, ending rank 0\n".encode())
+            os._exit(1)
+        time.sleep(0.05)
+
+
+def _close(state: _State, timeout: float) -> None:
+    if state.closed or os.getpid() != state.owner:  # a fork of rank 0 ends without its workers
+        return
+    with state.lock:
+        state.closing.set()
+    _all_ended(state, timeout)
+    for worker in state.workers:
+        worker.end_input()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if _all_ended(state, _PATIENCE):
+            break
+        for worker in state.workers:
+            worker.kill(number)
+    _all_ended(state, _PATIENCE)
+    for worker in state.workers:
+        worker.end_reading()
+    _leave(state)
+    state.store = None
+    state.closed = True
+
+
+def _all_ended(state: _State, timeout: float) -> bool:
+    deadline = time.monotonic() + timeout
+    return all(worker.ended.wait(max(deadline - time.monotonic(), 0)) for worker in state.workers)

@@ -1,0 +1,63 @@
+"""A rank above 0: `python -m hf_paged.integration.parallel.worker`, started, fed and ended by `launch`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import traceback
+from typing import NoReturn, Protocol
+
+
+class Job(Protocol):
+    """What a worker does. An object of a module that the worker can import, since it is sent pickled."""
+
+    def run(self, rank: int, size: int, store: object) -> None:
+        """Runs until rank 0 says that it is over; `store` is the `TCPStore` of all ranks."""
+
+
+def main() -> NoReturn:
+    """Run the job that comes in over stdin, and end with stdin: exit code 0 when it returns, 1 when it raises."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # The job gets an empty stdin: what it would read there is rank 0's to say.
+    parent = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    with os.fdopen(os.dup(parent), "rb") as stream:
+        message = stream.read(int.from_bytes(stream.read(8), "little"))
+    if not message:
+        os._exit(1)
+    rank, size, port, parent_id, job = pickle.loads(message)
+    threading.Thread(target=_end_with, args=(parent, parent_id), name="hf_paged-stdin", daemon=True).start()
+    try:
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        pickle.loads(job).run(rank, size, store)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: destructors of NCCL wait for the other ranks.
+    os._exit(code)
+
+
+def _end_with(parent: int, parent_id: int) -> NoReturn:
+    """End this process when the pipe `parent` is closed, whatever the main thread is blocked in."""
+    # A fork of rank 0 (a DataLoader's worker) keeps the pipe open when rank 0 is gone, hence the parent's id.
+    while os.getppid() == parent_id:
+        readable, _, _ = select.select([parent], [], [], 1.0)
+        if readable and not os.read(parent, 1):
+            break
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
