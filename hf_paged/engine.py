@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -248,9 +248,14 @@ class Engine:
                 self._events.follow()
                 self._followers.outbox.clear()
 
-    def on_break(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called when this rank cannot go on with the others (an interrupt, an error in a step)."""
-        self._events.on_break = callback
+    def lead(self, waiting: Callable[[], AbstractContextManager], on_break: Callable[[], None]) -> None:
+        """For rank 0, whose other ranks `follow`.
+
+        Args:
+            waiting: entered for everything that waits for the other ranks.
+            on_break: called when this rank cannot go on with them (an interrupt, an error in a step).
+        """
+        self._events.around, self._events.on_break = waiting, on_break
 
     @property
     def group(self) -> ParallelGroup:

@@ -1,8 +1,8 @@
 """What comes to the engine from outside, and how all ranks of a sharded model take it in after the same step.
 
 Every rank runs the same scheduler on the same requests, so that nothing need be sent while they run. Rank 0 keeps what
-comes from outside in a queue. While nothing runs, the other ranks wait for it; otherwise rank 0 says so in the next step
-that it launches (`ShardedSampling.said`), every rank hears it at the commit of that step, and there they meet.
+comes from outside in a queue. While nothing runs, the other ranks wait for it; otherwise rank 0 says so in the next
+step that it launches (`ShardedSampling.said`), every rank hears it at the commit of that step, and there they meet.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,7 @@ class Events:
         carry_out: what an event does to this rank's engine.
 
     Attributes:
+        around: entered for everything that waits for other ranks.
         on_break: called when an exception left a step that other ranks may have finished: they cannot go on together.
         expected: requests of this rank's own callers that no event has brought yet.
     """
@@ -81,6 +82,7 @@ class Events:
     def __init__(self, group: ParallelGroup, loop: StepLoop, carry_out: Callable[[Event], Any]) -> None:
         self.group = group
         self.on_break: Callable[[], None] = lambda: None
+        self.around: Callable[[], AbstractContextManager] = nullcontext
         self.is_broken = False
         self._loop = loop
         self._carry_out = weakref.WeakMethod(carry_out)  # no cycle with the engine
@@ -174,7 +176,7 @@ class Events:
                 "PagedGenerator"
             )
         try:
-            with self.group.together():
+            with self.around(), self.group.together():
                 yield
         except BaseException:
             self.is_broken = True

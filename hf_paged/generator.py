@@ -17,6 +17,8 @@ from transformers.utils import cached_file
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
 from hf_paged.integration import fallback, patching
+from hf_paged.integration.parallel.follower import load_on_ranks
+from hf_paged.integration.parallel.launch import Workers
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.prompts import as_prompt_list
 from hf_paged.runner.sampler import derive_seed
@@ -25,6 +27,7 @@ from hf_paged.settings import RequestSettings, check_flags, settings_from_config
 from hf_paged.stopping import StopRule
 
 PROGRESS_DELAY_S = 2.0
+_PARTING_S = 2.0  # for ranks that were told to stop
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -52,7 +55,8 @@ class PagedGenerator:
         self.engine: Engine = patching.enable_with_engine(
             self._causal_lm, patching.merged_config(config, overrides), tokenizer=tokenizer, owns_device=True
         )
-        self._close = weakref.finalize(self, _disable, weakref.ref(self._causal_lm), self.engine)
+        self._workers: list[Workers] = []
+        self._close = weakref.finalize(self, _end, weakref.ref(self._causal_lm), self.engine, self._workers)
 
     @classmethod
     def from_pretrained(cls, path_or_id: str | os.PathLike, *, dtype: str | torch.dtype = "auto",
@@ -65,24 +69,40 @@ class PagedGenerator:
             path_or_id: a local checkpoint or a model id, as for transformers' `from_pretrained`.
             dtype: of the weights; "auto": the checkpoint's.
             device: None: the current CUDA device, else the CPU.
-            tensor_parallel_size: number of GPUs; only 1 so far.
+            tensor_parallel_size: number of GPUs (or, on CPUs, processes) that hold the model together. In a plain
+                script or a notebook this process is rank 0 and starts the others; they end with the generator. Where
+                every rank runs the script (torchrun, accelerate launch), their number has to be this one; make the
+                same calls on all of them: rank 0 gets the results, the others None. See docs/parallel.md.
             tokenizer: None: the one beside the model, or none if there is none.
             config, **overrides: as for `PagedGenerator`.
 
         Raises:
-            ValueError: tensor_parallel_size other than 1.
+            ValueError: tensor_parallel_size that the model, the devices or the processes at hand do not allow.
             OSError: transformers finds no model there.
+            WorkerDiedError: a rank ended before all were ready, with what it said.
         """
-        if tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size={tensor_parallel_size!r}: only 1 is supported so far")
         settings = patching.merged_config(config, overrides)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
-        model = model.to(device).eval()
+        if not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size={tensor_parallel_size!r}: expected an integer of at least 1")
         if tokenizer is None and _has_tokenizer(path_or_id):
             tokenizer = AutoTokenizer.from_pretrained(path_or_id, padding_side="left")
-        return cls(model, tokenizer, settings)
+        if tensor_parallel_size == 1:
+            model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
+            return cls(model.to(device).eval(), tokenizer, settings)
+        model, workers = load_on_ranks(path_or_id, tensor_parallel_size, dtype, torch.device(device), settings)
+        try:
+            generator = cls(model, tokenizer, settings)
+            if workers is not None:
+                generator._workers.append(workers)
+                generator.engine.lead(workers.step, workers.close)
+            generator.engine.room(1)  # the KV pool: every rank is ready when this returns
+        except BaseException:
+            if workers is not None:
+                workers.close()
+            raise
+        return generator
 
     # -- generation -------------------------------------------------------------------------------------------------
 
@@ -117,7 +137,8 @@ class PagedGenerator:
             check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
             if logprobs or prompt_logprobs:
                 raise ValueError("logprobs, prompt_logprobs: expected False where tensors come in; give token ids")
-            return self._generate_tensor(prompts, generation_config, seed, generate_kwargs)
+            output = self._generate_tensor(prompts, generation_config, seed, generate_kwargs)
+            return None if self._only_follows else output
         requests = self._requests(prompts, generation_config, seed, generate_kwargs, logprobs, prompt_logprobs)
         completions: dict[int, Completion] = {}
         with self.engine.session() as session, _Progress(len(requests), use_tqdm, self.engine) as progress:
@@ -125,7 +146,14 @@ class PagedGenerator:
                 if output.completion is not None:
                     completions[index] = output.completion
                     progress.update(output.completion)
+        if self._only_follows:
+            return None
         return [completions[i] for i in range(len(requests))]
+
+    @property
+    def _only_follows(self) -> bool:
+        """One of several ranks that run the same script, and not the one that returns results."""
+        return self.engine.group.rank > 0
 
     def stream(self, prompts: Any, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
                logprobs: bool = False, prompt_logprobs: bool = False,
@@ -140,7 +168,9 @@ class PagedGenerator:
         def outputs() -> Iterator[tuple[int, StepOutput]]:
             self.engine.check_runnable()
             with self.engine.session(stream=True) as session:
-                yield from _drive(session, requests)
+                for output in _drive(session, requests):
+                    if not self._only_follows:
+                        yield output
 
         return outputs()
 
@@ -204,10 +234,16 @@ class PagedGenerator:
             return self.model.generate(generation_config=generation_config, **kwargs)
 
 
-def _disable(model: weakref.ref, engine: Engine) -> None:
+def _end(model: weakref.ref, engine: Engine, workers: list[Workers]) -> None:
     causal_lm = model()
-    if causal_lm is not None and patching.is_enabled(causal_lm) and patching.get_engine(causal_lm) is engine:
-        patching.disable(causal_lm)
+    try:
+        if causal_lm is not None and patching.is_enabled(causal_lm) and patching.get_engine(causal_lm) is engine:
+            patching.disable(causal_lm)
+        elif workers:
+            engine.shutdown()
+    finally:
+        for started in workers:
+            started.close(_PARTING_S)
 
 
 class _Request(NamedTuple):

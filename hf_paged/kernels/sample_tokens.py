@@ -91,7 +91,7 @@ def group_stats_kernel(
                 mass = tl.sum(weight_of(score, tl.where(top == float("-inf"), 0.0, top), scale), 0)
                 mass = tl.where(top == float("inf"), 1.0, mass)
             mass = tl.where(tl.max((score != score).to(tl.int32), 0) > 0, float("nan"), mass)
-        if PIECE > 0:
+        if PIECE > 0:  # noqa: SIM102  (decided when it is compiled)
             if filtered:
                 piece = (row * num_groups + group) * (GROUP // PIECE) + tl.arange(0, GROUP // PIECE)
                 tops = tl.max(tl.reshape(score, [GROUP // PIECE, PIECE]), 1)

@@ -29,29 +29,29 @@ class Columns(NamedTuple):
     end: int
 
 
-def best_of_shard(logits: torch.Tensor, shard: Shard, table: SamplingTable, slots: torch.Tensor,
+def best_of_shard(logits: torch.Tensor, columns: Columns, table: SamplingTable, slots: torch.Tensor,
                   position: torch.Tensor) -> torch.Tensor:  # fmt: skip
     """Keys int64 [R] of the best token of each row among this rank's columns.
 
     Args:
-        logits: ``[R, >= shard.end - shard.first]``, bfloat16, float16 or float32; the last dim is contiguous.
-        shard: ``first`` is a multiple of `GROUP_SIZE`.
+        logits: ``[R, >= columns.end - columns.first]``, bfloat16, float16 or float32; the last dim is contiguous.
+        columns: ``first`` is a multiple of `GROUP_SIZE`.
         table, slots, position: as for `sample_tokens`; filters are not looked at.
 
     Raises:
-        ValueError: a shard that starts inside a group.
+        ValueError: columns that start inside a group.
     """
-    if shard.first % GROUP_SIZE:
-        raise ValueError(f"shard.first={shard.first}: expected a multiple of {GROUP_SIZE}")
-    if shard.end <= shard.first:
+    if columns.first % GROUP_SIZE:
+        raise ValueError(f"columns.first={columns.first}: expected a multiple of {GROUP_SIZE}")
+    if columns.end <= columns.first:
         return torch.full((len(logits),), NO_TOKEN, dtype=torch.int64, device=logits.device)
     run = best_of_shard_triton if logits.is_cuda else best_of_shard_reference
-    return run(logits, shard, table, slots, position)
+    return run(logits, columns, table, slots, position)
 
 
 def settle_tokens(keys: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
                   history: torch.Tensor) -> torch.Tensor:  # fmt: skip
-    """Tokens int64 [R] of the winning ``keys`` [R], -1 for invalid rows; written to ``history`` as by `sample_tokens`."""
+    """Tokens int64 [R] of the winning ``keys`` [R], -1 for invalid rows; in ``history``, too, as by `sample_tokens`."""
     run = settle_tokens_triton if keys.is_cuda else settle_tokens_reference
     return run(keys, slots, position, history)
 
@@ -61,14 +61,14 @@ def keys_of(tokens: torch.Tensor) -> torch.Tensor:
     return torch.where(tokens < 0, INVALID, _TOKEN_BITS - tokens)
 
 
-def best_of_shard_reference(logits: torch.Tensor, shard: Shard, table: SamplingTable, slots: torch.Tensor,
+def best_of_shard_reference(logits: torch.Tensor, columns: Columns, table: SamplingTable, slots: torch.Tensor,
                             position: torch.Tensor) -> torch.Tensor:  # fmt: skip
     """:func:`best_of_shard` in plain torch."""
-    count, place = shard.end - shard.first, position.long()
+    count, place = columns.end - columns.first, position.long()
     scores = logits[:, :count].float()
     seed, _, min_length = table.ints[slots].unbind(1)
     eos = table.eos[slots]
-    tokens = torch.arange(shard.first, shard.end, device=logits.device)
+    tokens = torch.arange(columns.first, columns.end, device=logits.device)
     barred = (place < min_length)[:, None, None] & (eos[:, :, None] == tokens)
     scores = scores.masked_fill(barred.any(dim=1), -torch.inf)
     heat = table.floats[slots][:, 0]
@@ -78,23 +78,23 @@ def best_of_shard_reference(logits: torch.Tensor, shard: Shard, table: SamplingT
     value = top.clone()
     if drawn.any():
         rows = drawn.nonzero().flatten()
-        value[rows], token[rows] = _drawn_in_groups(scores[rows] / heat[rows, None], seed[rows], place[rows], shard)
-    keys = _packed(value, token + shard.first)
+        value[rows], token[rows] = _drawn_in_groups(scores[rows] / heat[rows, None], seed[rows], place[rows], columns)
+    keys = _packed(value, token + columns.first)
     keys[drawn & (top == -torch.inf)] = NO_TOKEN
     return keys.masked_fill_(invalid, INVALID)
 
 
 def _drawn_in_groups(scores: torch.Tensor, seed: torch.Tensor, place: torch.Tensor,
-                     shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+                     columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Value of the best group's perturbed logsumexp and the column of the token drawn from that group."""
     rows, count = scores.shape
     num_groups = -(-count // GROUP_SIZE)
     padded = torch.nn.functional.pad(scores, (0, num_groups * GROUP_SIZE - count), value=-torch.inf)
     groups = padded.view(rows, num_groups, GROUP_SIZE)
-    noise = exponential_noise(seed, place, num_groups, GROUP_STREAM + shard.first // GROUP_SIZE)
+    noise = exponential_noise(seed, place, num_groups, GROUP_STREAM + columns.first // GROUP_SIZE)
     value, chosen = (groups.logsumexp(dim=-1) - noise.log_()).max(dim=-1)
-    columns = chosen[:, None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=scores.device)
-    noise = exponential_noise_at(seed, place, columns + shard.first)
+    at = chosen[:, None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=scores.device)
+    noise = exponential_noise_at(seed, place, at + columns.first)
     best = (groups[torch.arange(rows, device=scores.device), chosen] - noise.log_()).argmax(dim=-1)
     return value, chosen * GROUP_SIZE + best
 
@@ -153,7 +153,7 @@ def _best_of_shard_kernel(
     tl.store(out + row, tl.where(bad, 9223372036854775807, key))
 
 
-def best_of_shard_triton(logits: torch.Tensor, shard: Shard, table: SamplingTable, slots: torch.Tensor,
+def best_of_shard_triton(logits: torch.Tensor, columns: Columns, table: SamplingTable, slots: torch.Tensor,
                          position: torch.Tensor) -> torch.Tensor:  # fmt: skip
     """:func:`best_of_shard` as two Triton launches."""
     require_triton()
@@ -161,17 +161,17 @@ def best_of_shard_triton(logits: torch.Tensor, shard: Shard, table: SamplingTabl
     out = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
         return out
-    num_groups = -(-(shard.end - shard.first) // GROUP_SIZE)
+    num_groups = -(-(columns.end - columns.first) // GROUP_SIZE)
     groups_each = min(num_groups, -(-num_rows * num_groups // _PROGRAMS))
     group_top, group_mass = (torch.empty(num_rows, num_groups, dtype=torch.float32, device=device) for _ in range(2))
     with on_device_of(logits):
         group_stats_kernel[(num_rows, -(-num_groups // groups_each))](
-            logits, *table, slots, position, group_top, group_mass, group_top, logits.stride(0), shard.end, num_groups,
-            groups_each, table.eos.shape[1], shard.first, GROUP=GROUP_SIZE, PIECE=0, LOGPROB=False,
+            logits, *table, slots, position, group_top, group_mass, group_top, logits.stride(0), columns.end,
+            num_groups, groups_each, table.eos.shape[1], columns.first, GROUP=GROUP_SIZE, PIECE=0, LOGPROB=False,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         _best_of_shard_kernel[(num_rows,)](
-            logits, *table, slots, position, group_top, group_mass, out, logits.stride(0), shard.first, shard.end,
+            logits, *table, slots, position, group_top, group_mass, out, logits.stride(0), columns.first, columns.end,
             num_groups, table.eos.shape[1], GROUP=GROUP_SIZE, GROUPS_PAD=triton.next_power_of_2(num_groups),
             GROUP_STREAM=GROUP_STREAM, INTERPRETED=triton.knobs.runtime.interpret, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip

@@ -60,7 +60,7 @@ class ModelRunner:
         self.cache = KVCache(spec, block_size, num_blocks)
         self.sharded = None
         if adapter.group.is_parallel:
-            self.sharded = ShardedSampling(adapter.group, adapter.shard, adapter.vocab_size, spec.device)
+            self.sharded = ShardedSampling(adapter, spec.device)
         self.state = RequestState(max_num_seqs, max_model_len, block_size, spec.device, self.sharded)
         self.graphs = None
         # The torch backend reads lengths on the host, which no graph can.

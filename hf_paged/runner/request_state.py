@@ -110,7 +110,7 @@ class RequestState:
         """Tokens int64 [R] for `positions` [R] of `slots` [R], written to `tokens` there, too (see `sample_tokens`)."""
         if self.sharded is None:
             return self._sample_whole(logits, slots, positions, logprob, stages=stages)
-        if not stages and logprob is None:
+        if not stages and logprob is None and self.sharded.can_agree(logits):
             return self.sharded.agree(logits, self.sampling, slots, positions, self.tokens)
         draw = partial(self._sample_whole, stages=stages - {FILTERS})
         return self.sharded.deal(logits, slots, positions, self.padding_slot, self.tokens, draw, logprob)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import pad
 
-from hf_paged.integration.parallel.group import ParallelGroup
-from hf_paged.kernels.sample_tokens import SamplingTable
-from hf_paged.kernels.shard_best import NO_TOKEN, Shard, best_of_shard, keys_of, settle_tokens
+from hf_paged.integration.models import ModelAdapter
+from hf_paged.kernels.sample_tokens import GROUP_SIZE, SamplingTable
+from hf_paged.kernels.shard_best import NO_TOKEN, Columns, best_of_shard, keys_of, settle_tokens
 
 # A stage of `RequestState.stages` that only sharded logits need.
 FILTERS = "filters"
@@ -28,19 +28,24 @@ class ShardedSampling:
         heard: [1] int64 on the device: the largest of the ranks' `said` in the last step.
     """
 
-    def __init__(self, group: ParallelGroup, shard: Shard, vocab_size: int, device: torch.device) -> None:
-        self.group, self.shard = group, shard
-        self._vocab_size = vocab_size
+    def __init__(self, adapter: ModelAdapter, device: torch.device) -> None:
+        head = adapter.model.lm_head
+        self.group, self._columns = adapter.group, Columns(head.first, head.first + head.num_real)
+        self._vocab_size = adapter.vocab_size
         self.said, self.heard = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
 
     def say(self, something: bool) -> None:
         """What the steps launched from now on carry."""
         self.said.fill_(int(something))
 
+    def can_agree(self, logits: torch.Tensor) -> bool:
+        """Does every rank begin with a group of the sampler? Small vocabularies are cut more finely."""
+        return logits.shape[1] % GROUP_SIZE == 0
+
     def agree(self, logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, positions: torch.Tensor,
               history: torch.Tensor) -> torch.Tensor:  # fmt: skip
-        """`sample_tokens` from this rank's columns [R, rows of the shard], for rows without filters."""
-        return self._settle(best_of_shard(logits, self.shard, table, slots, positions), slots, positions, history)
+        """`sample_tokens` from this rank's columns [R, n], for rows without filters; `can_agree` says so."""
+        return self._settle(best_of_shard(logits, self._columns, table, slots, positions), slots, positions, history)
 
     def deal(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, padding_slot: int,
              history: torch.Tensor, draw: Callable[..., torch.Tensor],

@@ -20,8 +20,8 @@ class WeightsGuard:
 
     A checksum is enqueued every time, since what this call caches has to be comparable later. It is compared, which
     waits for it, only when a prompt would hit older blocks (`verify` at once) or when the first step's tokens are
-    waited for anyway; until then older blocks are not hit. Ranks of a sharded model decide together: what changed on one
-    has changed.
+    waited for anyway; until then older blocks are not hit. Ranks of a sharded model decide together: what changed on
+    one has changed.
     """
 
     def __init__(self, adapter: ModelAdapter) -> None:

@@ -8,7 +8,7 @@ from hf_paged.kernels.sample_tokens import sample_tokens
 from hf_paged.kernels.shard_best import (
     INVALID,
     NO_TOKEN,
-    Shard,
+    Columns,
     best_of_shard,
     best_of_shard_reference,
     best_of_shard_triton,
@@ -32,14 +32,14 @@ def agreed(run, settle, logits, settings, width):
     """Tokens of ranks with `width` columns each, the last one's padded with columns that nobody may look at."""
     vocab_size, keys = logits.shape[1], []
     for first in range(0, vocab_size + width, width):  # the last rank has no token at all
-        columns = torch.full((len(logits), width), 1000.0, dtype=logits.dtype, device=logits.device)
+        held = torch.full((len(logits), width), 1000.0, dtype=logits.dtype, device=logits.device)
         here = logits[:, first : first + width]
-        columns[:, : here.shape[1]] = here
-        shard = Shard(min(first, vocab_size // 1024 * 1024 + 1024), min(first + width, vocab_size))
+        held[:, : here.shape[1]] = here
+        shard = Columns(min(first, vocab_size // 1024 * 1024 + 1024), min(first + width, vocab_size))
         keys.append(
-            best_of_shard(columns, shard, settings.table, settings.slots, settings.positions)
+            best_of_shard(held, shard, settings.table, settings.slots, settings.positions)
             if shard.end <= shard.first
-            else run(columns, shard, settings.table, settings.slots, settings.positions)
+            else run(held, shard, settings.table, settings.slots, settings.positions)
         )
     history = torch.full((len(settings.table.floats), 40_001), -7, dtype=torch.int32, device=logits.device)
     tokens = settle(torch.stack(keys).amax(0), settings.slots, settings.positions, history)
@@ -114,5 +114,5 @@ def test_keys_of_tokens_that_one_rank_decides():
 
 def test_a_shard_that_starts_inside_a_group_is_refused():
     settings = plain_rows([0.0], "cpu")
-    with pytest.raises(ValueError, match=r"shard.first=100: expected a multiple of 1024"):
-        best_of_shard(torch.zeros(1, 64), Shard(100, 164), settings.table, settings.slots, settings.positions)
+    with pytest.raises(ValueError, match=r"columns.first=100: expected a multiple of 1024"):
+        best_of_shard(torch.zeros(1, 64), Columns(100, 164), settings.table, settings.slots, settings.positions)
