@@ -39,14 +39,14 @@ def run_ranks(target: str, size: int, *args: Any, timeout: float = 240.0) -> lis
 
 def _wait(processes: list[subprocess.Popen], folder: str, deadline: float) -> None:
     while any(process.poll() is None for process in processes):
-        failed = [rank for rank, process in enumerate(processes) if process.poll()]
-        if failed or time.monotonic() > deadline:
+        if any(process.poll() for process in processes) or time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    for rank, process in enumerate(processes):
-        if process.poll() != 0:
-            state = "is still running" if process.poll() is None else f"ended with {process.poll()}"
-            raise RuntimeError(f"rank {rank} {state}:\n{Path(folder, f'log{rank}').read_text()[-6000:]}")
+    states = [process.poll() for process in processes]
+    if any(state != 0 for state in states):
+        logs = (Path(folder, f"log{rank}").read_text()[-6000:] for rank in range(len(states)))
+        ends = ("is still running" if state is None else f"ended with {state}" for state in states)
+        raise RuntimeError("\n".join(f"rank {i} {end}:\n{log}" for i, (end, log) in enumerate(zip(ends, logs, strict=True))))
 
 
 def _main(folder: str, rank: int) -> None:
