@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_paged.integration.models.layer_ops import FUSED, PLAIN
 from hf_paged.integration.models.tuners import adapter_state
+from hf_paged.integration.parallel.group import ParallelGroup, group_of
 
 
 class KVSpec(NamedTuple):
@@ -71,9 +72,14 @@ class ModelAdapter(ABC):
             raise RuntimeError("the model of this engine was garbage-collected")
         return model
 
+    @property
+    def group(self) -> ParallelGroup:
+        """The ranks that hold the model together."""
+        return group_of(self.model)
+
     @abstractmethod
     def kv_spec(self) -> KVSpec:
-        """Shapes, dtype and device of the cache, read off the modules."""
+        """Shapes, dtype and device of this rank's cache, read off the modules."""
 
     @abstractmethod
     def max_length(self) -> int:
@@ -97,7 +103,11 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[R, hidden_size] -> [R, vocab_size]."""
+        """[R, hidden_size] -> [R, vocab_size], on every rank."""
+
+    @abstractmethod
+    def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size] -> [R, rows], this rank's own columns (`VocabParallelHead`); with one rank all of them."""
 
     @abstractmethod
     def own_modules(self) -> Iterator[tuple[str, torch.nn.Module, type]]:
@@ -126,7 +136,7 @@ class ModelAdapter(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """Number of tokens: rows of the embedding, over all ranks and without padding."""
 
     def state_key(self) -> bytes:
         """Digest of what a forward depends on besides parameters and buffers: constants and active adapters."""
@@ -135,5 +145,5 @@ class ModelAdapter(ABC):
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Upper estimate of what one step allocates: hidden states, the MLP's inputs, fp32 logits and their copies."""
         config, itemsize = self.model.config, self.kv_spec().dtype.itemsize
-        per_token = (8 * config.hidden_size + 3 * config.intermediate_size) * itemsize
+        per_token = (8 * config.hidden_size + 3 * config.intermediate_size // self.group.size) * itemsize
         return num_tokens * per_token + num_rows * config.vocab_size * 4 * 4

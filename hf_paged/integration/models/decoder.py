@@ -18,6 +18,8 @@ from hf_paged.integration.models.own_code import is_own_code
 from hf_paged.integration.models.paged_calls import implementation_of
 from hf_paged.integration.models.parts import Part, parts_of
 from hf_paged.integration.models.rope import longest_unchanged
+from hf_paged.integration.parallel.layers import VocabParallelEmbedding, stock_class
+from hf_paged.integration.parallel.shards import local_kv_heads
 
 
 class DecoderAdapter(ModelAdapter):
@@ -31,20 +33,24 @@ class DecoderAdapter(ModelAdapter):
     def kv_spec(self) -> KVSpec:
         config, weight = self.model.config, self.model.model.embed_tokens.weight
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return KVSpec(len(self._layers()), config.num_key_value_heads, head_dim, weight.dtype, weight.device)
+        kv_heads = local_kv_heads(config.num_key_value_heads, self.group.size)
+        return KVSpec(len(self._layers()), kv_heads, head_dim, weight.dtype, weight.device)
 
     def max_length(self) -> int:
         return longest_unchanged(self.model.config)
 
     @property
     def vocab_size(self) -> int:
-        return self.model.model.embed_tokens.weight.shape[0]
+        embedding = self.model.model.embed_tokens
+        if isinstance(embedding, VocabParallelEmbedding):
+            return embedding.vocab_size
+        return embedding.weight.shape[0]
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         config = self.model.config
         experts = getattr(config, "num_experts_per_tok", None) or 0
         inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        per_token = experts * (3 * inner + 2 * config.hidden_size) * self.kv_spec().dtype.itemsize
+        per_token = experts * (3 * inner // self.group.size + 2 * config.hidden_size) * self.kv_spec().dtype.itemsize
         return super().step_bytes(num_tokens, num_rows) + num_tokens * per_token
 
     def own_modules(self) -> Iterator[tuple[str, nn.Module, type]]:
@@ -91,14 +97,15 @@ class DecoderAdapter(ModelAdapter):
         return name is not None and (name in ("eager", "flex_attention") or name.startswith("flash_attention"))
 
     def _layer_reason(self) -> str | None:
-        config, spec = self.model.config, self.kv_spec()
+        spec = self.kv_spec()
+        heads = self.model.config.num_attention_heads // self.group.size
         for i, layer in enumerate(self._layers()):
             attention = layer.self_attn
             if not attention.is_causal or attention.layer_idx != i:
                 return f"layer {i}'s attention is not causal, or not layer {i}'s"
             if attention.head_dim != spec.head_dim:
                 return f"layer {i} has head_dim={attention.head_dim}, its config {spec.head_dim}"
-            if attention.num_key_value_groups * spec.num_kv_heads != config.num_attention_heads:
+            if attention.num_key_value_groups * spec.num_kv_heads != heads:
                 return f"layer {i} has {attention.num_key_value_groups} query heads to a KV head, its config others"
             window = self._mask_window(i)
             if getattr(attention, "sliding_window", window) != window:
@@ -121,6 +128,7 @@ class DecoderAdapter(ModelAdapter):
             kind = type(module) if is_activation else expected
             if kind is None:
                 continue
+            kind = stock_class(kind)
             if kind not in methods:
                 functions = {key: value for key, value in vars(kind).items() if isinstance(value, FunctionType)}
                 if is_activation and kind not in ELEMENTWISE:
@@ -143,7 +151,7 @@ class DecoderAdapter(ModelAdapter):
         dtype: torch.dtype = self.kv_spec().dtype
         kinds = self._family.classes("experts")
         for path, module, expected in self.own_modules():
-            if expected in kinds:
+            if stock_class(expected) in kinds:
                 for key, parameter in module.named_parameters(recurse=False):
                     if parameter.dtype != dtype:
                         return f"mixed dtypes: {path}.{key} is {parameter.dtype}, the embedding {dtype}"

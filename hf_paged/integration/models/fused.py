@@ -19,7 +19,7 @@ from hf_paged.integration.models.decoder import DecoderAdapter, plain_values
 from hf_paged.integration.models.families import Family
 from hf_paged.integration.models.layer_ops import LayerOps
 from hf_paged.integration.models.merged import MergedWeight
-from hf_paged.integration.models.plain_linear import apply_linear
+from hf_paged.integration.models.plain_linear import all_columns, apply_head, apply_linear
 from hf_paged.integration.models.rope import RopeTable
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -107,7 +107,10 @@ class FusedAdapter(DecoderAdapter):
         return ops.add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)[0]
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return apply_linear(self.model.lm_head, hidden_states, self._ops.linear)
+        return all_columns(self.model.lm_head, self.shard_logits(hidden_states))
+
+    def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return apply_head(self.model.lm_head, hidden_states, self._ops.linear)
 
     def constants(self) -> tuple:
         decoder = self.model.model

@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from hf_paged.integration.models.adapter import StepContext
 from hf_paged.integration.models.decoder import DecoderAdapter, plain_values
 from hf_paged.integration.models.paged_calls import STEP_ARGUMENT, implementation_of, paged_call
+from hf_paged.integration.models.plain_linear import all_columns, apply_head
 
 # Of the config, what forwards read while they run.
 CONFIG_CONSTANTS = (
@@ -48,7 +50,10 @@ class GenericAdapter(DecoderAdapter):
         return result
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model.lm_head(hidden_states[None])[0]
+        return all_columns(self.model.lm_head, self.shard_logits(hidden_states))
+
+    def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = apply_head(self.model.lm_head, hidden_states, F.linear)
         cap = self.model.config.final_logit_softcapping if self._family.caps_logits else None
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

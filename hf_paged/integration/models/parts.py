@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import nn
 
 from hf_paged.integration.models.families import Family
+from hf_paged.integration.parallel.layers import sharded_class
 
 ACTIVATIONS = ("act_fn", "activation_fn")
 
@@ -23,7 +24,10 @@ class Part(NamedTuple):
 def parts_of(model: nn.Module, family: Family) -> list[Part]:
     """All modules inside `model`; what is inside a layer that is called as it stands belongs to that layer."""
     parts: list[Part] = []
-    _collect(parts, "", model, {name: family.classes(name) for name in family.parts})
+    classes = {name: family.classes(name) for name in family.parts}
+    if experts := classes.get("experts"):
+        classes["experts"] = (*experts, *map(sharded_class, experts))
+    _collect(parts, "", model, classes)
     return parts
 
 

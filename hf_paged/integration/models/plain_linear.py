@@ -7,12 +7,21 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from hf_paged.integration.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
+
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Exactly `torch.nn.Linear` over a float parameter, without hooks. Patched classes: see `recognise`."""
-    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+    """Exactly `torch.nn.Linear`, or a rank's rows of one, over a float parameter, without hooks.
+
+    Patched classes: see `recognise`.
+    """
+    return type(module) in (nn.Linear, ColumnParallelLinear) and _is_untouched(module)
+
+
+def _is_untouched(module: nn.Module) -> bool:
+    if module._forward_hooks or module._forward_pre_hooks:
         return False
-    weight = module.weight
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
     return type(weight) is nn.Parameter and weight.is_floating_point() and "forward" not in vars(module)
 
 
@@ -21,5 +30,19 @@ def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., 
     if is_plain_linear(module):
         assert isinstance(module, nn.Linear)
         return linear(hidden, module.weight, module.bias)
+    if type(module) is RowParallelLinear and module.group.is_parallel and _is_untouched(module):
+        return module.finish(linear(hidden, module.weight, None))
     result: torch.Tensor = module(hidden[None])[0]
     return result
+
+
+def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """[R, k] -> [R, this rank's own columns]; all columns of a head that is not sharded."""
+    if type(head) is VocabParallelHead:
+        return linear(hidden, head.weight, head.bias)
+    return apply_linear(head, hidden, linear)
+
+
+def all_columns(head: nn.Module, columns: torch.Tensor) -> torch.Tensor:
+    """What `apply_head` gives on every rank -> [R, vocab_size]."""
+    return head.gathered(columns) if type(head) is VocabParallelHead else columns

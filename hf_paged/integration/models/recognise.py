@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_paged.integration.models.adapter import ModelAdapter
 from hf_paged.integration.models.own_code import is_own_code
 from hf_paged.integration.models.paged_calls import implementation_of
+from hf_paged.integration.parallel.layers import is_sharded, stock_class
 
 # Methods that decide what stock generate feeds its forward and what becomes of the result.
 DECIDING_METHODS = (
@@ -27,9 +28,10 @@ DECIDING_METHODS = (
 # Modules whose layers work token by token, whatever the batch looks like.
 TOKENWISE_MODULES = (
     "torch.nn.modules.linear.", "torch.nn.modules.sparse.", "peft.tuners.lora.", "transformers.integrations.",
-    "bitsandbytes.nn.",
+    "bitsandbytes.nn.", "hf_paged.integration.parallel.layers.",
 )  # fmt: skip
 BATCH_DEPENDENT = ("Linear8bitLt", "NVFP4Linear")  # outlier columns and activation scales over all rows
+SUPPORTED_ROUTE = "expected PagedGenerator.from_pretrained(..., tensor_parallel_size=N)"
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -48,7 +50,7 @@ def unsupported_reason(adapter: ModelAdapter) -> str | None:
         return reason
     seen = Seen(adapter, list(adapter.model.named_modules()), list(adapter.own_modules()),
                 list(adapter.called_modules()))  # fmt: skip
-    checks = (_module_reason, _device_reason, _hook_reason, _dtype_reason, _train_mode_reason)
+    checks = (_sharding_reason, _module_reason, _device_reason, _hook_reason, _dtype_reason, _train_mode_reason)
     reason = next((reason for check in checks if (reason := check(seen)) is not None), None)
     return adapter.constants_reason() if reason is None else reason  # constants are read off modules that passed
 
@@ -147,7 +149,7 @@ def _attention_reason(adapter: ModelAdapter) -> str | None:
 def _module_reason(seen: Seen) -> str | None:
     known: set[type] = set()  # a class is looked at once a call, not once a layer
     for name, module, expected in seen.own:
-        if type(module) is not expected or (expected not in known and not is_own_code(expected.forward)):
+        if type(module) is not expected or (expected not in known and not is_own_code(stock_class(expected).forward)):
             return f"{name} is a {type(module).__name__}, not transformers' own {expected.__name__}"
         if expected not in known and not is_own_code(expected.__call__):
             return f"{expected.__name__}.__call__ is patched"
@@ -159,6 +161,8 @@ def _module_reason(seen: Seen) -> str | None:
                 continue
             if type(layer) not in tokenwise:
                 tokenwise[type(layer)] = _is_tokenwise(type(layer))
+            if layer is not module and is_sharded(layer):
+                return f"{name} wraps a layer that is sharded over ranks, which its adapter is not: merge it first"
             if not tokenwise[type(layer)]:
                 return f"{name} is a {type(layer).__module__}.{type(layer).__name__}, which may look at batch rows"
     for name, module in seen.modules:
@@ -173,17 +177,26 @@ def _is_tokenwise(kind: type[nn.Module]) -> bool:
     return not kind.__module__.startswith("torch.") or is_own_code(kind.forward)
 
 
+def _sharding_reason(seen: Seen) -> str | None:
+    """Parameters of which somebody else keeps a part on each rank."""
+    for name, parameter in seen.adapter.model.named_parameters():
+        kinds = type(parameter).__name__, type(parameter.data).__name__
+        if hasattr(parameter, "ds_id"):
+            return f"the parameters are partitioned by DeepSpeed: {SUPPORTED_ROUTE}"
+        if "DTensor" in kinds:
+            return f"parameter {name} is a DTensor (FSDP2 or a device mesh): {SUPPORTED_ROUTE}"
+        if "FlatParameter" in kinds or hasattr(parameter, "_fsdp_flattened"):
+            return f"parameter {name} belongs to FSDP: {SUPPORTED_ROUTE}"
+    return None
+
+
 def _device_reason(seen: Seen) -> str | None:
     devices = getattr(seen.adapter.model, "hf_device_map", None)
     if devices and len(set(map(str, devices.values()))) > 1:
         return f"hf_device_map spreads the model over {len(set(map(str, devices.values())))} devices"
     found = set()
     for name, parameter in seen.adapter.model.named_parameters():
-        if hasattr(parameter, "ds_id"):
-            return "the parameters are partitioned by DeepSpeed"
         kind = type(parameter.data)
-        if type(parameter).__name__ == "DTensor" or kind.__name__ == "DTensor":
-            return f"parameter {name} is a DTensor"
         if kind is not torch.Tensor and not type(parameter).__module__.startswith("bitsandbytes."):
             return f"parameter {name} is a {kind.__name__}, whose bytes cannot be watched for changes"
         if parameter.device.type == "meta":

@@ -1,0 +1,198 @@
+"""The safetensors files of a checkpoint: what is in them, and reading parts of it at the page cache's speed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What a thread has mapped, and staged for a device, at a time: mapped pages count as the process's memory until the
+# file is closed.
+_CHUNK_BYTES, _BATCH_BYTES, _MOST_THREADS = 32 << 20, 64 << 20, 8
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Entry(NamedTuple):
+    """A tensor of a checkpoint; `dtype` in safetensors' own words."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Piece(NamedTuple):
+    """`start` to `stop` along `dim` of the tensor under `key`, or of its `matrix`-th matrix, and where it belongs.
+
+    `target` is a contiguous vector or matrix on any device and in any float dtype.
+    """
+
+    key: str
+    dim: int
+    start: int
+    stop: int
+    target: torch.Tensor
+    matrix: int | None = None
+
+
+class _Chunk(NamedTuple):
+    key: str
+    place: tuple[slice, ...]
+    target: torch.Tensor
+    bytes_mapped: int
+
+
+def find_files(path_or_id: str) -> list[str]:
+    """The safetensors files of a local directory or a hub id (from its cache, where it is there).
+
+    Raises:
+        FileNotFoundError: there are none, or the index names one that is missing.
+    """
+    if (single := _cached(path_or_id, SAFE_WEIGHTS_NAME)) is not None:
+        return [single]
+    if (index := _cached(path_or_id, SAFE_WEIGHTS_INDEX_NAME)) is None:
+        found = f"; found {sorted(os.listdir(path_or_id))}" if os.path.isdir(path_or_id) else ""
+        raise FileNotFoundError(f"{path_or_id}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}{found}")
+    files = []
+    for name in sorted(set(json.loads(Path(index).read_text())["weight_map"].values())):
+        if (file := _cached(path_or_id, name)) is None:
+            raise FileNotFoundError(f"{path_or_id}: {name} is missing, which {SAFE_WEIGHTS_INDEX_NAME} names")
+        files.append(file)
+    return files
+
+
+def _cached(path_or_id: str, name: str) -> str | None:
+    return cached_file(path_or_id, name, _raise_exceptions_for_missing_entries=False)
+
+
+def catalogue(files: Iterable[str]) -> dict[str, Entry]:
+    """All tensors of these files by key. Reads the headers only.
+
+    Raises:
+        ValueError: a file is no safetensors file, or is cut off; names it.
+    """
+    entries = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for key in handle.keys():  # noqa: SIM118 (no mapping)
+                    tensor = handle.get_slice(key)
+                    entries[key] = Entry(file, tuple(tensor.get_shape()), str(tensor.get_dtype()))
+        except Exception as error:
+            raise ValueError(f"{file}: expected a whole safetensors file ({error})") from error
+    return entries
+
+
+def read(pieces: Iterable[Piece], entries: dict[str, Entry]) -> None:
+    """Fill every piece's target, all on one device; each thread has a few chunks of host memory in use at a time."""
+    batches = deque(_batches(pieces, entries))
+    if not batches:
+        return
+    device = batches[0][1][0].target.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the threads' streams know nothing of what still uses the targets' memory
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(batches))
+    with ThreadPoolExecutor(threads) as pool:
+        workers = [pool.submit(_work, batches, device) for _ in range(threads)]
+        for worker in workers:
+            worker.result()
+
+
+def same(pieces: Iterable[Piece], entries: dict[str, Entry]) -> bool:
+    """Do the targets hold already what `read` would write?"""
+    for file, chunks in _batches(pieces, entries):
+        with safe_open(file, framework="pt") as handle:
+            for chunk in chunks:
+                if not torch.equal(_slice(handle, chunk).to(chunk.target.dtype), chunk.target.cpu()):
+                    return False
+    return True
+
+
+def _batches(pieces: Iterable[Piece], entries: dict[str, Entry]) -> Iterator[tuple[str, list[_Chunk]]]:
+    """Chunks of one file at a time, as many as may be mapped at once, in the order of the pieces in each file."""
+    by_file: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        if piece.start < piece.stop:
+            by_file.setdefault(entries[piece.key].file, []).append(piece)
+    for file, group in by_file.items():
+        batch: list[_Chunk] = []
+        size = 0
+        for piece in group:
+            for chunk in _chunks(piece, entries[piece.key]):
+                batch.append(chunk)
+                size += chunk.bytes_mapped
+                if size >= _BATCH_BYTES:
+                    yield file, batch
+                    batch, size = [], 0
+        if batch:
+            yield file, batch
+
+
+def _chunks(piece: Piece, entry: Entry) -> Iterator[_Chunk]:
+    """Rows of the target at a time: they lie in one piece of memory, and in the file at most columns are left out."""
+    matrix = () if piece.matrix is None else (slice(piece.matrix, piece.matrix + 1),)
+    width = entry.shape[-1] if piece.target.ndim == 2 else 1
+    row_bytes = width * max(DTYPES[entry.dtype].itemsize, piece.target.element_size())
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    for row in range(0, len(piece.target), step):
+        end = min(row + step, len(piece.target))
+        if piece.dim == 0:
+            place: tuple[slice, ...] = (slice(piece.start + row, piece.start + end),)
+        else:
+            place = (slice(row, end), slice(piece.start, piece.stop))
+        yield _Chunk(piece.key, (*matrix, *place), piece.target[row:end], (end - row) * row_bytes)
+
+
+def _work(batches: deque[tuple[str, list[_Chunk]]], device: torch.device) -> None:
+    staging = _Staging(device) if device.type == "cuda" else None
+    try:
+        while True:
+            try:
+                file, chunks = batches.popleft()
+            except IndexError:
+                return
+            with safe_open(file, framework="pt") as handle:
+                for chunk in chunks:
+                    (staging or _fill)(chunk.target, _slice(handle, chunk))
+    except BaseException:
+        batches.clear()  # the other threads end, too
+        raise
+
+
+def _slice(handle: Any, chunk: _Chunk) -> torch.Tensor:
+    """The chunk's part of the file: a view of mapped pages, which are read when it is copied."""
+    part: torch.Tensor = handle.get_slice(chunk.key)[chunk.place]
+    return part.reshape(chunk.target.shape) if part.ndim > chunk.target.ndim else part
+
+
+def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy on the host. numpy's copy is one thread's; torch's would start a pool of threads in every thread."""
+    if target.dtype != source.dtype:
+        target.copy_(source)
+        return
+    integer = _INTEGERS[target.element_size()]
+    np.copyto(target.view(integer).numpy(), source.view(integer).numpy())
+
+
+class _Staging:
+    """Pinned memory of one thread, and its stream: while it copies to the device the other threads read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._memory = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        pinned = self._memory[: target.nbytes].view(target.dtype).view(target.shape)
+        _fill(pinned, source)
+        with torch.cuda.stream(self._stream):
+            target.copy_(pinned, non_blocking=True)
+        self._stream.synchronize()

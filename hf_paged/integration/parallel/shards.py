@@ -1,0 +1,80 @@
+"""Which part of a checkpoint's tensor a rank holds: the arithmetic that layers, loading and tests share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+# Vocabulary rows of a rank are whole groups of the sampler's first level where there are that many.
+_SAMPLER_GROUP, _FEW_ROWS = 1024, 16
+
+
+class Shard(NamedTuple):
+    """`ranges` [start, stop) along `dim` of a tensor of `shape`, one after the other, then `padding` zeros."""
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+    padding: int = 0
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Shard:
+        """All of the tensor, on every rank."""
+        return Shard(tuple(shape), 0, ((0, shape[0]),))
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rank's own part of a whole tensor; a copy."""
+        if tuple(tensor.shape) != self.shape:
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)}: expected {self.shape}")
+        parts = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        if self.padding:
+            size = list(tensor.shape)
+            size[self.dim] = self.padding
+            parts.append(tensor.new_zeros(size))
+        return torch.cat(parts, self.dim)
+
+
+def even_range(total: int, rank: int, size: int, what: str) -> tuple[int, int]:
+    """Rank's part of `total` in equal parts.
+
+    Raises:
+        ValueError: `total` does not divide by `size`; the message names `what`.
+    """
+    if total % size:
+        raise ValueError(f"{what}={total} does not divide by tensor_parallel_size={size}: expected a divisor")
+    each = total // size
+    return rank * each, (rank + 1) * each
+
+
+def local_kv_heads(kv_heads: int, size: int) -> int:
+    """How many KV heads a rank holds: its part of them, or one that other ranks hold, too.
+
+    Raises:
+        ValueError: neither divides the other.
+    """
+    if kv_heads % size and size % kv_heads:
+        raise ValueError(f"num_key_value_heads={kv_heads} and tensor_parallel_size={size}: expected one to divide the "
+                         "other")  # fmt: skip
+    return max(1, kv_heads // size)
+
+
+def kv_head_range(kv_heads: int, rank: int, size: int) -> tuple[int, int]:
+    """The KV heads of a rank: those that its query heads look at."""
+    first = rank * kv_heads // size
+    return first, first + local_kv_heads(kv_heads, size)
+
+
+def vocab_rows(vocab_size: int, size: int) -> int:
+    """Rows of the embedding and of the head on each rank, the last ranks' padding included; one rank has no padding."""
+    if size == 1:
+        return vocab_size
+    multiple = _SAMPLER_GROUP if vocab_size > size * _SAMPLER_GROUP else _FEW_ROWS
+    return -(-vocab_size // (size * multiple)) * multiple
+
+
+def vocab_shard(shape: tuple[int, ...], rank: int, size: int) -> Shard:
+    """Rows of an embedding [vocab_size, ...] on a rank."""
+    rows = vocab_rows(shape[0], size)
+    start, stop = (min(shape[0], edge * rows) for edge in (rank, rank + 1))
+    return Shard(tuple(shape), 0, ((start, stop),), rows - (stop - start))

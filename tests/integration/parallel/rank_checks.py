@@ -1,0 +1,60 @@
+"""What the ranks of the several-process tests run; models and prompts come from the same seeds in every process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from family_models import family_model
+from support import batch
+
+import hf_paged
+from hf_paged.errors import FallbackWarning
+from hf_paged.integration.models import find_adapter
+from hf_paged.integration.parallel.group import ParallelGroup
+from hf_paged.integration.parallel.loading import load
+
+NEW_TOKENS = 12
+
+
+def fails_on_rank_1(group: ParallelGroup) -> None:
+    if group.rank == 1:
+        raise ValueError("on purpose")
+    group.all_reduce(torch.ones(1))
+
+
+def compare_with_stock(group: ParallelGroup, cases: list[tuple[str, dict[str, Any], str]]) -> list[dict[str, Any]]:
+    """For every (variant, overrides, checkpoint of that model): how this rank's model compares with the whole one."""
+    return [_compare(group, family_model(variant, **overrides), path) for variant, overrides, path in cases]
+
+
+@torch.no_grad()
+def _compare(group: ParallelGroup, whole: Any, path: str) -> dict[str, Any]:
+    sharded = load(path, group, device="cpu")
+    inputs = batch([5, 17, 30])
+    keep = inputs["attention_mask"].bool()
+    ours, stock = sharded(**inputs).logits[keep], whole(**inputs).logits[keep]
+
+    adapter = find_adapter(sharded)(sharded)  # type: ignore[misc]
+    hidden = sharded.model(inputs["input_ids"][:1]).last_hidden_state[0]
+    all_columns, own = adapter.logits(hidden), adapter.shard_logits(hidden)
+    head = sharded.lm_head
+    mine = all_columns[:, head.first : head.first + head.num_real]
+
+    expected = whole.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    hf_paged.enable(sharded, num_blocks=64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        tokens = sharded.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    hf_paged.disable(sharded)
+    return {
+        "error": float((ours - stock).abs().max() / stock.abs().max()),
+        "same_tokens": torch.equal(tokens, expected),
+        "new_tokens": tokens.shape[1] - inputs["input_ids"].shape[1],
+        "own_columns": torch.equal(own[:, : head.num_real], mine) and own.shape[1] == len(head.weight),
+        "logits_shape": tuple(all_columns.shape),
+        "vocab_size": adapter.vocab_size,
+        "group": (adapter.group.rank, adapter.group.size),
+        "kv_heads": adapter.kv_spec().num_kv_heads,
+    }

@@ -1,0 +1,44 @@
+"""A model over several processes: stock's forward on its sharded layers, and `enable` with the adapters on top."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family_models import family_model
+from rank_checks import NEW_TOKENS
+from ranks import run_ranks
+
+# Vocabularies that no size divides, one larger than the sampler's groups; a tied head; fewer KV heads than ranks.
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3-moe-mixed", {}),
+    ("qwen3-moe", {"vocab_size": 5000}),
+    ("llama-3", {"vocab_size": 250}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("mistral", {"num_key_value_heads": 4}),
+]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_forward_and_generate_give_what_one_process_gives(size: int, tmp_path: Path) -> None:
+    cases = []
+    for i, (variant, overrides) in enumerate(CASES):
+        family_model(variant, **overrides).save_pretrained(tmp_path / str(i))
+        cases.append((variant, overrides, str(tmp_path / str(i))))
+    results = run_ranks("rank_checks:compare_with_stock", size, cases)
+    assert len(results) == size
+    for rank, found in enumerate(results):
+        for (variant, overrides, _), one in zip(cases, found, strict=True):
+            vocab_size = overrides.get("vocab_size", 256)
+            kv_heads = max(1, overrides.get("num_key_value_heads", 2) // size)
+            assert one.pop("error") < 1e-5, variant
+            assert one == {
+                "same_tokens": True, "new_tokens": NEW_TOKENS, "own_columns": True, "logits_shape": (30, vocab_size),
+                "vocab_size": vocab_size, "group": (rank, size), "kv_heads": kv_heads,
+            }, variant  # fmt: skip
+
+
+def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1 ended with 1:(.|\n)*ValueError: on purpose"):
+        run_ranks("rank_checks:fails_on_rank_1", 2)
