@@ -1,0 +1,157 @@
+"""Memory that the GPUs of one host read and write in each other, for the all-reduce of `kernels/all_reduce.py`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_paged.integration.parallel.group import ENVIRONMENT
+from hf_paged.kernels._peers import MAX_PROGRAMS, MAX_RANKS, SIGNAL_BYTES, Peers, buffer_bytes
+from hf_paged.kernels._triton import triton
+
+# 512 rows of 8192 half-precision columns.
+CAPACITY = 8 << 20
+
+
+class PeersUnavailable(RuntimeError):
+    """The GPUs cannot read each other's memory, or not all of them: the message says why. NCCL is the way."""
+
+
+class PeerBuffers:
+    """One symmetric allocation per rank, mapped by all; made by :func:`open_peers`.
+
+    Attributes:
+        peers: what the kernels take.
+    """
+
+    def __init__(self, peers: Peers, memory: torch.Tensor, handle: Any) -> None:
+        self.peers = peers
+        self._keep = memory, handle
+
+    def abort(self) -> None:
+        """End this rank's waits for its peers, now and from now on; may be called from any thread.
+
+        Every all-reduce that was not complete returns garbage: raise an error, and do not use these buffers again.
+        """
+        self.peers.abort.fill_(1)
+
+    @property
+    def aborted(self) -> bool:
+        return bool(self.peers.abort)
+
+
+def open_peers(
+    devices: dist.ProcessGroup, hosts: dist.ProcessGroup, device: torch.device, capacity: int = CAPACITY
+) -> PeerBuffers:
+    """Allocate and exchange the buffers; all ranks call it together, and all succeed or all fail.
+
+    Args:
+        devices: the ranks' NCCL group; its store carries the exchange of the memory handles.
+        hosts: a gloo group of the same ranks in the same order.
+        device: this rank's GPU.
+        capacity: bytes of the largest input of an all-reduce; three times as much is allocated.
+
+    Raises:
+        ValueError: a capacity that is no positive multiple of 16.
+        PeersUnavailable: on every rank, with the first rank's reason.
+    """
+    if capacity <= 0 or capacity % 16:
+        raise ValueError(f"capacity must be a positive multiple of 16, got {capacity}")
+    rank, size = dist.get_rank(hosts), dist.get_world_size(hosts)
+    _agree(_obstacle(device, size), hosts)
+    hosts_and_devices: list[Any] = [None] * size
+    dist.all_gather_object(hosts_and_devices, (socket.gethostname(), _uuid(device)), group=hosts)
+    _agree(_obstacle_between(hosts_and_devices), hosts)
+    memory = None
+    try:
+        import torch.distributed._symmetric_memory as symmetric
+
+        # In torch 2.11 and later the memory may come from a pool: offsets are in get_buffer, not in buffer_ptrs.
+        memory = symmetric.empty(buffer_bytes(capacity), dtype=torch.uint8, device=device)
+        memory.zero_()
+        torch.cuda.synchronize(device)
+        problem = None
+    except Exception as error:
+        problem = f"no symmetric memory: {error}"
+    _agree(problem, hosts)
+    try:
+        # Signals are zero on all ranks before any of them can be told of another's memory.
+        handle = symmetric.rendezvous(memory, devices)
+        buffers = tuple(handle.get_buffer(r, (buffer_bytes(capacity),), torch.uint8) for r in range(size))
+        problem = _mismatch(memory, handle, buffers, rank)
+    except Exception:
+        problem = f"no exchange of symmetric memory: {traceback.format_exc(limit=1)}"
+    _agree(problem, hosts)
+    assert memory is not None
+    # A buffer that is not the one it should be is found here and not in a model's output.
+    memory[SIGNAL_BYTES] = rank + 1
+    torch.cuda.synchronize(device)
+    dist.barrier(group=hosts)
+    stamps = [int(buffer[SIGNAL_BYTES]) for buffer in buffers]
+    expected = list(range(1, size + 1))
+    _agree(None if stamps == expected else f"peers' memory reads {stamps}, expected {expected}", hosts)
+    peers = Peers(
+        buffers=buffers,
+        epochs=torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device),
+        abort=torch.zeros(1, dtype=torch.int64, pin_memory=True),
+        rank=rank,
+        capacity=capacity,
+    )
+    torch.cuda.synchronize(device)
+    return PeerBuffers(peers, memory, handle)
+
+
+def _agree(problem: str | None, hosts: dist.ProcessGroup) -> None:
+    """Raise on every rank where any of them has a problem."""
+    problems: list[Any] = [None] * dist.get_world_size(hosts)
+    dist.all_gather_object(problems, problem, group=hosts)
+    for rank, reason in enumerate(problems):
+        if reason is not None:
+            raise PeersUnavailable(f"rank {rank}: {reason}")
+
+
+def _obstacle(device: torch.device, size: int) -> str | None:
+    if device.type != "cuda" or torch.version.hip:
+        return f"expected an NVIDIA GPU, got {device}"
+    if triton is None:
+        return "triton is not installed"
+    if not 2 <= size <= MAX_RANKS:
+        return f"expected 2 to {MAX_RANKS} ranks, got {size}"
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return f"expected compute capability 9.0 or later, got {torch.cuda.get_device_capability(device)}"
+    # The exchange itself would create a multicast object otherwise.
+    if os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != ENVIRONMENT["TORCH_SYMM_MEM_DISABLE_MULTICAST"]:
+        return "TORCH_SYMM_MEM_DISABLE_MULTICAST is not 1"
+    others = [d for d in range(torch.cuda.device_count()) if d != device.index]
+    if not all(torch.cuda.can_device_access_peer(device, d) for d in others):
+        return f"{device} cannot reach the memory of all of {others}"
+    return None
+
+
+def _obstacle_between(hosts_and_devices: list[tuple[str, str]]) -> str | None:
+    if len({host for host, _ in hosts_and_devices}) > 1:
+        return f"expected ranks of one host, got {sorted({host for host, _ in hosts_and_devices})}"
+    if len(set(hosts_and_devices)) < len(hosts_and_devices):
+        return "several ranks share a GPU"
+    return None
+
+
+def _mismatch(memory: torch.Tensor | None, handle: Any, buffers: tuple[torch.Tensor, ...], rank: int) -> str | None:
+    if (handle.rank, handle.world_size) != (rank, len(buffers)):
+        return f"the exchange numbers ranks otherwise: {handle.rank} of {handle.world_size}, not {rank}"
+    if memory is None or buffers[rank].data_ptr() != memory.data_ptr():
+        return "the exchange gave another address for this rank's own memory"
+    if any(buffer.data_ptr() % 16 for buffer in buffers):
+        return "peers' memory is not 16-byte aligned"
+    if handle.multicast_ptr:
+        return "the exchange mapped a multicast address"
+    return None
+
+
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)

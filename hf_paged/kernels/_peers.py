@@ -1,0 +1,182 @@
+# mypy: disallow-untyped-defs=False
+"""What kernels on several GPUs share: buffers that peers can read and write, and the signals between their programs.
+
+The protocol. A *call* is one launch on every rank of the same kernel with the same shapes; all ranks make the same
+calls in the same order, each on one stream. Program b of a call only ever waits for the programs b of its peers, so a
+grid needs no more of its programs on the machine at once than the hardware's order of starting them gives.
+
+* Epochs. Every program of a call knows the call's number: `epochs` holds one counter per possible program, and the
+  programs of a grid of G step the counters b, b + G, b + 2G, ... together, so that all counters are equal between
+  calls whatever the grids were. They live on the device: a graph may hold any number of calls and be replayed. 64
+  bits, since a slot that is rarely used must never look as if it were ahead.
+* Signals. Program b tells a peer that it is ready by storing the epoch into its own slot of the peer's buffer, and
+  waits until the peer's slot in its own buffer holds at least that epoch. Nothing is ever reset.
+* Reuse of buffers. A rank writes its input for call k into stage k % 2 before it signals. Stage k % 2 was last read by
+  peers in call k - 2. That this rank is in call k means that its call k - 1 has ended, in which it waited for every
+  peer to enter k - 1; a peer enters k - 1 when its own call k - 2 has ended. So nobody reads what is overwritten.
+  `gathered` needs no second copy: a rank writes into a peer's only after the peer's signal of the same call, at
+  which the peer's previous call, the last that read it, has ended.
+* All of this rests on one call ending before the next begins: a kernel waits for its predecessor on the stream
+  (`after_previous_kernel`) before it reads its epoch, signals or stores.
+* A peer that never comes: whoever waits looks at `abort` every 1024 polls and gives up when it is not zero. What the
+  call returns then is garbage, and so is every later call: the host that set it has to say so.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hf_paged.kernels._triton import jit, tl
+
+# Programs of a grid at most: fewer than the 132 multiprocessors of an H100, and a power of two for tl.arange.
+MAX_PROGRAMS = 128
+MAX_RANKS = 8
+# One slot of 8 bytes for each of two waits in a call, each program, each rank.
+SIGNAL_BYTES = 2 * MAX_PROGRAMS * MAX_RANKS * 8
+
+
+class Peers(NamedTuple):
+    """What one rank needs to exchange data with the others.
+
+    Attributes:
+        buffers: by rank, ``[buffer_bytes(capacity)]`` uint8 each: this rank's own memory and the others' as mapped
+            into this process, 16-byte aligned. The first `SIGNAL_BYTES` have to be zero on all ranks before any call.
+        epochs: ``[MAX_PROGRAMS]`` int64 zeros on this rank's device.
+        abort: ``[1]`` int64 zero, in pinned host memory: set it to end waits for peers that will not come.
+        rank: this rank's place among `buffers`.
+        capacity: bytes of the largest input, a multiple of 16.
+    """
+
+    buffers: tuple[torch.Tensor, ...]
+    epochs: torch.Tensor
+    abort: torch.Tensor
+    rank: int
+    capacity: int
+
+    @property
+    def size(self) -> int:
+        return len(self.buffers)
+
+
+def buffer_bytes(capacity: int) -> int:
+    """Bytes of one rank's buffer: signals, two stages, and what two-shot calls gather."""
+    return SIGNAL_BYTES + 3 * capacity
+
+
+@jit()
+def begin_call(epochs):  # type: ignore[no-untyped-def]
+    """The number of this call; the counters are stepped by `end_call`."""
+    return tl.load(epochs + tl.program_id(0)) + 1
+
+
+@jit()
+def end_call(epochs, epoch, MAX_PROGRAMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Step this program's counters; every warp has to have passed a wait since `begin_call`."""
+    counter = tl.arange(0, MAX_PROGRAMS)
+    tl.store(epochs + counter, tl.zeros_like(counter) + epoch, mask=counter % tl.num_programs(0) == tl.program_id(0))
+
+
+@jit()
+def wait_for_peers(  # type: ignore[no-untyped-def]
+    buffers, abort, rank, epoch, WAIT: tl.constexpr, SIZE: tl.constexpr, MAX_PROGRAMS: tl.constexpr
+):
+    """What this program stored before is seen by its peers' programs after they wait, and the other way round."""
+    lane = tl.arange(0, 32)
+    own = buffers[0].to(tl.int64)
+    peer = own
+    for other in tl.static_range(1, SIZE):
+        address = buffers[other].to(tl.int64)
+        peer = tl.where(lane == other, address, peer)
+        own = tl.where(rank == other, address, own)
+    slots = ((WAIT * MAX_PROGRAMS + tl.program_id(0)) * SIZE * 8).to(tl.int64)
+    # A lane of the first warp for each peer. bar.sync makes the stores of all threads part of the lane's release, and
+    # its acquire part of what all threads see.
+    tl.debug_barrier()
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .u32 t; .reg .u64 v;
+        mov.u32 t, %tid.x;
+        setp.ge.u32 p, t, $5;
+        @p bra MET;
+        st.release.sys.global.u64 [$1], $3;
+        mov.u32 t, 0;
+        POLL:
+        ld.acquire.sys.global.u64 v, [$2];
+        setp.ge.u64 p, v, $3;
+        @p bra MET;
+        add.u32 t, t, 1;
+        and.b32 t, t, 1023;
+        setp.ne.u32 p, t, 0;
+        @p bra POLL;
+        ld.relaxed.sys.global.u64 v, [$4];
+        setp.eq.u64 p, v, 0;
+        @p bra POLL;
+        MET:
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,l,l,l,r",
+        [peer + slots + rank * 8, own + slots + lane * 8, epoch, abort.to(tl.int64), SIZE],
+        tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.debug_barrier()
+
+
+@jit()
+def region(buffer, offset, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A buffer from `offset` bytes on, as values of `dtype`."""
+    return tl.multiple_of((buffer + offset).to(tl.pointer_type(dtype)), 16)
+
+
+@jit()
+def copy_flat(source, target, begin, end, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``target[begin:end] = source[begin:end]``"""
+    for start in range(begin, end, TILE):
+        index = start + tl.arange(0, TILE)
+        tl.store(target + index, tl.load(source + index, mask=index < end), mask=index < end)
+
+
+@jit()
+def sum_over_ranks(  # type: ignore[no-untyped-def]
+    buffers, stage, index, inside, dtype: tl.constexpr, SIZE: tl.constexpr, COMPILED: tl.constexpr
+):
+    """Every rank's values at `index` of its stage, added in rank order in float32, rounded once."""
+    parts = ()
+    for other in tl.static_range(SIZE):
+        parts = parts + (tl.load(region(buffers[other], stage, dtype) + index, mask=inside, other=0.0),)
+    total = parts[0].to(tl.float32)
+    if COMPILED and SIZE > 2:
+        # A factor of one that is only known behind a barrier: without it ptxas issues a few loads, waits for them,
+        # adds, issues more, and pays the time over the links two or three times.
+        total *= tl.inline_asm_elementwise(
+            """{
+            .reg .pred p; .reg .u32 t;
+            mov.u32 t, %ntid.y;
+            setp.eq.u32 p, t, 0;
+            bar.red.or.pred p, 0, p;
+            selp.f32 $0, 0f00000000, 0f3F800000, p;
+            }""",
+            "=f,r", [SIZE], tl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+    for other in tl.static_range(1, SIZE):
+        total += parts[other].to(tl.float32)
+    return total.to(dtype)
+
+
+@jit()
+def sum_and_push(  # type: ignore[no-untyped-def]
+    buffers, stage, gathered, rank, begin, end, dtype: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+    COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Sum this rank's part of ``[begin, end)`` and store it into everybody's `gathered`."""
+    # Whole 16-byte vectors to everyone.
+    part = tl.cdiv(tl.cdiv(end - begin, SIZE), 16) * 16
+    begin = begin + rank * part
+    end = tl.minimum(begin + part, end)
+    for start in range(begin, end, TILE):
+        index = tl.multiple_of(start, 16) + tl.arange(0, TILE)
+        inside = index < end
+        total = sum_over_ranks(buffers, stage, index, inside, dtype, SIZE, COMPILED)
+        for other in tl.static_range(SIZE):
+            tl.store(region(buffers[other], gathered, dtype) + index, total, mask=inside)

@@ -1,0 +1,260 @@
+# mypy: disallow-untyped-defs=False
+"""The sum over the GPUs of one host, alone or with residual add and RMSNorm, by loads and stores of peers' memory.
+
+One-shot: every rank reads everybody's input and sums all of it: one exchange of signals, (N - 1) inputs over the
+links. Two-shot: every rank sums one N-th and stores the result into everybody's memory: two exchanges, 2 (N - 1) / N
+inputs over the links. Both are bitwise equal to `all_reduce_reference` and so on all ranks. See `_peers.py` for how
+ranks wait for each other. Nothing here uses multicast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_paged.kernels._peers import (
+    MAX_PROGRAMS,
+    SIGNAL_BYTES,
+    Peers,
+    begin_call,
+    copy_flat,
+    end_call,
+    region,
+    sum_and_push,
+    sum_over_ranks,
+    wait_for_peers,
+)
+from hf_paged.kernels._triton import (
+    after_previous_kernel,
+    jit,
+    on_device_of,
+    pdl_options,
+    prefetch_vector,
+    require_triton,
+    tl,
+    triton,
+)
+from hf_paged.kernels.add_rms_norm import add_rms_norm_reference
+
+# Bytes of an input up to which one shot is taken, by number of ranks, and beyond which (up to PEER_BYTES) two.
+# Estimates from 370 GB/s a direction and 3 us for the second exchange: TO BE MEASURED by benchmarks/all_reduce_speed.py.
+ONE_SHOT_BYTES = {2: 8 << 20, 3: 2 << 20, 4: 768 << 10, 5: 512 << 10, 6: 384 << 10, 7: 320 << 10, 8: 256 << 10}
+# Bytes of an input beyond which NCCL is the faster one, by number of ranks. TO BE MEASURED likewise.
+PEER_BYTES = dict.fromkeys(range(2, 9), 8 << 20)
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def shots(size: int, num_bytes: int) -> int:
+    """How to all-reduce `num_bytes` over `size` ranks: 1 or 2 shots of :func:`all_reduce`, or 0: NCCL is faster."""
+    if num_bytes > PEER_BYTES.get(size, 0):
+        return 0
+    return 1 if num_bytes <= ONE_SHOT_BYTES[size] else 2
+
+
+def all_reduce_reference(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of the ranks' equally shaped tensors: added in rank order in float32, rounded once to their dtype."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def all_reduce_add_rms_norm_reference(
+    parts: Sequence[torch.Tensor], residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` of :func:`all_reduce_reference` and residual, as (normed, summed)."""
+    return add_rms_norm_reference(all_reduce_reference(parts), residual, weight, eps)
+
+
+def all_reduce(x: torch.Tensor, peers: Peers, num_shots: int | None = None) -> torch.Tensor:
+    """The sum over ranks of `x`, as a new tensor; all ranks call it with the same shape, on one stream each.
+
+    Args:
+        x: contiguous, 16-byte aligned, bfloat16, float16 or float32, at most ``peers.capacity`` bytes.
+        peers: this rank's view of the others.
+        num_shots: 1 or 2; None: what :func:`shots` says (1 where that prefers NCCL and there are two ranks, else 2).
+
+    Raises:
+        ValueError: an x that is not as above, or another number of shots.
+    """
+    num_shots = _check(x, peers, num_shots)
+    require_triton()
+    out = torch.empty_like(x)
+    numel = x.numel()
+    if numel == 0:
+        return out
+    # Two 16-byte vectors a thread and rank in flight for long inputs, one and more programs for short ones.
+    vector = 16 // x.element_size()
+    tile = min(max(triton.next_power_of_2(triton.cdiv(numel, MAX_PROGRAMS)), 512 * vector), 1024 * vector)
+    num_programs = min(MAX_PROGRAMS, triton.cdiv(numel, tile))
+    with on_device_of(x):
+        _all_reduce_kernel[(num_programs,)](
+            x, out, peers.buffers, peers.epochs, peers.abort, peers.rank, numel,
+            triton.cdiv(triton.cdiv(numel, num_programs), 64) * 64,
+            SIZE=peers.size, SHOTS=num_shots, TILE=tile, DATA=SIGNAL_BYTES, CAPACITY=peers.capacity,
+            MAX_PROGRAMS=MAX_PROGRAMS, COMPILED=x.is_cuda, num_warps=16, enable_fp_fusion=False, **pdl_options(x),
+        )  # fmt: skip
+    return out
+
+
+def all_reduce_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    peers: Peers,
+    num_shots: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``summed = residual + all_reduce(x)`` and ``normed = RMSNorm(summed)``, as (normed, summed), in one launch.
+
+    Bitwise what `add_rms_norm` gives for :func:`all_reduce`'s result.
+
+    Args:
+        x: ``[T, H]`` as for :func:`all_reduce`; rows of whole 16-byte vectors.
+        residual: ``[T, H]`` of x's dtype, rows may be strided; None: nothing is added. The same on all ranks.
+        weight: ``[H]``, x's dtype, contiguous.
+        eps: added to the mean square.
+        peers, num_shots: as for :func:`all_reduce`.
+
+    Raises:
+        ValueError: tensors that are not as above.
+    """
+    num_shots = _check(x, peers, num_shots)
+    _check_norm(x, residual, weight)
+    require_triton()
+    num_rows, width = x.shape
+    normed, summed = torch.empty_like(x), torch.empty_like(x)
+    if num_rows == 0:
+        return normed, summed
+    width_pad = triton.next_power_of_2(width)
+    # As in add_rms_norm: the order in which a row's squares are added depends on it.
+    num_warps = max(1, min(16, width_pad // 256))
+    rows = triton.cdiv(num_rows, MAX_PROGRAMS)
+    with on_device_of(x):
+        _all_reduce_add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+            x, x if residual is None else residual, weight, normed, summed, peers.buffers, peers.epochs, peers.abort,
+            peers.rank, num_rows, rows, 0 if residual is None else residual.stride(0), eps,
+            HAS_RESIDUAL=residual is not None, WIDTH=width, WIDTH_PAD=width_pad, SIZE=peers.size, SHOTS=num_shots,
+            TILE=num_warps * 32 * 16 // x.element_size(), DATA=SIGNAL_BYTES, CAPACITY=peers.capacity,
+            MAX_PROGRAMS=MAX_PROGRAMS, COMPILED=x.is_cuda, num_warps=num_warps, enable_fp_fusion=False, **pdl_options(x),
+        )  # fmt: skip
+    return normed, summed
+
+
+@jit(varying_ints=("rank",))
+def _all_reduce_kernel(
+    x, out, buffers, epochs, abort, rank, numel, share,
+    SIZE: tl.constexpr, SHOTS: tl.constexpr, TILE: tl.constexpr, DATA: tl.constexpr, CAPACITY: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    after_previous_kernel(PDL)
+    dtype: tl.constexpr = x.dtype.element_ty
+    epoch = begin_call(epochs)
+    stage = DATA + (epoch % 2) * CAPACITY
+    gathered: tl.constexpr = DATA + 2 * CAPACITY
+    begin = tl.program_id(0) * share
+    end = tl.minimum(begin + share, numel)
+    own = _own_buffer(buffers, rank, SIZE)
+    copy_flat(x, region(own, stage, dtype), begin, end, TILE)
+    if COMPILED:
+        wait_for_peers(buffers, abort, rank, epoch, 0, SIZE, MAX_PROGRAMS)
+    if SHOTS == 2:
+        sum_and_push(buffers, stage, gathered, rank, begin, end, dtype, SIZE, TILE, COMPILED)
+        if COMPILED:
+            wait_for_peers(buffers, abort, rank, epoch, 1, SIZE, MAX_PROGRAMS)
+        copy_flat(region(own, gathered, dtype), out, begin, end, TILE)
+    else:
+        for start in range(begin, end, TILE):
+            index = start + tl.arange(0, TILE)
+            total = sum_over_ranks(buffers, stage, index, index < end, dtype, SIZE, COMPILED)
+            tl.store(out + index, total, mask=index < end)
+    end_call(epochs, epoch, MAX_PROGRAMS)
+
+
+@jit(varying_ints=("rank", "num_rows", "rows"))
+def _all_reduce_add_rms_norm_kernel(
+    x, residual, weight, normed, summed, buffers, epochs, abort, rank, num_rows, rows, residual_stride, eps,
+    HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, SIZE: tl.constexpr, SHOTS: tl.constexpr,
+    TILE: tl.constexpr, DATA: tl.constexpr, CAPACITY: tl.constexpr, MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        prefetch_vector(weight, WIDTH * weight.dtype.element_ty.primitive_bitwidth // 8)
+    after_previous_kernel(PDL)
+    dtype: tl.constexpr = x.dtype.element_ty
+    epoch = begin_call(epochs)
+    stage = DATA + (epoch % 2) * CAPACITY
+    gathered: tl.constexpr = DATA + 2 * CAPACITY
+    first = tl.program_id(0) * rows
+    last = tl.minimum(first + rows, num_rows)
+    own = _own_buffer(buffers, rank, SIZE)
+    copy_flat(x, region(own, stage, dtype), first * WIDTH, last * WIDTH, TILE)
+    column = tl.arange(0, WIDTH_PAD)
+    inside = column < WIDTH
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if COMPILED:
+        wait_for_peers(buffers, abort, rank, epoch, 0, SIZE, MAX_PROGRAMS)
+    if SHOTS == 2:
+        sum_and_push(buffers, stage, gathered, rank, first * WIDTH, last * WIDTH, dtype, SIZE, TILE, COMPILED)
+        if COMPILED:
+            wait_for_peers(buffers, abort, rank, epoch, 1, SIZE, MAX_PROGRAMS)
+    residual += first.to(tl.int64) * residual_stride
+    for row in range(first, last):
+        index = row * WIDTH + column
+        if HAS_RESIDUAL:
+            before = tl.load(residual + column, mask=inside, other=0.0).to(tl.float32)
+            residual += residual_stride
+        if SHOTS == 2:
+            rounded = tl.load(region(own, gathered, dtype) + index, mask=inside, other=0.0)
+        else:
+            rounded = sum_over_ranks(buffers, stage, index, inside, dtype, SIZE, COMPILED)
+        # From here on as _add_rms_norm_kernel.
+        hidden = rounded.to(tl.float32)
+        if HAS_RESIDUAL:
+            hidden += before
+            rounded = hidden.to(dtype)
+            hidden = rounded.to(tl.float32)
+        tl.store(summed + index, rounded, mask=inside)
+        variance = tl.sum(hidden * hidden, 0) * (1.0 / WIDTH)
+        hidden = (hidden * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
+        tl.store(normed + index, (scale * hidden).to(dtype), mask=inside)
+    end_call(epochs, epoch, MAX_PROGRAMS)
+
+
+@jit()
+def _own_buffer(buffers, rank, SIZE: tl.constexpr):
+    own = buffers[0]
+    for other in tl.static_range(1, SIZE):
+        own = tl.where(rank == other, buffers[other], own)
+    return own
+
+
+def _check(x: torch.Tensor, peers: Peers, num_shots: int | None) -> int:
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"x must be one of {', '.join(map(str, _DTYPES))}, got {x.dtype}")
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        raise ValueError(f"x must be contiguous and 16-byte aligned, got strides {x.stride()} at {x.data_ptr():#x}")
+    num_bytes = x.numel() * x.element_size()
+    if num_bytes > peers.capacity:
+        raise ValueError(f"x must have at most {peers.capacity} bytes (the peers' capacity), got {num_bytes}")
+    if num_shots is None:
+        return shots(peers.size, num_bytes) or (1 if peers.size == 2 else 2)
+    if num_shots not in (1, 2):
+        raise ValueError(f"num_shots must be 1, 2 or None, got {num_shots}")
+    return num_shots
+
+
+def _check_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
+    if x.dim() != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
+        raise ValueError(f"x must be [T, H] and weight [H], H > 0, got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if x.shape[1] * x.element_size() % 16:
+        raise ValueError(f"x's rows must be whole 16-byte vectors, got {x.shape[1]} columns of {x.dtype}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+    dtypes = {t.dtype for t in (x, residual, weight) if t is not None}
+    if len(dtypes) > 1:
+        raise ValueError(f"x, residual and weight must share a dtype, got {sorted(map(str, dtypes))}")
+    if any(t is not None and t.stride(-1) != 1 for t in (residual, weight)):
+        raise ValueError("the last dim of residual and weight must be contiguous")

@@ -1,0 +1,206 @@
+"""all_reduce: the reference's sum to the bit on every rank, alone and with residual add and RMSNorm.
+
+Without GPUs the kernels run in Triton's interpreter, all ranks in one process and one after the other: nobody waits,
+so every rank runs three times, and the last time finds what the others wrote before. The gpu tests run
+`all_reduce_ranks.py`, a process a rank.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from exactness import assert_equal
+
+from hf_paged.kernels._peers import MAX_PROGRAMS, SIGNAL_BYTES, Peers, buffer_bytes
+from hf_paged.kernels.add_rms_norm import add_rms_norm_reference, add_rms_norm_triton
+from hf_paged.kernels.all_reduce import (
+    ONE_SHOT_BYTES,
+    PEER_BYTES,
+    all_reduce,
+    all_reduce_add_rms_norm,
+    all_reduce_add_rms_norm_reference,
+    all_reduce_reference,
+    shots,
+)
+
+EPS = 1e-6
+POISON = 0x5A
+
+
+def peers_in_one_process(size, capacity, programs=MAX_PROGRAMS):
+    buffers = tuple(torch.full((buffer_bytes(capacity),), POISON, dtype=torch.uint8) for _ in range(size))
+    for buffer in buffers:
+        buffer[:SIGNAL_BYTES] = 0
+    abort = torch.zeros(1, dtype=torch.int64)
+    return [Peers(buffers, torch.zeros(programs, dtype=torch.int64), abort, r, capacity) for r in range(size)]
+
+
+def on_all_ranks(peers, run):
+    """`run(rank, peers)` as one call: once for the inputs, once for the sums, once for the results."""
+    for _ in range(2):
+        for rank, mine in enumerate(peers):
+            before = mine.epochs.clone()
+            run(rank, mine)
+            mine.epochs.copy_(before)
+    return [run(rank, mine) for rank, mine in enumerate(peers)]
+
+
+def make(seed, size, shape, dtype):
+    g = torch.Generator().manual_seed(seed)
+    return [(torch.randn(shape, generator=g) * 10 ** (rank % 3)).to(dtype) for rank in range(size)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_reference_adds_in_rank_order_and_rounds_once(dtype):
+    big, one = torch.finfo(dtype).max / 2, torch.tensor([1.0], dtype=dtype)
+    parts = [one * big, one * 3, one * -big]
+    in_float = torch.tensor([0.0])
+    for part in parts:
+        in_float += part.float()
+    assert_equal(all_reduce_reference(parts), in_float.to(dtype))
+    # 1 + 3/4 ulp + 3/4 ulp: rounding after each addition would give 1 + 2 ulp.
+    ulp = torch.finfo(dtype).eps
+    if dtype != torch.float32:
+        assert_equal(all_reduce_reference([one, one * 0.75 * ulp, one * 0.7 * ulp]), one + ulp)
+
+
+def test_the_fused_reference_rounds_the_sum_before_the_residual():
+    """What the two ops give one after the other, which is not what one rounding of everything would give."""
+    parts, (residual,) = make(1, 4, (3, 64), torch.bfloat16), make(2, 1, (3, 64), torch.bfloat16)
+    weight = torch.ones(64, dtype=torch.bfloat16)
+    normed, summed = all_reduce_add_rms_norm_reference(parts, residual, weight, EPS)
+    expected = add_rms_norm_reference(all_reduce_reference(parts), residual, weight, EPS)
+    assert_equal(normed, expected[0])
+    assert_equal(summed, expected[1])
+    at_once = (sum(p.float() for p in parts) + residual.float()).bfloat16()
+    assert not torch.equal(summed, at_once)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("num_shots", [1, 2])
+@pytest.mark.parametrize(("size", "shape", "dtype", "programs"), [
+    (2, (1, 40), torch.float16, 128), (3, (17, 1111), torch.float16, 2), (4, (3, 1000), torch.float32, 128),
+    (8, (1, 1111), torch.float16, 128),
+])  # fmt: skip
+def test_interpreted_sum(size, shape, dtype, programs, num_shots, monkeypatch):
+    """Several calls over the same buffers, of shapes with more and fewer programs; buffers start as garbage."""
+    monkeypatch.setattr("hf_paged.kernels.all_reduce.MAX_PROGRAMS", programs)
+    peers = peers_in_one_process(size, 1 << 16, programs)
+    for seed, rows in enumerate([shape, (2, 8), shape]):
+        parts = make(seed, size, rows, dtype)
+        results = on_all_ranks(peers, lambda rank, mine, parts=parts: all_reduce(parts[rank], mine, num_shots))
+        for result in results:
+            assert_equal(result, all_reduce_reference(parts))
+    for mine in peers:
+        assert mine.epochs.tolist() == [3] * programs
+    for buffer in peers[0].buffers:
+        assert not buffer[:SIGNAL_BYTES].any()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("num_shots", [1, 2])
+@pytest.mark.parametrize(("size", "rows", "width", "dtype", "with_residual"), [
+    (2, 1, 64, torch.float16, True), (3, 5, 72, torch.float16, True), (4, 5, 1000, torch.float32, False),
+    (8, 3, 64, torch.float32, True),
+])  # fmt: skip
+def test_interpreted_sum_and_norm(size, rows, width, dtype, with_residual, num_shots, monkeypatch):
+    """More rows than programs too; the norm is add_rms_norm's to the bit."""
+    monkeypatch.setattr("hf_paged.kernels.all_reduce.MAX_PROGRAMS", 2)
+    peers = peers_in_one_process(size, 1 << 16, 2)
+    parts, (wide,) = make(3, size, (rows, width), dtype), make(4, 1, (rows, width + 16), dtype)
+    residual = wide[:, 8:-8] if with_residual else None
+    weight = make(5, 1, (width,), dtype)[0]
+    results = on_all_ranks(
+        peers, lambda rank, mine: all_reduce_add_rms_norm(parts[rank], residual, weight, EPS, mine, num_shots)
+    )
+    expected = add_rms_norm_triton(all_reduce_reference(parts), residual, weight, EPS)
+    for normed, summed in results:
+        assert_equal(normed, expected[0])
+        assert_equal(summed, expected[1])
+
+
+@pytest.mark.interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities
+@pytest.mark.parametrize("num_shots", [1, 2])
+def test_interpreted_values_at_the_edges(num_shots):
+    """NaN, infinities of both signs, overflow of the sum, sums that cancel, negative zeros."""
+    parts = make(6, 3, (2, 48), torch.float16)
+    parts[0][0, 3], parts[1][0, 5], parts[2][0, 5] = torch.nan, torch.inf, -torch.inf
+    parts[1][1, 7] = -torch.inf
+    parts[0][1, 9] = parts[1][1, 9] = torch.finfo(torch.float16).max
+    for part in parts:
+        part[1, 11] = -0.0
+    expected = all_reduce_reference(parts)
+    results = on_all_ranks(
+        peers_in_one_process(3, 4096), lambda rank, mine: all_reduce(parts[rank], mine, num_shots)
+    )
+    for result in results:
+        assert_equal(result, expected)
+        assert_equal(result.signbit(), expected.signbit())
+
+
+@pytest.mark.interpreted
+def test_no_rows_are_no_call():
+    (mine, _) = peers_in_one_process(2, 4096)
+    empty, weight = torch.empty(0, 64), torch.ones(64)
+    assert all_reduce(empty, mine).shape == (0, 64)
+    normed, summed = all_reduce_add_rms_norm(empty, None, weight, EPS, mine)
+    assert normed.shape == summed.shape == (0, 64)
+    assert not mine.epochs.any()
+
+
+def test_shots_by_size():
+    for size in range(2, 9):
+        assert shots(size, 1) == 1
+        assert shots(size, ONE_SHOT_BYTES[size]) == 1
+        assert shots(size, PEER_BYTES[size]) == (1 if size == 2 else 2)
+        assert shots(size, PEER_BYTES[size] + 1) == 0
+    assert shots(16, 1) == 0
+
+
+def test_bad_arguments():
+    (mine, _) = peers_in_one_process(2, 4096)
+    x, weight = torch.zeros(4, 64), torch.ones(64)
+    for arguments, message in [
+        ((x.double(), mine), "float64"),
+        ((x.t(), mine), "contiguous"),
+        ((torch.zeros(257)[1:], mine), "aligned"),
+        ((torch.zeros(1025), mine), "4096 bytes"),
+        ((x, mine, 3), "num_shots"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            all_reduce(*arguments)
+    for arguments, message in [
+        ((x, x, weight[1:]), "weight"),
+        ((x, x[1:], weight), "shape"),
+        ((x, x.half(), weight), "dtype"),
+        ((x, x.t().contiguous().t(), weight), "contiguous"),
+        ((torch.zeros(4, 62), None, torch.ones(62)), "16-byte"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            all_reduce_add_rms_norm(*arguments, EPS, mine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_gpu_ranks(size, tmp_path):
+    """Exact results, races, graphs, edges and giving up, by `all_reduce_ranks.py` on each of `size` GPUs."""
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    script = Path(__file__).with_name("all_reduce_ranks.py")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(script), str(size), str(tmp_path / "store")]
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(size)]
+    ranks = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("w") as out:
+                ranks.append(subprocess.Popen([*command, str(rank)], stdout=out, stderr=out, env=environment))
+        codes = [process.wait(timeout=300) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert not any(codes), "\n".join(f"--- rank {r}\n{log.read_text()[-3000:]}" for r, log in enumerate(logs))
