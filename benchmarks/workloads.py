@@ -111,6 +111,8 @@ QWEN3_SHAPES: dict[str, dict] = {
            "tie_word_embeddings": True},
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
            "tie_word_embeddings": False},
+    "32B": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+            "tie_word_embeddings": False},
     # Published by nobody: shows on a CPU that a benchmark runs.
     "tiny": {"vocab_size": 10016, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
              "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},

@@ -1,0 +1,54 @@
+"""On two GPUs: tokens of the trained model in bf16, and of random ones in fp32, as on one; steps in CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import lookup_chat, lookup_facts, random_prompts, tiny_model
+
+from hf_paged import PagedGenerator
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+VOCAB = 5000
+PROMPTS = random_prompts([5, 17, 40, 33, 9, 21, 1, 60, 16, 48] * 3, vocab_size=VOCAB)
+SAMPLED = {"do_sample": True, "temperature": 1.2}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny_model(vocab_size=VOCAB, head_dim=64, hidden_size=128, intermediate_size=128).save_pretrained(folder)
+    return str(folder)
+
+
+def ids(completions):
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.mark.parametrize("paged", [
+    {}, {"enforce_eager": True}, {"overlap": False}, {"num_blocks": 30, "max_num_batched_tokens": 256},
+])  # fmt: skip
+def test_random_models_in_fp32_give_the_tokens_of_one_gpu(checkpoint, paged):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    calls = [{}, SAMPLED, {**SAMPLED, "top_k": 30, "top_p": 0.9}, {"repetition_penalty": 1.3}, {**SAMPLED, "min_p": 0.05}]
+    with PagedGenerator.from_pretrained(checkpoint, **paged) as alone:
+        expected = [ids(alone.generate(PROMPTS, max_new_tokens=40, seed=1, **options)) for options in calls]
+    with PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2, **paged) as sharded:
+        for options, tokens in zip(calls, expected, strict=True):
+            made = ids(sharded.generate(PROMPTS, max_new_tokens=40, seed=1, **options))
+            # Sums over ranks round otherwise: a draw that was near a tie may fall on the other side.
+            assert sum(a == b for a, b in zip(made, tokens, strict=True)) >= len(PROMPTS) - (2 if options else 0)
+        stats = sharded.engine.stats()
+        assert stats.num_free_blocks == stats.num_blocks - 1
+        assert (stats.num_graphs_captured > 0) == (not paged.get("enforce_eager", False))
+
+
+def test_the_trained_model_in_bf16_gives_the_answers(trained_path, trained_tokenizer):
+    tables = [lookup_facts(count, seed=count) for count in (3, 20, 45, 90)]
+    questions = [(table, name) for table in tables for name in list(table)[:: max(1, len(table) // 4)]]
+    chats = [lookup_chat(*question) for question in questions]
+    with PagedGenerator.from_pretrained(trained_path, dtype=torch.bfloat16, tensor_parallel_size=2,
+                                        tokenizer=trained_tokenizer) as generator:  # fmt: skip
+        for _ in range(2):
+            made = generator.generate(chats, max_new_tokens=24)
+            assert [c.text for c in made] == [f"{name}: {table[name]}" for table, name in questions]

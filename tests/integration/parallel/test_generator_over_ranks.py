@@ -1,0 +1,249 @@
+"""`PagedGenerator.from_pretrained(tensor_parallel_size=n)` on CPUs: token for token what one process gives, whatever
+comes in between. One set of processes per size serves all tests here; its pool is small, so that preemption is usual.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from support import random_prompts, tiny_model
+from transformers import GenerationConfig
+
+from hf_paged import FallbackError, PagedGenerator
+
+VOCAB = 5000  # the last of four ranks has padding
+SHAPE = {"vocab_size": VOCAB, "num_key_value_heads": 2, "num_attention_heads": 4}  # a KV head is on two of four ranks
+PAGED = {"max_num_seqs": 6, "num_blocks": 14, "max_num_batched_tokens": 40, "seed": 7}
+PROMPTS = random_prompts([5, 17, 40, 33, 9, 21, 1, 60, 16, 48], vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny_model(**SHAPE).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    with PagedGenerator.from_pretrained(checkpoint, **PAGED) as generator:
+        yield generator
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def sharded(request, checkpoint, trained_tokenizer):
+    with PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=request.param, tokenizer=trained_tokenizer,
+                                        **PAGED) as generator:  # fmt: skip
+        yield generator
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(request):
+    yield
+    if "sharded" in request.fixturenames:
+        engine = request.getfixturevalue("sharded").engine
+        stats = engine.stats()
+        assert stats.num_free_blocks == stats.num_blocks - 1
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+def ids(completions):
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    {"do_sample": True, "temperature": 1.2},
+    {"do_sample": True, "temperature": 1.2, "top_k": 30, "top_p": 0.9},
+    {"do_sample": True, "min_p": 0.05, "num_return_sequences": 3},
+    {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    {"do_sample": True, "typical_p": 0.8, "repetition_penalty": 1.1},
+    {"eos_token_id": list(range(0, VOCAB, 40)), "min_new_tokens": 3, "do_sample": True},
+], ids=str)  # fmt: skip
+def test_tokens_are_those_of_one_process(alone, sharded, options):
+    before = sharded.engine.stats().num_preemptions
+    for _ in range(2):  # the second call hits the first one's prefixes
+        made = sharded.generate(PROMPTS, max_new_tokens=24, seed=3, **options)
+        expected = alone.generate(PROMPTS, max_new_tokens=24, seed=3, **options)
+        assert ids(made) == ids(expected)
+        assert [c.finish_reason for c in made] == [c.finish_reason for c in expected]
+        assert [c.num_cached_tokens for c in made] == [c.num_cached_tokens for c in expected]
+    if "eos_token_id" not in options:
+        assert sharded.engine.stats().num_preemptions > before
+
+
+def test_a_batch_of_unlike_requests(alone, sharded):
+    """Rows with and without filters, edits and log-probabilities in the same steps."""
+    configs = [
+        GenerationConfig(max_new_tokens=10 + i, do_sample=i % 3 > 0, temperature=0.7 + 0.1 * i,
+                         top_k=[None, 5, 0][i % 3], repetition_penalty=1.2 if i % 4 == 3 else None)
+        for i in range(len(PROMPTS))
+    ]  # fmt: skip
+    made = sharded.generate(PROMPTS, configs, seed=11)
+    assert ids(made) == ids(alone.generate(PROMPTS, configs, seed=11))
+    assert [len(tokens) for tokens in ids(made)] == list(range(10, 20))
+
+
+def test_log_probabilities(alone, sharded):
+    asked = {"max_new_tokens": 8, "do_sample": True, "top_k": 50, "seed": 2, "logprobs": True, "prompt_logprobs": True}
+    for made, expected in zip(sharded.generate(PROMPTS, **asked), alone.generate(PROMPTS, **asked), strict=True):
+        assert made.token_ids == expected.token_ids
+        torch.testing.assert_close(torch.tensor(made.logprobs), torch.tensor(expected.logprobs), atol=1e-4, rtol=1e-4)
+        assert made.prompt_logprobs[0] is None
+        torch.testing.assert_close(torch.tensor(made.prompt_logprobs[1:]), torch.tensor(expected.prompt_logprobs[1:]),
+                                   atol=1e-4, rtol=1e-4)  # fmt: skip
+
+
+def test_tensors_as_in_model_generate(alone, sharded):
+    ids_ = torch.tensor([PROMPTS[2][:20], PROMPTS[7][:20]])
+    expected = alone.generate(input_ids=ids_, max_new_tokens=6)
+    assert torch.equal(sharded.generate(input_ids=ids_, max_new_tokens=6), expected)
+
+
+def test_the_seed_of_a_call_without_one_is_rank_0s(checkpoint, sharded):
+    """torch's generators differ between ranks; the tokens do not."""
+    made = sharded.generate(PROMPTS[:3], max_new_tokens=8, do_sample=True)
+    assert ids(made) == ids(sharded.generate(PROMPTS[:3], max_new_tokens=8, do_sample=True, seed=PAGED["seed"]))
+
+
+def test_aborts_in_flight_leave_the_others_alone(alone, sharded):
+    engine = sharded.engine
+    expected = ids(alone.generate(PROMPTS[:6], max_new_tokens=20))
+    for i, prompt in enumerate(PROMPTS[:6]):
+        engine.add_request(prompt, GenerationConfig(max_new_tokens=20), request_id=str(i))
+    engine.abort("5")  # not even begun
+    done = {}
+    for step in range(200):
+        if step == 9:
+            engine.abort("1")
+        for output in engine.step():
+            if output.completion is not None:
+                done[output.request_id] = output.completion
+        if not engine.has_unfinished():
+            break
+    assert {i: c.finish_reason for i, c in done.items()} == dict.fromkeys("0234", "length") | {"1": "abort", "5": "abort"}
+    assert 0 < len(done["1"].token_ids) < 20 and done["5"].token_ids == []
+    for i in (0, 2, 3, 4):
+        assert done[str(i)].token_ids == expected[i]
+    assert done["1"].token_ids == expected[1][: len(done["1"].token_ids)]
+    with pytest.raises(KeyError):
+        engine.abort("1")
+
+
+def test_a_stream_that_is_left_early(alone, sharded):
+    expected = ids(alone.generate(PROMPTS[:3], max_new_tokens=20))
+    stream = sharded.stream(PROMPTS[:3], max_new_tokens=20)
+    seen = [next(stream) for _ in range(7)]
+    stream.close()
+    assert ids(sharded.generate(PROMPTS[:3], max_new_tokens=20)) == expected
+    for index, output in seen:
+        assert output.new_token_ids[0] in expected[index]
+    pieces = {0: [], 1: [], 2: []}
+    for index, output in sharded.stream(PROMPTS[:3], max_new_tokens=20):
+        pieces[index] += output.new_token_ids
+    assert list(pieces.values()) == expected
+
+
+def test_calls_of_several_threads_share_batches(alone, sharded):
+    expected = ids(alone.generate(PROMPTS, max_new_tokens=16))
+    made: dict[int, list] = {}
+
+    def call(i):
+        made[i] = ids(sharded.generate([PROMPTS[i]], max_new_tokens=16))[0]
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert [made[i] for i in range(len(PROMPTS))] == expected
+
+
+def test_stop_strings_end_on_every_rank(sharded):
+    free = sharded.generate(PROMPTS[:4], max_new_tokens=20)
+    texts = [completion.text for completion in free]
+    strings = [text[len(text) // 2 :][:2] for text in texts if text]
+    made = sharded.generate(PROMPTS[:4], max_new_tokens=20, stop_strings=strings)
+    assert "stop" in {completion.finish_reason for completion in made}
+    for completion, whole in zip(made, free, strict=True):
+        assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
+
+
+def test_max_time_is_rank_0s_clock(sharded):
+    [made] = sharded.generate(PROMPTS[:1], max_new_tokens=140, max_time=0.1)
+    assert 0 < len(made.token_ids) < 140 and made.finish_reason == "length"
+
+
+def test_bad_input_reaches_no_rank(alone, sharded):
+    for bad in ([], [[]], [[VOCAB]], [[-1]], [1] * 600):
+        with pytest.raises((ValueError, TypeError)):
+            sharded.generate(bad, max_new_tokens=4)
+    with pytest.raises(ValueError, match="num_return_sequences"):
+        sharded.generate(PROMPTS[:1], max_new_tokens=4, num_return_sequences=2)
+    assert ids(sharded.generate(PROMPTS[:2], max_new_tokens=4)) == ids(alone.generate(PROMPTS[:2], max_new_tokens=4))
+
+
+def test_what_rank_0_cannot_do_alone_is_refused(sharded):
+    """A plain forward, and calls that stock generate would carry out, would wait for ranks that do not take part."""
+    input_ids = torch.tensor([PROMPTS[0]])
+    with pytest.raises(RuntimeError, match="other ranks only follow"), torch.no_grad():
+        sharded.model(input_ids)
+    with pytest.raises(FallbackError, match="sharded over several ranks"):
+        sharded.generate(input_ids=input_ids, max_new_tokens=4, num_beams=2)
+    assert len(sharded.generate(PROMPTS[:1], max_new_tokens=4)[0].token_ids) == 4
+
+
+def test_cache_and_memory_go_on_every_rank(alone, sharded):
+    expected = ids(alone.generate(PROMPTS[:4], max_new_tokens=6))
+    sharded.generate(PROMPTS[:4], max_new_tokens=6)
+    assert sharded.engine.reset_prefix_cache()
+    assert [c.num_cached_tokens for c in sharded.generate(PROMPTS[7:8], max_new_tokens=6)] == [0]
+    sharded.engine.release_memory()
+    assert sharded.engine.stats().num_blocks == 0
+    assert ids(sharded.generate(PROMPTS[:4], max_new_tokens=6)) == expected
+
+
+def test_a_weight_that_changes_on_rank_0_serves_no_stale_cache(sharded):
+    """Whether cached keys and values still belong to the weights, ranks decide together."""
+    prompt = PROMPTS[7]
+    sharded.generate([prompt], max_new_tokens=2)
+    assert sharded.generate([prompt], max_new_tokens=2)[0].num_cached_tokens > 0
+    norm = sharded.model.model.norm.weight
+    with torch.no_grad():
+        norm.mul_(2.0)
+        assert sharded.generate([prompt], max_new_tokens=2)[0].num_cached_tokens == 0
+        norm.div_(2.0)
+
+
+def test_dropping_the_generator_ends_the_ranks(checkpoint):
+    """Without close(): the processes are gone once nobody holds the generator."""
+    generator = PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2, **PAGED)
+    workers = generator._workers[0]
+    [process], gone = workers.processes, weakref.ref(generator)
+    assert generator.generate(PROMPTS[:1], max_new_tokens=2)[0].finish_reason == "length"
+    del generator
+    gc.collect()
+    assert gone() is None
+    deadline = time.monotonic() + 10
+    while _is_alive(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_alive(process)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "2"])
+def test_sizes_that_are_none(checkpoint, size):
+    with pytest.raises(ValueError, match="tensor_parallel_size"):
+        PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=size)
