@@ -17,10 +17,11 @@ from hf_paged.integration.models.activations import SILU
 from hf_paged.integration.models.adapter import StepContext
 from hf_paged.integration.models.decoder import DecoderAdapter, plain_values
 from hf_paged.integration.models.families import Family
-from hf_paged.integration.models.layer_ops import LayerOps
+from hf_paged.integration.models.layer_ops import FUSED, LayerOps
 from hf_paged.integration.models.merged import MergedWeight
-from hf_paged.integration.models.plain_linear import all_columns, apply_head, apply_linear
+from hf_paged.integration.models.plain_linear import all_columns, apply_head, apply_linear, row_product
 from hf_paged.integration.models.rope import RopeTable
+from hf_paged.integration.parallel.group import SINGLE, ParallelGroup
 
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
@@ -79,10 +80,10 @@ class FusedAdapter(DecoderAdapter):
         assert cos is not None and sin is not None, "prepare() comes first"
         delta: torch.Tensor = decoder.embed_tokens(input_ids[None])[0]
         residual: torch.Tensor | None = None
+        ranks = SINGLE  # over which delta has still to be added up
         for i, layer in enumerate(self._layers()):
             attention, mlp = layer.self_attn, layer.mlp
-            norm = layer.input_layernorm
-            normed, residual = ops.add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
+            normed, residual = self._add_norm(delta, ranks, residual, layer.input_layernorm)
             q_weight, k_weight, eps = self._head_norms(attention)
             query = ops.qk_norm_rope_store(
                 self._qkv[i](normed), q_weight, k_weight, eps, cos, sin, step.positions, step.slot_mapping,
@@ -90,21 +91,25 @@ class FusedAdapter(DecoderAdapter):
             )  # fmt: skip
             window = getattr(attention, "sliding_window", None)
             mixed = step.attend(i, query, scale=attention.scaling, sliding_window=window)
-            delta = apply_linear(attention.o_proj, mixed.flatten(1), ops.linear)
-            norm = layer.post_attention_layernorm
-            normed, residual = ops.add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
+            delta, ranks = row_product(attention.o_proj, mixed.flatten(1), ops.linear)
+            normed, residual = self._add_norm(delta, ranks, residual, layer.post_attention_layernorm)
             gate_up = self._gate_up[i]
             if gate_up is None:
-                delta = mlp(normed[None])[0]
+                delta, ranks = mlp(normed[None])[0], SINGLE
                 continue
             if isinstance(mlp.act_fn, SILU):
                 hidden = gate_up.silu_mul(normed)
             else:
                 gate, up = gate_up(normed).chunk(2, dim=-1)
                 hidden = mlp.act_fn(gate) * up
-            delta = apply_linear(mlp.down_proj, hidden, ops.linear)
-        norm = decoder.norm
-        return ops.add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)[0]
+            delta, ranks = row_product(mlp.down_proj, hidden, ops.linear)
+        return self._add_norm(delta, ranks, residual, decoder.norm)[0]
+
+    def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None,
+                  norm: Any) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        if self._ops is FUSED and ranks.fuses(delta):
+            return ranks.all_reduce_add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
+        return self._ops.add_rms_norm(ranks.all_reduce(delta), residual, norm.weight, norm.variance_epsilon)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return all_columns(self.model.lm_head, self.shard_logits(hidden_states))

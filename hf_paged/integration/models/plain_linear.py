@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from hf_paged.integration.parallel.group import SINGLE, ParallelGroup
 from hf_paged.integration.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
 
 
@@ -34,6 +35,14 @@ def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., 
         return module.finish(linear(hidden, module.weight, None))
     result: torch.Tensor = module(hidden[None])[0]
     return result
+
+
+def row_product(module: nn.Module, hidden: torch.Tensor,
+                linear: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ParallelGroup]:  # fmt: skip
+    """`apply_linear`, and the ranks whose products have still to be added up; `SINGLE` where that is done."""
+    if type(module) is RowParallelLinear and module.bias is None and _is_untouched(module):
+        return linear(hidden, module.weight, None), module.group
+    return apply_linear(module, hidden, linear), SINGLE
 
 
 def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:
