@@ -6,16 +6,14 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,77 +21,14 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.integration.parallel.group import ARRIVED, ENVIRONMENT, ParallelGroup, join
+from hf_paged.integration.parallel.process import WorkerProcess
 
 # All ranks are on this host, and it is `launch` that ends the process of a rank, not NCCL's watchdogs.
 _LOCAL = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-_TAIL = 40  # lines of a worker's stderr that an error quotes
 
 # Seconds: for a connection's error to be followed by the news of the death that broke it; for rank 0 to get out of a
 # step once a rank is dead; for workers to follow each way of ending them.
 _NEWS, _STUCK, _PATIENCE = 3.0, 6.0, 1.5
-
-
-class _Worker:
-    """One process, and what it last said."""
-
-    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        self.rank, self.process = rank, process
-        self.tail: deque[str] = deque(maxlen=_TAIL)
-        self.ended = threading.Event()
-        self._lock = threading.RLock()
-        self.reader = threading.Thread(target=self._forward, name=f"hf_paged-stderr-{rank}", daemon=True)
-        self.reader.start()
-
-    def send(self, message: bytes) -> None:
-        """One that died in the meantime is `Workers.check`'s to report."""
-        with suppress(OSError):
-            self._stdin.write(len(message).to_bytes(8, "little") + message)
-            self._stdin.flush()
-
-    def end_input(self) -> None:
-        with suppress(OSError):
-            self._stdin.close()
-
-    def end_reading(self) -> None:
-        with suppress(RuntimeError):  # the collection of garbage may call this in the reader itself
-            self.reader.join(1.0)
-
-    def kill(self, number: signal.Signals) -> None:
-        with self._lock:
-            if not self.ended.is_set():
-                with suppress(ProcessLookupError):
-                    os.killpg(self.process.pid, number)
-
-    def wait(self) -> int:
-        """Exit code, once the process is gone. Reaped under the lock: no signal meets an id that is used again."""
-        with suppress(ChildProcessError):
-            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-        with self._lock:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # processes that it started
-            code = self.process.wait()
-            self.ended.set()
-        self.end_input()
-        self.end_reading()
-        return code
-
-    def obituary(self, size: int) -> str:
-        code = self.process.returncode
-        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        words = "".join(self.tail).rstrip() or "(nothing on stderr)"
-        return f"rank {self.rank} of {size} (process {self.process.pid}) ended with {how}:\n{words}"
-
-    @property
-    def _stdin(self) -> IO[bytes]:
-        return cast(IO[bytes], self.process.stdin)
-
-    def _forward(self) -> None:
-        with cast(IO[bytes], self.process.stdout) as output:
-            while line := output.readline(8192):
-                text = line.decode(errors="replace")
-                self.tail.append(text)
-                with suppress(OSError, ValueError, AttributeError):  # a closed or missing stderr of rank 0
-                    sys.stderr.write(f"[rank {self.rank}] {text}")
 
 
 class _State:
@@ -107,7 +42,7 @@ class _State:
         self.store: dist.Store | None = store
         self.owner = os.getpid()
         self.lock = threading.RLock()
-        self.workers: list[_Worker] = []
+        self.workers: list[WorkerProcess] = []
         self.closed = False
         self.closing = threading.Event()
         self.died = threading.Event()
@@ -235,18 +170,10 @@ def launch(size: int, job: Any, device_type: str) -> Workers:
                               master_listen_fd=server.detach())  # fmt: skip
     state = _State(size, store, device_type)
     workers = Workers(state)
-    # Relative entries of sys.path ("" of an interactive one) mean this directory, and "-m" must not put it in front.
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-    environment = {**os.environ, **ENVIRONMENT, **_LOCAL, "PYTHONPATH": path}
-    command = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m"]
+    environment = {**os.environ, **ENVIRONMENT, **_LOCAL}
     try:
         for rank in range(1, size):
-            # A session of its own: Ctrl-C in the terminal is rank 0's to handle.
-            process = subprocess.Popen(
-                [*command, "hf_paged.integration.parallel.worker"], env=environment, start_new_session=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-            worker = _Worker(rank, process)
+            worker = WorkerProcess(rank, environment)
             state.workers.append(worker)
             threading.Thread(target=_watch, args=(state, worker), name=f"hf_paged-watch-{rank}", daemon=True).start()
         for worker in state.workers:
@@ -258,7 +185,8 @@ def launch(size: int, job: Any, device_type: str) -> Workers:
 
 
 def _join(state: _State, device: torch.device, met: Future[ParallelGroup]) -> None:
-    before = {name: os.environ.get(name) for name in _LOCAL}
+    # The process is the user's: its next process group may be of several hosts, its tracebacks are of no rank.
+    before, hook = {name: os.environ.get(name) for name in _LOCAL}, sys.excepthook
     os.environ.update(_LOCAL)
     try:
         group = join(0, state.size, device, store=state.store, driven=True)
@@ -270,6 +198,7 @@ def _join(state: _State, device: torch.device, met: Future[ParallelGroup]) -> No
     except BaseException as error:
         met.set_exception(error)
     finally:
+        sys.excepthook = hook
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -291,7 +220,7 @@ def _leave(state: _State) -> None:
         group.leave()
 
 
-def _watch(state: _State, worker: _Worker) -> None:
+def _watch(state: _State, worker: WorkerProcess) -> None:
     code = worker.wait()
     # One that ended well was told to, and `close` follows.
     if code == 0 and state.closing.wait(1.0):
