@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch")
+ALL_REDUCES = ("auto", "nccl", "peers")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -30,6 +31,8 @@ class PagedConfig:
         seed: base seed of calls that bring none. None: drawn from torch's default generator, call by call.
         merge_weights: lay q, k, v (and gate, up) side by side in memory, each still a parameter of its own.
         fused_kernels: norms, RoPE, activation and products with few rows by hf_paged's kernels; False: torch's ops.
+        all_reduce: how several GPUs add up what each has computed: "nccl"; "peers": by kernels that read the other
+            GPUs' memory over NVLink, an error where they cannot; "auto": those where they can, and are faster.
         overlap: schedule step n + 1 while step n runs. None: on CUDA yes, on a CPU (where it gains nothing) no.
 
     Raises:
@@ -50,6 +53,7 @@ class PagedConfig:
     seed: int | None = None
     merge_weights: bool = True
     fused_kernels: bool = True
+    all_reduce: str = "auto"
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
@@ -75,6 +79,7 @@ class PagedConfig:
         _require_one_of(self, "kv_cache_dtype", KV_CACHE_DTYPES)
         for name in ("enable_prefix_caching", "enforce_eager", "strict", "merge_weights", "fused_kernels"):
             _require_one_of(self, name, (True, False))
+        _require_one_of(self, "all_reduce", ALL_REDUCES)
         _require_one_of(self, "overlap", (None, True, False))
 
 

@@ -22,6 +22,7 @@ from hf_paged.events import Add, Build, End, Event, Events, Release, ResetCache,
 from hf_paged.integration.models import find_adapter
 from hf_paged.integration.models.recognise import unsupported_reason
 from hf_paged.integration.parallel.group import ParallelGroup
+from hf_paged.integration.parallel.peers import connect
 from hf_paged.kernels import flash_backend
 from hf_paged.lockstep import LockstepBatch, refusal
 from hf_paged.loop import StepLoop
@@ -67,6 +68,7 @@ class Engine:
             missing = flash_backend.missing(spec.device, spec.dtype, spec.head_dim, config.block_size)
             if missing is not None:
                 raise ValueError(f"attention_backend='flash_attn': expected a package that can be used here; {missing}")
+        connect(self._adapter.group, spec.device, config.all_reduce)
         self.config = config
         self.tokenizer = tokenizer
         self.owns_device = owns_device

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -93,7 +94,8 @@ class PagedGenerator:
             return cls(model.to(device).eval(), tokenizer, settings)
         model, workers = load_on_ranks(path_or_id, tensor_parallel_size, dtype, torch.device(device), settings)
         try:
-            generator = cls(model, tokenizer, settings)
+            with nullcontext() if workers is None else workers.step():  # ranks build their engines together
+                generator = cls(model, tokenizer, settings)
             if workers is not None:
                 generator._workers.append(workers)
                 generator.engine.lead(workers.step, workers.close)
@@ -137,8 +139,8 @@ class PagedGenerator:
             check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
             if logprobs or prompt_logprobs:
                 raise ValueError("logprobs, prompt_logprobs: expected False where tensors come in; give token ids")
-            output = self._generate_tensor(prompts, generation_config, seed, generate_kwargs)
-            return None if self._only_follows else output
+            made = self._generate_tensor(prompts, generation_config, seed, generate_kwargs)
+            return None if self._only_follows else made
         requests = self._requests(prompts, generation_config, seed, generate_kwargs, logprobs, prompt_logprobs)
         completions: dict[int, Completion] = {}
         with self.engine.session() as session, _Progress(len(requests), use_tqdm, self.engine) as progress:

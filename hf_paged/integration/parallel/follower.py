@@ -60,7 +60,7 @@ def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.d
     workers = launch(size, Follower(str(path_or_id), dtype, device.type, config), device.type)
     try:
         own = rank_device(device.type, 0)
-        model = load(path_or_id, workers.join(own), dtype=dtype, device=own)
+        model = load(str(path_or_id), workers.join(own), dtype=dtype, device=own)
         workers.check()
     except BaseException:
         workers.close()
@@ -76,4 +76,4 @@ def _load_here(path_or_id: str | os.PathLike, size: int, dtype: str | torch.dtyp
         raise ValueError(f"tensor_parallel_size={size}: expected 1 or {world}, the number of processes of this job")
     rank = dist.get_rank() if present else int(os.environ["RANK"])
     own = rank_device(device.type, int(os.environ.get("LOCAL_RANK", rank)))
-    return load(path_or_id, join(rank, size, own), dtype=dtype, device=own)
+    return load(str(path_or_id), join(rank, size, own), dtype=dtype, device=own)

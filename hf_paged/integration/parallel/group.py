@@ -38,7 +38,7 @@ class ParallelGroup:
         self.rank, self.size = rank, size
         self.driven = driven
         self._devices, self._hosts = devices, hosts
-        self.peers: Peers | None = None  # GPUs that read each other's memory (`peers.connect`)
+        self._buffers: Any = None  # a `peers.PeerBuffers`: GPUs that read each other's memory
         self._depth = 0
 
     def __deepcopy__(self, memo: dict) -> ParallelGroup:
@@ -54,6 +54,25 @@ class ParallelGroup:
     def leave(self) -> None:
         """Let go of the process groups, which hold the store's sockets open: collectives raise from now on."""
         self._devices = self._hosts = None
+
+    @property
+    def process_groups(self) -> tuple[Any, Any]:
+        """Of the devices and of the hosts."""
+        return self._devices, self._hosts
+
+    @property
+    def peers(self) -> Peers | None:
+        """What the kernels of `all_reduce` take, where the GPUs read each other's memory."""
+        return None if self._buffers is None else self._buffers.peers
+
+    def use_peers(self, buffers: Any) -> None:
+        """Add up over this `peers.PeerBuffers` where that is faster."""
+        self._buffers = buffers
+
+    def abort(self) -> None:
+        """Another rank is dead: end this one's kernels that wait for it. From any thread."""
+        if self._buffers is not None:
+            self._buffers.abort()
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -233,6 +233,8 @@ def _watch(state: _State, worker: WorkerProcess) -> None:
     stuck = state.step
     for other in state.workers:
         other.kill(signal.SIGKILL)  # breaks gloo's connections to this process, too
+    if state.group is not None:
+        state.group.abort()
     if state.device_type == "cuda":
         threading.Thread(target=_leave, args=(state,), name="hf_paged-abort", daemon=True).start()
     deadline = time.monotonic() + _STUCK

@@ -4,10 +4,7 @@ comes in between. One set of processes per size serves all tests here; its pool 
 
 from __future__ import annotations
 
-import gc
 import threading
-import time
-import weakref
 
 import pytest
 import torch
@@ -67,6 +64,7 @@ def ids(completions):
 ], ids=str)  # fmt: skip
 def test_tokens_are_those_of_one_process(alone, sharded, options):
     before = sharded.engine.stats().num_preemptions
+    assert sharded.engine.reset_prefix_cache() and alone.engine.reset_prefix_cache()
     for _ in range(2):  # the second call hits the first one's prefixes
         made = sharded.generate(PROMPTS, max_new_tokens=24, seed=3, **options)
         expected = alone.generate(PROMPTS, max_new_tokens=24, seed=3, **options)
@@ -126,7 +124,8 @@ def test_aborts_in_flight_leave_the_others_alone(alone, sharded):
                 done[output.request_id] = output.completion
         if not engine.has_unfinished():
             break
-    assert {i: c.finish_reason for i, c in done.items()} == dict.fromkeys("0234", "length") | {"1": "abort", "5": "abort"}
+    reasons = {i: completion.finish_reason for i, completion in done.items()}
+    assert reasons == dict.fromkeys("0234", "length") | dict.fromkeys("15", "abort")
     assert 0 < len(done["1"].token_ids) < 20 and done["5"].token_ids == []
     for i in (0, 2, 3, 4):
         assert done[str(i)].token_ids == expected[i]
@@ -180,7 +179,7 @@ def test_max_time_is_rank_0s_clock(sharded):
 
 
 def test_bad_input_reaches_no_rank(alone, sharded):
-    for bad in ([], [[]], [[VOCAB]], [[-1]], [1] * 600):
+    for bad in ([[]], [[VOCAB]], [[-1]], [1] * 600):
         with pytest.raises((ValueError, TypeError)):
             sharded.generate(bad, max_new_tokens=4)
     with pytest.raises(ValueError, match="num_return_sequences"):
@@ -218,29 +217,6 @@ def test_a_weight_that_changes_on_rank_0_serves_no_stale_cache(sharded):
         norm.mul_(2.0)
         assert sharded.generate([prompt], max_new_tokens=2)[0].num_cached_tokens == 0
         norm.div_(2.0)
-
-
-def test_dropping_the_generator_ends_the_ranks(checkpoint):
-    """Without close(): the processes are gone once nobody holds the generator."""
-    generator = PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2, **PAGED)
-    workers = generator._workers[0]
-    [process], gone = workers.processes, weakref.ref(generator)
-    assert generator.generate(PROMPTS[:1], max_new_tokens=2)[0].finish_reason == "length"
-    del generator
-    gc.collect()
-    assert gone() is None
-    deadline = time.monotonic() + 10
-    while _is_alive(process) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _is_alive(process)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, "2"])

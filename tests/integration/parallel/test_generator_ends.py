@@ -1,0 +1,209 @@
+"""However a generator over several ranks ends, its processes end with it, and the error is one and clear."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from support import random_prompts, tiny_model
+
+from hf_paged import PagedGenerator
+from hf_paged.errors import EngineClosedError, WorkerDiedError
+
+SOON = 10.0
+VOCAB = 2600
+PROMPTS = random_prompts([5, 17, 40], vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny_model(vocab_size=VOCAB).save_pretrained(folder)
+    return str(folder)
+
+
+def start(checkpoint, size=2):
+    generator = PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=size)
+    return generator, generator._workers[0].processes
+
+
+def is_alive(process: int) -> bool:
+    return Path(f"/proc/{process}").exists()
+
+
+def assert_gone(processes):
+    deadline = time.monotonic() + SOON
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, processes))
+    assert not dist.is_initialized()
+
+
+def test_dropping_the_generator_ends_the_ranks(checkpoint):
+    generator, processes = start(checkpoint)
+    gone = weakref.ref(generator)
+    assert generator.generate(PROMPTS[:1], max_new_tokens=2)[0].finish_reason == "length"
+    del generator
+    gc.collect()
+    assert gone() is None
+    assert_gone(processes)
+
+
+def test_a_killed_worker_and_an_interrupt(checkpoint, monkeypatch):
+    """Both leave rank 0 with one error in time, and a process in which the next generator works."""
+    generator, processes = start(checkpoint)
+    threading.Timer(1.0, os.kill, (processes[0], signal.SIGKILL)).start()
+    begin = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=r"rank 1 of 2 .* SIGKILL"):
+        for _ in range(1000):
+            generator.generate(PROMPTS, max_new_tokens=200)
+    assert time.monotonic() - begin < 1.0 + SOON
+    with pytest.raises((EngineClosedError, WorkerDiedError)):
+        generator.generate(PROMPTS, max_new_tokens=2)
+    generator.close()
+    assert_gone(processes)
+
+    with PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2) as generator:
+        processes = generator._workers[0].processes
+        expected = [completion.token_ids for completion in generator.generate(PROMPTS, max_new_tokens=8)]
+        runner = generator.engine._loop.pool.runner
+        launch, calls = runner.launch, []
+
+        def interrupted(*args):
+            calls.append(1)
+            if len(calls) == 4:
+                raise KeyboardInterrupt
+            return launch(*args)
+
+        monkeypatch.setattr(runner, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generator.generate(PROMPTS, max_new_tokens=8)
+        assert_gone(processes)  # without close(): a notebook's user may never call it
+        with pytest.raises(EngineClosedError, match="expected a new PagedGenerator"):
+            generator.generate(PROMPTS, max_new_tokens=8)
+        with pytest.raises(EngineClosedError):
+            generator.engine.reset_prefix_cache()
+
+    with PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2) as generator:
+        assert [completion.token_ids for completion in generator.generate(PROMPTS, max_new_tokens=8)] == expected
+        with pytest.raises(ValueError, match="close the other PagedGenerator"):
+            PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2)
+
+
+def test_a_bad_checkpoint_is_one_error_and_no_process(checkpoint, tmp_path):
+    for file in Path(checkpoint).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    before = children()
+    with pytest.raises((ValueError, WorkerDiedError), match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        PagedGenerator.from_pretrained(tmp_path, tensor_parallel_size=2)
+    assert_gone(children() - before)
+
+
+def children() -> set[int]:
+    lists = [(task / "children").read_text() for task in Path("/proc/self/task").iterdir()]
+    return {int(child) for row in lists for child in row.split()}
+
+
+SCRIPT = """
+import sys, time, torch
+from hf_paged import PagedGenerator
+generator = PagedGenerator.from_pretrained(sys.argv[1], tensor_parallel_size=2)  # no __main__ guard
+print("pids", *generator._workers[0].processes, flush=True)
+[made] = generator.generate([[5, 6, 7]], max_new_tokens=4)
+print("tokens", *made.token_ids, flush=True)
+while sys.argv[2] == "run on":
+    generator.generate([[5, 6, 7]] * 3, max_new_tokens=300)
+if sys.argv[2] == "raise":
+    raise ZeroDivisionError("of the user")
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "raise", "run on"])
+def test_a_plain_script(checkpoint, tmp_path, how):
+    """Ends by itself, by an exception of its own, by Ctrl-C in a step: no process is left."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen([sys.executable, str(script), checkpoint, how], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True,
+                               env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+    pids = [int(word) for word in process.stdout.readline().split()[1:]]
+    tokens = process.stdout.readline()
+    if how == "run on":
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert len(pids) == 1 and len(tokens.split()) == 5
+    assert process.returncode == {"end": 0, "raise": 1, "run on": -signal.SIGINT}[how] or how == "run on"
+    assert {"end": "", "raise": "ZeroDivisionError: of the user", "run on": "KeyboardInterrupt"}[how] in errors
+    assert "Traceback" not in errors if how == "end" else errors.count("Traceback") <= 2
+    assert_gone(pids)
+
+
+TORCHRUN = """
+import sys, torch, torch.distributed as dist, warnings
+import hf_paged
+from hf_paged import PagedGenerator
+from hf_paged.integration.parallel.group import join
+from hf_paged.integration.parallel.loading import load
+
+prompts = [[5, 6, 7], [9] * 20]
+with PagedGenerator.from_pretrained(sys.argv[1], tensor_parallel_size=2) as generator:
+    made = generator.generate(prompts, max_new_tokens=6)
+    sampled = generator.generate(prompts, max_new_tokens=6, do_sample=True, temperature=2.0, seed=4)
+    streamed = [output.new_token_ids for _, output in generator.stream(prompts[:1], max_new_tokens=6)]
+    rank = dist.get_rank()
+    assert (made is None) == (sampled is None) == (streamed == []) == (rank > 0)
+
+torch.manual_seed(100 + rank)  # each rank draws another seed: rank 0's counts
+model = load(sys.argv[1], join(rank, 2, torch.device("cpu")), device="cpu")
+with torch.no_grad():
+    stock = model.generate(torch.tensor(prompts[1:]), max_new_tokens=6, do_sample=False)
+hf_paged.enable(model)
+assert hf_paged.get_engine(model).group.size == 2
+with warnings.catch_warnings():
+    warnings.simplefilter("error", hf_paged.FallbackWarning)
+    native = model.generate(torch.tensor(prompts[1:]), max_new_tokens=6, do_sample=False)
+    drawn = model.generate(torch.tensor(prompts[1:]), max_new_tokens=6, do_sample=True, temperature=2.0)
+assert torch.equal(native, stock)
+every = [None, None]
+dist.all_gather_object(every, drawn.tolist())
+assert every[0] == every[1]
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    beams = model.generate(torch.tensor(prompts[1:]), max_new_tokens=6, num_beams=2, do_sample=False)
+assert any("sharded over several ranks" in str(w.message) for w in caught), [str(w.message) for w in caught]
+hf_paged.disable(model)
+assert torch.equal(beams, model.generate(torch.tensor(prompts[1:]), max_new_tokens=6, num_beams=2, do_sample=False))
+if rank == 0:
+    print("TOKENS", [c.token_ids for c in made], [c.token_ids for c in sampled], sum(streamed, []), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun(checkpoint, tmp_path):
+    """Every rank runs the script: rank 0 gets the results; an enabled model generates on all of them alike."""
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    made = subprocess.run([*command, checkpoint], capture_output=True, text=True, timeout=240,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+    assert made.returncode == 0, made.stdout + made.stderr[-6000:]
+    with PagedGenerator.from_pretrained(checkpoint) as alone:
+        prompts = [[5, 6, 7], [9] * 20]
+        greedy = [c.token_ids for c in alone.generate(prompts, max_new_tokens=6)]
+        sampled = alone.generate(prompts, max_new_tokens=6, do_sample=True, temperature=2.0, seed=4)
+    assert f"TOKENS {greedy} {[c.token_ids for c in sampled]} {greedy[0]}" in made.stdout
