@@ -44,6 +44,7 @@ class _State:
         self.lock = threading.RLock()
         self.workers: list[WorkerProcess] = []
         self.closed = False
+        self.aborting: threading.Thread | None = None
         self.closing = threading.Event()
         self.died = threading.Event()
         self.obituary = ""
@@ -185,11 +186,9 @@ def launch(size: int, job: Any, device_type: str) -> Workers:
 
 
 def _join(state: _State, device: torch.device, met: Future[ParallelGroup]) -> None:
-    # The process is the user's: its next process group may be of several hosts, its tracebacks are of no rank.
-    before, hook = {name: os.environ.get(name) for name in _LOCAL}, sys.excepthook
-    os.environ.update(_LOCAL)
     try:
-        group = join(0, state.size, device, store=state.store, driven=True)
+        with _process_of_the_user():
+            group = join(0, state.size, device, store=state.store, driven=True)
         with state.lock:
             state.world, state.group = dist.group.WORLD, group
         if state.closing.is_set():
@@ -197,6 +196,15 @@ def _join(state: _State, device: torch.device, met: Future[ParallelGroup]) -> No
         met.set_result(group)
     except BaseException as error:
         met.set_exception(error)
+
+
+@contextmanager
+def _process_of_the_user() -> Iterator[None]:
+    """Its next process group may be of several hosts, and its tracebacks are of no rank (torch marks them with one)."""
+    before, hook = {name: os.environ.get(name) for name in _LOCAL}, sys.excepthook
+    os.environ.update(_LOCAL)
+    try:
+        yield
     finally:
         sys.excepthook = hook
         for name, value in before.items():
@@ -236,7 +244,8 @@ def _watch(state: _State, worker: WorkerProcess) -> None:
     if state.group is not None:
         state.group.abort()
     if state.device_type == "cuda":
-        threading.Thread(target=_leave, args=(state,), name="hf_paged-abort", daemon=True).start()
+        state.aborting = threading.Thread(target=_leave, args=(state,), name="hf_paged-abort", daemon=True)
+        state.aborting.start()
     deadline = time.monotonic() + _STUCK
     while stuck is not None and state.step is stuck:
         if time.monotonic() > deadline:
@@ -264,6 +273,8 @@ def _close(state: _State, timeout: float) -> None:
     _all_ended(state, _PATIENCE)
     for worker in state.workers:
         worker.end_reading()
+    if state.aborting is not None:
+        state.aborting.join(_PATIENCE)
     _leave(state)
     state.store = None
     state.closed = True

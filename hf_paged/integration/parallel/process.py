@@ -18,7 +18,7 @@ class WorkerProcess:
     """One process of `worker.main`, and what it last said."""
 
     def __init__(self, rank: int, environment: dict[str, str]) -> None:
-        # Relative entries of sys.path ("" of an interactive one) mean this directory, and "-m" must not put it in front.
+        # Relative entries of sys.path (a notebook's "") mean this directory, and "-m" must not put it in front.
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         safe_path = ["-P"] if sys.version_info >= (3, 11) else []
         self.rank = rank
