@@ -1,4 +1,4 @@
-# mypy: disallow-untyped-defs=False
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 """What kernels on several GPUs share: buffers that peers can read and write, and the signals between their programs.
 
 The protocol. A *call* is one launch on every rank of the same kernel with the same shapes; all ranks make the same
@@ -66,20 +66,20 @@ def buffer_bytes(capacity: int) -> int:
 
 
 @jit()
-def begin_call(epochs):  # type: ignore[no-untyped-def]
+def begin_call(epochs):
     """The number of this call; the counters are stepped by `end_call`."""
     return tl.load(epochs + tl.program_id(0)) + 1
 
 
 @jit()
-def end_call(epochs, epoch, MAX_PROGRAMS: tl.constexpr):  # type: ignore[no-untyped-def]
+def end_call(epochs, epoch, MAX_PROGRAMS: tl.constexpr):
     """Step this program's counters; every warp has to have passed a wait since `begin_call`."""
     counter = tl.arange(0, MAX_PROGRAMS)
     tl.store(epochs + counter, tl.zeros_like(counter) + epoch, mask=counter % tl.num_programs(0) == tl.program_id(0))
 
 
 @jit()
-def wait_for_peers(  # type: ignore[no-untyped-def]
+def wait_for_peers(
     buffers, abort, rank, epoch, WAIT: tl.constexpr, SIZE: tl.constexpr, MAX_PROGRAMS: tl.constexpr
 ):
     """What this program stored before is seen by its peers' programs after they wait, and the other way round."""
@@ -124,13 +124,13 @@ def wait_for_peers(  # type: ignore[no-untyped-def]
 
 
 @jit()
-def region(buffer, offset, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def region(buffer, offset, dtype: tl.constexpr):
     """A buffer from `offset` bytes on, as values of `dtype`."""
     return tl.multiple_of((buffer + offset).to(tl.pointer_type(dtype)), 16)
 
 
 @jit()
-def copy_flat(source, target, begin, end, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def copy_flat(source, target, begin, end, TILE: tl.constexpr):
     """``target[begin:end] = source[begin:end]``"""
     for start in range(begin, end, TILE):
         index = start + tl.arange(0, TILE)
@@ -138,14 +138,15 @@ def copy_flat(source, target, begin, end, TILE: tl.constexpr):  # type: ignore[n
 
 
 @jit()
-def sum_over_ranks(  # type: ignore[no-untyped-def]
+def sum_over_ranks(
     buffers, stage, index, inside, dtype: tl.constexpr, SIZE: tl.constexpr, COMPILED: tl.constexpr
 ):
     """Every rank's values at `index` of its stage, added in rank order in float32, rounded once."""
     parts = ()
     for other in tl.static_range(SIZE):
-        parts = parts + (tl.load(region(buffers[other], stage, dtype) + index, mask=inside, other=0.0),)
-    total = parts[0].to(tl.float32)
+        part = tl.load(region(buffers[other], stage, dtype) + index, mask=inside, other=0.0)
+        parts = parts + (part,)  # type: ignore[assignment]
+    total = parts[0].to(tl.float32)  # type: ignore[misc]
     if COMPILED and SIZE > 2:
         # A factor of one that is only known behind a barrier: without it ptxas issues a few loads, waits for them,
         # adds, issues more, and pays the time over the links two or three times.
@@ -165,7 +166,7 @@ def sum_over_ranks(  # type: ignore[no-untyped-def]
 
 
 @jit()
-def sum_and_push(  # type: ignore[no-untyped-def]
+def sum_and_push(
     buffers, stage, gathered, rank, begin, end, dtype: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip

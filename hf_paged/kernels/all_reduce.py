@@ -38,7 +38,7 @@ from hf_paged.kernels._triton import (
 from hf_paged.kernels.add_rms_norm import add_rms_norm_reference
 
 # Bytes of an input up to which one shot is taken, by number of ranks, and beyond which (up to PEER_BYTES) two.
-# Estimates from 370 GB/s a direction and 3 us for the second exchange: TO BE MEASURED by benchmarks/all_reduce_speed.py.
+# Estimates from 370 GB/s a direction and 3 us for the second exchange, TO BE MEASURED (benchmarks/all_reduce_speed.py).
 ONE_SHOT_BYTES = {2: 8 << 20, 3: 2 << 20, 4: 768 << 10, 5: 512 << 10, 6: 384 << 10, 7: 320 << 10, 8: 256 << 10}
 # Bytes of an input beyond which NCCL is the faster one, by number of ranks. TO BE MEASURED likewise.
 PEER_BYTES = dict.fromkeys(range(2, 9), 8 << 20)
@@ -138,7 +138,8 @@ def all_reduce_add_rms_norm(
             peers.rank, num_rows, rows, 0 if residual is None else residual.stride(0), eps,
             HAS_RESIDUAL=residual is not None, WIDTH=width, WIDTH_PAD=width_pad, SIZE=peers.size, SHOTS=num_shots,
             TILE=num_warps * 32 * 16 // x.element_size(), DATA=SIGNAL_BYTES, CAPACITY=peers.capacity,
-            MAX_PROGRAMS=MAX_PROGRAMS, COMPILED=x.is_cuda, num_warps=num_warps, enable_fp_fusion=False, **pdl_options(x),
+            MAX_PROGRAMS=MAX_PROGRAMS, COMPILED=x.is_cuda, num_warps=num_warps, enable_fp_fusion=False,
+            **pdl_options(x),
         )  # fmt: skip
     return normed, summed
 

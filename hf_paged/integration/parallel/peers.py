@@ -67,7 +67,6 @@ def open_peers(
     hosts_and_devices: list[Any] = [None] * size
     dist.all_gather_object(hosts_and_devices, (socket.gethostname(), _uuid(device)), group=hosts)
     _agree(_obstacle_between(hosts_and_devices), hosts)
-    memory = None
     try:
         import torch.distributed._symmetric_memory as symmetric
 
@@ -76,7 +75,7 @@ def open_peers(
         memory.zero_()
         torch.cuda.synchronize(device)
         problem = None
-    except Exception as error:
+    except Exception as error:  # a build without it, no memory, a driver that cannot share
         problem = f"no symmetric memory: {error}"
     _agree(problem, hosts)
     try:
@@ -87,7 +86,6 @@ def open_peers(
     except Exception:
         problem = f"no exchange of symmetric memory: {traceback.format_exc(limit=1)}"
     _agree(problem, hosts)
-    assert memory is not None
     # A buffer that is not the one it should be is found here and not in a model's output.
     memory[SIGNAL_BYTES] = rank + 1
     torch.cuda.synchronize(device)
@@ -161,10 +159,10 @@ def _obstacle_between(hosts_and_devices: list[tuple[str, str]]) -> str | None:
     return None
 
 
-def _mismatch(memory: torch.Tensor | None, handle: Any, buffers: tuple[torch.Tensor, ...], rank: int) -> str | None:
+def _mismatch(memory: torch.Tensor, handle: Any, buffers: tuple[torch.Tensor, ...], rank: int) -> str | None:
     if (handle.rank, handle.world_size) != (rank, len(buffers)):
         return f"the exchange numbers ranks otherwise: {handle.rank} of {handle.world_size}, not {rank}"
-    if memory is None or buffers[rank].data_ptr() != memory.data_ptr():
+    if buffers[rank].data_ptr() != memory.data_ptr():
         return "the exchange gave another address for this rank's own memory"
     if any(buffer.data_ptr() % 16 for buffer in buffers):
         return "peers' memory is not 16-byte aligned"
