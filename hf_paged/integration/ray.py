@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
 from hf_paged.arguments import base_seed
 from hf_paged.generator import PagedGenerator
@@ -62,7 +62,7 @@ def generate_dataset(dataset: Dataset, path: str, *, num_actors: int = 1, batch_
         num_gpus = tensor_parallel_size
     # Blocks of one batch each: a block is the unit that Ray hands to an actor and repeats after its death.
     # Ray Data's defaults for actors (max_restarts=-1, max_task_retries=-1) are what repeats them.
-    return dataset.repartition(target_num_rows_per_block=batch_size).map_batches(
+    return dataset.repartition(target_num_rows_per_block=batch_size, strict=True).map_batches(
         PagedActor,
         fn_constructor_args=(path,),
         fn_constructor_kwargs={"tensor_parallel_size": tensor_parallel_size, **actor_arguments},
@@ -167,7 +167,7 @@ def row_seed(key: Any, seed: int = 0) -> int:
         seed: of the whole dataset, in [0, 2**63).
 
     Returns:
-        A number in [0, 2**63), the same on every machine: xxh3 of the key.
+        A number in [0, 2**63), the same on every machine: BLAKE2b (RFC 7693) of the key as JSON, keyed by `seed`.
 
     Raises:
         TypeError: another key, such as the None or NaN of a missing id.
@@ -175,7 +175,8 @@ def row_seed(key: Any, seed: int = 0) -> int:
     if key is None or isinstance(key, float):
         raise TypeError(f"row id {key!r}: expected an integer or a string")
     text = json.dumps(key, ensure_ascii=False, sort_keys=True, default=_plain)
-    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"), seed=seed) >> 1
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=seed.to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def _plain(value: Any) -> Any:

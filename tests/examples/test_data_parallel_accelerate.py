@@ -35,9 +35,11 @@ def test_two_processes_give_what_one_gives(tmp_path, trained_path):
     """Under accelerate launch (which takes --multi_gpu for "several processes" and finds no GPU: gloo)."""
     (tmp_path / "calls.py").write_text(CALLS)
     (tmp_path / "prompt.jsonl").write_text(PROMPTS.read_text().splitlines()[12] + "\n")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines",
-              "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
+    path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+              "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+              "--main_process_port", "0"]  # fmt: skip
     done = subprocess.run([*launch, str(tmp_path / "calls.py"), str(tmp_path)], env=environment, cwd=tmp_path,
                           capture_output=True, text=True, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr

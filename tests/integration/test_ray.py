@@ -35,7 +35,7 @@ SETTINGS = {"dtype": "float32", "num_blocks": 512}
 @pytest.fixture(scope="module")
 def cluster():
     patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(ROOT))
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     patch.setenv("OMP_NUM_THREADS", "1")
@@ -128,7 +128,7 @@ def test_settings_that_no_row_can_run_with_are_refused_at_once(arguments, error,
 
 
 def test_a_row_seed_follows_from_the_key_and_the_seed_alone():
-    assert row_seed("owl") == 1892343468353759465  # on every machine
+    assert row_seed("owl") == 8683977322524881085  # on every machine
     assert row_seed(7) == row_seed(np.int32(7)) != row_seed("7")
     assert row_seed([1, 2]) == row_seed(np.array([1, 2]))
     keys = [*range(500), *map(str, range(500)), [{"role": "user", "content": "ä"}], "ä", "a\ud800"]
