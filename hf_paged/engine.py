@@ -411,8 +411,8 @@ class Engine:
             if request is None:
                 request = self._request(event, self._followers)
             elif request.sequence.token_ids != event.prompt:
-                raise ValueError(f"rank {self.group.rank} was given another prompt than rank 0; expected the same calls "
-                                 f"on all {self.group.size} ranks of a model")  # fmt: skip
+                raise ValueError(f"rank {self.group.rank} was given another prompt than rank 0: expected the same "
+                                 f"calls on all {self.group.size} ranks of a model")  # fmt: skip
             if self.group.is_parallel:
                 self._settle_between_ranks(request, event)
             loop.add(request)

@@ -30,7 +30,8 @@ def ids(completions):
 ])  # fmt: skip
 def test_random_models_in_fp32_give_the_tokens_of_one_gpu(checkpoint, paged):
     torch.backends.cuda.matmul.allow_tf32 = False
-    calls = [{}, SAMPLED, {**SAMPLED, "top_k": 30, "top_p": 0.9}, {"repetition_penalty": 1.3}, {**SAMPLED, "min_p": 0.05}]
+    filtered = {**SAMPLED, "top_k": 30, "top_p": 0.9}
+    calls = [{}, SAMPLED, filtered, {"repetition_penalty": 1.3}, {**SAMPLED, "min_p": 0.05}]
     with PagedGenerator.from_pretrained(checkpoint, **paged) as alone:
         expected = [ids(alone.generate(PROMPTS, max_new_tokens=40, seed=1, **options)) for options in calls]
     with PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2, **paged) as sharded:

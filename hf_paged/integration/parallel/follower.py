@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
 from hf_paged.integration.parallel.group import join
-from hf_paged.integration.parallel.launch import Workers, launch
+from hf_paged.integration.parallel.launch import Workers, is_leading, launch
 from hf_paged.integration.parallel.loading import load
 
 
@@ -55,7 +55,7 @@ def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.d
     """
     if device.index not in (None, 0):
         raise ValueError(f"device={str(device)!r}: expected {device.type!r}, of which the ranks take 0 to {size - 1}")
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not is_leading() and (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
         return _load_here(path_or_id, size, dtype, device), None
     workers = launch(size, Follower(str(path_or_id), dtype, device.type, config), device.type)
     try:

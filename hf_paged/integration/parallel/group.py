@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 
 # Multicast of NVLink switches can take a shared host down, and nothing here gains from it.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+# Ranks that follow wait on the host until rank 0's user has something to do.
+_WAIT = timedelta(days=365)
 # Key of the store that says that a rank waits in `join`.
 ARRIVED = "hf_paged/arrived/{rank}"
 
@@ -111,7 +114,8 @@ class ParallelGroup:
         """How often the peers' memory is gone through to add this up; 0: NCCL (or gloo) does it."""
         if self.peers is None or not tensor.is_cuda or not tensor.is_contiguous() or tensor.data_ptr() % 16:
             return 0
-        if tensor.dtype not in _SUMMED or tensor.nbytes > self.peers.capacity or tensor.shape[-1] * tensor.itemsize % 16:
+        whole_vectors = tensor.shape[-1] * tensor.itemsize % 16 == 0
+        if tensor.dtype not in _SUMMED or tensor.nbytes > self.peers.capacity or not whole_vectors:
             return 0
         return shots(self.size, tensor.nbytes)
 
@@ -215,6 +219,6 @@ def join(rank: int, size: int, device: torch.device, *, store: Any = None, drive
                                 device_id=device if device.type == "cuda" else None)  # fmt: skip
     if dist.get_world_size() != size:
         raise ValueError(f"tensor_parallel_size={size}: expected 1 or {dist.get_world_size()}, the number of processes")
-    hosts = dist.new_group(backend="gloo")
+    hosts = dist.new_group(backend="gloo", timeout=_WAIT)
     devices = dist.new_group(backend="nccl") if device.type == "cuda" else hosts
     return ParallelGroup(dist.get_rank(), size, devices, hosts, driven=driven)

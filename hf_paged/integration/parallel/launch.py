@@ -53,6 +53,9 @@ class _State:
         self.group: ParallelGroup | None = None
 
 
+_STARTED: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+
 class Workers:
     """The processes of ranks 1 to `size - 1`, made by `launch`.
 
@@ -64,6 +67,7 @@ class Workers:
 
     def __init__(self, state: _State) -> None:
         self._state = state
+        _STARTED.add(self)
         self._finalizer = weakref.finalize(self, _close, state, 0.0)
 
     @property
@@ -141,6 +145,11 @@ class Workers:
             timeout: seconds for workers that were told to stop to return from their jobs; others are ended at once.
         """
         _close(self._state, timeout)
+
+
+def is_leading() -> bool:
+    """Is this process in a process group because `Workers.join` made one here?"""
+    return any(workers._state.world is not None for workers in _STARTED)
 
 
 def launch(size: int, job: Any, device_type: str) -> Workers:
