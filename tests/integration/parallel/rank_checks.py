@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from support import batch
 import hf_paged
 from hf_paged.errors import FallbackWarning
 from hf_paged.integration.models import find_adapter
+from hf_paged.integration.parallel import checkpoint
 from hf_paged.integration.parallel.group import ParallelGroup
 from hf_paged.integration.parallel.loading import load
 
@@ -58,3 +61,18 @@ def _compare(group: ParallelGroup, whole: Any, path: str) -> dict[str, Any]:
         "group": (adapter.group.rank, adapter.group.size),
         "kv_heads": adapter.kv_spec().num_kv_heads,
     }
+
+
+def memory_of_loading(group: ParallelGroup, path: str, size: int) -> tuple[int, int]:
+    """(bytes of the parameters, growth of this process's resident memory at its peak) of the last of `size` ranks."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    checkpoint._CHUNK_BYTES, checkpoint._BATCH_BYTES = 4 << 20, 8 << 20
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _resident("VmRSS")
+    model = load(path, ParallelGroup(size - 1, size), device="cpu")
+    return sum(p.nbytes for p in model.parameters()), _resident("VmHWM") - before
+
+
+def _resident(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
