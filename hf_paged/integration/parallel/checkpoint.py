@@ -19,7 +19,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 # What a thread has mapped, and staged for a device, at a time: mapped pages count as the process's memory until the
 # file is closed.
 _CHUNK_BYTES, _BATCH_BYTES, _MOST_THREADS = 32 << 20, 64 << 20, 8
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
 class Entry(NamedTuple):
@@ -179,8 +179,15 @@ def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.dtype != source.dtype:
         target.copy_(source)
         return
-    integer = _INTEGERS[target.element_size()]
+    integer = next(integer for integer in _INTEGERS if _divides_by(integer, target) and _divides_by(integer, source))
     np.copyto(target.view(integer).numpy(), source.view(integer).numpy())
+
+
+def _divides_by(integer: torch.dtype, tensor: torch.Tensor) -> bool:
+    """May this tensor be taken for one of that integer type? numpy copies wide ones faster, and knows no bfloat16."""
+    sizes = tensor.shape[-1], *tensor.stride()[:-1], tensor.storage_offset()
+    small = tensor.element_size() < integer.itemsize
+    return not small or all(size * tensor.element_size() % integer.itemsize == 0 for size in sizes)
 
 
 class _Staging:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,16 +14,16 @@ from support import batch
 import hf_paged
 from hf_paged.errors import FallbackWarning
 from hf_paged.integration.models import find_adapter
+from hf_paged.integration.models.recognise import unsupported_reason
+from hf_paged.integration.parallel import checkpoint
 from hf_paged.integration.parallel.group import ParallelGroup
 from hf_paged.integration.parallel.loading import load
 
-NEW_TOKENS = 12
+NEW_TOKENS = 6
 
 
-def fails_on_rank_1(group: ParallelGroup) -> None:
-    if group.rank == 1:
-        raise ValueError("on purpose")
-    group.all_reduce(torch.ones(1))
+def fails(group: ParallelGroup) -> None:
+    raise ValueError(f"on purpose by rank {group.rank}")
 
 
 def compare_with_stock(group: ParallelGroup, cases: list[tuple[str, dict[str, Any], str]]) -> list[dict[str, Any]]:
@@ -58,3 +60,44 @@ def _compare(group: ParallelGroup, whole: Any, path: str) -> dict[str, Any]:
         "group": (adapter.group.rank, adapter.group.size),
         "kv_heads": adapter.kv_spec().num_kv_heads,
     }
+
+
+def memory_of_loading(group: ParallelGroup, path: str, size: int) -> tuple[int, int]:
+    """(bytes of the parameters, growth of this process's resident memory at its peak) of the last of `size` ranks."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    checkpoint._CHUNK_BYTES, checkpoint._BATCH_BYTES = 4 << 20, 8 << 20
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _resident("VmRSS")
+    model = load(path, ParallelGroup(size - 1, size), device="cpu")
+    return sum(p.nbytes for p in model.parameters()), _resident("VmHWM") - before
+
+
+def _resident(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
+
+
+def compare_and_refuse(group: ParallelGroup, cases: list[tuple[str, dict[str, Any], str]]) -> tuple[list, dict]:
+    return compare_with_stock(group, cases), sharded_by_others()
+
+
+def sharded_by_others() -> dict[str, str | None]:
+    """What recognition says of models that FSDP, FSDP2 and transformers' own tensor parallelism sharded."""
+    # Imported here: they take the other ranks' processes a second.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+    reasons = {}
+    for name in ("flat", "original", "FSDP2", "DTensor"):
+        model = family_model("llama")
+        if name == "FSDP2":
+            fully_shard(model.model.layers[0], mesh=mesh)
+        elif name == "DTensor":
+            parallelize_module(model, mesh, {"model.layers.0.mlp.up_proj": ColwiseParallel()})
+        else:
+            FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"),
+                                     use_orig_params=name == "original")  # fmt: skip
+        reasons[name] = unsupported_reason(find_adapter(model)(model))  # type: ignore[misc]
+    return reasons

@@ -46,7 +46,8 @@ def _wait(processes: list[subprocess.Popen], folder: str, deadline: float) -> No
     if any(state != 0 for state in states):
         logs = (Path(folder, f"log{rank}").read_text()[-6000:] for rank in range(len(states)))
         ends = ("is still running" if state is None else f"ended with {state}" for state in states)
-        raise RuntimeError("\n".join(f"rank {i} {end}:\n{log}" for i, (end, log) in enumerate(zip(ends, logs, strict=True))))
+        ranks = zip(range(len(states)), ends, logs, strict=True)
+        raise RuntimeError("\n".join(f"rank {rank} {end}:\n{log}" for rank, end, log in ranks))
 
 
 def _main(folder: str, rank: int) -> None:

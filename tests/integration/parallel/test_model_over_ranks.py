@@ -26,7 +26,12 @@ def test_forward_and_generate_give_what_one_process_gives(size: int, tmp_path: P
     for i, (variant, overrides) in enumerate(CASES):
         family_model(variant, **overrides).save_pretrained(tmp_path / str(i))
         cases.append((variant, overrides, str(tmp_path / str(i))))
-    results = run_ranks("rank_checks:compare_with_stock", size, cases)
+    if size == 2:
+        found = run_ranks("rank_checks:compare_and_refuse", size, cases)
+        results = [compared for compared, _ in found]
+        check_refusals([reasons for _, reasons in found])
+    else:
+        results = run_ranks("rank_checks:compare_with_stock", size, cases)
     assert len(results) == size
     for rank, found in enumerate(results):
         for (variant, overrides, _), one in zip(cases, found, strict=True):
@@ -39,6 +44,14 @@ def test_forward_and_generate_give_what_one_process_gives(size: int, tmp_path: P
             }, variant  # fmt: skip
 
 
+def check_refusals(found: list[dict[str, str | None]]) -> None:
+    """Models that are sharded by other means go to stock, with the supported route in the reason."""
+    for reasons in found:
+        for name, word in {"flat": "FSDP", "original": "FSDP", "FSDP2": "DTensor", "DTensor": "DTensor"}.items():
+            assert word in str(reasons[name]), name
+            assert "PagedGenerator.from_pretrained(..., tensor_parallel_size=N)" in str(reasons[name]), name
+
+
 def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 1 ended with 1:(.|\n)*ValueError: on purpose"):
-        run_ranks("rank_checks:fails_on_rank_1", 2)
+    with pytest.raises(RuntimeError, match=r"rank 0 ended with 1:(.|\n)*in fails(.|\n)*ValueError: on purpose by"):
+        run_ranks("rank_checks:fails", 1)
