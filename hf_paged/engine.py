@@ -374,8 +374,11 @@ class Engine:
                 raise ValueError(f"request_id={request_id!r}: expected an id that is not in use")
             event = Add(request_id, prompt, settings, seed, priority, stop)
             request = self._request(event, session)
-            session.open[request_id] = self._events.expected[request_id] = request
-            self._events.soon(event)
+            if self.group.is_parallel:
+                session.open[request_id] = self._events.expected[request_id] = request
+                self._events.soon(event)
+            else:
+                self._loop.add(request)
             return request_id
 
     def _is_in_use(self, request_id: str) -> bool:
@@ -413,8 +416,7 @@ class Engine:
             elif request.sequence.token_ids != event.prompt:
                 raise ValueError(f"rank {self.group.rank} was given another prompt than rank 0: expected the same "
                                  f"calls on all {self.group.size} ranks of a model")  # fmt: skip
-            if self.group.is_parallel:
-                self._settle_between_ranks(request, event)
+            self._settle_between_ranks(request, event)
             loop.add(request)
         elif isinstance(event, End):
             loop.drain()

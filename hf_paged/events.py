@@ -66,7 +66,7 @@ Event = Add | End | Build | ResetCache | Release | Stop
 
 
 class Events:
-    """Steps a loop and has events carried out, on every rank alike. With one rank all of it is immediate.
+    """Steps a loop and has events carried out, on every rank alike. With one rank `now` is at once, `soon` not used.
 
     Not thread-safe: the engine holds its lock around every call.
 
@@ -92,9 +92,7 @@ class Events:
 
     def soon(self, event: Event) -> None:
         """Carry an event of rank 0 out before the next step, or after one that is launched from now on."""
-        if not self.group.is_parallel:
-            self._take_in(event)
-        elif self.group.rank == 0:
+        if self.group.rank == 0:
             self._queue.append(event)
 
     def now(self, event: Event) -> Any:

@@ -392,8 +392,8 @@ def test_from_pretrained_in_another_dtype_and_without_a_tokenizer(tmp_path):
 
 
 def test_from_pretrained_says_what_it_cannot_do(tmp_path):
-    with pytest.raises(ValueError, match="tensor_parallel_size=2"):
-        PagedGenerator.from_pretrained(tmp_path, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="tensor_parallel_size=0"):
+        PagedGenerator.from_pretrained(tmp_path, tensor_parallel_size=0)
     with pytest.raises((OSError, ValueError), match="nothing-here"):
         PagedGenerator.from_pretrained(tmp_path / "nothing-here")
 

@@ -256,8 +256,8 @@ def test_the_head_sees_a_bounded_number_of_positions(stock, monkeypatch, name, v
     sizes = []
     with PagedGenerator(tiny_model()) as generator:
         adapter = generator.engine._adapter
-        logits = adapter.logits
-        adapter.logits = lambda hidden: (sizes.append(len(hidden)), logits(hidden))[1]
+        logits = adapter.shard_logits
+        adapter.shard_logits = lambda hidden: (sizes.append(len(hidden)), logits(hidden))[1]
         completions = generator.generate(PROMPTS, max_new_tokens=1, prompt_logprobs=True)
     for completion in completions:
         assert_prompt_scored(stock, completion)
