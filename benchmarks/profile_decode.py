@@ -1,6 +1,7 @@
 """Where a steady decode step goes: wall, GPU-busy and host time per step, and the kernels that fill it.
 
     python benchmarks/profile_decode.py [--model 0.6B] [--batch 256] [--length 600] [--steps 60] [--out f.txt]
+    python benchmarks/profile_decode.py --checkpoint /dev/shm/qwen3-8B --size 2      # rank 0's part of it
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from workloads import QWEN3_SHAPES, qwen3
 from hf_paged import PagedGenerator
 
 
+def open_generator(args: argparse.Namespace) -> PagedGenerator:
+    paged = {"max_num_seqs": args.batch, "enable_prefix_caching": False}
+    if args.checkpoint:
+        return PagedGenerator.from_pretrained(args.checkpoint, tensor_parallel_size=args.size, **paged)
+    return PagedGenerator(qwen3(args.model, torch.bfloat16, "cuda"), **paged)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(QWEN3_SHAPES), default="0.6B")
@@ -25,9 +33,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=600)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--checkpoint", help="in place of --model with random weights")
+    parser.add_argument("--size", type=int, default=1, help="tensor_parallel_size, with --checkpoint")
     args = parser.parse_args()
-    model = qwen3(args.model, torch.bfloat16, "cuda")
-    with PagedGenerator(model, max_num_seqs=args.batch, enable_prefix_caching=False) as generator:
+    with open_generator(args) as generator:
         config = GenerationConfig(max_new_tokens=4 * args.steps, do_sample=True, temperature=0.6, top_k=0)
         prompts = torch.randint(0, 10000, (args.batch, args.length)).tolist()
         engine = generator.engine
@@ -62,7 +71,7 @@ def main() -> None:
         end = max(end, b)
     first, last = min(a for a, _ in spans), max(b for _, b in spans)
     lines = [
-        f"Qwen3-{args.model}, batch {args.batch}, length {args.length}+: {wall / args.steps * 1e3:.3f} ms a step "
+        f"{args.checkpoint or f'Qwen3-{args.model}'} over {args.size}, batch {args.batch}, length {args.length}+: {wall / args.steps * 1e3:.3f} ms a step "
         f"({args.batch * args.steps / wall:,.0f} tok/s), host CPU {host / args.steps * 1e3:.3f} ms a step; under the "
         f"profiler GPU busy {busy / args.steps / 1e3:.3f} ms a step, idle {100 * (1 - busy / (last - first)):.1f} %"
     ]

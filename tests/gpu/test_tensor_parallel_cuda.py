@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from support import lookup_chat, lookup_facts, random_prompts, tiny_model
@@ -53,3 +57,35 @@ def test_the_trained_model_in_bf16_gives_the_answers(trained_path, trained_token
         for _ in range(2):
             made = generator.generate(chats, max_new_tokens=24)
             assert [c.text for c in made] == [f"{name}: {table[name]}" for table, name in questions]
+
+
+SCRIPT = """
+import os, signal, sys, threading, time
+from hf_paged import PagedGenerator
+from hf_paged.errors import WorkerDiedError
+generator = PagedGenerator.from_pretrained(sys.argv[1], tensor_parallel_size=2, all_reduce=sys.argv[2])
+generator.generate([[5, 6, 7]] * 8, max_new_tokens=50, use_tqdm=False)
+[process] = generator._workers[0].processes
+threading.Timer(0.5, os.kill, (process, signal.SIGKILL)).start()
+begin = time.monotonic()
+try:
+    while True:
+        generator.generate([[5, 6, 7]] * 8, max_new_tokens=400, use_tqdm=False)
+except WorkerDiedError as error:
+    print("DIED", round(time.monotonic() - begin - 0.5, 2), str(error).splitlines()[0], flush=True)
+generator.close()
+print("CLOSED", os.path.exists(f"/proc/{process}"), flush=True)
+"""
+
+
+@pytest.mark.parametrize("all_reduce", ["nccl", "peers"])
+def test_a_killed_worker_does_not_leave_the_gpu_waiting(checkpoint, tmp_path, all_reduce):
+    """Its peer's kernels, in the middle of a graph, give up: one error within ten seconds, and rank 0 goes on."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    made = subprocess.run([sys.executable, str(script), checkpoint, all_reduce], capture_output=True, text=True,
+                          timeout=120, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    assert "DIED" in made.stdout and "CLOSED False" in made.stdout, made.stdout + made.stderr[-3000:]
+    died = next(line for line in made.stdout.splitlines() if line.startswith("DIED")).split()
+    assert float(died[1]) < 10.0
+    assert "SIGKILL" in made.stdout
