@@ -71,7 +71,8 @@ def main() -> None:
         end = max(end, b)
     first, last = min(a for a, _ in spans), max(b for _, b in spans)
     lines = [
-        f"{args.checkpoint or f'Qwen3-{args.model}'} over {args.size}, batch {args.batch}, length {args.length}+: {wall / args.steps * 1e3:.3f} ms a step "
+        f"{args.checkpoint or f'Qwen3-{args.model}'} over {args.size}, batch {args.batch}, length {args.length}+: "
+        f"{wall / args.steps * 1e3:.3f} ms a step "
         f"({args.batch * args.steps / wall:,.0f} tok/s), host CPU {host / args.steps * 1e3:.3f} ms a step; under the "
         f"profiler GPU busy {busy / args.steps / 1e3:.3f} ms a step, idle {100 * (1 - busy / (last - first)):.1f} %"
     ]

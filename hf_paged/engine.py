@@ -68,7 +68,8 @@ class Engine:
             missing = flash_backend.missing(spec.device, spec.dtype, spec.head_dim, config.block_size)
             if missing is not None:
                 raise ValueError(f"attention_backend='flash_attn': expected a package that can be used here; {missing}")
-        connect(self._adapter.group, spec.device, config.all_reduce)
+        largest = config.max_num_batched_tokens * model.config.hidden_size * spec.dtype.itemsize
+        connect(self._adapter.group, spec.device, config.all_reduce, largest)
         self.config = config
         self.tokenizer = tokenizer
         self.owns_device = owns_device

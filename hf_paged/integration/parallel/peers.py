@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import traceback
+import uuid
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from hf_paged.integration.parallel.group import ENVIRONMENT, ParallelGroup
 from hf_paged.kernels._peers import MAX_PROGRAMS, MAX_RANKS, SIGNAL_BYTES, Peers, buffer_bytes
 from hf_paged.kernels._triton import triton
 
-# 2,048 rows of 8192 half-precision columns.
-CAPACITY = 32 << 20
+# 6,144 rows of 8192 half-precision columns.
+CAPACITY = 96 << 20
 
 
 class PeersUnavailable(RuntimeError):
@@ -80,7 +81,8 @@ def open_peers(
     _agree(problem, hosts)
     try:
         # Signals are zero on all ranks before any of them can be told of another's memory.
-        handle = symmetric.rendezvous(memory, devices)
+        assert memory is not None
+        handle = _rendezvous(memory, devices, hosts)
         buffers = tuple(handle.get_buffer(r, (buffer_bytes(capacity),), torch.uint8) for r in range(size))
         problem = _mismatch(memory, handle, buffers, rank)
     except Exception:
@@ -104,11 +106,12 @@ def open_peers(
     return PeerBuffers(peers, memory, handle)
 
 
-def connect(group: ParallelGroup, device: torch.device, wanted: str) -> None:
+def connect(group: ParallelGroup, device: torch.device, wanted: str, num_bytes: int) -> None:
     """Have `group` add up by peers' memory where it is faster, from now on; all ranks call it together.
 
     Args:
         wanted: "auto": where that can be had; "peers": it has to be; "nccl": not.
+        num_bytes: of the largest tensor; what is beyond `CAPACITY` is NCCL's.
 
     Raises:
         PeersUnavailable: "peers" is wanted, and cannot be had.
@@ -118,10 +121,25 @@ def connect(group: ParallelGroup, device: torch.device, wanted: str) -> None:
     if wanted == "auto" and device.type != "cuda":
         return
     try:
-        group.use_peers(open_peers(*group.process_groups, device))
+        group.use_peers(open_peers(*group.process_groups, device, min(CAPACITY, -(-num_bytes // 16) * 16)))
     except PeersUnavailable:
         if wanted == "peers":
             raise
+
+
+def _rendezvous(memory: torch.Tensor, devices: dist.ProcessGroup, hosts: dist.ProcessGroup) -> Any:
+    """`symmetric_memory.rendezvous` under a name of its own.
+
+    torch keeps the store of a group by the group's name for the life of the process, and groups that come after a
+    `destroy_process_group` have the same names again.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    names: list[Any] = [None] * dist.get_world_size(hosts)
+    dist.all_gather_object(names, f"hf_paged-{uuid.uuid4()}", group=hosts)
+    store = dist.PrefixStore(names[0], dist.distributed_c10d._get_process_group_store(devices))
+    _SymmetricMemory.set_group_info(names[0], dist.get_rank(hosts), len(names), store)
+    return _SymmetricMemory.rendezvous(memory, names[0])
 
 
 def _agree(problem: str | None, hosts: dist.ProcessGroup) -> None:

@@ -41,6 +41,11 @@ def is_alive(process: int) -> bool:
     return Path(f"/proc/{process}").exists()
 
 
+def generate_on(generator):
+    while True:
+        generator.generate(PROMPTS, max_new_tokens=200)
+
+
 def assert_gone(processes):
     deadline = time.monotonic() + SOON
     while any(map(is_alive, processes)) and time.monotonic() < deadline:
@@ -65,8 +70,7 @@ def test_a_killed_worker_and_an_interrupt(checkpoint, monkeypatch):
     threading.Timer(1.0, os.kill, (processes[0], signal.SIGKILL)).start()
     begin = time.monotonic()
     with pytest.raises(WorkerDiedError, match=r"rank 1 of 2 .* SIGKILL"):
-        for _ in range(1000):
-            generator.generate(PROMPTS, max_new_tokens=200)
+        generate_on(generator)
     assert time.monotonic() - begin < 1.0 + SOON
     with pytest.raises((EngineClosedError, WorkerDiedError)):
         generator.generate(PROMPTS, max_new_tokens=2)
