@@ -87,7 +87,7 @@ def measure_rank(options: argparse.Namespace) -> None:
     store = dist.FileStore(options.store, options.size)
     group = join(options.rank, options.size, device, store=store)
     capacity = 2 * max(ROWS) * max(WIDTHS)
-    buffers = open_peers(group._devices, group._hosts, device, capacity)
+    buffers = open_peers(group.hosts, device, capacity)
     bench = Bench(group, buffers.peers)
     rates = bench.link_rates()
     rows = [bench.measure(count, width) for width in WIDTHS for count in ROWS]

@@ -26,7 +26,7 @@ class Rank:
         self.device = torch.device("cuda", rank)
         torch.cuda.set_device(self.device)
         self.group = join(rank, size, self.device, store=dist.FileStore(store, size))
-        self.buffers = open_peers(self.group._devices, self.group._hosts, self.device, CAPACITY)
+        self.buffers = open_peers(self.group.hosts, self.device, CAPACITY)
         self.peers = self.buffers.peers
         self.generator = torch.Generator(self.device).manual_seed(1000 + rank)
         self.shared = torch.Generator(self.device).manual_seed(7)

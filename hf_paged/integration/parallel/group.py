@@ -59,9 +59,9 @@ class ParallelGroup:
         self._devices = self._hosts = None
 
     @property
-    def process_groups(self) -> tuple[Any, Any]:
-        """Of the devices and of the hosts."""
-        return self._devices, self._hosts
+    def hosts(self) -> Any:
+        """The process group of what the hosts tell each other."""
+        return self._hosts
 
     @property
     def peers(self) -> Peers | None:

@@ -253,8 +253,9 @@ def _watch(state: _State, worker: WorkerProcess) -> None:
     if state.group is not None:
         state.group.abort()
     if state.device_type == "cuda":
-        state.aborting = threading.Thread(target=_leave, args=(state,), name="hf_paged-abort", daemon=True)
-        state.aborting.start()
+        aborting = threading.Thread(target=_leave, args=(state,), name="hf_paged-abort", daemon=True)
+        aborting.start()
+        state.aborting = aborting  # `close` joins it, and may come from another thread
     deadline = time.monotonic() + _STUCK
     while stuck is not None and state.step is stuck:
         if time.monotonic() > deadline:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 import socket
+import tempfile
 import traceback
-import uuid
 from typing import Any
 
 import torch
@@ -46,14 +48,11 @@ class PeerBuffers:
         return bool(self.peers.abort)
 
 
-def open_peers(
-    devices: dist.ProcessGroup, hosts: dist.ProcessGroup, device: torch.device, capacity: int = CAPACITY
-) -> PeerBuffers:
+def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = CAPACITY) -> PeerBuffers:
     """Allocate and exchange the buffers; all ranks call it together, and all succeed or all fail.
 
     Args:
-        devices: the ranks' NCCL group; its store carries the exchange of the memory handles.
-        hosts: a gloo group of the same ranks in the same order.
+        hosts: a gloo group of the ranks.
         device: this rank's GPU.
         capacity: bytes of the largest input of an all-reduce; three times as much is allocated.
 
@@ -82,7 +81,7 @@ def open_peers(
     try:
         # Signals are zero on all ranks before any of them can be told of another's memory.
         assert memory is not None
-        handle = _rendezvous(memory, devices, hosts)
+        handle = _rendezvous(memory, hosts)
         buffers = tuple(handle.get_buffer(r, (buffer_bytes(capacity),), torch.uint8) for r in range(size))
         problem = _mismatch(memory, handle, buffers, rank)
     except Exception:
@@ -121,25 +120,43 @@ def connect(group: ParallelGroup, device: torch.device, wanted: str, num_bytes: 
     if wanted == "auto" and device.type != "cuda":
         return
     try:
-        group.use_peers(open_peers(*group.process_groups, device, min(CAPACITY, -(-num_bytes // 16) * 16)))
-    except PeersUnavailable:
+        group.use_peers(open_peers(group.hosts, device, min(CAPACITY, -(-num_bytes // 16) * 16)))
+    except PeersUnavailable as reason:
         if wanted == "peers":
             raise
+        logging.getLogger(__name__).info("all_reduce='auto' takes NCCL: %s", reason)
 
 
-def _rendezvous(memory: torch.Tensor, devices: dist.ProcessGroup, hosts: dist.ProcessGroup) -> Any:
-    """`symmetric_memory.rendezvous` under a name of its own.
+def _rendezvous(memory: torch.Tensor, hosts: dist.ProcessGroup) -> Any:
+    """`symmetric_memory.rendezvous` over a group that is there for nothing else, by a name that no group had before.
 
-    torch keeps the store of a group by the group's name for the life of the process, and groups that come after a
-    `destroy_process_group` have the same names again.
+    torch keeps the store of a group by the group's name for the life of the process, while groups that come after a
+    `destroy_process_group` get the same names again; and a store of sockets would stay open.
     """
-    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch._C._distributed_c10d import (
+        ProcessGroup,
+        _register_process_group,
+        _SymmetricMemory,
+        _unregister_process_group,
+    )
 
-    names: list[Any] = [None] * dist.get_world_size(hosts)
-    dist.all_gather_object(names, f"hf_paged-{uuid.uuid4()}", group=hosts)
-    store = dist.PrefixStore(names[0], dist.distributed_c10d._get_process_group_store(devices))
-    _SymmetricMemory.set_group_info(names[0], dist.get_rank(hosts), len(names), store)
-    return _SymmetricMemory.rendezvous(memory, names[0])
+    rank, size = dist.get_rank(hosts), dist.get_world_size(hosts)
+    folder = tempfile.mkdtemp(prefix="hf_paged-") if rank == 0 else ""
+    folders: list[Any] = [None] * size
+    dist.all_gather_object(folders, folder, group=hosts)
+    name = os.path.basename(folders[0])
+    try:
+        group = ProcessGroup(dist.FileStore(os.path.join(folders[0], "store"), size), rank, size)
+        _register_process_group(name, group)
+        try:
+            handle = _SymmetricMemory.rendezvous(memory, name)
+        finally:
+            _unregister_process_group(name)
+        dist.barrier(group=hosts)
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    return handle
 
 
 def _agree(problem: str | None, hosts: dist.ProcessGroup) -> None:

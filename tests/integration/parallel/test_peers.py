@@ -24,20 +24,20 @@ def two_ranks(monkeypatch):
 @pytest.mark.usefixtures("two_ranks")
 def test_a_cpu_has_no_peers():
     with pytest.raises(PeersUnavailable, match="rank 0: expected an NVIDIA GPU, got cpu"):
-        open_peers(None, None, torch.device("cpu"))
+        open_peers(None, torch.device("cpu"))
 
 
 def test_one_ranks_reason_is_everybodys(two_ranks, monkeypatch):
     monkeypatch.setattr("hf_paged.integration.parallel.peers._obstacle", lambda device, size: None)
     two_ranks.append("cannot reach the memory of all of [1]")
     with pytest.raises(PeersUnavailable, match="rank 0: cannot reach"):
-        open_peers(None, None, torch.device("cpu"))
+        open_peers(None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("capacity", [0, -16, 100])
 def test_bad_capacity(capacity):
     with pytest.raises(ValueError, match=f"multiple of 16, got {capacity}"):
-        open_peers(None, None, torch.device("cpu"), capacity)
+        open_peers(None, torch.device("cpu"), capacity)
 
 
 def test_ranks_have_to_be_on_one_host_with_a_gpu_each():
