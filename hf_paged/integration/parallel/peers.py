@@ -21,6 +21,10 @@ from hf_paged.kernels._triton import triton
 CAPACITY = 96 << 20
 
 
+# Of this process; see `_obstacle_of_counts`.
+_num_exchanges = 0
+
+
 class PeersUnavailable(RuntimeError):
     """The GPUs cannot read each other's memory, or not all of them: the message says why. NCCL is the way."""
 
@@ -67,6 +71,9 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
     hosts_and_devices: list[Any] = [None] * size
     dist.all_gather_object(hosts_and_devices, (socket.gethostname(), _uuid(device)), group=hosts)
     _agree(_obstacle_between(hosts_and_devices), hosts)
+    counts: list[Any] = [None] * size
+    dist.all_gather_object(counts, _num_exchanges, group=hosts)
+    _agree(_obstacle_of_counts(counts), hosts)
     try:
         import torch.distributed._symmetric_memory as symmetric
 
@@ -127,6 +134,13 @@ def connect(group: ParallelGroup, device: torch.device, wanted: str, num_bytes: 
         logging.getLogger(__name__).info("all_reduce='auto' takes NCCL: %s", reason)
 
 
+def _obstacle_of_counts(counts: list[int]) -> str | None:
+    """torch numbers the messages of an exchange by process, and ranks wait for messages of the same number."""
+    if len(set(counts)) == 1:
+        return None
+    return f"the ranks' processes have exchanged memory {counts} times before, expected equally often"
+
+
 def _rendezvous(memory: torch.Tensor, hosts: dist.ProcessGroup) -> Any:
     """`symmetric_memory.rendezvous` over a group that is there for nothing else, by a name that no group had before.
 
@@ -140,6 +154,8 @@ def _rendezvous(memory: torch.Tensor, hosts: dist.ProcessGroup) -> Any:
         _unregister_process_group,
     )
 
+    global _num_exchanges
+    _num_exchanges += 1
     rank, size = dist.get_rank(hosts), dist.get_world_size(hosts)
     folder = tempfile.mkdtemp(prefix="hf_paged-") if rank == 0 else ""
     folders: list[Any] = [None] * size

@@ -4,7 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_paged.integration.parallel.peers import PeersUnavailable, _obstacle_between, open_peers
+from hf_paged.integration.parallel.peers import (
+    PeersUnavailable,
+    _obstacle_between,
+    _obstacle_of_counts,
+    open_peers,
+)
 
 
 @pytest.fixture
@@ -44,3 +49,9 @@ def test_ranks_have_to_be_on_one_host_with_a_gpu_each():
     assert _obstacle_between([("a", "0"), ("a", "1")]) is None
     assert "one host" in _obstacle_between([("a", "0"), ("b", "0")])
     assert "share a GPU" in _obstacle_between([("a", "0"), ("a", "0")])
+
+
+def test_a_process_that_exchanged_before_meets_no_fresh_one():
+    """torch would wait for ever: it numbers the messages of an exchange by process."""
+    assert _obstacle_of_counts([2, 2]) is None
+    assert "exchanged memory [1, 0] times" in _obstacle_of_counts([1, 0])
