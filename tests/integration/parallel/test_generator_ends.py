@@ -130,14 +130,12 @@ print("pids", *generator._workers[0].processes, flush=True)
 print("tokens", *made.token_ids, flush=True)
 while sys.argv[2] == "run on":
     generator.generate([[5, 6, 7]] * 3, max_new_tokens=300)
-if sys.argv[2] == "raise":
-    raise ZeroDivisionError("of the user")
 """
 
 
-@pytest.mark.parametrize("how", ["end", "raise", "run on"])
+@pytest.mark.parametrize("how", ["end", "run on"])
 def test_a_plain_script(checkpoint, tmp_path, how):
-    """Ends by itself, by an exception of its own, by Ctrl-C in a step: no process is left."""
+    """Ends by itself, or by Ctrl-C in a step: no process is left. (Other ends: test_launch.)"""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     process = subprocess.Popen([sys.executable, str(script), checkpoint, how], stdout=subprocess.PIPE,
@@ -150,9 +148,10 @@ def test_a_plain_script(checkpoint, tmp_path, how):
         process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert len(pids) == 1 and len(tokens.split()) == 5
-    assert process.returncode == {"end": 0, "raise": 1, "run on": -signal.SIGINT}[how] or how == "run on"
-    assert {"end": "", "raise": "ZeroDivisionError: of the user", "run on": "KeyboardInterrupt"}[how] in errors
-    assert "Traceback" not in errors if how == "end" else errors.count("Traceback") <= 2
+    if how == "end":
+        assert process.returncode == 0 and "Traceback" not in errors
+    else:
+        assert process.returncode != 0 and "KeyboardInterrupt" in errors and errors.count("Traceback") <= 2
     assert_gone(pids)
 
 
