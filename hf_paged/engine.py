@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
 from hf_paged.arguments import ConfigMerger, base_seed, merge_config, token_id_lists, token_ids
 from hf_paged.config import PagedConfig
 from hf_paged.detokenizer import TextStream
-from hf_paged.errors import EngineClosedError, UnsupportedModelError
+from hf_paged.errors import EngineClosedError, UnsupportedModelError, WorkerDiedError
 from hf_paged.events import Add, Build, End, Event, Events, Release, ResetCache, Stop
 from hf_paged.integration.models import find_adapter
 from hf_paged.integration.models.recognise import unsupported_reason
@@ -34,6 +34,8 @@ from hf_paged.scheduler import Sequence
 from hf_paged.session import Request, Session
 from hf_paged.settings import RequestSettings, check_flags, settings_from_config
 from hf_paged.stopping import StopRule
+
+_CLOSED = "this engine is closed: its model was disabled"
 
 
 class Engine:
@@ -132,7 +134,7 @@ class Engine:
         with self._lock:
             if request_id not in self._events.expected:
                 self._loop.requests[request_id]  # KeyError
-            self._events.now(End((request_id,), "abort"))
+            self._now(End((request_id,), "abort"))
 
     def has_unfinished(self) -> bool:
         """True while a request of `add_request` runs or its outputs were not fetched by `step`."""
@@ -208,7 +210,7 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False (and nothing done) while a request is unfinished."""
         with self._lock:
-            return self._events.now(ResetCache())
+            return self._now(ResetCache())
 
     def release_memory(self, graphs: bool = False) -> None:
         """Give the KV pool and the request state back to the device; the next request makes them anew.
@@ -224,7 +226,7 @@ class Engine:
                 raise RuntimeError(f"release_memory: {unfinished} requests are unfinished")
             if self.is_reentrant():
                 raise RuntimeError("release_memory: a generate call is under way in this thread")
-            self._events.now(Release())
+            self._now(Release())
 
     def shutdown(self) -> None:
         """End every request, whoever asked for it, give all memory back, and refuse new requests."""
@@ -267,7 +269,7 @@ class Engine:
 
     def is_reentrant(self) -> bool:
         """True in the thread that is inside a step of this engine right now."""
-        return self._loop.stepping_thread == threading.get_ident()
+        return threading.get_ident() in (self._loop.stepping_thread, self._events.busy_thread)
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
@@ -283,7 +285,7 @@ class Engine:
     def check_runnable(self) -> None:
         """Raise UnsupportedModelError where `unsupported_reason` gives one; EngineClosedError after `shutdown`."""
         if self._is_shut_down:
-            raise EngineClosedError("this engine is closed: its model was disabled")
+            raise EngineClosedError(_CLOSED)
         if (reason := self.unsupported_reason()) is not None:
             raise UnsupportedModelError(f"the model cannot run on the paged engine as it is now: {reason}")
 
@@ -359,6 +361,9 @@ class Engine:
             raise TypeError(f"priority={priority!r}: expected an integer")
         if not isinstance(request_id, (str, type(None))):
             raise TypeError(f"request_id={request_id!r}: expected None or a str")
+        # Other ranks may not know an enumeration of the user's script.
+        priority = int(priority)
+        request_id = None if request_id is None else str.__str__(request_id)
         made = request_id is None
         stop = self.stop_rule(settings, prompt) if stop is None else stop
         with self._lock:
@@ -366,9 +371,12 @@ class Engine:
                 raise RuntimeError("a request cannot be added from inside a step of the same engine")
             self._loop.recover_if_dirty()
             if not self._loop.requests and self._loop.pool.moved():
+                if self.group.driven:
+                    raise UnsupportedModelError("the model's dtype, device, shape or longest length changed on rank 0, "
+                                                "and the other ranks' did not: expected a new PagedGenerator")
                 self._loop.drop_pool()
             if self._is_shut_down:
-                raise EngineClosedError("this engine is closed: its model was disabled")
+                raise EngineClosedError(_CLOSED)
             while request_id is None or (made and self._is_in_use(request_id)):
                 request_id = f"request-{next(self._ids)}"
             if self._is_in_use(request_id):
@@ -404,7 +412,7 @@ class Engine:
 
     def _pool(self) -> DevicePool:
         if self._loop.scheduler is None:
-            self._events.now(Build())
+            self._now(Build())
         return self._loop.pool
 
     def _carry_out(self, event: Event) -> Any:
@@ -448,11 +456,15 @@ class Engine:
         """Free what this rank has; where the others only follow, tell them that it is over."""
         loop = self._loop
         requests = {**loop.requests, **self._events.expected}
-        if self.group.driven and self.group.rank == 0 and not self._events.is_broken:
-            self._events.now(End(tuple(requests), "abort"))
-            self._events.now(Stop())
-        else:
+        try:
+            if self.group.driven and self.group.rank == 0 and self._events.over is None:
+                self._now(End(tuple(requests), "abort"))
+                self._now(Stop())
+        except WorkerDiedError:
+            pass  # it is over in any case
+        finally:
             loop.abandon()
+            self._events.over = self._events.over or _CLOSED
         self._events.expected.clear()
         for request in requests.values():
             request.session.open.clear()
@@ -471,6 +483,13 @@ class Engine:
             outputs = list(session.outbox)
             session.outbox.clear()
             return outputs
+
+    def _now(self, event: Event) -> Any:
+        try:
+            return self._events.now(event)
+        finally:
+            if not self.is_reentrant():
+                self._run_deferred()
 
     def _run_deferred(self) -> None:
         while self._deferred:
@@ -501,7 +520,9 @@ class Engine:
             session.outbox.clear()
 
     def _close_on_ranks(self, session: Session) -> None:
-        if not self._events.is_broken:
-            self._events.now(End(tuple(session.open), "abort"))
+        if self._events.over is None:
+            self._now(End(tuple(session.open), "abort"))
+        for request_id in session.open:
+            self._events.expected.pop(request_id, None)
         session.open.clear()
         session.outbox.clear()

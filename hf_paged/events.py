@@ -7,6 +7,7 @@ step that it launches (`ShardedSampling.said`), every rank hears it at the commi
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,6 +21,10 @@ from hf_paged.loop import StepLoop
 from hf_paged.session import Request
 from hf_paged.settings import RequestSettings
 from hf_paged.stopping import StopRule
+
+LOST = (
+    "this engine's ranks lost each other (an interrupt, an error or a dead worker): expected a new PagedGenerator"
+)
 
 
 @dataclass(frozen=True)
@@ -76,14 +81,17 @@ class Events:
     Attributes:
         around: entered for everything that waits for other ranks.
         on_break: called when an exception left a step that other ranks may have finished: they cannot go on together.
+        busy_thread: steps or meets other ranks right now: an event from inside would mix two broadcasts.
         expected: requests of this rank's own callers that no event has brought yet.
+        over: why this rank cannot go on with the others, if so.
     """
 
     def __init__(self, group: ParallelGroup, loop: StepLoop, carry_out: Callable[[Event], Any]) -> None:
         self.group = group
         self.on_break: Callable[[], None] = lambda: None
         self.around: Callable[[], AbstractContextManager] = nullcontext
-        self.is_broken = False
+        self.over: str | None = None
+        self.busy_thread: int | None = None
         self._loop = loop
         self._carry_out = weakref.WeakMethod(carry_out)  # no cycle with the engine
         self.expected: dict[str, Request] = {}
@@ -122,8 +130,10 @@ class Events:
         carried_out: list[tuple[Event, Any]] = []
         with self._guarded():
             # Ranks > 0 that run the same script as rank 0 added what it added.
-            if self._loop.is_idle and (self._queue or (self.group.rank and self.expected)):
+            if self._loop.is_idle and self.expected:
                 carried_out += self._meet()
+            elif self._loop.is_idle:
+                self._queue = []  # ends of requests that have ended: other ranks may know nothing of them
             self._loop.step(says=bool(self._queue))
             if self._loop.heard:
                 carried_out += self._meet()
@@ -168,15 +178,15 @@ class Events:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        if self.is_broken:
-            raise EngineClosedError(
-                "this engine's ranks lost each other (an interrupt, an error or a dead worker): expected a new "
-                "PagedGenerator"
-            )
+        if self.over is not None:
+            raise EngineClosedError(self.over)
+        outer, self.busy_thread = self.busy_thread, threading.get_ident()
         try:
             with self.around(), self.group.together():
                 yield
         except BaseException:
-            self.is_broken = True
+            self.over = LOST
             self.on_break()
             raise
+        finally:
+            self.busy_thread = outer

@@ -17,6 +17,7 @@ from transformers.utils import cached_file
 
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
+from hf_paged.errors import EngineClosedError
 from hf_paged.integration import fallback, patching
 from hf_paged.integration.parallel.follower import load_on_ranks
 from hf_paged.integration.parallel.launch import Workers
@@ -57,7 +58,8 @@ class PagedGenerator:
             self._causal_lm, patching.merged_config(config, overrides), tokenizer=tokenizer, owns_device=True
         )
         self._workers: list[Workers] = []
-        self._close = weakref.finalize(self, _end, weakref.ref(self._causal_lm), self.engine, self._workers)
+        self._close = weakref.finalize(self, _end, weakref.ref(self._causal_lm), self.engine, self._workers,
+                                       os.getpid())
 
     @classmethod
     def from_pretrained(cls, path_or_id: str | os.PathLike, *, dtype: str | torch.dtype = "auto",
@@ -150,6 +152,8 @@ class PagedGenerator:
                     progress.update(output.completion)
         if self._only_follows:
             return None
+        if len(completions) < len(requests):
+            raise EngineClosedError("the engine was closed by another thread during the call")
         return [completions[i] for i in range(len(requests))]
 
     @property
@@ -236,7 +240,9 @@ class PagedGenerator:
             return self.model.generate(generation_config=generation_config, **kwargs)
 
 
-def _end(model: weakref.ref, engine: Engine, workers: list[Workers]) -> None:
+def _end(model: weakref.ref, engine: Engine, workers: list[Workers], owner: int) -> None:
+    if workers and os.getpid() != owner:  # a fork shares rank 0's connections: speaking on them would disturb it
+        return
     causal_lm = model()
     try:
         if causal_lm is not None and patching.is_enabled(causal_lm) and patching.get_engine(causal_lm) is engine:

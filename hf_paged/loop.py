@@ -272,7 +272,8 @@ class StepLoop:
             would_hit = any(manager.get_computed_blocks(sequence)[0] for sequence in arrivals)
             assert self.pool.runner is not None
             changed = key != self._state_key or not self.pool.runner.is_current()
-            if not changed and not (caching and self._guard.changed(full=would_hit)):
+            changed = changed or (caching and self._guard.changed(full=would_hit))
+            if not self._adapter.group.any(changed):  # all ranks compute anew, or none
                 return
             self._recompute_all(scheduler)
         self._prepare()

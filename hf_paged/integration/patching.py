@@ -19,6 +19,7 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration import continuous_batching, fallback, generate, lockstep
 from hf_paged.integration.models import SUPPORTED, find_adapter
 from hf_paged.integration.paged_cache import PagedCache
+from hf_paged.integration.parallel.group import group_of
 
 # The engine is not kept on the model: state_dict, pickles, copies and `vars(model)` stay stock's.
 _ENGINES: weakref.WeakKeyDictionary[PreTrainedModel, Engine] = weakref.WeakKeyDictionary()
@@ -43,6 +44,9 @@ def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any
     settings = merged_config(config, overrides)
     if causal_lm in _ENGINES and config is None and not overrides:
         return model
+    if group_of(causal_lm).driven:
+        raise ValueError("model: its other ranks follow the PagedGenerator that loaded it; give the settings to "
+                         "PagedGenerator.from_pretrained")
     enable_with_engine(causal_lm, settings)
     return model
 

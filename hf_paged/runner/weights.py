@@ -32,12 +32,12 @@ class WeightsGuard:
         self._cached: int | None = None
 
     def changed(self, *, full: bool) -> bool:
-        """Are the weights others than at `begin`? Without `full` only storage and version counters are asked."""
+        """Are this rank's weights others than at `begin`? Without `full` only storage and versions are asked."""
         changed = self._signature != self._current_signature()
         if full and not changed:
             baseline = self._cached if self._pending is None else int(self._pending)
             changed = int(self._checksum(self._tensors())) != baseline
-        return self._adapter.group.any(changed)
+        return changed
 
     def begin(self, pool: BlockPool) -> None:
         """The engine was idle and becomes busy: distrust what is cached, and start the checksum."""

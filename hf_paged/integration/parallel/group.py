@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -42,7 +43,7 @@ class ParallelGroup:
         self.driven = driven
         self._devices, self._hosts = devices, hosts
         self._buffers: Any = None  # a `peers.PeerBuffers`: GPUs that read each other's memory
-        self._depth = 0
+        self._together: list[int] = []  # threads that are inside `together`
 
     def __deepcopy__(self, memo: dict) -> ParallelGroup:
         return self
@@ -79,12 +80,12 @@ class ParallelGroup:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """All ranks run what is inside: collectives of the device are allowed."""
-        self._depth += 1
+        """All ranks run what is inside: collectives of the device are allowed, in this thread."""
+        self._together.append(threading.get_ident())
         try:
             yield
         finally:
-            self._depth -= 1
+            self._together.remove(threading.get_ident())
 
     # -- on the device ----------------------------------------------------------------------------------------------
 
@@ -151,7 +152,7 @@ class ParallelGroup:
     def _check(self, tensor: torch.Tensor) -> None:
         if torch.is_grad_enabled() and tensor.requires_grad:
             raise RuntimeError("a model that is sharded by hf_paged only generates: expected a forward under no_grad")
-        if self.driven and not self._depth:
+        if self.driven and threading.get_ident() not in self._together:
             raise RuntimeError(
                 "a forward outside of generate on a model whose other ranks only follow PagedGenerator: expected "
                 "tensor_parallel_size=1, or every rank to run the script (torchrun)"

@@ -82,7 +82,9 @@ class Workers:
         return [worker.process.pid for worker in self._state.workers]
 
     def check(self) -> None:
-        """Raises WorkerDiedError: a worker ended on its own. EngineClosedError: after `close`."""
+        """Raises WorkerDiedError: a worker ended on its own. EngineClosedError: after `close`; in a fork of rank 0."""
+        if os.getpid() != self._state.owner:
+            raise EngineClosedError("this process is a fork of the one that started the workers: expected that one")
         if self._state.died.is_set():
             raise WorkerDiedError(self._state.obituary)
         if self._state.closing.is_set():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from support import random_prompts, tiny_model
 
-from hf_paged import PagedGenerator
+from hf_paged import PagedGenerator, disable
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 
 SOON = 10.0
@@ -64,6 +64,35 @@ def test_dropping_the_generator_ends_the_ranks(checkpoint):
     assert_gone(processes)
 
 
+def test_a_fork_and_a_model_that_is_disabled(checkpoint):
+    """A fork leaves rank 0's connections alone; what `disable` ended, `close` does not end again."""
+    generator, processes = start(checkpoint)
+    [expected] = generator.generate(PROMPTS[:1], max_new_tokens=4)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            generator.generate(PROMPTS[:1], max_new_tokens=4)
+        except EngineClosedError:
+            generator.close()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + SOON
+    ended, status = 0, None
+    while not ended and time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.05)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended and status == 0
+    assert generator.generate(PROMPTS[:1], max_new_tokens=4)[0].token_ids == expected.token_ids
+    disable(generator.model)
+    generator.close()
+    assert_gone(processes)
+
+
 def test_a_killed_worker_and_an_interrupt(checkpoint, monkeypatch):
     """Both leave rank 0 with one error in time, and a process in which the next generator works."""
     generator, processes = start(checkpoint)
@@ -102,6 +131,12 @@ def test_a_killed_worker_and_an_interrupt(checkpoint, monkeypatch):
         assert [completion.token_ids for completion in generator.generate(PROMPTS, max_new_tokens=8)] == expected
         with pytest.raises(ValueError, match="close the other PagedGenerator"):
             PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2)
+        [process] = generator._workers[0].processes
+        os.kill(process, signal.SIGKILL)
+        assert generator._workers[0]._state.died.wait(SOON)
+        engine = generator.engine
+    assert engine.stats().num_blocks == 0  # closing frees everything, and has no news for anybody
+    assert_gone([process])
 
 
 def test_a_bad_checkpoint_is_one_error_and_no_process(checkpoint, tmp_path):

@@ -4,6 +4,7 @@ comes in between. One set of processes per size serves all tests here; its pool 
 
 from __future__ import annotations
 
+import enum
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from support import random_prompts, tiny_model
 from transformers import GenerationConfig
 
-from hf_paged import FallbackError, PagedGenerator
+from hf_paged import FallbackError, PagedGenerator, UnsupportedModelError, enable
 
 VOCAB = 5000  # the last of four ranks has padding
 SHAPE = {"vocab_size": VOCAB, "num_key_value_heads": 2, "num_attention_heads": 4}  # a KV head is on two of four ranks
@@ -217,6 +218,86 @@ def test_a_weight_that_changes_on_rank_0_serves_no_stale_cache(sharded):
         norm.mul_(2.0)
         assert sharded.generate([prompt], max_new_tokens=2)[0].num_cached_tokens == 0
         norm.div_(2.0)
+
+
+def test_an_abandoned_stream_is_collected_while_ranks_meet(alone, sharded, monkeypatch):
+    """The end of its requests waits: a broadcast inside of another one would stop all ranks for ever."""
+    expected = ids(alone.generate(PROMPTS[:3], max_new_tokens=8))
+    group, streams = sharded.engine.group, []
+    broadcast = group.broadcast
+
+    def collecting(thing):
+        streams.clear()
+        return broadcast(thing)
+
+    def abandoned():
+        streams.append(sharded.stream(PROMPTS[:2], max_new_tokens=30))
+        next(streams[0])
+        patch.setattr(group, "broadcast", collecting)
+
+    with monkeypatch.context() as patch:
+        abandoned()
+        assert ids(sharded.generate(PROMPTS[:3], max_new_tokens=8)) == expected
+    with monkeypatch.context() as patch:
+        abandoned()
+        assert not sharded.engine.reset_prefix_cache()  # outside of a step, too
+    assert not streams and sharded.engine.reset_prefix_cache()
+
+
+def test_values_of_the_users_own_classes(sharded):
+    """Other ranks cannot import what the user's script defines."""
+
+    class Priority(enum.IntEnum):
+        LOW = 3
+
+    class Name(str):
+        pass
+
+    engine = sharded.engine
+    name = engine.add_request(PROMPTS[0], GenerationConfig(max_new_tokens=2), priority=Priority.LOW,
+                              request_id=Name("one"))  # fmt: skip
+    made = []
+    while engine.has_unfinished():
+        made += engine.step()
+    assert name == "one" and made[-1].completion.finish_reason == "length"
+
+
+def test_a_parameter_that_is_replaced_on_rank_0_while_requests_run(alone, sharded):
+    """All ranks compute their keys and values again, or none."""
+    expected = ids(alone.generate(PROMPTS[:3], max_new_tokens=12))
+    stream = sharded.stream(PROMPTS[:1], max_new_tokens=12)
+    tokens = [next(stream)[1].new_token_ids[0]]
+    linear = sharded.model.model.layers[0].self_attn.q_proj
+    linear.weight = torch.nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
+    assert ids(sharded.generate(PROMPTS[1:3], max_new_tokens=12)) == expected[1:]
+    for _, output in stream:
+        tokens += output.new_token_ids
+    assert tokens == expected[0]
+
+
+def test_changes_that_other_ranks_cannot_follow_are_refused(sharded, monkeypatch):
+    """A new pool or a new engine on rank 0 alone would leave the ranks out of step."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded.model.config, "max_position_embeddings", 64)
+        with pytest.raises(UnsupportedModelError, match="expected a new PagedGenerator"):
+            sharded.generate(PROMPTS[:1], max_new_tokens=4)
+    with pytest.raises(ValueError, match="follow the PagedGenerator"):
+        enable(sharded.model, seed=5)
+    errors = []
+
+    def forward():
+        try:
+            with torch.no_grad():
+                sharded.model(torch.tensor([PROMPTS[0]]))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with sharded.engine.group.together():  # as while this thread steps
+        thread = threading.Thread(target=forward)
+        thread.start()
+        thread.join(60)
+    assert "other ranks only follow" in errors[0]
+    assert len(sharded.generate(PROMPTS[:1], max_new_tokens=4)[0].token_ids) == 4
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, "2"])
