@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
+from hf_paged.errors import UnsupportedModelError
 from hf_paged.settings import RequestSettings, settings_from_config, token_id_tuple, unsupported_option
 
 # Options that say how the cache is kept: whatever they are, continuous batching keeps its own.
@@ -159,7 +160,14 @@ def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings
 
 
 def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousBatchingConfig) -> str | None:
-    """Why transformers' own continuous batching has to serve requests of `config`, or None."""
+    """Why transformers' own continuous batching has to serve requests of `config`, or None.
+
+    Raises:
+        UnsupportedModelError: every rank of a sharded model runs the script, and managers' threads go at their own pace.
+    """
+    if engine.group.is_parallel and not engine.group.driven:
+        raise UnsupportedModelError("continuous batching of a model that is sharded over the ranks of this script: "
+                                    "expected model.generate or PagedGenerator on every rank")  # fmt: skip
     if (reason := engine.unsupported_reason()) is not None:
         return reason
     if (option := unsupported_option(config)) is not None:

@@ -219,6 +219,11 @@ assert torch.equal(native, stock)
 every = [None, None]
 dist.all_gather_object(every, drawn.tolist())
 assert every[0] == every[1]
+try:
+    model.generate_batch([[5, 6, 7]])
+    raise SystemExit("generate_batch went on")
+except hf_paged.UnsupportedModelError as error:
+    assert "PagedGenerator on every rank" in str(error)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     beams = model.generate(torch.tensor(prompts[1:]), max_new_tokens=6, num_beams=2, do_sample=False)
