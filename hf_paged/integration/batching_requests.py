@@ -163,7 +163,7 @@ def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousB
     """Why transformers' own continuous batching has to serve requests of `config`, or None.
 
     Raises:
-        UnsupportedModelError: every rank of a sharded model runs the script, and managers' threads go at their own pace.
+        UnsupportedModelError: every rank of a sharded model runs the script: their threads go at their own pace.
     """
     if engine.group.is_parallel and not engine.group.driven:
         raise UnsupportedModelError("continuous batching of a model that is sharded over the ranks of this script: "
