@@ -9,18 +9,21 @@ from contextvars import ContextVar
 
 from hf_paged.engine import Engine
 from hf_paged.errors import FallbackError, FallbackWarning
+from hf_paged.integration.parallel.intact import broken_part
 
 _CALL_SEED: ContextVar[int | None] = ContextVar("hf_paged_call_seed", default=None)
 _IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines whose call runs in stock
 
 
 def announce_fallback(engine: Engine, reason: str) -> None:
-    """Warn that a call goes to stock generate, or raise where the config says ``strict``."""
+    """Warn that a call goes to stock generate; raise where the config says ``strict``, or stock could not do it."""
     if in_fallback(engine):
         return
     if engine.group.driven:
         raise FallbackError(f"tensor_parallel_size={engine.group.size}, where rank 0 cannot run stock generate alone, "
                             f"and this call would go there: {reason}")  # fmt: skip
+    if (broken := broken_part(engine.model)) is not None:
+        raise FallbackError(f"this call would go to stock generate, which would be wrong as well: {broken}")
     if engine.config.strict:
         raise FallbackError(f"strict=True, and this call would go to stock generate: {reason}")
     warnings.warn(f"hf_paged: this call goes to stock generate: {reason}", FallbackWarning, stacklevel=2)

@@ -52,12 +52,12 @@ def expected_part(name: str, whole: torch.Tensor, config: Any, rank: int, size: 
 
 
 def assert_parts(path: Path, whole: Any, sizes: tuple[int, ...] = (1, 2, 4)) -> None:
-    state = whole.state_dict()
+    state = dict(whole.named_parameters(remove_duplicate=False))
     for size in sizes:
         for rank in range(size):
             model = load(str(path), ParallelGroup(rank, size), device="cpu")
             assert not model.training
-            found = model.state_dict()
+            found = dict(model.named_parameters(remove_duplicate=False))
             assert list(found) == list(state)
             for name, tensor in found.items():
                 part = expected_part(name, state[name], whole.config, rank, size)
