@@ -16,7 +16,7 @@ _IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())
 
 
 def announce_fallback(engine: Engine, reason: str) -> None:
-    """Warn that a call goes to stock generate; raise where the config says ``strict``, or stock could not do it."""
+    """Warn that a call goes to stock generate; raise where the config is ``strict`` or stock could not do it either."""
     if in_fallback(engine):
         return
     if engine.group.driven:

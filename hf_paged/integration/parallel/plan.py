@@ -69,8 +69,10 @@ def parallelize(model: PreTrainedModel, group: ParallelGroup) -> None:
 
 
 def _refuse_resizing(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("resize_token_embeddings on a model that is sharded over several ranks: expected a checkpoint "
-                       "that was resized before (tensor_parallel_size=1, or transformers' from_pretrained)")  # fmt: skip
+    raise RuntimeError(
+        "resize_token_embeddings on a model that is sharded over several ranks: expected a checkpoint that was resized "
+        "before (tensor_parallel_size=1, or transformers' from_pretrained)"
+    )
 
 
 def _generic(name: str) -> str:
