@@ -209,6 +209,27 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         load(str(tmp_path), ParallelGroup(0, 2), device="cpu")
 
 
+def test_an_index_or_a_key_that_leaves_a_choice_is_refused(tmp_path: Path) -> None:
+    family_model("llama").save_pretrained(tmp_path, max_shard_size="40KB")
+    first, second = sorted(tmp_path.glob("model-*.safetensors"))[:2]
+    key, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {key: tensor + 1}, second)
+    with pytest.raises(ValueError, match=rf"{key} is in .*{first.name} and in .*{second.name}"):
+        load(str(tmp_path), ParallelGroup(0, 2), device="cpu")
+    for text in ("{}", "[1]", "no JSON", '{"weight_map": 3}'):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ValueError, match=r"index\.json: expected JSON with a weight_map"):
+            load(str(tmp_path), ParallelGroup(0, 2), device="cpu")
+
+
+def test_an_adapter_beside_the_weights_is_not_left_out(tmp_path: Path) -> None:
+    """transformers' from_pretrained puts it on the model."""
+    family_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "x"}')
+    with pytest.raises(ValueError, match=r"adapter_config\.json: an adapter, which cannot be sharded: .*merge_and"):
+        load(str(tmp_path), ParallelGroup(0, 2), device="cpu")
+
+
 def test_models_that_cannot_be_loaded(tmp_path: Path) -> None:
     family_model("gemma2").save_pretrained(tmp_path / "gemma")
     with pytest.raises(UnsupportedModelError, match="Gemma2TextScaledWordEmbedding"):
