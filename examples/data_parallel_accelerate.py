@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # one small gather at the end does not need NVLink multicast
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available())
-    rows = [json.loads(line) for line in args.prompts.read_text().splitlines() if line.strip()]
+    rows = [json.loads(line) for line in args.prompts.read_text().split("\n") if line.strip()]
     prompts = [row["prompt"] for row in rows]
     settings: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
     if args.temperature > 0:

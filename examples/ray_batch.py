@@ -93,7 +93,8 @@ def finished_ids(output: Path, id_column: str) -> set[Any]:
         if file.suffix == ".parquet":
             done.update(pyarrow.parquet.read_table(file, columns=[id_column]).column(id_column).to_pylist())
         else:
-            done.update(json.loads(line)[id_column] for line in file.read_text().splitlines())
+            # Not splitlines, for which texts hold other ends of lines, such as U+2028.
+            done.update(json.loads(line)[id_column] for line in file.read_text().split("\n") if line)
     return done
 
 

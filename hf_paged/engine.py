@@ -267,6 +267,11 @@ class Engine:
         """The ranks over which the model is sharded."""
         return self._adapter.group
 
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that this is the engine of."""
+        return self._adapter.model
+
     def is_reentrant(self) -> bool:
         """True in the thread that is inside a step of this engine right now."""
         return threading.get_ident() in (self._loop.stepping_thread, self._events.busy_thread)

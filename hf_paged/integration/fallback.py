@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+
+import torch
 
 from hf_paged.engine import Engine
 from hf_paged.errors import FallbackError, FallbackWarning
+from hf_paged.integration.parallel.intact import broken_part
 
 _CALL_SEED: ContextVar[int | None] = ContextVar("hf_paged_call_seed", default=None)
 _IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines whose call runs in stock
 
 
 def announce_fallback(engine: Engine, reason: str) -> None:
-    """Warn that a call goes to stock generate, or raise where the config says ``strict``."""
+    """Warn that a call goes to stock generate; raise where the config is ``strict`` or stock could not do it either."""
     if in_fallback(engine):
         return
     if engine.group.driven:
         raise FallbackError(f"tensor_parallel_size={engine.group.size}, where rank 0 cannot run stock generate alone, "
                             f"and this call would go there: {reason}")  # fmt: skip
+    if (broken := broken_part(engine.model)) is not None:
+        raise FallbackError(f"this call would go to stock generate, which would be wrong as well: {broken}")
     if engine.config.strict:
         raise FallbackError(f"strict=True, and this call would go to stock generate: {reason}")
     warnings.warn(f"hf_paged: this call goes to stock generate: {reason}", FallbackWarning, stacklevel=2)
@@ -39,11 +44,30 @@ def fallback_engines() -> tuple:
 @contextmanager
 def quiet_fallbacks(engine: Engine | None) -> Iterator[None]:
     """Calls that stock makes in here (assisted decoding calls generate for every draft) go to stock without a word."""
+    inside = engine is None or in_fallback(engine)
     token = _IN_FALLBACK.set((*_IN_FALLBACK.get(), engine))
     try:
-        yield
+        with nullcontext() if engine is None or inside else _same_draws(engine):
+            yield
     finally:
         _IN_FALLBACK.reset(token)
+
+
+@contextmanager
+def _same_draws(engine: Engine) -> Iterator[None]:
+    """Ranks that run the same script draw in here what rank 0 draws: other tokens would make other sums."""
+    group, device = engine.group, engine.model.device
+    if not group.is_parallel:
+        yield
+        return
+    on_gpu = device.type == "cuda"
+    host, gpu = group.broadcast((torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None))
+    with torch.random.fork_rng([device] if on_gpu else [], enabled=group.rank > 0):
+        if group.rank > 0:
+            torch.set_rng_state(host)
+            if gpu is not None:
+                torch.cuda.set_rng_state(gpu, device)
+        yield
 
 
 @contextmanager

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hf_paged.arguments import base_seed
+from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.generator import PagedGenerator
 from hf_paged.outputs import Completion
 from hf_paged.prompts import as_prompt_list
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from ray.data import Dataset
 
+_BROKEN = (WorkerDiedError, EngineClosedError)  # nothing more can be generated in this process
 OUTPUTS = ("", "_token_ids", "_finish_reason", "_error")  # suffixes of the columns that are added
 
 
@@ -115,10 +120,25 @@ class PagedActor:
     def __call__(self, batch: pa.Table) -> pa.Table:
         """`batch` with the output columns appended.
 
+        Where a rank of the model died or its engine broke, an actor of Ray ends its own process: Ray starts actors that
+        died anew and repeats their blocks, and ends the dataset's execution for an exception.
+
         Raises:
             ValueError: a column is missing, or one of the output's is there already.
-            TypeError: an id that is neither an integer nor a string.
+            WorkerDiedError, EngineClosedError: outside of Ray, where a rank of the model died or its engine broke.
         """
+        try:
+            return self._completed(batch)
+        except _BROKEN as error:
+            if _in_actor():
+                print(f"hf_paged: this actor ends, to be started anew: {type(error).__name__}: {error}",
+                      file=sys.stderr, flush=True)  # fmt: skip
+                with suppress(Exception):
+                    self._generator.close()  # the GPUs are free before the next one wants them
+                os._exit(1)
+            raise
+
+    def _completed(self, batch: pa.Table) -> pa.Table:
         import pyarrow as pa
 
         self._check_columns(batch.column_names)
@@ -151,12 +171,19 @@ class PagedActor:
             ids = engine.check_prompt(as_prompt_list([prompt], self._generator.tokenizer)[0])
             settings_from_config(self._merged, len(ids), engine.vocab_size)
             return ids, row_seed(key, self._seed)
+        except _BROKEN:
+            raise
         except Exception as error:  # a chat template raises whatever it likes about one row
             return Completion([], None, "error", [], error=f"{type(error).__name__}: {error}")
 
     def _generate(self, requests: list[tuple[list[int], int]]) -> list[Completion]:
         prompts, seeds = map(list, zip(*requests, strict=True))
         return self._generator.generate(prompts, self._config, seed=seeds, use_tqdm=False, **self._kwargs)
+
+
+def _in_actor() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 def row_seed(key: Any, seed: int = 0) -> int:

@@ -126,10 +126,10 @@ def _bar_eos(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     barred = (rows.position < rows.min_length)[:, None] & (rows.eos >= 0)
     if not barred.any():
         return scores
-    column = rows.eos.clamp(min=0)
-    # Padding columns all point at token 0: amin keeps a real bar on token 0 and leaves others as they are.
-    value = torch.where(barred, -torch.inf, scores.gather(1, column))
-    return scores.scatter_reduce(1, column, value, reduce="amin", include_self=True)
+    # Padding columns all point at token 0: amax keeps a real bar on it. A minimum of the scores would keep NaN.
+    marks = torch.zeros(scores.shape, dtype=torch.uint8, device=scores.device)
+    marks = marks.scatter_reduce(1, rows.eos.clamp(min=0), barred.to(torch.uint8), reduce="amax")
+    return scores.masked_fill(marks.bool(), -torch.inf)
 
 
 def _draw_in_groups(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

@@ -34,7 +34,8 @@ PartialState().destroy_process_group()
 def test_two_processes_give_what_one_gives(tmp_path, trained_path):
     """Under accelerate launch (which takes --multi_gpu for "several processes" and finds no GPU: gloo)."""
     (tmp_path / "calls.py").write_text(CALLS)
-    (tmp_path / "prompt.jsonl").write_text(PROMPTS.read_text().splitlines()[12] + "\n")
+    noted = json.loads(PROMPTS.read_text().splitlines()[12]) | {"note": "no end\u2028of a line"}
+    (tmp_path / "prompt.jsonl").write_text(json.dumps(noted, ensure_ascii=False) + "\n")
     path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
@@ -55,7 +56,7 @@ def test_two_processes_give_what_one_gives(tmp_path, trained_path):
             found = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
             assert found == expected, name
             if name == "greedy":
-                assert [json.loads((tmp_path / "single").read_text())] == [expected[12]]
+                assert [json.loads((tmp_path / "single").read_text())] == [noted | expected[12]]
                 assert expected[12]["completion"] == "47 + 8 = 55"
 
 

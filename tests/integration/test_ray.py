@@ -23,6 +23,7 @@ import pyarrow.parquet
 import ray
 
 from hf_paged import PagedGenerator, UnsupportedOptionError
+from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.integration import ray as paged_ray
 from hf_paged.integration.ray import PagedActor, generate_dataset, row_seed
 
@@ -116,6 +117,14 @@ def test_columns_are_checked(actor):
         actor(pa.table({"id": [1], "prompt": ["owl"], "completion_error": [None]}))
 
 
+@pytest.mark.parametrize("error", [WorkerDiedError, EngineClosedError])
+def test_a_broken_engine_is_no_rows_error(error, actor, monkeypatch):
+    """Outside of Ray it is raised; rows that could run on another engine do not come back as failed."""
+    monkeypatch.setattr(actor._generator.engine, "check_prompt", lambda ids: (_ for _ in ()).throw(error("gone")))
+    with pytest.raises(error, match="gone"):
+        actor(pa.table({"id": [1], "prompt": ["owl"]}))
+
+
 @pytest.mark.parametrize(("arguments", "error", "match"), [
     ({"generate_kwargs": {"num_return_sequences": 2, "do_sample": True}}, ValueError, "num_return_sequences=2"),
     ({"generate_kwargs": {"num_beams": 2}}, UnsupportedOptionError, "num_beams=2"),
@@ -143,19 +152,27 @@ def test_a_row_seed_follows_from_the_key_and_the_seed_alone():
 
 
 def test_no_row_is_lost_or_doubled_when_an_actor_is_killed(cluster, generator, trained_path, tmp_path, monkeypatch):
-    """Two actors, of which one is killed with completions in hand that nobody got; and a bad row among the others."""
-    marker = str(tmp_path / "killed")
+    """Two actors, of which one is killed with completions in hand that nobody got, and one loses a rank of its model;
+    and a bad row among the others."""
+
+    def first(what: str) -> bool:
+        try:
+            os.close(os.open(tmp_path / what, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
 
     class KilledOnce(PagedActor):
         def __call__(self, batch: pa.Table) -> pa.Table:
             made = super().__call__(batch)
-            if 10 in batch.column("id").to_pylist():
-                try:
-                    os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
-                except FileExistsError:
-                    return made
+            if 10 in batch.column("id").to_pylist() and first("killed"):
                 os.kill(os.getpid(), signal.SIGKILL)
             return made
+
+        def _generate(self, requests: Any) -> Any:
+            if first("rank died"):
+                raise WorkerDiedError("rank 1 ended with -9")
+            return super()._generate(requests)
 
     monkeypatch.setattr(paged_ray, "PagedActor", KilledOnce)
     rows = [{"id": i, "prompt": f"Repeat: owl {'swan ' * (i % 5)}"} for i in range(24)]
@@ -164,7 +181,7 @@ def test_no_row_is_lost_or_doubled_when_an_actor_is_killed(cluster, generator, t
     made = generate_dataset(dataset, trained_path, num_actors=2, batch_size=3, id_column="id", seed=11,
                             generate_kwargs=SAMPLED, **SETTINGS)  # fmt: skip
     found = by_id(made.take_all())
-    assert Path(marker).exists()
+    assert {file.name for file in tmp_path.iterdir()} == {"killed", "rank died"}
     assert "at least one token id" in found.pop(24)["completion_error"]
     expected = expected_rows(generator, rows, 11, SAMPLED)
     assert {key: {**row, "completion_token_ids": list(row["completion_token_ids"])} for key, row in found.items()} == \
@@ -192,6 +209,14 @@ def ray_batch(cluster):
     yield module
     ray.cloudpickle.unregister_pickle_by_value(module)
     del sys.modules["ray_batch"]
+
+
+def test_the_example_finds_its_rows_whatever_their_texts_hold(ray_batch, tmp_path):
+    """JSON lets U+2028 and its like stand in strings as they are."""
+    rows = pa.table({"id": ["a", "b\u2028"], "completion": ["x\u2028y\x85z", "\x0b"],
+                     "completion_error": pa.array([None, None], pa.string())})  # fmt: skip
+    ray_batch.write_file(rows, str(tmp_path), "jsonl", "id")
+    assert ray_batch.finished_ids(tmp_path, "id") == {"a", "b\u2028"}
 
 
 def test_the_example_goes_on_after_an_interruption(ray_batch, generator, tmp_path, capsys):

@@ -104,6 +104,14 @@ def test_eos_is_barred_by_its_id_not_by_its_column(run, settle, device, heat):
     assert agreed(run, settle, logits, settings, 1024).tolist() == [4100, 1027]
 
 
+def test_nan_at_a_barred_eos_bars_nothing_else():
+    """As behind stock's processor, which overwrites it; in one rank's sampler, too."""
+    logits = torch.zeros(1, 5000)
+    logits[0, 4100], logits[0, 7] = torch.nan, 1.0
+    settings = Rows([{"temperature": 0.0, "eos": (4100,), "min_length": 50_000}], "cpu", positions=torch.tensor([5]))
+    assert agreed(*REFERENCE.values[:2], logits, settings, 1024).tolist() == [7] == whole(logits, settings).tolist()
+
+
 def test_keys_of_tokens_that_one_rank_decides():
     keys = keys_of(torch.tensor([7, -1, 0]))
     assert keys[1] == INVALID and (keys > NO_TOKEN).all()

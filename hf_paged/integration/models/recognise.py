@@ -17,7 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_paged.integration.models.adapter import ModelAdapter
 from hf_paged.integration.models.own_code import is_own_code
 from hf_paged.integration.models.paged_calls import implementation_of
-from hf_paged.integration.parallel.layers import is_sharded, stock_class
+from hf_paged.integration.parallel.intact import broken_part
+from hf_paged.integration.parallel.layers import stock_class
 
 # Methods that decide what stock generate feeds its forward and what becomes of the result.
 DECIDING_METHODS = (
@@ -26,9 +27,10 @@ DECIDING_METHODS = (
     "_has_unfinished_sequences", "get_compiled_call",
 )  # fmt: skip
 # Modules whose layers work token by token, whatever the batch looks like.
+SHARDED_MODULE = "hf_paged.integration.parallel.layers."
 TOKENWISE_MODULES = (
     "torch.nn.modules.linear.", "torch.nn.modules.sparse.", "peft.tuners.lora.", "transformers.integrations.",
-    "bitsandbytes.nn.", "hf_paged.integration.parallel.layers.",
+    "bitsandbytes.nn.", SHARDED_MODULE,
 )  # fmt: skip
 BATCH_DEPENDENT = ("Linear8bitLt", "NVFP4Linear")  # outlier columns and activation scales over all rows
 SUPPORTED_ROUTE = "expected PagedGenerator.from_pretrained(..., tensor_parallel_size=N)"
@@ -161,8 +163,6 @@ def _module_reason(seen: Seen) -> str | None:
                 continue
             if type(layer) not in tokenwise:
                 tokenwise[type(layer)] = _is_tokenwise(type(layer))
-            if layer is not module and is_sharded(layer):
-                return f"{name} wraps a layer that is sharded over ranks, which its adapter is not: merge it first"
             if not tokenwise[type(layer)]:
                 return f"{name} is a {type(layer).__module__}.{type(layer).__name__}, which may look at batch rows"
     for name, module in seen.modules:
@@ -174,11 +174,11 @@ def _module_reason(seen: Seen) -> str | None:
 def _is_tokenwise(kind: type[nn.Module]) -> bool:
     if kind.__name__ in BATCH_DEPENDENT or not f"{kind.__module__}.".startswith(TOKENWISE_MODULES):
         return False
-    return not kind.__module__.startswith("torch.") or is_own_code(kind.forward)
+    return not f"{kind.__module__}.".startswith(("torch.", SHARDED_MODULE)) or is_own_code(kind.forward)
 
 
 def _sharding_reason(seen: Seen) -> str | None:
-    """Parameters of which somebody else keeps a part on each rank."""
+    """Parameters of which somebody else keeps a part on each rank, or parts of ours that do not fit together."""
     for name, parameter in seen.adapter.model.named_parameters():
         kinds = type(parameter).__name__, type(parameter.data).__name__
         if hasattr(parameter, "ds_id"):
@@ -187,7 +187,7 @@ def _sharding_reason(seen: Seen) -> str | None:
             return f"parameter {name} is a DTensor (FSDP2 or a device mesh): {SUPPORTED_ROUTE}"
         if "FlatParameter" in kinds or hasattr(parameter, "_fsdp_flattened"):
             return f"parameter {name} belongs to FSDP: {SUPPORTED_ROUTE}"
-    return None
+    return broken_part(seen.adapter.model)
 
 
 def _device_reason(seen: Seen) -> str | None:

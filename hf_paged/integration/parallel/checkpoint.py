@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import safe_open
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What a thread has mapped, and staged for a device, at a time: mapped pages count as the process's memory until the
@@ -56,14 +56,24 @@ def find_files(path_or_id: str) -> list[str]:
 
     Raises:
         FileNotFoundError: there are none, or the index names one that is missing.
+        ValueError: an index that is none, or an adapter beside the weights, which transformers would put on them.
     """
+    if (adapter := _cached(path_or_id, ADAPTER_CONFIG_NAME)) is not None:
+        raise ValueError(
+            f"{adapter}: an adapter, which cannot be sharded: expected a checkpoint that it is merged into "
+            "(merge_and_unload, then save_pretrained)"
+        )
     if (single := _cached(path_or_id, SAFE_WEIGHTS_NAME)) is not None:
         return [single]
     if (index := _cached(path_or_id, SAFE_WEIGHTS_INDEX_NAME)) is None:
         found = f"; found {sorted(os.listdir(path_or_id))}" if os.path.isdir(path_or_id) else ""
         raise FileNotFoundError(f"{path_or_id}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}{found}")
     files = []
-    for name in sorted(set(json.loads(Path(index).read_text())["weight_map"].values())):
+    try:
+        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: expected JSON with a weight_map from keys to files ({error!r})") from error
+    for name in names:
         if (file := _cached(path_or_id, name)) is None:
             raise FileNotFoundError(f"{path_or_id}: {name} is missing, which {SAFE_WEIGHTS_INDEX_NAME} names")
         files.append(file)
@@ -78,17 +88,19 @@ def catalogue(files: Iterable[str]) -> dict[str, Entry]:
     """All tensors of these files by key. Reads the headers only.
 
     Raises:
-        ValueError: a file is no safetensors file, or is cut off; names it.
+        ValueError: a file is no safetensors file, or is cut off, or a key is in two files; names them.
     """
-    entries = {}
+    entries: dict[str, Entry] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as handle:
-                for key in handle.keys():  # noqa: SIM118 (no mapping)
-                    tensor = handle.get_slice(key)
-                    entries[key] = Entry(file, tuple(tensor.get_shape()), str(tensor.get_dtype()))
+                slices = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 (no mapping)
+                found = {key: Entry(file, tuple(s.get_shape()), str(s.get_dtype())) for key, s in slices.items()}
         except Exception as error:
             raise ValueError(f"{file}: expected a whole safetensors file ({error})") from error
+        if twice := next((key for key in found if key in entries), None):
+            raise ValueError(f"{twice} is in {entries[twice].file} and in {file}: expected it in one of them")
+        entries |= found
     return entries
 
 

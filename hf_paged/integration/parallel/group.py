@@ -193,7 +193,7 @@ SINGLE = ParallelGroup()
 
 def group_of(model: Any) -> ParallelGroup:
     """The ranks over which a causal LM's layers are sharded; `SINGLE` for one that is not."""
-    group: ParallelGroup = getattr(model.model.embed_tokens, "group", SINGLE)
+    group: ParallelGroup = getattr(model, "parallel_group", SINGLE)
     return group
 
 

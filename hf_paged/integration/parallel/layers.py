@@ -18,7 +18,27 @@ from hf_paged.integration.parallel.group import ParallelGroup
 from hf_paged.integration.parallel.shards import Shard, vocab_shard
 
 
-class ColumnParallelLinear(nn.Linear):
+class Sharded:
+    """Mixed into the class of a layer of which a rank holds a part."""
+
+    group: ParallelGroup
+    _shards: dict[str, Shard]
+
+    def shard_of(self, parameter: str) -> Shard:
+        return self._shards[parameter]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """What `state_dict` and `save_pretrained` call: a part would be taken for the whole under its name."""
+        if self.group.is_parallel:
+            raise RuntimeError(
+                f"state_dict of {prefix.rstrip('.') or type(self).__name__}, of which rank {self.group.rank} of "
+                f"{self.group.size} holds a part: expected a model that is not sharded (tensor_parallel_size=1, or "
+                "transformers' from_pretrained) to save it; named_parameters() gives this rank's parts"
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+
+
+class ColumnParallelLinear(Sharded, nn.Linear):
     """`rows` [start, stop) of the weight [n, k] and of the bias: [..., k] -> [..., stop - start]. No communication."""
 
     def __init__(self, linear: nn.Linear, group: ParallelGroup, rows: tuple[int, int]) -> None:
@@ -27,11 +47,8 @@ class ColumnParallelLinear(nn.Linear):
         self.group = group
         self._shards = {"weight": Shard((full, width), 0, (rows,)), "bias": Shard((full,), 0, (rows,))}
 
-    def shard_of(self, parameter: str) -> Shard:
-        return self._shards[parameter]
 
-
-class RowParallelLinear(nn.Linear):
+class RowParallelLinear(Sharded, nn.Linear):
     """`columns` [start, stop) of the weight [n, k]: the ranks' [..., stop - start] -> [..., n], the same on each.
 
     The sum over ranks comes first, then the bias, which every rank holds.
@@ -42,9 +59,6 @@ class RowParallelLinear(nn.Linear):
         super().__init__(columns[1] - columns[0], height, linear.bias is not None, **_like(linear.weight))
         self.group = group
         self._shards = {"weight": Shard((height, full), 1, (columns,)), "bias": Shard.whole((height,))}
-
-    def shard_of(self, parameter: str) -> Shard:
-        return self._shards[parameter]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.group.is_parallel:
@@ -57,7 +71,7 @@ class RowParallelLinear(nn.Linear):
         return output if self.bias is None else output + self.bias
 
 
-class VocabParallelEmbedding(nn.Embedding):
+class VocabParallelEmbedding(Sharded, nn.Embedding):
     """`vocab_rows` rows of the embedding: ids [...] -> [..., hidden_size], the same on each rank."""
 
     def __init__(self, embedding: nn.Embedding, group: ParallelGroup) -> None:
@@ -67,10 +81,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self.group = group
         self.vocab_size = embedding.num_embeddings
         self.first = group.rank * rows
-        self._shard = shard
-
-    def shard_of(self, parameter: str) -> Shard:
-        return {"weight": self._shard}[parameter]
+        self._shards = {"weight": shard}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.group.is_parallel:
@@ -81,7 +92,7 @@ class VocabParallelEmbedding(nn.Embedding):
         return self.group.all_reduce(vectors.masked_fill(elsewhere[..., None], 0.0))
 
 
-class VocabParallelHead(nn.Linear):
+class VocabParallelHead(Sharded, nn.Linear):
     """`vocab_rows` rows of the head: [..., hidden_size] -> all logits [..., vocab_size], the same on each rank.
 
     `local` gives this rank's own columns, of which the first `num_real` are the tokens from `first` on. The others
@@ -98,9 +109,6 @@ class VocabParallelHead(nn.Linear):
         self.first, self.num_real = group.rank * rows, stop - start
         self._shards = {"weight": shard, "bias": vocab_shard((linear.out_features,), group.rank, group.size)}
 
-    def shard_of(self, parameter: str) -> Shard:
-        return self._shards[parameter]
-
     def local(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] -> [..., rows], this rank's own."""
         return F.linear(hidden, self.weight, self.bias)
@@ -116,7 +124,7 @@ class VocabParallelHead(nn.Linear):
         return columns.flatten(-2)[..., : self.vocab_size]
 
 
-class ShardedExperts:
+class ShardedExperts(Sharded):
     """Mixed into a stock class of fused experts: each rank holds a part of every expert, and the outputs are added up.
 
     Of gate_up_proj [experts, 2 * inner, hidden] gates and ups are sliced alike, and so is down_proj [experts, hidden,
@@ -124,11 +132,6 @@ class ShardedExperts:
     """
 
     stock: type[nn.Module]
-    group: ParallelGroup
-    _shards: dict[str, Shard]
-
-    def shard_of(self, parameter: str) -> Shard:
-        return self._shards[parameter]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.group.all_reduce(super().forward(*args, **kwargs).contiguous())  # type: ignore[misc]
@@ -167,18 +170,15 @@ def shard_experts(experts: Any, group: ParallelGroup, inner: tuple[int, int]) ->
 
 def shard_of(module: nn.Module, parameter: str) -> Shard:
     """Which part of the stock parameter a module's own one is: all of it, unless the module is one of this file's."""
-    if isinstance(module, (*LAYERS, ShardedExperts)):
+    if isinstance(module, Sharded):
         return module.shard_of(parameter)
     return Shard.whole(tuple(getattr(module, parameter).shape))
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Does this module hold a part of a layer, the rest being on other ranks?"""
-    return isinstance(module, (*LAYERS, ShardedExperts)) and module.group.is_parallel
+    return isinstance(module, Sharded) and module.group.is_parallel
 
 
 def _like(weight: torch.Tensor) -> dict[str, Any]:
     return {"device": weight.device, "dtype": weight.dtype}
-
-
-LAYERS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, VocabParallelHead)

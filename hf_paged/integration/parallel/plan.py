@@ -29,6 +29,8 @@ _ACCEPTED = "linear layers of style colwise, rowwise or replicated..., and exper
 def parallelize(model: PreTrainedModel, group: ParallelGroup) -> None:
     """Replace a causal LM's layers in place by this rank's parts of them; parameters keep their names.
 
+    Over several ranks the model can neither be saved nor resized from then on.
+
     Args:
         model: stock, its parameters on the meta device.
         group: the ranks that hold the model together.
@@ -60,6 +62,17 @@ def parallelize(model: PreTrainedModel, group: ParallelGroup) -> None:
     model.lm_head = VocabParallelHead(model.lm_head, group)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
+    marked: Any = model
+    marked.parallel_group = group
+    if group.is_parallel:
+        marked.resize_token_embeddings = _refuse_resizing
+
+
+def _refuse_resizing(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        "resize_token_embeddings on a model that is sharded over several ranks: expected a checkpoint that was resized "
+        "before (tensor_parallel_size=1, or transformers' from_pretrained)"
+    )
 
 
 def _generic(name: str) -> str:

@@ -18,6 +18,12 @@ class Shard(NamedTuple):
     ranges: tuple[tuple[int, int], ...]
     padding: int = 0
 
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of the rank's own part."""
+        size = sum(stop - start for start, stop in self.ranges) + self.padding
+        return *self.shape[: self.dim], size, *self.shape[self.dim + 1 :]
+
     @staticmethod
     def whole(shape: tuple[int, ...]) -> Shard:
         """All of the tensor, on every rank."""

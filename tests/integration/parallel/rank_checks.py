@@ -77,8 +77,29 @@ def _resident(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
 
 
-def compare_and_refuse(group: ParallelGroup, cases: list[tuple[str, dict[str, Any], str]]) -> tuple[list, dict]:
-    return compare_with_stock(group, cases), sharded_by_others()
+def compare_and_refuse(
+    group: ParallelGroup, cases: list[tuple[str, dict[str, Any], str]]
+) -> tuple[list, dict, list[tuple[Any, Any]]]:
+    return compare_with_stock(group, cases), sharded_by_others(), sampled_by_stock(group, *cases[-1])
+
+
+def sampled_by_stock(group: ParallelGroup, variant: str, overrides: dict[str, Any], path: str) -> list[tuple[Any, Any]]:
+    """What calls that go to stock draw on this rank, and what the whole model draws with rank 0's random numbers."""
+    sharded, whole = load(path, group, device="cpu"), family_model(variant, **overrides)
+    hf_paged.enable(sharded, num_blocks=64)
+    allowed = {"prefix_allowed_tokens_fn": lambda batch, tokens: list(range(250))}
+    made = []
+    for kwargs in ({"num_beams": 2}, allowed):
+        both = []
+        for model, seed in ((sharded, group.rank), (whole, 0)):
+            torch.manual_seed(seed)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FallbackWarning)
+                both.append(model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=NEW_TOKENS,
+                                           do_sample=True, **kwargs).tolist())  # fmt: skip
+        made.append((both[0], both[1]))
+    hf_paged.disable(sharded)
+    return made
 
 
 def sharded_by_others() -> dict[str, str | None]:

@@ -52,12 +52,12 @@ def expected_part(name: str, whole: torch.Tensor, config: Any, rank: int, size: 
 
 
 def assert_parts(path: Path, whole: Any, sizes: tuple[int, ...] = (1, 2, 4)) -> None:
-    state = whole.state_dict()
+    state = dict(whole.named_parameters(remove_duplicate=False))
     for size in sizes:
         for rank in range(size):
             model = load(str(path), ParallelGroup(rank, size), device="cpu")
             assert not model.training
-            found = model.state_dict()
+            found = dict(model.named_parameters(remove_duplicate=False))
             assert list(found) == list(state)
             for name, tensor in found.items():
                 part = expected_part(name, state[name], whole.config, rank, size)
@@ -206,6 +206,27 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         file.unlink(missing_ok=True)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match=r"expected model\.safetensors or .*index\.json; found .*pytorch_model"):
+        load(str(tmp_path), ParallelGroup(0, 2), device="cpu")
+
+
+def test_an_index_or_a_key_that_leaves_a_choice_is_refused(tmp_path: Path) -> None:
+    family_model("llama").save_pretrained(tmp_path, max_shard_size="40KB")
+    first, second = sorted(tmp_path.glob("model-*.safetensors"))[:2]
+    key, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {key: tensor + 1}, second)
+    with pytest.raises(ValueError, match=rf"{key} is in .*{first.name} and in .*{second.name}"):
+        load(str(tmp_path), ParallelGroup(0, 2), device="cpu")
+    for text in ("{}", "[1]", "no JSON", '{"weight_map": 3}'):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ValueError, match=r"index\.json: expected JSON with a weight_map"):
+            load(str(tmp_path), ParallelGroup(0, 2), device="cpu")
+
+
+def test_an_adapter_beside_the_weights_is_not_left_out(tmp_path: Path) -> None:
+    """transformers' from_pretrained puts it on the model."""
+    family_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "x"}')
+    with pytest.raises(ValueError, match=r"adapter_config\.json: an adapter, which cannot be sharded: .*merge_and"):
         load(str(tmp_path), ParallelGroup(0, 2), device="cpu")
 
 

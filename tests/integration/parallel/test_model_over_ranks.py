@@ -28,8 +28,10 @@ def test_forward_and_generate_give_what_one_process_gives(size: int, tmp_path: P
         cases.append((variant, overrides, str(tmp_path / str(i))))
     if size == 2:
         found = run_ranks("rank_checks:compare_and_refuse", size, cases)
-        results = [compared for compared, _ in found]
-        check_refusals([reasons for _, reasons in found])
+        results = [compared for compared, _, _ in found]
+        check_refusals([reasons for _, reasons, _ in found])
+        for _, _, drawn in found:
+            assert all(ours == stock for ours, stock in drawn), drawn
     else:
         results = run_ranks("rank_checks:compare_with_stock", size, cases)
     assert len(results) == size
