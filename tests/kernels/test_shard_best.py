@@ -55,8 +55,7 @@ def whole(logits, settings):
 
 
 @pytest.mark.parametrize(("run", "settle", "device"), RUNS)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("width", [1024, 2048, 3072])
+@pytest.mark.parametrize(("dtype", "width"), zip(FLOATS, (1024, 2048, 3072), strict=True))
 def test_ranks_agree_on_the_token_of_the_whole_row(run, settle, device, dtype, width):
     logits = make_logits(3, 24, 5000, dtype, device)
     heats = [0.0 if row % 3 == 0 else 0.3 + 0.1 * row for row in range(24)]
