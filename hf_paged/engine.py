@@ -11,14 +11,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
 
 from hf_paged.arguments import ConfigMerger, base_seed, merge_config, token_id_lists, token_ids
 from hf_paged.config import PagedConfig
 from hf_paged.detokenizer import TextStream
-from hf_paged.errors import EngineClosedError, UnsupportedModelError, WorkerDiedError
-from hf_paged.events import Add, Build, End, Event, Events, Release, ResetCache, Stop
+from hf_paged.errors import EngineClosedError, UnsupportedModelError
+from hf_paged.events import Add, Build, End, Event, Events, Release, ResetCache
 from hf_paged.integration.models import find_adapter
 from hf_paged.integration.models.recognise import unsupported_reason
 from hf_paged.integration.parallel.group import ParallelGroup
@@ -76,7 +75,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.owns_device = owns_device
         self._loop = StepLoop(self._adapter, config, tokenizer, owns_device=owns_device)
-        self._events = Events(self._adapter.group, self._loop, self._carry_out)
+        self._events = Events(self._adapter.group, self._loop, self._request)
         self._lock = threading.RLock()
         self._public = Session(self, stream=True)
         self._followers = Session(self, stream=False, text=False)  # of requests that rank 0's callers made
@@ -236,7 +235,7 @@ class Engine:
                 self._deferred.append(self.shutdown)
                 return
             if self.group.is_parallel:
-                self._shut_down_ranks()
+                self._events.shut_down(self._now, _CLOSED)
                 return
             for request in list(self._loop.requests.values()):
                 self._close(request.session)
@@ -249,7 +248,7 @@ class Engine:
             EngineClosedError: an earlier step was interrupted.
         """
         with self._lock:
-            while not self._is_shut_down:
+            while not self._events.stopped:
                 self._events.follow()
                 self._followers.outbox.clear()
 
@@ -398,7 +397,9 @@ class Engine:
     def _is_in_use(self, request_id: str) -> bool:
         return request_id in self._loop.requests or request_id in self._events.expected
 
-    def _request(self, event: Add, session: Session) -> Request:
+    def _request(self, event: Add, session: Session | None = None) -> Request:
+        """The request of an event; without a session it is one of another rank's caller."""
+        session = self._followers if session is None else session
         prompt, settings = event.prompt, event.settings
         eos = tuple(t for t in settings.eos_token_ids if 0 <= t < self._adapter.vocab_size)  # others never come
         parameters = SlotParameters(
@@ -419,61 +420,6 @@ class Engine:
         if self._loop.scheduler is None:
             self._now(Build())
         return self._loop.pool
-
-    def _carry_out(self, event: Event) -> Any:
-        """What an event does on this rank."""
-        loop = self._loop
-        if isinstance(event, Add):
-            request = self._events.expected.pop(event.request_id, None)
-            if request is None:
-                request = self._request(event, self._followers)
-            elif request.sequence.token_ids != event.prompt:
-                raise ValueError(f"rank {self.group.rank} was given another prompt than rank 0: expected the same "
-                                 f"calls on all {self.group.size} ranks of a model")  # fmt: skip
-            self._settle_between_ranks(request, event)
-            loop.add(request)
-        elif isinstance(event, End):
-            loop.drain()
-            for request in [loop.requests[i] for i in event.request_ids if i in loop.requests]:
-                loop.end(request, event.reason)
-        elif isinstance(event, Build):
-            loop.scheduler_or_build()
-        elif isinstance(event, ResetCache):
-            return loop.scheduler.reset_prefix_cache() if loop.scheduler else True
-        else:
-            loop.drop_pool()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
-            self._is_shut_down |= isinstance(event, Stop)
-        return None
-
-    def _settle_between_ranks(self, request: Request, event: Add) -> None:
-        """Rank 0's numbers, and its clock alone: a deadline is not looked at where another rank's token may differ."""
-        request.parameters = replace(request.parameters, seed=event.seed)
-        stop = event.stop
-        if stop is not None and stop.deadline is not None:
-            if self.group.rank == 0:
-                self._events.end_at(event.request_id, stop.deadline)
-            stop = StopRule(stop.strings, None, stop.before) if stop.strings is not None else None
-        request.stop = stop
-
-    def _shut_down_ranks(self) -> None:
-        """Free what this rank has; where the others only follow, tell them that it is over."""
-        loop = self._loop
-        requests = {**loop.requests, **self._events.expected}
-        try:
-            if self.group.driven and self.group.rank == 0 and self._events.over is None:
-                self._now(End(tuple(requests), "abort"))
-                self._now(Stop())
-        except WorkerDiedError:
-            pass  # it is over in any case
-        finally:
-            loop.abandon()
-            self._events.over = self._events.over or _CLOSED
-        self._events.expected.clear()
-        for request in requests.values():
-            request.session.open.clear()
-            request.session.outbox.clear()
 
     def _advance(self, session: Session, always_step: bool = False) -> list[StepOutput]:
         with self._lock:
@@ -508,7 +454,7 @@ class Engine:
                 self._deferred.append(lambda: self._close(session))
                 return
             if self.group.is_parallel:
-                self._close_on_ranks(session)
+                self._events.close(session, self._now)
                 return
             try:
                 self._loop.drain()
@@ -523,11 +469,3 @@ class Engine:
             for request in list(session.open.values()):
                 self._loop.end(request, "abort")
             session.outbox.clear()
-
-    def _close_on_ranks(self, session: Session) -> None:
-        if self._events.over is None:
-            self._now(End(tuple(session.open), "abort"))
-        for request_id in session.open:
-            self._events.expected.pop(request_id, None)
-        session.open.clear()
-        session.outbox.clear()

@@ -12,13 +12,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_paged.errors import EngineClosedError
+import torch
+
+from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.integration.parallel.group import ParallelGroup
 from hf_paged.loop import StepLoop
-from hf_paged.session import Request
+from hf_paged.session import Request, Session
 from hf_paged.settings import RequestSettings
 from hf_paged.stopping import StopRule
 
@@ -76,7 +78,7 @@ class Events:
     Not thread-safe: the engine holds its lock around every call.
 
     Args:
-        carry_out: what an event does to this rank's engine.
+        make_request: the request of an `Add` for a session, or for one of another rank's caller.
 
     Attributes:
         around: entered for everything that waits for other ranks.
@@ -84,16 +86,18 @@ class Events:
         busy_thread: steps or meets other ranks right now: an event from inside would mix two broadcasts.
         expected: requests of this rank's own callers that no event has brought yet.
         over: why this rank cannot go on with the others, if so.
+        stopped: rank 0 has ended its engine.
     """
 
-    def __init__(self, group: ParallelGroup, loop: StepLoop, carry_out: Callable[[Event], Any]) -> None:
+    def __init__(self, group: ParallelGroup, loop: StepLoop, make_request: Callable[..., Request]) -> None:
         self.group = group
         self.on_break: Callable[[], None] = lambda: None
         self.around: Callable[[], AbstractContextManager] = nullcontext
         self.over: str | None = None
         self.busy_thread: int | None = None
         self._loop = loop
-        self._carry_out = weakref.WeakMethod(carry_out)  # no cycle with the engine
+        self.stopped = False
+        self._make_request = weakref.WeakMethod(make_request)  # no cycle with the engine
         self.expected: dict[str, Request] = {}
         self._queue: list[Event] = []
         self._deadlines: dict[str, float] = {}
@@ -118,9 +122,31 @@ class Events:
             results = [result for done, result in carried_out if type(done) is type(event)]
         return results[-1]
 
-    def end_at(self, request_id: str, deadline: float) -> None:
-        """End a request of this rank with "length" once `time.time` has passed `deadline` and it has a token."""
-        self._deadlines[request_id] = deadline
+    def close(self, session: Session, now: Callable[[Event], Any]) -> None:
+        """End what is open in a session; `now` is the engine's, which does more than ours."""
+        if self.over is None:
+            now(End(tuple(session.open), "abort"))
+        for request_id in session.open:
+            self.expected.pop(request_id, None)
+        session.open.clear()
+        session.outbox.clear()
+
+    def shut_down(self, now: Callable[[Event], Any], why: str) -> None:
+        """Free what this rank has; where the others only follow, tell them that it is over."""
+        requests = {**self._loop.requests, **self.expected}
+        try:
+            if self.group.driven and self.group.rank == 0 and self.over is None:
+                now(End(tuple(requests), "abort"))
+                now(Stop())
+        except WorkerDiedError:
+            pass  # it is over in any case
+        finally:
+            self._loop.abandon()
+            self.over = self.over or why
+        self.expected.clear()
+        for request in requests.values():
+            request.session.open.clear()
+            request.session.outbox.clear()
 
     def step(self, *, look_at_model: bool = False) -> list[tuple[Event, Any]]:
         """What waits, if nothing runs; one step; and what its ranks have to say to each other after it."""
@@ -159,9 +185,42 @@ class Events:
                 return carried_out
 
     def _take_in(self, event: Event) -> Any:
-        carry_out = self._carry_out()
-        assert carry_out is not None
-        return carry_out(event)
+        """What an event does on this rank."""
+        loop = self._loop
+        if isinstance(event, Add):
+            loop.add(self._request(event))
+        elif isinstance(event, End):
+            loop.drain()
+            for request in [loop.requests[i] for i in event.request_ids if i in loop.requests]:
+                loop.end(request, event.reason)
+        elif isinstance(event, Build):
+            loop.scheduler_or_build()
+        elif isinstance(event, ResetCache):
+            return loop.scheduler.reset_prefix_cache() if loop.scheduler else True
+        else:
+            loop.drop_pool()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            self.stopped |= isinstance(event, Stop)
+        return None
+
+    def _request(self, event: Add) -> Request:
+        """As rank 0 has it, but for its clock: other ranks would look at theirs after other tokens.
+
+        Raises:
+            ValueError: the caller of this rank asked for something else.
+        """
+        make, own, stop = self._make_request(), self.expected.pop(event.request_id, None), event.stop
+        assert make is not None
+        if stop is not None and stop.deadline is not None:
+            if self.group.rank == 0:
+                self._deadlines[event.request_id] = stop.deadline
+            stop = StopRule(stop.strings, None, stop.before) if stop.strings is not None else None
+        request = make(replace(event, stop=stop), own and own.session)
+        if own is not None and _asked(own, event.seed) != _asked(request, event.seed):
+            raise ValueError(f"rank {self.group.rank} was given another prompt or other settings than rank 0: expected "
+                             f"the same calls on all {self.group.size} ranks of a model")  # fmt: skip
+        return request
 
     def _look_after_requests(self) -> None:
         """End, on every rank, what only this one knows to be over."""
@@ -190,3 +249,9 @@ class Events:
             raise
         finally:
             self.busy_thread = outer
+
+
+def _asked(request: Request, seed: int) -> tuple:
+    """What has to be the same on all ranks; the seed of a call without one is rank 0's."""
+    sequence = request.sequence
+    return sequence.token_ids, sequence.max_new_tokens, sequence.priority, replace(request.parameters, seed=seed)
