@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One visit to a GPU machine: tests, kernels, log-prob error, throughput. Full logs under $OUT, a short table last.
-#   bash benchmarks/gpu_session.sh [tests|kernels|linear|sampler|options|logprob|throughput|ab|profile|timeline ...]
+#   bash benchmarks/gpu_session.sh [tests|kernels|linear|sampler|options|logprob|throughput|ab|profile|timeline|ranks ...]
 set -uo pipefail
 OUT=${OUT:-/tmp/hf_paged_gpu}
 mkdir -p "$OUT"
@@ -19,6 +19,8 @@ for step in "${steps[@]}"; do
     throughput) timeout 400 python3 benchmarks/run_all.py --engines ours --models ${MODELS:-0.6B} --out "$OUT/figures" >"$OUT/throughput.log" 2>&1 ;;
     ab) timeout 400 python3 benchmarks/run_all.py --engines ours --workloads nano single --batches --ab all --out "$OUT/ab" >"$OUT/ab.log" 2>&1 ;;
     options) timeout 150 python3 benchmarks/options_speed.py --out "$OUT/options.json" >"$OUT/options.log" 2>&1 ;;
+    ranks) timeout 130 bash -c "python3 benchmarks/all_reduce_speed.py --size ${SIZE:-2} --out $OUT/all_reduce.json;
+      python3 benchmarks/tensor_parallel.py --model ${MODELS:-8B} --size ${SIZE:-2} --out $OUT/ranks.json" >"$OUT/ranks.log" 2>&1 ;;
     timeline) timeout 90 python3 benchmarks/timeline.py >"$OUT/timeline.log" 2>&1 ;;
   esac
   echo "== $step: exit $?, $((SECONDS - start)) s"

@@ -1,7 +1,8 @@
 """One model over several GPUs: seconds to ready from a local checkpoint, tokens per second of the workloads.
 
     python benchmarks/tensor_parallel.py --model 8B --size 2 [--workloads nano single] [--folder /dev/shm/qwen3-8B]
-                                         [--runs 1] [--warmup 1] [--out figures.json] [field=value of PagedConfig ...]
+                                         [--runs 1] [--warmup 1] [--options '{"top_k": 50}'] [--out figures.json]
+                                         [field=value of PagedConfig ...]
 
 The checkpoint has random weights and is made where it is not there yet. "ready" is from the call of `from_pretrained`
 to its return: processes started, weights loaded, KV pool made; "first token" comes on top.
@@ -23,11 +24,11 @@ from workloads import QWEN3_SHAPES, WORKLOADS, Workload, generation_configs, mak
 from hf_paged import PagedGenerator
 
 
-def run(generator: PagedGenerator, workload: Workload) -> tuple[float, list[list[int]]]:
+def run(generator: PagedGenerator, workload: Workload, options: dict[str, Any]) -> tuple[float, list[list[int]]]:
     """Seconds, and the tokens made."""
     generator.engine.reset_prefix_cache()
     start = time.perf_counter()
-    made = generator.generate(workload.prompts, generation_configs(workload), use_tqdm=False, seed=0)
+    made = generator.generate(workload.prompts, generation_configs(workload), use_tqdm=False, seed=0, **options)
     return time.perf_counter() - start, [completion.token_ids for completion in made]
 
 
@@ -35,7 +36,7 @@ def measure(generator: PagedGenerator, name: str, args: argparse.Namespace) -> d
     workload = make_workload(name, args.scale)
     seconds = []
     for _ in range(args.warmup + args.runs):
-        took, made = run(generator, workload)
+        took, made = run(generator, workload, args.options)
         assert [len(tokens) for tokens in made] == [n for n in workload.output_lengths for _ in range(workload.samples)]
         seconds.append(took)
     rates = [workload.output_tokens / took for took in seconds[args.warmup :]]
@@ -52,11 +53,14 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--options", type=json.loads, default={}, help="of generate, over the workloads' own; JSON")
     parser.add_argument("--out", type=Path)
     parser.add_argument("fields", nargs="*", help="fields of PagedConfig, name=value")
     args = parser.parse_args()
     folder = args.folder or Path("/dev/shm") / f"qwen3-{args.model}"
-    report: dict[str, Any] = {"model": args.model, "size": args.size, "torch": torch.__version__}
+    report: dict[str, Any] = {
+        "model": args.model, "size": args.size, "options": args.options, "torch": torch.__version__,
+    }  # fmt: skip
     if torch.cuda.is_available():
         report["machine"] = torch.cuda.get_device_name()
     if not (folder / "model.safetensors.index.json").exists():

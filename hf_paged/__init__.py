@@ -7,7 +7,13 @@
 
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
-from hf_paged.errors import FallbackError, FallbackWarning, UnsupportedModelError, UnsupportedOptionError
+from hf_paged.errors import (
+    FallbackError,
+    FallbackWarning,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+    WorkerDiedError,
+)
 from hf_paged.generator import PagedGenerator
 from hf_paged.integration.install import install, is_installed, uninstall
 from hf_paged.integration.patching import disable, enable, get_engine, is_enabled
@@ -26,6 +32,7 @@ __all__ = [
     "StepOutput",
     "UnsupportedModelError",
     "UnsupportedOptionError",
+    "WorkerDiedError",
     "disable",
     "enable",
     "get_engine",
