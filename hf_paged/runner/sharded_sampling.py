@@ -58,7 +58,8 @@ class ShardedSampling:
         padding = -rows % size
         share = (rows + padding) // size
         mine = slice(self.group.rank * share, (self.group.rank + 1) * share)
-        whole = self.group.exchange_rows(pad(logits, (0, 0, 0, padding)))[:, : self._vocab_size]
+        logits = pad(logits, (0, 0, 0, padding)) if padding else logits  # a pad by nothing is a copy
+        whole = self.group.exchange_rows(logits)[:, : self._vocab_size]
         known = None if logprob is None else torch.empty(share, dtype=torch.float32, device=logits.device)
         tokens = draw(whole, pad(slots, (0, padding), value=padding_slot)[mine], pad(positions, (0, padding))[mine],
                       known)  # fmt: skip
