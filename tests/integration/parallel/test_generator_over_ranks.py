@@ -72,7 +72,7 @@ def test_tokens_are_those_of_one_process(alone, sharded, options):
         assert ids(made) == ids(expected)
         assert [c.finish_reason for c in made] == [c.finish_reason for c in expected]
         assert [c.num_cached_tokens for c in made] == [c.num_cached_tokens for c in expected]
-    if "eos_token_id" not in options:
+    if not {"eos_token_id", "num_return_sequences"} & set(options):  # those end early, or share their prompts' blocks
         assert sharded.engine.stats().num_preemptions > before
 
 
