@@ -34,7 +34,7 @@ def add_rms_norm(
     Raises:
         ValueError: shapes, dtypes or strides that are not as above.
     """
-    _check(x, residual, weight)
+    check_norm(x, residual, weight)
     run = add_rms_norm_triton if x.is_cuda else add_rms_norm_reference
     return run(x, residual, weight, eps)
 
@@ -52,6 +52,14 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     hidden = x.float()
     variance = hidden.pow(2).mean(-1, keepdim=True)
     return weight * (hidden * torch.rsqrt(variance + eps)).to(x.dtype)
+
+
+@jit()
+def normed_row(hidden, scale, eps, dtype: tl.constexpr, WIDTH: tl.constexpr):
+    """RMSNorm of a row in float32, times ``scale``, rounded where transformers' module rounds it."""
+    # torch's mean on CUDA multiplies by the reciprocal.
+    variance = tl.sum(hidden * hidden, 0) * (1.0 / WIDTH)
+    return (scale * (hidden * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)).to(dtype)
 
 
 @jit()
@@ -83,10 +91,7 @@ def _add_rms_norm_kernel(
         rounded = hidden.to(dtype)
         tl.store(summed + row * WIDTH + column, rounded, mask=inside)
         hidden = rounded.to(tl.float32)
-    # torch's mean on CUDA multiplies by the reciprocal.
-    variance = tl.sum(hidden * hidden, 0) * (1.0 / WIDTH)
-    hidden = (hidden * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
-    tl.store(normed + row * WIDTH + column, (scale * hidden).to(dtype), mask=inside)
+    tl.store(normed + row * WIDTH + column, normed_row(hidden, scale, eps, dtype, WIDTH), mask=inside)
 
 
 def add_rms_norm_triton(
@@ -121,7 +126,8 @@ def add_rms_norm_triton(
     return normed, summed
 
 
-def _check(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
+def check_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
+    """Raise ValueError for tensors that are not as :func:`add_rms_norm` says."""
     if x.dim() != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
         raise ValueError(f"x must be [T, H] and weight [H], H > 0, got {tuple(x.shape)} and {tuple(weight.shape)}")
     if residual is not None and residual.shape != x.shape:

@@ -35,7 +35,7 @@ from hf_paged.kernels._triton import (
     tl,
     triton,
 )
-from hf_paged.kernels.add_rms_norm import add_rms_norm_reference
+from hf_paged.kernels.add_rms_norm import add_rms_norm_reference, check_norm, normed_row
 
 # Bytes of an input up to which one shot is taken, by number of ranks, and beyond which (up to PEER_BYTES) two.
 # Two ranks: measured on H200s (benchmarks/all_reduce_speed.py), one shot being the fastest up to 80 MiB, the most that
@@ -52,6 +52,13 @@ def shots(size: int, num_bytes: int) -> int:
     if num_bytes > PEER_BYTES.get(size, 0):
         return 0
     return 1 if num_bytes <= ONE_SHOT_BYTES[size] else 2
+
+
+def shots_for(x: torch.Tensor, peers: Peers) -> int:
+    """:func:`shots` for a tensor, or 0 where the kernels here do not take it; in rows of whole 16-byte vectors."""
+    fits = x.dtype in _DTYPES and x.is_cuda and x.is_contiguous() and x.nbytes <= peers.capacity
+    aligned = x.data_ptr() % 16 == 0 and x.shape[-1] * x.element_size() % 16 == 0
+    return shots(peers.size, x.nbytes) if fits and aligned else 0
 
 
 def all_reduce_reference(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -212,16 +219,13 @@ def _all_reduce_add_rms_norm_kernel(
             rounded = tl.load(region(own, gathered, dtype) + index, mask=inside, other=0.0)
         else:
             rounded = sum_over_ranks(buffers, stage, index, inside, dtype, SIZE, COMPILED)
-        # From here on as _add_rms_norm_kernel.
         hidden = rounded.to(tl.float32)
         if HAS_RESIDUAL:
             hidden += before
             rounded = hidden.to(dtype)
             hidden = rounded.to(tl.float32)
         tl.store(summed + index, rounded, mask=inside)
-        variance = tl.sum(hidden * hidden, 0) * (1.0 / WIDTH)
-        hidden = (hidden * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
-        tl.store(normed + index, (scale * hidden).to(dtype), mask=inside)
+        tl.store(normed + index, normed_row(hidden, scale, eps, dtype, WIDTH), mask=inside)
     end_call(epochs, epoch, MAX_PROGRAMS)
 
 
@@ -238,25 +242,17 @@ def _check(x: torch.Tensor, peers: Peers, num_shots: int | None) -> int:
         raise ValueError(f"x must be one of {', '.join(map(str, _DTYPES))}, got {x.dtype}")
     if not x.is_contiguous() or x.data_ptr() % 16:
         raise ValueError(f"x must be contiguous and 16-byte aligned, got strides {x.stride()} at {x.data_ptr():#x}")
-    num_bytes = x.numel() * x.element_size()
-    if num_bytes > peers.capacity:
-        raise ValueError(f"x must have at most {peers.capacity} bytes (the peers' capacity), got {num_bytes}")
+    if x.nbytes > peers.capacity:
+        raise ValueError(f"x must have at most {peers.capacity} bytes (the peers' capacity), got {x.nbytes}")
     if num_shots is None:
-        return shots(peers.size, num_bytes) or (1 if peers.size == 2 else 2)
+        return shots(peers.size, x.nbytes) or (1 if peers.size == 2 else 2)
     if num_shots not in (1, 2):
         raise ValueError(f"num_shots must be 1, 2 or None, got {num_shots}")
     return num_shots
 
 
 def _check_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
-    if x.dim() != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
-        raise ValueError(f"x must be [T, H] and weight [H], H > 0, got {tuple(x.shape)} and {tuple(weight.shape)}")
+    check_norm(x, residual, weight)
     if x.shape[1] * x.element_size() % 16:
         raise ValueError(f"x's rows must be whole 16-byte vectors, got {x.shape[1]} columns of {x.dtype}")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
-    dtypes = {t.dtype for t in (x, residual, weight) if t is not None}
-    if len(dtypes) > 1:
-        raise ValueError(f"x, residual and weight must share a dtype, got {sorted(map(str, dtypes))}")
-    if any(t is not None and t.stride(-1) != 1 for t in (residual, weight)):
-        raise ValueError("the last dim of residual and weight must be contiguous")
+

@@ -107,9 +107,10 @@ class FusedAdapter(DecoderAdapter):
 
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None,
                   norm: Any) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        if self._ops is FUSED and ranks.fuses(delta):
-            return ranks.all_reduce_add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
-        return self._ops.add_rms_norm(ranks.all_reduce(delta), residual, norm.weight, norm.variance_epsilon)
+        args = residual, norm.weight, norm.variance_epsilon
+        if self._ops is FUSED and (fused := ranks.all_reduce_add_rms_norm(delta, *args)) is not None:
+            return fused
+        return self._ops.add_rms_norm(ranks.all_reduce(delta), *args)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return all_columns(self.model.lm_head, self.shard_logits(hidden_states))

@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hf_paged.kernels._peers import Peers
-from hf_paged.kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, shots
-
-_SUMMED = (torch.bfloat16, torch.float16, torch.float32)
+from hf_paged.kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, shots_for
 
 # Multicast of NVLink switches can take a shared host down, and nothing here gains from it.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -94,31 +92,18 @@ class ParallelGroup:
         if not self.is_parallel:
             return tensor
         self._check(tensor)
-        if (count := self._shots(tensor)) > 0:
-            assert self.peers is not None
+        if self.peers is not None and (count := shots_for(tensor, self.peers)):
             return all_reduce(tensor, self.peers, count)
         dist.all_reduce(tensor, group=self._devices)
         return tensor
 
-    def fuses(self, tensor: torch.Tensor) -> bool:
-        """Is `all_reduce_add_rms_norm` to be had, and faster, for this tensor?"""
-        return self.is_parallel and self._shots(tensor) > 0
-
     def all_reduce_add_rms_norm(self, tensor: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
-                                eps: float) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """`add_rms_norm` of the sum over ranks, which see; in one kernel. For tensors that `fuses` says yes to."""
+                                eps: float) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
+        """`add_rms_norm` of the sum over ranks, which see, in one kernel; None where it cannot be had, or is slower."""
+        if self.peers is None or not (count := shots_for(tensor, self.peers)):
+            return None
         self._check(tensor)
-        assert self.peers is not None
-        return all_reduce_add_rms_norm(tensor, residual, weight, eps, self.peers, self._shots(tensor))
-
-    def _shots(self, tensor: torch.Tensor) -> int:
-        """How often the peers' memory is gone through to add this up; 0: NCCL (or gloo) does it."""
-        if self.peers is None or not tensor.is_cuda or not tensor.is_contiguous() or tensor.data_ptr() % 16:
-            return 0
-        whole_vectors = tensor.shape[-1] * tensor.itemsize % 16 == 0
-        if tensor.dtype not in _SUMMED or tensor.nbytes > self.peers.capacity or not whole_vectors:
-            return 0
-        return shots(self.size, tensor.nbytes)
+        return all_reduce_add_rms_norm(tensor, residual, weight, eps, self.peers, count)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         """The maximum over ranks, in place."""
