@@ -141,3 +141,11 @@ class ConfigMerger:
 
 def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN or (type(value) is list and all(type(item) in PLAIN for item in value))
+
+
+def num_copies(num_return_sequences: Any) -> int:
+    """How many requests a prompt becomes; ValueError for what is neither None nor an integer of at least 1."""
+    copies = 1 if num_return_sequences is None else num_return_sequences
+    if not isinstance(copies, int) or isinstance(copies, bool) or copies < 1:
+        raise ValueError(f"num_return_sequences={copies!r}: expected None or an integer of at least 1")
+    return copies

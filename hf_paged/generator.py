@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
+from hf_paged.arguments import num_copies
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
 from hf_paged.errors import EngineClosedError
@@ -87,7 +88,8 @@ class PagedGenerator:
         settings = patching.merged_config(config, overrides)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        if not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1:
+        whole = isinstance(tensor_parallel_size, int) and not isinstance(tensor_parallel_size, bool)
+        if not whole or tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size={tensor_parallel_size!r}: expected an integer of at least 1")
         if tokenizer is None and _has_tokenizer(path_or_id):
             tokenizer = AutoTokenizer.from_pretrained(path_or_id, padding_side="left")
@@ -209,9 +211,8 @@ class PagedGenerator:
             settings = settings_from_config(merged, len(prompt), self.engine.vocab_size)
             if logprobs or prompt_logprobs:
                 settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-            copies = merged.num_return_sequences
-            copies = 1 if copies is None else copies
-            if not isinstance(copies, int) or copies < 1 or (copies > 1 and not settings.do_sample):
+            copies = num_copies(merged.num_return_sequences)
+            if copies > 1 and not settings.do_sample:
                 raise ValueError(f"num_return_sequences={copies!r}: expected 1, or more with do_sample=True")
             for copy in range(copies):
                 number = copy if per_prompt else len(requests)

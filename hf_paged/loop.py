@@ -42,7 +42,6 @@ class StepLoop:
         self.dirty = False
         self.stepping_thread: int | None = None
         self.heard = False  # of a sharded model: a committed step said that rank 0 has something to say
-        self._says = False
         self.failed_here: list[str] = []  # requests of a sharded model that fail on this rank alone
         self._state_key = b""  # of the model, when the runner was prepared
         self._arrivals: list[Request] = []  # since the last step
@@ -135,9 +134,8 @@ class StepLoop:
                     self._recompute_all(scheduler)
                     self._prepare()
                 plan = scheduler.schedule()
-                if says != self._says and self.pool.runner is not None and self.pool.runner.sharded is not None:
+                if self.pool.runner is not None and self.pool.runner.sharded is not None:
                     self.pool.runner.sharded.say(says)
-                    self._says = says
                 launched = self._launch(plan) if plan is not None else None
                 if launched is None or not self._overlaps(device):
                     self._commit_in_flight()
@@ -319,7 +317,6 @@ class StepLoop:
         self.drop_pool()
 
     def drop_pool(self) -> None:
-        self._says = False
         self._retire_scheduler()
         self.scheduler = None
         self.pool.drop()

@@ -15,9 +15,10 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from hf_paged.arguments import num_copies
 from hf_paged.engine import Engine
 from hf_paged.integration.batching_board import RequestBoard
-from hf_paged.integration.batching_requests import BatchedRequest, num_copies
+from hf_paged.integration.batching_requests import BatchedRequest
 from hf_paged.integration.batching_worker import BatchingWorker
 from hf_paged.runner.sampler import derive_seed
 

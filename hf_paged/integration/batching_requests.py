@@ -129,14 +129,6 @@ def with_options(config: GenerationConfig, options: dict[str, Any]) -> Generatio
     return config
 
 
-def num_copies(num_return_sequences: Any) -> int:
-    """How many requests a prompt becomes; ValueError for what is neither None nor an integer of at least 1."""
-    copies = 1 if num_return_sequences is None else num_return_sequences
-    if not isinstance(copies, int) or isinstance(copies, bool) or copies < 1:
-        raise ValueError(f"num_return_sequences={copies!r}: expected None or an integer of at least 1")
-    return copies
-
-
 def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings:
     """What the engine is told about `request`, whose `is_cut` is set where it gets less than it asked for.
 

@@ -18,11 +18,12 @@ from tqdm.auto import tqdm
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from hf_paged.arguments import num_copies
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
 from hf_paged.integration import fallback
 from hf_paged.integration.batching_manager import KEPT, PagedBatchingManager, runs_on
-from hf_paged.integration.batching_requests import batching_config, num_copies, paged_config, stock_reason
+from hf_paged.integration.batching_requests import batching_config, paged_config, stock_reason
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -193,13 +193,14 @@ class ModelRunner:
     def _on_host(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=self.device.type == "cuda")
 
-    def _handle(self, result: torch.Tensor, *scores: Any) -> StepHandle:
+    def _handle(self, result: torch.Tensor, logprobs: torch.Tensor | None, scored: torch.Tensor | None = None,
+                spans: tuple[PromptSpan, ...] = ()) -> StepHandle:  # fmt: skip
         """A handle on what is on its way to the host."""
         heard = None
         if self.sharded is not None:
             heard = self._on_host(1, torch.int64).copy_(self.sharded.heard, non_blocking=True)
-        if self.device.type != "cuda":
-            return StepHandle(result, None, *scores)._replace(heard=heard)
-        done = torch.cuda.Event()
-        done.record()
-        return StepHandle(result, done, *scores)._replace(heard=heard)
+        done = None
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        return StepHandle(result, done, logprobs, scored, spans, heard)

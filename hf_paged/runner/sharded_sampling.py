@@ -33,10 +33,13 @@ class ShardedSampling:
         self.group, self._columns = adapter.group, Columns(head.first, head.first + head.num_real)
         self._vocab_size = adapter.vocab_size
         self.said, self.heard = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        self._says = False  # what `said` holds
 
     def say(self, something: bool) -> None:
         """What the steps launched from now on carry."""
-        self.said.fill_(int(something))
+        if something != self._says:
+            self.said.fill_(int(something))
+            self._says = something
 
     def can_agree(self, logits: torch.Tensor) -> bool:
         """Does every rank begin with a group of the sampler? Small vocabularies are cut more finely."""

@@ -33,11 +33,12 @@ class WeightsGuard:
 
     def changed(self, *, full: bool) -> bool:
         """Are this rank's weights others than at `begin`? Without `full` only storage and versions are asked."""
-        changed = self._signature != self._current_signature()
-        if full and not changed:
-            baseline = self._cached if self._pending is None else int(self._pending)
-            changed = int(self._checksum(self._tensors())) != baseline
-        return changed
+        if self._signature != self._current_signature():
+            return True
+        if not full:
+            return False
+        baseline = self._cached if self._pending is None else int(self._pending)
+        return int(self._checksum(self._tensors())) != baseline
 
     def begin(self, pool: BlockPool) -> None:
         """The engine was idle and becomes busy: distrust what is cached, and start the checksum."""

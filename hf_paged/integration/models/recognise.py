@@ -26,8 +26,8 @@ DECIDING_METHODS = (
     "_prefill", "_get_logits_processor", "_get_stopping_criteria", "_optimize_model_for_decode",
     "_has_unfinished_sequences", "get_compiled_call",
 )  # fmt: skip
-# Modules whose layers work token by token, whatever the batch looks like.
 SHARDED_MODULE = "hf_paged.integration.parallel.layers."
+# Modules whose layers work token by token, whatever the batch looks like.
 TOKENWISE_MODULES = (
     "torch.nn.modules.linear.", "torch.nn.modules.sparse.", "peft.tuners.lora.", "transformers.integrations.",
     "bitsandbytes.nn.", SHARDED_MODULE,
@@ -38,10 +38,11 @@ COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Seen(NamedTuple):
-    """A model's modules, walked once for all checks of a call: every one, those replaced, those called."""
+    """A model's modules, walked once for all checks of a call: every one, those replaced, those called; parameters."""
 
     adapter: ModelAdapter
     modules: list[tuple[str, nn.Module]]
+    parameters: list[tuple[str, nn.Parameter]]
     own: list[tuple[str, nn.Module, type]]
     called: list[tuple[str, nn.Module]]
 
@@ -50,8 +51,8 @@ def unsupported_reason(adapter: ModelAdapter) -> str | None:
     """Why the model in `adapter` cannot run natively right now, or None if it can."""
     if (reason := _class_reason(adapter) or _attention_reason(adapter)) is not None:
         return reason
-    seen = Seen(adapter, list(adapter.model.named_modules()), list(adapter.own_modules()),
-                list(adapter.called_modules()))  # fmt: skip
+    seen = Seen(adapter, list(adapter.model.named_modules()), list(adapter.model.named_parameters()),
+                list(adapter.own_modules()), list(adapter.called_modules()))  # fmt: skip
     checks = (_sharding_reason, _module_reason, _device_reason, _hook_reason, _dtype_reason, _train_mode_reason)
     reason = next((reason for check in checks if (reason := check(seen)) is not None), None)
     return adapter.constants_reason() if reason is None else reason  # constants are read off modules that passed
@@ -179,7 +180,7 @@ def _is_tokenwise(kind: type[nn.Module]) -> bool:
 
 def _sharding_reason(seen: Seen) -> str | None:
     """Parameters of which somebody else keeps a part on each rank, or parts of ours that do not fit together."""
-    for name, parameter in seen.adapter.model.named_parameters():
+    for name, parameter in seen.parameters:
         kinds = type(parameter).__name__, type(parameter.data).__name__
         if hasattr(parameter, "ds_id"):
             return f"the parameters are partitioned by DeepSpeed: {SUPPORTED_ROUTE}"
@@ -195,7 +196,7 @@ def _device_reason(seen: Seen) -> str | None:
     if devices and len(set(map(str, devices.values()))) > 1:
         return f"hf_device_map spreads the model over {len(set(map(str, devices.values())))} devices"
     found = set()
-    for name, parameter in seen.adapter.model.named_parameters():
+    for name, parameter in seen.parameters:
         kind = type(parameter.data)
         if kind is not torch.Tensor and not type(parameter).__module__.startswith("bitsandbytes."):
             return f"parameter {name} is a {kind.__name__}, whose bytes cannot be watched for changes"
@@ -243,7 +244,7 @@ def _dtype_reason(seen: Seen) -> str | None:
     device = spec.device.type
     if torch.is_autocast_enabled(device):
         # Adapters too: autocast would round what an fp32 adapter on bf16 weights computes.
-        dtypes = {p.dtype for p in seen.adapter.model.parameters() if p.is_floating_point()}
+        dtypes = {p.dtype for _, p in seen.parameters if p.is_floating_point()}
         if dtypes != {torch.get_autocast_dtype(device)}:
             return f"autocast to {torch.get_autocast_dtype(device)} while the weights are {sorted(map(str, dtypes))}"
     return None

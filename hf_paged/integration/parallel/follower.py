@@ -50,11 +50,11 @@ def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.d
         device: its type counts; ranks take the devices 0 to size - 1 of their host, or torchrun's LOCAL_RANK.
 
     Raises:
-        ValueError: another number of processes or fewer devices than `size`, or a device with another index.
+        ValueError: another number of processes or fewer devices than `size`, or a device of another kind or index.
         WorkerDiedError: a rank ended before all were ready.
     """
-    if device.index not in (None, 0):
-        raise ValueError(f"device={str(device)!r}: expected {device.type!r}, of which the ranks take 0 to {size - 1}")
+    if device.index not in (None, 0) or device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device={str(device)!r}: expected 'cuda', of which the ranks take 0 to {size - 1}, or 'cpu'")
     if not is_leading() and (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
         return _load_here(path_or_id, size, dtype, device), None
     workers = launch(size, Follower(str(path_or_id), dtype, device.type, config), device.type)
@@ -70,10 +70,6 @@ def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.d
 
 def _load_here(path_or_id: str | os.PathLike, size: int, dtype: str | torch.dtype, device: torch.device) -> Any:
     """Every rank runs this script."""
-    present = dist.is_initialized()
-    world = dist.get_world_size() if present else int(os.environ["WORLD_SIZE"])
-    if world != size:
-        raise ValueError(f"tensor_parallel_size={size}: expected 1 or {world}, the number of processes of this job")
-    rank = dist.get_rank() if present else int(os.environ["RANK"])
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
     own = rank_device(device.type, int(os.environ.get("LOCAL_RANK", rank)))
     return load(str(path_or_id), join(rank, size, own), dtype=dtype, device=own)

@@ -192,10 +192,14 @@ def join(rank: int, size: int, device: torch.device, *, store: Any = None, drive
         driven: as for `ParallelGroup`.
 
     Raises:
-        ValueError: the process group that exists has another size.
+        ValueError: the process group that exists, or torchrun's, has another size.
     """
     if size == 1:
         return SINGLE
+    started = size if store is not None else int(os.environ.get("WORLD_SIZE", size))
+    world = dist.get_world_size() if dist.is_initialized() else started
+    if world != size:
+        raise ValueError(f"tensor_parallel_size={size}: expected 1 or {world}, the number of processes of this job")
     os.environ.update(ENVIRONMENT)
     if not dist.is_initialized():
         if store is not None:
@@ -203,8 +207,6 @@ def join(rank: int, size: int, device: torch.device, *, store: Any = None, drive
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size,
                                 device_id=device if device.type == "cuda" else None)  # fmt: skip
-    if dist.get_world_size() != size:
-        raise ValueError(f"tensor_parallel_size={size}: expected 1 or {dist.get_world_size()}, the number of processes")
     hosts = dist.new_group(backend="gloo", timeout=_WAIT)
     devices = dist.new_group(backend="nccl") if device.type == "cuda" else hosts
     return ParallelGroup(dist.get_rank(), size, devices, hosts, driven=driven)
