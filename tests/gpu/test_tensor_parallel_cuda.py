@@ -1,4 +1,4 @@
-"""On two GPUs: tokens of the trained model in bf16, and of random ones in fp32, as on one; steps in CUDA graphs."""
+"""On 2, 4 and 8 GPUs: tokens of the trained model in bf16, and of random ones in fp32, as on one; CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,17 @@ SAMPLED = {"do_sample": True, "temperature": 1.2}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
-    tiny_model(vocab_size=VOCAB, head_dim=64, hidden_size=128, intermediate_size=128).save_pretrained(folder)
+    shape = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8,
+             "num_key_value_heads": 2}  # fmt: skip
+    tiny_model(vocab_size=VOCAB, **shape).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(params=[2, 4, 8])
+def size(request):
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    return request.param
 
 
 def ids(completions):
@@ -32,13 +41,13 @@ def ids(completions):
 @pytest.mark.parametrize("paged", [
     {}, {"enforce_eager": True}, {"overlap": False}, {"num_blocks": 30, "max_num_batched_tokens": 256},
 ])  # fmt: skip
-def test_random_models_in_fp32_give_the_tokens_of_one_gpu(checkpoint, paged):
+def test_random_models_in_fp32_give_the_tokens_of_one_gpu(checkpoint, paged, size):
     torch.backends.cuda.matmul.allow_tf32 = False
     filtered = {**SAMPLED, "top_k": 30, "top_p": 0.9}
     calls = [{}, SAMPLED, filtered, {"repetition_penalty": 1.3}, {**SAMPLED, "min_p": 0.05}]
     with PagedGenerator.from_pretrained(checkpoint, **paged) as alone:
         expected = [ids(alone.generate(PROMPTS, max_new_tokens=40, seed=1, **options)) for options in calls]
-    with PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2, **paged) as sharded:
+    with PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=size, **paged) as sharded:
         for options, tokens in zip(calls, expected, strict=True):
             made = ids(sharded.generate(PROMPTS, max_new_tokens=40, seed=1, **options))
             # Sums over ranks round otherwise: a draw that was near a tie may fall on the other side.
@@ -48,11 +57,11 @@ def test_random_models_in_fp32_give_the_tokens_of_one_gpu(checkpoint, paged):
         assert (stats.num_graphs_captured > 0) == (not paged.get("enforce_eager", False))
 
 
-def test_the_trained_model_in_bf16_gives_the_answers(trained_path, trained_tokenizer):
+def test_the_trained_model_in_bf16_gives_the_answers(trained_path, trained_tokenizer, size):
     tables = [lookup_facts(count, seed=count) for count in (3, 20, 45, 90)]
     questions = [(table, name) for table in tables for name in list(table)[:: max(1, len(table) // 4)]]
     chats = [lookup_chat(*question) for question in questions]
-    with PagedGenerator.from_pretrained(trained_path, dtype=torch.bfloat16, tensor_parallel_size=2,
+    with PagedGenerator.from_pretrained(trained_path, dtype=torch.bfloat16, tensor_parallel_size=size,
                                         tokenizer=trained_tokenizer) as generator:  # fmt: skip
         for _ in range(2):
             made = generator.generate(chats, max_new_tokens=24)

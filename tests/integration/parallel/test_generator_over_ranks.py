@@ -298,24 +298,3 @@ def test_changes_that_other_ranks_cannot_follow_are_refused(sharded, monkeypatch
         thread.join(60)
     assert "other ranks only follow" in errors[0]
     assert len(sharded.generate(PROMPTS[:1], max_new_tokens=4)[0].token_ids) == 4
-
-
-@pytest.mark.parametrize("size", [0, -1, 1.5, "2", True])
-def test_sizes_that_are_none(checkpoint, size):
-    with pytest.raises(ValueError, match="tensor_parallel_size"):
-        PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=size)
-
-
-@pytest.mark.parametrize("device", ["cuda:1", "meta"])
-def test_devices_that_ranks_do_not_take(checkpoint, device):
-    expected = f"device='{device}': expected 'cuda', of which the ranks take 0 to 1, or 'cpu'"
-    with pytest.raises(ValueError, match=expected):
-        PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2, device=device)
-
-
-def test_a_job_of_another_number_of_processes(checkpoint, monkeypatch):
-    """Under torchrun; said before anybody waits for the others."""
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="tensor_parallel_size=2: expected 1 or 3, the number of processes"):
-        PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2)

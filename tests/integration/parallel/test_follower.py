@@ -1,0 +1,36 @@
+"""What `load_on_ranks` refuses before a process is started; no test here keeps other ranks."""
+
+from __future__ import annotations
+
+import pytest
+from support import tiny_model
+
+from hf_paged import PagedGenerator
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny_model().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "2", True])
+def test_sizes_that_are_none(checkpoint, size):
+    with pytest.raises(ValueError, match="tensor_parallel_size"):
+        PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=size)
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "meta"])
+def test_devices_that_ranks_do_not_take(checkpoint, device):
+    expected = f"device='{device}': expected 'cuda', of which the ranks take 0 to 1, or 'cpu'"
+    with pytest.raises(ValueError, match=expected):
+        PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2, device=device)
+
+
+def test_a_job_of_another_number_of_processes(checkpoint, monkeypatch):
+    """Under torchrun; said before anybody waits for the others."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="tensor_parallel_size=2: expected 1 or 3, the number of processes"):
+        PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2)
