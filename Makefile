@@ -12,7 +12,7 @@ demo: $(READY)
 
 # A process a core, one thread each: on two cores twice as fast as one process.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n auto
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n auto --dist worksteal
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

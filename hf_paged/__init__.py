@@ -5,19 +5,23 @@
     model.generate(**inputs, max_new_tokens=256)
 """
 
-from hf_paged.config import PagedConfig
-from hf_paged.engine import Engine
-from hf_paged.errors import (
-    FallbackError,
-    FallbackWarning,
-    UnsupportedModelError,
-    UnsupportedOptionError,
-    WorkerDiedError,
-)
-from hf_paged.generator import PagedGenerator
-from hf_paged.integration.install import install, is_installed, uninstall
-from hf_paged.integration.patching import disable, enable, get_engine, is_enabled
-from hf_paged.outputs import Completion, EngineStats, StepOutput
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_paged.config import PagedConfig
+    from hf_paged.engine import Engine
+    from hf_paged.errors import (
+        FallbackError,
+        FallbackWarning,
+        UnsupportedModelError,
+        UnsupportedOptionError,
+        WorkerDiedError,
+    )
+    from hf_paged.generator import PagedGenerator
+    from hf_paged.integration.install import install, is_installed, uninstall
+    from hf_paged.integration.patching import disable, enable, get_engine, is_enabled
+    from hf_paged.outputs import Completion, EngineStats, StepOutput
 
 __version__ = "0.1.0"
 
@@ -41,3 +45,28 @@ __all__ = [
     "is_installed",
     "uninstall",
 ]
+
+# Imported at first use: a worker has to watch its parent before the seconds that torch and transformers take.
+_MODULES = {
+    "hf_paged.config": ("PagedConfig",),
+    "hf_paged.engine": ("Engine",),
+    "hf_paged.errors": (
+        "FallbackError", "FallbackWarning", "UnsupportedModelError", "UnsupportedOptionError", "WorkerDiedError",
+    ),
+    "hf_paged.generator": ("PagedGenerator",),
+    "hf_paged.integration.install": ("install", "is_installed", "uninstall"),
+    "hf_paged.integration.patching": ("disable", "enable", "get_engine", "is_enabled"),
+    "hf_paged.outputs": ("Completion", "EngineStats", "StepOutput"),
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            globals()[name] = getattr(import_module(module), name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,26 @@ if not COMPILED:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs a Triton kernel on CPU tensors")
+    if not COMPILED and not TOO_LATE:
+        _interpret_quickly()
+
+
+def _interpret_quickly() -> None:
+    """Half of the interpreter's time goes into patching triton.language anew in every call of a jitted function by
+    another; here each function has it patched once, for good (as the interpreter leaves it after nested calls).
+    """
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    patch_lang: Callable[[Any], Any] = interpreter._patch_lang
+
+    @functools.cache
+    def patch_lang_once(fn: Any) -> Any:
+        patch_lang(fn)
+        return interpreter._LangPatchScope()  # what its user restores: nothing
+
+    interpreter._patch_lang = patch_lang_once
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
