@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # One visit to a GPU machine: tests, kernels, log-prob error, throughput. Full logs under $OUT, a short table last.
-#   bash benchmarks/gpu_session.sh [tests|kernels|linear|sampler|options|logprob|throughput|ab|profile|timeline|ranks ...]
+#   bash benchmarks/gpu_session.sh [tests|kernels|linear|sampler|options|logprob|throughput|ab|profile|timeline ...]
+#   MODELS=32B SIZE=4 bash benchmarks/gpu_session.sh rank_tests all_reduce ranks ranks_filtered    # several GPUs
 set -uo pipefail
 OUT=${OUT:-/tmp/hf_paged_gpu}
 mkdir -p "$OUT"
@@ -19,8 +20,12 @@ for step in "${steps[@]}"; do
     throughput) timeout 400 python3 benchmarks/run_all.py --engines ours --models ${MODELS:-0.6B} --out "$OUT/figures" >"$OUT/throughput.log" 2>&1 ;;
     ab) timeout 400 python3 benchmarks/run_all.py --engines ours --workloads nano single --batches --ab all --out "$OUT/ab" >"$OUT/ab.log" 2>&1 ;;
     options) timeout 150 python3 benchmarks/options_speed.py --out "$OUT/options.json" >"$OUT/options.log" 2>&1 ;;
-    ranks) timeout 130 bash -c "python3 benchmarks/all_reduce_speed.py --size ${SIZE:-2} --out $OUT/all_reduce.json;
-      python3 benchmarks/tensor_parallel.py --model ${MODELS:-8B} --size ${SIZE:-2} --out $OUT/ranks.json" >"$OUT/ranks.log" 2>&1 ;;
+    rank_tests) timeout 400 python3 -m pytest -q -m gpu -p no:cacheprovider --durations=0 tests/gpu/test_tensor_parallel_cuda.py \
+      tests/kernels/test_all_reduce.py >"$OUT/rank_tests.log" 2>&1 ;;
+    all_reduce) timeout 90 python3 benchmarks/all_reduce_speed.py --size ${SIZE:-2} --out "$OUT/all_reduce.json" >"$OUT/all_reduce.log" 2>&1 ;;
+    ranks) timeout 200 python3 benchmarks/tensor_parallel.py --model ${MODELS:-8B} --size ${SIZE:-2} --out "$OUT/ranks.json" >"$OUT/ranks.log" 2>&1 ;;
+    ranks_filtered) timeout 100 python3 benchmarks/tensor_parallel.py --model ${MODELS:-8B} --size ${SIZE:-2} --workloads nano \
+      --options '{"top_k": 50, "top_p": 0.9}' --out "$OUT/ranks_filtered.json" >"$OUT/ranks_filtered.log" 2>&1 ;;
     timeline) timeout 90 python3 benchmarks/timeline.py >"$OUT/timeline.log" 2>&1 ;;
   esac
   echo "== $step: exit $?, $((SECONDS - start)) s"

@@ -12,7 +12,7 @@ _PATIENCE, _NAP = 0.01, 50e-6
 
 
 class FairLock:
-    """Re-entrant. A `threading.RLock` alone goes to the loop that has just let go of it: whoever waits is not awake yet.
+    """Re-entrant. A `threading.RLock` alone goes to the loop that has just let go of it: who waits is not awake yet.
 
     Held by a generator, not by `acquire`: an exception that comes between the lock and the body (Ctrl-C) releases it.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
@@ -33,7 +34,7 @@ def loops(count: int, turns: int) -> list[int]:
 def test_loops_take_turns(count):
     order = loops(count, 60)
     assert sorted(order) == sorted([*range(count)] * 60)
-    changes = sum(a != b for a, b in zip(order, order[1:], strict=False))
+    changes = sum(a != b for a, b in itertools.pairwise(order))
     assert changes > len(order) // 2, order
 
 
