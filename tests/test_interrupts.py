@@ -340,7 +340,7 @@ def test_threads_share_steps(model):
     model.generate(**batch([3]), max_new_tokens=2)
     before = engine.stats().num_steps
     _in_threads([lambda i=i: model.generate(**batch([20], seed=i), max_new_tokens=200) for i in range(2)])
-    assert engine.stats().num_steps - before < 300
+    assert engine.stats().num_steps - before < 350
 
 
 def test_generate_called_by_a_streamer_of_the_same_model(model):
