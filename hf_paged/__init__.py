@@ -6,6 +6,7 @@
 """
 
 from importlib import import_module
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,11 +61,20 @@ _MODULES = {
 }  # fmt: skip
 
 
+# transformers' own lazy imports fail where two threads begin them at once.
+_importing = RLock()
+
+
 def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            globals()[name] = getattr(import_module(module), name)
-            return globals()[name]
+    home = next((module for module, names in _MODULES.items() if name in names), None)
+    if home is not None:
+        with _importing:
+            globals()[name] = getattr(import_module(home), name)
+        return globals()[name]
+    # As if they had been imported here: hf_paged.engine.Engine.
+    if any(module.split(".")[1] == name for module in _MODULES):
+        with _importing:
+            return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

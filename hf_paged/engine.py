@@ -18,7 +18,6 @@ from hf_paged.config import PagedConfig
 from hf_paged.detokenizer import TextStream
 from hf_paged.errors import EngineClosedError, UnsupportedModelError
 from hf_paged.events import Add, Build, End, Event, Events, Release, ResetCache
-from hf_paged.fair_lock import FairLock
 from hf_paged.integration.models import find_adapter
 from hf_paged.integration.models.recognise import unsupported_reason
 from hf_paged.integration.parallel.group import ParallelGroup
@@ -34,6 +33,7 @@ from hf_paged.scheduler import Sequence
 from hf_paged.session import Request, Session
 from hf_paged.settings import RequestSettings, check_flags, settings_from_config
 from hf_paged.stopping import StopRule
+from hf_paged.waiting_line import WaitingLine
 
 _CLOSED = "this engine is closed: its model was disabled"
 
@@ -77,7 +77,7 @@ class Engine:
         self.owns_device = owns_device
         self._loop = StepLoop(self._adapter, config, tokenizer, owns_device=owns_device)
         self._events = Events(self._adapter.group, self._loop, self._request)
-        self._lock = FairLock()
+        self._lock, self._line = threading.RLock(), WaitingLine()
         self._public = Session(self, stream=True)
         self._followers = Session(self, stream=False, text=False)  # of requests that rank 0's callers made
         self._ids = itertools.count()
@@ -131,7 +131,7 @@ class Engine:
         Raises:
             KeyError: no unfinished request has this id.
         """
-        with self._lock.held():
+        with self._line.place(), self._lock:
             if request_id not in self._events.expected:
                 self._loop.requests[request_id]  # KeyError
             self._now(End((request_id,), "abort"))
@@ -159,7 +159,8 @@ class Engine:
             prompts: checked token ids.
             max_new_tokens: tokens that each row may get at most.
         """
-        with self._lock.held():
+        with self._line.place() as place, self._lock:
+            place.leave()
             if self.is_reentrant():
                 yield "it was called from inside a step of the same engine"
                 return
@@ -188,7 +189,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and present state; see `EngineStats`."""
-        with self._lock.held():
+        with self._line.place(), self._lock:
             s, p, pool = self._loop.scheduler, self._loop.totals, self._loop.pool
             return EngineStats(
                 num_running=s.num_running if s else 0,
@@ -209,7 +210,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False (and nothing done) while a request is unfinished."""
-        with self._lock.held():
+        with self._line.place(), self._lock:
             return self._now(ResetCache())
 
     def release_memory(self, graphs: bool = False) -> None:
@@ -221,7 +222,7 @@ class Engine:
         Raises:
             RuntimeError: while requests are unfinished.
         """
-        with self._lock.held():
+        with self._line.place(), self._lock:
             if unfinished := len(self._loop.requests) + len(self._events.expected):
                 raise RuntimeError(f"release_memory: {unfinished} requests are unfinished")
             if self.is_reentrant():
@@ -230,7 +231,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """End every request, whoever asked for it, give all memory back, and refuse new requests."""
-        with self._lock.held():
+        with self._line.place(), self._lock:
             self._is_shut_down = True
             if self.is_reentrant():  # garbage collection in the middle of a step
                 self._deferred.append(self.shutdown)
@@ -248,7 +249,8 @@ class Engine:
         Raises:
             EngineClosedError: an earlier step was interrupted.
         """
-        with self._lock.held():
+        with self._line.place() as place, self._lock:
+            place.leave()
             while not self._events.stopped:
                 self._events.follow()
                 self._followers.outbox.clear()
@@ -310,7 +312,7 @@ class Engine:
 
     def too_long(self, prompt_length: int, max_new_tokens: int) -> str | None:
         """Why a sequence of this length can never run here, or None."""
-        with self._lock.held():
+        with self._line.place(), self._lock:
             pool = self._pool()
             length = prompt_length + max_new_tokens
             if length > pool.max_model_len:
@@ -323,7 +325,7 @@ class Engine:
 
     def room(self, prompt_length: int) -> int:
         """The most new tokens that `too_long` allows after a prompt of this length; below 1 where it has no room."""
-        with self._lock.held():
+        with self._line.place(), self._lock:
             pool = self._pool()
             return min(pool.max_model_len, (pool.max_blocks - 1) * self.config.block_size + 1) - prompt_length
 
@@ -371,7 +373,7 @@ class Engine:
         request_id = None if request_id is None else str.__str__(request_id)
         made = request_id is None
         stop = self.stop_rule(settings, prompt) if stop is None else stop
-        with self._lock.held():
+        with self._line.place(), self._lock:
             if self.is_reentrant():
                 raise RuntimeError("a request cannot be added from inside a step of the same engine")
             self._loop.recover_if_dirty()
@@ -423,7 +425,8 @@ class Engine:
         return self._loop.pool
 
     def _advance(self, session: Session, always_step: bool = False) -> list[StepOutput]:
-        with self._lock.held(after_others=True):
+        with self._line.place(after_others=not self.is_reentrant()) as place, self._lock:
+            place.leave()
             if self.is_reentrant():
                 raise RuntimeError("step() was called from inside a step of the same engine")
             if always_step or not session.outbox:
@@ -448,7 +451,7 @@ class Engine:
             self._deferred.pop()()
 
     def _close(self, session: Session) -> None:
-        with self._lock.held():
+        with self._line.place(), self._lock:
             if not session.open:
                 return
             if self.is_reentrant():  # an abandoned stream is garbage-collected in the middle of a step

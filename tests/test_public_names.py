@@ -20,10 +20,35 @@ def test_every_public_name_is_there_and_has_one_home():
         _ = hf_paged.Enginee
 
 
+def run(code: str) -> str:
+    """What a new process prints that has imported nothing of ours."""
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          env={"PYTHONPATH": ":".join(filter(None, sys.path))})  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    return made.stdout
+
+
 @pytest.mark.parametrize("module", ["hf_paged", "hf_paged.integration.parallel.worker"])
 def test_nothing_slow_is_imported_before_it_is_used(module):
     """A worker watches its parent from the start, and not after the seconds that torch takes."""
-    code = f"import sys, {module}; print({{'torch', 'transformers', 'triton'}} & set(sys.modules))"
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                          env={"PYTHONPATH": ":".join(filter(None, sys.path))})  # fmt: skip
-    assert made.stdout == "set()\n"
+    assert run(f"import sys, {module}; print({{'torch', 'transformers', 'triton'}} & set(sys.modules))") == "set()\n"
+
+
+FIRST_USES = """
+import threading, hf_paged
+names, failed = ["PagedGenerator", "enable", "Engine", "Completion"], []
+def use(name, begin=threading.Barrier(len(names))):
+    begin.wait()
+    try:
+        getattr(hf_paged, name)
+    except Exception as error:
+        failed.append(error)
+threads = [threading.Thread(target=use, args=(name,)) for name in names]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(failed, hf_paged.engine.Engine is hf_paged.Engine, hf_paged.errors.FallbackError is hf_paged.FallbackError)
+"""
+
+
+def test_names_and_their_modules_may_be_used_first_by_several_threads_at_once():
+    assert run(FIRST_USES) == "[] True True\n"

@@ -255,4 +255,3 @@ def _check_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Te
     check_norm(x, residual, weight)
     if x.shape[1] * x.element_size() % 16:
         raise ValueError(f"x's rows must be whole 16-byte vectors, got {x.shape[1]} columns of {x.dtype}")
-

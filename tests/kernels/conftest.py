@@ -33,6 +33,8 @@ def _interpret_quickly() -> None:
         from triton.runtime import interpreter
     except ImportError:
         return
+    if not hasattr(interpreter, "_LangPatchScope"):  # another version: slow, as it comes
+        return
     patch_lang: Callable[[Any], Any] = interpreter._patch_lang
 
     @functools.cache
@@ -41,15 +43,6 @@ def _interpret_quickly() -> None:
         return interpreter._LangPatchScope()  # what its user restores: nothing
 
     interpreter._patch_lang = patch_lang_once
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("interpreted") is None:
-        return
-    if COMPILED:
-        pytest.skip("kernels are compiled in this process: the gpu tests cover them")
-    if TOO_LATE:
-        pytest.fail("triton was imported before TRITON_INTERPRET=1 was set: set it in tests/conftest.py", pytrace=False)
 
 
 @pytest.fixture

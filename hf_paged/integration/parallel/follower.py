@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
-from hf_paged.integration.parallel.group import join
+from hf_paged.integration.parallel.group import check_world, join
 from hf_paged.integration.parallel.launch import Workers, is_leading, launch
 from hf_paged.integration.parallel.loading import load
 
@@ -70,6 +70,7 @@ def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.d
 
 def _load_here(path_or_id: str | os.PathLike, size: int, dtype: str | torch.dtype, device: torch.device) -> Any:
     """Every rank runs this script."""
+    check_world(size)  # before this rank's GPU is made current
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
     own = rank_device(device.type, int(os.environ.get("LOCAL_RANK", rank)))
     return load(str(path_or_id), join(rank, size, own), dtype=dtype, device=own)

@@ -182,6 +182,13 @@ def group_of(model: Any) -> ParallelGroup:
     return group
 
 
+def check_world(size: int) -> None:
+    """Raise ValueError where the process group that exists, or torchrun's to be, has another size."""
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", size))
+    if world != size:
+        raise ValueError(f"tensor_parallel_size={size}: expected 1 or {world}, the number of processes of this job")
+
+
 def join(rank: int, size: int, device: torch.device, *, store: Any = None, driven: bool = False) -> ParallelGroup:
     """Meet the other ranks; waits for all of them.
 
@@ -196,10 +203,8 @@ def join(rank: int, size: int, device: torch.device, *, store: Any = None, drive
     """
     if size == 1:
         return SINGLE
-    started = size if store is not None else int(os.environ.get("WORLD_SIZE", size))
-    world = dist.get_world_size() if dist.is_initialized() else started
-    if world != size:
-        raise ValueError(f"tensor_parallel_size={size}: expected 1 or {world}, the number of processes of this job")
+    if store is None or dist.is_initialized():
+        check_world(size)
     os.environ.update(ENVIRONMENT)
     if not dist.is_initialized():
         if store is not None:

@@ -28,9 +28,10 @@ def test_devices_that_ranks_do_not_take(checkpoint, device):
         PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2, device=device)
 
 
-def test_a_job_of_another_number_of_processes(checkpoint, monkeypatch):
-    """Under torchrun; said before anybody waits for the others."""
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_job_of_another_number_of_processes(checkpoint, monkeypatch, device):
+    """Under torchrun; said before anybody waits for the others, or takes a GPU that is not there."""
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="tensor_parallel_size=2: expected 1 or 3, the number of processes"):
-        PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2)
+        PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2, device=device)
