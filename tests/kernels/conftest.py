@@ -45,6 +45,15 @@ def _interpret_quickly() -> None:
     interpreter._patch_lang = patch_lang_once
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("interpreted") is None:
+        return
+    if COMPILED:
+        pytest.skip("kernels are compiled in this process: the gpu tests cover them")
+    if TOO_LATE:
+        pytest.fail("triton was imported before TRITON_INTERPRET=1 was set: set it in tests/conftest.py", pytrace=False)
+
+
 @pytest.fixture
 def guarded_outputs(monkeypatch):
     """What the kernels allocate starts poisoned, inside a buffer whose ends nobody may write."""

@@ -164,25 +164,30 @@ generator = PagedGenerator.from_pretrained(sys.argv[1], tensor_parallel_size=2) 
 print("pids", *generator._workers[0].processes, flush=True)
 [made] = generator.generate([[5, 6, 7]], max_new_tokens=4)
 print("tokens", *made.token_ids, flush=True)
-while True:
+while sys.argv[2] == "run on":
     generator.generate([[5, 6, 7]] * 3, max_new_tokens=300)
 """
 
 
-def test_a_plain_script_and_ctrl_c_in_a_step(checkpoint, tmp_path):
-    """Without a __main__ guard; no process is left. (Other ends of scripts: test_launch.)"""
+@pytest.mark.parametrize("how", ["end", "run on"])
+def test_a_plain_script(checkpoint, tmp_path, how):
+    """Without a __main__ guard; ends by itself, or by Ctrl-C in a step: no process is left. (More: test_launch.)"""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    process = subprocess.Popen([sys.executable, str(script), checkpoint], stdout=subprocess.PIPE,
+    process = subprocess.Popen([sys.executable, str(script), checkpoint, how], stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True,
                                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
     pids = [int(word) for word in process.stdout.readline().split()[1:]]
     tokens = process.stdout.readline()
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
+    if how == "run on":
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert len(pids) == 1 and len(tokens.split()) == 5
-    assert process.returncode != 0 and "KeyboardInterrupt" in errors and errors.count("Traceback") <= 2
+    if how == "end":
+        assert process.returncode == 0 and "Traceback" not in errors
+    else:
+        assert process.returncode != 0 and "KeyboardInterrupt" in errors and errors.count("Traceback") <= 2
     assert_gone(pids)
 
 
