@@ -27,6 +27,7 @@ for step in "${steps[@]}"; do
     ranks_filtered) timeout 100 python3 benchmarks/tensor_parallel.py --model ${MODELS:-8B} --size ${SIZE:-2} --workloads nano \
       --options '{"top_k": 50, "top_p": 0.9}' --out "$OUT/ranks_filtered.json" >"$OUT/ranks_filtered.log" 2>&1 ;;
     timeline) timeout 90 python3 benchmarks/timeline.py >"$OUT/timeline.log" 2>&1 ;;
+    *) echo "unknown step '$step': expected one of those in this file's head" >&2; exit 2 ;;
   esac
   echo "== $step: exit $?, $((SECONDS - start)) s"
   tail -n "$([ "$step" = throughput ] || [ "$step" = ab ] && echo 40 || echo 12)" "$OUT/$step.log"

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from hf_paged.config import require_int
 from hf_paged.integration.models.own_code import is_own_code
 
 PLAIN = frozenset((int, float, bool, str, type(None)))  # types whose repr tells any two values apart
@@ -145,7 +146,5 @@ def _is_plain(value: Any) -> bool:
 
 def num_copies(num_return_sequences: Any) -> int:
     """How many requests a prompt becomes; ValueError for what is neither None nor an integer of at least 1."""
-    copies = 1 if num_return_sequences is None else num_return_sequences
-    if not isinstance(copies, int) or isinstance(copies, bool) or copies < 1:
-        raise ValueError(f"num_return_sequences={copies!r}: expected None or an integer of at least 1")
-    return copies
+    require_int("num_return_sequences", num_return_sequences, 1, optional=True)
+    return 1 if num_return_sequences is None else num_return_sequences

@@ -58,19 +58,19 @@ class PagedConfig:
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
-        _require_int(self, "block_size", 16)
+        require_int("block_size", self.block_size, 16)
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size!r}: expected a power of two, at least 16")
-        _require_int(self, "max_num_seqs", 1)
-        _require_int(self, "max_num_batched_tokens", 1)
+        require_int("max_num_seqs", self.max_num_seqs, 1)
+        require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens!r}: expected at least {self.max_num_seqs}, which "
                 "is max_num_seqs: every running sequence decodes in every step"
             )
-        _require_int(self, "num_blocks", 2, optional=True)
-        _require_int(self, "max_model_len", 1, optional=True)
-        _require_int(self, "seed", 0, optional=True)
+        require_int("num_blocks", self.num_blocks, 2, optional=True)
+        require_int("max_model_len", self.max_model_len, 1, optional=True)
+        require_int("seed", self.seed, 0, optional=True)
         if self.seed is not None and self.seed >= 2**63:
             raise ValueError(f"seed={self.seed!r}: expected None or an integer in [0, 2**63)")
         share = self.gpu_memory_utilization
@@ -84,8 +84,8 @@ class PagedConfig:
         _require_one_of(self, "overlap", (None, True, False))
 
 
-def _require_int(config: PagedConfig, name: str, least: int, *, optional: bool = False) -> None:
-    value = getattr(config, name)
+def require_int(name: str, value: object, least: int, *, optional: bool = False) -> None:
+    """Raise ValueError for what is no integer of at least `least` (nor None, where that is `optional`)."""
     if optional and value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:

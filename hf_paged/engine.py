@@ -425,10 +425,10 @@ class Engine:
         return self._loop.pool
 
     def _advance(self, session: Session, always_step: bool = False) -> list[StepOutput]:
-        with self._line.place(after_others=not self.is_reentrant()) as place, self._lock:
+        if self.is_reentrant():
+            raise RuntimeError("step() was called from inside a step of the same engine")
+        with self._line.place(after_others=True) as place, self._lock:
             place.leave()
-            if self.is_reentrant():
-                raise RuntimeError("step() was called from inside a step of the same engine")
             if always_step or not session.outbox:
                 try:
                     # A streaming caller's code runs between steps, and may have changed the model.

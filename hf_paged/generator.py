@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.utils import cached_file
 
 from hf_paged.arguments import num_copies
-from hf_paged.config import PagedConfig
+from hf_paged.config import PagedConfig, require_int
 from hf_paged.engine import Engine
 from hf_paged.errors import EngineClosedError
 from hf_paged.integration import fallback, patching
@@ -88,9 +88,7 @@ class PagedGenerator:
         settings = patching.merged_config(config, overrides)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        whole = isinstance(tensor_parallel_size, int) and not isinstance(tensor_parallel_size, bool)
-        if not whole or tensor_parallel_size < 1:
-            raise ValueError(f"tensor_parallel_size={tensor_parallel_size!r}: expected an integer of at least 1")
+        require_int("tensor_parallel_size", tensor_parallel_size, 1)
         if tokenizer is None and _has_tokenizer(path_or_id):
             tokenizer = AutoTokenizer.from_pretrained(path_or_id, padding_side="left")
         if tensor_parallel_size == 1:

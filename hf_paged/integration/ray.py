@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_paged.arguments import base_seed
+from hf_paged.config import require_int
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.generator import PagedGenerator
 from hf_paged.outputs import Completion
@@ -60,8 +61,7 @@ def generate_dataset(dataset: Dataset, path: str, *, num_actors: int = 1, batch_
         raise ImportError("generate_dataset needs Ray Data: pip install 'hf-paged[ray]'") from error
     counts = {"num_actors": num_actors, "batch_size": batch_size, "tensor_parallel_size": tensor_parallel_size}
     for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r}: expected an integer of at least 1")
+        require_int(name, value, 1)
     base_seed(actor_arguments.get("seed", 0), None)
     if num_gpus is None and ray.cluster_resources().get("GPU", 0) > 0:
         num_gpus = tensor_parallel_size
