@@ -14,29 +14,18 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationConfig
-from workloads import QWEN3_SHAPES, qwen3
-
-from hf_paged import PagedGenerator
-
-
-def open_generator(args: argparse.Namespace) -> PagedGenerator:
-    paged = {"max_num_seqs": args.batch, "enable_prefix_caching": False}
-    if args.checkpoint:
-        return PagedGenerator.from_pretrained(args.checkpoint, tensor_parallel_size=args.size, **paged)
-    return PagedGenerator(qwen3(args.model, torch.bfloat16, "cuda"), **paged)
+from model_arguments import add_model_arguments, open_generator
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(QWEN3_SHAPES), default="0.6B")
+    add_model_arguments(parser)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--length", type=int, default=600)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--checkpoint", help="in place of --model with random weights")
-    parser.add_argument("--size", type=int, default=1, help="tensor_parallel_size, with --checkpoint")
     args = parser.parse_args()
-    with open_generator(args) as generator:
+    with open_generator(args, max_num_seqs=args.batch, enable_prefix_caching=False) as generator:
         config = GenerationConfig(max_new_tokens=4 * args.steps, do_sample=True, temperature=0.6, top_k=0)
         prompts = torch.randint(0, 10000, (args.batch, args.length)).tolist()
         engine = generator.engine

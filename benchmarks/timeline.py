@@ -1,6 +1,7 @@
 """Where the seconds of a workload go: before the first step, steps with prompts in them, decode steps by batch size.
 
     python benchmarks/timeline.py [--workload nano] [--model 0.6B]
+    python benchmarks/timeline.py --checkpoint /dev/shm/qwen3-8B --size 2      # rank 0's part of it
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections import defaultdict
 from itertools import pairwise
 
 import torch
-from workloads import QWEN3_SHAPES, WORKLOADS, generation_configs, qwen3
+from model_arguments import add_model_arguments, open_generator
+from workloads import WORKLOADS, generation_configs
 
-from hf_paged import PagedGenerator
 from hf_paged.loop import StepLoop
 from hf_paged.scheduler import Scheduler
 
@@ -21,10 +22,9 @@ from hf_paged.scheduler import Scheduler
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="nano")
-    parser.add_argument("--model", choices=sorted(QWEN3_SHAPES), default="0.6B")
+    add_model_arguments(parser)
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]()
-    model = qwen3(args.model, torch.bfloat16, "cuda")
     events: list[tuple[float, float, str]] = []  # start, end, what
     own_step, own_schedule = StepLoop.step, Scheduler.schedule
     last: list = [None]
@@ -44,7 +44,7 @@ def main() -> None:
         events.append((start, time.perf_counter(), kind))
 
     StepLoop.step, Scheduler.schedule = step, schedule  # type: ignore[method-assign, assignment]
-    with PagedGenerator(model) as generator:
+    with open_generator(args) as generator:
         for _ in range(2):
             generator.engine.reset_prefix_cache()
             events.clear()

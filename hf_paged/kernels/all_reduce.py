@@ -40,9 +40,9 @@ from hf_paged.kernels.add_rms_norm import add_rms_norm_reference, check_norm, no
 # Bytes of an input up to which one shot is taken, by number of ranks, and beyond which (up to PEER_BYTES) two.
 # Two ranks: measured on H200s (benchmarks/all_reduce_speed.py), one shot being the fastest up to 80 MiB, the most that
 # was tried. More ranks: estimates from 370 GB/s a direction and 3 us for the second exchange.
-ONE_SHOT_BYTES = {2: 96 << 20, 3: 2 << 20, 4: 768 << 10, 5: 512 << 10, 6: 384 << 10, 7: 320 << 10, 8: 256 << 10}
+ONE_SHOT_BYTES = {2: 96 << 20, 3: 2 << 20, 4: 448 << 10, 5: 512 << 10, 6: 384 << 10, 7: 320 << 10, 8: 256 << 10}
 # Bytes of an input beyond which NCCL is the faster one, by number of ranks, as above.
-PEER_BYTES = {2: 96 << 20, **dict.fromkeys(range(3, 9), 8 << 20)}
+PEER_BYTES = {2: 96 << 20, 4: 12 << 20, **dict.fromkeys((3, 5, 6, 7, 8), 8 << 20)}
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

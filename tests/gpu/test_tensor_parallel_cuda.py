@@ -39,12 +39,14 @@ def ids(completions):
 
 
 @pytest.mark.parametrize("paged", [
-    {}, {"enforce_eager": True}, {"overlap": False}, {"num_blocks": 30, "max_num_batched_tokens": 256},
+    {"all_reduce": "nccl"}, {"all_reduce": "peers", "enforce_eager": True}, {"all_reduce": "peers", "overlap": False},
+    {"all_reduce": "peers", "num_blocks": 30, "max_num_batched_tokens": 256},
 ])  # fmt: skip
 def test_random_models_in_fp32_give_the_tokens_of_one_gpu(checkpoint, paged, size):
     torch.backends.cuda.matmul.allow_tf32 = False
     filtered = {**SAMPLED, "top_k": 30, "top_p": 0.9}
     calls = [{}, SAMPLED, filtered, {"repetition_penalty": 1.3}, {**SAMPLED, "min_p": 0.05}]
+    # "peers" in a process that has held models over ranks before, and over another number of them.
     with PagedGenerator.from_pretrained(checkpoint, **paged) as alone:
         expected = [ids(alone.generate(PROMPTS, max_new_tokens=40, seed=1, **options)) for options in calls]
     with PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=size, **paged) as sharded:
@@ -62,7 +64,7 @@ def test_the_trained_model_in_bf16_gives_the_answers(trained_path, trained_token
     questions = [(table, name) for table in tables for name in list(table)[:: max(1, len(table) // 4)]]
     chats = [lookup_chat(*question) for question in questions]
     with PagedGenerator.from_pretrained(trained_path, dtype=torch.bfloat16, tensor_parallel_size=size,
-                                        tokenizer=trained_tokenizer) as generator:  # fmt: skip
+                                        all_reduce="peers", tokenizer=trained_tokenizer) as generator:  # fmt: skip
         for _ in range(2):
             made = generator.generate(chats, max_new_tokens=24)
             assert [c.text for c in made] == [f"{name}: {table[name]}" for table, name in questions]

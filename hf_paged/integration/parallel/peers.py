@@ -8,6 +8,9 @@ import shutil
 import socket
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,10 +22,10 @@ from hf_paged.kernels._triton import triton
 
 # 6,144 rows of 8192 half-precision columns.
 CAPACITY = 96 << 20
-
-
-# Of this process; see `_obstacle_of_counts`.
-_num_exchanges = 0
+# Of an exchange's messages: ranks that torch numbers otherwise would wait for each other.
+_EXCHANGE_TIMEOUT = timedelta(seconds=60)
+# Of this process, None after one that failed: see `_catch_up`.
+_num_exchanges: int | None = 0
 
 
 class PeersUnavailable(RuntimeError):
@@ -73,10 +76,10 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
     _agree(_obstacle_between(hosts_and_devices), hosts)
     counts: list[Any] = [None] * size
     dist.all_gather_object(counts, _num_exchanges, group=hosts)
-    _agree(_obstacle_of_counts(counts), hosts)
     try:
         import torch.distributed._symmetric_memory as symmetric
 
+        _catch_up(counts, rank, device)
         # In torch 2.11 and later the memory may come from a pool: offsets are in get_buffer, not in buffer_ptrs.
         memory = symmetric.empty(buffer_bytes(capacity), dtype=torch.uint8, device=device)
         memory.zero_()
@@ -85,15 +88,16 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
     except Exception as error:  # a build without it, no memory, a driver that cannot share
         problem = f"no symmetric memory: {error}"
     _agree(problem, hosts)
-    try:
-        # Signals are zero on all ranks before any of them can be told of another's memory.
-        assert memory is not None
-        handle = _rendezvous(memory, hosts)
-        buffers = tuple(handle.get_buffer(r, (buffer_bytes(capacity),), torch.uint8) for r in range(size))
-        problem = _mismatch(memory, handle, buffers, rank)
-    except Exception:
-        problem = f"no exchange of symmetric memory: {traceback.format_exc(limit=1)}"
-    _agree(problem, hosts)
+    with _folder_of_all(hosts) as folder:
+        try:
+            # Signals are zero on all ranks before any of them can be told of another's memory.
+            assert memory is not None
+            handle = _exchange(memory, folder, rank, size)
+            buffers = tuple(handle.get_buffer(r, (buffer_bytes(capacity),), torch.uint8) for r in range(size))
+            problem = _mismatch(memory, handle, buffers, rank)
+        except Exception:
+            problem = f"no exchange of symmetric memory: {traceback.format_exc(limit=1)}"
+        _agree(problem, hosts)
     # A buffer that is not the one it should be is found here and not in a model's output.
     memory[SIGNAL_BYTES] = rank + 1
     torch.cuda.synchronize(device)
@@ -134,14 +138,35 @@ def connect(group: ParallelGroup, device: torch.device, wanted: str, num_bytes: 
         logging.getLogger(__name__).info("all_reduce='auto' takes NCCL: %s", reason)
 
 
-def _obstacle_of_counts(counts: list[int]) -> str | None:
-    """torch numbers the messages of an exchange by process, and ranks wait for messages of the same number."""
-    if len(set(counts)) == 1:
-        return None
-    return f"the ranks' processes have exchanged memory {counts} times before, expected equally often"
+def _catch_up(counts: list[int | None], rank: int, device: torch.device) -> None:
+    """Exchange memory with nobody else until this process has done so as often as that of any rank.
+
+    torch numbers the messages of exchanges by process, and ranks wait for messages of the same number: without this, a
+    process that held a model over ranks before would never meet fresh workers.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        raise RuntimeError(f"an earlier exchange of rank {counts.index(None)}'s process failed")
+    for _ in range(max(known) - known[rank]):
+        with tempfile.TemporaryDirectory(prefix="hf_paged-") as folder:
+            _exchange(symmetric.empty(16, dtype=torch.uint8, device=device), folder, 0, 1)
 
 
-def _rendezvous(memory: torch.Tensor, hosts: dist.ProcessGroup) -> Any:
+@contextmanager
+def _folder_of_all(hosts: dist.ProcessGroup) -> Iterator[str]:
+    """A new folder, the same on all ranks, which have to meet before any of them leaves the context."""
+    folders: list[Any] = [None] * dist.get_world_size(hosts)
+    mine = tempfile.mkdtemp(prefix="hf_paged-") if dist.get_rank(hosts) == 0 else None
+    dist.all_gather_object(folders, mine, group=hosts)
+    try:
+        yield folders[0]
+    finally:
+        shutil.rmtree(folders[0], ignore_errors=True)
+
+
+def _exchange(memory: torch.Tensor, folder: str, rank: int, size: int) -> Any:
     """`symmetric_memory.rendezvous` over a group that is there for nothing else, by a name that no group had before.
 
     torch keeps the store of a group by the group's name for the life of the process, while groups that come after a
@@ -155,23 +180,18 @@ def _rendezvous(memory: torch.Tensor, hosts: dist.ProcessGroup) -> Any:
     )
 
     global _num_exchanges
-    _num_exchanges += 1
-    rank, size = dist.get_rank(hosts), dist.get_world_size(hosts)
-    folder = tempfile.mkdtemp(prefix="hf_paged-") if rank == 0 else ""
-    folders: list[Any] = [None] * size
-    dist.all_gather_object(folders, folder, group=hosts)
-    name = os.path.basename(folders[0])
+    before, _num_exchanges = _num_exchanges, None
+    store = dist.FileStore(os.path.join(folder, "store"), size)
+    store.set_timeout(_EXCHANGE_TIMEOUT)
+    name = os.path.basename(folder)
+    group = ProcessGroup(store, rank, size)  # torch's register does not keep it
+    _register_process_group(name, group)
     try:
-        group = ProcessGroup(dist.FileStore(os.path.join(folders[0], "store"), size), rank, size)
-        _register_process_group(name, group)
-        try:
-            handle = _SymmetricMemory.rendezvous(memory, name)
-        finally:
-            _unregister_process_group(name)
-        dist.barrier(group=hosts)
+        handle = _SymmetricMemory.rendezvous(memory, name)
     finally:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+        _unregister_process_group(name)
+    assert before is not None
+    _num_exchanges = before + 1
     return handle
 
 

@@ -4,12 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_paged.integration.parallel.peers import (
-    PeersUnavailable,
-    _obstacle_between,
-    _obstacle_of_counts,
-    open_peers,
-)
+from hf_paged.integration.parallel import peers
+from hf_paged.integration.parallel.peers import PeersUnavailable, _obstacle_between, open_peers
 
 
 @pytest.fixture
@@ -51,7 +47,39 @@ def test_ranks_have_to_be_on_one_host_with_a_gpu_each():
     assert "share a GPU" in _obstacle_between([("a", "0"), ("a", "0")])
 
 
-def test_a_process_that_exchanged_before_meets_no_fresh_one():
-    """torch would wait for ever: it numbers the messages of an exchange by process."""
-    assert _obstacle_of_counts([2, 2]) is None
-    assert "exchanged memory [1, 0] times" in _obstacle_of_counts([1, 0])
+@pytest.fixture
+def exchanges(monkeypatch):
+    """Those that are made in place of torch's, as (rank, size)."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    made = []
+
+    def exchange(memory, folder, rank, size):
+        made.append((rank, size))
+        peers._num_exchanges += 1
+
+    monkeypatch.setattr(peers, "_exchange", exchange)
+    monkeypatch.setattr(symmetric, "empty", torch.empty)
+    monkeypatch.setattr(peers, "_num_exchanges", 1)
+    return made
+
+
+def test_a_process_that_exchanged_less_often_catches_up(exchanges):
+    """torch would wait for ever otherwise: it numbers the messages of an exchange by process."""
+    peers._catch_up([2, 1, 4], 1, torch.device("cpu"))
+    assert exchanges == [(0, 1)] * 3
+    peers._catch_up([4, 4, 4], 1, torch.device("cpu"))
+    assert len(exchanges) == 3
+
+
+def test_after_an_exchange_that_failed_there_is_no_other(exchanges, monkeypatch):
+    with pytest.raises(RuntimeError, match="earlier exchange of rank 2's process failed"):
+        peers._catch_up([1, 1, None], 1, torch.device("cpu"))
+    assert not exchanges
+
+
+def test_a_failed_exchange_is_remembered(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "_num_exchanges", 0)
+    with pytest.raises(Exception):  # noqa: B017  (torch's own, which differ: this is no memory of a GPU's)
+        peers._exchange(torch.zeros(16, dtype=torch.uint8), str(tmp_path), 0, 1)
+    assert peers._num_exchanges is None
