@@ -163,7 +163,7 @@ class Variant(NamedTuple):
     product: Callable[..., torch.Tensor]
     pdl: bool
     fuse_silu: bool = False
-    prefetch: int = 32 << 20
+    prefetch: int = _triton._PREFETCH_BYTES
 
 
 VARIANTS = [

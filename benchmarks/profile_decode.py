@@ -12,9 +12,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from model_arguments import add_model_arguments, open_generator
 from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationConfig
-from model_arguments import add_model_arguments, open_generator
 
 
 def main() -> None:

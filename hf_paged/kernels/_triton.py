@@ -23,7 +23,7 @@ else:
         triton = tl = None
 
 # A larger weight would push its own beginning out of L2 (50 MB on Hopper) before it is read.
-_PREFETCH_BYTES = 32 << 20
+_PREFETCH_BYTES = 16 << 20
 
 __all__ = [
     "after_previous_kernel", "jit", "on_device_of", "pdl_options", "pdl_supported", "prefetch_options",

@@ -1,10 +1,10 @@
 # mypy: disallow-untyped-defs=False
-"""The sum over the GPUs of one host, alone or with residual add and RMSNorm, by loads and stores of peers' memory.
+"""The sum over the GPUs of one host, alone or with residual add and RMSNorm, by stores into peers' memory.
 
-One-shot: every rank reads everybody's input and sums all of it: one exchange of signals, (N - 1) inputs over the
-links. Two-shot: every rank sums one N-th and stores the result into everybody's memory: two exchanges, 2 (N - 1) / N
-inputs over the links. Both are bitwise equal to `all_reduce_reference` and so on all ranks. See `_peers.py` for how
-ranks wait for each other. Nothing here uses multicast.
+One-shot: every rank gives everybody its input, and sums all of it: one exchange of signals, (N - 1) inputs over the
+links. Two-shot: every rank gets, sums and gives back one N-th: two exchanges, 2 (N - 1) / N inputs over the links.
+Both are bitwise equal to `all_reduce_reference` and so on all ranks. See `_peers.py` for how ranks wait for each other.
+Nothing here uses multicast.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from hf_paged.kernels._peers import (
     SIGNAL_BYTES,
     Peers,
     begin_call,
+    buffer_of,
     copy_flat,
     end_call,
+    push_parts,
+    push_whole,
     region,
-    sum_and_push,
-    sum_over_ranks,
+    sum_and_push_parts,
+    sum_of_whole,
     wait_for_peers,
 )
 from hf_paged.kernels._triton import (
@@ -38,11 +41,11 @@ from hf_paged.kernels._triton import (
 from hf_paged.kernels.add_rms_norm import add_rms_norm_reference, check_norm, normed_row
 
 # Bytes of an input up to which one shot is taken, by number of ranks, and beyond which (up to PEER_BYTES) two.
-# Two ranks: measured on H200s (benchmarks/all_reduce_speed.py), one shot being the fastest up to 80 MiB, the most that
-# was tried. More ranks: estimates from 370 GB/s a direction and 3 us for the second exchange.
-ONE_SHOT_BYTES = {2: 96 << 20, 3: 2 << 20, 4: 448 << 10, 5: 512 << 10, 6: 384 << 10, 7: 320 << 10, 8: 256 << 10}
-# Bytes of an input beyond which NCCL is the faster one, by number of ranks, as above.
-PEER_BYTES = {2: 96 << 20, 4: 12 << 20, **dict.fromkeys((3, 5, 6, 7, 8), 8 << 20)}
+# Two and four ranks: measured on H200s (benchmarks/all_reduce_speed.py). Others: from what these say of the second
+# exchange, 2 us or 600 KB over the links.
+ONE_SHOT_BYTES = {2: 12 << 20, 3: 896 << 10, 4: 384 << 10, 5: 256 << 10, 6: 176 << 10, 7: 144 << 10, 8: 112 << 10}
+# Bytes of an input beyond which NCCL is the faster one: two ranks up to 96 MiB, the most that was tried, four as above.
+PEER_BYTES = {2: 96 << 20, 4: 48 << 20, **dict.fromkeys((3, 5, 6, 7, 8), 16 << 20)}
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -82,7 +85,8 @@ def all_reduce(x: torch.Tensor, peers: Peers, num_shots: int | None = None) -> t
     Args:
         x: contiguous, 16-byte aligned, bfloat16, float16 or float32, at most ``peers.capacity`` bytes.
         peers: this rank's view of the others.
-        num_shots: 1 or 2; None: what :func:`shots` says (1 where that prefers NCCL and there are two ranks, else 2).
+        num_shots: 1 (up to ``peers.one_shot_capacity`` bytes) or 2; None: what :func:`shots` says, and 2 where that
+            prefers NCCL.
 
     Raises:
         ValueError: an x that is not as above, or another number of shots.
@@ -101,7 +105,7 @@ def all_reduce(x: torch.Tensor, peers: Peers, num_shots: int | None = None) -> t
         _all_reduce_kernel[(num_programs,)](
             x, out, peers.buffers, peers.epochs, peers.abort, peers.rank, numel,
             triton.cdiv(triton.cdiv(numel, num_programs), 64) * 64,
-            SIZE=peers.size, SHOTS=num_shots, TILE=tile, DATA=SIGNAL_BYTES, CAPACITY=peers.capacity,
+            SIZE=peers.size, SHOTS=num_shots, TILE=tile, DATA=SIGNAL_BYTES, STAGE=peers.stage_bytes,
             MAX_PROGRAMS=MAX_PROGRAMS, COMPILED=x.is_cuda, num_warps=16, enable_fp_fusion=False, **pdl_options(x),
         )  # fmt: skip
     return out
@@ -145,7 +149,7 @@ def all_reduce_add_rms_norm(
             x, x if residual is None else residual, weight, normed, summed, peers.buffers, peers.epochs, peers.abort,
             peers.rank, num_rows, rows, 0 if residual is None else residual.stride(0), eps,
             HAS_RESIDUAL=residual is not None, WIDTH=width, WIDTH_PAD=width_pad, SIZE=peers.size, SHOTS=num_shots,
-            TILE=num_warps * 32 * 16 // x.element_size(), DATA=SIGNAL_BYTES, CAPACITY=peers.capacity,
+            TILE=num_warps * 32 * 16 // x.element_size(), DATA=SIGNAL_BYTES, STAGE=peers.stage_bytes,
             MAX_PROGRAMS=MAX_PROGRAMS, COMPILED=x.is_cuda, num_warps=num_warps, enable_fp_fusion=False,
             **pdl_options(x),
         )  # fmt: skip
@@ -155,29 +159,32 @@ def all_reduce_add_rms_norm(
 @jit(varying_ints=("rank",))
 def _all_reduce_kernel(
     x, out, buffers, epochs, abort, rank, numel, share,
-    SIZE: tl.constexpr, SHOTS: tl.constexpr, TILE: tl.constexpr, DATA: tl.constexpr, CAPACITY: tl.constexpr,
+    SIZE: tl.constexpr, SHOTS: tl.constexpr, TILE: tl.constexpr, DATA: tl.constexpr, STAGE: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_previous_kernel(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     epoch = begin_call(epochs)
-    stage = DATA + (epoch % 2) * CAPACITY
-    gathered: tl.constexpr = DATA + 2 * CAPACITY
+    stage = DATA + (epoch % 2) * STAGE
+    gathered: tl.constexpr = DATA + 2 * STAGE
     begin = tl.program_id(0) * share
     end = tl.minimum(begin + share, numel)
-    own = _own_buffer(buffers, rank, SIZE)
-    copy_flat(x, region(own, stage, dtype), begin, end, TILE)
-    if COMPILED:
-        wait_for_peers(buffers, abort, rank, epoch, 0, SIZE, MAX_PROGRAMS)
+    own = buffer_of(buffers, rank, SIZE)
     if SHOTS == 2:
-        sum_and_push(buffers, stage, gathered, rank, begin, end, dtype, SIZE, TILE, COMPILED)
+        push_parts(x, buffers, stage, rank, begin, end, SIZE, TILE)
+        if COMPILED:
+            wait_for_peers(buffers, abort, rank, epoch, 0, SIZE, MAX_PROGRAMS)
+        sum_and_push_parts(buffers, own, stage, gathered, rank, begin, end, dtype, SIZE, TILE)
         if COMPILED:
             wait_for_peers(buffers, abort, rank, epoch, 1, SIZE, MAX_PROGRAMS)
         copy_flat(region(own, gathered, dtype), out, begin, end, TILE)
     else:
+        push_whole(x, buffers, stage, rank, begin, end, numel, SIZE, TILE)
+        if COMPILED:
+            wait_for_peers(buffers, abort, rank, epoch, 0, SIZE, MAX_PROGRAMS)
         for start in range(begin, end, TILE):
             index = start + tl.arange(0, TILE)
-            total = sum_over_ranks(buffers, stage, index, index < end, dtype, SIZE, COMPILED)
+            total = sum_of_whole(x, own, stage, rank, numel, index, index < end, SIZE)
             tl.store(out + index, total, mask=index < end)
     end_call(epochs, epoch, MAX_PROGRAMS)
 
@@ -186,7 +193,7 @@ def _all_reduce_kernel(
 def _all_reduce_add_rms_norm_kernel(
     x, residual, weight, normed, summed, buffers, epochs, abort, rank, num_rows, rows, residual_stride, eps,
     HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, SIZE: tl.constexpr, SHOTS: tl.constexpr,
-    TILE: tl.constexpr, DATA: tl.constexpr, CAPACITY: tl.constexpr, MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr,
+    TILE: tl.constexpr, DATA: tl.constexpr, STAGE: tl.constexpr, MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -194,19 +201,23 @@ def _all_reduce_add_rms_norm_kernel(
     after_previous_kernel(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     epoch = begin_call(epochs)
-    stage = DATA + (epoch % 2) * CAPACITY
-    gathered: tl.constexpr = DATA + 2 * CAPACITY
+    stage = DATA + (epoch % 2) * STAGE
+    gathered: tl.constexpr = DATA + 2 * STAGE
     first = tl.program_id(0) * rows
     last = tl.minimum(first + rows, num_rows)
-    own = _own_buffer(buffers, rank, SIZE)
-    copy_flat(x, region(own, stage, dtype), first * WIDTH, last * WIDTH, TILE)
+    numel = num_rows * WIDTH
+    own = buffer_of(buffers, rank, SIZE)
+    if SHOTS == 2:
+        push_parts(x, buffers, stage, rank, first * WIDTH, last * WIDTH, SIZE, TILE)
+    else:
+        push_whole(x, buffers, stage, rank, first * WIDTH, last * WIDTH, numel, SIZE, TILE)
     column = tl.arange(0, WIDTH_PAD)
     inside = column < WIDTH
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if COMPILED:
         wait_for_peers(buffers, abort, rank, epoch, 0, SIZE, MAX_PROGRAMS)
     if SHOTS == 2:
-        sum_and_push(buffers, stage, gathered, rank, first * WIDTH, last * WIDTH, dtype, SIZE, TILE, COMPILED)
+        sum_and_push_parts(buffers, own, stage, gathered, rank, first * WIDTH, last * WIDTH, dtype, SIZE, TILE)
         if COMPILED:
             wait_for_peers(buffers, abort, rank, epoch, 1, SIZE, MAX_PROGRAMS)
     residual += first.to(tl.int64) * residual_stride
@@ -218,7 +229,7 @@ def _all_reduce_add_rms_norm_kernel(
         if SHOTS == 2:
             rounded = tl.load(region(own, gathered, dtype) + index, mask=inside, other=0.0)
         else:
-            rounded = sum_over_ranks(buffers, stage, index, inside, dtype, SIZE, COMPILED)
+            rounded = sum_of_whole(x, own, stage, rank, numel, index, inside, SIZE)
         hidden = rounded.to(tl.float32)
         if HAS_RESIDUAL:
             hidden += before
@@ -229,14 +240,6 @@ def _all_reduce_add_rms_norm_kernel(
     end_call(epochs, epoch, MAX_PROGRAMS)
 
 
-@jit()
-def _own_buffer(buffers, rank, SIZE: tl.constexpr):
-    own = buffers[0]
-    for other in tl.static_range(1, SIZE):
-        own = tl.where(rank == other, buffers[other], own)
-    return own
-
-
 def _check(x: torch.Tensor, peers: Peers, num_shots: int | None) -> int:
     if x.dtype not in _DTYPES:
         raise ValueError(f"x must be one of {', '.join(map(str, _DTYPES))}, got {x.dtype}")
@@ -245,9 +248,11 @@ def _check(x: torch.Tensor, peers: Peers, num_shots: int | None) -> int:
     if x.nbytes > peers.capacity:
         raise ValueError(f"x must have at most {peers.capacity} bytes (the peers' capacity), got {x.nbytes}")
     if num_shots is None:
-        return shots(peers.size, x.nbytes) or (1 if peers.size == 2 else 2)
+        return shots(peers.size, x.nbytes) or 2
     if num_shots not in (1, 2):
         raise ValueError(f"num_shots must be 1, 2 or None, got {num_shots}")
+    if num_shots == 1 and x.nbytes > peers.one_shot_capacity:
+        raise ValueError(f"x must have at most {peers.one_shot_capacity} bytes for one shot, got {x.nbytes}")
     return num_shots
 
 

@@ -31,7 +31,7 @@ POISON = 0x5A
 
 
 def peers_in_one_process(size, capacity, programs=MAX_PROGRAMS):
-    buffers = tuple(torch.full((buffer_bytes(capacity),), POISON, dtype=torch.uint8) for _ in range(size))
+    buffers = tuple(torch.full((buffer_bytes(capacity, size),), POISON, dtype=torch.uint8) for _ in range(size))
     for buffer in buffers:
         buffer[:SIGNAL_BYTES] = 0
     abort = torch.zeros(1, dtype=torch.int64)
@@ -156,9 +156,42 @@ def test_shots_by_size():
     for size in range(2, 9):
         assert shots(size, 1) == 1
         assert shots(size, ONE_SHOT_BYTES[size]) == 1
-        assert shots(size, PEER_BYTES[size]) == (1 if size == 2 else 2)
+        assert shots(size, ONE_SHOT_BYTES[size] + 1) == shots(size, PEER_BYTES[size]) == 2
         assert shots(size, PEER_BYTES[size] + 1) == 0
     assert shots(16, 1) == 0
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("num_shots", [1, 2])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_a_full_input_stays_in_its_stage(size, num_shots, monkeypatch):
+    """Nothing of the first call, in as many programs as there can be, is in the other stage, or past the end."""
+    monkeypatch.setattr("hf_paged.kernels.all_reduce.MAX_PROGRAMS", 8)
+    parts, weight = make(8, size, (23, 136), torch.float32), torch.ones(136)
+    peers = peers_in_one_process(size, parts[0].nbytes, 8)
+    stage = peers[0].stage_bytes
+    wide = tuple(torch.cat([buffer, torch.full((4096,), POISON, dtype=torch.uint8)]) for buffer in peers[0].buffers)
+    peers = [mine._replace(buffers=wide) for mine in peers]
+    on_all_ranks(peers, lambda r, mine: all_reduce_add_rms_norm(parts[r], None, weight, EPS, mine, num_shots))
+    pushed = 0
+    for buffer in wide:
+        _, even, odd, gathered, past = buffer.split([SIGNAL_BYTES, stage, stage, parts[0].nbytes, 4096])
+        assert (even == POISON).all() and (past == POISON).all()
+        pushed += (odd != POISON).sum()
+        assert (gathered == POISON).all() == (num_shots == 1)
+    assert pushed > 0.9 * size * parts[0].nbytes * (size - 1 if num_shots == 1 else 1)
+
+
+def test_how_much_one_shot_takes():
+    for size in range(2, 9):
+        for capacity in (4096, 3 << 20):
+            mine = peers_in_one_process(size, capacity)[0]
+            assert min(capacity, ONE_SHOT_BYTES[size]) <= mine.one_shot_capacity <= capacity
+    assert peers_in_one_process(2, 6 << 20)[0].one_shot_capacity == 6 << 20
+    (mine, *_) = peers_in_one_process(3, 6 << 20)
+    assert mine.one_shot_capacity == 3 << 20
+    with pytest.raises(ValueError, match="at most 3145728 bytes for one shot, got 3145792"):
+        all_reduce(torch.zeros(49153, 16), mine, 1)
 
 
 def test_bad_arguments():

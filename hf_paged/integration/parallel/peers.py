@@ -61,7 +61,7 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
     Args:
         hosts: a gloo group of the ranks.
         device: this rank's GPU.
-        capacity: bytes of the largest input of an all-reduce; three times as much is allocated.
+        capacity: bytes of the largest input of an all-reduce; some three times as much is allocated.
 
     Raises:
         ValueError: a capacity that is no positive multiple of 16.
@@ -81,7 +81,7 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
 
         _catch_up(counts, rank, device)
         # In torch 2.11 and later the memory may come from a pool: offsets are in get_buffer, not in buffer_ptrs.
-        memory = symmetric.empty(buffer_bytes(capacity), dtype=torch.uint8, device=device)
+        memory = symmetric.empty(buffer_bytes(capacity, size), dtype=torch.uint8, device=device)
         memory.zero_()
         torch.cuda.synchronize(device)
         problem = None
@@ -93,7 +93,7 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
             # Signals are zero on all ranks before any of them can be told of another's memory.
             assert memory is not None
             handle = _exchange(memory, folder, rank, size)
-            buffers = tuple(handle.get_buffer(r, (buffer_bytes(capacity),), torch.uint8) for r in range(size))
+            buffers = tuple(handle.get_buffer(r, (buffer_bytes(capacity, size),), torch.uint8) for r in range(size))
             problem = _mismatch(memory, handle, buffers, rank)
         except Exception:
             problem = f"no exchange of symmetric memory: {traceback.format_exc(limit=1)}"
