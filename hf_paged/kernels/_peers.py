@@ -224,7 +224,7 @@ def push_parts(x, buffers, stage, rank, begin, end, SIZE: tl.constexpr, TILE: tl
             other = (rank + turn) % SIZE
             target = region(buffer_of(buffers, other, SIZE), stage, dtype) + base + rank * part
             inside = (index < part) & (begin + other * part + index < end)
-            tl.store(target + index, values[turn - 1], mask=inside)  # type: ignore[misc]
+            tl.store(target + index, values[turn - 1], mask=inside)
 
 
 @jit()

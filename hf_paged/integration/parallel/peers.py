@@ -183,7 +183,7 @@ def _exchange(memory: torch.Tensor, folder: str, rank: int, size: int) -> Any:
     before, _num_exchanges = _num_exchanges, None
     store = dist.FileStore(os.path.join(folder, "store"), size)
     store.set_timeout(_EXCHANGE_TIMEOUT)
-    name = os.path.basename(folder)
+    name: Any = os.path.basename(folder)  # a str, for which newer torch has a type of its own
     group = ProcessGroup(store, rank, size)  # torch's register does not keep it
     _register_process_group(name, group)
     try:
