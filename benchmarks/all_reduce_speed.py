@@ -188,7 +188,7 @@ class Bench:
         figures["nccl + norm"] = self.time([nccl_and_norm] * CALLS, reset)
         for shots, name in ((1, "one"), (2, "two")):
             if shots == 1 and not fits:
-                figures |= {"one": float("nan"), "one + norm": float("nan")}
+                figures |= {"one": None, "one + norm": None}
                 continue
             figures[name] = self.time([partial(all_reduce, x, self.peers, shots)] * CALLS)
             call = partial(all_reduce_add_rms_norm, x, residual, weight, EPS, self.peers, shots)
@@ -203,17 +203,17 @@ def report(options: argparse.Namespace, device: str, link_rates: dict[str, float
         options.out.write_text(json.dumps(everything, indent=1))
     rates = ", ".join(f"{kind} at {rate:.0f} GB/s" for kind, rate in link_rates.items())
     print(f"{size} x {device}; a neighbour's memory is {rates}")
-    print("us a call; floor: the fewer bytes of one-shot and two-shot over the links at that rate")
+    print("us a call; floor: the fewer bytes of one-shot and two-shot at the rate at which they are written")
     kinds = ["nccl", "one", "two", "nccl + norm", "one + norm", "two + norm"]
     print(" width  rows    KiB  floor" + "".join(f"{kind:>13}" for kind in kinds) + "  GB/s: nccl   one   two")
-    best = max(link_rates.values())
     for row in rows:
         links = {"one": (size - 1) * row["bytes"], "two": 2 * (size - 1) * row["bytes"] / size}
         links["nccl"] = links["two"]
-        by_kind = [links[kind] / row[kind] / 1e3 for kind in ("nccl", "one", "two")]
-        print(f"{row['width']:6}{row['rows']:6}{row['bytes'] / 1024:7.0f}{min(links.values()) / best / 1e3:7.1f}"
-              + "".join(f"{row[kind]:13.1f}" for kind in kinds) + "      "
-              + "".join(f"{rate:6.0f}" for rate in by_kind), flush=True)  # fmt: skip
+        floor = min(links.values()) / link_rates["written"] / 1e3
+        times = "".join(f"{row[kind]:13.1f}" if row[kind] else " " * 13 for kind in kinds)
+        by_kind = "".join(f"{links[kind] / row[kind] / 1e3:6.0f}" if row[kind] else " " * 6 for kind in kinds[:3])
+        shape = f"{row['width']:6}{row['rows']:6}{row['bytes'] / 1024:7.0f}"
+        print(f"{shape}{floor:7.1f}{times}      {by_kind}", flush=True)
 
 
 if __name__ == "__main__":

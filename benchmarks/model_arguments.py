@@ -20,4 +20,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def open_generator(args: argparse.Namespace, **paged: Any) -> PagedGenerator:
     if args.checkpoint:
         return PagedGenerator.from_pretrained(args.checkpoint, tensor_parallel_size=args.size, **paged)
+    if args.size != 1:
+        raise SystemExit(f"--size {args.size}: expected --checkpoint beside it")
     return PagedGenerator(qwen3(args.model, torch.bfloat16, "cuda"), **paged)

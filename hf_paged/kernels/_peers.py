@@ -40,7 +40,7 @@ SIGNAL_BYTES = 2 * MAX_PROGRAMS * MAX_RANKS * 8
 _PART = 16
 # Bytes that this rounding adds to a stage at most.
 _PADDING = MAX_PROGRAMS * MAX_RANKS * _PART * 4
-# Bytes of an input that a stage holds from each of the peers, however small the capacity is, for one shot.
+# For one shot: bytes of an input, or the capacity where that is less, of which a stage has room for one of each peer.
 _ONE_SHOT_BYTES = 2 << 20
 
 

@@ -22,7 +22,8 @@ else:
     except ImportError:
         triton = tl = None
 
-# A larger weight would push its own beginning out of L2 (50 MB on Hopper) before it is read.
+# Larger weights are not prefetched, whose beginning might be out of L2 (50 MB on Hopper) again before it is read: one
+# of 32 MiB a layer costs 2 % of a step on an H200 (docs/performance.md).
 _PREFETCH_BYTES = 16 << 20
 
 __all__ = [

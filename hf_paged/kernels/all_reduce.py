@@ -44,7 +44,7 @@ from hf_paged.kernels.add_rms_norm import add_rms_norm_reference, check_norm, no
 # Two and four ranks: measured on H200s (benchmarks/all_reduce_speed.py). Others: from what these say of the second
 # exchange, 2 us or 600 KB over the links.
 ONE_SHOT_BYTES = {2: 12 << 20, 3: 896 << 10, 4: 384 << 10, 5: 256 << 10, 6: 176 << 10, 7: 144 << 10, 8: 112 << 10}
-# Bytes of an input beyond which NCCL is the faster one: two ranks up to 96 MiB, the most that was tried, four as above.
+# Bytes of an input beyond which NCCL is the faster one; between two ranks it is never, of the 80 MiB that were tried.
 PEER_BYTES = {2: 96 << 20, 4: 48 << 20, **dict.fromkeys((3, 5, 6, 7, 8), 16 << 20)}
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,7 +52,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def shots(size: int, num_bytes: int) -> int:
     """How to all-reduce `num_bytes` over `size` ranks: 1 or 2 shots of :func:`all_reduce`, or 0: NCCL is faster."""
-    if num_bytes > PEER_BYTES.get(size, 0):
+    if size not in PEER_BYTES or num_bytes > PEER_BYTES[size]:
         return 0
     return 1 if num_bytes <= ONE_SHOT_BYTES[size] else 2
 

@@ -11,6 +11,7 @@ import torch
 from support import lookup_chat, lookup_facts, random_prompts, tiny_model
 
 from hf_paged import PagedGenerator
+from hf_paged.integration.parallel.group import group_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 VOCAB = 5000
@@ -39,14 +40,13 @@ def ids(completions):
 
 
 @pytest.mark.parametrize("paged", [
-    {"all_reduce": "nccl"}, {"all_reduce": "peers", "enforce_eager": True}, {"all_reduce": "peers", "overlap": False},
-    {"all_reduce": "peers", "num_blocks": 30, "max_num_batched_tokens": 256},
+    {}, {"all_reduce": "nccl"}, {"enforce_eager": True}, {"overlap": False},
+    {"num_blocks": 30, "max_num_batched_tokens": 256},
 ])  # fmt: skip
 def test_random_models_in_fp32_give_the_tokens_of_one_gpu(checkpoint, paged, size):
     torch.backends.cuda.matmul.allow_tf32 = False
     filtered = {**SAMPLED, "top_k": 30, "top_p": 0.9}
     calls = [{}, SAMPLED, filtered, {"repetition_penalty": 1.3}, {**SAMPLED, "min_p": 0.05}]
-    # "peers" in a process that has held models over ranks before, and over another number of them.
     with PagedGenerator.from_pretrained(checkpoint, **paged) as alone:
         expected = [ids(alone.generate(PROMPTS, max_new_tokens=40, seed=1, **options)) for options in calls]
     with PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=size, **paged) as sharded:
@@ -56,6 +56,8 @@ def test_random_models_in_fp32_give_the_tokens_of_one_gpu(checkpoint, paged, siz
             assert sum(a == b for a, b in zip(made, tokens, strict=True)) >= len(PROMPTS) - (2 if options else 0)
         stats = sharded.engine.stats()
         assert stats.num_free_blocks == stats.num_blocks - 1
+        # Also in a process that has held models over ranks before, with larger buffers, over another number of them.
+        assert (group_of(sharded.model).peers is None) == (paged.get("all_reduce") == "nccl")
         assert (stats.num_graphs_captured > 0) == (not paged.get("enforce_eager", False))
 
 
@@ -64,10 +66,21 @@ def test_the_trained_model_in_bf16_gives_the_answers(trained_path, trained_token
     questions = [(table, name) for table in tables for name in list(table)[:: max(1, len(table) // 4)]]
     chats = [lookup_chat(*question) for question in questions]
     with PagedGenerator.from_pretrained(trained_path, dtype=torch.bfloat16, tensor_parallel_size=size,
-                                        all_reduce="peers", tokenizer=trained_tokenizer) as generator:  # fmt: skip
+                                        tokenizer=trained_tokenizer) as generator:  # fmt: skip
         for _ in range(2):
             made = generator.generate(chats, max_new_tokens=24)
             assert [c.text for c in made] == [f"{name}: {table[name]}" for table, name in questions]
+
+
+def test_generators_of_one_process_come_and_go(checkpoint):
+    """With larger buffers and with smaller ones they all meet fresh workers, and none leaves memory on their GPUs."""
+    free = []
+    for tokens in (65536, 256, 65536, 256):
+        with PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2, max_num_batched_tokens=tokens,
+                                            num_blocks=500, all_reduce="peers") as generator:  # fmt: skip
+            generator.generate(PROMPTS[:2], max_new_tokens=2)
+        free.append(torch.cuda.mem_get_info(1)[0])
+    assert free[3] > free[0] - (32 << 20)
 
 
 SCRIPT = """

@@ -40,7 +40,7 @@ class ParallelGroup:
         self.rank, self.size = rank, size
         self.driven = driven
         self._devices, self._hosts = devices, hosts
-        self._buffers: Any = None  # a `peers.PeerBuffers`: GPUs that read each other's memory
+        self._buffers: Any = None  # a `peers.PeerBuffers`: GPUs that reach each other's memory
         self._together: list[int] = []  # threads that are inside `together`
 
     def __deepcopy__(self, memo: dict) -> ParallelGroup:
@@ -64,7 +64,7 @@ class ParallelGroup:
 
     @property
     def peers(self) -> Peers | None:
-        """What the kernels of `all_reduce` take, where the GPUs read each other's memory."""
+        """What the kernels of `all_reduce` take, where the GPUs reach each other's memory."""
         return None if self._buffers is None else self._buffers.peers
 
     def use_peers(self, buffers: Any) -> None:

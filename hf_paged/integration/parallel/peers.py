@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,14 +23,15 @@ from hf_paged.kernels._triton import triton
 
 # 6,144 rows of 8192 half-precision columns.
 CAPACITY = 96 << 20
-# Of an exchange's messages: ranks that torch numbers otherwise would wait for each other.
+# How long an exchange waits for another rank's messages, which does not come where torch numbers them otherwise.
 _EXCHANGE_TIMEOUT = timedelta(seconds=60)
-# Of this process, None after one that failed: see `_catch_up`.
+# Of this process, None after one that failed: see `_catch_up`. One thread exchanges at a time.
 _num_exchanges: int | None = 0
+_exchanging = threading.Lock()
 
 
 class PeersUnavailable(RuntimeError):
-    """The GPUs cannot read each other's memory, or not all of them: the message says why. NCCL is the way."""
+    """The GPUs cannot reach each other's memory, or not all of them: the message says why. NCCL is the way."""
 
 
 class PeerBuffers:
@@ -61,7 +63,7 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
     Args:
         hosts: a gloo group of the ranks.
         device: this rank's GPU.
-        capacity: bytes of the largest input of an all-reduce; some three times as much is allocated.
+        capacity: bytes of the largest input of an all-reduce; `buffer_bytes` says how much is allocated.
 
     Raises:
         ValueError: a capacity that is no positive multiple of 16.
@@ -74,30 +76,8 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
     hosts_and_devices: list[Any] = [None] * size
     dist.all_gather_object(hosts_and_devices, (socket.gethostname(), _uuid(device)), group=hosts)
     _agree(_obstacle_between(hosts_and_devices), hosts)
-    counts: list[Any] = [None] * size
-    dist.all_gather_object(counts, _num_exchanges, group=hosts)
-    try:
-        import torch.distributed._symmetric_memory as symmetric
-
-        _catch_up(counts, rank, device)
-        # In torch 2.11 and later the memory may come from a pool: offsets are in get_buffer, not in buffer_ptrs.
-        memory = symmetric.empty(buffer_bytes(capacity, size), dtype=torch.uint8, device=device)
-        memory.zero_()
-        torch.cuda.synchronize(device)
-        problem = None
-    except Exception as error:  # a build without it, no memory, a driver that cannot share
-        problem = f"no symmetric memory: {error}"
-    _agree(problem, hosts)
-    with _folder_of_all(hosts) as folder:
-        try:
-            # Signals are zero on all ranks before any of them can be told of another's memory.
-            assert memory is not None
-            handle = _exchange(memory, folder, rank, size)
-            buffers = tuple(handle.get_buffer(r, (buffer_bytes(capacity, size),), torch.uint8) for r in range(size))
-            problem = _mismatch(memory, handle, buffers, rank)
-        except Exception:
-            problem = f"no exchange of symmetric memory: {traceback.format_exc(limit=1)}"
-        _agree(problem, hosts)
+    with _exchanging:
+        memory, handle, buffers = _share(buffer_bytes(capacity, size), device, hosts)
     # A buffer that is not the one it should be is found here and not in a model's output.
     memory[SIGNAL_BYTES] = rank + 1
     torch.cuda.synchronize(device)
@@ -138,32 +118,75 @@ def connect(group: ParallelGroup, device: torch.device, wanted: str, num_bytes: 
         logging.getLogger(__name__).info("all_reduce='auto' takes NCCL: %s", reason)
 
 
+def _share(num_bytes: int, device: torch.device, hosts: dist.ProcessGroup) -> tuple[torch.Tensor, Any, tuple]:
+    """As many bytes of zeros on every rank: this rank's, torch's handle of all, and all of them by rank."""
+    rank, size = dist.get_rank(hosts), dist.get_world_size(hosts)
+    counts: list[Any] = [None] * size
+    dist.all_gather_object(counts, _num_exchanges, group=hosts)
+    try:
+        _catch_up(counts, rank, device)
+        # Signals are zero on all ranks before any of them can be told of another's memory.
+        memory = _symmetric_memory(num_bytes, device).zero_()
+        torch.cuda.synchronize(device)
+        problem = None
+    except Exception as error:  # a build without it, no memory, a driver that cannot share
+        problem = f"no symmetric memory: {error}"
+    _agree(problem, hosts)
+    with _folder_of_all(hosts) as folder:
+        try:
+            handle = _exchange(memory, folder, rank, size)
+            buffers = tuple(handle.get_buffer(r, (num_bytes,), torch.uint8) for r in range(size))
+            problem = _mismatch(memory, handle, buffers, rank)
+        except Exception:
+            problem = f"no exchange of symmetric memory: {traceback.format_exc(limit=1)}"
+        _agree(problem, hosts)
+    return memory, handle, buffers
+
+
+def _symmetric_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that can be exchanged, and is given back with the tensor.
+
+    `symmetric_memory.empty` takes it from a pool that keeps it, with the mappings of all exchanges, and hands it out
+    for less: a process that has had a larger buffer would come with another size than the others.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+
+
 def _catch_up(counts: list[int | None], rank: int, device: torch.device) -> None:
     """Exchange memory with nobody else until this process has done so as often as that of any rank.
 
     torch numbers the messages of exchanges by process, and ranks wait for messages of the same number: without this, a
     process that held a model over ranks before would never meet fresh workers.
     """
-    import torch.distributed._symmetric_memory as symmetric
-
     known = [count for count in counts if count is not None]
     if len(known) < len(counts):
         raise RuntimeError(f"an earlier exchange of rank {counts.index(None)}'s process failed")
     for _ in range(max(known) - known[rank]):
         with tempfile.TemporaryDirectory(prefix="hf_paged-") as folder:
-            _exchange(symmetric.empty(16, dtype=torch.uint8, device=device), folder, 0, 1)
+            _exchange(_symmetric_memory(16, device), folder, 0, 1)
 
 
 @contextmanager
 def _folder_of_all(hosts: dist.ProcessGroup) -> Iterator[str]:
     """A new folder, the same on all ranks, which have to meet before any of them leaves the context."""
-    folders: list[Any] = [None] * dist.get_world_size(hosts)
-    mine = tempfile.mkdtemp(prefix="hf_paged-") if dist.get_rank(hosts) == 0 else None
-    dist.all_gather_object(folders, mine, group=hosts)
+    folder, problem = None, None
+    if dist.get_rank(hosts) == 0:
+        try:
+            folder = tempfile.mkdtemp(prefix="hf_paged-")
+        except OSError as error:
+            problem = f"no temporary folder: {error}"
     try:
+        _agree(problem, hosts)
+        folders: list[Any] = [None] * dist.get_world_size(hosts)
+        dist.all_gather_object(folders, folder, group=hosts)
+        # Where a rank does not see it, torch's store would try for 300 s.
+        _agree(None if os.path.isdir(folders[0]) else f"does not see rank 0's folder {folders[0]}", hosts)
         yield folders[0]
     finally:
-        shutil.rmtree(folders[0], ignore_errors=True)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _exchange(memory: torch.Tensor, folder: str, rank: int, size: int) -> Any:

@@ -1,5 +1,7 @@
 """open_peers where there is nothing to open: every rank hears why, before anything is allocated."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,8 +52,6 @@ def test_ranks_have_to_be_on_one_host_with_a_gpu_each():
 @pytest.fixture
 def exchanges(monkeypatch):
     """Those that are made in place of torch's, as (rank, size)."""
-    import torch.distributed._symmetric_memory as symmetric
-
     made = []
 
     def exchange(memory, folder, rank, size):
@@ -59,7 +59,7 @@ def exchanges(monkeypatch):
         peers._num_exchanges += 1
 
     monkeypatch.setattr(peers, "_exchange", exchange)
-    monkeypatch.setattr(symmetric, "empty", torch.empty)
+    monkeypatch.setattr(peers, "_symmetric_memory", lambda num_bytes, device: torch.empty(num_bytes))
     monkeypatch.setattr(peers, "_num_exchanges", 1)
     return made
 
@@ -72,7 +72,7 @@ def test_a_process_that_exchanged_less_often_catches_up(exchanges):
     assert len(exchanges) == 3
 
 
-def test_after_an_exchange_that_failed_there_is_no_other(exchanges, monkeypatch):
+def test_after_an_exchange_that_failed_there_is_no_other(exchanges):
     with pytest.raises(RuntimeError, match="earlier exchange of rank 2's process failed"):
         peers._catch_up([1, 1, None], 1, torch.device("cpu"))
     assert not exchanges
@@ -80,6 +80,32 @@ def test_after_an_exchange_that_failed_there_is_no_other(exchanges, monkeypatch)
 
 def test_a_failed_exchange_is_remembered(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "_num_exchanges", 0)
-    with pytest.raises(Exception):  # noqa: B017  (torch's own, which differ: this is no memory of a GPU's)
+    with pytest.raises(RuntimeError, match="device type cpu"):
         peers._exchange(torch.zeros(16, dtype=torch.uint8), str(tmp_path), 0, 1)
     assert peers._num_exchanges is None
+    with pytest.raises(RuntimeError, match=tmp_path.name):
+        dist.distributed_c10d._resolve_process_group(tmp_path.name)
+
+
+def test_every_rank_hears_that_rank_0_has_no_folder(monkeypatch, two_ranks):
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(peers.tempfile, "mkdtemp", lambda prefix: (_ for _ in ()).throw(OSError("no space")))
+    said = []
+    monkeypatch.setattr(peers, "_agree", lambda problem, hosts: said.append(problem) or 1 / 0)
+    with pytest.raises(ZeroDivisionError), peers._folder_of_all(None):
+        pass
+    assert said == ["no temporary folder: no space"]
+
+
+def test_a_folder_that_a_rank_does_not_see(tmp_path, two_ranks):
+    two_ranks.extend([None, str(tmp_path / "elsewhere")])
+    missing = pytest.raises(PeersUnavailable, match=r"rank 0: .*see rank 0's folder .*elsewhere")
+    with missing, peers._folder_of_all(None):
+        pass
+
+
+def test_the_folder_of_all_ends_with_rank_0s_context(monkeypatch, two_ranks):
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    with peers._folder_of_all(None) as folder:
+        assert os.path.isdir(folder)
+    assert not os.path.exists(folder)
