@@ -1,6 +1,7 @@
 """The linear kernels against cuBLAS for every projection of Qwen3 0.6B, 4B and 8B, and whole layers in one graph.
 
     python benchmarks/linear_tuning.py [--out linear.json] [--models 0.6B 8B] [--rows 1 8] [--skip-sweep] [--skip-chain]
+    python benchmarks/linear_tuning.py --skip-chain --models 32B/2 32B/4 --rows 64 96 128 192 256   # a rank's part
 
 On a GPU. Times are medians of CUDA-graph replays over copies of the weight that are larger than L2 together, so they
 hold the gap between two kernels too (shorter with PDL). Chain rows: all layers of a decode step after 512 tokens,
@@ -25,7 +26,7 @@ from kernel_speed import decode_work, graph_time
 
 from hf_paged.kernels import _triton
 from hf_paged.kernels._gemv import GemvConfig
-from hf_paged.kernels._linear_dot import DotConfig
+from hf_paged.kernels._linear_dot import MAX_ROWS, DotConfig
 from hf_paged.kernels._triton import pdl_supported
 from hf_paged.kernels.add_rms_norm import add_rms_norm
 from hf_paged.kernels.linear import fastest_config, linear, linear_silu_mul, linear_silu_mul_triton, linear_triton
@@ -34,9 +35,12 @@ from hf_paged.kernels.paged_attention_decode import config_of, paged_attention_d
 from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
 from hf_paged.kernels.silu_mul import silu_mul
 
-# hidden, q heads, inner, layers; 8 KV heads of 128 in all of them.
-MODELS = {"0.6B": (1024, 16, 3072, 28), "4B": (2560, 32, 9728, 36), "8B": (4096, 32, 12288, 36)}
-VOCAB, KV_HEADS, HEAD_DIM, EPS = 151936, 8, 128, 1e-6
+# hidden, q heads, KV heads, inner, layers; heads of 128 in all of them. 32B/2: what a rank of two has.
+MODELS = {
+    "0.6B": (1024, 16, 8, 3072, 28), "4B": (2560, 32, 8, 9728, 36), "8B": (4096, 32, 8, 12288, 36),
+    "32B/2": (5120, 32, 4, 12800, 64), "32B/4": (5120, 16, 2, 6400, 64),
+}  # fmt: skip
+VOCAB, HEAD_DIM, EPS = 151936, 128, 1e-6
 ROWS = [1, 2, 4, 8, 32, 64]
 ROTATE_BYTES = 160 << 20
 
@@ -46,8 +50,8 @@ DOT = [DotConfig(64, 128, 1, 4, 4), DotConfig(64, 128, 4, 4, 4), DotConfig(64, 6
 
 def shapes_of(model: str) -> dict[str, tuple[int, int]]:
     """(N, K) of each projection."""
-    hidden, heads, inner, _ = MODELS[model]
-    q, kv = heads * HEAD_DIM, KV_HEADS * HEAD_DIM
+    hidden, heads, kv_heads, inner, _ = MODELS[model]
+    q, kv = heads * HEAD_DIM, kv_heads * HEAD_DIM
     return {
         "qkv": (q + 2 * kv, hidden), "o": (hidden, q), "gate_up": (2 * inner, hidden), "down": (hidden, inner),
         "head": (VOCAB, hidden),
@@ -69,7 +73,7 @@ def sweep(models: list[str], rows_list: list[int], deadline: float) -> Iterable[
                     print("out of time: the rest of the sweep is left out")
                     return
                 x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
-                configs = [*(GEMV if rows <= 4 else []), *(DOT if rows >= 2 else [])]
+                configs = [*(GEMV if rows <= 4 else []), *(DOT if 2 <= rows <= MAX_ROWS else [])]
                 calls = {_text(c): partial(linear_triton, x, bias=None, config=c) for c in configs}
                 yield compare(f"{model} {name}", x, weights, partial(F.linear, x), calls)
                 if name == "gate_up" and rows <= 2:
@@ -111,7 +115,7 @@ class Step:
     """All layers of a decode step of `rows` sequences of 512 tokens, random weights, and the head."""
 
     def __init__(self, model: str, rows: int) -> None:
-        hidden, self.heads, _, layers = MODELS[model]
+        hidden, self.heads, kv_heads, _, layers = MODELS[model]
         kwargs: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
         self.rows, self.x = rows, torch.randn(rows, hidden, **kwargs)
         shapes = shapes_of(model)
@@ -125,14 +129,14 @@ class Step:
         self.head_norm = torch.ones(HEAD_DIM, **kwargs)
         self.cos, self.sin = torch.randn(2, 1024, HEAD_DIM, **kwargs)
         blocks = 40 * rows
-        self.caches = [torch.randn(2, blocks, 16, KV_HEADS, HEAD_DIM, **kwargs) for _ in range(layers)]
+        self.caches = [torch.randn(2, blocks, 16, kv_heads, HEAD_DIM, **kwargs) for _ in range(layers)]
         self.positions = torch.full((rows,), 511, device="cuda")
         self.meta = PagedMetadata(
             query_start=torch.arange(rows + 1, device="cuda").int(), seq_lens=(self.positions + 1).int(),
             block_table=torch.arange(blocks, device="cuda").int().view(rows, 40),
             slots=torch.arange(rows, device="cuda").int(),
             slot_mapping=torch.arange(rows, device="cuda") * 640 + 511, max_query_len=1, max_seq_len=4096,
-            work=decode_work(rows, 512, config_of(rows, KV_HEADS, HEAD_DIM, torch.bfloat16, self.x.device)),
+            work=decode_work(rows, 512, config_of(rows, kv_heads, HEAD_DIM, torch.bfloat16, self.x.device)),
         )  # fmt: skip
 
     def __call__(self, product: Callable[..., torch.Tensor], fuse_silu: bool) -> torch.Tensor:
@@ -218,7 +222,7 @@ def show(row: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=["0.6B", "4B", "8B"], choices=list(MODELS))
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
     parser.add_argument("--chain-rows", nargs="*", type=int, default=[1, 2, 8])
     parser.add_argument("--skip-sweep", action="store_true")
