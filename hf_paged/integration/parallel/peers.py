@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import tempfile
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,9 +24,8 @@ from hf_paged.kernels._triton import triton
 CAPACITY = 96 << 20
 # How long an exchange waits for another rank's messages, which does not come where torch numbers them otherwise.
 _EXCHANGE_TIMEOUT = timedelta(seconds=60)
-# Of this process, None after one that failed: see `_catch_up`. One thread exchanges at a time.
+# Of this process, None after one that failed: see `_catch_up`.
 _num_exchanges: int | None = 0
-_exchanging = threading.Lock()
 
 
 class PeersUnavailable(RuntimeError):
@@ -76,8 +74,7 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
     hosts_and_devices: list[Any] = [None] * size
     dist.all_gather_object(hosts_and_devices, (socket.gethostname(), _uuid(device)), group=hosts)
     _agree(_obstacle_between(hosts_and_devices), hosts)
-    with _exchanging:
-        memory, handle, buffers = _share(buffer_bytes(capacity, size), device, hosts)
+    memory, handle, buffers = _share(buffer_bytes(capacity, size), device, hosts)
     # A buffer that is not the one it should be is found here and not in a model's output.
     memory[SIGNAL_BYTES] = rank + 1
     torch.cuda.synchronize(device)
@@ -203,6 +200,7 @@ def _exchange(memory: torch.Tensor, folder: str, rank: int, size: int) -> Any:
     )
 
     global _num_exchanges
+    assert _num_exchanges is not None
     before, _num_exchanges = _num_exchanges, None
     store = dist.FileStore(os.path.join(folder, "store"), size)
     store.set_timeout(_EXCHANGE_TIMEOUT)
@@ -213,7 +211,6 @@ def _exchange(memory: torch.Tensor, folder: str, rank: int, size: int) -> Any:
         handle = _SymmetricMemory.rendezvous(memory, name)
     finally:
         _unregister_process_group(name)
-    assert before is not None
     _num_exchanges = before + 1
     return handle
 
