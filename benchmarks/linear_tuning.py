@@ -35,7 +35,7 @@ from hf_paged.kernels.paged_attention_decode import config_of, paged_attention_d
 from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
 from hf_paged.kernels.silu_mul import silu_mul
 
-# hidden, q heads, KV heads, inner, layers; heads of 128 in all of them. 32B/2: what a rank of two has.
+# hidden, q heads, KV heads, inner, layers; heads of 128 in all of them. 32B/2: what a rank of two has, but the head.
 MODELS = {
     "0.6B": (1024, 16, 8, 3072, 28), "4B": (2560, 32, 8, 9728, 36), "8B": (4096, 32, 8, 12288, 36),
     "32B/2": (5120, 32, 4, 12800, 64), "32B/4": (5120, 16, 2, 6400, 64),
