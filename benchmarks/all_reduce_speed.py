@@ -1,12 +1,11 @@
-"""Microseconds of an all-reduce inside a CUDA graph: NCCL, one-shot, two-shot, and fused with add + RMSNorm.
+"""Microseconds of an all-reduce inside a CUDA graph: NCCL and our ways, alone and with add + RMSNorm.
 
     python benchmarks/all_reduce_speed.py --size N [--out all_reduce.json] [--seconds 120]
 
 Starts its own N processes, a GPU each, and kills them after the time limit. First every kernel is compared with the
 reference, to the bit; a difference ends the run. Then: many calls in one graph, the median of its replays, the slowest
-rank's figure. GB/s is bytes over the links per rank (one-shot: (N - 1) inputs, two-shot and NCCL: 2 (N - 1) / N), to be
-read against the rates at which all ranks read and write their neighbours' memory at once, measured in the same run.
-NVLink multicast stays off.
+rank's figure. The floor is the bytes over the links per rank (one shot: N - 1 inputs, two: 2 (N - 1) / N) at the rate
+at which all ranks write to their neighbours' memory at once, measured in the same run. NVLink multicast stays off.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ class Bench:
         import torch.distributed as dist
 
         from hf_paged.kernels.add_rms_norm import add_rms_norm
-        from hf_paged.kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, all_reduce_reference
+        from hf_paged.kernels.all_reduce import ALL_WAYS, all_reduce, all_reduce_add_rms_norm, all_reduce_reference
 
         def randn(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=self.generator, device="cuda").bfloat16()
@@ -166,16 +165,16 @@ class Bench:
             dist.broadcast(same, src=0, group=self.group._devices)
         expected = all_reduce_reference(list(self.group.all_gather(x)))
         normed, summed = add_rms_norm(expected, residual, weight, EPS)
-        fits = x.nbytes <= self.peers.one_shot_capacity
-        for shots in (1, 2) if fits else (2,):
-            fused = all_reduce_add_rms_norm(x, residual, weight, EPS, self.peers, shots)
+        ways = {name_of(how): how for how in ALL_WAYS if self.peers.takes(x.nbytes, *how)}
+        for how in ways.values():
+            fused = all_reduce_add_rms_norm(x, residual, weight, EPS, self.peers, how)
             for name, actual, right in (
-                ("all_reduce", all_reduce(x, self.peers, shots), expected),
+                ("all_reduce", all_reduce(x, self.peers, how), expected),
                 ("normed", fused[0], normed),
                 ("summed", fused[1], summed),
             ):
                 if not torch.equal(actual, right):
-                    raise AssertionError(f"{name} of {rows} x {width}, {shots} shots, is not the reference's")
+                    raise AssertionError(f"{name} of {rows} x {width}, {how}, is not the reference's")
         # NCCL adds in place: from the same input at every replay, or the values would grow without end.
         y = x.clone()
         reset = partial(y.copy_, x)
@@ -186,14 +185,15 @@ class Bench:
         figures: dict[str, Any] = {"rows": rows, "width": width, "bytes": x.numel() * x.element_size()}
         figures["nccl"] = self.time([partial(self.group.all_reduce, y)] * CALLS, reset)
         figures["nccl + norm"] = self.time([nccl_and_norm] * CALLS, reset)
-        for shots, name in ((1, "one"), (2, "two")):
-            if shots == 1 and not fits:
-                figures |= {"one": None, "one + norm": None}
-                continue
-            figures[name] = self.time([partial(all_reduce, x, self.peers, shots)] * CALLS)
-            call = partial(all_reduce_add_rms_norm, x, residual, weight, EPS, self.peers, shots)
+        for name, how in ways.items():
+            figures[name] = self.time([partial(all_reduce, x, self.peers, how)] * CALLS)
+            call = partial(all_reduce_add_rms_norm, x, residual, weight, EPS, self.peers, how)
             figures[f"{name} + norm"] = self.time([call] * CALLS)
         return figures
+
+
+def name_of(how: Any) -> str:
+    return f"{how.shots} {'post' if how.posted else 'signal'}"
 
 
 def report(options: argparse.Namespace, device: str, link_rates: dict[str, float], rows: list[dict[str, Any]]) -> None:
@@ -204,16 +204,15 @@ def report(options: argparse.Namespace, device: str, link_rates: dict[str, float
     rates = ", ".join(f"{kind} at {rate:.0f} GB/s" for kind, rate in link_rates.items())
     print(f"{size} x {device}; a neighbour's memory is {rates}")
     print("us a call; floor: the fewer bytes of one-shot and two-shot at the rate at which they are written")
-    kinds = ["nccl", "one", "two", "nccl + norm", "one + norm", "two + norm"]
-    print(" width  rows    KiB  floor" + "".join(f"{kind:>13}" for kind in kinds) + "  GB/s: nccl   one   two")
+    kinds = ["nccl", "1 post", "1 signal", "2 post", "2 signal"]
+    heads = " | ".join(f"{kind:>8}" for kind in kinds)
+    print(f" width  rows    KiB  floor     {heads}   and the same with add + RMSNorm")
     for row in rows:
-        links = {"one": (size - 1) * row["bytes"], "two": 2 * (size - 1) * row["bytes"] / size}
-        links["nccl"] = links["two"]
-        floor = min(links.values()) / link_rates["written"] / 1e3
-        times = "".join(f"{row[kind]:13.1f}" if row[kind] else " " * 13 for kind in kinds)
-        by_kind = "".join(f"{links[kind] / row[kind] / 1e3:6.0f}" if row[kind] else " " * 6 for kind in kinds[:3])
-        shape = f"{row['width']:6}{row['rows']:6}{row['bytes'] / 1024:7.0f}"
-        print(f"{shape}{floor:7.1f}{times}      {by_kind}", flush=True)
+        one, two = (size - 1) * row["bytes"], 2 * (size - 1) * row["bytes"] / size
+        floor = min(one, two) / link_rates["written"] / 1e3
+        times = [row.get(kind) for kind in (*kinds, *(f"{kind} + norm" for kind in kinds))]
+        cells = " | ".join(f"{time:8.1f}" if time else " " * 8 for time in times)
+        print(f"{row['width']:6}{row['rows']:6}{row['bytes'] / 1024:7.0f}{floor:7.1f}     {cells}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,29 @@
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
-"""What kernels on several GPUs share: buffers that peers can read and write, and the signals between their programs.
+"""What kernels on several GPUs share: memory that peers can read and write, and how one knows what has arrived.
 
 The protocol. A *call* is one launch on every rank of the same kernel with the same shapes; all ranks make the same
-calls in the same order, each on one stream. Program b of a call only ever waits for the programs b of its peers, so a
-grid needs no more of its programs on the machine at once than the hardware's order of starting them gives.
+calls in the same order, each on one stream.
 
 * Epochs. Every program of a call knows the call's number: `epochs` holds one counter per possible program, and the
   programs of a grid of G step the counters b, b + G, b + 2G, ... together, so that all counters are equal between
   calls whatever the grids were. They live on the device: a graph may hold any number of calls and be replayed. 64
   bits, since a slot that is rarely used must never look as if it were ahead.
-* Signals. Program b tells a peer that it is ready by storing the epoch into its own slot of the peer's buffer, and
-  waits until the peer's slot in its own buffer holds at least that epoch. Nothing is ever reset.
-* Data are pushed: everybody only reads its own memory. A load from a peer's would take the way there and back.
-* Reuse of buffers. A rank stores its input for call k into its peers' stages k % 2 before it signals. A peer reads its
-  stage k % 2 in its calls k, k - 2 and so on. That a rank is in call k means that its call k - 1 has ended, in which
-  it waited for every peer to enter k - 1; a peer enters k - 1 when its own call k - 2 has ended. So nobody reads what
-  is overwritten. `gathered` needs no second copy: a rank stores into a peer's only after the peer's signal of the
-  same call, at which the peer's previous call, the last that read it, has ended.
+* Signals, for long inputs. Program b tells a peer that it is ready by storing the epoch into its own slot of the peer's
+  buffer, and waits until the peer's slot in its own buffer holds at least that epoch. Nothing is ever reset. The
+  signal has to wait until all that was stored before has arrived: some microseconds.
+* Post, for short ones. A *mailbox* is full of a value that is never posted (all bits set, a NaN), so every value says
+  by itself that it is there. Whoever takes a value leaves the place empty again. No signal, and so no wait for one:
+  this is the protocol of NCCL's LL and of TensorRT-LLM's "Lamport" all-reduce.
+* Reuse of memory. There are two stages and two mailboxes, for even and odd calls. That a rank is in call k means that
+  its call k - 1 has ended, in which it got something of every peer's call k - 1, by signal or by post, if by way of
+  another rank; a peer enters k - 1 when its own call k - 2 has ended. So what k writes, nobody of k - 2 still reads or
+  empties. `gathered` needs no second copy: a rank stores into a peer's only after the peer's signal of the same call,
+  at which the peer's previous call, the last that read it, has ended.
 * All of this rests on one call ending before the next begins: a kernel waits for its predecessor on the stream
-  (`after_previous_kernel`) before it reads its epoch, signals or stores.
+  (`after_previous_kernel`) before it reads its epoch, signals or stores. A finished kernel's stores are in its GPU's
+  memory, which is where a peer's stores of a later call come after them.
+* Nobody waits for what cannot start: where a grid may be too large for the machine, program b only waits for the
+  programs b of its peers.
 * A peer that never comes: whoever waits looks at `abort` every 1024 polls and gives up when it is not zero. What the
   call returns then is garbage, and so is every later call: the host that set it has to say so.
 """
@@ -40,17 +45,16 @@ SIGNAL_BYTES = 2 * MAX_PROGRAMS * MAX_RANKS * 8
 _PART = 16
 # Bytes that this rounding adds to a stage at most.
 _PADDING = MAX_PROGRAMS * MAX_RANKS * _PART * 4
-# For one shot: bytes of an input, or the capacity where that is less, of which a stage has room for one of each peer.
-_ONE_SHOT_BYTES = 2 << 20
+# Bytes of the longest input that is posted in two shots.
+_POST_BYTES = 8 << 20
 
 
 class Peers(NamedTuple):
     """What one rank needs to exchange data with the others.
 
     Attributes:
-        buffers: by rank, ``[buffer_bytes(capacity, size)]`` uint8 each: this rank's own memory and the others' as
-            mapped into this process, 16-byte aligned. The first `SIGNAL_BYTES` have to be zero on all ranks before any
-            call.
+        buffers: by rank, ``[buffer_bytes(capacity)]`` uint8 each: this rank's own memory and the others' as mapped
+            into this process, 16-byte aligned, made by `empty_buffer` on every rank before any call.
         epochs: ``[MAX_PROGRAMS]`` int64 zeros on this rank's device.
         abort: ``[1]`` int64 zero, in pinned host memory: set it to end waits for peers that will not come.
         rank: this rank's place among `buffers`.
@@ -69,22 +73,35 @@ class Peers(NamedTuple):
 
     @property
     def stage_bytes(self) -> int:
-        return stage_bytes(self.capacity, self.size)
+        return self.capacity + _PADDING
 
     @property
-    def one_shot_capacity(self) -> int:
-        """Bytes of the largest input that one shot can take: a stage holds the whole inputs of all peers then."""
-        return min(self.capacity, (self.stage_bytes - _PADDING) // (self.size - 1))
+    def mailbox_bytes(self) -> int:
+        return mailbox_bytes(self.capacity)
+
+    def takes(self, num_bytes: int, shots: int, posted: bool) -> bool:
+        """Is there room for an input of `num_bytes`?"""
+        if not posted:
+            return num_bytes <= self.capacity
+        if shots == 1:
+            return self.size * -(-num_bytes // (4 * _PART)) * (4 * _PART) <= self.mailbox_bytes
+        return num_bytes + _PADDING <= self.mailbox_bytes // 2
 
 
-def stage_bytes(capacity: int, size: int) -> int:
-    """Bytes of what peers push before it is added up: an input in parts, or the whole inputs of all other ranks."""
-    return max(capacity, (size - 1) * min(capacity, _ONE_SHOT_BYTES)) + _PADDING
+def mailbox_bytes(capacity: int) -> int:
+    """Bytes of a mailbox: whole inputs of all ranks, or one in parts in its first half and its sum in the second."""
+    return 2 * (min(capacity, _POST_BYTES) + _PADDING)
 
 
-def buffer_bytes(capacity: int, size: int) -> int:
-    """Bytes of one rank's buffer: signals, two stages, and what two-shot calls gather."""
-    return SIGNAL_BYTES + 2 * stage_bytes(capacity, size) + capacity
+def buffer_bytes(capacity: int) -> int:
+    """Bytes of one rank's buffer: signals, two mailboxes, two stages, and what signalled two-shot calls gather."""
+    return SIGNAL_BYTES + 2 * mailbox_bytes(capacity) + 2 * (capacity + _PADDING) + capacity
+
+
+def empty_buffer(buffer: torch.Tensor, capacity: int) -> None:
+    """Make ``[buffer_bytes(capacity)]`` uint8 what a rank's buffer has to be before the first call."""
+    buffer.zero_()
+    buffer[SIGNAL_BYTES:][: 2 * mailbox_bytes(capacity)] = 0xFF
 
 
 @jit()
@@ -95,15 +112,14 @@ def begin_call(epochs):
 
 @jit()
 def end_call(epochs, epoch, MAX_PROGRAMS: tl.constexpr):
-    """Step this program's counters; every warp has to have passed a wait since `begin_call`."""
+    """Step this program's counters."""
+    tl.debug_barrier()  # every warp has read its own
     counter = tl.arange(0, MAX_PROGRAMS)
     tl.store(epochs + counter, tl.zeros_like(counter) + epoch, mask=counter % tl.num_programs(0) == tl.program_id(0))
 
 
 @jit()
-def wait_for_peers(
-    buffers, abort, rank, epoch, WAIT: tl.constexpr, SIZE: tl.constexpr, MAX_PROGRAMS: tl.constexpr
-):
+def wait_for_peers(buffers, abort, rank, epoch, WAIT: tl.constexpr, SIZE: tl.constexpr, MAX_PROGRAMS: tl.constexpr):
     """What this program stored before is seen by its peers' programs after they wait, and the other way round."""
     lane = tl.arange(0, 32)
     own = buffers[0].to(tl.int64)
@@ -169,36 +185,104 @@ def copy_flat(source, target, begin, end, TILE: tl.constexpr):
 
 
 @jit()
-def slot_of(sender, receiver, numel, PART: tl.constexpr = _PART):
-    """Where in the receiver's stage an input of `numel` values is that the sender pushed whole."""
-    return tl.where(sender < receiver, sender, sender - 1).to(tl.int64) * (tl.cdiv(numel, PART) * PART)
+def _bits(values):
+    """Floating-point values as integers of their size."""
+    return values.to(tl.int32 if values.dtype.primitive_bitwidth == 32 else tl.int16, bitcast=True)
 
 
 @jit()
-def push_whole(x, buffers, stage, rank, begin, end, numel, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Store ``x[begin:end]`` into this rank's slot of every peer's stage; the next rank's first."""
+def _posted(values):
+    """The values, but for a NaN that looks like an empty place: another NaN."""
+    bits = _bits(values)
+    other_nan = 0x7FFFFFFF if values.dtype.primitive_bitwidth == 32 else 0x7FFF
+    return tl.where(bits == -1, other_nan, bits).to(bits.dtype).to(values.dtype, bitcast=True)
+
+
+@jit()
+def _sum_of(values, dtype: tl.constexpr, SIZE: tl.constexpr):
+    """The ranks' values added in rank order in float32, rounded once."""
+    total = values[0].to(tl.float32)
+    for other in tl.static_range(1, SIZE):
+        total += values[other].to(tl.float32)
+    return total.to(dtype)
+
+
+@jit()
+def _look(places, inside, dtype: tl.constexpr, SIZE: tl.constexpr):
+    """The sum of what is at the places now, and whether any value has yet to come."""
+    values = ()
+    # Volatile: from L2, where peers' stores arrive. All loads first, or each would wait for the one before it.
+    for i in tl.static_range(SIZE):
+        values = values + (tl.load(places[i], mask=inside, other=0.0, volatile=True),)  # type: ignore[assignment]
+    empty = tl.zeros(inside.shape, tl.int32)
+    for i in tl.static_range(SIZE):
+        empty |= (_bits(values[i]) == -1).to(tl.int32)
+    return _sum_of(values, dtype, SIZE), tl.max(empty, 0)
+
+
+@jit()
+def sum_of_post(places, inside, abort, dtype: tl.constexpr, SIZE: tl.constexpr, COMPILED: tl.constexpr):
+    """Wait for what is posted to each of a tuple of SIZE places, leave them empty, and return the sum."""
+    total, waiting = _look(places, inside, dtype, SIZE)
+    if COMPILED:
+        polls = 0
+        while waiting != 0:
+            total, waiting = _look(places, inside, dtype, SIZE)
+            polls += 1
+            if polls % 1024 == 0:  # noqa: SIM102  (`and` would load every time)
+                if tl.load(abort, volatile=True) != 0:
+                    waiting = 0
+    # All threads have read their places here, for `_look` ends with what all of them saw.
+    for i in tl.static_range(SIZE):
+        tl.store(places[i], (_bits(total) * 0 - 1).to(dtype, bitcast=True), mask=inside)
+    return total
+
+
+# -- one shot ---------------------------------------------------------------------------------------------------------
+
+
+@jit()
+def _slot_of(sender, numel, PART: tl.constexpr = _PART):
+    """Where in a mailbox an input of `numel` values is that the sender posted whole."""
+    return tl.cast(sender, tl.int64) * (tl.cdiv(numel, PART) * PART)
+
+
+@jit()
+def post_whole(x, buffers, mailbox, rank, begin, end, numel, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Post ``x[begin:end]`` to everybody, the next rank first."""
     dtype: tl.constexpr = x.dtype.element_ty
     for start in range(begin, end, TILE):
         index = start + tl.arange(0, TILE)
-        values = tl.load(x + index, mask=index < end)
-        for turn in tl.static_range(1, SIZE):
+        values = _posted(tl.load(x + index, mask=index < end))
+        for turn in tl.static_range(1, SIZE + 1):
             other = (rank + turn) % SIZE
-            slot = region(buffer_of(buffers, other, SIZE), stage, dtype) + slot_of(rank, other, numel)
+            slot = region(buffer_of(buffers, other, SIZE), mailbox, dtype) + _slot_of(rank, numel)
             tl.store(slot + index, values, mask=index < end)
 
 
 @jit()
-def sum_of_whole(x, own, stage, rank, numel, index, inside, SIZE: tl.constexpr):
-    """``x[index]`` and what the peers pushed there, added in rank order in float32, rounded once."""
-    dtype: tl.constexpr = x.dtype.element_ty
-    staged = region(own, stage, dtype)
-    total = tl.zeros(index.shape, tl.float32)
+def sum_of_posted(
+    own, mailbox, numel, index, inside, abort, dtype: tl.constexpr, SIZE: tl.constexpr, COMPILED: tl.constexpr
+):
+    """The sum of what everybody posted whole, at `index`."""
+    places = ()
+    for sender in tl.static_range(SIZE):
+        slot = region(own, mailbox, dtype) + _slot_of(sender, numel)
+        places = places + (tl.multiple_of(slot, 16) + index,)  # type: ignore[assignment]
+    return sum_of_post(places, inside, abort, dtype, SIZE, COMPILED)
+
+
+@jit()
+def sum_of_stages(buffers, stage, index, inside, dtype: tl.constexpr, SIZE: tl.constexpr):
+    """The sum of what everybody has in its own stage, at `index`."""
+    values = ()
     for other in tl.static_range(SIZE):
-        pushed = staged + slot_of(other, rank, numel)
-        source = tl.multiple_of(tl.where(rank == other, x, pushed), 16)
-        part = tl.load(source + index, mask=inside, other=0.0).to(tl.float32)
-        total = part if other == 0 else total + part
-    return total.to(dtype)
+        value = tl.load(region(buffers[other], stage, dtype) + index, mask=inside, other=0.0)
+        values = values + (value,)  # type: ignore[assignment]
+    return _sum_of(values, dtype, SIZE)
+
+
+# -- two shots --------------------------------------------------------------------------------------------------------
 
 
 @jit()
@@ -209,8 +293,8 @@ def _parts_of(begin, end, SIZE: tl.constexpr, PART: tl.constexpr = _PART):
 
 
 @jit()
-def push_parts(x, buffers, stage, rank, begin, end, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Store every rank's part of ``x[begin:end]`` into that rank's stage, the next rank's first."""
+def push_parts(x, buffers, stage, rank, begin, end, POSTED: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Store every rank's part of ``x[begin:end]`` into that rank's stage or mailbox, the next rank's first."""
     dtype: tl.constexpr = x.dtype.element_ty
     part, base = _parts_of(begin, end, SIZE)
     for start in range(0, part, TILE):
@@ -219,7 +303,8 @@ def push_parts(x, buffers, stage, rank, begin, end, SIZE: tl.constexpr, TILE: tl
         values = ()
         for turn in tl.static_range(1, SIZE + 1):
             at = begin + (rank + turn) % SIZE * part + index
-            values = values + (tl.load(x + at, mask=(index < part) & (at < end)),)  # type: ignore[assignment]
+            value = tl.load(x + at, mask=(index < part) & (at < end))
+            values = values + (_posted(value) if POSTED else value,)  # type: ignore[assignment]
         for turn in tl.static_range(1, SIZE + 1):
             other = (rank + turn) % SIZE
             target = region(buffer_of(buffers, other, SIZE), stage, dtype) + base + rank * part
@@ -229,19 +314,37 @@ def push_parts(x, buffers, stage, rank, begin, end, SIZE: tl.constexpr, TILE: tl
 
 @jit()
 def sum_and_push_parts(
-    buffers, own, stage, gathered, rank, begin, end, dtype: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr
-):
-    """Sum this rank's part of ``[begin, end)``, as `sum_of_whole` does, and store it into everybody's `gathered`."""
+    buffers, own, stage, gathered, rank, begin, end, abort, dtype: tl.constexpr, POSTED: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Sum this rank's part of ``[begin, end)`` over ranks and store it into everybody's `gathered`."""
     part, base = _parts_of(begin, end, SIZE)
     staged = region(own, stage, dtype) + base
     for start in range(0, part, TILE):
         index = start + tl.arange(0, TILE)
         at = begin + rank * part + index
         inside = (index < part) & (at < end)
-        total = tl.zeros([TILE], tl.float32)
+        places = ()
         for other in tl.static_range(SIZE):
-            value = tl.load(staged + other * part + index, mask=inside, other=0.0).to(tl.float32)
-            total = value if other == 0 else total + value
+            places = places + (staged + other * part + index,)  # type: ignore[assignment]
+        if POSTED:
+            total = _posted(sum_of_post(places, inside, abort, dtype, SIZE, COMPILED))
+        else:
+            values = ()
+            for other in tl.static_range(SIZE):
+                values = values + (tl.load(places[other], mask=inside, other=0.0),)  # type: ignore[assignment]
+            total = _sum_of(values, dtype, SIZE)
         for turn in tl.static_range(1, SIZE + 1):
             target = region(buffer_of(buffers, (rank + turn) % SIZE, SIZE), gathered, dtype)
-            tl.store(target + at, total.to(dtype), mask=inside)
+            tl.store(target + at, total, mask=inside)
+
+
+@jit()
+def gathered_at(own, gathered, index, inside, abort, dtype: tl.constexpr, POSTED: tl.constexpr, COMPILED: tl.constexpr):
+    """The sums of all parts, at `index`."""
+    place = region(own, gathered, dtype) + index
+    if POSTED:
+        total = sum_of_post((place,), inside, abort, dtype, 1, COMPILED)
+    else:
+        total = tl.load(place, mask=inside, other=0.0)
+    return total

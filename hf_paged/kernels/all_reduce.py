@@ -1,15 +1,16 @@
 # mypy: disallow-untyped-defs=False
-"""The sum over the GPUs of one host, alone or with residual add and RMSNorm, by stores into peers' memory.
+"""The sum over the GPUs of one host, alone or with residual add and RMSNorm, over peers' memory.
 
-One-shot: every rank gives everybody its input, and sums all of it: one exchange of signals, (N - 1) inputs over the
-links. Two-shot: every rank gets, sums and gives back one N-th: two exchanges, 2 (N - 1) / N inputs over the links.
-Both are bitwise equal to `all_reduce_reference` and so on all ranks. See `_peers.py` for how ranks wait for each other.
-Nothing here uses multicast.
+One shot: every rank sums all inputs. Two shots: every rank sums one N-th and gives it to all, so that 2 (N - 1) / N
+inputs go over the links and not N - 1. Short inputs are posted: a value says by itself that it has arrived. Long ones
+are signalled; in one shot they are then read where they are, over the links. All are bitwise equal to
+`all_reduce_reference` and so on all ranks. See `_peers.py` for the protocol. Nothing here uses multicast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,11 +22,13 @@ from hf_paged.kernels._peers import (
     buffer_of,
     copy_flat,
     end_call,
+    gathered_at,
+    post_whole,
     push_parts,
-    push_whole,
     region,
     sum_and_push_parts,
-    sum_of_whole,
+    sum_of_posted,
+    sum_of_stages,
     wait_for_peers,
 )
 from hf_paged.kernels._triton import (
@@ -40,28 +43,42 @@ from hf_paged.kernels._triton import (
 )
 from hf_paged.kernels.add_rms_norm import add_rms_norm_reference, check_norm, normed_row
 
-# Bytes of an input up to which one shot is taken, by number of ranks, and beyond which (up to PEER_BYTES) two.
-# Two and four ranks: measured on H200s (benchmarks/all_reduce_speed.py). Others: from what these say of the second
-# exchange, 2 us or 600 KB over the links.
-ONE_SHOT_BYTES = {2: 12 << 20, 3: 896 << 10, 4: 384 << 10, 5: 256 << 10, 6: 176 << 10, 7: 144 << 10, 8: 112 << 10}
-# Bytes of an input beyond which NCCL is the faster one; between two ranks it is never, of the 80 MiB that were tried.
-PEER_BYTES = {2: 96 << 20, 4: 48 << 20, **dict.fromkeys((3, 5, 6, 7, 8), 16 << 20)}
+
+class Way(NamedTuple):
+    """How to all-reduce: in 1 or 2 shots, posted or signalled."""
+
+    shots: int
+    posted: bool
+
+
+ALL_WAYS = tuple(Way(shots, posted) for shots in (1, 2) for posted in (True, False))
+# By number of ranks: the way up to that many bytes of an input; beyond the last, NCCL is the faster one. Measured on
+# H200s for two, four and eight ranks (benchmarks/all_reduce_speed.py); between two, NCCL is never, of the 80 MiB that
+# were tried. Others lie between their neighbours.
+WAYS = {
+    2: ((1536 << 10, Way(1, True)), (96 << 20, Way(1, False))),
+    **{size: ((8 << 20, Way(2, True)), (48 << 20, Way(2, False))) for size in (3, 4)},
+    **{size: ((8 << 20, Way(2, True)), (28 << 20, Way(2, False))) for size in (5, 6, 7, 8)},
+}
+# Programs that post for a row with its norm, where there are few rows, and up to how many in all: they wait for each
+# other, so they have to be on the machine at once.
+_SPREAD, _MAX_SPREAD = 4, 64
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def shots(size: int, num_bytes: int) -> int:
-    """How to all-reduce `num_bytes` over `size` ranks: 1 or 2 shots of :func:`all_reduce`, or 0: NCCL is faster."""
-    if size not in PEER_BYTES or num_bytes > PEER_BYTES[size]:
-        return 0
-    return 1 if num_bytes <= ONE_SHOT_BYTES[size] else 2
+def way(size: int, num_bytes: int) -> Way | None:
+    """How to all-reduce `num_bytes` over `size` ranks by :func:`all_reduce`; None: NCCL is faster."""
+    return next((found for limit, found in WAYS.get(size, ()) if num_bytes <= limit), None)
 
 
-def shots_for(x: torch.Tensor, peers: Peers) -> int:
-    """:func:`shots` for a tensor, or 0 where the kernels here do not take it; in rows of whole 16-byte vectors."""
-    fits = x.dtype in _DTYPES and x.is_cuda and x.is_contiguous() and x.nbytes <= peers.capacity
+def way_for(x: torch.Tensor, peers: Peers) -> Way | None:
+    """:func:`way` for a tensor; None also where the kernels here do not take it in rows of whole 16-byte vectors."""
+    if x.dtype not in _DTYPES or not x.is_cuda or not x.is_contiguous():
+        return None
     aligned = x.data_ptr() % 16 == 0 and x.shape[-1] * x.element_size() % 16 == 0
-    return shots(peers.size, x.nbytes) if fits and aligned else 0
+    found = way(peers.size, x.nbytes) if aligned else None
+    return found if found and peers.takes(x.nbytes, *found) else None
 
 
 def all_reduce_reference(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -79,19 +96,19 @@ def all_reduce_add_rms_norm_reference(
     return add_rms_norm_reference(all_reduce_reference(parts), residual, weight, eps)
 
 
-def all_reduce(x: torch.Tensor, peers: Peers, num_shots: int | None = None) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, peers: Peers, how: Way | None = None) -> torch.Tensor:
     """The sum over ranks of `x`, as a new tensor; all ranks call it with the same shape, on one stream each.
 
     Args:
         x: contiguous, 16-byte aligned, bfloat16, float16 or float32, at most ``peers.capacity`` bytes.
         peers: this rank's view of the others.
-        num_shots: 1 (up to ``peers.one_shot_capacity`` bytes) or 2; None: what :func:`shots` says, and 2 where that
+        how: one of `ALL_WAYS` for which ``peers.takes`` the input; None: what :func:`way` says, and signals where that
             prefers NCCL.
 
     Raises:
-        ValueError: an x that is not as above, or another number of shots.
+        ValueError: an x that is not as above, or too large for the way.
     """
-    num_shots = _check(x, peers, num_shots)
+    how = _check(x, peers, how)
     require_triton()
     out = torch.empty_like(x)
     numel = x.numel()
@@ -104,9 +121,7 @@ def all_reduce(x: torch.Tensor, peers: Peers, num_shots: int | None = None) -> t
     with on_device_of(x):
         _all_reduce_kernel[(num_programs,)](
             x, out, peers.buffers, peers.epochs, peers.abort, peers.rank, numel,
-            triton.cdiv(triton.cdiv(numel, num_programs), 64) * 64,
-            SIZE=peers.size, SHOTS=num_shots, TILE=tile, DATA=SIGNAL_BYTES, STAGE=peers.stage_bytes,
-            MAX_PROGRAMS=MAX_PROGRAMS, COMPILED=x.is_cuda, num_warps=16, enable_fp_fusion=False, **pdl_options(x),
+            triton.cdiv(triton.cdiv(numel, num_programs), 64) * 64, TILE=tile, num_warps=16, **_options(x, peers, how),
         )  # fmt: skip
     return out
 
@@ -117,7 +132,7 @@ def all_reduce_add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     peers: Peers,
-    num_shots: int | None = None,
+    how: Way | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``summed = residual + all_reduce(x)`` and ``normed = RMSNorm(summed)``, as (normed, summed), in one launch.
 
@@ -128,12 +143,12 @@ def all_reduce_add_rms_norm(
         residual: ``[T, H]`` of x's dtype, rows may be strided; None: nothing is added. The same on all ranks.
         weight: ``[H]``, x's dtype, contiguous.
         eps: added to the mean square.
-        peers, num_shots: as for :func:`all_reduce`.
+        peers, how: as for :func:`all_reduce`.
 
     Raises:
         ValueError: tensors that are not as above.
     """
-    num_shots = _check(x, peers, num_shots)
+    how = _check(x, peers, how)
     _check_norm(x, residual, weight)
     require_triton()
     num_rows, width = x.shape
@@ -144,92 +159,92 @@ def all_reduce_add_rms_norm(
     # As in add_rms_norm: the order in which a row's squares are added depends on it.
     num_warps = max(1, min(16, width_pad // 256))
     rows = triton.cdiv(num_rows, MAX_PROGRAMS)
+    num_programs, vectors = triton.cdiv(num_rows, rows), rows * width * x.element_size() // 16
+    if how.posted and num_programs * _SPREAD <= _MAX_SPREAD:
+        num_programs *= _SPREAD
+        vectors = triton.cdiv(x.nbytes // 16, num_programs)
     with on_device_of(x):
-        _all_reduce_add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        _all_reduce_add_rms_norm_kernel[(num_programs,)](
             x, x if residual is None else residual, weight, normed, summed, peers.buffers, peers.epochs, peers.abort,
-            peers.rank, num_rows, rows, 0 if residual is None else residual.stride(0), eps,
-            HAS_RESIDUAL=residual is not None, WIDTH=width, WIDTH_PAD=width_pad, SIZE=peers.size, SHOTS=num_shots,
-            TILE=num_warps * 32 * 16 // x.element_size(), DATA=SIGNAL_BYTES, STAGE=peers.stage_bytes,
-            MAX_PROGRAMS=MAX_PROGRAMS, COMPILED=x.is_cuda, num_warps=num_warps, enable_fp_fusion=False,
-            **pdl_options(x),
+            peers.rank, num_rows, rows, vectors, 0 if residual is None else residual.stride(0), eps,
+            HAS_RESIDUAL=residual is not None, WIDTH=width, WIDTH_PAD=width_pad,
+            TILE=num_warps * 32 * 16 // x.element_size(), num_warps=num_warps, **_options(x, peers, how),
         )  # fmt: skip
     return normed, summed
+
+
+def _options(x: torch.Tensor, peers: Peers, how: Way) -> dict[str, Any]:
+    return {
+        "SIZE": peers.size, "SHOTS": how.shots, "POSTED": how.posted, "DATA": SIGNAL_BYTES,
+        "MAILBOX": peers.mailbox_bytes, "STAGE": peers.stage_bytes, "MAX_PROGRAMS": MAX_PROGRAMS,
+        "COMPILED": x.is_cuda, "enable_fp_fusion": False, **pdl_options(x),
+    }  # fmt: skip
 
 
 @jit(varying_ints=("rank",))
 def _all_reduce_kernel(
     x, out, buffers, epochs, abort, rank, numel, share,
-    SIZE: tl.constexpr, SHOTS: tl.constexpr, TILE: tl.constexpr, DATA: tl.constexpr, STAGE: tl.constexpr,
-    MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, SHOTS: tl.constexpr, POSTED: tl.constexpr, TILE: tl.constexpr, DATA: tl.constexpr,
+    MAILBOX: tl.constexpr, STAGE: tl.constexpr, MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_previous_kernel(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     epoch = begin_call(epochs)
-    stage = DATA + (epoch % 2) * STAGE
-    gathered: tl.constexpr = DATA + 2 * STAGE
+    stage, gathered = _memory(epoch, SHOTS, POSTED, DATA, MAILBOX, STAGE)
     begin = tl.program_id(0) * share
     end = tl.minimum(begin + share, numel)
     own = buffer_of(buffers, rank, SIZE)
-    if SHOTS == 2:
-        push_parts(x, buffers, stage, rank, begin, end, SIZE, TILE)
-        if COMPILED:
-            wait_for_peers(buffers, abort, rank, epoch, 0, SIZE, MAX_PROGRAMS)
-        sum_and_push_parts(buffers, own, stage, gathered, rank, begin, end, dtype, SIZE, TILE)
-        if COMPILED:
-            wait_for_peers(buffers, abort, rank, epoch, 1, SIZE, MAX_PROGRAMS)
-        copy_flat(region(own, gathered, dtype), out, begin, end, TILE)
-    else:
-        push_whole(x, buffers, stage, rank, begin, end, numel, SIZE, TILE)
-        if COMPILED:
-            wait_for_peers(buffers, abort, rank, epoch, 0, SIZE, MAX_PROGRAMS)
-        for start in range(begin, end, TILE):
-            index = start + tl.arange(0, TILE)
-            total = sum_of_whole(x, own, stage, rank, numel, index, index < end, SIZE)
-            tl.store(out + index, total, mask=index < end)
+    _push(x, buffers, own, stage, rank, begin, end, numel, SHOTS, POSTED, SIZE, TILE)
+    _meet(
+        buffers, own, stage, gathered, abort, rank, epoch, begin, end, dtype, SHOTS, POSTED, SIZE, TILE, MAX_PROGRAMS,
+        COMPILED,
+    )  # fmt: skip
+    for start in range(begin, end, TILE):
+        index = start + tl.arange(0, TILE)
+        inside = index < end
+        total = _sum_at(
+            buffers, own, stage, gathered, abort, index, inside, numel, dtype, SHOTS, POSTED, SIZE, COMPILED
+        )
+        tl.store(out + index, total, mask=inside)
     end_call(epochs, epoch, MAX_PROGRAMS)
 
 
-@jit(varying_ints=("rank", "num_rows", "rows"))
+@jit(varying_ints=("rank", "num_rows", "rows", "vectors"))
 def _all_reduce_add_rms_norm_kernel(
-    x, residual, weight, normed, summed, buffers, epochs, abort, rank, num_rows, rows, residual_stride, eps,
+    x, residual, weight, normed, summed, buffers, epochs, abort, rank, num_rows, rows, vectors, residual_stride, eps,
     HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, SIZE: tl.constexpr, SHOTS: tl.constexpr,
-    TILE: tl.constexpr, DATA: tl.constexpr, STAGE: tl.constexpr, MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr,
-    PDL: tl.constexpr,
+    POSTED: tl.constexpr, TILE: tl.constexpr, DATA: tl.constexpr, MAILBOX: tl.constexpr, STAGE: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         prefetch_vector(weight, WIDTH * weight.dtype.element_ty.primitive_bitwidth // 8)
     after_previous_kernel(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     epoch = begin_call(epochs)
-    stage = DATA + (epoch % 2) * STAGE
-    gathered: tl.constexpr = DATA + 2 * STAGE
-    first = tl.program_id(0) * rows
-    last = tl.minimum(first + rows, num_rows)
+    stage, gathered = _memory(epoch, SHOTS, POSTED, DATA, MAILBOX, STAGE)
     numel = num_rows * WIDTH
+    share = vectors * (128 // dtype.primitive_bitwidth)
+    begin = tl.program_id(0) * share
+    end = tl.minimum(begin + share, numel)
     own = buffer_of(buffers, rank, SIZE)
-    if SHOTS == 2:
-        push_parts(x, buffers, stage, rank, first * WIDTH, last * WIDTH, SIZE, TILE)
-    else:
-        push_whole(x, buffers, stage, rank, first * WIDTH, last * WIDTH, numel, SIZE, TILE)
+    _push(x, buffers, own, stage, rank, begin, end, numel, SHOTS, POSTED, SIZE, TILE)
     column = tl.arange(0, WIDTH_PAD)
     inside = column < WIDTH
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if COMPILED:
-        wait_for_peers(buffers, abort, rank, epoch, 0, SIZE, MAX_PROGRAMS)
-    if SHOTS == 2:
-        sum_and_push_parts(buffers, own, stage, gathered, rank, first * WIDTH, last * WIDTH, dtype, SIZE, TILE)
-        if COMPILED:
-            wait_for_peers(buffers, abort, rank, epoch, 1, SIZE, MAX_PROGRAMS)
+    _meet(
+        buffers, own, stage, gathered, abort, rank, epoch, begin, end, dtype, SHOTS, POSTED, SIZE, TILE, MAX_PROGRAMS,
+        COMPILED,
+    )  # fmt: skip
+    first = tl.program_id(0) * rows
     residual += first.to(tl.int64) * residual_stride
-    for row in range(first, last):
+    for row in range(first, tl.minimum(first + rows, num_rows)):
         index = row * WIDTH + column
         if HAS_RESIDUAL:
             before = tl.load(residual + column, mask=inside, other=0.0).to(tl.float32)
             residual += residual_stride
-        if SHOTS == 2:
-            rounded = tl.load(region(own, gathered, dtype) + index, mask=inside, other=0.0)
-        else:
-            rounded = sum_of_whole(x, own, stage, rank, numel, index, inside, SIZE)
+        rounded = _sum_at(
+            buffers, own, stage, gathered, abort, index, inside, numel, dtype, SHOTS, POSTED, SIZE, COMPILED
+        )
         hidden = rounded.to(tl.float32)
         if HAS_RESIDUAL:
             hidden += before
@@ -240,20 +255,79 @@ def _all_reduce_add_rms_norm_kernel(
     end_call(epochs, epoch, MAX_PROGRAMS)
 
 
-def _check(x: torch.Tensor, peers: Peers, num_shots: int | None) -> int:
+@jit()
+def _memory(
+    epoch, SHOTS: tl.constexpr, POSTED: tl.constexpr, DATA: tl.constexpr, MAILBOX: tl.constexpr, STAGE: tl.constexpr
+):
+    """Where in a buffer this call stores inputs, and sums."""
+    if POSTED:
+        stage = DATA + (epoch % 2) * MAILBOX
+        gathered = stage + MAILBOX // 2
+    else:
+        stage = DATA + 2 * MAILBOX + (epoch % 2) * STAGE
+        gathered = epoch * 0 + (DATA + 2 * MAILBOX + 2 * STAGE)
+    return stage, gathered
+
+
+@jit()
+def _push(
+    x, buffers, own, stage, rank, begin, end, numel,
+    SHOTS: tl.constexpr, POSTED: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Bring ``x[begin:end]`` to where others find it."""
+    if SHOTS == 2:
+        push_parts(x, buffers, stage, rank, begin, end, POSTED, SIZE, TILE)
+    elif POSTED:
+        post_whole(x, buffers, stage, rank, begin, end, numel, SIZE, TILE)
+    else:
+        copy_flat(x, region(own, stage, x.dtype.element_ty), begin, end, TILE)
+
+
+@jit()
+def _meet(
+    buffers, own, stage, gathered, abort, rank, epoch, begin, end,
+    dtype: tl.constexpr, SHOTS: tl.constexpr, POSTED: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """From here on `_sum_at` finds ``[begin, end)``."""
+    if COMPILED and not POSTED:
+        wait_for_peers(buffers, abort, rank, epoch, 0, SIZE, MAX_PROGRAMS)
+    if SHOTS == 2:
+        sum_and_push_parts(buffers, own, stage, gathered, rank, begin, end, abort, dtype, POSTED, SIZE, TILE, COMPILED)
+        if COMPILED and not POSTED:
+            wait_for_peers(buffers, abort, rank, epoch, 1, SIZE, MAX_PROGRAMS)
+
+
+@jit()
+def _sum_at(
+    buffers, own, stage, gathered, abort, index, inside, numel,
+    dtype: tl.constexpr, SHOTS: tl.constexpr, POSTED: tl.constexpr, SIZE: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """The sum over ranks at `index`, rounded; once only where it is posted."""
+    if SHOTS == 2:
+        total = gathered_at(own, gathered, index, inside, abort, dtype, POSTED, COMPILED)
+    elif POSTED:
+        total = sum_of_posted(own, stage, numel, index, inside, abort, dtype, SIZE, COMPILED)
+    else:
+        total = sum_of_stages(buffers, stage, index, inside, dtype, SIZE)
+    return total
+
+
+def _check(x: torch.Tensor, peers: Peers, how: Way | None) -> Way:
     if x.dtype not in _DTYPES:
         raise ValueError(f"x must be one of {', '.join(map(str, _DTYPES))}, got {x.dtype}")
     if not x.is_contiguous() or x.data_ptr() % 16:
         raise ValueError(f"x must be contiguous and 16-byte aligned, got strides {x.stride()} at {x.data_ptr():#x}")
     if x.nbytes > peers.capacity:
         raise ValueError(f"x must have at most {peers.capacity} bytes (the peers' capacity), got {x.nbytes}")
-    if num_shots is None:
-        return shots(peers.size, x.nbytes) or 2
-    if num_shots not in (1, 2):
-        raise ValueError(f"num_shots must be 1, 2 or None, got {num_shots}")
-    if num_shots == 1 and x.nbytes > peers.one_shot_capacity:
-        raise ValueError(f"x must have at most {peers.one_shot_capacity} bytes for one shot, got {x.nbytes}")
-    return num_shots
+    if how is None:
+        found = way(peers.size, x.nbytes)
+        return found if found and peers.takes(x.nbytes, *found) else Way(2, False)
+    if how not in ALL_WAYS:
+        raise ValueError(f"how must be one of {', '.join(map(str, ALL_WAYS))} or None, got {how}")
+    if not peers.takes(x.nbytes, *how):
+        raise ValueError(f"x is too long for {how} over these peers: got {x.nbytes} bytes")
+    return how
 
 
 def _check_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hf_paged.integration.parallel.group import join
 from hf_paged.integration.parallel.peers import open_peers
 from hf_paged.kernels.add_rms_norm import add_rms_norm
-from hf_paged.kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, all_reduce_reference
+from hf_paged.kernels.all_reduce import ALL_WAYS, Way, all_reduce, all_reduce_add_rms_norm, all_reduce_reference
 
 EPS = 1e-6
 CAPACITY = 24 << 20
@@ -57,7 +57,7 @@ def check(actual, expected, what):
 
 
 def exact(rank: Rank) -> None:
-    """Every shape, dtype and number of shots, alone and fused; the same bits on all ranks."""
+    """Every shape, dtype and way, alone and fused; the same bits on all ranks."""
     for dtype, widths in WIDTHS.items():
         for width in widths:
             weight = 1 + rank.randn((width,), dtype, shared=True, scale=0.3)
@@ -65,13 +65,13 @@ def exact(rank: Rank) -> None:
                 x = rank.randn((rows, width), dtype, scale=3.0 ** (rank.rank % 3))
                 wide = rank.randn((rows, width + 64), dtype, shared=True)
                 expected = rank.expected(x)
-                for num_shots in (1, 2) if x.nbytes <= rank.peers.one_shot_capacity else (2,):
-                    what = f"{dtype} {rows} x {width}, {num_shots} shots"
+                for how in (how for how in ALL_WAYS if rank.peers.takes(x.nbytes, *how)):
+                    what = f"{dtype} {rows} x {width}, {how}"
                     poisoned(x.shape, dtype=dtype, device=rank.device)
-                    check(all_reduce(x, rank.peers, num_shots), expected, what)
+                    check(all_reduce(x, rank.peers, how), expected, what)
                     for residual in (wide[:, 32:-32], None) if width == 1024 else (wide[:, 32:-32],):
                         poisoned(x.shape, x.shape, dtype=dtype, device=rank.device)
-                        normed, summed = all_reduce_add_rms_norm(x, residual, weight, EPS, rank.peers, num_shots)
+                        normed, summed = all_reduce_add_rms_norm(x, residual, weight, EPS, rank.peers, how)
                         normed_apart, summed_apart = add_rms_norm(expected, residual, weight, EPS)
                         check(summed, summed_apart, f"sum, {what}")
                         check(normed, normed_apart, f"norm, {what}")
@@ -80,21 +80,22 @@ def exact(rank: Rank) -> None:
     for numel in (1, 7, 8, 4097, 524289, 1000003):
         x = rank.randn((numel,), torch.bfloat16)
         expected = rank.expected(x)
-        for num_shots in (1, 2):
+        for how in ALL_WAYS:
             poisoned(x.shape, dtype=x.dtype, device=rank.device)
-            check(all_reduce(x, rank.peers, num_shots), expected, f"{numel} values, {num_shots} shots")
+            check(all_reduce(x, rank.peers, how), expected, f"{numel} values, {how}")
 
 
 def edges(rank: Rank) -> None:
-    """NaN, infinities and overflow pass through."""
+    """NaN of any bits, infinities and overflow pass through."""
     x = rank.randn((4, 1024), torch.bfloat16)
     x[0, rank.rank], x[1, 5] = torch.nan, (torch.inf if rank.rank else -torch.inf)
     x[2, 9] = torch.finfo(torch.bfloat16).max
     x[3] = -0.0
+    x.view(torch.int16)[0, 100:200] = -1  # as an empty place of a mailbox
     expected = rank.expected(x)
     assert expected.isnan().any() and expected.isinf().any()
-    for num_shots in (1, 2):
-        result = all_reduce(x, rank.peers, num_shots)
+    for how in ALL_WAYS:
+        result = all_reduce(x, rank.peers, how)
         check(result.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0), "edges")
         check(result.signbit() & ~result.isnan(), expected.signbit() & ~expected.isnan(), "signs")
 
@@ -114,14 +115,17 @@ class Cases:
         self.wrong = torch.zeros((), dtype=torch.int64, device=rank.device)
 
     def call(self, number, kind):
+        """`kind`: a number below `KINDS`, of a way, alone or fused."""
         x, residual, weight, expected, normed = self.cases[number]
-        if kind < 2:
-            actual = all_reduce(x, self.rank.peers, kind + 1)
+        how = ALL_WAYS[kind // 2] if self.rank.peers.takes(x.nbytes, *ALL_WAYS[kind // 2]) else Way(2, False)
+        if kind % 2:
+            actual, _ = all_reduce_add_rms_norm(x, residual, weight, EPS, self.rank.peers, how)
         else:
-            actual, _ = all_reduce_add_rms_norm(x, residual, weight, EPS, self.rank.peers, kind - 1)
-        self.wrong += (actual != (expected if kind < 2 else normed)).sum()
+            actual = all_reduce(x, self.rank.peers, how)
+        self.wrong += (actual != (normed if kind % 2 else expected)).sum()
 
 
+KINDS = 2 * len(ALL_WAYS)
 SHAPES = [(1, 5120), (3, 4096), (64, 5120), (130, 1024), (256, 5120)]
 
 
@@ -133,7 +137,7 @@ def back_to_back(rank: Rank, calls: int = 1000) -> None:
     for _ in range(calls):
         if alone.random() < 0.1:
             torch.cuda._sleep(alone.choice([2_000, 50_000, 1_000_000]))
-        cases.call(together.randrange(len(cases.cases)), together.randrange(4))
+        cases.call(together.randrange(len(cases.cases)), together.randrange(KINDS))
     check(cases.wrong, torch.zeros_like(cases.wrong), "back to back")
 
 
@@ -144,8 +148,9 @@ def same_input_rewritten(rank: Rank) -> None:
         by_two = []
         for call in range(40):
             x_then = x
+            how = ALL_WAYS[call % len(ALL_WAYS)]
             for _ in range(2):
-                x = all_reduce(x, rank.peers, 1 + call % 2)
+                x = all_reduce(x, rank.peers, how if rank.peers.takes(x.nbytes, *how) else Way(2, False))
             by_two.append((x_then, x))
             x = x * (1.0 / rank.size**2)
         for before, after in by_two:
@@ -156,9 +161,9 @@ def graphs(rank: Rank, replays: int = 300) -> None:
     """An odd number of calls in a graph, replayed with other inputs and late ranks inside and between."""
     cases = Cases(rank, SHAPES)
     together, alone = random.Random(2), random.Random(200 + rank.rank)
-    order = [(together.randrange(len(cases.cases)), together.randrange(4)) for _ in range(21)]
+    order = [(together.randrange(len(cases.cases)), together.randrange(KINDS)) for _ in range(21)]
     for number in range(len(cases.cases)):
-        for kind in range(4):
+        for kind in range(KINDS):
             cases.call(number, kind)
     torch.cuda.synchronize()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -171,7 +176,7 @@ def graphs(rank: Rank, replays: int = 300) -> None:
         if alone.random() < 0.2:
             torch.cuda._sleep(alone.choice([2_000, 500_000]))
         graph.replay()
-        cases.call(together.randrange(len(cases.cases)), together.randrange(4))
+        cases.call(together.randrange(len(cases.cases)), together.randrange(KINDS))
     check(cases.wrong, torch.zeros_like(cases.wrong), "graphs")
 
 
@@ -180,8 +185,8 @@ def giving_up(rank: Rank) -> None:
     if rank.rank < rank.size - 1:
         x = rank.randn((64, 5120), torch.bfloat16)
         done = torch.cuda.Event()
-        for num_shots in (1, 2, 1):
-            all_reduce(x, rank.peers, num_shots)
+        for how in (Way(1, True), *ALL_WAYS):
+            all_reduce(x, rank.peers, how)
         done.record()
         time.sleep(0.5)
         assert not done.query(), "nobody waited"

@@ -14,24 +14,27 @@ import pytest
 import torch
 from exactness import assert_equal
 
-from hf_paged.kernels._peers import MAX_PROGRAMS, SIGNAL_BYTES, Peers, buffer_bytes
+from hf_paged.kernels._peers import MAX_PROGRAMS, SIGNAL_BYTES, Peers, buffer_bytes, empty_buffer
 from hf_paged.kernels.add_rms_norm import add_rms_norm_reference, add_rms_norm_triton
 from hf_paged.kernels.all_reduce import (
-    ONE_SHOT_BYTES,
-    PEER_BYTES,
+    ALL_WAYS,
+    WAYS,
+    Way,
     all_reduce,
     all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_reference,
     all_reduce_reference,
-    shots,
+    way,
+    way_for,
 )
 
 EPS = 1e-6
 POISON = 0x5A
+every_way = pytest.mark.parametrize("how", ALL_WAYS, ids=["one-posted", "one-signalled", "two-posted", "two-signalled"])
 
 
 def peers_in_one_process(size, capacity, programs=MAX_PROGRAMS):
-    buffers = tuple(torch.full((buffer_bytes(capacity, size),), POISON, dtype=torch.uint8) for _ in range(size))
+    buffers = tuple(torch.full((buffer_bytes(capacity),), POISON, dtype=torch.uint8) for _ in range(size))
     for buffer in buffers:
         buffer[:SIGNAL_BYTES] = 0
     abort = torch.zeros(1, dtype=torch.int64)
@@ -80,18 +83,18 @@ def test_the_fused_reference_rounds_the_sum_before_the_residual():
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("num_shots", [1, 2])
+@every_way
 @pytest.mark.parametrize(("size", "shape", "dtype", "programs"), [
     (2, (1, 40), torch.float16, 128), (3, (17, 1111), torch.float16, 2), (4, (3, 1000), torch.float32, 128),
     (8, (1, 1111), torch.float16, 128),
 ])  # fmt: skip
-def test_interpreted_sum(size, shape, dtype, programs, num_shots, monkeypatch):
+def test_interpreted_sum(size, shape, dtype, programs, how, monkeypatch):
     """Several calls over the same buffers, of shapes with more and fewer programs; buffers start as garbage."""
     monkeypatch.setattr("hf_paged.kernels.all_reduce.MAX_PROGRAMS", programs)
     peers = peers_in_one_process(size, 1 << 16, programs)
     for seed, rows in enumerate([shape, (2, 8), shape]):
         parts = make(seed, size, rows, dtype)
-        results = on_all_ranks(peers, lambda rank, mine, parts=parts: all_reduce(parts[rank], mine, num_shots))
+        results = on_all_ranks(peers, lambda rank, mine, parts=parts: all_reduce(parts[rank], mine, how))
         for result in results:
             assert_equal(result, all_reduce_reference(parts))
     for mine in peers:
@@ -101,20 +104,21 @@ def test_interpreted_sum(size, shape, dtype, programs, num_shots, monkeypatch):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("num_shots", [1, 2])
-@pytest.mark.parametrize(("size", "rows", "width", "dtype", "with_residual"), [
-    (2, 1, 64, torch.float16, True), (3, 5, 72, torch.float16, True), (4, 5, 1000, torch.float32, False),
-    (8, 3, 64, torch.float32, True),
+@every_way
+@pytest.mark.parametrize(("size", "rows", "width", "dtype", "with_residual", "programs"), [
+    (2, 1, 64, torch.float16, True, 128), (3, 5, 72, torch.float16, True, 2), (4, 5, 1000, torch.float32, False, 2),
+    (8, 3, 64, torch.float32, True, 2), (3, 3, 72, torch.float16, False, 128),
 ])  # fmt: skip
-def test_interpreted_sum_and_norm(size, rows, width, dtype, with_residual, num_shots, monkeypatch):
-    """More rows than programs too; the norm is add_rms_norm's to the bit."""
-    monkeypatch.setattr("hf_paged.kernels.all_reduce.MAX_PROGRAMS", 2)
-    peers = peers_in_one_process(size, 1 << 16, 2)
+def test_interpreted_sum_and_norm(size, rows, width, dtype, with_residual, programs, how, monkeypatch):
+    """More rows than programs too, and fewer, where others post for them; the norm is add_rms_norm's to the bit."""
+    monkeypatch.setattr("hf_paged.kernels.all_reduce.MAX_PROGRAMS", programs)
+    monkeypatch.setattr("hf_paged.kernels.all_reduce._MAX_SPREAD", programs // 2)
+    peers = peers_in_one_process(size, 1 << 16, programs)
     parts, (wide,) = make(3, size, (rows, width), dtype), make(4, 1, (rows, width + 16), dtype)
     residual = wide[:, 8:-8] if with_residual else None
     weight = make(5, 1, (width,), dtype)[0]
     results = on_all_ranks(
-        peers, lambda rank, mine: all_reduce_add_rms_norm(parts[rank], residual, weight, EPS, mine, num_shots)
+        peers, lambda rank, mine: all_reduce_add_rms_norm(parts[rank], residual, weight, EPS, mine, how)
     )
     expected = add_rms_norm_triton(all_reduce_reference(parts), residual, weight, EPS)
     for normed, summed in results:
@@ -124,8 +128,8 @@ def test_interpreted_sum_and_norm(size, rows, width, dtype, with_residual, num_s
 
 @pytest.mark.interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities
-@pytest.mark.parametrize("num_shots", [1, 2])
-def test_interpreted_values_at_the_edges(num_shots):
+@every_way
+def test_interpreted_values_at_the_edges(how):
     """NaN, infinities of both signs, overflow of the sum, sums that cancel, negative zeros."""
     parts = make(6, 3, (2, 48), torch.float16)
     parts[0][0, 3], parts[1][0, 5], parts[2][0, 5] = torch.nan, torch.inf, -torch.inf
@@ -135,7 +139,7 @@ def test_interpreted_values_at_the_edges(num_shots):
         part[1, 11] = -0.0
     expected = all_reduce_reference(parts)
     results = on_all_ranks(
-        peers_in_one_process(3, 4096), lambda rank, mine: all_reduce(parts[rank], mine, num_shots)
+        peers_in_one_process(3, 4096), lambda rank, mine: all_reduce(parts[rank], mine, how)
     )
     for result in results:
         assert_equal(result, expected)
@@ -152,47 +156,100 @@ def test_no_rows_are_no_call():
     assert not mine.epochs.any()
 
 
-def test_shots_by_size():
-    for size in range(2, 9):
-        assert shots(size, 1) == 1
-        assert shots(size, ONE_SHOT_BYTES[size]) == 1
-        assert shots(size, ONE_SHOT_BYTES[size] + 1) == shots(size, PEER_BYTES[size]) == 2
-        assert shots(size, PEER_BYTES[size] + 1) == 0
-    assert shots(16, 0) == shots(16, 1) == 0
+def test_ways_by_size():
+    assert set(WAYS) == set(range(2, 9))
+    for size, rising in WAYS.items():
+        limits = [limit for limit, _ in rising]
+        assert limits == sorted(set(limits))
+        assert [way(size, limit) for limit in limits] == [how for _, how in rising]
+        assert [way(size, limit + 1) for limit in limits] == [*(how for _, how in rising[1:]), None]
+        assert way(size, 1).posted
+        # What peers of the largest capacity take.
+        mine = Peers((torch.empty(0),) * size, torch.empty(0), torch.empty(0), 0, max(limits))
+        assert all(mine.takes(limit, *how) for limit, how in rising)
+    assert way(16, 0) is way(16, 1) is None
+
+
+def test_a_way_for_a_tensor():
+    """None here: not on a GPU."""
+    (mine, _) = peers_in_one_process(2, 4096)
+    assert way_for(torch.zeros(4, 64), mine) is None
+
+
+@pytest.mark.interpreted
+@every_way
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_full_input_stays_in_its_place(size, how, monkeypatch):
+    """Nothing of the first call, in as many programs as there can be, is where the next one's goes, or past the end."""
+    monkeypatch.setattr("hf_paged.kernels.all_reduce.MAX_PROGRAMS", 8)
+    monkeypatch.setattr("hf_paged.kernels.all_reduce._MAX_SPREAD", 8)
+    monkeypatch.setattr("hf_paged.kernels._peers._PADDING", 8 * size * 16 * 4)
+    parts, weight = make(8, size, (15, 136), torch.float32), torch.ones(136)
+    capacity = parts[0].nbytes
+    if how == Way(1, True):  # a mailbox holds size inputs
+        capacity = max(16, -(-(size * 64 * -(-parts[0].nbytes // 64) // 2 - 8 * size * 64) // 16) * 16, capacity)
+    peers = peers_in_one_process(size, capacity, 8)
+    stage, mailbox = peers[0].stage_bytes, peers[0].mailbox_bytes
+    wide = tuple(torch.cat([buffer, torch.full((4096,), POISON, dtype=torch.uint8)]) for buffer in peers[0].buffers)
+    peers = [mine._replace(buffers=wide) for mine in peers]
+    on_all_ranks(peers, lambda r, mine: all_reduce_add_rms_norm(parts[r], None, weight, EPS, mine, how))
+    written = 0
+    for buffer in wide:
+        _, mail_even, mail_odd, even, odd, gathered, past = buffer.split(
+            [SIGNAL_BYTES, mailbox, mailbox, stage, stage, capacity, 4096]
+        )
+        used, unused = (mail_odd, odd) if how.posted else (odd, mail_odd)
+        for other in (mail_even, even, unused, past):
+            assert (other == POISON).all()
+        written += (used != POISON).sum()
+        assert (gathered == POISON).all() == (how != Way(2, False))
+    copies = {Way(1, True): size, Way(1, False): 1, Way(2, True): 2, Way(2, False): 1}[how]
+    assert written > 0.9 * size * parts[0].nbytes * copies
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("num_shots", [1, 2])
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_a_full_input_stays_in_its_stage(size, num_shots, monkeypatch):
-    """Nothing of the first call, in as many programs as there can be, is in the other stage, or past the end."""
-    monkeypatch.setattr("hf_paged.kernels.all_reduce.MAX_PROGRAMS", 8)
-    monkeypatch.setattr("hf_paged.kernels._peers._PADDING", 8 * size * 16 * 4)
-    parts, weight = make(8, size, (23, 136), torch.float32), torch.ones(136)
-    peers = peers_in_one_process(size, parts[0].nbytes, 8)
-    stage = peers[0].stage_bytes
-    wide = tuple(torch.cat([buffer, torch.full((4096,), POISON, dtype=torch.uint8)]) for buffer in peers[0].buffers)
-    peers = [mine._replace(buffers=wide) for mine in peers]
-    on_all_ranks(peers, lambda r, mine: all_reduce_add_rms_norm(parts[r], None, weight, EPS, mine, num_shots))
-    pushed = 0
-    for buffer in wide:
-        _, even, odd, gathered, past = buffer.split([SIGNAL_BYTES, stage, stage, parts[0].nbytes, 4096])
-        assert (even == POISON).all() and (past == POISON).all()
-        pushed += (odd != POISON).sum()
-        assert (gathered == POISON).all() == (num_shots == 1)
-    assert pushed > 0.9 * size * parts[0].nbytes * (size - 1 if num_shots == 1 else 1)
+def test_what_was_taken_leaves_its_place_empty(num_shots, monkeypatch):
+    """The last rank to run finds everything: its mailboxes are as they were before the first call."""
+    monkeypatch.setattr("hf_paged.kernels.all_reduce._MAX_SPREAD", 0)  # of two programs the second runs too late
+    peers = peers_in_one_process(3, 1 << 14)
+    for buffer in peers[0].buffers:
+        empty_buffer(buffer, 1 << 14)
+    parts, weight = make(9, 3, (5, 136), torch.float16), torch.ones(136, dtype=torch.float16)
+    how = Way(num_shots, True)
+    for _ in range(2):
+        on_all_ranks(peers, lambda r, mine: all_reduce_add_rms_norm(parts[r], None, weight, EPS, mine, how))
+        on_all_ranks(peers, lambda r, mine: all_reduce(parts[r], mine, how))
+    mail = peers[0].buffers[2][SIGNAL_BYTES:][: 2 * peers[0].mailbox_bytes]
+    assert (mail == 0xFF).all()
+    assert not (peers[0].buffers[0][SIGNAL_BYTES:][: 2 * peers[0].mailbox_bytes] == 0xFF).all()  # of later ranks
 
 
-def test_how_much_one_shot_takes():
+@pytest.mark.interpreted
+@pytest.mark.parametrize("num_shots", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_nan_that_looks_like_an_empty_place_is_posted_as_another(num_shots, dtype):
+    """Nobody would ever take it: what peers find is some NaN of other bits."""
+    peers, integer = peers_in_one_process(2, 4096), torch.int32 if dtype == torch.float32 else torch.int16
+    all_reduce(torch.full((1, 64), -1, dtype=integer).view(dtype), peers[0], Way(num_shots, True))
+    mail = peers[0].buffers[1][SIGNAL_BYTES:][: 2 * peers[0].mailbox_bytes].view(integer)
+    posted = mail[mail != torch.full((4,), POISON, dtype=torch.uint8).view(integer)[0]]
+    assert len(posted) == 64 and not (posted == -1).any() and posted.view(dtype).isnan().all()
+
+
+def test_how_much_a_way_takes():
     for size in range(2, 9):
         for capacity in (4096, 3 << 20):
-            mine = peers_in_one_process(size, capacity)[0]
-            assert min(capacity, ONE_SHOT_BYTES[size]) <= mine.one_shot_capacity <= capacity
-    assert peers_in_one_process(2, 6 << 20)[0].one_shot_capacity == 6 << 20
-    (mine, *_) = peers_in_one_process(3, 6 << 20)
-    assert mine.one_shot_capacity == 3 << 20
-    with pytest.raises(ValueError, match="at most 3145728 bytes for one shot, got 3145792"):
-        all_reduce(torch.zeros(49153, 16), mine, 1)
+            mine = Peers((torch.empty(0),) * size, torch.empty(0), torch.empty(0), 0, capacity)
+            for how in ALL_WAYS:
+                assert mine.takes(4096 // size, *how)
+            assert mine.takes(capacity, 1, False) and mine.takes(capacity, 2, False) and mine.takes(capacity, 2, True)
+            assert not mine.takes(capacity + 1, 1, False) and not mine.takes(capacity + 1, 2, True)
+    (mine, *_) = peers_in_one_process(3, 24 << 20)
+    assert mine.takes(8 << 20, 2, True) and not mine.takes((8 << 20) + 1, 2, True)
+    assert mine.takes(24 << 20, 2, False) and mine.takes(5 << 20, 1, True) and not mine.takes(6 << 20, 1, True)
+    with pytest.raises(ValueError, match=r"too long for Way\(shots=1, posted=True\).*got 6291520 bytes"):
+        all_reduce(torch.zeros((6 << 20) // 64 + 1, 16), mine, Way(1, True))
 
 
 def test_bad_arguments():
@@ -203,7 +260,7 @@ def test_bad_arguments():
         ((x.t(), mine), "contiguous"),
         ((torch.zeros(257)[1:], mine), "aligned"),
         ((torch.zeros(1025), mine), "4096 bytes"),
-        ((x, mine, 3), "num_shots"),
+        ((x, mine, Way(3, True)), "how"),
     ]:
         with pytest.raises(ValueError, match=message):
             all_reduce(*arguments)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hf_paged.kernels._peers import Peers
-from hf_paged.kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, shots_for
+from hf_paged.kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, way_for
 
 # Multicast of NVLink switches can take a shared host down, and nothing here gains from it.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -92,18 +92,18 @@ class ParallelGroup:
         if not self.is_parallel:
             return tensor
         self._check(tensor)
-        if self.peers is not None and (count := shots_for(tensor, self.peers)):
-            return all_reduce(tensor, self.peers, count)
+        if self.peers is not None and (how := way_for(tensor, self.peers)):
+            return all_reduce(tensor, self.peers, how)
         dist.all_reduce(tensor, group=self._devices)
         return tensor
 
     def all_reduce_add_rms_norm(self, tensor: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
                                 eps: float) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
         """`add_rms_norm` of the sum over ranks, which see, in one kernel; None where it cannot be had, or is slower."""
-        if self.peers is None or not (count := shots_for(tensor, self.peers)):
+        if self.peers is None or not (how := way_for(tensor, self.peers)):
             return None
         self._check(tensor)
-        return all_reduce_add_rms_norm(tensor, residual, weight, eps, self.peers, count)
+        return all_reduce_add_rms_norm(tensor, residual, weight, eps, self.peers, how)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         """The maximum over ranks, in place."""

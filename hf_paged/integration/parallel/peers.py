@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hf_paged.integration.parallel.group import ENVIRONMENT, ParallelGroup
-from hf_paged.kernels._peers import MAX_PROGRAMS, MAX_RANKS, SIGNAL_BYTES, Peers, buffer_bytes
+from hf_paged.kernels._peers import MAX_PROGRAMS, MAX_RANKS, Peers, buffer_bytes, empty_buffer
 from hf_paged.kernels._triton import triton
 
 # 6,144 rows of 8192 half-precision columns.
@@ -74,12 +74,12 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
     hosts_and_devices: list[Any] = [None] * size
     dist.all_gather_object(hosts_and_devices, (socket.gethostname(), _uuid(device)), group=hosts)
     _agree(_obstacle_between(hosts_and_devices), hosts)
-    memory, handle, buffers = _share(buffer_bytes(capacity, size), device, hosts)
+    memory, handle, buffers = _share(capacity, device, hosts)
     # A buffer that is not the one it should be is found here and not in a model's output.
-    memory[SIGNAL_BYTES] = rank + 1
+    memory[-1] = rank + 1
     torch.cuda.synchronize(device)
     dist.barrier(group=hosts)
-    stamps = [int(buffer[SIGNAL_BYTES]) for buffer in buffers]
+    stamps = [int(buffer[-1]) for buffer in buffers]
     expected = list(range(1, size + 1))
     _agree(None if stamps == expected else f"peers' memory reads {stamps}, expected {expected}", hosts)
     peers = Peers(
@@ -115,15 +115,17 @@ def connect(group: ParallelGroup, device: torch.device, wanted: str, num_bytes: 
         logging.getLogger(__name__).info("all_reduce='auto' takes NCCL: %s", reason)
 
 
-def _share(num_bytes: int, device: torch.device, hosts: dist.ProcessGroup) -> tuple[torch.Tensor, Any, tuple]:
-    """As many bytes of zeros on every rank: this rank's, torch's handle of all, and all of them by rank."""
+def _share(capacity: int, device: torch.device, hosts: dist.ProcessGroup) -> tuple[torch.Tensor, Any, tuple]:
+    """An empty buffer on every rank: this rank's, torch's handle of all, and all of them by rank."""
+    num_bytes = buffer_bytes(capacity)
     rank, size = dist.get_rank(hosts), dist.get_world_size(hosts)
     counts: list[Any] = [None] * size
     dist.all_gather_object(counts, _num_exchanges, group=hosts)
     try:
         _catch_up(counts, rank, device)
-        # Signals are zero on all ranks before any of them can be told of another's memory.
-        memory = _symmetric_memory(num_bytes, device).zero_()
+        # It is empty on all ranks before any of them can be told of another's memory.
+        memory = _symmetric_memory(num_bytes, device)
+        empty_buffer(memory, capacity)
         torch.cuda.synchronize(device)
         problem = None
     except Exception as error:  # a build without it, no memory, a driver that cannot share
