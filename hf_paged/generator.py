@@ -89,12 +89,12 @@ class PagedGenerator:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         require_int("tensor_parallel_size", tensor_parallel_size, 1)
-        if tokenizer is None and _has_tokenizer(path_or_id):
-            tokenizer = AutoTokenizer.from_pretrained(path_or_id, padding_side="left")
         if tensor_parallel_size == 1:
+            tokenizer = _tokenizer_of(path_or_id) if tokenizer is None else tokenizer
             model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
             return cls(model.to(device).eval(), tokenizer, settings)
-        model, workers = load_on_ranks(path_or_id, tensor_parallel_size, dtype, torch.device(device), settings)
+        with load_on_ranks(path_or_id, tensor_parallel_size, dtype, torch.device(device), settings) as (model, workers):
+            tokenizer = _tokenizer_of(path_or_id) if tokenizer is None else tokenizer
         try:
             with nullcontext() if workers is None else workers.step():  # ranks build their engines together
                 generator = cls(model, tokenizer, settings)
@@ -262,8 +262,12 @@ class _Request(NamedTuple):
     stop: StopRule | None
 
 
+def _tokenizer_of(path_or_id: str | os.PathLike) -> Any:
+    """The one beside the model; None where there is none, for which AutoTokenizer would make an empty one."""
+    return AutoTokenizer.from_pretrained(path_or_id, padding_side="left") if _has_tokenizer(path_or_id) else None
+
+
 def _has_tokenizer(path_or_id: str | os.PathLike) -> bool:
-    """Asked beforehand, since AutoTokenizer makes an empty tokenizer for a checkpoint that has none."""
     for name in TOKENIZER_FILES:
         try:
             if cached_file(path_or_id, name) is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 # What a thread has mapped, and staged for a device, at a time: mapped pages count as the process's memory until the
 # file is closed.
 _CHUNK_BYTES, _BATCH_BYTES, _MOST_THREADS = 32 << 20, 64 << 20, 8
+_CHECK_EVERY_S = 0.1
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
@@ -104,8 +105,12 @@ def catalogue(files: Iterable[str]) -> dict[str, Entry]:
     return entries
 
 
-def read(pieces: Iterable[Piece], entries: dict[str, Entry]) -> None:
-    """Fill every piece's target, all on one device; each thread has a few chunks of host memory in use at a time."""
+def read(pieces: Iterable[Piece], entries: dict[str, Entry], check: Callable[[], None] = lambda: None) -> None:
+    """Fill every piece's target, all on one device; each thread has a few chunks of host memory in use at a time.
+
+    Args:
+        check: called every now and then; when it raises, reading ends with its error.
+    """
     batches = deque(_batches(pieces, entries))
     if not batches:
         return
@@ -115,6 +120,12 @@ def read(pieces: Iterable[Piece], entries: dict[str, Entry]) -> None:
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(batches))
     with ThreadPoolExecutor(threads) as pool:
         workers = [pool.submit(_work, batches, device) for _ in range(threads)]
+        try:
+            while wait(workers, timeout=_CHECK_EVERY_S).not_done:
+                check()
+        except BaseException:
+            batches.clear()  # leaving the pool waits for its threads
+            raise
         for worker in workers:
             worker.result()
 

@@ -27,19 +27,19 @@ ARRIVED = "hf_paged/arrived/{rank}"
 class ParallelGroup:
     """The ranks of one model. A group of one (`SINGLE`) is the same code without communication.
 
+    Layers may hold it before `meet`; its collectives raise RuntimeError until then, and after `leave`.
+
     Args:
         rank, size: this process's place, and how many there are.
-        devices: process group of the device collectives (NCCL on CUDA, gloo on a CPU).
-        hosts: gloo group of what the hosts tell each other.
         driven: only rank 0 runs user code, and the others follow its engine: collectives outside an engine's step
             would wait for ever, so they raise.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, devices: Any = None, hosts: Any = None, *,
-                 driven: bool = False) -> None:  # fmt: skip
+    def __init__(self, rank: int = 0, size: int = 1, *, driven: bool = False) -> None:
         self.rank, self.size = rank, size
         self.driven = driven
-        self._devices, self._hosts = devices, hosts
+        self._devices: Any = None  # process group of the device collectives: NCCL on CUDA, gloo on a CPU
+        self._hosts: Any = None  # gloo group of what the hosts tell each other
         self._buffers: Any = None  # a `peers.PeerBuffers`: GPUs that reach each other's memory
         self._together: list[int] = []  # threads that are inside `together`
 
@@ -53,6 +53,29 @@ class ParallelGroup:
     def is_parallel(self) -> bool:
         return self.size > 1
 
+    def meet(self, device: torch.device, store: Any = None) -> None:
+        """Wait for all other ranks. In any thread.
+
+        Args:
+            device: NCCL is used for a CUDA device, gloo for a CPU.
+            store: where they meet; None: in the process group that exists, or by torchrun's environment.
+
+        Raises:
+            ValueError: the process group that exists, or torchrun's, has another size.
+        """
+        if store is None or dist.is_initialized():
+            check_world(self.size)
+        os.environ.update(ENVIRONMENT)
+        if not dist.is_initialized():
+            if store is not None:
+                store.set(ARRIVED.format(rank=self.rank), b"")
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size,
+                                    device_id=device if device.type == "cuda" else None)  # fmt: skip
+        hosts = dist.new_group(backend="gloo", timeout=_WAIT)
+        self._devices = dist.new_group(backend="nccl") if device.type == "cuda" else hosts
+        self._hosts = hosts
+
     def leave(self) -> None:
         """Let go of the process groups, which hold the store's sockets open: collectives raise from now on."""
         self._devices = self._hosts = None
@@ -60,7 +83,16 @@ class ParallelGroup:
     @property
     def hosts(self) -> Any:
         """The process group of what the hosts tell each other."""
-        return self._hosts
+        return self._met(self._hosts)
+
+    def _met(self, ranks: Any) -> Any:
+        # torch takes None for the default group, which may be there already, or be another model's.
+        if ranks is None:
+            raise RuntimeError(
+                f"rank {self.rank} of {self.size} has not met the others yet, or has left them: expected a collective "
+                "between `meet` and `leave`"
+            )
+        return ranks
 
     @property
     def peers(self) -> Peers | None:
@@ -94,7 +126,7 @@ class ParallelGroup:
         self._check(tensor)
         if self.peers is not None and (how := way_for(tensor, self.peers)):
             return all_reduce(tensor, self.peers, how)
-        dist.all_reduce(tensor, group=self._devices)
+        dist.all_reduce(tensor, group=self._met(self._devices))
         return tensor
 
     def all_reduce_add_rms_norm(self, tensor: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
@@ -109,7 +141,7 @@ class ParallelGroup:
         """The maximum over ranks, in place."""
         if self.is_parallel:
             self._check(tensor)
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._devices)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._met(self._devices))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +150,7 @@ class ParallelGroup:
             return tensor[None]
         self._check(tensor)
         gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        dist.all_gather(list(gathered), tensor.contiguous(), group=self._devices)
+        dist.all_gather(list(gathered), tensor.contiguous(), group=self._met(self._devices))
         return gathered
 
     def exchange_rows(self, columns: torch.Tensor) -> torch.Tensor:
@@ -131,7 +163,7 @@ class ParallelGroup:
         self._check(columns)
         received = torch.empty((self.size, len(columns) // self.size, columns.shape[1]), dtype=columns.dtype,
                                device=columns.device)  # fmt: skip
-        dist.all_to_all_single(received.flatten(0, 1), columns.contiguous(), group=self._devices)
+        dist.all_to_all_single(received.flatten(0, 1), columns.contiguous(), group=self._met(self._devices))
         return received.transpose(0, 1).flatten(1)
 
     def _check(self, tensor: torch.Tensor) -> None:
@@ -151,13 +183,13 @@ class ParallelGroup:
             return thing
         if self.rank == 0:
             data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
-            dist.broadcast(torch.tensor([len(data)]), group_src=0, group=self._hosts)
-            dist.broadcast(data, group_src=0, group=self._hosts)
+            dist.broadcast(torch.tensor([len(data)]), group_src=0, group=self.hosts)
+            dist.broadcast(data, group_src=0, group=self.hosts)
             return thing
         length = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(length, group_src=0, group=self._hosts)
+        dist.broadcast(length, group_src=0, group=self.hosts)
         data = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(data, group_src=0, group=self._hosts)
+        dist.broadcast(data, group_src=0, group=self.hosts)
         return pickle.loads(data.numpy().tobytes())
 
     def smallest(self, number: int) -> int:
@@ -165,7 +197,7 @@ class ParallelGroup:
         if not self.is_parallel:
             return number
         tensor = torch.tensor([number])
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._hosts)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.hosts)
         return int(tensor)
 
     def any(self, flag: bool) -> bool:
@@ -193,25 +225,11 @@ def join(rank: int, size: int, device: torch.device, *, store: Any = None, drive
     """Meet the other ranks; waits for all of them.
 
     Args:
-        rank, size: this process's place, and how many there are.
-        device: NCCL is used for a CUDA device, gloo for a CPU.
-        store: where they meet; None: in the process group that exists, or by torchrun's environment.
-        driven: as for `ParallelGroup`.
-
-    Raises:
-        ValueError: the process group that exists, or torchrun's, has another size.
+        rank, size, driven: as for `ParallelGroup`.
+        device, store: as for `ParallelGroup.meet`, whose errors it raises.
     """
     if size == 1:
         return SINGLE
-    if store is None or dist.is_initialized():
-        check_world(size)
-    os.environ.update(ENVIRONMENT)
-    if not dist.is_initialized():
-        if store is not None:
-            store.set(ARRIVED.format(rank=rank), b"")
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size,
-                                device_id=device if device.type == "cuda" else None)  # fmt: skip
-    hosts = dist.new_group(backend="gloo", timeout=_WAIT)
-    devices = dist.new_group(backend="nccl") if device.type == "cuda" else hosts
-    return ParallelGroup(dist.get_rank(), size, devices, hosts, driven=driven)
+    group = ParallelGroup(dist.get_rank() if dist.is_initialized() else rank, size, driven=driven)
+    group.meet(device, store)
+    return group

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from hf_paged.errors import EngineClosedError, WorkerDiedError
-from hf_paged.integration.parallel.group import ARRIVED, ENVIRONMENT, ParallelGroup, join
+from hf_paged.integration.parallel.group import ARRIVED, ENVIRONMENT, ParallelGroup
 from hf_paged.integration.parallel.process import WorkerProcess
 
 # All ranks are on this host, and it is `launch` that ends the process of a rank, not NCCL's watchdogs.
@@ -49,7 +49,8 @@ class _State:
         self.died = threading.Event()
         self.obituary = ""
         self.step: object = None  # the step that rank 0 is in
-        self.world: Any = None  # the default process group, where `Workers.join` made it
+        self.meeting: threading.Thread | None = None
+        self.world: Any = None  # the default process group, where `Workers.meeting` made it
         self.group: ParallelGroup | None = None
 
 
@@ -90,24 +91,36 @@ class Workers:
         if self._state.closing.is_set():
             raise EngineClosedError("the workers were closed: expected a PagedGenerator that is open")
 
-    def join(self, device: torch.device) -> ParallelGroup:
-        """Meet the workers, whose jobs call `group.join` with their store; waits for all of them.
+    @contextmanager
+    def meeting(self, device: torch.device) -> Iterator[ParallelGroup]:
+        """Meet the workers, whose jobs call `ParallelGroup.meet` with their store, while the body runs.
+
+        The group can be handed to layers at once; its ranks have met when the context is left. An error of the body
+        leaves the meeting to `close`.
 
         Raises:
-            WorkerDiedError: a worker ended before all have met.
+            WorkerDiedError: a worker ended before all have met; after the body, which may call `check`.
         """
-        state, store = self._state, self.store
-        others = [ARRIVED.format(rank=rank) for rank in range(1, state.size)]
-        while not store.check(others):
-            self.check()
-            time.sleep(0.02)
-        # Nothing interrupts a wait for a peer that died while it met us, so a thread does the waiting.
-        met: Future[ParallelGroup] = Future()
-        threading.Thread(target=_join, args=(state, device, met), name="hf_paged-join", daemon=True).start()
-        while not wait([met], timeout=0.05).done:
-            self.check()
+        self.check()
+        state, met = self._state, Future[None]()
+        group = ParallelGroup(0, state.size, driven=True)
+        with _environment_of_ranks():
+            # Nothing interrupts a wait for a peer that died while it met us, so a thread does the waiting.
+            state.meeting = threading.Thread(target=_meet, args=(state, group, device, met), name="hf_paged-meet",
+                                             daemon=True)  # fmt: skip
+            state.meeting.start()
+            yield group
+            while not wait([met], timeout=0.05).done:
+                self.check()
+        self.check()
         with self._news_of_death():
-            return met.result()
+            met.result()
+
+    def join(self, device: torch.device) -> ParallelGroup:
+        """`meeting` with nothing to do meanwhile."""
+        with self.meeting(device) as group:
+            pass
+        return group
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -141,7 +154,7 @@ class Workers:
             raise
 
     def close(self, timeout: float = 0.0) -> None:
-        """End all workers, the process group that `join` made, and the store. Again: nothing.
+        """End all workers, the process group that `meeting` made, and the store. Again: nothing.
 
         Args:
             timeout: seconds for workers that were told to stop to return from their jobs; others are ended at once.
@@ -150,7 +163,7 @@ class Workers:
 
 
 def is_leading() -> bool:
-    """Is this process in a process group because `Workers.join` made one here?"""
+    """Is this process in a process group because `Workers.meeting` made one here?"""
     return any(workers._state.world is not None for workers in _STARTED)
 
 
@@ -196,28 +209,44 @@ def launch(size: int, job: Any, device_type: str) -> Workers:
     return workers
 
 
-def _join(state: _State, device: torch.device, met: Future[ParallelGroup]) -> None:
+def _meet(state: _State, group: ParallelGroup, device: torch.device, met: Future[None]) -> None:
+    store = state.store
+    others = [ARRIVED.format(rank=rank) for rank in range(1, state.size)]
+    failure: BaseException | None = None
     try:
-        with _process_of_the_user():
-            group = join(0, state.size, device, store=state.store, driven=True)
-        with state.lock:
-            state.world, state.group = dist.group.WORLD, group
-        if state.closing.is_set():
-            _leave(state)
-        met.set_result(group)
+        # Asked and not waited for: nobody has to be waited for any more when a worker is dead, or all are to end.
+        while not cast(dist.Store, store).check(others):
+            if state.died.is_set() or state.closing.wait(0.02):
+                raise EngineClosedError("the workers ended before all have met")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has its own current device
+        hook = sys.excepthook
+        try:
+            group.meet(device, store)
+        finally:
+            sys.excepthook = hook  # torch's marks the user's tracebacks with a rank
     except BaseException as error:
-        met.set_exception(error)
+        failure = error
+    with state.lock:
+        # After an error, too: it may have come when the default group was made already.
+        state.world, state.group = dist.group.WORLD, group
+    if failure is not None or state.closing.is_set():
+        _leave(state)
+    if failure is None:
+        met.set_result(None)
+    else:
+        met.set_exception(failure)
 
 
 @contextmanager
-def _process_of_the_user() -> Iterator[None]:
-    """Its next process group may be of several hosts, and its tracebacks are of no rank (torch marks them with one)."""
-    before, hook = {name: os.environ.get(name) for name in _LOCAL}, sys.excepthook
-    os.environ.update(_LOCAL)
+def _environment_of_ranks() -> Iterator[None]:
+    """Not for longer: the next process group of the user's process may be of several hosts."""
+    before = {name: os.environ.get(name) for name in _LOCAL}
+    # All that `meet` needs, and not in its thread: other threads' C code may read the environment meanwhile.
+    os.environ.update({**ENVIRONMENT, **_LOCAL})
     try:
         yield
     finally:
-        sys.excepthook = hook
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -226,7 +255,7 @@ def _process_of_the_user() -> Iterator[None]:
 
 
 def _leave(state: _State) -> None:
-    """End the process group that `Workers.join` made, without the other ranks."""
+    """End the process group that `Workers.meeting` made, without the other ranks."""
     with state.lock:
         world, state.world = state.world, None
         group, state.group = state.group, None
@@ -287,6 +316,11 @@ def _close(state: _State, timeout: float) -> None:
         worker.end_reading()
     if state.aborting is not None:
         state.aborting.join(_PATIENCE)
+    if state.meeting is not None:
+        with suppress(RuntimeError):  # the collection of garbage may call this in that thread itself
+            state.meeting.join(_PATIENCE)
+        if state.meeting.is_alive():  # waits for the dead for ever, and may have made the default group before
+            state.world = dist.group.WORLD
     _leave(state)
     state.store = None
     state.closed = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,14 +23,15 @@ _IGNORED = (r"rotary_emb\.inv_freq",)
 
 
 def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | None = "auto",
-         device: str | torch.device) -> PreTrainedModel:  # fmt: skip
+         device: str | torch.device, check: Callable[[], None] = lambda: None) -> PreTrainedModel:  # fmt: skip
     """Build a causal LM of which this rank holds its part, in eval mode, and read that part from safetensors.
 
     Args:
         path_or_id: directory of a checkpoint, or its id on the hub.
-        group: the ranks that hold the model together. Nothing is communicated.
+        group: the ranks that hold the model together. Nothing is communicated: they need not have met.
         dtype: of the weights; "auto" or None: the config's, or else that of the checkpoint's first tensor.
         device: where the weights go.
+        check: called every now and then; when it raises, loading ends with its error.
 
     Raises:
         UnsupportedModelError: the model cannot be sharded.
@@ -49,7 +50,7 @@ def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | No
         model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype, config, entries))
     parallelize(model, group)
     _allocate(model, device)
-    _fill(model, path_or_id, entries)
+    _fill(model, path_or_id, entries, check)
     model.generation_config = _generation_config(path_or_id)
     return model.eval()
 
@@ -78,7 +79,7 @@ def _allocate(model: PreTrainedModel, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-def _fill(model: PreTrainedModel, path: str, entries: dict[str, Entry]) -> None:
+def _fill(model: PreTrainedModel, path: str, entries: dict[str, Entry], check: Callable[[], None]) -> None:
     keys = _Keys(model, path, entries)
     pieces: list[Piece] = []
     for module_name, module in model.named_modules():
@@ -91,7 +92,8 @@ def _fill(model: PreTrainedModel, path: str, entries: dict[str, Entry]) -> None:
     if model.config.tie_word_embeddings and keys.has(HEAD) and keys.has(EMBEDDING):
         tied = _pieces(keys, model.lm_head, HEAD, shard_of(model.lm_head, "weight"), model.lm_head.weight.data)
     keys.check_all_used()
-    read(pieces, entries)
+    check()
+    read(pieces, entries, check)
     if not same(tied, entries):
         raise ValueError(f"{path}: {HEAD} is not the embedding, which tie_word_embeddings=True says: expected "
                          "tie_word_embeddings=False in its config")  # fmt: skip

@@ -9,6 +9,8 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
 
@@ -39,13 +41,39 @@ def main() -> NoReturn:
 
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         pickle.loads(job).run(rank, size, store)
-        code = 0
     except BaseException:
-        traceback.print_exc()
-        code = 1
+        _fail()
+    _end(0)
+
+
+@contextmanager
+def meanwhile(work: Callable[[], object]) -> Iterator[None]:
+    """Run `work` in a thread while the body runs; both are done when the context is left.
+
+    The first error of either, which has to be a worker's job, ends this process as an error of the job does.
+    """
+    thread = threading.Thread(target=_or_fail, args=(work,), name="hf_paged-meanwhile", daemon=True)
+    thread.start()
+    yield
+    thread.join()
+
+
+def _or_fail(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except BaseException:
+        _fail()
+
+
+def _fail() -> NoReturn:
+    traceback.print_exc()
+    _end(1)
+
+
+def _end(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: destructors of NCCL wait for the other ranks.
+    # Not sys.exit: destructors of NCCL wait for the other ranks, and so may other threads.
     os._exit(code)
 
 

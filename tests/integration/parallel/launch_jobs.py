@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from hf_paged.integration.parallel.group import ParallelGroup, join
+from hf_paged.integration.parallel.group import ARRIVED, ParallelGroup, join
+from hf_paged.integration.parallel.worker import meanwhile
 
 CPU = torch.device("cpu")
 
@@ -42,3 +47,35 @@ def obey(group: ParallelGroup, what: str) -> Any:
         time.sleep(600)
     with group.together():
         return int(group.all_reduce(torch.tensor([group.rank + 1])))
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Meets the others while it does something else; `failing` ("meeting", "loading") says which of them fails."""
+
+    failing: str
+
+    def run(self, rank: int, size: int, store: Any) -> None:
+        both = threading.Barrier(2)
+
+        def meet() -> None:
+            both.wait()
+            if self.failing == "meeting":
+                raise OSError("no route to rank 0")
+            store.wait(["never"])  # in C++, as a meeting does
+
+        with meanwhile(meet):
+            both.wait()
+            if self.failing == "loading":
+                raise ValueError("no such tensor: lm_head.weight")
+            time.sleep(600)
+
+
+@dataclass(frozen=True)
+class Half:
+    """Makes the default group with the others, and no further one."""
+
+    def run(self, rank: int, size: int, store: Any) -> None:
+        store.set(ARRIVED.format(rank=rank), b"")
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -17,8 +17,10 @@ import time
 from pathlib import Path
 
 import torch
-from launch_jobs import CPU, Follower, order
+import torch.distributed as dist
+from launch_jobs import CPU, Follower, Half, order
 
+from hf_paged.errors import WorkerDiedError
 from hf_paged.integration.parallel.group import ARRIVED
 from hf_paged.integration.parallel.launch import launch
 
@@ -37,7 +39,7 @@ else:
 
 os.setpgid(0, 0)
 os.dup2(os.open(folder / f"{scenario}.err", os.O_WRONLY | os.O_CREAT), 2)
-workers = launch(2, Follower(), "cpu")
+workers = launch(2, Half() if scenario == "half" else Follower(), "cpu")
 
 
 def say() -> None:
@@ -51,9 +53,23 @@ if scenario == "unmet":  # the worker dies when rank 0 already waits in init_pro
     workers.store.set(ARRIVED.format(rank=1), b"")
     threading.Timer(1.0, os.kill, (workers.processes[0], signal.SIGKILL)).start()
     say()
+if scenario == "loading":
+    with workers.meeting(CPU):
+        say()
+        time.sleep(60)
+if scenario == "half":  # the worker dies when the default group is there, and rank 0's thread waits for ever
+    say()
+    try:
+        workers.join(CPU)
+    except WorkerDiedError:
+        assert dist.is_initialized()
+    workers.close()
+    assert not dist.is_initialized()
+    workers = launch(2, Follower(), "cpu")
 group = workers.join(CPU)
 assert order(group, "sum") == 3
-say()
+if scenario != "half":
+    say()
 if scenario == "raises":
     raise ValueError("user code")
 if scenario == "stuck":

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from launch_jobs import CPU, Follower, order
+from launch_jobs import CPU, Follower, Meeting, order
 
 from hf_paged.errors import EngineClosedError, WorkerDiedError
+from hf_paged.integration.parallel.group import ENVIRONMENT
 from hf_paged.integration.parallel.launch import launch
 
 HERE = Path(__file__).parent
@@ -129,6 +130,47 @@ def test_workers_that_never_meet(clean):
         launch(1000, Follower(), "cuda")
 
 
+@pytest.mark.parametrize(("failing", "words"), [
+    ("meeting", "OSError: no route to rank 0"),
+    ("loading", "ValueError: no such tensor: lm_head.weight"),
+])  # fmt: skip
+def test_a_worker_that_fails_while_it_meets(clean, failing, words):
+    """Whichever of its threads fails, the other does not hold the process; rank 0 hears of it in whatever it does."""
+    workers = launch(2, Meeting(failing), "cpu")
+
+    def meanwhile() -> None:
+        with workers.meeting(CPU):
+            assert workers._state.died.wait(60)
+            workers.check()
+
+    with pytest.raises(WorkerDiedError, match=rf"(?s)rank 1 of 2 .*exit code 1:.*{words}$") as caught:
+        meanwhile()
+    assert str(caught.value).count("Traceback") == 1
+    with pytest.raises(WorkerDiedError, match=words):
+        workers.join(CPU)
+    workers.close()
+
+
+def test_errors_of_what_runs_while_the_ranks_meet(clean):
+    """They come as they are, and leave nothing behind; the environment and the hook are the user's again."""
+    environment, hook = dict(os.environ), sys.excepthook
+
+    def meanwhile(error: BaseException) -> None:
+        with workers.meeting(CPU) as group:
+            assert (group.rank, group.size) == (0, 2)
+            raise error
+
+    for error in (ValueError("no such tensor"), KeyboardInterrupt()):
+        workers = launch(2, Follower(), "cpu")
+        processes = workers.processes
+        with pytest.raises(type(error)) as caught:
+            meanwhile(error)
+        assert caught.value is error
+        workers.close()
+        assert not any(map(alive, processes))
+    assert {**ENVIRONMENT, **environment} == dict(os.environ) and sys.excepthook is hook
+
+
 def test_a_dropped_reference_ends_workers_that_met(clean):
     workers = launch(2, Follower(), "cpu")
     group = workers.join(CPU)
@@ -146,7 +188,7 @@ def test_a_dropped_reference_ends_workers_that_met(clean):
 
 def test_scripts_that_end_in_every_way(tmp_path):
     """Rank 0 is a script: killed, interrupted (alone, and with its foreground group), failed, stuck, at its end."""
-    scenarios = ["killed", "interrupted", "foreground", "raises", "stuck", "idle", "unmet", "ends"]
+    scenarios = ["killed", "interrupted", "foreground", "loading", "raises", "stuck", "idle", "unmet", "half", "ends"]
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     script = subprocess.Popen([sys.executable, HERE / "launch_script.py", tmp_path, *scenarios],
                               env={**os.environ, "PYTHONPATH": path})  # fmt: skip
@@ -160,7 +202,7 @@ def test_scripts_that_end_in_every_way(tmp_path):
 
     try:
         assert within(180, lambda: all(map(read, scenarios)))
-        for scenario, end in {"killed": signal.SIGKILL, "interrupted": signal.SIGINT}.items():
+        for scenario, end in {"killed": signal.SIGKILL, "interrupted": signal.SIGINT, "loading": signal.SIGINT}.items():
             os.kill(started[scenario]["rank 0"], end)
         os.killpg(started["foreground"]["rank 0"], signal.SIGINT)
         workers = [process for scenario in scenarios for process in started[scenario]["workers"]]
@@ -175,10 +217,10 @@ def test_scripts_that_end_in_every_way(tmp_path):
         script.wait()
     codes = {scenario: int((tmp_path / f"{scenario}.code").read_text()) for scenario in scenarios}
     errors = {scenario: (tmp_path / f"{scenario}.err").read_text() for scenario in scenarios}
-    interrupted = {codes.pop(scenario) for scenario in ("interrupted", "foreground")}
+    interrupted = {codes.pop(scenario) for scenario in ("interrupted", "foreground", "loading")}
     assert interrupted <= {1, -signal.SIGINT}
-    assert codes == {"killed": -9, "raises": 1, "stuck": 1, "idle": 0, "unmet": 1, "ends": 0}, errors
-    for scenario in ("interrupted", "foreground"):
+    assert codes == {"killed": -9, "raises": 1, "stuck": 1, "idle": 0, "unmet": 1, "half": 0, "ends": 0}, errors
+    for scenario in ("interrupted", "foreground", "loading"):
         assert errors[scenario].rstrip().endswith("KeyboardInterrupt") and "[rank" not in errors[scenario]
     assert errors["raises"].rstrip().endswith("ValueError: user code")
     assert "rank 1 of 2" in errors["stuck"] and "ending rank 0" in errors["stuck"]

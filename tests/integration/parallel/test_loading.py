@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,32 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path), raising=False)
     model = load("somebody/tiny", ParallelGroup(0, 2), device="cpu")
     assert torch.equal(model.model.norm.weight, whole.model.norm.weight)
+
+
+def test_what_is_called_meanwhile_may_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between chunks, and not after all of them; its error is the one that is raised, and no thread reads on."""
+    family_model("llama").save_pretrained(tmp_path)
+    fill, calls = checkpoint._fill, []
+
+    def slowly(target: torch.Tensor, source: torch.Tensor) -> None:
+        calls.append("fill")
+        time.sleep(0.25)
+        fill(target, source)
+
+    def check() -> None:
+        calls.append("check")
+        if calls.count("check") == 4:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(checkpoint, "_fill", slowly)
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 256)
+    monkeypatch.setattr(checkpoint, "_BATCH_BYTES", 256)
+    with pytest.raises(ZeroDivisionError):
+        load(str(tmp_path), ParallelGroup(0, 2), device="cpu", check=check)
+    assert calls.count("check") == 4 and 1 <= calls.count("fill") < 30
+    ended = len(calls)
+    time.sleep(0.6)
+    assert len(calls) == ended
 
 
 def sparse_checkpoint(path: Path, config: LlamaConfig) -> int:

@@ -1,0 +1,53 @@
+"""A group that has not met, or has left: its collectives are errors. (What they give: the tests over several ranks.)"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch_jobs import CPU
+
+from hf_paged.integration.parallel.group import SINGLE, ParallelGroup, join
+
+COLLECTIVES = {
+    "all_reduce": lambda group: group.all_reduce(torch.ones(2)),
+    "all_reduce_max": lambda group: group.all_reduce_max(torch.ones(2)),
+    "all_gather": lambda group: group.all_gather(torch.ones(2)),
+    "exchange_rows": lambda group: group.exchange_rows(torch.ones(2, 3)),
+    "broadcast": lambda group: group.broadcast("a thing"),
+    "smallest": lambda group: group.smallest(3),
+    "any": lambda group: group.any(True),
+    "hosts": lambda group: group.hosts,
+}
+
+
+@pytest.fixture
+def other_group():
+    """torch's default group, over one rank: what torch would take for a group that is None."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("driven", [False, True])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_before_the_ranks_have_met(other_group, name, driven):
+    for rank in (0, 1):
+        group = ParallelGroup(rank, 2, driven=driven)
+        with group.together(), pytest.raises(RuntimeError, match=f"rank {rank} of 2 has not met the others"):
+            COLLECTIVES[name](group)
+
+
+def test_leaving_is_the_end_of_its_collectives(other_group):
+    group = ParallelGroup(0, 1)
+    group.meet(CPU)
+    assert dist.get_world_size(group.hosts) == 1
+    group.leave()
+    with pytest.raises(RuntimeError, match="or has left them"):
+        assert group.hosts
+
+
+def test_one_rank_meets_nobody():
+    assert join(0, 1, CPU) is SINGLE
+    assert SINGLE.broadcast("a thing") == "a thing" and SINGLE.smallest(3) == 3
+    assert not dist.is_initialized()
