@@ -18,7 +18,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.detokenizer import TextStream
 from hf_paged.errors import EngineClosedError, UnsupportedModelError
 from hf_paged.events import Add, Build, End, Event, Events, Release, ResetCache
-from hf_paged.integration.models import find_adapter
+from hf_paged.integration.models import ModelAdapter, find_adapter
 from hf_paged.integration.models.recognise import unsupported_reason
 from hf_paged.integration.parallel.group import ParallelGroup
 from hf_paged.integration.parallel.peers import connect
@@ -36,6 +36,22 @@ from hf_paged.stopping import StopRule
 from hf_paged.waiting_line import WaitingLine
 
 _CLOSED = "this engine is closed: its model was disabled"
+
+
+def rehearse(model: PreTrainedModel, config: PagedConfig) -> None:
+    """Have the kernels compiled that an engine which owns its device runs first; allocates nothing that stays.
+
+    Raises:
+        UnsupportedModelError: the model's class is not supported.
+    """
+    StepLoop(_adapter_of(model, config), config, None, owns_device=True).rehearse()
+
+
+def _adapter_of(model: PreTrainedModel, config: PagedConfig) -> ModelAdapter:
+    adapter_class = find_adapter(model)
+    if adapter_class is None:
+        raise UnsupportedModelError(f"model={type(model).__name__}: expected a class that hf_paged supports")
+    return adapter_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels)
 
 
 class Engine:
@@ -56,10 +72,7 @@ class Engine:
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig, tokenizer: Any = None, *,
                  owns_device: bool = False) -> None:  # fmt: skip
-        adapter_class = find_adapter(model)
-        if adapter_class is None:
-            raise UnsupportedModelError(f"model={type(model).__name__}: expected a class that hf_paged supports")
-        self._adapter = adapter_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels)
+        self._adapter = _adapter_of(model, config)
         spec = self._adapter.kv_spec()
         if config.kv_cache_dtype not in ("auto", str(spec.dtype).removeprefix("torch.")):
             raise ValueError(f"kv_cache_dtype={config.kv_cache_dtype!r}: expected 'auto' or the model's, {spec.dtype}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from hf_paged.config import PagedConfig
@@ -56,8 +58,28 @@ def owned_num_blocks(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, m
     return min(num_blocks, _most_useful(config, max_model_len))
 
 
+def rehearse(adapter: ModelAdapter, config: PagedConfig, max_model_len: int) -> None:
+    """Run the largest step as `owned_num_blocks` does, for its kernels to be compiled, and keep nothing of it."""
+    spec = adapter.kv_spec()
+    _largest_step(adapter, spec, config, max_model_len)()
+    adapter.release()
+    if spec.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _warm_up(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
-    """Run the largest step on a throw-away pool; returns the bytes it took at its peak beyond what stays."""
+    """Run the largest step; returns the bytes it took at its peak beyond what stays."""
+    run = _largest_step(adapter, spec, config, max_model_len)
+    torch.cuda.synchronize(spec.device)
+    torch.cuda.reset_peak_memory_stats(spec.device)
+    before = torch.cuda.memory_allocated(spec.device)
+    run()
+    return torch.cuda.max_memory_allocated(spec.device) - before
+
+
+def _largest_step(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig,
+                  max_model_len: int) -> Callable[[], object]:  # fmt: skip
+    """What runs it on a throw-away pool and waits for its end."""
     length = max(1, min(config.max_num_batched_tokens // config.max_num_seqs, max_model_len - 1))
     num_blocks = config.max_num_seqs * -(-(length + 1) // config.block_size) + 1
     scheduler = Scheduler(SchedulerConfig(
@@ -76,11 +98,7 @@ def _warm_up(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, max_model
     # Every option of the sampler at once.
     parameters = SlotParameters(True, 0.7, 50, 0.9, 0.05, 0, 0, (), length + 1)
     runner.prepare()
-    torch.cuda.synchronize(spec.device)
-    torch.cuda.reset_peak_memory_stats(spec.device)
-    before = torch.cuda.memory_allocated(spec.device)
-    runner.launch(plan, [parameters] * len(plan.admitted)).wait()
-    return torch.cuda.max_memory_allocated(spec.device) - before
+    return lambda: runner.launch(plan, [parameters] * len(plan.admitted)).wait()
 
 
 def _cpu_num_blocks(spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:

@@ -6,7 +6,7 @@ import torch
 
 from hf_paged.config import PagedConfig
 from hf_paged.integration.models import ModelAdapter
-from hf_paged.runner.memory import owned_num_blocks, shared_num_blocks
+from hf_paged.runner.memory import owned_num_blocks, rehearse, shared_num_blocks
 from hf_paged.runner.model_runner import ModelRunner
 
 FIRST_POOL_BLOCKS = 65
@@ -64,6 +64,12 @@ class DevicePool:
             use_graphs=not config.enforce_eager,
         )  # fmt: skip
         return self.runner
+
+    def rehearse(self) -> None:
+        """Have the kernels compiled that `build` runs, if any, and allocate nothing that stays."""
+        on_gpu = self._adapter.kv_spec().device.type == "cuda"
+        if on_gpu and self._owns_device and self._config.num_blocks is None:
+            rehearse(self._adapter, self._config, self.max_model_len)
 
     def grow(self, missing: int) -> int:
         """The scheduler lacks `missing` blocks: enlarge the pool if the budget allows; returns its size in blocks."""

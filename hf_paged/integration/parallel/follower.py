@@ -71,11 +71,15 @@ def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.d
         return
     workers = launch(size, Follower(str(path_or_id), dtype, device.type, config), device.type)
     try:
+        from hf_paged.engine import rehearse
         from hf_paged.integration.parallel.loading import load
 
         own = rank_device(device.type, 0)
         with workers.meeting(own) as group:
-            yield load(str(path_or_id), group, dtype=dtype, device=own, check=workers.check), workers
+            model = load(str(path_or_id), group, dtype=dtype, device=own, check=workers.check)
+            with group.alone(workers.check):  # the others, which import for seconds more, will find compiled kernels
+                rehearse(model, config)
+            yield model, workers
     except BaseException:
         workers.close()
         raise

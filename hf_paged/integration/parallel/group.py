@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -42,6 +42,7 @@ class ParallelGroup:
         self._hosts: Any = None  # gloo group of what the hosts tell each other
         self._buffers: Any = None  # a `peers.PeerBuffers`: GPUs that reach each other's memory
         self._together: list[int] = []  # threads that are inside `together`
+        self._alone: Callable[[], None] | None = None  # inside `alone`: what to call in place of waiting
 
     def __deepcopy__(self, memo: dict) -> ParallelGroup:
         return self
@@ -74,6 +75,8 @@ class ParallelGroup:
                                     device_id=device if device.type == "cuda" else None)  # fmt: skip
         hosts = dist.new_group(backend="gloo", timeout=_WAIT)
         self._devices = dist.new_group(backend="nccl") if device.type == "cuda" else hosts
+        if device.type == "cuda":
+            _connect(self._devices, device, self.size)
         self._hosts = hosts
 
     def leave(self) -> None:
@@ -117,13 +120,25 @@ class ParallelGroup:
         finally:
             self._together.remove(threading.get_ident())
 
+    @contextmanager
+    def alone(self, check: Callable[[], None]) -> Iterator[None]:
+        """A rehearsal before the ranks have met: collectives of the device give shapes, and what this rank has itself.
+
+        Args:
+            check: called by each of them; may raise.
+        """
+        self._alone = check
+        try:
+            yield
+        finally:
+            self._alone = None
+
     # -- on the device ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of a contiguous tensor; may be written in place, use what is returned."""
-        if not self.is_parallel:
+        if not self._others_come(tensor):
             return tensor
-        self._check(tensor)
         if self.peers is not None and (how := way_for(tensor, self.peers)):
             return all_reduce(tensor, self.peers, how)
         dist.all_reduce(tensor, group=self._met(self._devices))
@@ -132,23 +147,20 @@ class ParallelGroup:
     def all_reduce_add_rms_norm(self, tensor: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
                                 eps: float) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
         """`add_rms_norm` of the sum over ranks, which see, in one kernel; None where it cannot be had, or is slower."""
-        if self.peers is None or not (how := way_for(tensor, self.peers)):
+        if self.peers is None or not (how := way_for(tensor, self.peers)) or not self._others_come(tensor):
             return None
-        self._check(tensor)
         return all_reduce_add_rms_norm(tensor, residual, weight, eps, self.peers, how)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         """The maximum over ranks, in place."""
-        if self.is_parallel:
-            self._check(tensor)
+        if self._others_come(tensor):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._met(self._devices))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[...] of every rank -> [size, ...], by rank."""
-        if not self.is_parallel:
-            return tensor[None]
-        self._check(tensor)
+        if not self._others_come(tensor):
+            return torch.stack([tensor] * self.size)
         gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         dist.all_gather(list(gathered), tensor.contiguous(), group=self._met(self._devices))
         return gathered
@@ -158,22 +170,28 @@ class ParallelGroup:
 
         Rank r gets rows r * R / size onwards; R has to be a multiple of `size`.
         """
-        if not self.is_parallel:
-            return columns
-        self._check(columns)
+        if not self._others_come(columns):
+            return columns[: len(columns) // self.size].repeat(1, self.size) if self.is_parallel else columns
         received = torch.empty((self.size, len(columns) // self.size, columns.shape[1]), dtype=columns.dtype,
                                device=columns.device)  # fmt: skip
         dist.all_to_all_single(received.flatten(0, 1), columns.contiguous(), group=self._met(self._devices))
         return received.transpose(0, 1).flatten(1)
 
-    def _check(self, tensor: torch.Tensor) -> None:
+    def _others_come(self, tensor: torch.Tensor) -> bool:
+        """Are there other ranks that make the same call? Raises where there are and they do not."""
+        if not self.is_parallel:
+            return False
         if torch.is_grad_enabled() and tensor.requires_grad:
             raise RuntimeError("a model that is sharded by hf_paged only generates: expected a forward under no_grad")
+        if self._alone is not None:
+            self._alone()
+            return False
         if self.driven and threading.get_ident() not in self._together:
             raise RuntimeError(
                 "a forward outside of generate on a model whose other ranks only follow PagedGenerator: expected "
                 "tensor_parallel_size=1, or every rank to run the script (torchrun)"
             )
+        return True
 
     # -- on the host ------------------------------------------------------------------------------------------------
 
@@ -206,6 +224,14 @@ class ParallelGroup:
 
 
 SINGLE = ParallelGroup()
+
+
+def _connect(devices: Any, device: torch.device, size: int) -> None:
+    """NCCL makes a communicator and its connections at first use: here, while ranks load, and not in a first step."""
+    numbers = torch.zeros(size, device=device)
+    dist.all_reduce(numbers, group=devices)
+    dist.all_to_all_single(torch.empty_like(numbers), numbers, group=devices)
+    torch.cuda.synchronize(device)
 
 
 def group_of(model: Any) -> ParallelGroup:

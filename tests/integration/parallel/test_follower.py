@@ -171,6 +171,28 @@ def test_rank_0_loads_before_the_others_come(tiny_path, monkeypatch):
             assert over_ranks.generate([[5, 6, 7]], max_new_tokens=4)[0].token_ids == expected
 
 
+def test_rank_0_rehearses_before_the_others_come(tiny_path, monkeypatch):
+    """Which is for kernels to be compiled, so that here, on a CPU, a small step stands for the largest."""
+    from hf_paged.integration.models import find_adapter
+    from hf_paged.runner.memory import rehearse
+
+    met = []
+
+    def small(model, config):
+        met.append(has_met(model.parallel_group))
+        with torch.no_grad():
+            rehearse(find_adapter(model)(model), PagedConfig(max_num_seqs=4, max_num_batched_tokens=64), 100)
+        met.append(has_met(model.parallel_group))
+
+    made = []
+    for step in (lambda model, config: None, small):
+        monkeypatch.setattr(hf_paged.engine, "rehearse", step)
+        with PagedGenerator.from_pretrained(tiny_path, tensor_parallel_size=2, num_blocks=20) as over_ranks:
+            made.append(over_ranks.generate([[5, 6, 7], [8]], max_new_tokens=6)[0].token_ids)
+    assert made[0] == made[1]
+    assert met == [False, False]
+
+
 def test_a_worker_that_dies_while_rank_0_loads(tiny_path, monkeypatch):
     """Rank 0 does not read to the end before it says so."""
     fill, filled = checkpoint._fill, []

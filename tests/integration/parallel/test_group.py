@@ -1,4 +1,4 @@
-"""A group that has not met, or has left: its collectives are errors. (What they give: the tests over several ranks.)"""
+"""A group that has not met, or has left: its collectives are errors, or rehearsed. See test_model_over_ranks for others."""
 
 from __future__ import annotations
 
@@ -36,6 +36,33 @@ def test_collectives_before_the_ranks_have_met(other_group, name, driven):
         group = ParallelGroup(rank, 2, driven=driven)
         with group.together(), pytest.raises(RuntimeError, match=f"rank {rank} of 2 has not met the others"):
             COLLECTIVES[name](group)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_alone_a_rank_has_what_it_gives_itself(size):
+    """In the shapes of all ranks' answers; nobody is waited for, and the caller's check is called each time."""
+    group, asked = ParallelGroup(1, size, driven=True), []
+    numbers = torch.arange(3.0 * size).view(size, 3)
+    with group.alone(lambda: asked.append(1)):
+        assert group.all_reduce(numbers) is numbers and group.all_reduce_max(numbers) is numbers
+        assert group.all_reduce_add_rms_norm(numbers, None, torch.ones(3), 1e-6) is None
+        assert torch.equal(group.all_gather(numbers), torch.stack([numbers] * size))
+        assert torch.equal(group.exchange_rows(numbers), torch.cat([numbers[:1]] * size, dim=1))
+    assert len(asked) == 4
+    with group.together(), pytest.raises(RuntimeError, match="has not met the others"):
+        group.all_reduce(numbers)
+
+
+def test_what_the_caller_of_a_rehearsal_learns_ends_it():
+    group = ParallelGroup(0, 2)
+
+    def died():
+        raise OSError("died")
+
+    with pytest.raises(OSError, match="died"), group.alone(died):
+        group.all_reduce(torch.ones(2))
+    with pytest.raises(RuntimeError, match="has not met the others"):
+        group.all_reduce(torch.ones(2))
 
 
 def test_leaving_is_the_end_of_its_collectives(other_group):

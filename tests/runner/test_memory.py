@@ -1,0 +1,72 @@
+"""A rehearsal of the largest step: by one of several ranks, before they have met; nothing of it stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import tiny_model
+
+from hf_paged import PagedConfig
+from hf_paged.integration.models import find_adapter
+from hf_paged.integration.parallel.group import ParallelGroup
+from hf_paged.integration.parallel.loading import load
+from hf_paged.runner.memory import rehearse
+from hf_paged.runner.pool import DevicePool
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+CONFIG = PagedConfig(max_num_seqs=4, max_num_batched_tokens=64)
+
+
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module", params=[96, 2600])
+def path(request, tmp_path_factory):
+    """Vocabularies of less than a group of the sampler a rank, and of more."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny_model(vocab_size=request.param).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_rehearsal_runs_all_layers_and_changes_nothing(path, size):
+    group, asked = ParallelGroup(size - 1, size, driven=size > 1), []
+    model = load(path, group, device="cpu")
+    places = {name: (parameter.data_ptr(), parameter.clone()) for name, parameter in model.named_parameters()}
+    adapter = find_adapter(model)(model)
+    with group.alone(lambda: asked.append(1)):
+        rehearse(adapter, CONFIG, 100)
+    # The embedding, two sums a layer, and tokens to agree on.
+    assert len(asked) >= (2 * model.config.num_hidden_layers + 2 if size > 1 else 0)
+    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert len(storages) == len(places)  # merged weights have one
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, places[name][1])
+
+
+def test_without_the_others_it_has_to_be_said_to_be_a_rehearsal(path):
+    model = load(path, ParallelGroup(0, 2), device="cpu")
+    with pytest.raises(RuntimeError, match="has not met the others"):
+        rehearse(find_adapter(model)(model), CONFIG, 100)
+
+
+def test_a_pool_on_a_cpu_compiles_nothing_beforehand(path, monkeypatch):
+    monkeypatch.setattr("hf_paged.runner.pool.rehearse", lambda *args: pytest.fail("it runs a step"))
+    model = load(path, ParallelGroup(0, 1), device="cpu")
+    DevicePool(find_adapter(model)(model), CONFIG, owns_device=True).rehearse()
+
+
+@pytest.mark.gpu
+def test_a_pool_on_a_gpu_gives_the_memory_of_its_rehearsal_back(path):
+    model = load(path, ParallelGroup(0, 1), device="cuda")
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    ran = []
+    model.model.norm.register_forward_hook(lambda *args: ran.append(1))
+    pool = DevicePool(find_adapter(model)(model), CONFIG, owns_device=True)
+    pool.rehearse()
+    assert torch.cuda.memory_allocated() <= before[0] + (1 << 20)
+    assert torch.cuda.memory_reserved() <= before[1] + (64 << 20)
+    assert pool.build().cache.num_blocks > 1
