@@ -1,4 +1,4 @@
-"""A group that has not met, or has left: its collectives are errors, or rehearsed. See test_model_over_ranks for others."""
+"""A group that has not met, or has left: its collectives are errors, or rehearsed. Others: test_model_over_ranks."""
 
 from __future__ import annotations
 
