@@ -84,7 +84,8 @@ def test_generators_of_one_process_come_and_go(checkpoint):
 
 
 SCRIPT = """
-import os, signal, sys, threading, time
+import faulthandler, os, signal, sys, threading, time
+faulthandler.dump_traceback_later(100, exit=True)
 from hf_paged import PagedGenerator
 from hf_paged.errors import WorkerDiedError
 generator = PagedGenerator.from_pretrained(sys.argv[1], tensor_parallel_size=2, all_reduce=sys.argv[2])
@@ -107,8 +108,12 @@ def test_a_killed_worker_does_not_leave_the_gpu_waiting(checkpoint, tmp_path, al
     """Its peer's kernels, in the middle of a graph, give up: one error within ten seconds, and rank 0 goes on."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    made = subprocess.run([sys.executable, str(script), checkpoint, all_reduce], capture_output=True, text=True,
-                          timeout=120, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    try:
+        made = subprocess.run([sys.executable, str(script), checkpoint, all_reduce], capture_output=True, text=True,
+                              timeout=120, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    except subprocess.TimeoutExpired as hung:
+        said = [(text or b"").decode(errors="replace") for text in (hung.stdout, hung.stderr)]
+        pytest.fail(f"not over after {hung.timeout} s:\n{said[0]}{said[1][-5000:]}")
     assert "DIED" in made.stdout and "CLOSED False" in made.stdout, made.stdout + made.stderr[-3000:]
     died = next(line for line in made.stdout.splitlines() if line.startswith("DIED")).split()
     assert float(died[1]) < 10.0

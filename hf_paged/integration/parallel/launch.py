@@ -27,8 +27,9 @@ from hf_paged.integration.parallel.process import WorkerProcess
 _LOCAL = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 # Seconds: for a connection's error to be followed by the news of the death that broke it; for rank 0 to get out of a
-# step once a rank is dead; for workers to follow each way of ending them.
-_NEWS, _STUCK, _PATIENCE = 3.0, 6.0, 1.5
+# step once a rank is dead; for workers to follow each way of ending them; for communicators to be aborted, which an
+# interpreter that ends meanwhile may not survive.
+_NEWS, _STUCK, _PATIENCE, _ABORT = 3.0, 6.0, 1.5, 4.0
 
 
 class _State:
@@ -136,6 +137,9 @@ class Workers:
         with self._news_of_death():
             outer, state.step = state.step, object()
             try:
+                # Again: of a death since then, the watcher has seen no step that it would have to end.
+                if state.died.is_set():
+                    raise WorkerDiedError(state.obituary)
                 yield
             finally:
                 state.step = outer
@@ -315,7 +319,7 @@ def _close(state: _State, timeout: float) -> None:
     for worker in state.workers:
         worker.end_reading()
     if state.aborting is not None:
-        state.aborting.join(_PATIENCE)
+        state.aborting.join(_ABORT)
     if state.meeting is not None:
         with suppress(RuntimeError):  # the collection of garbage may call this in that thread itself
             state.meeting.join(_PATIENCE)

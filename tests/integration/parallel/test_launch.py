@@ -18,7 +18,7 @@ from launch_jobs import CPU, Follower, Meeting, order
 
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.integration.parallel.group import ENVIRONMENT
-from hf_paged.integration.parallel.launch import launch
+from hf_paged.integration.parallel.launch import Workers, _State, launch
 
 HERE = Path(__file__).parent
 SOON = 10.0
@@ -94,6 +94,23 @@ def test_workers_follow_and_return(clean, capfd):
         order(group, "raise")
     with pytest.raises(WorkerDiedError, match="lm_head"):
         workers.check()
+    workers.close()
+
+
+def test_a_death_just_before_a_step(clean):
+    """The watcher, which ends a rank 0 that is stuck in a step, saw none: the step must not begin."""
+    state = _State(2, dist.HashStore(), "cpu")
+    workers, steps = Workers(state), []
+
+    class DiesAfterTheFirstLook(threading.Event):
+        def is_set(self):
+            steps.append(state.step)
+            return len(steps) > 1
+
+    state.died, state.obituary = DiesAfterTheFirstLook(), "rank 1 of 2 ended"
+    with pytest.raises(WorkerDiedError, match="rank 1 of 2 ended"), workers.step():
+        pytest.fail("rank 0 would wait for ever in here")
+    assert steps[0] is None and steps[1] is not None
     workers.close()
 
 
