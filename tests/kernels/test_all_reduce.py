@@ -86,7 +86,7 @@ def test_the_fused_reference_rounds_the_sum_before_the_residual():
 @every_way
 @pytest.mark.parametrize(("size", "shape", "dtype", "programs"), [
     (2, (1, 40), torch.float16, 128), (3, (17, 1111), torch.float16, 2), (4, (3, 1000), torch.float32, 128),
-    (8, (1, 1111), torch.float16, 128),
+    (8, (1, 300), torch.float16, 128),
 ])  # fmt: skip
 def test_interpreted_sum(size, shape, dtype, programs, how, monkeypatch):
     """Several calls over the same buffers, of shapes with more and fewer programs; buffers start as garbage."""
@@ -178,7 +178,7 @@ def test_a_way_for_a_tensor():
 
 @pytest.mark.interpreted
 @every_way
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_a_full_input_stays_in_its_place(size, how, monkeypatch):
     """Nothing of the first call, in as many programs as there can be, is where the next one's goes, or past the end."""
     monkeypatch.setattr("hf_paged.kernels.all_reduce.MAX_PROGRAMS", 8)
@@ -215,7 +215,7 @@ def test_what_was_taken_leaves_its_place_empty(num_shots, monkeypatch):
     peers = peers_in_one_process(3, 1 << 14)
     for buffer in peers[0].buffers:
         empty_buffer(buffer, 1 << 14)
-    parts, weight = make(9, 3, (5, 136), torch.float16), torch.ones(136, dtype=torch.float16)
+    parts, weight = make(9, 3, (3, 136), torch.float16), torch.ones(136, dtype=torch.float16)
     how = Way(num_shots, True)
     for _ in range(2):
         on_all_ranks(peers, lambda r, mine: all_reduce_add_rms_norm(parts[r], None, weight, EPS, mine, how))
