@@ -36,7 +36,7 @@ import torch
 
 from hf_paged.kernels._triton import jit, tl
 
-# Programs of a grid at most: fewer than the 132 multiprocessors of an H100, and a power of two for tl.arange.
+# Programs of a grid at most: nearly the 132 multiprocessors of an H100, and a power of two for tl.arange.
 MAX_PROGRAMS = 128
 MAX_RANKS = 8
 # One slot of 8 bytes for each of two waits in a call, each program, each rank.
@@ -81,8 +81,10 @@ class Peers(NamedTuple):
 
     def takes(self, num_bytes: int, shots: int, posted: bool) -> bool:
         """Is there room for an input of `num_bytes`?"""
+        if num_bytes > self.capacity:
+            return False
         if not posted:
-            return num_bytes <= self.capacity
+            return True
         if shots == 1:
             return self.size * -(-num_bytes // (4 * _PART)) * (4 * _PART) <= self.mailbox_bytes
         return num_bytes + _PADDING <= self.mailbox_bytes // 2

@@ -60,8 +60,8 @@ WAYS = {
     **{size: ((8 << 20, Way(2, True)), (48 << 20, Way(2, False))) for size in (3, 4)},
     **{size: ((8 << 20, Way(2, True)), (28 << 20, Way(2, False))) for size in (5, 6, 7, 8)},
 }
-# Programs that post for a row with its norm, where there are few rows, and up to how many in all: they wait for each
-# other, so they have to be on the machine at once.
+# Programs that post for a row with its norm, where there are few rows, and up to how many in all. One of them waits for
+# the others, so more multiprocessors are needed than there are rows here.
 _SPREAD, _MAX_SPREAD = 4, 64
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

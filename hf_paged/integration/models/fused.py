@@ -70,10 +70,9 @@ class FusedAdapter(DecoderAdapter):
         return same and len(held) == len(found) and self._rope.is_made_from(self.model.model.rotary_emb)
 
     def release(self) -> None:
-        for merged in self._merged.values():
-            merged.release()
-        self._merged.clear()
         self._qkv, self._gate_up, self._rope = [], [], RopeTable()
+        while self._merged:  # one after the other: all weights twice may be more than the device has
+            self._merged.popitem()[1].release()
 
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
         decoder, ops, cos, sin = self.model.model, self._ops, self._rope.cos, self._rope.sin

@@ -66,7 +66,7 @@ class ParallelGroup:
         """
         if store is None or dist.is_initialized():
             check_world(self.size)
-        os.environ.update(ENVIRONMENT)
+        os.environ.update({name: value for name, value in ENVIRONMENT.items() if os.environ.get(name) != value})
         if not dist.is_initialized():
             if store is not None:
                 store.set(ARRIVED.format(rank=self.rank), b"")

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _abort_process_group
+from torch.distributed.distributed_c10d import _abort_process_group, _world
 
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.integration.parallel.group import ARRIVED, ENVIRONMENT, ParallelGroup
@@ -232,8 +232,10 @@ def _meet(state: _State, group: ParallelGroup, device: torch.device, met: Future
     except BaseException as error:
         failure = error
     with state.lock:
-        # After an error, too: it may have come when the default group was made already.
-        state.world, state.group = dist.group.WORLD, group
+        # After an error, too: it may have come when the default group was made already. One that comes after `close`
+        # finds another's.
+        if failure is None or not state.closed:
+            state.world, state.group = dist.group.WORLD, group
     if failure is not None or state.closing.is_set():
         _leave(state)
     if failure is None:
@@ -246,7 +248,7 @@ def _meet(state: _State, group: ParallelGroup, device: torch.device, met: Future
 def _environment_of_ranks() -> Iterator[None]:
     """Not for longer: the next process group of the user's process may be of several hosts."""
     before = {name: os.environ.get(name) for name in _LOCAL}
-    # All that `meet` needs, and not in its thread: other threads' C code may read the environment meanwhile.
+    # All that `meet` writes, and not in its thread: other threads' C code may read the environment meanwhile.
     os.environ.update({**ENVIRONMENT, **_LOCAL})
     try:
         yield
@@ -325,6 +327,8 @@ def _close(state: _State, timeout: float) -> None:
             state.meeting.join(_PATIENCE)
         if state.meeting.is_alive():  # waits for the dead for ever, and may have made the default group before
             state.world = dist.group.WORLD
+            if state.world is None:  # or has begun to: the next one would have another number here than elsewhere
+                _world.group_count = 0
     _leave(state)
     state.store = None
     state.closed = True

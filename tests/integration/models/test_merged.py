@@ -13,6 +13,7 @@ from support import assert_native_parity, batch, random_prompts, stock_copy, sto
 from torch import nn
 
 import hf_paged
+from hf_paged.integration.models.merged import MergedWeight
 
 INPUTS = batch([40, 20])
 MERGED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -474,6 +475,21 @@ def test_afterwards_every_parameter_has_memory_of_its_own(give_back, tied):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     optimizer.step()
     assert torch.equal(model.generate(**INPUTS, max_new_tokens=6), stock_generate(model, **INPUTS, max_new_tokens=6))
+
+
+@pytest.mark.parametrize("give_back", [_disable, _release])
+def test_merged_memory_is_given_back_piece_by_piece(give_back, monkeypatch):
+    """Never all weights twice: a rank may hold more than half of its GPU in weights."""
+    model, alive, release = used(), [], MergedWeight.release
+    memory = [weakref.ref(w) for w in merges(model)]
+
+    def counted(merged):
+        alive.append(sum(ref() is not None for ref in memory))
+        release(merged)
+
+    monkeypatch.setattr(MergedWeight, "release", counted)
+    give_back(model)
+    assert alive == list(range(len(memory), 0, -1)) and len(alive) > 2
 
 
 @pytest.mark.parametrize("give_back", [_disable, _release])

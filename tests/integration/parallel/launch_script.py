@@ -53,6 +53,14 @@ if scenario == "unmet":  # the worker dies when rank 0 already waits in init_pro
     workers.store.set(ARRIVED.format(rank=1), b"")
     threading.Timer(1.0, os.kill, (workers.processes[0], signal.SIGKILL)).start()
     say()
+if scenario == "again":  # as unmet; the thread that waits for the dead does not keep rank 0 from meeting others
+    workers.store.set(ARRIVED.format(rank=1), b"")
+    threading.Timer(1.0, os.kill, (workers.processes[0], signal.SIGKILL)).start()
+    try:
+        workers.join(CPU)
+    except WorkerDiedError:
+        workers.close()
+    workers = launch(2, Follower(), "cpu")
 if scenario == "loading":
     with workers.meeting(CPU):
         say()
