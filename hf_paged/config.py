@@ -31,7 +31,7 @@ class PagedConfig:
         seed: base seed of calls that bring none. None: drawn from torch's default generator, call by call.
         merge_weights: lay q, k, v (and gate, up) side by side in memory, each still a parameter of its own.
         fused_kernels: norms, RoPE, activation and products with few rows by hf_paged's kernels; False: torch's ops.
-        all_reduce: how several GPUs add up what each has computed: "nccl"; "peers": by kernels that write into the
+        all_reduce: how several GPUs add up what each has computed: "nccl"; "peers": by kernels that reach the
             other GPUs' memory over NVLink, an error where they cannot; "auto": those where they can, and are faster. A
             model on one device has nothing to add up, whatever this says.
         overlap: schedule step n + 1 while step n runs. None: on CUDA yes, on a CPU (where it gains nothing) no.

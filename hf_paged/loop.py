@@ -80,11 +80,6 @@ class StepLoop:
             yield
         self.dirty = False
 
-    def rehearse(self) -> None:
-        """See `DevicePool.rehearse`."""
-        with self.changing():
-            self.pool.rehearse()
-
     def make_room(self) -> Scheduler:
         """Nothing in flight, and a scheduler over a pool that fits the model as it is now."""
         self.drain()

@@ -60,11 +60,9 @@ def owned_num_blocks(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, m
 
 def rehearse(adapter: ModelAdapter, config: PagedConfig, max_model_len: int) -> None:
     """Run the largest step as `owned_num_blocks` does, for its kernels to be compiled, and keep nothing of it."""
-    spec = adapter.kv_spec()
-    _largest_step(adapter, spec, config, max_model_len)()
+    _largest_step(adapter, adapter.kv_spec(), config, max_model_len)()
     adapter.release()
-    if spec.device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def _warm_up(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:

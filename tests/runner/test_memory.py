@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import tiny_model
 
+import hf_paged.engine
 from hf_paged import PagedConfig
 from hf_paged.integration.models import find_adapter
 from hf_paged.integration.parallel.group import ParallelGroup
@@ -51,6 +52,13 @@ def test_without_the_others_it_has_to_be_said_to_be_a_rehearsal(path):
     model = load(path, ParallelGroup(0, 2), device="cpu")
     with pytest.raises(RuntimeError, match="has not met the others"):
         rehearse(find_adapter(model)(model), CONFIG, 100)
+
+
+@pytest.mark.parametrize("field", [{"kv_cache_dtype": "float16"}, {"attention_backend": "flash_attn"}])
+def test_a_config_that_does_not_suit_the_model_is_said_before_anything_runs(path, field):
+    """As by the engine, which comes later than a rehearsal."""
+    with pytest.raises(ValueError, match=f"{next(iter(field))}=.*: expected"):
+        hf_paged.engine.rehearse(load(path, ParallelGroup(0, 1), device="cpu"), PagedConfig(**field))
 
 
 def test_a_pool_on_a_cpu_compiles_nothing_beforehand(path, monkeypatch):

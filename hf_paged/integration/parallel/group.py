@@ -160,7 +160,7 @@ class ParallelGroup:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[...] of every rank -> [size, ...], by rank."""
         if not self._others_come(tensor):
-            return torch.stack([tensor] * self.size)
+            return tensor.expand(self.size, *tensor.shape)
         gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         dist.all_gather(list(gathered), tensor.contiguous(), group=self._met(self._devices))
         return gathered

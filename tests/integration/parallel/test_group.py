@@ -77,4 +77,6 @@ def test_leaving_is_the_end_of_its_collectives(other_group):
 def test_one_rank_meets_nobody():
     assert join(0, 1, CPU) is SINGLE
     assert SINGLE.broadcast("a thing") == "a thing" and SINGLE.smallest(3) == 3
+    logits = torch.ones(2, 3)
+    assert SINGLE.all_gather(logits).shape == (1, 2, 3) and SINGLE.all_gather(logits).data_ptr() == logits.data_ptr()
     assert not dist.is_initialized()
