@@ -73,7 +73,7 @@ class Peers(NamedTuple):
 
     @property
     def stage_bytes(self) -> int:
-        return self.capacity + _PADDING
+        return stage_bytes(self.capacity)
 
     @property
     def mailbox_bytes(self) -> int:
@@ -90,6 +90,11 @@ class Peers(NamedTuple):
         return num_bytes + _PADDING <= self.mailbox_bytes // 2
 
 
+def stage_bytes(capacity: int) -> int:
+    """Bytes of a stage: an input, whole or in parts."""
+    return capacity + _PADDING
+
+
 def mailbox_bytes(capacity: int) -> int:
     """Bytes of a mailbox: whole inputs of all ranks, or one in parts in its first half and its sum in the second."""
     return 2 * (min(capacity, _POST_BYTES) + _PADDING)
@@ -97,7 +102,7 @@ def mailbox_bytes(capacity: int) -> int:
 
 def buffer_bytes(capacity: int) -> int:
     """Bytes of one rank's buffer: signals, two mailboxes, two stages, and what signalled two-shot calls gather."""
-    return SIGNAL_BYTES + 2 * mailbox_bytes(capacity) + 2 * (capacity + _PADDING) + capacity
+    return SIGNAL_BYTES + 2 * mailbox_bytes(capacity) + 2 * stage_bytes(capacity) + capacity
 
 
 def empty_buffer(buffer: torch.Tensor, capacity: int) -> None:
@@ -210,12 +215,18 @@ def _sum_of(values, dtype: tl.constexpr, SIZE: tl.constexpr):
 
 
 @jit()
+def _load_all(places, inside, SIZE: tl.constexpr, VOLATILE: tl.constexpr):
+    """What is at each of a tuple of SIZE places. All loads first, or each would wait for the one before it."""
+    values = ()
+    for i in tl.static_range(SIZE):
+        values = values + (tl.load(places[i], mask=inside, other=0.0, volatile=VOLATILE),)  # type: ignore[assignment]
+    return values
+
+
+@jit()
 def _look(places, inside, dtype: tl.constexpr, SIZE: tl.constexpr):
     """The sum of what is at the places now, and whether any value has yet to come."""
-    values = ()
-    # Volatile: from L2, where peers' stores arrive. All loads first, or each would wait for the one before it.
-    for i in tl.static_range(SIZE):
-        values = values + (tl.load(places[i], mask=inside, other=0.0, volatile=True),)  # type: ignore[assignment]
+    values = _load_all(places, inside, SIZE, VOLATILE=True)  # from L2, where peers' stores arrive
     empty = tl.zeros(inside.shape, tl.int32)
     for i in tl.static_range(SIZE):
         empty |= (_bits(values[i]) == -1).to(tl.int32)
@@ -277,11 +288,10 @@ def sum_of_posted(
 @jit()
 def sum_of_stages(buffers, stage, index, inside, dtype: tl.constexpr, SIZE: tl.constexpr):
     """The sum of what everybody has in its own stage, at `index`."""
-    values = ()
+    places = ()
     for other in tl.static_range(SIZE):
-        value = tl.load(region(buffers[other], stage, dtype) + index, mask=inside, other=0.0)
-        values = values + (value,)  # type: ignore[assignment]
-    return _sum_of(values, dtype, SIZE)
+        places = places + (region(buffers[other], stage, dtype) + index,)  # type: ignore[assignment]
+    return _sum_of(_load_all(places, inside, SIZE, VOLATILE=False), dtype, SIZE)
 
 
 # -- two shots --------------------------------------------------------------------------------------------------------
@@ -332,10 +342,7 @@ def sum_and_push_parts(
         if POSTED:
             total = _posted(sum_of_post(places, inside, abort, dtype, SIZE, COMPILED))
         else:
-            values = ()
-            for other in tl.static_range(SIZE):
-                values = values + (tl.load(places[other], mask=inside, other=0.0),)  # type: ignore[assignment]
-            total = _sum_of(values, dtype, SIZE)
+            total = _sum_of(_load_all(places, inside, SIZE, VOLATILE=False), dtype, SIZE)
         for turn in tl.static_range(1, SIZE + 1):
             target = region(buffer_of(buffers, (rank + turn) % SIZE, SIZE), gathered, dtype)
             tl.store(target + at, total, mask=inside)

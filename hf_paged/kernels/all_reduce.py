@@ -77,7 +77,11 @@ def way_for(x: torch.Tensor, peers: Peers) -> Way | None:
     if x.dtype not in _DTYPES or not x.is_cuda or not x.is_contiguous():
         return None
     aligned = x.data_ptr() % 16 == 0 and x.shape[-1] * x.element_size() % 16 == 0
-    found = way(peers.size, x.nbytes) if aligned else None
+    return _fastest(x, peers) if aligned else None
+
+
+def _fastest(x: torch.Tensor, peers: Peers) -> Way | None:
+    found = way(peers.size, x.nbytes)
     return found if found and peers.takes(x.nbytes, *found) else None
 
 
@@ -190,7 +194,7 @@ def _all_reduce_kernel(
     after_previous_kernel(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     epoch = begin_call(epochs)
-    stage, gathered = _memory(epoch, SHOTS, POSTED, DATA, MAILBOX, STAGE)
+    stage, gathered = _memory(epoch, POSTED, DATA, MAILBOX, STAGE)
     begin = tl.program_id(0) * share
     end = tl.minimum(begin + share, numel)
     own = buffer_of(buffers, rank, SIZE)
@@ -221,7 +225,7 @@ def _all_reduce_add_rms_norm_kernel(
     after_previous_kernel(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     epoch = begin_call(epochs)
-    stage, gathered = _memory(epoch, SHOTS, POSTED, DATA, MAILBOX, STAGE)
+    stage, gathered = _memory(epoch, POSTED, DATA, MAILBOX, STAGE)
     numel = num_rows * WIDTH
     share = vectors * (128 // dtype.primitive_bitwidth)
     begin = tl.program_id(0) * share
@@ -256,9 +260,7 @@ def _all_reduce_add_rms_norm_kernel(
 
 
 @jit()
-def _memory(
-    epoch, SHOTS: tl.constexpr, POSTED: tl.constexpr, DATA: tl.constexpr, MAILBOX: tl.constexpr, STAGE: tl.constexpr
-):
+def _memory(epoch, POSTED: tl.constexpr, DATA: tl.constexpr, MAILBOX: tl.constexpr, STAGE: tl.constexpr):
     """Where in a buffer this call stores inputs, and sums."""
     if POSTED:
         stage = DATA + (epoch % 2) * MAILBOX
@@ -321,8 +323,7 @@ def _check(x: torch.Tensor, peers: Peers, how: Way | None) -> Way:
     if x.nbytes > peers.capacity:
         raise ValueError(f"x must have at most {peers.capacity} bytes (the peers' capacity), got {x.nbytes}")
     if how is None:
-        found = way(peers.size, x.nbytes)
-        return found if found and peers.takes(x.nbytes, *found) else Way(2, False)
+        return _fastest(x, peers) or Way(2, False)
     if how not in ALL_WAYS:
         raise ValueError(f"how must be one of {', '.join(map(str, ALL_WAYS))} or None, got {how}")
     if not peers.takes(x.nbytes, *how):

@@ -117,12 +117,6 @@ class Workers:
         with self._news_of_death():
             met.result()
 
-    def join(self, device: torch.device) -> ParallelGroup:
-        """`meeting` with nothing to do meanwhile."""
-        with self.meeting(device) as group:
-            pass
-        return group
-
     @contextmanager
     def step(self) -> Iterator[None]:
         """Rank 0 waits for other ranks, on the device or on the host, inside and nowhere else; one thread at a time.

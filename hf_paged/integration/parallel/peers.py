@@ -71,9 +71,7 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
         raise ValueError(f"capacity must be a positive multiple of 16, got {capacity}")
     rank, size = dist.get_rank(hosts), dist.get_world_size(hosts)
     _agree(_obstacle(device, size), hosts)
-    hosts_and_devices: list[Any] = [None] * size
-    dist.all_gather_object(hosts_and_devices, (socket.gethostname(), _uuid(device)), group=hosts)
-    _agree(_obstacle_between(hosts_and_devices), hosts)
+    _agree(_obstacle_between(_of_all((socket.gethostname(), _uuid(device)), hosts)), hosts)
     memory, handle, buffers = _share(capacity, device, hosts)
     # A buffer that is not the one it should be is found here and not in a model's output.
     memory[-1] = rank + 1
@@ -119,8 +117,7 @@ def _share(capacity: int, device: torch.device, hosts: dist.ProcessGroup) -> tup
     """An empty buffer on every rank: this rank's, torch's handle of all, and all of them by rank."""
     num_bytes = buffer_bytes(capacity)
     rank, size = dist.get_rank(hosts), dist.get_world_size(hosts)
-    counts: list[Any] = [None] * size
-    dist.all_gather_object(counts, _num_exchanges, group=hosts)
+    counts = _of_all(_num_exchanges, hosts)
     try:
         _catch_up(counts, rank, device)
         # It is empty on all ranks before any of them can be told of another's memory.
@@ -178,11 +175,10 @@ def _folder_of_all(hosts: dist.ProcessGroup) -> Iterator[str]:
             problem = f"no temporary folder: {error}"
     try:
         _agree(problem, hosts)
-        folders: list[Any] = [None] * dist.get_world_size(hosts)
-        dist.all_gather_object(folders, folder, group=hosts)
+        shared = _of_all(folder, hosts)[0]
         # Where a rank does not see it, torch's store would try for 300 s.
-        _agree(None if os.path.isdir(folders[0]) else f"does not see rank 0's folder {folders[0]}", hosts)
-        yield folders[0]
+        _agree(None if os.path.isdir(shared) else f"does not see rank 0's folder {shared}", hosts)
+        yield shared
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
@@ -219,11 +215,16 @@ def _exchange(memory: torch.Tensor, folder: str, rank: int, size: int) -> Any:
 
 def _agree(problem: str | None, hosts: dist.ProcessGroup) -> None:
     """Raise on every rank where any of them has a problem."""
-    problems: list[Any] = [None] * dist.get_world_size(hosts)
-    dist.all_gather_object(problems, problem, group=hosts)
-    for rank, reason in enumerate(problems):
+    for rank, reason in enumerate(_of_all(problem, hosts)):
         if reason is not None:
             raise PeersUnavailable(f"rank {rank}: {reason}")
+
+
+def _of_all(thing: Any, hosts: dist.ProcessGroup) -> list[Any]:
+    """What each rank gives, by rank."""
+    things: list[Any] = [None] * dist.get_world_size(hosts)
+    dist.all_gather_object(things, thing, group=hosts)
+    return things
 
 
 def _obstacle(device: torch.device, size: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Jobs that the workers of test_launch.py import."""
+"""Jobs that the workers of test_launch.py import, and what the tests beside them share."""
 
 from __future__ import annotations
 
@@ -8,15 +8,30 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hf_paged.integration.parallel.group import ARRIVED, ParallelGroup, join
+from hf_paged.integration.parallel.launch import Workers
 from hf_paged.integration.parallel.worker import meanwhile
 
 CPU = torch.device("cpu")
+
+
+def meet(workers: Workers) -> ParallelGroup:
+    """Rank 0's group, once all have met."""
+    with workers.meeting(CPU) as group:
+        pass
+    return group
+
+
+def children() -> set[int]:
+    """The processes that this one started."""
+    lists = [(task / "children").read_text() for task in Path("/proc/self/task").iterdir()]
+    return {int(child) for row in lists for child in row.split()}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from launch_jobs import CPU, Follower, Half, order
+from launch_jobs import CPU, Follower, Half, meet, order
 
 from hf_paged.errors import WorkerDiedError
 from hf_paged.integration.parallel.group import ARRIVED
@@ -57,7 +57,7 @@ if scenario == "again":  # as unmet; the thread that waits for the dead does not
     workers.store.set(ARRIVED.format(rank=1), b"")
     threading.Timer(1.0, os.kill, (workers.processes[0], signal.SIGKILL)).start()
     try:
-        workers.join(CPU)
+        meet(workers)
     except WorkerDiedError:
         workers.close()
     workers = launch(2, Follower(), "cpu")
@@ -68,13 +68,13 @@ if scenario == "loading":
 if scenario == "half":  # the worker dies when the default group is there, and rank 0's thread waits for ever
     say()
     try:
-        workers.join(CPU)
+        meet(workers)
     except WorkerDiedError:
         assert dist.is_initialized()
     workers.close()
     assert not dist.is_initialized()
     workers = launch(2, Follower(), "cpu")
-group = workers.join(CPU)
+group = meet(workers)
 assert order(group, "sum") == 3
 if scenario != "half":
     say()

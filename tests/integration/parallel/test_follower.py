@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from launch_jobs import children
 from safetensors.torch import load_file, save_file
 from support import tiny_model
 
@@ -58,11 +59,6 @@ def tiny_path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     tiny_model(vocab_size=2600).save_pretrained(folder)
     return str(folder)
-
-
-def children() -> set[int]:
-    lists = [(task / "children").read_text() for task in Path("/proc/self/task").iterdir()]
-    return {int(child) for row in lists for child in row.split()}
 
 
 @contextmanager

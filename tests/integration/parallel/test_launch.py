@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from launch_jobs import CPU, Follower, Meeting, order
+from launch_jobs import CPU, Follower, Meeting, children, meet, order
 
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.integration.parallel.group import ARRIVED, ENVIRONMENT, ParallelGroup
@@ -28,11 +28,6 @@ SOON = 10.0
 def alive(process: int) -> bool:
     """Is there such a process? A zombie is one."""
     return Path(f"/proc/{process}").exists()
-
-
-def children() -> set[int]:
-    lists = [(task / "children").read_text() for task in Path("/proc/self/task").iterdir()]
-    return {int(child) for row in lists for child in row.split()}
 
 
 def listening() -> set[str]:
@@ -72,7 +67,7 @@ def clean():
 def test_workers_follow_and_return(clean, capfd):
     """Sums over three ranks; told to end, all end with 0; a second set of workers fails with the words of its job."""
     workers = launch(3, Follower(), "cpu")
-    group = workers.join(CPU)
+    group = meet(workers)
     assert [os.getsid(process) for process in workers.processes] == workers.processes
     with workers.step():
         assert order(group, "speak") == 6
@@ -89,7 +84,7 @@ def test_workers_follow_and_return(clean, capfd):
     assert "[rank 1] out of 1\n" in said.err and "[rank 2] out of 2\n" in said.err
 
     workers = launch(2, Follower(), "cpu")
-    group = workers.join(CPU)
+    group = meet(workers)
     message = r"(?s)rank 1 of 2 .*exit code 1:.*no such tensor: lm_head.weight$"
     with pytest.raises(WorkerDiedError, match=message), workers.step():
         order(group, "raise")
@@ -137,7 +132,7 @@ def test_a_meeting_that_fails_after_its_close_leaves_later_groups_alone():
 def test_a_killed_worker_ends_the_collective(clean):
     """Rank 2 dies while rank 0 waits for it: the error names it, and rank 1, which waits too, is ended."""
     workers = launch(3, Follower(), "cpu")
-    group = workers.join(CPU)
+    group = meet(workers)
     threading.Timer(1.0, os.kill, (workers.processes[1], signal.SIGKILL)).start()
     start = time.monotonic()
     with pytest.raises(WorkerDiedError, match=r"(?s)rank 2 of 3 .*SIGKILL:\nhangs"), workers.step():
@@ -148,7 +143,7 @@ def test_a_killed_worker_ends_the_collective(clean):
 
 
 def test_workers_that_never_meet(clean):
-    """A job that raises before it meets rank 0, and a worker killed at once: `join` raises. A dropped one ends."""
+    """A job that raises before it meets rank 0, and a worker killed at once: `meeting` raises. A dropped one ends."""
     failing = launch(2, Follower("no file model.safetensors"), "cpu")
     killed, dropped = launch(3, Follower(), "cpu"), launch(2, Follower(), "cpu")
     processes = dropped.processes
@@ -156,10 +151,10 @@ def test_workers_that_never_meet(clean):
     assert not any(map(alive, processes))
     os.kill(killed.processes[0], signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match=r"rank 1 of 3 .*SIGKILL"):
-        killed.join(CPU)
+        meet(killed)
     killed.close()
     with pytest.raises(WorkerDiedError, match=r"(?s)rank 1 of 2 .*OSError: no file model.safetensors$"):
-        failing.join(CPU)
+        meet(failing)
     failing.close()
     with pytest.raises(ValueError, match="size=1: expected at least 2"):
         launch(1, Follower(), "cpu")
@@ -184,7 +179,7 @@ def test_a_worker_that_fails_while_it_meets(clean, failing, words):
         meanwhile()
     assert str(caught.value).count("Traceback") == 1
     with pytest.raises(WorkerDiedError, match=words):
-        workers.join(CPU)
+        meet(workers)
     workers.close()
 
 
@@ -210,7 +205,7 @@ def test_errors_of_what_runs_while_the_ranks_meet(clean):
 
 def test_a_dropped_reference_ends_workers_that_met(clean):
     workers = launch(2, Follower(), "cpu")
-    group = workers.join(CPU)
+    group = meet(workers)
     assert order(group, "sum") == 3
     if not (child := os.fork()):
         gc.collect()
