@@ -245,7 +245,10 @@ class Events:
                 yield
         except BaseException:
             self.over = LOST
-            self.on_break()
+            try:
+                self._loop.pool.drop_graphs()  # NCCL's communicators, which `on_break` ends, wait for the graphs' end
+            finally:
+                self.on_break()
             raise
         finally:
             self.busy_thread = outer

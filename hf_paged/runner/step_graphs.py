@@ -101,7 +101,7 @@ class StepGraphs:
         """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""
         signature = self._signature()
         if signature != self._model_signature:
-            self._drop()
+            self.drop()
         self._model_signature = signature
         self._held = [p.data for p in self._adapter.model.parameters()]
 
@@ -111,6 +111,14 @@ class StepGraphs:
 
     def _signature(self) -> tuple:
         return tuple(p.data_ptr() for p in self._adapter.model.parameters()), self._adapter.state_key()
+
+    def drop(self) -> None:
+        """Destroy all graphs, also those that a traceback still refers to; what is running ends first."""
+        for captured in filter(None, self._captured.values()):
+            captured.graph.reset()
+            self.num_dropped += 1
+        self._captured.clear()
+        self._pool = None
 
     def launch(self, plan: StepPlan, result: torch.Tensor, logprobs: torch.Tensor | None = None) -> bool:
         """Replay a step and start the copy of its sampled tokens to `result` [R]; False where no graph holds it.
@@ -158,7 +166,7 @@ class StepGraphs:
     def _drop_if_moved(self) -> None:
         signature = (self._state.version, self._state.edits.generation, self._cache.version)
         if signature != self._memory_signature:
-            self._drop()
+            self.drop()
             self._memory_signature = signature
 
     def _decode_graph(self, run: partial, plan: StepPlan) -> tuple[Captured | None, tuple[np.ndarray, ...]]:
@@ -225,6 +233,7 @@ class StepGraphs:
         except BaseException as error:
             with suppress(RuntimeError):  # the first error is the one to see
                 graph.capture_end()
+                graph.reset()  # the traceback refers to it
             # A pool that a broken capture recorded to takes no other: later graphs get a new one.
             self._pool = None
             parallel = self._adapter.group.is_parallel  # ranks have to do the same
@@ -308,8 +317,3 @@ class StepGraphs:
 
     def _step(self, positions: torch.Tensor, meta: PagedMetadata) -> PagedStep:
         return PagedStep(positions, meta.slot_mapping, self._cache, [(0, len(positions), meta)], self._backend)
-
-    def _drop(self) -> None:
-        self.num_dropped += sum(captured is not None for captured in self._captured.values())
-        self._captured.clear()
-        self._pool = None

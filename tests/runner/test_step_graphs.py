@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged.runner import step_graphs
 from hf_paged.runner.model_runner import ModelRunner
-from hf_paged.runner.step_graphs import Drawn, StepGraphs, decode_sizes, prompt_sizes
+from hf_paged.runner.step_graphs import Captured, Drawn, StepGraphs, decode_sizes, prompt_sizes
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1024])
@@ -41,12 +41,22 @@ def test_prompt_sizes_shrink_with_the_model():
     assert prompt_sizes(1_000, 4) == []
 
 
+class Uncaptured:
+    """In place of a CUDA graph."""
+
+    is_destroyed = False
+
+    def reset(self):
+        self.is_destroyed = True
+
+
 def uncaptured(monkeypatch):
     """Every runner gets graphs that run uncaptured; returns the list of what is replayed as (kind, size)."""
     replayed: list[tuple[str, int]] = []
 
     def capture(self, run, inputs):
-        return run
+        self.num_captured += 1
+        return Captured(Uncaptured(), inputs, run)
 
     def get(self, size, run, inputs):
         captured = own_get(self, size, run, inputs)
@@ -54,9 +64,9 @@ def uncaptured(monkeypatch):
             replayed.append(("decode" if run.func.__name__ == "_decode" else "prompt", size))
         return captured
 
-    def replay(self, run, inputs):
+    def replay(self, captured, inputs):
         # Graphs share their memory: the next replay overwrites these tokens.
-        drawn = run(*(torch.from_numpy(array) for array in inputs))
+        drawn = captured.result(*(torch.from_numpy(array) for array in inputs))
         memory.tokens[: len(drawn.tokens)] = drawn.tokens
         if drawn.logprobs is None:
             return Drawn(memory.tokens, None)
@@ -166,6 +176,23 @@ def test_a_step_is_eager_where_its_graph_cannot_be_had(steps, monkeypatch, kind)
     assert kind not in {replayed for replayed, _ in steps}
 
 
+@pytest.mark.parametrize("how", ["close", "drop_graphs"])
+def test_dropped_graphs_are_destroyed_whatever_refers_to_them(steps, how):
+    """Such as the traceback of an error in a step; NCCL waits for the end of every graph that holds its kernels."""
+    with hf_paged.PagedGenerator(tiny_model(), num_blocks=50) as generator:
+        expected = generator.generate([[1, 2, 3]], max_new_tokens=4, do_sample=False)[0].token_ids
+        pool = generator.engine._loop.pool
+        graphs = pool.runner.graphs
+        captured = list(graphs._captured.values())
+        assert len(captured) >= 2 and not any(kept.graph.is_destroyed for kept in captured)
+        if how == "drop_graphs":
+            pool.drop_graphs()
+            assert generator.engine.stats().num_graphs_dropped == len(captured)
+            assert generator.generate([[1, 2, 3]], max_new_tokens=4, do_sample=False)[0].token_ids == expected
+            assert graphs.num_captured == 2 * len(captured)
+    assert all(kept.graph.is_destroyed for kept in captured)
+
+
 class Log(list):
     """Stands in for torch.cuda's streams and graphs, and notes what happens."""
 
@@ -174,7 +201,7 @@ class Log(list):
 
     def graph(self):
         return SimpleNamespace(capture_begin=lambda *_, **__: self.append("begin"),
-                               capture_end=lambda: self.append("end"))  # fmt: skip
+                               capture_end=lambda: self.append("end"), reset=lambda: self.append("destroy"))
 
 
 @pytest.fixture
@@ -216,6 +243,7 @@ def test_whatever_happens_in_a_capture_the_main_stream_waits_for_it(graphs, monk
     assert log[0] == "side waits for main"
     assert log[-1] == "main waits for side"
     assert log.count("begin") == log.count("end") == (fails_in != "warm-up")
+    assert log.count("destroy") == (fails_in == "capture")
     assert not lock.locked()
 
 

@@ -55,7 +55,7 @@ class _State:
         self.group: ParallelGroup | None = None
 
 
-_STARTED: weakref.WeakSet[Workers] = weakref.WeakSet()
+_STARTED: weakref.WeakSet[_State] = weakref.WeakSet()
 
 
 class Workers:
@@ -69,7 +69,7 @@ class Workers:
 
     def __init__(self, state: _State) -> None:
         self._state = state
-        _STARTED.add(self)
+        _STARTED.add(state)
         self._finalizer = weakref.finalize(self, _close, state, 0.0)
 
     @property
@@ -154,6 +154,8 @@ class Workers:
     def close(self, timeout: float = 0.0) -> None:
         """End all workers, the process group that `meeting` made, and the store. Again: nothing.
 
+        CUDA graphs that hold collectives have to be dropped before: NCCL waits for that.
+
         Args:
             timeout: seconds for workers that were told to stop to return from their jobs; others are ended at once.
         """
@@ -162,7 +164,7 @@ class Workers:
 
 def is_leading() -> bool:
     """Is this process in a process group because `Workers.meeting` made one here?"""
-    return any(workers._state.world is not None for workers in _STARTED)
+    return any(state.world is not None or (state.aborting and state.aborting.is_alive()) for state in _STARTED)
 
 
 def launch(size: int, job: Any, device_type: str) -> Workers:
@@ -255,15 +257,28 @@ def _environment_of_ranks() -> Iterator[None]:
 
 
 def _leave(state: _State) -> None:
-    """End the process group that `Workers.meeting` made, without the other ranks."""
+    """End the process group that `Workers.meeting` made, without the other ranks; NCCL's in a thread, `aborting`."""
     with state.lock:
         world, state.world = state.world, None
         group, state.group = state.group, None
-    if world is not None and world is dist.group.WORLD:
-        if state.device_type == "cuda":
-            _abort_process_group()  # destroying NCCL's communicators would wait for the other ranks
-        else:
-            dist.destroy_process_group()
+        made = world is not None and world is dist.group.WORLD
+        if made and state.device_type == "cuda":
+            state.aborting = threading.Thread(target=_abort, args=(state, group), name="hf_paged-abort",
+                                              daemon=True)  # fmt: skip
+            state.aborting.start()
+            return
+    if made:
+        dist.destroy_process_group()
+    if group is not None:
+        group.leave()
+
+
+def _abort(state: _State, group: ParallelGroup | None) -> None:
+    """Destroying NCCL's communicators would wait for other ranks; aborting them waits for the graphs that they are in.
+
+    `state` lives as long as this does.
+    """
+    _abort_process_group()
     if group is not None:
         group.leave()
 
@@ -284,9 +299,7 @@ def _watch(state: _State, worker: WorkerProcess) -> None:
     if state.group is not None:
         state.group.abort()
     if state.device_type == "cuda":
-        aborting = threading.Thread(target=_leave, args=(state,), name="hf_paged-abort", daemon=True)
-        aborting.start()
-        state.aborting = aborting  # `close` joins it, and may come from another thread
+        _leave(state)
     deadline = time.monotonic() + _STUCK
     while stuck is not None and state.step is stuck:
         if time.monotonic() > deadline:
@@ -314,8 +327,6 @@ def _close(state: _State, timeout: float) -> None:
     _all_ended(state, _PATIENCE)
     for worker in state.workers:
         worker.end_reading()
-    if state.aborting is not None:
-        state.aborting.join(_ABORT)
     if state.meeting is not None:
         with suppress(RuntimeError):  # the collection of garbage may call this in that thread itself
             state.meeting.join(_PATIENCE)
@@ -324,6 +335,9 @@ def _close(state: _State, timeout: float) -> None:
             if state.world is None:  # or has begun to: the next one would have another number here than elsewhere
                 _world.group_count = 0
     _leave(state)
+    if state.aborting is not None:
+        with suppress(RuntimeError):  # as above
+            state.aborting.join(_ABORT)
     state.store = None
     state.closed = True
 

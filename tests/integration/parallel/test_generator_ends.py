@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from support import random_prompts, tiny_model
 
 from hf_paged import PagedGenerator, disable
 from hf_paged.errors import EngineClosedError, WorkerDiedError
+from hf_paged.integration.parallel import launch
 
 SOON = 10.0
 VOCAB = 2600
@@ -137,6 +139,73 @@ def test_a_killed_worker_and_an_interrupt(checkpoint, monkeypatch):
         engine = generator.engine
     assert engine.stats().num_blocks == 0  # closing frees everything, and has no news for anybody
     assert_gone([process])
+
+
+class Nccl:
+    """Aborts as NCCL does: it waits for the end of the graphs that hold its kernels."""
+
+    def __init__(self, monkeypatch, generator, patience):
+        self.dropped, self.patience, self.waits = threading.Event(), patience, []
+        self.state, self.runner = generator._workers[0]._state, generator.engine._loop.pool.runner
+        self.state.device_type = "cuda"
+        self.runner.graphs = SimpleNamespace(drop=self.dropped.set, check=lambda: None, is_current=lambda: True,
+                                             num_captured=0, num_dropped=0, launch=lambda *_: False)  # fmt: skip
+        self.own_abort = launch._abort_process_group
+        monkeypatch.setattr(launch, "_abort_process_group", self.abort)
+
+    def abort(self):
+        self.waits.append((self.dropped.wait(self.patience), threading.current_thread()))
+        self.own_abort()
+
+    def end(self):
+        self.dropped.set()
+        if self.state.aborting is not None:
+            self.state.aborting.join(SOON)
+
+
+@pytest.fixture
+def nccl(checkpoint, monkeypatch):
+    """A generator, the process of rank 1, and an `Nccl`, on CPUs."""
+    generator, [process] = start(checkpoint)
+    stand_in = Nccl(monkeypatch, generator, SOON)
+    yield generator, process, stand_in
+    stand_in.end()
+    generator.close()
+    assert_gone([process])
+
+
+@pytest.mark.parametrize("how", ["killed in a step", "killed while idle", "interrupt", "close"])
+def test_graphs_end_before_their_communicators(nccl, monkeypatch, how):
+    """Else rank 0 waited for itself for ever, or ended with SIGABRT because of a thread that still waited."""
+    generator, process, stand_in = nccl
+    begin = time.monotonic()
+    if how == "killed in a step":
+        threading.Timer(0.5, os.kill, (process, signal.SIGKILL)).start()
+    elif how == "killed while idle":
+        os.kill(process, signal.SIGKILL)
+        assert stand_in.state.died.wait(SOON)
+    elif how == "interrupt":
+        monkeypatch.setattr(stand_in.runner, "launch", lambda *_: signal.raise_signal(signal.SIGINT))
+    if how == "close":
+        generator.close()
+    else:
+        with pytest.raises(KeyboardInterrupt if how == "interrupt" else WorkerDiedError):
+            generate_on(generator)
+    assert time.monotonic() - begin < launch._ABORT
+    [(before, thread)] = stand_in.waits
+    assert before and not thread.is_alive() and thread is not threading.main_thread()
+    assert_gone([process])
+
+
+def test_communicators_that_do_not_end_do_not_keep_rank_0(nccl, checkpoint):
+    generator, process, stand_in = nccl
+    stand_in.runner.graphs.drop = lambda: None
+    begin = time.monotonic()
+    generator.close()
+    assert launch._ABORT <= time.monotonic() - begin < SOON and not stand_in.dropped.is_set()
+    assert not is_alive(process)
+    with pytest.raises(ValueError, match="expected no default process group"):  # and not a wait for other ranks
+        start(checkpoint)
 
 
 def test_a_bad_checkpoint_is_one_error_and_no_process(checkpoint, tmp_path):
