@@ -246,7 +246,7 @@ class Events:
         except BaseException:
             self.over = LOST
             try:
-                self._loop.pool.drop_graphs()  # NCCL's communicators, which `on_break` ends, wait for the graphs' end
+                self.group.drop_graphs()
             finally:
                 self.on_break()
             raise

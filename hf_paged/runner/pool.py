@@ -97,13 +97,9 @@ class DevicePool:
         made_for = self.runner and (self.runner.spec, self.runner.max_model_len)
         return self.runner is not None and made_for != (self._adapter.kv_spec(), self.max_model_len)
 
-    def drop_graphs(self) -> None:
-        """Destroy the CUDA graphs; the next steps capture others."""
-        if self.runner is not None and self.runner.graphs is not None:
-            self.runner.graphs.drop()
-
     def drop(self) -> None:
         """Free the device's memory; parameters that were merged get memory of their own again."""
-        self.drop_graphs()
+        if self.runner is not None and self.runner.graphs is not None:
+            self.runner.graphs.drop()
         self.runner = None
         self._adapter.release()

@@ -96,6 +96,7 @@ class StepGraphs:
         self._memory_signature: tuple | None = None
         self.num_captured = 0
         self.num_dropped = 0
+        adapter.group.holds(self)
 
     def check(self) -> None:
         """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""

@@ -124,3 +124,47 @@ def test_a_killed_worker_or_ctrl_c_does_not_leave_the_gpu_waiting(checkpoint, tm
     assert ("SIGKILL" if how == "killed" else "KeyboardInterrupt") in said["ENDED"]
     assert said["LEFT"] == "LEFT False False"
     assert made.returncode == 0, made.stderr[-3000:]
+
+
+TORCHRUN = """
+import faulthandler, os, sys
+faulthandler.dump_traceback_later(100, exit=True)
+import torch
+import hf_paged
+from hf_paged import PagedGenerator
+from hf_paged.integration.parallel.group import join
+from hf_paged.integration.parallel.loading import load
+folder, how, *prompt = sys.argv[1:]
+prompt, rank = [int(word) for word in prompt], int(os.environ["RANK"])
+if how == "generator":
+    generator = PagedGenerator.from_pretrained(folder, tensor_parallel_size=2)
+    made = generator.generate([prompt], max_new_tokens=20, use_tqdm=False)
+    engine, tokens = generator.engine, made and made[0].token_ids
+else:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    model = hf_paged.enable(load(folder, join(rank, 2, device), device=device))
+    ids = torch.tensor([prompt], device=device)
+    engine = hf_paged.get_engine(model)
+    tokens = model.generate(ids, max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+assert engine.stats().num_graphs_captured > 0
+print("TOKENS", rank, tokens, flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["generator", "model"])
+def test_torchrun_ends_although_graphs_hold_collectives(checkpoint, tmp_path, how):
+    """NCCL's communicators wait for such graphs, and nobody closes a generator or disables a model before the end."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with PagedGenerator.from_pretrained(checkpoint) as alone:
+        [expected] = ids(alone.generate(PROMPTS[:1], max_new_tokens=20))
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    made = subprocess.run([*command, checkpoint, how, *map(str, PROMPTS[0])], capture_output=True, text=True,
+                          timeout=150,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+    assert made.returncode == 0, made.stdout + made.stderr[-5000:]
+    told = {f"TOKENS 0 {expected}", f"TOKENS 1 {None if how == 'generator' else expected}"}
+    assert told <= set(made.stdout.splitlines())

@@ -176,17 +176,16 @@ def test_a_step_is_eager_where_its_graph_cannot_be_had(steps, monkeypatch, kind)
     assert kind not in {replayed for replayed, _ in steps}
 
 
-@pytest.mark.parametrize("how", ["close", "drop_graphs"])
+@pytest.mark.parametrize("how", ["close", "drop"])
 def test_dropped_graphs_are_destroyed_whatever_refers_to_them(steps, how):
     """Such as the traceback of an error in a step; NCCL waits for the end of every graph that holds its kernels."""
     with hf_paged.PagedGenerator(tiny_model(), num_blocks=50) as generator:
         expected = generator.generate([[1, 2, 3]], max_new_tokens=4, do_sample=False)[0].token_ids
-        pool = generator.engine._loop.pool
-        graphs = pool.runner.graphs
+        graphs = generator.engine._loop.pool.runner.graphs
         captured = list(graphs._captured.values())
         assert len(captured) >= 2 and not any(kept.graph.is_destroyed for kept in captured)
-        if how == "drop_graphs":
-            pool.drop_graphs()
+        if how == "drop":
+            graphs.drop()
             assert generator.engine.stats().num_graphs_dropped == len(captured)
             assert generator.generate([[1, 2, 3]], max_new_tokens=4, do_sample=False)[0].token_ids == expected
             assert graphs.num_captured == 2 * len(captured)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ class Follower:
             from hf_paged.integration.parallel.loading import load
 
             model = load(self.path, group, dtype=self.dtype, device=device)
+        gc.freeze()  # modules and model stay, and need not be looked through again
+        gc.enable()
         Engine(model, self.config, owns_device=True).follow()
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from hf_paged.kernels._peers import Peers
 from hf_paged.kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, way_for
@@ -20,8 +22,17 @@ from hf_paged.kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, way
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 # Ranks that follow wait on the host until rank 0's user has something to do.
 _WAIT = timedelta(days=365)
+# In torch's table of groups, which end in the reverse order of their names.
+_LAST_NAME = "~hf_paged"
 # Key of the store that says that a rank waits in `join`.
 ARRIVED = "hf_paged/arrived/{rank}"
+
+
+class Graphs(Protocol):
+    """CUDA graphs that hold collectives."""
+
+    def drop(self) -> None:
+        """Destroy them."""
 
 
 class ParallelGroup:
@@ -43,6 +54,7 @@ class ParallelGroup:
         self._buffers: Any = None  # a `peers.PeerBuffers`: GPUs that reach each other's memory
         self._together: list[int] = []  # threads that are inside `together`
         self._alone: Callable[[], None] | None = None  # inside `alone`: what to call in place of waiting
+        self._graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict) -> ParallelGroup:
         return self
@@ -78,6 +90,17 @@ class ParallelGroup:
         if device.type == "cuda":
             _connect(self._devices, device, self.size)
         self._hosts = hosts
+        _world.pg_names[_Farewell(self)] = _LAST_NAME  # type: ignore[index, assignment]
+
+    def holds(self, graphs: Graphs) -> None:
+        """`graphs` may hold this group's collectives."""
+        if self.is_parallel:
+            self._graphs.add(graphs)
+
+    def drop_graphs(self) -> None:
+        """To be called before the process groups end: aborting or destroying NCCL's waits for graphs that hold it."""
+        for graphs in list(self._graphs):
+            graphs.drop()
 
     def leave(self) -> None:
         """Let go of the process groups, which hold the store's sockets open: collectives raise from now on."""
@@ -224,6 +247,21 @@ class ParallelGroup:
 
 
 SINGLE = ParallelGroup()
+
+
+class _Farewell:
+    """Stands in torch's table of groups, so that a user's `destroy_process_group` drops our graphs first."""
+
+    def __init__(self, group: ParallelGroup) -> None:
+        self._group = weakref.ref(group)
+
+    def shutdown(self) -> None:
+        if (group := self._group()) is not None:
+            group.drop_graphs()
+            group.leave()
+
+    def abort(self) -> None:
+        """From another thread than the graphs'."""
 
 
 def _connect(devices: Any, device: torch.device, size: int) -> None:

@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -141,6 +140,21 @@ def test_a_killed_worker_and_an_interrupt(checkpoint, monkeypatch):
     assert_gone([process])
 
 
+class Graphs:
+    """Of steps that no graph holds."""
+
+    num_captured = num_dropped = 0
+
+    def check(self):
+        pass
+
+    def is_current(self):
+        return True
+
+    def launch(self, *_):
+        return False
+
+
 class Nccl:
     """Aborts as NCCL does: it waits for the end of the graphs that hold its kernels."""
 
@@ -148,8 +162,9 @@ class Nccl:
         self.dropped, self.patience, self.waits = threading.Event(), patience, []
         self.state, self.runner = generator._workers[0]._state, generator.engine._loop.pool.runner
         self.state.device_type = "cuda"
-        self.runner.graphs = SimpleNamespace(drop=self.dropped.set, check=lambda: None, is_current=lambda: True,
-                                             num_captured=0, num_dropped=0, launch=lambda *_: False)  # fmt: skip
+        self.graphs = self.runner.graphs = Graphs()
+        self.graphs.drop = self.dropped.set
+        generator.engine.group.holds(self.graphs)
         self.own_abort = launch._abort_process_group
         monkeypatch.setattr(launch, "_abort_process_group", self.abort)
 
@@ -199,7 +214,7 @@ def test_graphs_end_before_their_communicators(nccl, monkeypatch, how):
 
 def test_communicators_that_do_not_end_do_not_keep_rank_0(nccl, checkpoint):
     generator, process, stand_in = nccl
-    stand_in.runner.graphs.drop = lambda: None
+    stand_in.graphs.drop = lambda: None
     begin = time.monotonic()
     generator.close()
     assert launch._ABORT <= time.monotonic() - begin < SOON and not stand_in.dropped.is_set()
@@ -302,8 +317,15 @@ hf_paged.disable(model)
 assert torch.equal(beams, model.generate(torch.tensor(prompts[1:]), max_new_tokens=6, num_beams=2, do_sample=False))
 if rank == 0:
     print("TOKENS", [c.token_ids for c in made], [c.token_ids for c in sampled], sum(streamed, []), flush=True)
+left_open = PagedGenerator.from_pretrained(sys.argv[1], tensor_parallel_size=2)
+left_open.generate(prompts, max_new_tokens=2)
 dist.barrier()
 dist.destroy_process_group()
+try:
+    left_open.generate(prompts, max_new_tokens=2)
+    raise SystemExit("generate went on without a process group")
+except RuntimeError as error:
+    assert "has left them" in str(error)
 """
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,3 +82,35 @@ def test_one_rank_meets_nobody():
     logits = torch.ones(2, 3)
     assert SINGLE.all_gather(logits).shape == (1, 2, 3) and SINGLE.all_gather(logits).data_ptr() == logits.data_ptr()
     assert not dist.is_initialized()
+
+
+class Graphs:
+    def __init__(self, log):
+        self.log = log
+
+    def drop(self):
+        self.log.append("graphs")
+
+
+def group_that_holds(graphs):
+    group = ParallelGroup(0, 1)
+    group.meet(CPU)
+    group.size = 2  # a group of one has no collectives to hold
+    group.holds(graphs)
+    return group
+
+
+def test_graphs_end_before_the_process_groups_of_their_ranks(monkeypatch):
+    """NCCL waits for graphs that hold it: a user's destroy_process_group would never return."""
+    log = []
+    monkeypatch.setattr(dist.ProcessGroup, "shutdown", lambda ranks: log.append("ranks"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    graphs = Graphs(log)
+    group_that_holds(graphs)  # and is gone
+    group = group_that_holds(graphs)
+    dist.new_group()
+    gc.collect()
+    dist.destroy_process_group()
+    assert log == ["graphs", *["ranks"] * 4]
+    with pytest.raises(RuntimeError, match="or has left them"):
+        _ = group.hosts
