@@ -262,6 +262,13 @@ class Engine:
                 self._close(request.session)
             self.release_memory()
 
+    def after_step(self, action: Callable[[], None]) -> None:
+        """Do it now, or after the step of this engine that this thread is inside."""
+        if self.is_reentrant():
+            self._deferred.append(action)
+        else:
+            action()
+
     def follow(self) -> None:
         """Do what rank 0 does until it shuts its engine down; for ranks that run no code of the user.
 

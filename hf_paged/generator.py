@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -242,6 +243,10 @@ class PagedGenerator:
 def _end(model: weakref.ref, engine: Engine, workers: list[Workers], owner: int) -> None:
     if workers and os.getpid() != owner:  # a fork shares rank 0's connections: speaking on them would disturb it
         return
+    engine.after_step(partial(_end_between_steps, model, engine, workers))
+
+
+def _end_between_steps(model: weakref.ref, engine: Engine, workers: list[Workers]) -> None:
     causal_lm = model()
     try:
         if causal_lm is not None and patching.is_enabled(causal_lm) and patching.get_engine(causal_lm) is engine:

@@ -90,6 +90,7 @@ class StepGraphs:
         self._arrivals = torch.zeros(int(self._decode_sizes[-1]) * kv_cache.spec.num_kv_heads, dtype=torch.int32,
                                      device=self._device)  # fmt: skip
         self._captured: dict[tuple, Captured | None] = {}
+        self._graphs: list[torch.cuda.CUDAGraph] = []  # also those whose capture an error ended
         self._pool: Any = None  # dies with its last graph
         self._model_signature: tuple | None = None
         self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
@@ -114,10 +115,11 @@ class StepGraphs:
         return tuple(p.data_ptr() for p in self._adapter.model.parameters()), self._adapter.state_key()
 
     def drop(self) -> None:
-        """Destroy all graphs, also those that a traceback still refers to; what is running ends first."""
-        for captured in filter(None, self._captured.values()):
-            captured.graph.reset()
-            self.num_dropped += 1
+        """Destroy all graphs, also those that a traceback still refers to; does not wait for one that runs."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+        self.num_dropped += sum(captured is not None for captured in self._captured.values())
         self._captured.clear()
         self._pool = None
 
@@ -227,6 +229,7 @@ class StepGraphs:
     def _record(self, run: partial, inputs: tuple[torch.Tensor, ...]) -> Captured | None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)
         # Not torch.cuda.graph(): it collects garbage and empties the cache at every capture.
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         try:
@@ -234,7 +237,7 @@ class StepGraphs:
         except BaseException as error:
             with suppress(RuntimeError):  # the first error is the one to see
                 graph.capture_end()
-                graph.reset()  # the traceback refers to it
+            graph.reset()
             # A pool that a broken capture recorded to takes no other: later graphs get a new one.
             self._pool = None
             parallel = self._adapter.group.is_parallel  # ranks have to do the same

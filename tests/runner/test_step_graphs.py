@@ -56,7 +56,8 @@ def uncaptured(monkeypatch):
 
     def capture(self, run, inputs):
         self.num_captured += 1
-        return Captured(Uncaptured(), inputs, run)
+        self._graphs.append(Uncaptured())
+        return Captured(self._graphs[-1], inputs, run)
 
     def get(self, size, run, inputs):
         captured = own_get(self, size, run, inputs)
@@ -195,12 +196,19 @@ def test_dropped_graphs_are_destroyed_whatever_refers_to_them(steps, how):
 class Log(list):
     """Stands in for torch.cuda's streams and graphs, and notes what happens."""
 
+    error_at_end = None
+
+    def end(self):
+        self.append("end")
+        if self.error_at_end is not None:
+            raise self.error_at_end
+
     def stream(self, name):
         return SimpleNamespace(wait_stream=lambda other: self.append(f"{name} waits for {other.name}"), name=name)
 
     def graph(self):
         return SimpleNamespace(capture_begin=lambda *_, **__: self.append("begin"),
-                               capture_end=lambda: self.append("end"), reset=lambda: self.append("destroy"))
+                               capture_end=self.end, reset=lambda: self.append("destroy"))  # fmt: skip
 
 
 @pytest.fixture
@@ -244,6 +252,19 @@ def test_whatever_happens_in_a_capture_the_main_stream_waits_for_it(graphs, monk
     assert log.count("begin") == log.count("end") == (fails_in != "warm-up")
     assert log.count("destroy") == (fails_in == "capture")
     assert not lock.locked()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no memory to instantiate it")])
+def test_a_graph_that_an_error_in_the_end_of_its_capture_left_is_destroyed(graphs, monkeypatch, error):
+    """Only the traceback refers to it."""
+    log = Log()
+    log.error_at_end = error
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", log.graph)
+    with pytest.raises(type(error)):
+        graphs._record(lambda: torch.zeros(1), ())
+    graphs.drop()
+    assert log == ["begin", "end", "destroy"]
 
 
 def test_the_attentions_plan_holds_every_rows_visible_tokens(graphs):

@@ -261,7 +261,7 @@ class _Farewell:
             group.leave()
 
     def abort(self) -> None:
-        """From another thread than the graphs'."""
+        """Nothing: an abort comes from another thread than the graphs' owner, who drops them."""
 
 
 def _connect(devices: Any, device: torch.device, size: int) -> None:

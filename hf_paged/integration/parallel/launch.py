@@ -45,7 +45,7 @@ class _State:
         self.lock = threading.RLock()
         self.workers: list[WorkerProcess] = []
         self.closed = False
-        self.aborting: threading.Thread | None = None
+        self.aborted: threading.Event | None = None  # where aborting has begun
         self.closing = threading.Event()
         self.died = threading.Event()
         self.obituary = ""
@@ -55,7 +55,8 @@ class _State:
         self.group: ParallelGroup | None = None
 
 
-_STARTED: weakref.WeakSet[_State] = weakref.WeakSet()
+# The default process group that the last `Workers.meeting` made.
+_made: weakref.ref | None = None
 
 
 class Workers:
@@ -69,7 +70,6 @@ class Workers:
 
     def __init__(self, state: _State) -> None:
         self._state = state
-        _STARTED.add(state)
         self._finalizer = weakref.finalize(self, _close, state, 0.0)
 
     @property
@@ -164,7 +164,8 @@ class Workers:
 
 def is_leading() -> bool:
     """Is this process in a process group because `Workers.meeting` made one here?"""
-    return any(state.world is not None or (state.aborting and state.aborting.is_alive()) for state in _STARTED)
+    world = _made and _made()
+    return world is not None and world is dist.group.WORLD
 
 
 def launch(size: int, job: Any, device_type: str) -> Workers:
@@ -231,7 +232,8 @@ def _meet(state: _State, group: ParallelGroup, device: torch.device, met: Future
         # After an error, too: it may have come when the default group was made already. One that comes after `close`
         # finds another's.
         if failure is None or not state.closed:
-            state.world, state.group = dist.group.WORLD, group
+            _own(state)
+            state.group = group
     if failure is not None or state.closing.is_set():
         _leave(state)
     if failure is None:
@@ -256,17 +258,28 @@ def _environment_of_ranks() -> Iterator[None]:
                 os.environ[name] = value
 
 
+def _own(state: _State) -> None:
+    """The default process group, if any, is this meeting's."""
+    global _made
+    state.world = dist.group.WORLD
+    _made = state.world and weakref.ref(state.world)
+
+
 def _leave(state: _State) -> None:
-    """End the process group that `Workers.meeting` made, without the other ranks; NCCL's in a thread, `aborting`."""
+    """End the process group that `Workers.meeting` made, without the other ranks; NCCL's in a thread: see `aborted`."""
     with state.lock:
         world, state.world = state.world, None
         group, state.group = state.group, None
         made = world is not None and world is dist.group.WORLD
-        if made and state.device_type == "cuda":
-            state.aborting = threading.Thread(target=_abort, args=(state, group), name="hf_paged-abort",
-                                              daemon=True)  # fmt: skip
-            state.aborting.start()
-            return
+        aborts = made and state.device_type == "cuda"
+        if aborts:
+            state.aborted = threading.Event()
+    if aborts:
+        try:
+            threading.Thread(target=_abort, args=(state, group), name="hf_paged-abort", daemon=True).start()
+        except RuntimeError:  # Python 3.12.1 starts no thread when it ends
+            _abort(state, group)
+        return
     if made:
         dist.destroy_process_group()
     if group is not None:
@@ -274,13 +287,13 @@ def _leave(state: _State) -> None:
 
 
 def _abort(state: _State, group: ParallelGroup | None) -> None:
-    """Destroying NCCL's communicators would wait for other ranks; aborting them waits for the graphs that they are in.
-
-    `state` lives as long as this does.
-    """
-    _abort_process_group()
-    if group is not None:
-        group.leave()
+    """Destroying NCCL's communicators would wait for other ranks; aborting waits for the graphs that they are in."""
+    try:
+        _abort_process_group()
+    finally:
+        if group is not None:
+            group.leave()
+        cast(threading.Event, state.aborted).set()
 
 
 def _watch(state: _State, worker: WorkerProcess) -> None:
@@ -331,13 +344,12 @@ def _close(state: _State, timeout: float) -> None:
         with suppress(RuntimeError):  # the collection of garbage may call this in that thread itself
             state.meeting.join(_PATIENCE)
         if state.meeting.is_alive():  # waits for the dead for ever, and may have made the default group before
-            state.world = dist.group.WORLD
+            _own(state)
             if state.world is None:  # or has begun to: the next one would have another number here than elsewhere
                 _world.group_count = 0
     _leave(state)
-    if state.aborting is not None:
-        with suppress(RuntimeError):  # as above
-            state.aborting.join(_ABORT)
+    if state.aborted is not None:
+        state.aborted.wait(_ABORT)
     state.store = None
     state.closed = True
 

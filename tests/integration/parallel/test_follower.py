@@ -108,7 +108,7 @@ def test_a_worker_loads_while_it_meets(monkeypatch):
             events.append(("engine", args, options))
 
         def follow(self):
-            events.append("follow")
+            events.append("follow" if gc.isenabled() else "follow, and collect no garbage")
 
     def set_device(device):
         current[threading.get_ident()] = device
@@ -118,7 +118,12 @@ def test_a_worker_loads_while_it_meets(monkeypatch):
     monkeypatch.setattr(loading, "load", load)
     monkeypatch.setattr(hf_paged.engine, "Engine", Engine)
     config = PagedConfig()
-    Follower("path", "bfloat16", "cuda", config).run(1, 2, "store")
+    gc.disable()  # as `worker.main`
+    try:
+        Follower("path", "bfloat16", "cuda", config).run(1, 2, "store")
+    finally:
+        gc.unfreeze()
+        gc.enable()
     assert events == [
         ("load", "path", True, "bfloat16", "cuda:1"),
         "in time",

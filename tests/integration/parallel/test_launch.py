@@ -142,6 +142,24 @@ def test_a_killed_worker_ends_the_collective(clean):
     workers.close()
 
 
+def test_communicators_end_where_no_thread_can_be_started(clean, monkeypatch):
+    """As when the interpreter of Python 3.12.1 ends."""
+    workers = launch(2, Follower(), "cpu")
+    meet(workers)
+    workers._state.device_type = "cuda"
+    start, refused = threading.Thread.start, []
+
+    def refuse(thread):
+        if thread.name != "hf_paged-abort":
+            return start(thread)
+        refused.append(thread)
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    workers.close()
+    assert refused and not dist.is_initialized()
+
+
 def test_workers_that_never_meet(clean):
     """A job that raises before it meets rank 0, and a worker killed at once: `meeting` raises. A dropped one ends."""
     failing = launch(2, Follower("no file model.safetensors"), "cpu")
