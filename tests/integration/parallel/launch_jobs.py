@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,11 @@ def meet(workers: Workers) -> ParallelGroup:
 
 def children() -> set[int]:
     """The processes that this one started."""
-    lists = [(task / "children").read_text() for task in Path("/proc/self/task").iterdir()]
-    return {int(child) for row in lists for child in row.split()}
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+            found |= set(map(int, (task / "children").read_text().split()))
+    return found
 
 
 @dataclass(frozen=True)
