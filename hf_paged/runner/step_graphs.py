@@ -237,7 +237,7 @@ class StepGraphs:
         except BaseException as error:
             with suppress(RuntimeError):  # the first error is the one to see
                 graph.capture_end()
-            graph.reset()
+            graph.reset()  # now, where it goes on without: `_graphs` keeps the object until the next drop
             # A pool that a broken capture recorded to takes no other: later graphs get a new one.
             self._pool = None
             parallel = self._adapter.group.is_parallel  # ranks have to do the same
