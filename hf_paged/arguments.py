@@ -64,7 +64,7 @@ def base_seed(seed: int | None, default: int | None) -> int:
     if seed is None:
         seed = default
     if seed is None:
-        seed = int(torch.randint(0, 2**63 - 1, (), device="cpu"))
+        seed = int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu"))
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"seed={seed!r}: expected None or an integer in [0, 2**63)")
     if not 0 <= seed < 2**63:
@@ -140,11 +140,49 @@ class ConfigMerger:
         return tuple(fields), repr(said)
 
 
+class RecentMerges:
+    """`merge_config` for the configs of calls that come one by one: equal ones merge once.
+
+    A config and the model's own are compared by what they say; where that cannot be told from their fields, or any of
+    the code that merges is not transformers' own, each is merged anew.
+    """
+
+    _MOST = 8
+
+    def __init__(self) -> None:
+        self._recent: dict[tuple, GenerationConfig] = {}
+
+    def __call__(self, model: Any, config: GenerationConfig | None) -> GenerationConfig:
+        """Raises what `merge_config` raises. The result is to be read only: later calls get it again."""
+        stock = (model._prepare_generation_config, GenerationConfig.update, GenerationConfig.validate)
+        contents = _contents(config), _contents(model.generation_config)
+        if None in contents or config is None or not all(map(is_own_code, stock)):
+            return merge_config(model, config, {})
+        if (merged := self._recent.get(contents)) is None:
+            merged = merge_config(model, config, {})
+            if len(self._recent) >= self._MOST:
+                self._recent.clear()
+            self._recent[contents] = merged
+        return merged
+
+
+def _contents(config: Any) -> str | None:
+    """What a config says, or None where its values' texts do not tell."""
+    fields = vars(config) if type(config) is GenerationConfig else {"": object()}
+    said = {name: value for name, value in fields.items() if value is not None}
+    return repr(said) if all(map(_is_plain, said.values())) else None
+
+
 def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN or (type(value) is list and all(type(item) in PLAIN for item in value))
 
 
+MOST_COPIES = 1 << 20
+
+
 def num_copies(num_return_sequences: Any) -> int:
-    """How many requests a prompt becomes; ValueError for what is neither None nor an integer of at least 1."""
+    """How many requests a prompt becomes; ValueError for what is neither None nor an integer in [1, `MOST_COPIES`]."""
     require_int("num_return_sequences", num_return_sequences, 1, optional=True)
+    if num_return_sequences is not None and num_return_sequences > MOST_COPIES:
+        raise ValueError(f"num_return_sequences={num_return_sequences!r}: expected at most {MOST_COPIES}")
     return 1 if num_return_sequences is None else num_return_sequences

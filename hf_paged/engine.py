@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
 
-from hf_paged.arguments import ConfigMerger, base_seed, merge_config, token_id_lists, token_ids
+from hf_paged.arguments import ConfigMerger, RecentMerges, base_seed, merge_config, token_id_lists, token_ids
 from hf_paged.config import PagedConfig
 from hf_paged.detokenizer import TextStream
 from hf_paged.errors import EngineClosedError, UnsupportedModelError
@@ -35,6 +35,7 @@ from hf_paged.settings import RequestSettings, check_flags, settings_from_config
 from hf_paged.stopping import StopRule
 from hf_paged.waiting_line import WaitingLine
 
+_CANNOT_RUN = "the model cannot run on the paged engine as it is now: "
 _CLOSED = "this engine is closed: its model was disabled"
 
 
@@ -103,6 +104,10 @@ class Engine:
         self._is_shut_down = False
         self._stop_strings: dict[tuple[str, ...], StopStringCriteria] = {}
         self._deferred: list[Callable[[], None]] = []  # what must wait for the end of a step
+        self._merged = RecentMerges()
+        # `add_request` looks at the model once between two steps; the next step looks for requests that came after.
+        self._has_looked = False
+        self._unlooked: list[str] = []
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -127,18 +132,31 @@ class Engine:
         Raises:
             ValueError, TypeError: naming the argument, the value and what is accepted; nothing is queued then.
             UnsupportedOptionError: a generation option that is not native.
-            UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes).
+            UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes). Of several
+                requests that come before one step, the first raises; where the model changed after it, the later ones
+                end with ``finish_reason="error"``.
         """
-        self.check_runnable()
+        self._check_open()
+        looks = not self._has_looked or self.group.is_parallel
+        if looks:
+            self.check_runnable()
         prompt = self.check_prompt(prompt_token_ids)
-        merged = self.merge_config(generation_config, {})
+        if not isinstance(generation_config, (GenerationConfig, type(None))):
+            self.merge_config(generation_config, {})  # raises
+        merged = self._merged(self._adapter.model, generation_config)
         if merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
         check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-        settings = settings_from_config(merged, len(prompt), self.vocab_size)
-        settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-        return self._public.add(prompt, settings, seed=derive_seed(self.base_seed(seed), 0), request_id=request_id,
-                                priority=priority)  # fmt: skip
+        settings = settings_from_config(merged, len(prompt), self.num_logits)
+        if logprobs or prompt_logprobs:
+            settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        seed = derive_seed(self.base_seed(seed), 0)
+        with self._line.place(), self._lock:
+            made = self._public.add(prompt, settings, seed=seed, request_id=request_id, priority=priority)
+            if not looks:
+                self._unlooked.append(made)
+            self._has_looked = True
+        return made
 
     def step(self) -> list[StepOutput]:
         """Run one step and return what it brought, together with what other callers' steps brought before."""
@@ -315,12 +333,20 @@ class Engine:
         """Number of token ids that the model's embedding takes."""
         return self._adapter.vocab_size
 
+    @property
+    def num_logits(self) -> int:
+        """Number of logits that the model makes of a token: ids in generation options must lie below it."""
+        return self._adapter.num_logits
+
     def check_runnable(self) -> None:
         """Raise UnsupportedModelError where `unsupported_reason` gives one; EngineClosedError after `shutdown`."""
+        self._check_open()
+        if (reason := self.unsupported_reason()) is not None:
+            raise UnsupportedModelError(_CANNOT_RUN + reason)
+
+    def _check_open(self) -> None:
         if self._is_shut_down:
             raise EngineClosedError(_CLOSED)
-        if (reason := self.unsupported_reason()) is not None:
-            raise UnsupportedModelError(f"the model cannot run on the paged engine as it is now: {reason}")
 
     def check_prompt(self, prompt_token_ids: Any) -> list[int]:
         """A prompt that can run, as a list of ints, or ValueError / TypeError naming what is wrong with it."""
@@ -436,6 +462,7 @@ class Engine:
             len(prompt) + settings.min_new_tokens, eos,
             min(len(prompt) + settings.max_new_tokens, self._loop.pool.max_model_len), len(prompt), settings.edits,
         )  # fmt: skip
+        _ = parameters.lines  # encoded here, where what cannot be encoded is its caller's error
         sequence = Sequence(event.request_id, prompt, max_new_tokens=settings.max_new_tokens, eos_token_ids=eos,
                             priority=event.priority, read_cache=not settings.prompt_logprobs)  # fmt: skip
         request = Request(sequence, parameters, session, stop=event.stop)
@@ -457,6 +484,7 @@ class Engine:
             place.leave()
             if always_step or not session.outbox:
                 try:
+                    self._look_for_arrivals()
                     # A streaming caller's code runs between steps, and may have changed the model.
                     self._events.step(look_at_model=session.stream)
                 finally:
@@ -464,6 +492,13 @@ class Engine:
             outputs = list(session.outbox)
             session.outbox.clear()
             return outputs
+
+    def _look_for_arrivals(self) -> None:
+        """End requests of `add_request` that the model, which was looked at before they came, cannot run any more."""
+        unlooked, self._unlooked, self._has_looked = self._unlooked, [], False
+        if unlooked and (reason := self.unsupported_reason()) is not None:
+            for request in [self._loop.requests[i] for i in unlooked if i in self._loop.requests]:
+                self._loop.refuse(request, _CANNOT_RUN + reason)
 
     def _now(self, event: Event) -> Any:
         try:

@@ -207,7 +207,7 @@ class PagedGenerator:
         requests: list[_Request] = []
         for prompt, config, own_seed in zip(ids, configs, seeds, strict=True):
             merged = merge(config)
-            settings = settings_from_config(merged, len(prompt), self.engine.vocab_size)
+            settings = settings_from_config(merged, len(prompt), self.engine.num_logits)
             if logprobs or prompt_logprobs:
                 settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
             copies = num_copies(merged.num_return_sequences)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -11,28 +11,33 @@ from hf_paged.runner.prompt_scores import PromptSpan, Wanted
 from hf_paged.scheduler import StepPlan
 from hf_paged.session import Request
 
+# (request, its method, arguments): called so that an exception ends that request alone.
+Attempt = Callable[..., None]
 
-def wanted_by(plan: StepPlan, requests: Mapping[str, Request]) -> Wanted:
+
+def wanted_by(plan: StepPlan, requests: Mapping[str, Request], attempt: Attempt) -> Wanted:
     """What the requests of a plan's rows ask for."""
+    spans: list[PromptSpan] = []
+
+    def ask(request: Request, row: int) -> None:
+        span = request.span_to_score(row, int(plan.start[row]), int(plan.num_new_tokens[row]))
+        if span is not None:
+            spans.append(span)
+
     rows = [requests[sequence.request_id] for sequence in plan.sequences]
-    spans = []
     for row in range(plan.num_decode_rows, len(rows)):
-        if rows[row].awaits_prompt_logprobs:
-            start, last = int(plan.start[row]), rows[row].sequence.num_prompt_tokens - 1
-            count = min(int(plan.num_new_tokens[row]), last - start)
-            if count > 0:
-                spans.append(PromptSpan(row, start + 1, count))
+        attempt(rows[row], ask, rows[row], row)
     return Wanted(any(request.logprobs is not None for request in rows), tuple(spans))
 
 
-def keep(plan: StepPlan, handle: StepHandle, accepted: np.ndarray, requests: Mapping[str, Request]) -> None:
+def keep(plan: StepPlan, handle: StepHandle, accepted: np.ndarray, requests: Mapping[str, Request],
+         attempt: Attempt) -> None:  # fmt: skip
     """Give the requests what a step brought: ``accepted`` are the rows whose token was taken."""
     if handle.logprobs is not None:
         logprobs = handle.logprobs.tolist()
         for row in accepted.tolist():
-            request = requests.get(plan.sequences[row].request_id)
-            if request is not None and request.logprobs is not None:
-                request.logprobs.append(logprobs[row])
+            if (request := requests.get(plan.sequences[row].request_id)) is not None:
+                attempt(request, request.take_logprob, logprobs[row])
     if handle.prompt_logprobs is not None:
         values, end = handle.prompt_logprobs.tolist(), 0
         for row, first, count in handle.spans:
@@ -40,5 +45,4 @@ def keep(plan: StepPlan, handle: StepHandle, accepted: np.ndarray, requests: Map
             request = requests.get(plan.sequences[row].request_id)
             # A sequence that ended in the meantime may have left its id to another.
             if request is not None and request.sequence is plan.sequences[row]:
-                assert request.prompt_logprobs is not None
-                request.prompt_logprobs[first : first + count] = values[begin:end]
+                attempt(request, request.take_prompt_logprobs, first, values[begin:end])

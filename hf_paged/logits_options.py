@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,7 +39,7 @@ def edits_from_config(config: GenerationConfig, eos: tuple[int, ...], vocab_size
     Args:
         config: fully merged.
         eos: its EOS ids.
-        vocab_size: ids must lie below it.
+        vocab_size: ids must lie below it; as many as the logits of a token.
 
     Raises:
         ValueError: naming the option, its value, and what transformers' processor says of it.
@@ -52,9 +53,13 @@ def edits_from_config(config: GenerationConfig, eos: tuple[int, ...], vocab_size
     for name, value in active.items():
         try:
             fields |= _READERS[name](value, eos)
-        except (ValueError, TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"{name}={value!r}: {error}") from error
+        except Exception as error:  # whatever a value of any form makes transformers raise
+            raise ValueError(f"{name}={value!r:.200}: {error}") from error
     edits = Edits(**fields)
+    for name, sequences in (("sequence_bias", [ids for ids, _ in edits.sequence_bias]),
+                            ("bad_words_ids", edits.bad_words_ids)):  # fmt: skip
+        if not all(sequences):
+            raise ValueError(f"{name}={active[name]!r:.200}: holds an empty sequence, expected token ids")
     for name, ids in (
         ("sequence_bias", _flat(edits.sequence_bias)),
         ("bad_words_ids", (token for sequence in edits.bad_words_ids for token in sequence)),
@@ -62,8 +67,21 @@ def edits_from_config(config: GenerationConfig, eos: tuple[int, ...], vocab_size
         ("forced_bos_token_id", () if edits.forced_bos_token_id is None else (edits.forced_bos_token_id,)),
     ):
         if (wrong := next((token for token in ids if not 0 <= token < vocab_size), None)) is not None:
-            raise ValueError(f"{name}={active[name]!r}: holds {wrong}, expected token ids in [0, {vocab_size})")
+            raise ValueError(f"{name}={active[name]!r:.200}: holds {wrong}, expected token ids in [0, {vocab_size})")
+    if edits.decay_start is not None and not all(0 <= token < vocab_size for token in eos):
+        raise ValueError(f"eos_token_id={list(eos)!r:.200}: expected token ids in [0, {vocab_size}) with "
+                         "exponential_decay_length_penalty, which scores them")  # fmt: skip
     return edits
+
+
+def decay_overflows(edits: Edits, max_new_tokens: int) -> bool:
+    """Does stock's length penalty, a power in Python's floats, overflow before the last new token?"""
+    if edits.decay_start is None:
+        return False
+    try:
+        return not math.isfinite(edits.decay_factor ** max(0, max_new_tokens - edits.decay_start))
+    except (OverflowError, ZeroDivisionError):
+        return True
 
 
 def _flat(bias: tuple[tuple[tuple[int, ...], float], ...]) -> Iterable[int]:
@@ -72,7 +90,7 @@ def _flat(bias: tuple[tuple[tuple[int, ...], float], ...]) -> Iterable[int]:
 
 def _ids(value: Any) -> tuple[int, ...]:
     """An id, or a list or tensor of ids."""
-    ids = torch.as_tensor(value)
+    ids = torch.as_tensor(value, dtype=None, device="cpu")  # the values' own dtype, which is looked at
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise TypeError("expected token ids")
     return tuple(ids.flatten().tolist())
@@ -80,18 +98,27 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 def _sequence_bias(value: Any, eos: tuple[int, ...]) -> dict[str, Any]:
     found = stock.SequenceBiasLogitsProcessor(sequence_bias=value).sequence_bias
-    return {"sequence_bias": tuple((tuple(map(int, ids)), float(bias)) for ids, bias in found.items())}
+    return {"sequence_bias": tuple((tuple(map(int, ids)), _as_default(bias)) for ids, bias in found.items())}
+
+
+def _as_default(number: float) -> float:
+    """As stock's processor makes a tensor of it, which rounds to torch's default dtype."""
+    return float(torch.tensor(number, dtype=torch.get_default_dtype(), device="cpu"))
+
+
+def _tensor(ids: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def _bad_words(value: Any, eos: tuple[int, ...]) -> dict[str, Any]:
-    found = stock.NoBadWordsLogitsProcessor(value, list(eos) or None).sequence_bias
+    found = stock.NoBadWordsLogitsProcessor(value, _tensor(eos) if eos else None).sequence_bias
     return {"bad_words_ids": tuple(tuple(map(int, ids)) for ids in found)}
 
 
 def _decay(value: Any, eos: tuple[int, ...]) -> dict[str, Any]:
     if not eos:
         raise ValueError("expected an eos_token_id with it")
-    made = stock.ExponentialDecayLengthPenalty(value, list(eos), 0)
+    made = stock.ExponentialDecayLengthPenalty(value, _tensor(eos), 0)
     return {"decay_start": int(made.regulation_start), "decay_factor": float(made.regulation_factor)}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,15 @@ from hf_paged import log_probs
 from hf_paged.config import PagedConfig
 from hf_paged.errors import EngineClosedError
 from hf_paged.integration.models import ModelAdapter
-from hf_paged.outputs import Completion, StepOutput
 from hf_paged.runner.model_runner import StepHandle
 from hf_paged.runner.pool import DevicePool
 from hf_paged.runner.prompt_scores import NOTHING
 from hf_paged.runner.weights import WeightsGuard
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
-from hf_paged.session import Request
+from hf_paged.session import Request, failed_output
 from hf_paged.stopping import ended
+
+logger = logging.getLogger(__name__)
 
 NAN_ERROR = "the model's logits hold NaN, or no finite value to sample from"
 
@@ -71,6 +73,13 @@ class StepLoop:
         """End a request; nothing may be in flight (see `drain`)."""
         self.scheduler_or_build().finish(request.sequence, reason)
         self.finish(request)
+
+    def refuse(self, request: Request, error: str) -> None:
+        """End a request that came and cannot run."""
+        self.drain()
+        if request.request_id in self.requests:
+            request.error = error
+            self.end(request, "error")
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -156,7 +165,7 @@ class StepLoop:
         assert self.scheduler is not None and self.pool.runner is not None
         try:
             parameters = [self.requests[s.request_id].parameters for s in plan.admitted]
-            wanted = log_probs.wanted_by(plan, self.requests) if self._any_logprobs else NOTHING
+            wanted = log_probs.wanted_by(plan, self.requests, self._attempt) if self._any_logprobs else NOTHING
             handle = self.pool.runner.launch(plan, parameters, wanted)
         except Exception:
             # Everything is where it was before this step: nothing of it may stay published, and what ran runs anew.
@@ -186,13 +195,13 @@ class StepLoop:
                 request.error = NAN_ERROR
         result = self.scheduler.commit(plan, tokens)
         self.totals["generated"] += len(result.accepted)
-        log_probs.keep(plan, handle, result.accepted, self.requests)
+        log_probs.keep(plan, handle, result.accepted, self.requests, self._attempt)
         if self._any_stop:
             self._stop(plan, result.accepted, tokens)
         for row in result.accepted if self._any_stream else ():
             request = self.requests.get(plan.sequences[row].request_id)
             if request is not None and request.session.stream:
-                self._emit(request, int(tokens[row]))
+                self._attempt(request, request.emit, int(tokens[row]))
         for sequence in result.finished:
             if sequence.request_id in self.requests:
                 self.finish(self.requests[sequence.request_id])
@@ -203,29 +212,28 @@ class StepLoop:
         found = ((self.requests.get(plan.sequences[row].request_id), int(tokens[row])) for row in rows.tolist())
         for request_id, reason in ended((request, token) for request, token in found if request is not None).items():
             request = self.requests[request_id]
-            if request.sequence.finish_reason is None:
+            if isinstance(reason, Exception):
+                self._fail(request, reason)
+            elif request.sequence.finish_reason is None:
                 self.scheduler.finish(request.sequence, reason)
                 self.finish(request)
 
-    def _emit(self, request: Request, token: int) -> None:
-        done = request.sequence.finish_reason is not None
-        if request.sequence.num_output_tokens <= request.num_emitted or done:
-            return  # made again after a recovery, or part of the completion's own output
+    def _attempt(self, request: Request, action: Callable[..., None], *args: Any) -> None:
+        """Do what belongs to one request: where it raises, that request ends with the error, and no other."""
         try:
-            text = request.text.push([token]) if request.text else None
+            action(*args)
         except Exception as error:
             self._fail(request, error)
-            return
-        request.num_emitted += 1
-        logprobs = None if request.logprobs is None else request.logprobs[-1:]
-        request.session.outbox.append(StepOutput(request.request_id, [token], text, new_logprobs=logprobs))
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """The tokenizer raised: this request ends, the others go on."""
+        """End a request with what was raised in its own part of a step."""
         assert self.scheduler is not None
-        request.error, request.text = f"the tokenizer failed: {error!r}", None
+        if request.error is not None:
+            return  # of a sharded model, and on its way to the other ranks already
+        logger.warning("hf_paged: request %s ends: %r", request.sequence.request_id, error, exc_info=error)
+        request.error, request.text = f"this request failed: {error!r}", None
         if self._adapter.group.is_parallel:  # to be ended on every rank
-            self.failed_here.append(request.request_id)
+            self.failed_here.append(request.sequence.request_id)
             return
         self.scheduler.finish(request.sequence, "error")
         self.finish(request)
@@ -233,27 +241,14 @@ class StepLoop:
     def finish(self, request: Request) -> None:
         """Deliver the completion of a request that the scheduler ended."""
         sequence, session = request.sequence, request.session
-        token_ids = list(sequence.output_token_ids)
-        fresh = token_ids[request.num_emitted :] if session.stream else token_ids
-        reason, error = sequence.finish_reason or "abort", request.error
-        text = piece = None
         try:
-            if self._tokenizer is not None and session.text and error is None:
-                text = piece = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-            if request.text is not None and text is not None:
-                piece = request.text.push(fresh) + request.text.finish(text)
-        except Exception as failure:
-            reason, error, text = "error", f"the tokenizer failed: {failure!r}", None
-        if reason == "error" and error is None:
-            error = f"{sequence.num_tokens + 1} tokens do not fit into the KV pool alone"
-        scores, prompt_scores = request.logprobs, request.prompt_logprobs
-        completion = Completion(token_ids, text, reason, sequence.token_ids[: sequence.num_prompt_tokens], scores,
-                                sequence.num_cached_tokens, error if reason == "error" else None,
-                                None if request.awaits_prompt_logprobs else prompt_scores)  # fmt: skip
-        fresh_scores = None if scores is None else scores[len(token_ids) - len(fresh) :]
-        session.outbox.append(StepOutput(request.request_id, fresh, piece, reason, completion, fresh_scores))
-        del self.requests[request.request_id]
-        del session.open[request.request_id]
+            output = request.completed(self._tokenizer)
+        except Exception as error:
+            said = request.error or f"this request failed at its end: {error!r}"
+            output = failed_output(sequence, request.num_emitted if session.stream else 0, said)
+        session.outbox.append(output)
+        del self.requests[sequence.request_id]
+        del session.open[sequence.request_id]
 
     def _receive(self, scheduler: Scheduler) -> None:
         """Prompts arrived: is the runner ready for the model as it is now, and may older cache content be used?"""
@@ -341,11 +336,19 @@ class StepLoop:
         self._guard.forget()
         self._retire_scheduler()
         self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.runner is not None else None
-        for request in self.requests.values():
-            request.restart()
-            self.scheduler_or_build().add(request.sequence)
+        for request in list(self.requests.values()):
+            self._start_again(request)
         self._arrivals = list(self.requests.values())
         self.dirty = False
+
+    def _start_again(self, request: Request) -> None:
+        try:
+            request.restart()
+        except Exception as error:  # the scheduler does not know it any more
+            request.error = f"this request failed: {error!r}"
+            self.finish(request)
+        else:
+            self.scheduler_or_build().add(request.sequence)
 
     def _restart_over_a_new_pool(self) -> None:
         """The model went to another dtype or device under running requests: they start over."""
@@ -368,8 +371,13 @@ class StepLoop:
 
 @contextmanager
 def _ambient(device: torch.device) -> Iterator[None]:
-    """The state the engine runs in, whatever its caller's: the model's GPU current, autocast off."""
-    with torch.autocast(device.type, enabled=False):
+    """The state the engine runs in, whatever its caller's: the model's GPU current, autocast and default device off.
+
+    No tensor of ours depends on the default dtype, which all threads share, so that it cannot be set here.
+    """
+    # A default device costs every call of torch some microseconds, so it is only set against one of the caller's.
+    has_default = torch.utils._device.CURRENT_DEVICE is not None
+    with torch.autocast(device.type, enabled=False), torch.device(device) if has_default else nullcontext():
         if device.type == "cuda":
             with torch.cuda.device(device):
                 yield

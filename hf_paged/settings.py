@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
 from hf_paged.errors import UnsupportedOptionError
-from hf_paged.logits_options import GREEDY_TOO, SAMPLING_ONLY, edits_from_config
+from hf_paged.logits_options import GREEDY_TOO, SAMPLING_ONLY, decay_overflows, edits_from_config
 from hf_paged.runner.edits import NEUTRAL, Edits
 
 # Options that the engine carries out itself.
@@ -148,10 +150,26 @@ def _option_beyond(config: GenerationConfig, carried_out: frozenset[str]) -> str
 def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_size: int) -> RequestSettings:
     """Read a fully merged config (user over model over defaults) for a prompt of `prompt_length` tokens.
 
+    Args:
+        vocab_size: number of logits of a token: ids in options must lie below it.
+
     Raises:
         UnsupportedOptionError: an option that is not native.
-        ValueError: a value outside what stock generate accepts, or no room for a new token.
+        ValueError: a value outside what stock generate accepts or the engine's tables hold, or no room for a new token.
+        TypeError: a value of another type than stock takes.
     """
+    try:
+        settings = _read(config, prompt_length, vocab_size)
+    except OverflowError as error:  # an integer that no float holds
+        raise ValueError(f"generation settings: {error}, expected numbers that a float holds") from error
+    _check_numbers(settings)
+    if decay_overflows(settings.edits, settings.max_new_tokens):
+        raise ValueError(f"exponential_decay_length_penalty={config.exponential_decay_length_penalty!r:.200}: expected "
+                         "a penalty that stays a finite number for all new tokens")  # fmt: skip
+    return settings
+
+
+def _read(config: GenerationConfig, prompt_length: int, vocab_size: int) -> RequestSettings:
     if (option := unsupported_option(config)) is not None:
         raise UnsupportedOptionError(f"{option} is not carried out by the paged engine; use model.generate for it")
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "top_k"):
@@ -189,6 +207,40 @@ def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_siz
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"{name}={value!r}: expected a number in [0, 1]")
     return RequestSettings(max_new_tokens, max(min_new_tokens, 0), True, temperature, top_k, top_p, min_p, **ends)
+
+
+# Integers that only the host's Python reads: the length is cut to what there is room for, ids that no token has are
+# dropped.
+_UNBOUNDED = ("max_new_tokens", "eos_token_ids")
+
+
+def _check_numbers(settings: RequestSettings | Edits) -> None:
+    """ValueError naming the first field with a number that int32 or float32, as kernels read them, does not hold."""
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, Edits):
+            _check_numbers(value)
+        elif field.name not in _UNBOUNDED and not all(map(_is_encodable, _numbers_in(value))):
+            name = _NAMES_IN_CONFIG.get(field.name, field.name)
+            raise ValueError(f"{name}={value!r:.200}: expected integers in [-2**31, 2**31), and no NaN")
+
+
+_NAMES_IN_CONFIG = dict.fromkeys(("decay_start", "decay_factor"), "exponential_decay_length_penalty")
+
+
+def _numbers_in(value: Any) -> Iterator[int | float]:
+    """The numbers in a value, nested tuples included."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _numbers_in(item)
+    elif isinstance(value, (int, float)):
+        yield value
+
+
+def _is_encodable(number: int | float) -> bool:
+    if isinstance(number, float):
+        return math.isinf(number) or abs(number) <= FLOAT32.max
+    return -(2**31) <= number < 2**31
 
 
 def check_flags(**flags: Any) -> None:

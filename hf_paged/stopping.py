@@ -33,23 +33,48 @@ class StopRule:
         """Forget the output."""
         self.tail = deque(self.before, maxlen=self.strings.maximum_token_len if self.strings is not None else 0)
 
+    def push(self, token: int) -> tuple[int, int] | None:
+        """Take a token in; rows of one key can be looked at by one call of their criterion, None: no stop strings."""
+        if self.strings is None:
+            return None
+        self.tail.append(token)
+        return id(self.strings), len(self.tail)
 
-def ended(accepted: Iterable[tuple[Request, int]]) -> dict[str, str]:
-    """Which requests end with the token that they just got: {request_id: finish_reason}."""
-    result: dict[str, str] = {}
-    watched = [(request, token) for request, token in accepted if request.stop is not None]
+    def is_late(self, now: float) -> bool:
+        """Is the time of the call over?"""
+        return self.deadline is not None and now > self.deadline
+
+
+def ended(accepted: Iterable[tuple[Request, int]]) -> dict[str, str | Exception]:
+    """Which requests end with the token that they just got: {request_id: finish_reason, or what its check raised}."""
+    result: dict[str, str | Exception] = {}
+    groups: dict[tuple[int, int], list[Request]] = {}
     now = time.time()
-    groups: dict[tuple[int, int], list[Request]] = {}  # rows that one call of one criterion can look at
-    for request, token in watched:
-        rule = request.stop
-        assert rule is not None
-        if rule.deadline is not None and now > rule.deadline:
-            result[request.request_id] = "length"
-        if rule.strings is not None:
-            rule.tail.append(token)
-            groups.setdefault((id(rule.strings), len(rule.tail)), []).append(request)
+    for request, token in accepted:
+        if (rule := request.stop) is None:
+            continue
+        try:
+            key = rule.push(token)
+            if rule.is_late(now):
+                result[request.request_id] = "length"
+        except Exception as error:
+            result[request.request_id] = error
+            continue
+        if key is not None:
+            groups.setdefault(key, []).append(request)
     for requests in groups.values():
-        rules: list[Any] = [request.stop for request in requests]
-        matched = rules[0].strings(torch.tensor([list(rule.tail) for rule in rules]), None)
-        result |= {request.request_id: "stop" for request, hit in zip(requests, matched.tolist(), strict=True) if hit}
+        result |= _matched(requests)
     return result
+
+
+def _matched(requests: list[Request]) -> dict[str, str | Exception]:
+    """Those of rows with one criterion and tails of one length that it stops; where it raises, row by row."""
+    rules: list[Any] = [request.stop for request in requests]
+    try:
+        tails = torch.tensor([list(rule.tail) for rule in rules], dtype=torch.int64, device="cpu")
+        hits = rules[0].strings(tails, None).tolist()
+    except Exception as error:
+        if len(requests) == 1:
+            return {requests[0].request_id: error}
+        return {key: end for request in requests for key, end in _matched([request]).items()}
+    return {request.request_id: "stop" for request, hit in zip(requests, hits, strict=True) if hit}

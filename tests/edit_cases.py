@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 
 from hf_paged.kernels.sample_tokens import SamplingTable
-from hf_paged.runner.edits import Edits, EditState, sample_edited
+from hf_paged.runner.edits import Edits, EditState, encode_edits, sample_edited
 from hf_paged.runner.sampler import SamplingRows, derive_seed
 
 DRAWN = {"do_sample": True, "top_k": 0}
@@ -93,11 +93,8 @@ class Batch:
         self.put()
 
     def put(self) -> None:
-        self.state.put(
-            self.slots.cpu().numpy().astype(np.int64), [row.edits for row in self.rows],
-            [row.prompt_length for row in self.rows], [row.max_length for row in self.rows],
-            [row.eos for row in self.rows],
-        )  # fmt: skip
+        lines = [encode_edits(row.edits, row.prompt_length, row.max_length, row.eos) for row in self.rows]
+        self.state.put(self.slots.cpu().numpy().astype(np.int64), lines)
 
     @property
     def features(self) -> frozenset[str]:

@@ -54,6 +54,7 @@ class BatchedRequest:
     lifespan: tuple[float, float] = (-1, -1)
     is_cut: bool = False  # it gets fewer tokens than it asked for, since there is no room for more
     is_cancelled: bool = False
+    is_failed: bool = False  # its last output was made; what the engine still brings of it is dropped
 
     @property
     def needs_tokens(self) -> bool:
@@ -147,7 +148,7 @@ def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings
         wanted = config.max_length - len(request.prompt)
     if wanted is None or (isinstance(wanted, int) and wanted > room):
         config.max_new_tokens, request.is_cut = room, True
-    settings = settings_from_config(config, len(request.prompt), engine.vocab_size)
+    settings = settings_from_config(config, len(request.prompt), engine.num_logits)
     return dataclasses.replace(settings, logprobs=request.wants_logprobs)
 
 
@@ -169,7 +170,7 @@ def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousB
     try:
         sized = copy.copy(config)
         sized.max_new_tokens = config.max_new_tokens or 1  # lengths are each request's own
-        engine.stop_rule(settings_from_config(sized, 1, engine.vocab_size), [])
+        engine.stop_rule(settings_from_config(sized, 1, engine.num_logits), [])
         token_id_tuple(config.eos_token_id)
     except (ValueError, TypeError) as error:
         return str(error)

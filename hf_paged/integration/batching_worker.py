@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+BROKE = "the engine broke while this request ran: "
+
 
 class BatchingWorker:
     """The loop over one engine. Requests whose tokens are looked at one by one have a session that streams."""
@@ -28,36 +30,55 @@ class BatchingWorker:
         self._engine = engine
         self._device = manager.model.device
         self._running: dict[str, BatchedRequest] = {}  # by the engine's id
+        self._arrived: list[BatchedRequest] = []  # and not given to the engine yet
 
     def run(self) -> None:
-        """Until the manager says that it is over, or something breaks: then every open request fails with it."""
+        """Until the manager says that it is over. A step that breaks fails what was running, and the loop goes on."""
         error: BaseException | None = None
         try:
-            with self._engine.session(stream=True, text=False) as streams, self._engine.session(text=False) as others:
-                while self._manager.wait_for_work(self._settle):
-                    arrivals, cancelled = self._board.take_news()
-                    self._abort(cancelled)
-                    self._admit(arrivals, streams, others)
-                    self._step(streams)
-                    self._step(others)
-                self._abort(list(self._running.values()))
-                for session in (streams, others):
-                    self._collect(session.advance() if session.unfinished() else [])
+            while not self._run_until_it_breaks():
+                pass
         except BaseException as raised:
             error = raised
             logger.error("hf_paged: continuous batching ended by %r", raised, exc_info=raised)
         finally:
             self._manager.end(error)
 
+    def _run_until_it_breaks(self) -> bool:
+        """True once the manager says that it is over; False where the engine raised: new sessions have to be made."""
+        try:
+            with self._engine.session(stream=True, text=False) as streams, self._engine.session(text=False) as others:
+                while self._manager.wait_for_work(self._settle):
+                    arrivals, cancelled = self._board.take_news()
+                    self._arrived = arrivals
+                    self._abort(cancelled)
+                    self._admit(streams, others)
+                    self._step(streams)
+                    self._step(others)
+                self._abort(list(self._running.values()))
+                for session in (streams, others):
+                    self._collect(session.advance() if session.unfinished() else [])
+        except Exception as error:
+            if not self._running and not self._arrived:
+                raise  # no request is to blame, and nothing would be different the next time
+            logger.error("hf_paged: the engine broke in continuous batching and starts afresh: %r", error, exc_info=error)
+            self._fail([*self._running.values(), *self._arrived], f"{BROKE}{error!r}")
+            self._running.clear()
+            return False
+        return True
+
+    def _fail(self, requests: list[BatchedRequest], error: str) -> None:
+        self._board.deliver([(request, request.finish(error)) for request in requests])
+
     def _settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _admit(self, arrivals: list[BatchedRequest], streams: Session, others: Session) -> None:
+    def _admit(self, streams: Session, others: Session) -> None:
         """Give the engine what it can run; the rest ends here, each with its own error."""
         refused: list[tuple[BatchedRequest, GenerationOutput]] = []
-        reason = self._engine.unsupported_reason() if arrivals else None
-        for request in arrivals:
+        reason = self._engine.unsupported_reason() if self._arrived else None
+        for request in self._arrived:
             try:
                 if reason is not None:
                     raise ValueError(f"the model cannot run on the paged engine as it is now: {reason}")
@@ -70,6 +91,7 @@ class BatchingWorker:
             else:
                 request.start()
                 self._running[engine_id] = request
+        self._arrived = []
         self._board.deliver(refused)
 
     def _abort(self, requests: list[BatchedRequest]) -> None:
@@ -90,22 +112,34 @@ class BatchingWorker:
         delivered: list[tuple[BatchedRequest, GenerationOutput]] = []
         for output in outputs:
             request = self._running[output.request_id]
-            if output.new_token_ids:
-                request.extend(output.new_token_ids, output.new_logprobs)
             if output.completion is not None:
                 del self._running[output.request_id]
-                delivered.append((request, request.finish(_error(request, output))))
-            elif request.streaming:
-                delivered.append((request, request.output()))
+            if request.is_failed:
+                continue
+            try:
+                made = self._take(request, output)
+            except Exception as error:  # this request's own: the others' outputs still have to be handed over
+                request.is_failed = True
+                self._abort([request])
+                made = request.finish(f"this request failed: {error!r}")
+            if made is not None:
+                delivered.append((request, made))
         if delivered:
             self._board.deliver(delivered)
+
+    def _take(self, request: BatchedRequest, output: StepOutput) -> GenerationOutput | None:
+        """What one output of the engine brings for its request."""
+        if output.new_token_ids:
+            request.extend(output.new_token_ids, output.new_logprobs)
+        if output.completion is not None:
+            return request.finish(_error(request, output))
+        return request.output() if request.streaming else None
 
     def _fail_lost(self, session: Session) -> None:
         """`disable` ends requests without a word to their callers."""
         lost = [key for key, request in self._running.items() if request.needs_tokens == session.stream]
         failed = [self._running.pop(key) for key in lost]
-        error = "the model was disabled, or enabled anew, while this request ran"
-        self._board.deliver([(request, request.finish(error)) for request in failed])
+        self._fail(failed, "the model was disabled, or enabled anew, while this request ran")
 
 
 def _error(request: BatchedRequest, output: StepOutput) -> str | None:

@@ -24,6 +24,7 @@ from hf_paged.engine import Engine
 from hf_paged.integration import fallback
 from hf_paged.integration.batching_manager import KEPT, PagedBatchingManager, runs_on
 from hf_paged.integration.batching_requests import batching_config, paged_config, stock_reason
+from hf_paged.integration.batching_worker import BROKE
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ def _run_batch(manager: PagedBatchingManager, inputs: list[Any], record_timestam
     """Every input's output; children before their parent, as in transformers 5.23.
 
     Raises:
-        RuntimeError: the thread died; what it had finished is lost.
+        RuntimeError: the engine broke, or the thread died; what was finished is lost.
     """
     copies = num_copies(manager.generation_config.num_return_sequences)
     ids = manager.add_requests(inputs, record_timestamps=record_timestamps)
@@ -156,6 +157,8 @@ def _run_batch(manager: PagedBatchingManager, inputs: list[Any], record_timestam
             if error is not None or (output is None and not manager.is_running()):
                 raise RuntimeError(f"generate_batch: the generation thread died: {error!r}") from error
     if failed := [key for key in order if results[key].error is not None]:
+        if broken := next((text for key in failed if (text := str(results[key].error)).startswith(BROKE)), None):
+            raise RuntimeError(f"generate_batch: {broken}")
         logger.error("hf_paged: requests %s failed: %s", failed, results[failed[0]].error)
     return {key: results[key] for key in order}
 

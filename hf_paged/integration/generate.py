@@ -49,8 +49,11 @@ def sample(engine: Engine | None, stock_sample: Callable, model: Any, input_ids:
 
     if engine is None or in_fallback(engine):
         return stock(streamer)
-    call = _recognise(engine, model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
-                      model_kwargs)  # fmt: skip
+    try:
+        call = _recognise(engine, model, input_ids, logits_processor, stopping_criteria, generation_config,
+                          synced_gpus, model_kwargs)  # fmt: skip
+    except Exception as error:  # what cannot be read, stock may carry out, or it raises what it raises
+        call = f"this call cannot be read: {error!r:.200}"
     if isinstance(call, str):
         in_stock = functools.partial(
             stock_sample, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
@@ -60,8 +63,8 @@ def sample(engine: Engine | None, stock_sample: Callable, model: Any, input_ids:
                                          synced_gpus, model_kwargs)  # fmt: skip
     check_token_ids(input_ids, engine.vocab_size)
     columns = _Columns(len(call.prompts), call, streamer)
-    if (error := _run(engine, call, columns)) is not None:
-        announce_fallback(engine, error)
+    if (reason := _run(engine, call, columns)) is not None:
+        announce_fallback(engine, reason)
         return stock(_SkippingStreamer(streamer, columns.num_put) if streamer is not None else None)
     if streamer is not None:
         streamer.end()
@@ -79,7 +82,7 @@ def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
                 session.add(prompt, settings, seed=derive_seed(seed, row), stop=stop): row
                 for row, (prompt, settings, stop) in each
             }
-        except EngineClosedError as error:
+        except (EngineClosedError, ValueError) as error:  # closed meanwhile, or settings that cannot be encoded
             return str(error)
         while session.unfinished():
             for output in session.advance():
@@ -116,7 +119,7 @@ class _Columns:
         while self.num_put < ready:
             column = [row[self.num_put] if self.num_put < len(row) else self._pad for row in self.rows]
             self.num_put += 1
-            self.streamer.put(torch.tensor(column, device="cpu"))
+            self.streamer.put(torch.tensor(column, dtype=torch.int64, device="cpu"))
 
     def tensor(self) -> torch.Tensor:
         """int64 [rows, longest], padded on the right."""
@@ -162,7 +165,7 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
         return reason
     max_length = stopping_criteria.max_length
     try:
-        settings = settings_from_config(config, input_ids.shape[1], engine.vocab_size)
+        settings = settings_from_config(config, input_ids.shape[1], engine.num_logits)
     except (ValueError, TypeError) as error:
         return str(error)
     if settings.max_new_tokens != max_length - input_ids.shape[1]:
@@ -174,6 +177,8 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
         return f"pad_token_id={pad} is outside the vocabulary"
     if stops != Stops(None, None) and len(prompts) > 1 and not settings.eos_token_ids:
         return "stop_strings or max_time without an EOS: rows that met theirs go on until all have"
+    if settings.edits.repetition_penalty != 1.0 and int(input_ids.max()) >= engine.num_logits:
+        return "repetition_penalty with token ids that the head has no logits for"
     paddings = _paddings(input_ids, prompts)
     if any(paddings) and (reason := _padding_reason(settings.edits, paddings, min(map(len, prompts)))) is not None:
         return reason

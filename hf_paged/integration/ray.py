@@ -115,7 +115,7 @@ class PagedActor:
         if self._merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={self._merged.num_return_sequences!r}: expected 1; give a row for "
                              "each, with an id of its own")  # fmt: skip
-        engine.stop_rule(settings_from_config(self._merged, 1, engine.vocab_size), [])
+        engine.stop_rule(settings_from_config(self._merged, 1, engine.num_logits), [])
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """`batch` with the output columns appended.
@@ -169,7 +169,7 @@ class PagedActor:
         engine = self._generator.engine
         try:
             ids = engine.check_prompt(as_prompt_list([prompt], self._generator.tokenizer)[0])
-            settings_from_config(self._merged, len(ids), engine.vocab_size)
+            settings_from_config(self._merged, len(ids), engine.num_logits)
             return ids, row_seed(key, self._seed)
         except _BROKEN:
             raise

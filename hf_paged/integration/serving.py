@@ -96,7 +96,7 @@ def _one(model: Any, config: GenerationConfig) -> GenerationConfig:
 
 def _alone(model: Any, inputs: Any, config: GenerationConfig) -> tuple[dict[str, torch.Tensor], GenerationConfig]:
     """The arguments of a `model.generate` call for a request that was prepared for continuous batching."""
-    ids = torch.tensor([inputs["input_ids"]], device=model.device)
+    ids = torch.tensor([inputs["input_ids"]], dtype=torch.int64, device=model.device)
     config = copy.deepcopy(config)
     config.use_cache = True  # the server turned it off, since continuous batching keeps a cache of its own
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, config

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,27 +11,32 @@ import torch
 from hf_paged.runner.upload import upload
 
 
-class SharedLines:
-    """``table`` [lines, width] int32: one line per distinct setting, written once; line 0 stands for ``()``, nothing.
+# A list of one request may not make the table of all requests outgrow the device: 1 MiB a line.
+MOST_NUMBERS = 1 << 18
+_NOTHING = np.zeros(1, dtype=np.int32).tobytes()
 
-    A line that no slot uses any more keeps its setting until another needs the place.
+
+class SharedLines:
+    """``table`` [lines, width] int32: one line per distinct setting, written once; line 0 stands for nothing.
+
+    Settings come encoded (`encode_tokens`, `encode_rules`, `encode_bars`), as bytes. A line that no slot uses any more
+    keeps its setting until another needs the place.
     """
 
-    def __init__(self, encode: Callable[[Any], np.ndarray], device: torch.device) -> None:
-        self._encode = encode
-        self._line_of: dict[Hashable, int] = {(): 0}
-        self._settings: list[Hashable] = [()]
-        self._users = [1]  # the first line is never free
-        self._used_by: dict[int, int] = {}
+    def __init__(self, device: torch.device) -> None:
         self.table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         self.moves = 0  # reallocations of the table
+        self.forget()
 
     def forget(self) -> None:
         """No slot has a setting, and no line but the first holds one; the table stays where it is."""
-        self._line_of, self._settings, self._users, self._used_by = {(): 0}, [()], [1], {}
+        self._line_of: dict[bytes, int] = {_NOTHING: 0}
+        self._settings: list[bytes] = [_NOTHING]
+        self._users = [1]  # the first line is never free
+        self._used_by: dict[int, int] = {}
 
-    def assign(self, slots: list[int], settings: list[Any]) -> list[int]:
-        """Give slots new settings (tuples); the lines where these are."""
+    def assign(self, slots: list[int], settings: list[bytes]) -> list[int]:
+        """Give slots new settings; the lines where these are."""
         for slot in slots:
             line = self._used_by.pop(slot, None)
             if line is not None:
@@ -51,19 +55,19 @@ class SharedLines:
             self._write(fresh)
         return lines
 
-    def _take(self, setting: Hashable) -> int:
+    def _take(self, setting: bytes) -> int:
         if 0 in self._users:
             line = self._users.index(0)
             del self._line_of[self._settings[line]]
         else:
             line = len(self._users)
             self._users.append(0)
-            self._settings.append(())
+            self._settings.append(_NOTHING)
         self._line_of[setting], self._settings[line] = line, setting
         return line
 
     def _write(self, lines: list[int]) -> None:
-        rows = [self._encode(self._settings[line]) for line in lines]
+        rows = [np.frombuffer(self._settings[line], dtype=np.int32) for line in lines]
         self._reserve(len(self._users), max(len(row) for row in rows))
         block = np.zeros((len(rows), self.table.shape[1]), dtype=np.int32)
         for place, row in zip(block, rows, strict=True):
@@ -81,9 +85,30 @@ class SharedLines:
             self.table[: len(old), : old.shape[1]] = old
 
 
+def int_line(name: str, values: Sequence[int], dtype: type = np.int64) -> np.ndarray:
+    """``values`` [N] as `dtype`; ValueError where one does not fit, or where there are more than a line may hold."""
+    if len(values) > MOST_NUMBERS:
+        raise ValueError(f"{name}: {len(values)} numbers, expected at most {MOST_NUMBERS}")
+    try:
+        return np.array(values, dtype=dtype)
+    except OverflowError as error:
+        bits = np.iinfo(dtype).bits
+        raise ValueError(f"{name}={tuple(values)!r:.200}: expected integers that {bits} bits hold") from error
+
+
+def float_line(name: str, values: Sequence[float]) -> np.ndarray:
+    """``values`` [N] as float32; ValueError for NaN, and for a finite number that float32 cannot hold."""
+    exact = np.array(values, dtype=np.float64)
+    with np.errstate(over="ignore"):
+        line = exact.astype(np.float32)
+    if np.isnan(exact).any() or (np.isinf(line) != np.isinf(exact)).any():
+        raise ValueError(f"{name}={tuple(values)!r:.200}: expected numbers that float32 holds")
+    return line
+
+
 def encode_tokens(tokens: tuple[int, ...]) -> np.ndarray:
-    """A list of tokens as a line of `EditTable.lists`, int32."""
-    return np.array([len(tokens), *tokens], dtype=np.int32)
+    """A list of tokens as a line of `EditTable.lists`, int32; ValueError as `int_line`."""
+    return int_line("token ids", (len(tokens), *tokens), np.int32)
 
 
 def encode_rules(rules: tuple[tuple[tuple[int, ...], float], ...]) -> np.ndarray:
@@ -109,9 +134,10 @@ def encode_rules(rules: tuple[tuple[tuple[int, ...], float], ...]) -> np.ndarray
         rule_at += 4 * len(ends)
         for prefix, bias in ends:
             least = len(prefix) + (bool(prefix) and not fills_context)
-            body += [prefix_at + len(prefixes), len(prefix), least, int(np.float32(bias).view(np.int32))]
+            bits = int(float_line("sequence_bias", (bias,)).view(np.int32)[0])
+            body += [prefix_at + len(prefixes), len(prefix), least, bits]
             prefixes += prefix
-    return np.array(head + body + prefixes, dtype=np.int32)
+    return int_line("sequence_bias, bad_words_ids", head + body + prefixes, np.int32)
 
 
 def encode_bars(sequences: tuple[tuple[int, ...], ...]) -> np.ndarray:
@@ -128,7 +154,8 @@ def stock_matches_whole_context() -> bool:
     from transformers import SequenceBiasLogitsProcessor
 
     processor = SequenceBiasLogitsProcessor([[[1, 1], 1.0]])
-    return bool(processor(torch.ones(1, 1, dtype=torch.int64), torch.zeros(1, 2)).any())
+    scores = torch.zeros(1, 2, dtype=torch.float32, device="cpu")
+    return bool(processor(_one_token(), scores).any())
 
 
 @cache
@@ -136,5 +163,10 @@ def stock_decays_finite_only() -> bool:
     """Does the installed transformers leave a barred EOS out of its length penalty (5.23: yes, 5.17: it turns NaN)?"""
     from transformers import ExponentialDecayLengthPenalty
 
-    processor = ExponentialDecayLengthPenalty((0, 2.0), 0, 0)
-    return not bool(processor(torch.ones(1, 1, dtype=torch.int64), torch.full((1, 2), -torch.inf)).isnan().any())
+    processor = ExponentialDecayLengthPenalty((0, 2.0), torch.zeros(1, dtype=torch.int64, device="cpu"), 0)
+    barred = torch.full((1, 2), -torch.inf, dtype=torch.float32, device="cpu")
+    return not bool(processor(_one_token(), barred).isnan().any())
+
+
+def _one_token() -> torch.Tensor:
+    return torch.ones(1, 1, dtype=torch.int64, device="cpu")

@@ -72,7 +72,7 @@ def add_biases(
         return
     target, first, end = lines[:, 1 : 1 + 3 * most].unflatten(1, (most, 3)).unbind(2)
     listed = torch.arange(most, device=lines.device) < lines[:, :1]
-    bias = torch.zeros(len(scores), most, device=scores.device)
+    bias = torch.zeros(len(scores), most, dtype=torch.float32, device=scores.device)
     for number in range(int(((end - first) // 4).where(listed, 0).max())):
         rule = first + 4 * number
         matched = listed & (rule < end)

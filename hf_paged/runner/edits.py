@@ -6,8 +6,9 @@ the work, without a host sync; `edit_reference` is what a CPU runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from hf_paged.runner.edit_lines import (
     encode_bars,
     encode_rules,
     encode_tokens,
+    float_line,
+    int_line,
     stock_decays_finite_only,
 )
 from hf_paged.runner.edit_reference import edited_scores
@@ -28,7 +31,7 @@ from hf_paged.runner.upload import upload
 
 _NEVER = 1 << 62
 _NAMES = ("sequence_bias", "bad_words", "also_seen", "forced_eos", "decay_eos", "suppress", "begin_suppress")
-_ENCODERS: dict[str, Callable] = {"sequence_bias": encode_rules, "bad_words": encode_bars}
+_NEUTRAL_FLOATS, _NEUTRAL_NUMBERS = (1.0, 1.0, 0.0, 0.0), (_NEVER, 0, -1, -1, -1, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,34 @@ class Edits:
 NEUTRAL = Edits()
 
 
+class EditLines(NamedTuple):
+    """`Edits` of one request, encoded as `EditState` keeps them (see `EditTable`), so that a step only copies them."""
+
+    features: frozenset[str]
+    floats: np.ndarray  # [4] float32
+    factor: float
+    numbers: np.ndarray  # [7] int64
+    lists: tuple[bytes, ...]  # of `_NAMES`, each int32
+
+
+def encode_edits(edits: Edits, prompt_length: int, max_length: int, eos: tuple[int, ...]) -> EditLines:
+    """The lines of one request.
+
+    Args:
+        prompt_length, max_length: of the whole sequence in tokens, the prompt as it was given.
+        eos: ids that the length penalty favours.
+
+    Raises:
+        ValueError: a number that the tables cannot hold, or a list that is too long for them; names the setting.
+    """
+    if edits == NEUTRAL:
+        return _NEUTRAL_LINES
+    cutoffs = _fraction(edits.epsilon_cutoff), _fraction(edits.eta_cutoff)
+    floats = float_line("repetition_penalty, typical_p", (edits.repetition_penalty, edits.typical_p, *cutoffs))
+    numbers = int_line("lengths and token ids", _numbers(edits, prompt_length, max_length))
+    return EditLines(edits.features(), floats, float(edits.decay_factor), numbers, _lists(edits, eos))
+
+
 class EditState:
     """Settings of ``num_slots`` slots on the device, and of one more that stays neutral: rows that pad a graph.
 
@@ -84,12 +115,12 @@ class EditState:
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._device = device
-        self._floats = torch.tensor([1.0, 1.0, 0.0, 0.0], device=device)[:, None].repeat(1, num_slots + 1)
+        floats = torch.tensor(_NEUTRAL_FLOATS, dtype=torch.float32, device=device)[:, None]
+        numbers = torch.tensor(_NEUTRAL_NUMBERS + (0,) * len(_NAMES), dtype=torch.int64, device=device)[:, None]
+        self._neutral = floats, numbers
+        self._floats, self._ints = floats.repeat(1, num_slots + 1), numbers.repeat(1, num_slots + 1)
         self._factors = torch.ones(num_slots + 1, dtype=torch.float64, device=device)
-        neutral = torch.tensor([_NEVER, 0, -1, -1, -1, 0, 0] + [0] * len(_NAMES), device=device)
-        self._ints = neutral[:, None].repeat(1, num_slots + 1)
-        self._neutral = self._floats[:, :1].clone(), neutral[:, None]
-        self._lists = {name: SharedLines(_ENCODERS.get(name, encode_tokens), device) for name in _NAMES}
+        self._lists = {name: SharedLines(device) for name in _NAMES}
         self._edited: set[int] = set()
         self._half_written = False  # an exception, or an interrupt, left `put`
 
@@ -110,35 +141,27 @@ class EditState:
             (*self._floats, self._factors, *numbers, dict(zip(_NAMES, lines, strict=True)), lists)
         )
 
-    def put(
-        self, slots: np.ndarray, edits: Sequence[Edits], prompt_lengths: Sequence[int], max_lengths: Sequence[int],
-        eos: Sequence[tuple[int, ...]],
-    ) -> None:  # fmt: skip
+    def put(self, slots: np.ndarray, edits: Sequence[EditLines]) -> None:
         """Settings of the requests that got ``slots`` [N], in place of those of the slots' former requests.
 
-        Lengths are whole sequences' in tokens, of the prompt as it was given (also after a preemption); ``eos`` are the
-        ids that the length penalty favours. Nothing is waited for. After a call that an exception left, every slot is
-        neutral but for those of this call: whoever ran is admitted again.
+        Nothing is waited for. After a call that an exception left, every slot is neutral but for those of this call:
+        whoever ran is admitted again.
         """
         if self._half_written:
             self._forget()
-        every = zip(np.asarray(slots).tolist(), edits, prompt_lengths, max_lengths, eos, strict=True)
-        changed = [(slot, e, *rest) for slot, e, *rest in every if e.features() or slot in self._edited]
+        every = zip(np.asarray(slots).tolist(), edits, strict=True)
+        changed = [(slot, e) for slot, e in every if e.features or slot in self._edited]
         if not changed:
             return
         self._half_written = True
-        places = [slot for slot, *_ in changed]
-        for slot, e, *_ in changed:
-            (self._edited.add if e.features() else self._edited.discard)(slot)
-        floats = [(e.repetition_penalty, e.typical_p, _fraction(e.epsilon_cutoff), _fraction(e.eta_cutoff))
-                  for _, e, *_ in changed]  # fmt: skip
-        numbers = [_numbers(e, prompt, longest) for _, e, prompt, longest, _ in changed]
-        settings = [_settings(e, ends) for _, e, _, _, ends in changed]
-        lines = [self._lists[name].assign(places, [s[name] for s in settings]) for name in _NAMES]
+        places = [slot for slot, _ in changed]
+        for slot, e in changed:
+            (self._edited.add if e.features else self._edited.discard)(slot)
+        lines = [self._lists[name].assign(places, [e.lists[i] for _, e in changed]) for i, name in enumerate(_NAMES)]
         index = upload(np.array(places, dtype=np.int64), self._device)
-        self._floats[:, index] = upload(np.array(floats, dtype=np.float32).T.copy(), self._device)
-        self._factors[index] = upload(np.array([e.decay_factor for _, e, *_ in changed]), self._device)
-        ints = np.concatenate([np.array(numbers, dtype=np.int64).T, np.array(lines, dtype=np.int64)])
+        self._floats[:, index] = upload(np.stack([e.floats for _, e in changed], axis=1), self._device)
+        self._factors[index] = upload(np.array([e.factor for _, e in changed], dtype=np.float64), self._device)
+        ints = np.concatenate([np.stack([e.numbers for _, e in changed], axis=1), np.array(lines, dtype=np.int64)])
         self._ints[:, index] = upload(ints, self._device)
         self._half_written = False
 
@@ -171,17 +194,22 @@ def _numbers(edits: Edits, prompt_length: int, max_length: int) -> tuple[int, ..
     )
 
 
-def _settings(edits: Edits, eos: tuple[int, ...]) -> dict[str, tuple]:
-    return {
-        "sequence_bias": edits.sequence_bias,
-        "bad_words": edits.bad_words_ids,
-        "also_seen": edits.also_seen if edits.repetition_penalty != 1.0 else (),
-        "forced_eos": edits.forced_eos_token_ids,
+def _lists(edits: Edits, eos: tuple[int, ...]) -> tuple[bytes, ...]:
+    lists = {
+        "sequence_bias": encode_rules(edits.sequence_bias),
+        "bad_words": encode_bars(edits.bad_words_ids),
+        "also_seen": encode_tokens(edits.also_seen if edits.repetition_penalty != 1.0 else ()),
+        "forced_eos": encode_tokens(edits.forced_eos_token_ids),
         # Once each: an id given twice is penalised once.
-        "decay_eos": () if edits.decay_start is None else tuple(dict.fromkeys(eos)),
-        "suppress": edits.suppress_tokens,
-        "begin_suppress": edits.begin_suppress_tokens,
+        "decay_eos": encode_tokens(() if edits.decay_start is None else tuple(dict.fromkeys(eos))),
+        "suppress": encode_tokens(edits.suppress_tokens),
+        "begin_suppress": encode_tokens(edits.begin_suppress_tokens),
     }
+    return tuple(lists[name].tobytes() for name in _NAMES)
+
+
+_NEUTRAL_LINES = EditLines(frozenset(), np.array(_NEUTRAL_FLOATS, np.float32), 1.0, np.array(_NEUTRAL_NUMBERS, np.int64),
+                           _lists(NEUTRAL, ()))  # fmt: skip
 
 
 def sample_edited(

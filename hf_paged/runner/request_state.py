@@ -6,20 +6,31 @@ The host sends a sequence once, when it gets its slot, and from then on only new
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hf_paged.kernels.sample_tokens import SamplingTable
 from hf_paged.kernels.step_inputs import step_inputs
-from hf_paged.runner.edits import NEUTRAL, Edits, EditState, sample_edited
+from hf_paged.runner.edit_lines import float_line, int_line
+from hf_paged.runner.edits import NEUTRAL, EditLines, Edits, EditState, encode_edits, sample_edited
 from hf_paged.runner.sampler import sample
 from hf_paged.runner.sharded_sampling import FILTERS, ShardedSampling
 from hf_paged.runner.upload import upload
 
 FIRST_TOKEN_CAPACITY = 2048
 _MOST_STAGE_SETS = 6
+
+
+class SlotLines(NamedTuple):
+    """`SlotParameters` of one request, encoded as `RequestState` keeps them, so that a step only copies them."""
+
+    floats: np.ndarray  # [3] float32, as `SamplingTable.floats`
+    ints: np.ndarray  # [3] int64
+    eos: np.ndarray  # [N] int64
+    edits: EditLines
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,20 @@ class SlotParameters:
     def filtered(self) -> bool:
         """Drawn with top-k, top-p or min-p."""
         return self.do_sample and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @cached_property
+    def lines(self) -> SlotLines:
+        """Encoded once, when the request comes in: what cannot be encoded is its caller's error.
+
+        Raises:
+            ValueError: naming a setting that the device's tables cannot hold.
+        """
+        names = "temperature, 1 - top_p, min_p", "seed, top_k, min_new_tokens"
+        floats = float_line(names[0], (self.temperature * self.do_sample, 1.0 - self.top_p, self.min_p))
+        ints = int_line(names[1], (self.seed, self.top_k, self.min_length))
+        eos = int_line("eos_token_id", self.eos_token_ids)
+        edits = encode_edits(self.edits, self.prompt_length, self.max_length, self.eos_token_ids)
+        return SlotLines(floats, ints, eos, edits)
 
 
 class RequestState:
@@ -81,14 +106,13 @@ class RequestState:
         index = self._upload(np.array(slots, dtype=np.int64))
         self.tokens[index, : max(len(t) for t in tokens)] = self._upload(_pad(tokens))
         self.set_tables(slots, tables)
-        floats = [(p.temperature * p.do_sample, 1.0 - p.top_p, p.min_p) for p in parameters]
-        ints = [(p.seed, p.top_k, p.min_length) for p in parameters]
-        self.sampling.floats[index] = self._upload(np.array(floats, dtype=np.float32))
-        self.sampling.ints[index] = self._upload(np.array(ints, dtype=np.int64))
-        self._reserve_eos(max(len(p.eos_token_ids) for p in parameters))
+        lines = [p.lines for p in parameters]
+        self.sampling.floats[index] = self._upload(np.stack([line.floats for line in lines]))
+        self.sampling.ints[index] = self._upload(np.stack([line.ints for line in lines]))
+        self._reserve_eos(max(len(line.eos) for line in lines))
         eos = np.full((len(slots), self.sampling.eos.shape[1]), -1, dtype=np.int64)
-        for row, p in enumerate(parameters):
-            eos[row, : len(p.eos_token_ids)] = p.eos_token_ids
+        for row, line in zip(eos, lines, strict=True):
+            row[: len(line.eos)] = line.eos
         self.sampling.eos[index] = self._upload(eos)
         self._admit_edits(np.array(slots, dtype=np.int64), parameters)
 
@@ -159,15 +183,14 @@ class RequestState:
 
     def _admit_edits(self, slots: np.ndarray, parameters: list[SlotParameters]) -> None:
         for slot, p in zip(slots, parameters, strict=True):
-            names = p.edits.features()
+            names = p.lines.edits.features
             if self.sharded is not None and p.filtered:
                 names |= {FILTERS}
             self._stage_names += sorted(names - set(self._stage_names))
             self._stages[slot] = sum(1 << self._stage_names.index(name) for name in names)
         # It also makes a slot neutral again after a tenant that was not.
         if self._stages[slots].any() or self.edits.in_use:
-            self.edits.put(slots, [p.edits for p in parameters], [p.prompt_length for p in parameters],
-                           [p.max_length for p in parameters], [p.eos_token_ids for p in parameters])  # fmt: skip
+            self.edits.put(slots, [p.lines.edits for p in parameters])
 
     def _reserve_eos(self, width: int) -> None:
         grow = width - self.sampling.eos.shape[1]

@@ -470,14 +470,18 @@ def test_results_of_others_are_left_for_them(model):
             assert manager.get_result(request_id, timeout=20).request_id == request_id
 
 
-def break_engine(monkeypatch, model, after=3):
+class Death(BaseException):
+    """What no loop may survive."""
+
+
+def break_engine(monkeypatch, model, after=3, error=Death):
     """The engine's loop raises at its n-th step."""
     loop, steps = hf_paged.get_engine(model)._loop, []
 
     def step(**kwargs):
         steps.append(1)
         if len(steps) > after:
-            raise RuntimeError("the roof is on fire")
+            raise error("the roof is on fire")
         return type(loop).step(loop, **kwargs)
 
     monkeypatch.setattr(loop, "step", step)
@@ -508,6 +512,32 @@ def test_death_of_the_thread_raises_in_generate_batch(model, monkeypatch):
     with monkeypatch.context() as patch:
         break_engine(patch, model)
         with pytest.raises(RuntimeError, match="the roof is on fire"):
+            model.generate_batch(PROMPTS, greedy())
+    assert len(model.generate_batch(PROMPTS, greedy())) == len(PROMPTS)
+
+
+def test_an_engine_that_breaks_fails_what_runs_and_starts_afresh(model, monkeypatch):
+    """The thread lives on, says what happened, and serves the next request; requests that came later are unharmed."""
+    expected = expected_rows(model, PROMPTS[:1], max_new_tokens=12)[0]
+    with running(model) as manager:
+        with monkeypatch.context() as patch:
+            break_engine(patch, model, error=RuntimeError)
+            outputs = [manager.get_result(request_id, timeout=20) for request_id in manager.add_requests(PROMPTS)]
+            assert {o.status for o in outputs} == {RequestStatus.FAILED}
+            assert all("the engine broke" in o.error and "the roof is on fire" in o.error for o in outputs)
+        assert manager.is_running()
+        assert manager.background_thread_status.fatal_error is None
+        for streaming in (False, True):
+            request_id = manager.add_request(PROMPTS[0], streaming=streaming)
+            outputs = list(manager.request_id_iter(request_id))
+            assert outputs[-1].generated_tokens == expected
+    assert_idle(model)
+
+
+def test_an_engine_that_breaks_raises_in_generate_batch(model, monkeypatch):
+    with monkeypatch.context() as patch:
+        break_engine(patch, model, error=RuntimeError)
+        with pytest.raises(RuntimeError, match=r"the engine broke .*the roof is on fire"):
             model.generate_batch(PROMPTS, greedy())
     assert len(model.generate_batch(PROMPTS, greedy())) == len(PROMPTS)
 

@@ -319,7 +319,7 @@ def test_options_of_one_request_do_not_stay_in_its_slot():
 
 
 @pytest.mark.parametrize(("owner", "name"), [
-    (SharedLines, "_write"), (SharedLines, "_take"), (EditState, "put"), (edits, "upload"), (edits, "_settings"),
+    (SharedLines, "_write"), (SharedLines, "_take"), (EditState, "put"), (edits, "upload"),
 ], ids=lambda value: getattr(value, "__name__", value))  # fmt: skip
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("at", [1, 3])

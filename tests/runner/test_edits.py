@@ -17,7 +17,7 @@ from hf_paged.runner import edit_lines
 from hf_paged.runner.edit_lines import SharedLines, encode_tokens
 from hf_paged.runner.edit_reference import edited_scores
 from hf_paged.runner.edit_warpers import cut_off, warped_scores
-from hf_paged.runner.edits import Edits, EditState, sample_edited
+from hf_paged.runner.edits import Edits, EditState, encode_edits, sample_edited
 from hf_paged.runner.sampler import processed_scores, sample
 
 VOCAB = 30
@@ -138,7 +138,8 @@ def test_tokens_seen_elsewhere_are_penalised_once():
     batch = Batch(rows)
     logits = random_logits(4, 2, VOCAB)
     edits = [Edits(repetition_penalty=1.5, also_seen=(9, 4, 99)), Edits(repetition_penalty=2.0)]
-    batch.state.put(batch.slots.numpy(), edits, [2, 1], [10, 10], [(1,), (1,)])
+    lines = [encode_edits(each, length, 10, (1,)) for each, length in zip(edits, (2, 1), strict=True)]
+    batch.state.put(batch.slots.numpy(), lines)
     scores = edited_scores(logits, *batch.arguments[:-1], edits[0].features())
     for number, (padded, penalty) in enumerate([([9, 4, 5, 4], 1.5), ([4], 2.0)]):
         expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([padded]), logits[number][None])
@@ -348,7 +349,7 @@ def test_a_slot_forgets_its_former_request():
         assert torch.equal(fresh.slots, batch.slots)
         actual = edited_scores(logits, fresh.sampling, batch.state.table, *batch.arguments[2:-1], features)
         assert same(actual, expected)
-    batch.state.put(batch.slots.numpy(), [Edits()] * 24, [1] * 24, [9] * 24, [(1,)] * 24)
+    batch.state.put(batch.slots.numpy(), [encode_edits(Edits(), 1, 9, (1,))] * 24)
     neutral, table = EditState(len(batch.history) - 1, torch.device("cpu")), batch.state.table
     for mine, theirs in zip([*table[:-2], *table.lines.values()], [*neutral.table[:-2], *neutral.table.lines.values()],
                             strict=True):  # fmt: skip
@@ -360,7 +361,7 @@ def test_equal_settings_share_a_line_and_tables_move_only_to_grow():
     words = Edits(bad_words_ids=((1, 2), (3,)))
 
     def put(slots, *edits):
-        state.put(np.array(slots), edits, [1] * len(slots), [9] * len(slots), [(1,)] * len(slots))
+        state.put(np.array(slots), [encode_edits(each, 1, 9, (1,)) for each in edits])
 
     assert state.generation == 0
     put([0, 1, 2], words, words, words)
@@ -378,12 +379,13 @@ def test_equal_settings_share_a_line_and_tables_move_only_to_grow():
 
 
 def test_lines_hold_their_settings_through_any_changes():
-    lines, g = SharedLines(encode_tokens, torch.device("cpu")), np.random.default_rng(1)
+    lines, g = SharedLines(torch.device("cpu")), np.random.default_rng(1)
     held = {}
     for _ in range(200):
         slots = g.choice(6, int(g.integers(1, 6)), replace=False).tolist()
         settings = [tuple(g.integers(0, 3, int(g.integers(0, 4))).tolist()) for _ in slots]
-        for slot, setting, line in zip(slots, settings, lines.assign(slots, settings), strict=True):
+        encoded = [encode_tokens(setting).tobytes() for setting in settings]
+        for slot, setting, line in zip(slots, settings, lines.assign(slots, encoded), strict=True):
             held[slot] = (setting, line)
         for setting, line in held.values():
             count, *tokens = lines.table[line].tolist()

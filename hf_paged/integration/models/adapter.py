@@ -138,6 +138,11 @@ class ModelAdapter(ABC):
     def vocab_size(self) -> int:
         """Number of tokens: rows of the embedding, over all ranks and without padding."""
 
+    @property
+    @abstractmethod
+    def num_logits(self) -> int:
+        """Number of logits of a token: columns of the head, over all ranks and without padding."""
+
     def state_key(self) -> bytes:
         """Digest of what a forward depends on besides parameters and buffers: constants and active adapters."""
         return xxhash.xxh3_128_digest(repr((self.constants(), adapter_state(self.model))).encode())

@@ -18,7 +18,7 @@ from hf_paged.integration.models.own_code import is_own_code
 from hf_paged.integration.models.paged_calls import implementation_of
 from hf_paged.integration.models.parts import Part, parts_of
 from hf_paged.integration.models.rope import longest_unchanged
-from hf_paged.integration.parallel.layers import VocabParallelEmbedding, stock_class
+from hf_paged.integration.parallel.layers import VocabParallelEmbedding, VocabParallelHead, stock_class
 from hf_paged.integration.parallel.shards import local_kv_heads
 
 
@@ -45,6 +45,14 @@ class DecoderAdapter(ModelAdapter):
         if isinstance(embedding, VocabParallelEmbedding):
             return embedding.vocab_size
         return embedding.weight.shape[0]
+
+    @property
+    def num_logits(self) -> int:
+        head = self.model.lm_head
+        if type(head) is nn.Linear:
+            return len(head.weight)
+        number: int = head.vocab_size if isinstance(head, VocabParallelHead) else head.out_features
+        return number
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         config = self.model.config
@@ -86,6 +94,8 @@ class DecoderAdapter(ModelAdapter):
             return "config.use_bidirectional_attention is set"
         if self._family.beyond_sdpa is not None and not self._carries_all(name):
             return f"attention implementation {name!r} leaves out {self._family.beyond_sdpa}, which pages would not"
+        if self.num_logits > self.vocab_size:
+            return f"lm_head has {self.num_logits} rows, and the embedding {self.vocab_size}: a token may have no vector"
         if len(getattr(config, "layer_types", None) or self._layers()) < len(self._layers()):
             return "config.layer_types is shorter than the model"
         return None

@@ -218,7 +218,7 @@ class _Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._memory = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._memory = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         pinned = self._memory[: target.nbytes].view(target.dtype).view(target.shape)

@@ -224,12 +224,12 @@ class ParallelGroup:
             return thing
         if self.rank == 0:
             data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
-            dist.broadcast(torch.tensor([len(data)]), group_src=0, group=self.hosts)
+            dist.broadcast(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), group_src=0, group=self.hosts)
             dist.broadcast(data, group_src=0, group=self.hosts)
             return thing
-        length = torch.zeros(1, dtype=torch.int64)
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         dist.broadcast(length, group_src=0, group=self.hosts)
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         dist.broadcast(data, group_src=0, group=self.hosts)
         return pickle.loads(data.numpy().tobytes())
 
@@ -237,7 +237,7 @@ class ParallelGroup:
         """The least number that any rank gives."""
         if not self.is_parallel:
             return number
-        tensor = torch.tensor([number])
+        tensor = torch.tensor([number], dtype=torch.int64, device="cpu")
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.hosts)
         return int(tensor)
 
@@ -266,7 +266,7 @@ class _Farewell:
 
 def _connect(devices: Any, device: torch.device, size: int) -> None:
     """NCCL makes a communicator and its connections at first use: here, while ranks load, and not in a first step."""
-    numbers = torch.zeros(size, device=device)
+    numbers = torch.zeros(size, dtype=torch.float32, device=device)
     dist.all_reduce(numbers, group=devices)
     dist.all_to_all_single(torch.empty_like(numbers), numbers, group=devices)
     torch.cuda.synchronize(device)

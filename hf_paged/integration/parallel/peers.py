@@ -83,7 +83,7 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
     peers = Peers(
         buffers=buffers,
         epochs=torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device),
-        abort=torch.zeros(1, dtype=torch.int64, pin_memory=True),
+        abort=torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True),
         rank=rank,
         capacity=capacity,
     )
