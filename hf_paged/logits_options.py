@@ -122,10 +122,16 @@ def _decay(value: Any, eos: tuple[int, ...]) -> dict[str, Any]:
     return {"decay_start": int(made.regulation_start), "decay_factor": float(made.regulation_factor)}
 
 
+def _ngram_size(value: Any, eos: tuple[int, ...]) -> dict[str, Any]:
+    if isinstance(value, bool):  # stock's processor is made, and raises when it is called
+        raise TypeError("expected an integer")
+    return {"no_repeat_ngram_size": stock.NoRepeatNGramLogitsProcessor(value).ngram_size}
+
+
 _READERS: dict[str, Callable[[Any, tuple[int, ...]], dict[str, Any]]] = {
     "sequence_bias": _sequence_bias,
     "repetition_penalty": lambda v, _: {"repetition_penalty": stock.RepetitionPenaltyLogitsProcessor(v).penalty},
-    "no_repeat_ngram_size": lambda v, _: {"no_repeat_ngram_size": stock.NoRepeatNGramLogitsProcessor(v).ngram_size},
+    "no_repeat_ngram_size": _ngram_size,
     "bad_words_ids": _bad_words,
     "forced_bos_token_id": lambda value, _: {"forced_bos_token_id": _ids(value)[0]},
     "forced_eos_token_id": lambda value, _: {"forced_eos_token_ids": _ids(value)},

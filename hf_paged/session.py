@@ -49,6 +49,8 @@ class Request:
 
     def restart(self) -> None:
         """Forget the output made so far; what was emitted of it is not emitted again."""
+        if self.stop is not None:
+            self.stop.restart()  # first: where it raises, the output is still there
         old = self.sequence
         self.sequence = Sequence(
             old.request_id,
@@ -59,8 +61,6 @@ class Request:
             cache_key=old.cache_key,
             read_cache=old.read_cache,
         )
-        if self.stop is not None:
-            self.stop.restart()
         self.error = None
         self.logprobs = None if self.logprobs is None else []
         self.prompt_logprobs = None if self.prompt_logprobs is None else [None] * len(self.prompt_logprobs)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from hf_paged.integration.batching_requests import BatchedRequest
+from hf_paged.integration.batching_requests import BatchedRequest, failed_output
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class RequestBoard:
     def fail_all(self, error: str) -> None:
         """Fail every open request."""
         with self.changed:
-            self.deliver([(request, request.finish(error)) for request in self.open.values()])
+            self.deliver([(request, failed_output(request, error)) for request in self.open.values()])
             self._arrivals.clear()
             self._cancelled.clear()
 

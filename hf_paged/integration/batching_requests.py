@@ -95,6 +95,15 @@ class BatchedRequest:
         )  # fmt: skip
 
 
+def failed_output(request: BatchedRequest, error: str) -> GenerationOutput:
+    """The last output of a request that failed, whatever became of what it has made so far."""
+    try:
+        return request.finish(error)
+    except Exception:
+        return GenerationOutput(request_id=request.request_id, prompt_ids=request.prompt, error=error,
+                                status=RequestStatus.FAILED)  # fmt: skip
+
+
 def batching_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:
     """A copy of `config`, or of `model.generation_config`, with `kwargs` over it and the EOS ids settled.
 

@@ -9,7 +9,7 @@ import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_paged.engine import Engine
-from hf_paged.integration.batching_requests import BatchedRequest, request_settings
+from hf_paged.integration.batching_requests import BatchedRequest, failed_output, request_settings
 from hf_paged.outputs import StepOutput
 from hf_paged.session import Session
 
@@ -29,7 +29,7 @@ class BatchingWorker:
         self._board = manager.board
         self._engine = engine
         self._device = manager.model.device
-        self._running: dict[str, BatchedRequest] = {}  # by the engine's id
+        self._running: dict[str, tuple[BatchedRequest, Session]] = {}  # by the engine's id
         self._arrived: list[BatchedRequest] = []  # and not given to the engine yet
 
     def run(self) -> None:
@@ -55,20 +55,20 @@ class BatchingWorker:
                     self._admit(streams, others)
                     self._step(streams)
                     self._step(others)
-                self._abort(list(self._running.values()))
+                self._abort(self._running_requests())
                 for session in (streams, others):
                     self._collect(session.advance() if session.unfinished() else [])
         except Exception as error:
             if not self._running and not self._arrived:
                 raise  # no request is to blame, and nothing would be different the next time
             logger.error("hf_paged: the engine broke in continuous batching and starts afresh: %r", error, exc_info=error)
-            self._fail([*self._running.values(), *self._arrived], f"{BROKE}{error!r}")
+            self._fail([*self._running_requests(), *self._arrived], f"{BROKE}{error!r}")
             self._running.clear()
             return False
         return True
 
     def _fail(self, requests: list[BatchedRequest], error: str) -> None:
-        self._board.deliver([(request, request.finish(error)) for request in requests])
+        self._board.deliver([(request, failed_output(request, error)) for request in requests])
 
     def _settle(self) -> None:
         if self._device.type == "cuda":
@@ -85,18 +85,19 @@ class BatchingWorker:
                 prompt = self._engine.check_prompt(request.prompt)
                 settings = request_settings(self._engine, request)
                 session = streams if request.needs_tokens else others
-                engine_id = session.add(prompt, settings, seed=request.seed)
-            except Exception as error:
-                refused.append((request, request.finish(str(error))))
-            else:
                 request.start()
-                self._running[engine_id] = request
+                self._running[session.add(prompt, settings, seed=request.seed)] = request, session
+            except Exception as error:
+                refused.append((request, failed_output(request, str(error))))
         self._arrived = []
         self._board.deliver(refused)
 
+    def _running_requests(self) -> list[BatchedRequest]:
+        return [request for request, _ in self._running.values()]
+
     def _abort(self, requests: list[BatchedRequest]) -> None:
         ids = {id(request) for request in requests}
-        for engine_id in [key for key, request in self._running.items() if id(request) in ids]:
+        for engine_id in [key for key, (request, _) in self._running.items() if id(request) in ids]:
             try:
                 self._engine.abort(engine_id)
             except KeyError:
@@ -111,7 +112,7 @@ class BatchingWorker:
     def _collect(self, outputs: list[StepOutput]) -> None:
         delivered: list[tuple[BatchedRequest, GenerationOutput]] = []
         for output in outputs:
-            request = self._running[output.request_id]
+            request, _ = self._running[output.request_id]
             if output.completion is not None:
                 del self._running[output.request_id]
             if request.is_failed:
@@ -121,7 +122,7 @@ class BatchingWorker:
             except Exception as error:  # this request's own: the others' outputs still have to be handed over
                 request.is_failed = True
                 self._abort([request])
-                made = request.finish(f"this request failed: {error!r}")
+                made = failed_output(request, f"this request failed: {error!r}")
             if made is not None:
                 delivered.append((request, made))
         if delivered:
@@ -137,8 +138,8 @@ class BatchingWorker:
 
     def _fail_lost(self, session: Session) -> None:
         """`disable` ends requests without a word to their callers."""
-        lost = [key for key, request in self._running.items() if request.needs_tokens == session.stream]
-        failed = [self._running.pop(key) for key in lost]
+        lost = [key for key, (_, its_session) in self._running.items() if its_session is session]
+        failed = [self._running.pop(key)[0] for key in lost]
         self._fail(failed, "the model was disabled, or enabled anew, while this request ran")
 
 

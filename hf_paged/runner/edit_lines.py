@@ -10,7 +10,6 @@ import torch
 
 from hf_paged.runner.upload import upload
 
-
 # A list of one request may not make the table of all requests outgrow the device: 1 MiB a line.
 MOST_NUMBERS = 1 << 18
 _NOTHING = np.zeros(1, dtype=np.int32).tobytes()

@@ -208,8 +208,9 @@ def _lists(edits: Edits, eos: tuple[int, ...]) -> tuple[bytes, ...]:
     return tuple(lists[name].tobytes() for name in _NAMES)
 
 
-_NEUTRAL_LINES = EditLines(frozenset(), np.array(_NEUTRAL_FLOATS, np.float32), 1.0, np.array(_NEUTRAL_NUMBERS, np.int64),
-                           _lists(NEUTRAL, ()))  # fmt: skip
+_NEUTRAL_LINES = EditLines(
+    frozenset(), np.array(_NEUTRAL_FLOATS, np.float32), 1.0, np.array(_NEUTRAL_NUMBERS, np.int64), _lists(NEUTRAL, ()),
+)  # fmt: skip
 
 
 def sample_edited(

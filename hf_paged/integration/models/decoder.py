@@ -95,7 +95,7 @@ class DecoderAdapter(ModelAdapter):
         if self._family.beyond_sdpa is not None and not self._carries_all(name):
             return f"attention implementation {name!r} leaves out {self._family.beyond_sdpa}, which pages would not"
         if self.num_logits > self.vocab_size:
-            return f"lm_head has {self.num_logits} rows, and the embedding {self.vocab_size}: a token may have no vector"
+            return f"lm_head has {self.num_logits} rows, the embedding {self.vocab_size}: a token may have no vector"
         if len(getattr(config, "layer_types", None) or self._layers()) < len(self._layers()):
             return "config.layer_types is shorter than the model"
         return None
