@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
 
-from hf_paged.arguments import ConfigMerger, base_seed, merge_config, token_id_lists, token_ids
+from hf_paged.arguments import ConfigMerger, base_seed, merge_config, salt_digest, token_id_lists, token_ids
 from hf_paged.config import PagedConfig
 from hf_paged.detokenizer import TextStream
 from hf_paged.errors import EngineClosedError, UnsupportedModelError
@@ -108,7 +108,7 @@ class Engine:
 
     def add_request(self, prompt_token_ids: Any, generation_config: GenerationConfig | None = None, *,
                     request_id: str | None = None, priority: int = 0, seed: int | None = None, logprobs: bool = False,
-                    prompt_logprobs: bool = False) -> str:  # fmt: skip
+                    prompt_logprobs: bool = False, cache_salt: str | None = None) -> str:  # fmt: skip
         """Queue a request; `step` returns its tokens.
 
         Args:
@@ -120,6 +120,7 @@ class Engine:
                 default generator.
             logprobs, prompt_logprobs: fill in these fields of the `Completion`, which see. A prompt that is scored is
                 computed as a whole: it fills the prefix cache and does not read it.
+            cache_salt: cached prefixes are shared among requests of the same salt (None: of none) and with nobody else.
 
         Returns:
             The request's id.
@@ -136,7 +137,8 @@ class Engine:
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
         check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         settings = settings_from_config(merged, len(prompt), self.vocab_size)
-        settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+                           cache_salt=salt_digest(cache_salt))  # fmt: skip
         return self._public.add(prompt, settings, seed=derive_seed(self.base_seed(seed), 0), request_id=request_id,
                                 priority=priority)  # fmt: skip
 
@@ -169,7 +171,8 @@ class Engine:
             session.close()
 
     @contextmanager
-    def lockstep(self, prompts: list[list[int]], max_new_tokens: int) -> Iterator[LockstepBatch | str]:
+    def lockstep(self, prompts: list[list[int]], max_new_tokens: int,
+                 cache_salt: bytes = b"") -> Iterator[LockstepBatch | str]:  # fmt: skip
         """Rows that step together, all to themselves until the block ends; or the reason why they cannot now.
 
         Other callers wait meanwhile; what they have running goes on afterwards.
@@ -177,6 +180,7 @@ class Engine:
         Args:
             prompts: checked token ids.
             max_new_tokens: tokens that each row may get at most.
+            cache_salt: as in `RequestSettings`, of all rows.
         """
         with self._line.place() as place, self._lock:
             place.leave()
@@ -194,7 +198,7 @@ class Engine:
                 if (reason := refusal(self._loop, prompts, max_new_tokens)) is not None:
                     yield reason
                     return
-                batch = LockstepBatch(self._loop, prompts, max_new_tokens)
+                batch = LockstepBatch(self._loop, prompts, max_new_tokens, cache_salt)
                 try:
                     yield batch
                 finally:
@@ -437,7 +441,8 @@ class Engine:
             min(len(prompt) + settings.max_new_tokens, self._loop.pool.max_model_len), len(prompt), settings.edits,
         )  # fmt: skip
         sequence = Sequence(event.request_id, prompt, max_new_tokens=settings.max_new_tokens, eos_token_ids=eos,
-                            priority=event.priority, read_cache=not settings.prompt_logprobs)  # fmt: skip
+                            priority=event.priority, read_cache=not settings.prompt_logprobs,
+                            cache_salt=settings.cache_salt)  # fmt: skip
         request = Request(sequence, parameters, session, stop=event.stop)
         request.logprobs = [] if settings.logprobs else None
         request.prompt_logprobs = [None] * len(prompt) if settings.prompt_logprobs else None

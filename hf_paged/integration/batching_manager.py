@@ -15,7 +15,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from hf_paged.arguments import num_copies
+from hf_paged.arguments import num_copies, salt_digest
 from hf_paged.engine import Engine
 from hf_paged.integration.batching_board import RequestBoard
 from hf_paged.integration.batching_requests import BatchedRequest
@@ -190,7 +190,8 @@ class PagedBatchingManager:
 
     def add_request(self, input_ids: Any, request_id: str | None = None, max_new_tokens: int | None = None,
                     streaming: bool = False, record_timestamps: bool = False,
-                    eos_token_id: int | list[int] | None = None, **options: Any) -> str | None:  # fmt: skip
+                    eos_token_id: int | list[int] | None = None, cache_salt: str | None = None,
+                    **options: Any) -> str | None:  # fmt: skip
         """Queue a request, also before `start`. What is wrong with it is said by its output, which is then FAILED.
 
         Args:
@@ -199,16 +200,19 @@ class PagedBatchingManager:
             max_new_tokens, eos_token_id: None: the manager's. A negative EOS id means none.
             streaming: an output for every step that brings tokens, besides the last one.
             record_timestamps: note when each token came (`time.perf_counter`).
+            cache_salt: cached prefixes are shared among requests of the same salt (None: of none) and with nobody else.
             **options: further fields of a `GenerationConfig`, for this request alone.
 
         Returns:
             The id; None where the thread is stopping or dead (as in transformers), with a warning.
 
         Raises:
-            ValueError: the id belongs to a request that is not finished; a `num_return_sequences` below 1.
+            ValueError: the id belongs to a request that is not finished; `num_return_sequences` below 1; an empty salt.
+            TypeError: a salt that is no str.
             queue.Full: `max_queue_size` requests waited for ten seconds.
         """
         config = _REQUEST_CONFIG.get() or self.generation_config
+        salt = salt_digest(cache_salt)
         copies = num_copies(options.pop("num_return_sequences", config.num_return_sequences))
         prompt = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
         with self._changed:
@@ -220,7 +224,8 @@ class PagedBatchingManager:
                 self._num_requests += 1
             request = BatchedRequest(request_id, prompt, max_new_tokens, eos_token_id, streaming, record_timestamps,
                                      options, config,
-                                     wants_logprobs=self.continuous_batching_config.return_logprobs)  # fmt: skip
+                                     wants_logprobs=self.continuous_batching_config.return_logprobs,
+                                     cache_salt=salt)  # fmt: skip
             requests = request.copies(copies)
             self.board.check_ids(requests)
             for one in requests:

@@ -46,6 +46,7 @@ class BatchedRequest:
     config: GenerationConfig | None = None  # what the fields above are laid over
     seed: int = 0
     wants_logprobs: bool = False
+    cache_salt: bytes = b""  # as in `RequestSettings`
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)  # of `tokens`, where wanted
     times: list[float] = dataclasses.field(default_factory=list)
@@ -148,7 +149,7 @@ def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings
     if wanted is None or (isinstance(wanted, int) and wanted > room):
         config.max_new_tokens, request.is_cut = room, True
     settings = settings_from_config(config, len(request.prompt), engine.vocab_size)
-    return dataclasses.replace(settings, logprobs=request.wants_logprobs)
+    return dataclasses.replace(settings, logprobs=request.wants_logprobs, cache_salt=request.cache_salt)
 
 
 def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousBatchingConfig) -> str | None:

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 from hf_paged.engine import Engine
 from hf_paged.errors import EngineClosedError
 from hf_paged.integration import lockstep
-from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, seed_of_call
+from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, salt_of_call, seed_of_call
 from hf_paged.integration.inputs import check_token_ids, paged_prompts
 from hf_paged.integration.stock_pieces import Stops, criteria_reason, processor_reason
 from hf_paged.runner.edits import Edits
@@ -163,6 +163,7 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
     max_length = stopping_criteria.max_length
     try:
         settings = settings_from_config(config, input_ids.shape[1], engine.vocab_size)
+        settings = replace(settings, cache_salt=salt_of_call())
     except (ValueError, TypeError) as error:
         return str(error)
     if settings.max_new_tokens != max_length - input_ids.shape[1]:
