@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
@@ -27,9 +27,18 @@ logger = logging.getLogger(__name__)
 RUN, FLUSH, HARD_STOP = 0, 1, 2  # what `stop` asked for; it only ever rises while a thread runs
 # Managers that wait for the next call on their model; they hold no strong reference to it.
 KEPT: weakref.WeakKeyDictionary[Any, PagedBatchingManager] = weakref.WeakKeyDictionary()
-# The settings of requests that are added in this context, in place of the manager's.
-_REQUEST_CONFIG: ContextVar[GenerationConfig | None] = ContextVar("hf_paged_request_config", default=None)
 _RUNNING: weakref.WeakSet[PagedBatchingManager] = weakref.WeakSet()
+
+
+class _Own(NamedTuple):
+    """What requests that are added in a context have of their own."""
+
+    config: GenerationConfig | None = None  # in place of the manager's
+    least_room: int = 0  # as in `BatchedRequest`
+
+
+_NOTHING_OWN = _Own()
+_OWN: ContextVar[_Own] = ContextVar("hf_paged_request_config", default=_NOTHING_OWN)
 
 
 class ThreadStatus:
@@ -211,7 +220,8 @@ class PagedBatchingManager:
             TypeError: a salt that is no str.
             queue.Full: `max_queue_size` requests waited for ten seconds.
         """
-        config = _REQUEST_CONFIG.get() or self.generation_config
+        own = _OWN.get()
+        config = own.config or self.generation_config
         salt = salt_digest(cache_salt)
         copies = num_copies(options.pop("num_return_sequences", config.num_return_sequences))
         prompt = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
@@ -225,7 +235,7 @@ class PagedBatchingManager:
             request = BatchedRequest(request_id, prompt, max_new_tokens, eos_token_id, streaming, record_timestamps,
                                      options, config,
                                      wants_logprobs=self.continuous_batching_config.return_logprobs,
-                                     cache_salt=salt)  # fmt: skip
+                                     cache_salt=salt, least_room=own.least_room)  # fmt: skip
             requests = request.copies(copies)
             self.board.check_ids(requests)
             for one in requests:
@@ -330,13 +340,18 @@ class PagedBatchingManager:
 
 
 @contextmanager
-def request_config(config: GenerationConfig) -> Iterator[None]:
-    """Requests that are added in here take `config` (see `batching_config`) in place of their manager's."""
-    token = _REQUEST_CONFIG.set(config)
+def request_config(config: GenerationConfig, least_room: int = 0) -> Iterator[None]:
+    """Requests that are added in here take `config` (see `batching_config`) in place of their manager's.
+
+    Args:
+        least_room: one that asks for more new tokens than there is room for is cut (0), or refused where there is room
+            for fewer than this.
+    """
+    token = _OWN.set(_Own(config, least_room))
     try:
         yield
     finally:
-        _REQUEST_CONFIG.reset(token)
+        _OWN.reset(token)
 
 
 def runs_on(engine: Engine) -> bool:

@@ -9,7 +9,7 @@ import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_paged.engine import Engine
-from hf_paged.integration.batching_requests import BatchedRequest, request_settings
+from hf_paged.integration.batching_requests import BatchedRequest, NoRoom, Refused, request_settings
 from hf_paged.outputs import StepOutput
 from hf_paged.session import Session
 
@@ -66,7 +66,7 @@ class BatchingWorker:
                 session = streams if request.needs_tokens else others
                 engine_id = session.add(prompt, settings, seed=request.seed)
             except Exception as error:
-                refused.append((request, request.finish(str(error))))
+                refused.append((request, request.finish(Refused(error))))
             else:
                 request.start()
                 self._running[engine_id] = request
@@ -115,5 +115,5 @@ def _error(request: BatchedRequest, output: StepOutput) -> str | None:
     if output.finish_reason == "abort":
         return "the manager was stopped before this request was done"
     if output.finish_reason == "length" and request.is_cut:
-        return f"stopped after {len(request.tokens)} new tokens: the model or the KV pool has no room for more"
+        return NoRoom(f"stopped after {len(request.tokens)} new tokens: the model or the KV pool has no room for more")
     return None
