@@ -18,14 +18,14 @@ RAW: dict[str, bytes] = {
     "empty": b"",
     "no JSON": b"{",
     "a list": b"[]",
-    "a number that is none": b"NaN",
+    "NaN": b"NaN",
     "text": b'"hi"',
     "not UTF-8": b'{"messages": "\xff\xfe"}',
     "deeply nested": _NESTED,
     "an integer of many digits": b'{"seed": ' + b"9" * 5000 + b"}",
 }
 
-# Fields laid over a plain body, by endpoint; with `None` for "every endpoint".
+# Fields laid over a plain body, with the endpoint that has them; None: all of them have.
 FIELDS: list[tuple[str | None, dict[str, Any]]] = [
     (None, {"model": "somebody/else"}),
     (None, {"model": 5}),
@@ -135,18 +135,16 @@ FIELDS: list[tuple[str | None, dict[str, Any]]] = [
 ]
 
 
-def bodies() -> list[tuple[str, str, bytes]]:
-    """(name, endpoint, body) of every request, in a fixed order; not streamed."""
-    made = [(name, path, raw) for name, raw in RAW.items() for path in ENDPOINTS]
-    for only, fields in FIELDS:
-        for path in ENDPOINTS if only is None else (only,):
-            made.append((json.dumps(fields), path, encoded(path, fields)))
-    for path in ENDPOINTS:
-        for limit in ("x", -1, 0, 1.5, [1], float("nan"), float("inf")):
-            made.append((f"{LIMITS[path]}={limit!r}", path, encoded(path, {LIMITS[path]: limit})))
-        body = {"stream": False}
-        made.append(("no prompt", path, json.dumps(body).encode()))
-    return made
+def bodies(stream: bool = False) -> list[tuple[str, str, bytes]]:
+    """(name, endpoint, body) of every request. What concerns all endpoints goes to one after the other."""
+    made = [(name, ENDPOINTS[i % 3], raw) for i, (name, raw) in enumerate(RAW.items())]
+    for i, (only, fields) in enumerate(FIELDS):
+        path = only or ENDPOINTS[i % 3]
+        made.append((json.dumps(fields), path, encoded(path, fields, stream)))
+    for i, limit in enumerate(("x", -1, 0, 1.5, [1], float("nan"), float("inf"))):
+        path = ENDPOINTS[i % 3]
+        made.append((f"{LIMITS[path]}={limit!r}", path, encoded(path, {LIMITS[path]: limit}, stream)))
+    return [*made, *(("no prompt", path, json.dumps({"stream": stream}).encode()) for path in ENDPOINTS)]
 
 
 def encoded(path: str, fields: dict[str, Any], stream: bool = False) -> bytes:
