@@ -8,7 +8,6 @@ import pytest
 from serve_bodies import CHAT, ENDPOINTS, bodies, encoded
 from serve_support import Server, served
 
-
 MORE = ('{"stop": []}',)  # what the batching manager carries out although `model.generate` refuses it
 
 

@@ -18,6 +18,7 @@ from hf_paged.integration.stock_pieces import EndOfCall
 pytestmark = pytest.mark.filterwarnings("ignore::hf_paged.FallbackWarning")
 
 POSITIONS = 128  # that the engine of `small` has; the model has more
+NEW = 40
 ENDLESS = {"max_new_tokens": 3900, "eos_token_id": -1}
 WAYS = {"native": {}, "lockstep": {"encoder_repetition_penalty": 1.1}, "stock": {"max_new_tokens": 100_000}}
 
@@ -154,11 +155,11 @@ def test_what_has_no_room_is_served_as_stock_serves_it(small, stock, trained_tok
     ids = trained_tokenizer(prompt, return_tensors="pt")
     length = ids["input_ids"].shape[1]
     assert (length > POSITIONS) == (times == 40)
-    made = stock.generate(**ids, max_new_tokens=POSITIONS, eos_token_id=-1, pad_token_id=0)[0, length:]
+    made = stock.generate(**ids, max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0)[0, length:]
     expected = trained_tokenizer.decode(made, skip_special_tokens=True)
-    config = json.dumps({"max_new_tokens": POSITIONS, "eos_token_id": -1, "pad_token_id": 0})
+    config = json.dumps({"max_new_tokens": NEW, "eos_token_id": -1, "pad_token_id": 0})
     text, reason, count = ask_text(small, prompt, stream, generation_config=config)
-    assert (text, reason, count) == (expected, "length", POSITIONS)
+    assert (text, reason, count) == (expected, "length", NEW)
     assert small.settles()
     assert small.health() == 200
 
