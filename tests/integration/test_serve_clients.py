@@ -11,6 +11,7 @@ import torch
 from serve_bodies import CHAT, ENDPOINTS, PROMPTS, RESPONSES, TEXT
 from serve_support import served
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from hf_paged.integration import batching_worker, serving_requests
 from hf_paged.integration.stock_pieces import EndOfCall
@@ -215,3 +216,22 @@ def test_an_error_of_the_server_stays_one(trained_path, monkeypatch):
             assert "roof" not in said
         status, said = server.post(TEXT, body(TEXT, True, max_new_tokens=1))
         assert (status, "error" in said) == (200, True)  # as stock's server tells it
+
+
+def test_an_error_of_a_forward_is_not_the_settings(server, monkeypatch):
+    """Also where a logits processor called the model: what a forward raises says nothing about the request."""
+    forward, calls = Qwen3MLP.forward, []
+
+    def breaks_in_the_second(self, hidden):
+        calls.append(0)
+        if len(calls) > server.model.config.num_hidden_layers:
+            raise ValueError("the roof is on fire")
+        return forward(self, hidden)
+
+    settings = {"max_new_tokens": 2, "guidance_scale": 1.5}
+    assert server.post(TEXT, body(TEXT, **settings))[0] == 200
+    with monkeypatch.context() as patches:
+        patches.setattr(Qwen3MLP, "forward", breaks_in_the_second)
+        assert server.post(TEXT, body(TEXT, **settings))[0] == 500
+    assert len(calls) > server.model.config.num_hidden_layers
+    assert server.post(TEXT, body(TEXT, **settings))[0] == 200
