@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -175,6 +176,21 @@ def _contents(config: Any) -> str | None:
 
 def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN or (type(value) is list and all(type(item) in PLAIN for item in value))
+
+
+def salt_digest(cache_salt: Any) -> bytes:
+    """What tells the prefix cache whose blocks are whose: 32 bytes that are the salt's alone, none for None.
+
+    Raises:
+        TypeError, ValueError: it is neither None nor a non-empty str; the message does not repeat it.
+    """
+    if cache_salt is None:
+        return b""
+    if not isinstance(cache_salt, str):
+        raise TypeError(f"cache_salt of type {type(cache_salt).__name__}: expected None or a non-empty str")
+    if not cache_salt:
+        raise ValueError("cache_salt='': expected None or a non-empty str")
+    return hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest()
 
 
 MOST_COPIES = 1 << 20

@@ -13,7 +13,15 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
 
-from hf_paged.arguments import ConfigMerger, RecentMerges, base_seed, merge_config, token_id_lists, token_ids
+from hf_paged.arguments import (
+    ConfigMerger,
+    RecentMerges,
+    base_seed,
+    merge_config,
+    salt_digest,
+    token_id_lists,
+    token_ids,
+)
 from hf_paged.config import PagedConfig
 from hf_paged.detokenizer import TextStream
 from hf_paged.errors import EngineClosedError, UnsupportedModelError
@@ -113,7 +121,7 @@ class Engine:
 
     def add_request(self, prompt_token_ids: Any, generation_config: GenerationConfig | None = None, *,
                     request_id: str | None = None, priority: int = 0, seed: int | None = None, logprobs: bool = False,
-                    prompt_logprobs: bool = False) -> str:  # fmt: skip
+                    prompt_logprobs: bool = False, cache_salt: str | None = None) -> str:  # fmt: skip
         """Queue a request; `step` returns its tokens.
 
         Args:
@@ -125,6 +133,7 @@ class Engine:
                 default generator.
             logprobs, prompt_logprobs: fill in these fields of the `Completion`, which see. A prompt that is scored is
                 computed as a whole: it fills the prefix cache and does not read it.
+            cache_salt: cached prefixes are shared among requests of the same salt (None: of none) and with nobody else.
 
         Returns:
             The request's id.
@@ -148,8 +157,9 @@ class Engine:
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
         check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         settings = settings_from_config(merged, len(prompt), self.num_logits)
-        if logprobs or prompt_logprobs:
-            settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        if logprobs or prompt_logprobs or cache_salt is not None:
+            settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+                               cache_salt=salt_digest(cache_salt))  # fmt: skip
         seed = derive_seed(self.base_seed(seed), 0)
         with self._line.place(), self._lock:
             made = self._public.add(prompt, settings, seed=seed, request_id=request_id, priority=priority)
@@ -187,7 +197,8 @@ class Engine:
             session.close()
 
     @contextmanager
-    def lockstep(self, prompts: list[list[int]], max_new_tokens: int) -> Iterator[LockstepBatch | str]:
+    def lockstep(self, prompts: list[list[int]], max_new_tokens: int,
+                 cache_salt: bytes = b"") -> Iterator[LockstepBatch | str]:  # fmt: skip
         """Rows that step together, all to themselves until the block ends; or the reason why they cannot now.
 
         Other callers wait meanwhile; what they have running goes on afterwards.
@@ -195,6 +206,7 @@ class Engine:
         Args:
             prompts: checked token ids.
             max_new_tokens: tokens that each row may get at most.
+            cache_salt: as in `RequestSettings`, of all rows.
         """
         with self._line.place() as place, self._lock:
             place.leave()
@@ -212,7 +224,7 @@ class Engine:
                 if (reason := refusal(self._loop, prompts, max_new_tokens)) is not None:
                     yield reason
                     return
-                batch = LockstepBatch(self._loop, prompts, max_new_tokens)
+                batch = LockstepBatch(self._loop, prompts, max_new_tokens, cache_salt)
                 try:
                     yield batch
                 finally:
@@ -464,7 +476,8 @@ class Engine:
         )  # fmt: skip
         _ = parameters.lines  # encoded here, where what cannot be encoded is its caller's error
         sequence = Sequence(event.request_id, prompt, max_new_tokens=settings.max_new_tokens, eos_token_ids=eos,
-                            priority=event.priority, read_cache=not settings.prompt_logprobs)  # fmt: skip
+                            priority=event.priority, read_cache=not settings.prompt_logprobs,
+                            cache_salt=settings.cache_salt)  # fmt: skip
         request = Request(sequence, parameters, session, stop=event.stop)
         request.logprobs = [] if settings.logprobs else None
         request.prompt_logprobs = [None] * len(prompt) if settings.prompt_logprobs else None

@@ -257,4 +257,5 @@ class Events:
 def _asked(request: Request, seed: int) -> tuple:
     """What has to be the same on all ranks; the seed of a call without one is rank 0's."""
     sequence = request.sequence
-    return sequence.token_ids, sequence.max_new_tokens, sequence.priority, replace(request.parameters, seed=seed)
+    return (sequence.token_ids, sequence.max_new_tokens, sequence.priority, sequence.cache_salt,
+            replace(request.parameters, seed=seed))  # fmt: skip

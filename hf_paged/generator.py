@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from hf_paged.arguments import num_copies
+from hf_paged.arguments import num_copies, salt_digest
 from hf_paged.config import PagedConfig, require_int
 from hf_paged.engine import Engine
 from hf_paged.errors import EngineClosedError
@@ -113,7 +113,7 @@ class PagedGenerator:
 
     def generate(self, prompts: Any = None, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
                  use_tqdm: bool | None = None, logprobs: bool = False, prompt_logprobs: bool = False,
-                 **generate_kwargs: Any) -> Any:  # fmt: skip
+                 cache_salt: str | SequenceOf[str | None] | None = None, **generate_kwargs: Any) -> Any:  # fmt: skip
         """Complete every prompt.
 
         Args:
@@ -126,6 +126,8 @@ class PagedGenerator:
             use_tqdm: show progress. None: once the work takes longer than two seconds.
             logprobs, prompt_logprobs: fill in these fields of every `Completion`, which see; not for tensors. Prompts
                 that are scored fill the prefix cache and do not read it.
+            cache_salt: one for the call, or one per prompt. Cached prefixes are shared among prompts of the same salt
+                (None: of none), in this and in other calls, and with nobody else.
             **generate_kwargs: fields of a `GenerationConfig`.
 
         Returns:
@@ -142,9 +144,11 @@ class PagedGenerator:
             check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
             if logprobs or prompt_logprobs:
                 raise ValueError("logprobs, prompt_logprobs: expected False where tensors come in; give token ids")
-            made = self._generate_tensor(prompts, generation_config, seed, generate_kwargs)
+            with fallback.call_salt(salt_digest(cache_salt)):
+                made = self._generate_tensor(prompts, generation_config, seed, generate_kwargs)
             return None if self._only_follows else made
-        requests = self._requests(prompts, generation_config, seed, generate_kwargs, logprobs, prompt_logprobs)
+        requests = self._requests(prompts, generation_config, seed, generate_kwargs, logprobs, prompt_logprobs,
+                                  cache_salt)  # fmt: skip
         completions: dict[int, Completion] = {}
         with self.engine.session() as session, _Progress(len(requests), use_tqdm, self.engine) as progress:
             for index, output in _drive(session, requests):
@@ -164,13 +168,15 @@ class PagedGenerator:
 
     def stream(self, prompts: Any, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
                logprobs: bool = False, prompt_logprobs: bool = False,
+               cache_salt: str | SequenceOf[str | None] | None = None,
                **generate_kwargs: Any) -> Iterator[tuple[int, StepOutput]]:  # fmt: skip
         """Like `generate`, but yields (index of the completion, `StepOutput`) as tokens come.
 
         Arguments are checked, and the requests made, before the first item is asked for. Closing the iterator ends
         what is still running.
         """
-        requests = self._requests(prompts, generation_config, seed, generate_kwargs, logprobs, prompt_logprobs)
+        requests = self._requests(prompts, generation_config, seed, generate_kwargs, logprobs, prompt_logprobs,
+                                  cache_salt)  # fmt: skip
 
         def outputs() -> Iterator[tuple[int, StepOutput]]:
             self.engine.check_runnable()
@@ -195,7 +201,7 @@ class PagedGenerator:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _requests(self, prompts: Any, generation_config: Any, seed: Any, generate_kwargs: dict[str, Any],
-                  logprobs: bool = False, prompt_logprobs: bool = False) -> list[_Request]:  # fmt: skip
+                  logprobs: bool, prompt_logprobs: bool, cache_salt: Any) -> list[_Request]:  # fmt: skip
         """Check everything and settle everything, so that nothing runs if one argument is wrong."""
         self.engine.check_runnable()
         check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
@@ -203,13 +209,14 @@ class PagedGenerator:
         configs = _one_per_prompt("generation_config", generation_config, len(ids))
         per_prompt = isinstance(seed, (list, tuple))
         seeds = _one_per_prompt("seed", seed if per_prompt else self.engine.base_seed(seed), len(ids))
+        salts = [salt_digest(salt) for salt in _one_per_prompt("cache_salt", cache_salt, len(ids))]
         merge = self.engine.config_merger(generate_kwargs)
         requests: list[_Request] = []
-        for prompt, config, own_seed in zip(ids, configs, seeds, strict=True):
+        for prompt, config, own_seed, salt in zip(ids, configs, seeds, salts, strict=True):
             merged = merge(config)
             settings = settings_from_config(merged, len(prompt), self.engine.num_logits)
-            if logprobs or prompt_logprobs:
-                settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+            if logprobs or prompt_logprobs or salt:
+                settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs, cache_salt=salt)
             copies = num_copies(merged.num_return_sequences)
             if copies > 1 and not settings.do_sample:
                 raise ValueError(f"num_return_sequences={copies!r}: expected 1, or more with do_sample=True")

@@ -28,15 +28,16 @@ class LockstepBatch:
         loop: with nothing in flight (`refusal` sees to that).
         prompts: R lists of token ids.
         max_new_tokens: tokens after the prompt that a row may reach.
+        cache_salt: as in `RequestSettings`, of all rows.
     """
 
-    def __init__(self, loop: StepLoop, prompts: list[list[int]], max_new_tokens: int) -> None:
+    def __init__(self, loop: StepLoop, prompts: list[list[int]], max_new_tokens: int, cache_salt: bytes = b"") -> None:
         self._loop = loop
         self._may_publish = True
         self._max_tokens = max(map(len, prompts)) + max_new_tokens
         with loop.changing():
             scheduler = loop.scheduler_or_build()
-            arrivals = [Sequence("lockstep", prompt, max_new_tokens=1) for prompt in prompts]
+            arrivals = [Sequence("lockstep", prompt, max_new_tokens=1, cache_salt=cache_salt) for prompt in prompts]
             loop.receive_rows(arrivals)
             self.rows = LockstepRows(scheduler, prompts, self._max_tokens, arrivals[0].cache_key)
 

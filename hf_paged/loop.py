@@ -260,7 +260,7 @@ class StepLoop:
         manager, caching = scheduler.kv_cache_manager, self._config.enable_prefix_caching
         key = self._adapter.state_key()
         for sequence in arrivals:
-            sequence.cache_key = key
+            sequence.use_model_key(key)
         if scheduler.num_running or self._in_flight is not None:
             would_hit = any(manager.get_computed_blocks(sequence)[0] for sequence in arrivals)
             assert self.pool.runner is not None
@@ -286,8 +286,7 @@ class StepLoop:
         self.pool.runner.prepare()
         self._state_key = self._adapter.state_key()
         for request in self.requests.values():
-            if request.sequence.cache_key != self._state_key:
-                request.sequence.cache_key, request.sequence.block_hashes = self._state_key, []
+            request.sequence.use_model_key(self._state_key)
 
     def scheduler_or_build(self) -> Scheduler:
         if self.scheduler is None:

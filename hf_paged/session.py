@@ -59,6 +59,7 @@ class Request:
             eos_token_ids=old.eos_token_ids,
             priority=old.priority,
             cache_key=old.cache_key,
+            cache_salt=old.cache_salt,
             read_cache=old.read_cache,
         )
         self.error = None

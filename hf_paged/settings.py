@@ -120,6 +120,7 @@ class RequestSettings:
     max_time: float | None = None  # seconds from the start of the call
     logprobs: bool = False
     prompt_logprobs: bool = False
+    cache_salt: bytes = b""  # a digest (`salt_digest`): blocks of the prefix cache are shared under the same one
 
 
 def unsupported_option(config: GenerationConfig) -> str | None:

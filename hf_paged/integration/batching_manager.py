@@ -10,12 +10,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from hf_paged.arguments import num_copies
+from hf_paged.arguments import num_copies, salt_digest
 from hf_paged.engine import Engine
 from hf_paged.integration.batching_board import RequestBoard
 from hf_paged.integration.batching_requests import BatchedRequest
@@ -27,9 +27,18 @@ logger = logging.getLogger(__name__)
 RUN, FLUSH, HARD_STOP = 0, 1, 2  # what `stop` asked for; it only ever rises while a thread runs
 # Managers that wait for the next call on their model; they hold no strong reference to it.
 KEPT: weakref.WeakKeyDictionary[Any, PagedBatchingManager] = weakref.WeakKeyDictionary()
-# The settings of requests that are added in this context, in place of the manager's.
-_REQUEST_CONFIG: ContextVar[GenerationConfig | None] = ContextVar("hf_paged_request_config", default=None)
 _RUNNING: weakref.WeakSet[PagedBatchingManager] = weakref.WeakSet()
+
+
+class _Own(NamedTuple):
+    """What requests that are added in a context have of their own."""
+
+    config: GenerationConfig | None = None  # in place of the manager's
+    least_room: int = 0  # as in `BatchedRequest`
+
+
+_NOTHING_OWN = _Own()
+_OWN: ContextVar[_Own] = ContextVar("hf_paged_request_config", default=_NOTHING_OWN)
 
 
 class ThreadStatus:
@@ -190,7 +199,8 @@ class PagedBatchingManager:
 
     def add_request(self, input_ids: Any, request_id: str | None = None, max_new_tokens: int | None = None,
                     streaming: bool = False, record_timestamps: bool = False,
-                    eos_token_id: int | list[int] | None = None, **options: Any) -> str | None:  # fmt: skip
+                    eos_token_id: int | list[int] | None = None, cache_salt: str | None = None,
+                    **options: Any) -> str | None:  # fmt: skip
         """Queue a request, also before `start`. What is wrong with it is said by its output, which is then FAILED.
 
         Args:
@@ -199,16 +209,20 @@ class PagedBatchingManager:
             max_new_tokens, eos_token_id: None: the manager's. A negative EOS id means none.
             streaming: an output for every step that brings tokens, besides the last one.
             record_timestamps: note when each token came (`time.perf_counter`).
+            cache_salt: cached prefixes are shared among requests of the same salt (None: of none) and with nobody else.
             **options: further fields of a `GenerationConfig`, for this request alone.
 
         Returns:
             The id; None where the thread is stopping or dead (as in transformers), with a warning.
 
         Raises:
-            ValueError: the id belongs to a request that is not finished; a `num_return_sequences` below 1.
+            ValueError: the id belongs to a request that is not finished; `num_return_sequences` below 1; an empty salt.
+            TypeError: a salt that is no str.
             queue.Full: `max_queue_size` requests waited for ten seconds.
         """
-        config = _REQUEST_CONFIG.get() or self.generation_config
+        own = _OWN.get()
+        config = own.config or self.generation_config
+        salt = salt_digest(cache_salt)
         copies = num_copies(options.pop("num_return_sequences", config.num_return_sequences))
         prompt = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
         with self._changed:
@@ -220,7 +234,8 @@ class PagedBatchingManager:
                 self._num_requests += 1
             request = BatchedRequest(request_id, prompt, max_new_tokens, eos_token_id, streaming, record_timestamps,
                                      options, config,
-                                     wants_logprobs=self.continuous_batching_config.return_logprobs)  # fmt: skip
+                                     wants_logprobs=self.continuous_batching_config.return_logprobs,
+                                     cache_salt=salt, least_room=own.least_room)  # fmt: skip
             requests = request.copies(copies)
             self.board.check_ids(requests)
             for one in requests:
@@ -325,13 +340,18 @@ class PagedBatchingManager:
 
 
 @contextmanager
-def request_config(config: GenerationConfig) -> Iterator[None]:
-    """Requests that are added in here take `config` (see `batching_config`) in place of their manager's."""
-    token = _REQUEST_CONFIG.set(config)
+def request_config(config: GenerationConfig, least_room: int = 0) -> Iterator[None]:
+    """Requests that are added in here take `config` (see `batching_config`) in place of their manager's.
+
+    Args:
+        least_room: one that asks for more new tokens than there is room for is cut (0), or refused where there is room
+            for fewer than this.
+    """
+    token = _OWN.set(_Own(config, least_room))
     try:
         yield
     finally:
-        _REQUEST_CONFIG.reset(token)
+        _OWN.reset(token)
 
 
 def runs_on(engine: Engine) -> bool:

@@ -32,6 +32,14 @@ _OPTIONS = frozenset(vars(GenerationConfig()))
 _SIZES = frozenset(field.name for field in dataclasses.fields(ContinuousBatchingConfig)) - _OPTIONS
 
 
+class Refused(str):
+    """The error of a request that the engine did not take: nothing of it ran, and it may run elsewhere."""
+
+
+class NoRoom(str):
+    """The error of a request that was cut: its tokens are right, and the model or the KV pool holds no more."""
+
+
 @dataclasses.dataclass
 class BatchedRequest:
     """One request of a manager and what it has made so far."""
@@ -46,6 +54,8 @@ class BatchedRequest:
     config: GenerationConfig | None = None  # what the fields above are laid over
     seed: int = 0
     wants_logprobs: bool = False
+    cache_salt: bytes = b""  # as in `RequestSettings`
+    least_room: int = 0  # of new tokens: one that asks for more than there is room for is refused below this, else cut
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)  # of `tokens`, where wanted
     times: list[float] = dataclasses.field(default_factory=list)
@@ -156,9 +166,12 @@ def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings
     if wanted is None and config.max_length is not None:
         wanted = config.max_length - len(request.prompt)
     if wanted is None or (isinstance(wanted, int) and wanted > room):
+        if room < min(request.least_room, request.least_room if wanted is None else wanted):
+            raise ValueError(f"max_new_tokens={wanted!r} after a prompt of {len(request.prompt)} tokens: the model or "
+                             f"the KV pool has room for {max(room, 0)}")  # fmt: skip
         config.max_new_tokens, request.is_cut = room, True
     settings = settings_from_config(config, len(request.prompt), engine.num_logits)
-    return dataclasses.replace(settings, logprobs=request.wants_logprobs)
+    return dataclasses.replace(settings, logprobs=request.wants_logprobs, cache_salt=request.cache_salt)
 
 
 def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousBatchingConfig) -> str | None:

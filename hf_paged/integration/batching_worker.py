@@ -9,7 +9,13 @@ import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_paged.engine import Engine
-from hf_paged.integration.batching_requests import BatchedRequest, failed_output, request_settings
+from hf_paged.integration.batching_requests import (
+    BatchedRequest,
+    NoRoom,
+    Refused,
+    failed_output,
+    request_settings,
+)
 from hf_paged.outputs import StepOutput
 from hf_paged.session import Session
 
@@ -88,7 +94,7 @@ class BatchingWorker:
                 request.start()
                 self._running[session.add(prompt, settings, seed=request.seed)] = request, session
             except Exception as error:
-                refused.append((request, failed_output(request, str(error))))
+                refused.append((request, failed_output(request, Refused(error))))
         self._arrived = []
         self._board.deliver(refused)
 
@@ -150,5 +156,5 @@ def _error(request: BatchedRequest, output: StepOutput) -> str | None:
     if output.finish_reason == "abort":
         return "the manager was stopped before this request was done"
     if output.finish_reason == "length" and request.is_cut:
-        return f"stopped after {len(request.tokens)} new tokens: the model or the KV pool has no room for more"
+        return NoRoom(f"stopped after {len(request.tokens)} new tokens: the model or the KV pool has no room for more")
     return None

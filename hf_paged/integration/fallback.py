@@ -1,4 +1,4 @@
-"""What every way of carrying out a call shares: the warning that it goes to stock, and the seed that it runs under."""
+"""What every way of carrying out a call shares: the warning that it goes to stock, its seed and its cache salt."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hf_paged.errors import FallbackError, FallbackWarning
 from hf_paged.integration.parallel.intact import broken_part
 
 _CALL_SEED: ContextVar[int | None] = ContextVar("hf_paged_call_seed", default=None)
+_CALL_SALT: ContextVar[bytes] = ContextVar("hf_paged_call_salt", default=b"")
 _IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines whose call runs in stock
 
 
@@ -83,3 +84,18 @@ def call_seed(seed: int) -> Iterator[None]:
 def seed_of_call() -> int | None:
     """The seed of the innermost `call_seed`."""
     return _CALL_SEED.get()
+
+
+@contextmanager
+def call_salt(digest: bytes) -> Iterator[None]:
+    """Calls in here share cached prefixes with those under the same digest (see `salt_digest`) alone."""
+    token = _CALL_SALT.set(digest)
+    try:
+        yield
+    finally:
+        _CALL_SALT.reset(token)
+
+
+def salt_of_call() -> bytes:
+    """The digest of the innermost `call_salt`."""
+    return _CALL_SALT.get()

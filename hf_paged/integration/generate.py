@@ -18,9 +18,9 @@ from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 from hf_paged.engine import Engine
 from hf_paged.errors import EngineClosedError
 from hf_paged.integration import lockstep
-from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, seed_of_call
+from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, salt_of_call, seed_of_call
 from hf_paged.integration.inputs import check_token_ids, paged_prompts
-from hf_paged.integration.stock_pieces import Stops, criteria_reason, processor_reason
+from hf_paged.integration.stock_pieces import EndOfCall, Stops, criteria_reason, processor_reason
 from hf_paged.runner.edits import Edits
 from hf_paged.runner.sampler import derive_seed
 from hf_paged.settings import RequestSettings, settings_from_config, token_id_tuple, unsupported_option
@@ -34,6 +34,7 @@ class NativeCall(NamedTuple):
     settings: list[RequestSettings]
     stops: list[StopRule | None]
     pad_token_id: int
+    ends: list[EndOfCall]
 
 
 def sample(engine: Engine | None, stock_sample: Callable, model: Any, input_ids: torch.LongTensor,
@@ -85,6 +86,8 @@ def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
         except (EngineClosedError, ValueError) as error:  # closed meanwhile, or settings that cannot be encoded
             return str(error)
         while session.unfinished():
+            for end in call.ends:
+                end.check()
             for output in session.advance():
                 if output.finish_reason == "error":
                     assert output.completion is not None
@@ -166,6 +169,7 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
     max_length = stopping_criteria.max_length
     try:
         settings = settings_from_config(config, input_ids.shape[1], engine.num_logits)
+        settings = replace(settings, cache_salt=salt_of_call())
     except (ValueError, TypeError) as error:
         return str(error)
     if settings.max_new_tokens != max_length - input_ids.shape[1]:
@@ -189,6 +193,7 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
         prompts, [_with_padding(settings, padding, logits_processor) for padding in paddings],
         [StopRule(*stops, padding + prompt) if watched else None
          for padding, prompt in zip(paddings, prompts, strict=True)], pad,
+        [criterion for criterion in stopping_criteria if type(criterion) is EndOfCall],
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.utils import ModelOutput
 
 from hf_paged.engine import Engine
-from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, seed_of_call
+from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, salt_of_call, seed_of_call
 from hf_paged.integration.inputs import check_token_ids, paged_prompts
 from hf_paged.integration.models.own_code import is_own_code
 from hf_paged.integration.paged_cache import PagedCache
@@ -37,7 +37,7 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, input_ids: to
     if isinstance(call, str):
         return fall_back(engine, call, method, model_kwargs)
     check_token_ids(input_ids, engine.vocab_size)
-    with engine.lockstep(call.prompts, call.max_new_tokens) as batch:
+    with engine.lockstep(call.prompts, call.max_new_tokens, salt_of_call()) as batch:
         if not isinstance(batch, str):
             cache = PagedCache(batch, input_ids.shape[1], model.config.num_hidden_layers)
             with _seeded(engine, input_ids.device, model.device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,29 @@ from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
 from hf_paged.settings import token_id_tuple
+
+
+class CallEndedError(Exception):
+    """Whoever made this call of `generate` does not wait for it any more."""
+
+
+class EndOfCall(criteria.StoppingCriteria):
+    """A criterion that changes no result and ends the call by an exception, within a step, once an event is set.
+
+    The paged engine knows it, and looks at it between steps; in lockstep and in stock it is called as any other.
+    """
+
+    def __init__(self, over: threading.Event) -> None:
+        self._over = over
+
+    def check(self) -> None:
+        """Raise CallEndedError once the event is set."""
+        if self._over.is_set():
+            raise CallEndedError
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.check()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 class Stops(NamedTuple):
@@ -43,6 +67,7 @@ def processor_reason(model: Any, config: GenerationConfig, given: Any, input_ids
 
 def criteria_reason(config: GenerationConfig, given: Any) -> Stops | str:
     """What the criteria watch for, or why `given` is not what stock makes of `config`."""
+    given = [criterion for criterion in given if type(criterion) is not EndOfCall]
     kinds = [type(criterion) for criterion in given]
     expected = {
         criteria.MaxLengthCriteria: True,

@@ -28,7 +28,8 @@ class Sequence:
         max_new_tokens: Generated tokens after which the sequence ends with ``"length"``.
         eos_token_ids: Tokens that end the sequence with ``"eos"`` (the token itself is kept).
         priority: Lower goes first; ties go by arrival.
-        cache_key: Extra bytes (adapter, salt) under which the prefix cache keeps its blocks.
+        cache_key: Extra bytes (the model's state, then the salt) under which the prefix cache keeps its blocks.
+        cache_salt: Bytes that only those sequences have that may share its blocks; see `use_model_key`.
         read_cache: False computes every prompt token (prompt logprobs need them) yet still fills the cache.
 
     Raises:
@@ -44,6 +45,7 @@ class Sequence:
         "block_hashes",
         "block_table",
         "cache_key",
+        "cache_salt",
         "eos_token_ids",
         "finish_reason",
         "max_new_tokens",
@@ -71,6 +73,7 @@ class Sequence:
         eos_token_ids: tuple[int, ...] = (),
         priority: int = 0,
         cache_key: bytes = b"",
+        cache_salt: bytes = b"",
         read_cache: bool = True,
     ) -> None:
         if not prompt_token_ids:
@@ -84,6 +87,7 @@ class Sequence:
         self.max_new_tokens = max_new_tokens
         self.eos_token_ids = tuple(eos_token_ids)
         self.cache_key = cache_key
+        self.cache_salt = cache_salt
         self.read_cache = read_cache
 
         self.status = Status.WAITING
@@ -104,6 +108,12 @@ class Sequence:
         self._output: list[int] = []
         self._num_computed = 0
         self._table: RunningTable | None = None
+
+    def use_model_key(self, model_key: bytes) -> None:
+        """From now on the prefix cache keeps its blocks under this state of the model and its own salt."""
+        key = model_key + self.cache_salt
+        if key != self.cache_key:
+            self.cache_key, self.block_hashes = key, []
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -3,99 +3,35 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from serve_support import openai, served
 from support import lookup_chat, lookup_facts
 from transformers import AutoModelForCausalLM, GenerationMixin, Qwen3ForCausalLM
 
 import hf_paged
 from hf_paged.integration import install as install_module
-from hf_paged.integration.serving import install_serving, uninstall_serving
-
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-openai = pytest.importorskip("openai")
-pytest.importorskip("typer")
+from hf_paged.integration.serving import uninstall_serving
 
 FACTS = lookup_facts(12)
 QUESTIONS = [lookup_chat(FACTS, name) for name in list(FACTS)[:4]]
 
 
-class Server:
-    """transformers' own server in this process, on a free port, with its OpenAI client."""
-
-    def __init__(self, path, continuous_batching):
-        from transformers.cli.serve import Serve
-
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self._serve = Serve(force_model=path, continuous_batching=continuous_batching, device="cpu", dtype="float32",
-                            host="127.0.0.1", port=port, non_blocking=True)  # fmt: skip
-        self.path = path
-        self.model = next(iter(self._serve._model_manager.loaded_models.values())).model
-        self.url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 60
-        while not self._serve.server.started:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-
-    @property
-    def cb(self):
-        manager = self._serve._generation_state._cb_manager
-        return manager._cb if manager is not None else None
-
-    def health(self):
-        try:
-            with urllib.request.urlopen(f"{self.url}/health") as reply:
-                return reply.status
-        except urllib.error.HTTPError as error:
-            return error.code
-
-    def chat(self, messages, **kwargs):
-        return self.client.chat.completions.create(model=self.path, messages=messages, **kwargs)
-
-    def streamed(self, messages, **kwargs):
-        """The text of a streamed answer, and its number of pieces."""
-        pieces = [c.choices[0].delta.content for c in self.chat(messages, stream=True, **kwargs)]
-        pieces = [piece for piece in pieces if piece]
-        return "".join(pieces), len(pieces)
-
-    def close(self):
-        self.client.close()
-        self._serve.kill_server()
-
-
-@pytest.fixture
-def installed():
-    hf_paged.install()
-    install_serving()
-    yield
-    uninstall_serving()
-    hf_paged.uninstall()
-
-
 @pytest.fixture(params=[False, True], ids=["generate", "continuous"])
-def server(request, installed, trained_path):
-    server = Server(trained_path, request.param)
-    yield server
-    server.close()
+def server(request, trained_path):
+    with served(trained_path, request.param) as server:
+        yield server
 
 
 @pytest.fixture
-def continuous(installed, trained_path):
-    server = Server(trained_path, True)
-    yield server
-    server.close()
+def continuous(trained_path):
+    with served(trained_path, True) as server:
+        yield server
 
 
 @pytest.fixture
