@@ -32,7 +32,7 @@ class StepLoop:
     def __init__(self, adapter: ModelAdapter, config: PagedConfig, tokenizer: Any, *, owns_device: bool) -> None:
         self._adapter = adapter
         self._config = config
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.pool = DevicePool(adapter, config, owns_device=owns_device)
         self._guard = WeightsGuard(adapter)
         self.scheduler: Scheduler | None = None
@@ -238,8 +238,8 @@ class StepLoop:
         reason, error = sequence.finish_reason or "abort", request.error
         text = piece = None
         try:
-            if self._tokenizer is not None and session.text and error is None:
-                text = piece = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+            if self.tokenizer is not None and session.text and error is None:
+                text = piece = self.tokenizer.decode(token_ids, skip_special_tokens=True)
             if request.text is not None and text is not None:
                 piece = request.text.push(fresh) + request.text.finish(text)
         except Exception as failure:
