@@ -9,6 +9,8 @@ from importlib import import_module
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
+from hf_paged import at_fork
+
 if TYPE_CHECKING:
     from hf_paged.config import PagedConfig
     from hf_paged.engine import Engine
@@ -63,6 +65,12 @@ _MODULES = {
 
 # transformers' own lazy imports fail where two threads begin them at once.
 _importing = RLock()
+
+
+@at_fork.in_child
+def _renew_in_child() -> None:
+    global _importing
+    _importing = RLock()
 
 
 def __getattr__(name: str) -> Any:

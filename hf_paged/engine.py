@@ -11,8 +11,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
+from transformers import GenerationConfig, PreTrainedModel
 
+from hf_paged import at_fork
 from hf_paged.arguments import (
     ConfigMerger,
     RecentMerges,
@@ -40,11 +41,12 @@ from hf_paged.runner.sampler import derive_seed
 from hf_paged.scheduler import Sequence
 from hf_paged.session import Request, Session
 from hf_paged.settings import RequestSettings, check_flags, settings_from_config
-from hf_paged.stopping import StopRule
+from hf_paged.stopping import CachedStopStrings, StopRule
 from hf_paged.waiting_line import WaitingLine
 
 _CANNOT_RUN = "the model cannot run on the paged engine as it is now: "
 _CLOSED = "this engine is closed: its model was disabled"
+_FORKED = "this process is a fork of one whose model is sharded over several ranks: expected that process"
 
 
 def rehearse(model: PreTrainedModel, config: PagedConfig) -> None:
@@ -101,7 +103,6 @@ class Engine:
         largest = config.max_num_batched_tokens * model.config.hidden_size * spec.dtype.itemsize
         connect(self._adapter.group, spec.device, config.all_reduce, largest)
         self.config = config
-        self.tokenizer = tokenizer
         self.owns_device = owns_device
         self._loop = StepLoop(self._adapter, config, tokenizer, owns_device=owns_device)
         self._events = Events(self._adapter.group, self._loop, self._request)
@@ -110,12 +111,13 @@ class Engine:
         self._followers = Session(self, stream=False, text=False)  # of requests that rank 0's callers made
         self._ids = itertools.count()
         self._is_shut_down = False
-        self._stop_strings: dict[tuple[str, ...], StopStringCriteria] = {}
+        self._stop_strings: CachedStopStrings | None = None  # the last one: calls ask for one over and over
         self._deferred: list[Callable[[], None]] = []  # what must wait for the end of a step
         self._merged = RecentMerges()
         # `add_request` looks at the model once between two steps; the next step looks for requests that came after.
         self._has_looked = False
         self._unlooked: list[str] = []
+        at_fork.register(self)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -326,6 +328,15 @@ class Engine:
         return self._adapter.group
 
     @property
+    def tokenizer(self) -> Any:
+        """What decodes tokens and makes stop strings; another one may be set between calls."""
+        return self._loop.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._loop.tokenizer = tokenizer
+
+    @property
     def model(self) -> PreTrainedModel:
         """The model that this is the engine of."""
         return self._adapter.model
@@ -407,6 +418,31 @@ class Engine:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
+    def after_fork_in_child(self) -> None:
+        """Nobody else waits here or holds the lock; a step that this thread is inside of goes on."""
+        self._line = WaitingLine()
+        if self.group.is_parallel:
+            self._events.over = _FORKED  # the other ranks listen to the parent
+        if self.is_reentrant():
+            self._deferred.append(self._forget_threads_that_are_gone)
+            return
+        was_held = not self._lock.acquire(blocking=False)
+        if was_held:  # by a thread that is gone, at an unknown point
+            self._loop.dirty = True
+            self._lock = threading.RLock()
+        else:
+            self._lock.release()
+        self._loop.stepping_thread = self._events.busy_thread = None
+        self._forget_threads_that_are_gone()
+
+    def _forget_threads_that_are_gone(self) -> None:
+        """After a fork: their requests hold blocks, and nobody waits for their tokens."""
+        for requests in (self._loop.requests, self._events.expected):
+            for request in [r for r in requests.values() if r.thread != threading.get_ident()]:
+                self._loop.dirty = True
+                del requests[request.request_id]
+                request.session.open.pop(request.request_id, None)
+
     def stop_rule(self, settings: RequestSettings, prompt: list[int]) -> StopRule | None:
         """What watches a request for the stop strings and the time of its settings; None: nothing to watch.
 
@@ -419,10 +455,10 @@ class Engine:
         if settings.stop_strings:
             if self.tokenizer is None:
                 raise ValueError(f"stop_strings={settings.stop_strings!r}: expected an engine with a tokenizer")
-            strings = self._stop_strings.get(settings.stop_strings)
-            if strings is None:
-                strings = StopStringCriteria(self.tokenizer, list(settings.stop_strings))
-                self._stop_strings = {settings.stop_strings: strings}  # the last one: calls ask for one over and over
+            cached = self._stop_strings
+            if cached is None or not cached.is_of(self.tokenizer, settings.stop_strings):
+                cached = self._stop_strings = CachedStopStrings(self.tokenizer, settings.stop_strings)
+            strings = cached.criterion
         deadline = None if settings.max_time is None else time.time() + settings.max_time
         return StopRule(strings, deadline, prompt)
 

@@ -54,7 +54,6 @@ class PagedGenerator:
         if patching.is_enabled(model):
             raise ValueError("model: it is enabled already; call hf_paged.disable(model) first, or use model.generate")
         self.model: Any = model
-        self.tokenizer = tokenizer
         self._causal_lm: PreTrainedModel = patching.unwrap(model)
         self.engine: Engine = patching.enable_with_engine(
             self._causal_lm, patching.merged_config(config, overrides), tokenizer=tokenizer, owns_device=True
@@ -108,6 +107,15 @@ class PagedGenerator:
                 workers.close()
             raise
         return generator
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's tokenizer; another one may be set between calls."""
+        return self.engine.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self.engine.tokenizer = tokenizer
 
     # -- generation -------------------------------------------------------------------------------------------------
 

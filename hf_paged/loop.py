@@ -34,7 +34,7 @@ class StepLoop:
     def __init__(self, adapter: ModelAdapter, config: PagedConfig, tokenizer: Any, *, owns_device: bool) -> None:
         self._adapter = adapter
         self._config = config
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.pool = DevicePool(adapter, config, owns_device=owns_device)
         self._guard = WeightsGuard(adapter)
         self.scheduler: Scheduler | None = None
@@ -242,7 +242,7 @@ class StepLoop:
         """Deliver the completion of a request that the scheduler ended."""
         sequence, session = request.sequence, request.session
         try:
-            output = request.completed(self._tokenizer)
+            output = request.completed(self.tokenizer)
         except Exception as error:
             said = request.error or f"this request failed at its end: {error!r}"
             output = failed_output(sequence, request.num_emitted if session.stream else 0, said)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_paged.detokenizer import TextStream
@@ -36,6 +37,7 @@ class Request:
     error: str | None = None
     logprobs: list[float] | None = None  # of the committed output, where asked for
     prompt_logprobs: list[float | None] | None = None  # None in it: not known yet, and for the first token for good
+    thread: int = field(default_factory=threading.get_ident)  # whose caller waits for it
 
     @property
     def awaits_prompt_logprobs(self) -> bool:

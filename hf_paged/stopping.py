@@ -14,6 +14,28 @@ if TYPE_CHECKING:
     from hf_paged.session import Request
 
 
+class CachedStopStrings:
+    """transformers' criterion for some strings, which takes a while to make, and what it was made from."""
+
+    def __init__(self, tokenizer: Any, strings: tuple[str, ...]) -> None:
+        self._made_from = _traits(tokenizer), strings
+        self._held = tokenizer, getattr(tokenizer, "backend_tokenizer", None)  # whose ids nobody else may get
+        with torch.device("cpu"):  # its tensors take the default device
+            self.criterion = StopStringCriteria(tokenizer, list(strings))
+
+    def is_of(self, tokenizer: Any, strings: tuple[str, ...]) -> bool:
+        """Would the criterion be the same if it were made now? Asked with every request: no look at each token."""
+        return (_traits(tokenizer), strings) == self._made_from
+
+
+def _traits(tokenizer: Any) -> tuple:
+    """What a tokenizer's stop strings depend on: tokens are added to it, and parts of it replaced, in place."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    size = len(tokenizer) if hasattr(tokenizer, "__len__") else len(tokenizer.get_vocab())
+    return id(tokenizer), size, id(backend), None if decoder is None else decoder.__getstate__()
+
+
 class StopRule:
     """What ends one request besides EOS and its length.
 

@@ -20,6 +20,7 @@ from support import (
     stock_generate,
     tiny_model,
 )
+from tokenizers import decoders
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3ForCausalLM
 
 import hf_paged
@@ -663,3 +664,48 @@ def test_models_own_generate_does_not_depend_on_the_generators_tokenizer():
             inputs = {"input_ids": torch.tensor([prompt])}
             expected = stock_generate(model, **inputs, max_new_tokens=8)
             assert_same_tensor(model.generate(**inputs, max_new_tokens=8), expected)
+
+
+# -- a tokenizer that changes ------------------------------------------
+
+
+def _stopped(generator, tokenizer, token):
+    """Tokens of a call that makes `token` over and over, with "END" as stop string, ours and stock's."""
+    settings = {"max_new_tokens": 5, "stop_strings": ["END"], "sequence_bias": {(token,): 100.0}}
+    stocks = {name: value for name, value in settings.items() if name != "max_new_tokens"}
+    expected = greedy(generator.model, PROMPTS[0], 5, tokenizer=tokenizer, **stocks)
+    [completion] = generator.generate([PROMPTS[0]], **settings)
+    return completion.token_ids, expected
+
+
+def test_stop_strings_follow_tokens_that_are_added_to_the_tokenizer():
+    tokenizer = byte_tokenizer()
+    with PagedGenerator(tiny_model(vocab_size=300), tokenizer) as generator:
+        assert _stopped(generator, tokenizer, 256) == ([256] * 5, [256] * 5)
+        tokenizer.add_tokens(["END"])
+        assert tokenizer.convert_tokens_to_ids("END") == 256
+        assert _stopped(generator, tokenizer, 256) == ([256], [256])
+
+
+def test_stop_strings_and_texts_are_those_of_a_tokenizer_that_is_set_later():
+    first, second = byte_tokenizer(), byte_tokenizer()
+    first.add_tokens(["other"])
+    second.add_tokens(["END"])
+    with PagedGenerator(tiny_model(vocab_size=300), first) as generator:
+        assert _stopped(generator, first, 256) == ([256] * 5, [256] * 5)
+        generator.tokenizer = second
+        assert _stopped(generator, second, 256) == ([256], [256])
+        [completion] = generator.generate([PROMPTS[0]], max_new_tokens=1, sequence_bias={(256,): 100.0})
+        assert completion.text == "END"
+        pieces = [output.new_text for _, output in generator.stream(
+            [PROMPTS[0]], max_new_tokens=1, sequence_bias={(256,): 100.0})]  # fmt: skip
+        assert "".join(filter(None, pieces)) == "END"
+
+
+def test_requests_of_the_same_stop_strings_share_a_criterion(generator):
+    """Making one takes as long as a look at the whole vocabulary."""
+    settings = settings_from_config(GenerationConfig(max_new_tokens=3, stop_strings=["ab"]), 5, 256)
+    first = generator.engine.stop_rule(settings, PROMPTS[0])
+    assert generator.engine.stop_rule(settings, PROMPTS[1]).strings is first.strings
+    generator.tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
+    assert generator.engine.stop_rule(settings, PROMPTS[1]).strings is not first.strings

@@ -20,8 +20,8 @@ PACKAGE = Path(hf_paged.__file__).parent
 # Of integers: their dtype is int64 whatever the default is.
 OF_INTEGERS = {"arange", "randperm"}
 FACTORIES = OF_INTEGERS | {
-    "zeros", "ones", "empty", "full", "tensor", "as_tensor", "asarray", "rand", "randn", "randint", "linspace", "logspace",
-    "eye", "scalar_tensor", "empty_strided",
+    "zeros", "ones", "empty", "full", "tensor", "as_tensor", "asarray", "rand", "randn", "randint", "linspace",
+    "logspace", "eye", "scalar_tensor", "empty_strided",
 }  # fmt: skip
 PROMPTS = random_prompts([21, 9, 30], seed=3)
 CALLS = [
@@ -93,7 +93,8 @@ def test_an_engine_makes_the_same_tokens(ambient, family):
 
     def work():
         with AMBIENT[ambient]():
-            engine = hf_paged.Engine(models[1], hf_paged.PagedConfig(num_blocks=20), byte_tokenizer())  # with preemption
+            config = hf_paged.PagedConfig(num_blocks=20)  # with preemption
+            engine = hf_paged.Engine(models[1], config, byte_tokenizer())
             found.append(run(engine))
             found.append(run(engine))  # from the cache
 

@@ -20,11 +20,14 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cuto
 VALUES: list[Any] = [
     2**31 - 1, 2**31, 2**63, 2**70, -(2**31) - 1, -(2**70), 10**400, -1, 0, 1, True, False,
     float("nan"), float("inf"), -float("inf"), 1e300, 1e-300, 0.5, -0.5, "", "x", [], [[]], {}, object(),
-    [2**40], [2**70], [-1], [0.5], [[2**40]], [[2**70]], [[-1]], [[1], 2], (2**70, 1.1), (1, 1e300), (0, float("nan")),
-    (-(2**40), 1.1), (0, -2.0), [[[1], float("nan")]], [[[1], 1e300]], [[[1], float("inf")]], [[[2**40], 1.0]], [[[], 1.0]],
+    [2**40], [2**70], [-1], [0.5], [[2**40]], [[2**70]], [[-1]], [[1], 2],
+    (2**70, 1.1), (1, 1e300), (0, float("nan")), (-(2**40), 1.1), (0, -2.0),
+    [[[1], float("nan")]], [[[1], 1e300]], [[[1], float("inf")]], [[[2**40], 1.0]], [[[], 1.0]],
 ]  # fmt: skip
 # Stock takes as much memory or time as these say (rows, lists of an n-gram's length, drafts), and dies of it.
-SIZES = ("num_return_sequences", "num_beams", "num_beam_groups", "encoder_no_repeat_ngram_size", "prompt_lookup_num_tokens")
+SIZES = (
+    "num_return_sequences", "num_beams", "num_beam_groups", "encoder_no_repeat_ngram_size", "prompt_lookup_num_tokens",
+)  # fmt: skip
 DRAWN = (*SAMPLING, "do_sample")
 # Compiling takes minutes; stock leaves the model with fewer layers.
 LEFT_OUT = ("compile_config", "assistant_early_exit")
@@ -169,6 +172,7 @@ def test_generator_and_generate_batch_name_what_they_refuse(model, innocent, eos
                 assert made[0].token_ids == expected
         for field in FIELDS[part::4]:
             for value in values_of(field)[::3]:
-                outcome(lambda field=field, value=value: model.generate_batch(prompts, hostile_config(field, value, eos)))
+                config = hostile_config(field, value, eos)
+                outcome(lambda config=config: model.generate_batch(prompts, config))
         assert model.generate_batch(prompts, plain)["req_0"].generated_tokens == expected
     hf_paged.enable(model)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from hf_paged import at_fork
 from hf_paged.integration.batching_requests import BatchedRequest, failed_output
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,11 @@ class RequestBoard:
                     self._cancelled.append(request)
                     self.outputs.forget(key)
             self.changed.notify_all()
+
+    def renew(self) -> None:
+        """In the child of a fork: a condition that nobody holds, and no handler, whose event loop is the parent's."""
+        self.changed = at_fork.renewed(self.changed)
+        self.outputs.renew(self.changed)
 
     def has_work(self) -> bool:
         return bool(self.open or self._cancelled)
@@ -124,6 +130,11 @@ class OutputBox:
                 loop.call_soon(_call_all, [(callback, output) for output in early])
             if not any(output.is_finished() for output in early):
                 self._handlers[request_id] = callback, loop
+
+    def renew(self, changed: threading.Condition) -> None:
+        """In the child of a fork: see `RequestBoard.renew`."""
+        self._changed = changed
+        self._handlers.clear()
 
     def forget(self, request_id: str) -> None:
         """The request was cancelled: its handler will not hear of it again."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from hf_paged import at_fork
 from hf_paged.arguments import num_copies, salt_digest
 from hf_paged.engine import Engine
 from hf_paged.integration.batching_board import RequestBoard
@@ -78,6 +79,7 @@ class PagedBatchingManager:
         self._my_pauses = threading.local()
         self._num_requests = 0  # counts ids made
         self._num_seeds = 0
+        at_fork.register(self)
 
     @property
     def model(self) -> Any:
@@ -323,6 +325,14 @@ class PagedBatchingManager:
             self._changed.notify_all()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def after_fork_in_child(self) -> None:
+        """The thread is the parent's: here every open request fails, and `start` makes another one."""
+        self.board.renew()
+        self._changed = self.board.changed
+        self._num_pauses, self._is_paused = getattr(self._my_pauses, "count", 0), False
+        if self._generation_thread not in (None, threading.current_thread()) and not self._is_over:
+            self.end(RuntimeError("the process forked, and the thread that generates is the parent's"))
 
     def _let_model_go(self) -> None:
         """A kept manager whose thread is over does not keep its model alive."""

@@ -67,7 +67,7 @@ class BatchingWorker:
         except Exception as error:
             if not self._running and not self._arrived:
                 raise  # no request is to blame, and nothing would be different the next time
-            logger.error("hf_paged: the engine broke in continuous batching and starts afresh: %r", error, exc_info=error)
+            logger.error("hf_paged: the engine broke in continuous batching: %r", error, exc_info=error)
             self._fail([*self._running_requests(), *self._arrived], f"{BROKE}{error!r}")
             self._running.clear()
             return False

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import GenerationMixin
 
+from hf_paged import at_fork
 from hf_paged.config import PagedConfig
 from hf_paged.integration import fallback, patching
 from hf_paged.integration.models import find_adapter
@@ -91,3 +92,10 @@ def _enabling(name: str, original: Callable) -> Callable:
         return original(self, *args, **kwargs)
 
     return method
+
+
+@at_fork.in_child
+def _renew_in_child() -> None:
+    """Who was enabling a model when another thread forked is gone."""
+    global _enabling_one
+    _enabling_one = at_fork.renewed(_enabling_one)

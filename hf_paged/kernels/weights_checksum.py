@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -72,9 +73,11 @@ def weights_checksum_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """:func:`weights_checksum` for CPU tensors: xxh3 over sizes and bytes, a value unlike the GPU's."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        digest.update(data.size.to_bytes(8, "little"))
-        digest.update(data.data)
+        dense = tensor.detach().contiguous()
+        digest.update(dense.nbytes.to_bytes(8, "little"))
+        if dense.data_ptr():  # a storage that was resized to 0 has no memory
+            # Not `numpy()`, after which the tensor's storage could not be resized any more.
+            digest.update((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()))
     return torch.from_numpy(np.array([digest.intdigest()], dtype=np.uint64).view(np.int64))
 
 

@@ -69,8 +69,9 @@ def test_greedy(name, lengths):
     expected = stock_generate(model, **inputs, max_new_tokens=14, **kwargs)
     plain = stock_generate(model, **inputs, max_new_tokens=14)
     assert expected.shape != plain.shape or not torch.equal(expected, plain), "the option has no effect"
-    if name.startswith("no_repeat_ngram") and len(set(lengths)) > 1:
-        pytest.skip("stock counts padding in its n-grams: not on the engine's own path")
+    if name.startswith("no_repeat_ngram") and len(set(lengths)) > 1:  # stock counts padding in its n-grams
+        assert_same_tensor(model.generate(**inputs, max_new_tokens=14, **kwargs), expected)  # in lockstep
+        return
     assert_native_parity(model, expected, **inputs, max_new_tokens=14, **kwargs)
 
 
@@ -84,6 +85,16 @@ def test_left_padding_counts_as_seen_where_stock_counts_it():
     """5.17 penalises the pad token, 5.23 does not: a bias makes it the winner, so that the difference shows."""
     kwargs = {"repetition_penalty": 3.0, "sequence_bias": {(0,): 1.5}, "max_new_tokens": 8}
     assert_native_parity(enabled(), **batch([30, 6, 2]), **kwargs)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ngrams_of_the_left_padding_are_banned_as_in_stock(size):
+    """The pad token is made the winner, so that rows show whether the padding counted."""
+    inputs, kwargs = batch([30, 6, 2]), {"sequence_bias": {(0,): 60.0}, "max_new_tokens": 8}
+    model = enabled()
+    expected = stock_generate(model, **inputs, **kwargs, no_repeat_ngram_size=size)
+    assert not torch.equal(expected, stock_generate(model, **inputs, **kwargs))
+    assert_same_tensor(model.generate(**inputs, **kwargs, no_repeat_ngram_size=size), expected)
 
 
 def test_a_rule_that_would_match_the_padding_is_not_carried_out_blindly():

@@ -19,7 +19,13 @@ from hf_paged.integration.models.decoder import DecoderAdapter, plain_values
 from hf_paged.integration.models.families import Family
 from hf_paged.integration.models.layer_ops import FUSED, LayerOps
 from hf_paged.integration.models.merged import MergedWeight
-from hf_paged.integration.models.plain_linear import all_columns, apply_head, apply_linear, row_product
+from hf_paged.integration.models.plain_linear import (
+    all_columns,
+    apply_head,
+    apply_linear,
+    is_plain_product,
+    row_product,
+)
 from hf_paged.integration.models.rope import RopeTable
 from hf_paged.integration.parallel.group import SINGLE, ParallelGroup
 
@@ -38,6 +44,8 @@ class Projections(NamedTuple):
         """[T, k] -> [T, sum of outputs]."""
         if self.weight is not None:
             return self.ops.linear(hidden, self.weight)
+        if hidden.device.type == "cpu" and all(map(is_plain_product, self.linears)):
+            return _side_by_side(hidden, self.linears)
         return torch.cat([apply_linear(layer, hidden, self.ops.linear) for layer in self.linears], dim=-1)
 
     def silu_mul(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -45,6 +53,16 @@ class Projections(NamedTuple):
         if self.weight is None:
             return self.ops.silu_mul(self(hidden))
         return self.ops.linear_silu_mul(hidden, self.weight)
+
+
+def _side_by_side(hidden: torch.Tensor, linears: tuple[nn.Module, ...]) -> torch.Tensor:
+    """Each product in its columns of one tensor: on a CPU as fast as one product over merged weights."""
+    weights: list = [linear.weight for linear in linears]
+    sizes = [len(weight) for weight in weights]
+    products = hidden.new_empty((len(hidden), sum(sizes)))
+    for weight, columns in zip(weights, products.split(sizes, dim=1), strict=True):
+        torch.mm(hidden, weight.t(), out=columns)
+    return products
 
 
 class FusedAdapter(DecoderAdapter):

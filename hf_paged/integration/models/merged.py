@@ -11,7 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hf_paged.integration.models.plain_linear import is_plain_linear
+from hf_paged.integration.models.plain_linear import is_plain_product
+
+# Merged storages cannot be resized any more. On a CPU separate products are as fast, so nobody has to put up with it.
+MERGED_ON = ("cuda",)
 
 
 class MergedWeight:
@@ -29,10 +32,12 @@ class MergedWeight:
     @staticmethod
     def of(linears: Sequence[nn.Module]) -> MergedWeight | None:
         """Merge the weights of `linears`, or None where one of them is not a plain layer that owns its memory."""
-        if not all(map(_is_plain, linears)):
+        if not all(map(is_plain_product, linears)):
             return None
         weights: list = [linear.weight for linear in linears]
         first = weights[0]
+        if first.device.type not in MERGED_ON:
+            return None
         if all(_owns_memory(w) and (w.dtype, w.device) == (first.dtype, first.device) for w in weights):
             return MergedWeight(weights)
         return None
@@ -48,7 +53,7 @@ class MergedWeight:
     def belongs_to(self, linears: Sequence[nn.Module]) -> bool:
         """True while `linears` are plain layers that hold the very parameters that were merged."""
         pairs = zip(linears, self._weights, strict=True)
-        return all(_is_plain(linear) and linear.weight is weight for linear, weight in pairs)
+        return all(is_plain_product(linear) and linear.weight is weight for linear, weight in pairs)
 
     def release(self) -> None:
         """Give every weight that still lies in here memory of its own, but one that somebody holds an alias of."""
@@ -58,14 +63,10 @@ class MergedWeight:
                     weight.data = weight.data.clone()
 
 
-def _is_plain(linear: nn.Module) -> bool:
-    return is_plain_linear(linear) and linear.bias is None
-
-
 def _has_alias(tensor: torch.Tensor) -> bool:
     """Does anybody else (a state_dict, a `.data`, a numpy array) hold this tensor's storage?"""
     users, alone = (
-        torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (tensor, torch.empty(1, device="cpu"))
+        torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (tensor, torch.empty(1, dtype=torch.uint8, device="cpu"))
     )
     return users > alone
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_paged import at_fork
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.models.adapter import StepContext
 from hf_paged.kernels.store_kv import store_kv
@@ -33,7 +34,16 @@ _IGNORED = frozenset({
 _READS_CONFIG = ("flash", "paged|")
 
 _lock = threading.Lock()
-_switched: dict[int, int] = {}  # by id of a config: number of calls inside
+
+
+class _Switched(NamedTuple):
+    """A config that paged calls are inside of, and the thread of each of them."""
+
+    config: PreTrainedConfig
+    threads: list[int]
+
+
+_switched: dict[int, _Switched] = {}  # by id of the config
 
 
 class PagedName(str):
@@ -61,18 +71,18 @@ def paged_call(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
     try:
         for config in configs:
             with _lock:
-                _switched[id(config)] = _switched.get(id(config), 0) + 1
+                _switched.setdefault(id(config), _Switched(config, [])).threads.append(threading.get_ident())
                 held.append(config)
                 config._attn_implementation = _paged_name(implementation_of(config))
         yield
     finally:
         for config in held:
             with _lock:
-                calls = _switched.pop(id(config))
-                if calls > 1:
-                    _switched[id(config)] = calls - 1
-                else:
+                threads = _switched[id(config)].threads
+                threads.remove(threading.get_ident())
+                if not threads:
                     config._attn_implementation = implementation_of(config)
+                    del _switched[id(config)]  # last: a fork in between puts the name back by it
 
 
 def implementation_of(config: PreTrainedConfig) -> str | None:
@@ -127,6 +137,18 @@ def _stock_name(config: PreTrainedConfig) -> str | None:
             "another thread; expected one after the other, or 'sdpa' or 'eager'"
         )
     return name
+
+
+@at_fork.in_child
+def _renew_in_child() -> None:
+    """Calls of threads that a fork has not never come to their end: put back the names of their configs."""
+    global _lock
+    _lock = threading.Lock()
+    for key, (config, threads) in list(_switched.items()):
+        threads[:] = [thread for thread in threads if thread == threading.get_ident()]
+        if not threads:
+            config._attn_implementation = implementation_of(config)
+            del _switched[key]
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)

@@ -19,6 +19,11 @@ def is_plain_linear(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, ColumnParallelLinear) and _is_untouched(module)
 
 
+def is_plain_product(module: nn.Module) -> bool:
+    """`is_plain_linear`, and nothing is added to the product."""
+    return is_plain_linear(module) and module.bias is None
+
+
 def _is_untouched(module: nn.Module) -> bool:
     if module._forward_hooks or module._forward_pre_hooks:
         return False

@@ -200,6 +200,8 @@ def _device_reason(seen: Seen) -> str | None:
         kind = type(parameter.data)
         if kind is not torch.Tensor and not type(parameter).__module__.startswith("bitsandbytes."):
             return f"parameter {name} is a {kind.__name__}, whose bytes cannot be watched for changes"
+        if parameter.numel() and not parameter.data_ptr() and parameter.device.type != "meta":
+            return f"parameter {name} has no memory: its storage was resized"
         if parameter.device.type == "meta":
             return f"parameter {name} is on the meta device (offloaded?)"
         found.add(parameter.device)

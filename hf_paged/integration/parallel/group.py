@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from hf_paged import at_fork
+from hf_paged.errors import EngineClosedError
 from hf_paged.kernels._peers import Peers
 from hf_paged.kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, way_for
 
@@ -55,6 +57,8 @@ class ParallelGroup:
         self._together: list[int] = []  # threads that are inside `together`
         self._alone: Callable[[], None] | None = None  # inside `alone`: what to call in place of waiting
         self._graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()
+        self._is_forked = False
+        at_fork.register(self)
 
     def __deepcopy__(self, memo: dict) -> ParallelGroup:
         return self
@@ -106,12 +110,20 @@ class ParallelGroup:
         """Let go of the process groups, which hold the store's sockets open: collectives raise from now on."""
         self._devices = self._hosts = None
 
+    def after_fork_in_child(self) -> None:
+        """The other ranks listen to the parent; what holds the connections stays, since ending it waits for threads."""
+        self._is_forked = self.is_parallel
+
     @property
     def hosts(self) -> Any:
         """The process group of what the hosts tell each other."""
         return self._met(self._hosts)
 
     def _met(self, ranks: Any) -> Any:
+        if self._is_forked:
+            raise EngineClosedError(
+                f"this process is a fork of rank {self.rank}: expected a collective of the process that met the others"
+            )
         # torch takes None for the default group, which may be there already, or be another model's.
         if ranks is None:
             raise RuntimeError(

@@ -4,6 +4,7 @@ import pytest
 from support import assert_native_parity, batch, random_prompts, tiny_model
 
 import hf_paged
+from hf_paged.integration.models import merged
 from hf_paged.integration.models.layer_ops import FUSED, PLAIN
 from hf_paged.kernels import qk_norm_rope_store as fused_op
 
@@ -11,7 +12,8 @@ SWITCHES = [{}, {"merge_weights": False}, {"fused_kernels": False}, {"merge_weig
 
 
 @pytest.mark.parametrize("off", SWITCHES, ids=lambda off: "+".join(off) or "all on")
-def test_a_switch_changes_the_means_and_no_token(off):
+def test_a_switch_changes_the_means_and_no_token(off, monkeypatch):
+    monkeypatch.setattr(merged, "MERGED_ON", ("cpu", "cuda"))
     model = hf_paged.enable(tiny_model(), strict=True, **off)
     assert_native_parity(model, **batch([5, 17, 9]), max_new_tokens=8, do_sample=False)
     adapter = hf_paged.get_engine(model)._adapter
@@ -19,7 +21,8 @@ def test_a_switch_changes_the_means_and_no_token(off):
     assert all((p.weight is None) == ("merge_weights" in off) for p in adapter._qkv + adapter._gate_up)
 
 
-def test_merge_weights_off_leaves_every_parameter_where_it_is():
+def test_merge_weights_off_leaves_every_parameter_where_it_is(monkeypatch):
+    monkeypatch.setattr(merged, "MERGED_ON", ("cpu", "cuda"))
     model = tiny_model()
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     hf_paged.enable(model, merge_weights=False, strict=True)

@@ -1,4 +1,7 @@
-"""Merged weights: one memory for q/k/v and gate/up, while everybody else sees parameters like any others."""
+"""Merged weights: one memory for q/k/v and gate/up, while everybody else sees parameters like any others.
+
+Weights are merged on CUDA; all but the last tests here have them merged on the CPU, too, by the same code.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,23 @@ from support import assert_native_parity, batch, random_prompts, stock_copy, sto
 from torch import nn
 
 import hf_paged
+from hf_paged.integration.models import merged
 from hf_paged.integration.models.merged import MergedWeight
 
 INPUTS = batch([40, 20])
+
+
+@pytest.fixture(autouse=True)
+def _merged_on_a_cpu(request, monkeypatch):
+    if "as_on_a_cpu" not in request.fixturenames:
+        monkeypatch.setattr(merged, "MERGED_ON", ("cpu", "cuda"))
+
+
+@pytest.fixture
+def as_on_a_cpu():
+    """Nothing is merged."""
+
+
 MERGED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
@@ -545,3 +562,74 @@ def test_a_closed_generator_gives_the_memory_back():
         assert_merged(model)
     assert_memory_of_their_own(model)
     assert torch.equal(q_proj(model).weight, q_proj(stock_copy(model)).weight)
+
+
+# -- storages that are resized ------------------------------------------
+
+
+def _all_resized(model):
+    """As offloading does it: the values go elsewhere, the parameters stay without memory. Returns the values."""
+    values = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.untyped_storage().resize_(0)
+    return values
+
+
+def _fill(model, values):
+    for p, value in zip(model.parameters(), values, strict=True):
+        p.untyped_storage().resize_(value.numel() * value.element_size())
+        p.data.copy_(value)
+
+
+@pytest.mark.usefixtures("as_on_a_cpu")
+@pytest.mark.parametrize("caching", [False, True])
+def test_on_a_cpu_storages_can_be_resized_after_a_native_call(caching):
+    model = hf_paged.enable(tiny_model(), strict=True, enable_prefix_caching=caching)
+    expected = assert_native_parity(model, **INPUTS, max_new_tokens=6)
+    assert merges(model) == [None] * len(merges(model))
+    for _ in range(2):
+        values = _all_resized(model)
+        _fill(model, values)
+        assert_native_parity(model, expected, **INPUTS, max_new_tokens=6)
+    values = _all_resized(model)
+    _fill(model, [-value for value in values])
+    assert not torch.equal(assert_native_parity(model, **INPUTS, max_new_tokens=6), expected)
+
+
+@pytest.mark.usefixtures("as_on_a_cpu")
+@pytest.mark.parametrize("which", ["all", "one"])
+@pytest.mark.filterwarnings("ignore::hf_paged.FallbackWarning")
+def test_a_call_of_a_model_without_memory_ends_as_in_stock(which):
+    """Nobody reads what was freed, neither the step nor the checksum over the weights."""
+    model, stock = hf_paged.enable(tiny_model()), tiny_model()
+    expected = assert_native_parity(model, **INPUTS, max_new_tokens=6)
+    q_values = q_proj(model).weight.detach().clone()
+    if which == "all":
+        values = _all_resized(model)
+    for m in (model, stock):
+        q_proj(m).weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError) as stocks:
+        stock.generate(**INPUTS, max_new_tokens=6)
+    if which == "one":
+        with pytest.raises(RuntimeError) as ours:
+            model.generate(**INPUTS, max_new_tokens=6)
+        assert str(ours.value) == str(stocks.value)
+        q_proj(model).weight.untyped_storage().resize_(q_values.nbytes)
+        q_proj(model).weight.data.copy_(q_values)
+    else:
+        assert "has no memory" in hf_paged.get_engine(model).unsupported_reason()
+        _fill(model, values)
+    assert_native_parity(model, expected, **INPUTS, max_new_tokens=6)
+
+
+@pytest.mark.usefixtures("as_on_a_cpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 7, 60])
+def test_products_side_by_side_are_those_of_the_layers(dtype, rows):
+    model = hf_paged.enable(tiny_model().to(dtype), strict=True)
+    model.generate(**INPUTS, max_new_tokens=2)
+    hidden = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    adapter = hf_paged.get_engine(model)._adapter
+    with torch.no_grad():
+        for projections_, layers in zip(adapter._qkv + adapter._gate_up, _groups(model), strict=True):
+            assert torch.equal(projections_(hidden), torch.cat([layer(hidden) for layer in layers], dim=-1))

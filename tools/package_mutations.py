@@ -1,0 +1,83 @@
+"""Ways to break the package outside of the scheduler, each of which the named tests must notice. Run by ``mutate.py``.
+
+A mutation replaces `old`, which occurs exactly once in the file, by `new`; some test of `test_file` that pytest's
+``-k`` picks by `tests` must fail then. The tests have to be quick, and must not wait for ever: every mutation starts a
+pytest of its own. A new area gets a list of its own below, and a place in `PACKAGE_MUTATIONS`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class PackageMutation(NamedTuple):
+    file: str  # in hf_paged/
+    old: str
+    new: str
+    test_file: str  # in tests/
+    tests: str
+
+
+GENERATE, INPUTS, LOCKSTEP = (f"integration/{name}.py" for name in ("generate", "inputs", "lockstep"))
+PIECES, FALLBACK, CACHE = (f"integration/{name}.py" for name in ("stock_pieces", "fallback", "paged_cache"))
+BOARD, REQUESTS_FILE, MANAGER = (f"integration/batching_{name}.py" for name in ("board", "requests", "manager"))
+OPTIONS_TESTS = "integration/test_generate_options.py"
+FALLBACK_TESTS = "integration/test_generate_fallbacks.py"
+LOCKSTEP_TESTS = "integration/test_lockstep.py"
+BATCHING_TESTS = "integration/test_continuous_batching.py"
+
+# How `model.generate` and continuous batching reach the engine.
+INTEGRATION = [
+    PackageMutation(GENERATE, "    if edits.no_repeat_ngram_size:\n", "    if False:\n", OPTIONS_TESTS,
+                    "ngrams_of_the_left_padding"),
+    PackageMutation(GENERATE, "if input_ids.shape[1] > 1 and settings.edits.forced_bos_token_id is not None:",
+                    "if False:", OPTIONS_TESTS, "forced_bos"),
+    PackageMutation(GENERATE, "    sequences = [*edits.bad_words_ids, *(",
+                    "    sequences = [*(", OPTIONS_TESTS, "would_match_the_padding"),
+    PackageMutation(INPUTS, "(np.diff(real, axis=1) < 0).any()", "False", FALLBACK_TESTS, "masks_that_are_not_left"),
+    PackageMutation(INPUTS, "not (given == expected).all()", "False", FALLBACK_TESTS,
+                    "test_position_ids_of_the_caller"),
+    PackageMutation(PIECES, "if own or not _same(attributes, vars(made)):", "if own:", FALLBACK_TESTS,
+                    "a_length_processor_of_the_callers_own"),
+    PackageMutation(PIECES, "        if kinds.count(kind) != is_expected:", "        if False:", FALLBACK_TESTS,
+                    "two_length_criteria"),
+    PackageMutation(FALLBACK, "    if engine.config.strict:\n", "    if False:\n", FALLBACK_TESTS, "inputs_embeds"),
+    PackageMutation(LOCKSTEP, "                result[\"past_key_values\"] = cache.to_dynamic(model.config)\n",
+                    "                pass\n", LOCKSTEP_TESTS, "the_returned_cache_is_stocks"),
+    PackageMutation(CACHE, "            self._length += tokens_to_remove\n", "", LOCKSTEP_TESTS, "prompt_lookup"),
+    PackageMutation(BOARD, "for key in (request_id, *children):", "for key in (request_id,):",
+                    "integration/test_batching_board.py", "children"),
+    PackageMutation(BOARD, "if self.open.get(request.request_id) is request]", "]",
+                    "integration/test_batching_board.py", "children"),
+    PackageMutation(REQUESTS_FILE, "        return [*children, self]\n", "        return [self, *children]\n",
+                    "integration/test_batching_board.py", "children"),
+    PackageMutation(MANAGER, "self._stop = max(self._stop, HARD_STOP if hard_stop else FLUSH)", "self._stop = FLUSH",
+                    BATCHING_TESTS, "hard_stop_fails"),
+    PackageMutation("integration/continuous_batching.py",
+                    "                manager.stop(block=block, timeout=timeout, hard_stop=True)\n",
+                    "                pass\n", BATCHING_TESTS, "stops_also_where_its_block_raises"),
+]  # fmt: skip
+
+# What a fork, another tokenizer, or memory that moved must not leave behind.
+STALENESS = [
+    PackageMutation("stopping.py", "return id(tokenizer), size,", "return id(tokenizer),", "test_generator.py",
+                    "tokens_that_are_added"),
+    PackageMutation("engine.py", "            self._lock = threading.RLock()\n", "            pass\n",
+                    "test_at_fork.py", "every_lock"),
+    PackageMutation("integration/models/merged.py", 'MERGED_ON = ("cuda",)', 'MERGED_ON = ("cpu", "cuda")',
+                    "integration/models/test_merged.py", "storages_can_be_resized"),
+    PackageMutation("integration/models/recognise.py",
+                    'if parameter.numel() and not parameter.data_ptr() and parameter.device.type != "meta":',
+                    "if False:",
+                    "integration/models/test_merged.py", "a_model_without_memory and all"),
+    PackageMutation("integration/install.py", "    _enabling_one = at_fork.renewed(_enabling_one)\n",
+                    "    pass\n", "test_at_fork.py", "every_lock"),
+]  # fmt: skip
+
+# Settings of one request that must not end another's.
+REQUESTS: list[PackageMutation] = []
+
+# Weights, own code and keys of the prefix cache.
+RECOGNITION: list[PackageMutation] = []
+
+PACKAGE_MUTATIONS = [*INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION]
