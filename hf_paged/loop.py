@@ -14,6 +14,7 @@ from hf_paged import log_probs
 from hf_paged.config import PagedConfig
 from hf_paged.errors import EngineClosedError
 from hf_paged.integration.models import ModelAdapter
+from hf_paged.integration.models.capturing import no_capturing
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.runner.model_runner import StepHandle
 from hf_paged.runner.pool import DevicePool
@@ -368,8 +369,8 @@ class StepLoop:
 
 @contextmanager
 def _ambient(device: torch.device) -> Iterator[None]:
-    """The state the engine runs in, whatever its caller's: the model's GPU current, autocast off."""
-    with torch.autocast(device.type, enabled=False):
+    """The state the engine runs in, whatever its caller's: the model's GPU current, autocast off, nobody collecting."""
+    with torch.autocast(device.type, enabled=False), no_capturing():
         if device.type == "cuda":
             with torch.cuda.device(device):
                 yield

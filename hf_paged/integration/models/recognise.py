@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.integration.models.adapter import ModelAdapter
+from hf_paged.integration.models.capturing import only_captures
 from hf_paged.integration.models.own_code import is_own_code
 from hf_paged.integration.models.paged_calls import implementation_of
 from hf_paged.integration.parallel.intact import broken_part
@@ -221,11 +222,15 @@ def _only_requires_grad(hook: Any) -> bool:
     return all(getattr(code, part) == getattr(known, part) for part in ("co_code", "co_names", "co_consts"))
 
 
+def _is_inert(hook: Any) -> bool:
+    return _only_requires_grad(hook) or only_captures(hook)
+
+
 def _hook_reason(seen: Seen) -> str | None:
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "global forward hooks are registered"
     for name, module in seen.modules:
-        if module._forward_pre_hooks or not all(map(_only_requires_grad, module._forward_hooks.values())):
+        if module._forward_pre_hooks or not all(map(_is_inert, module._forward_hooks.values())):
             return f"{name or 'the model'} has a forward hook"
         if nn.utils.parametrize.is_parametrized(module):
             return f"{name} is parametrized"
