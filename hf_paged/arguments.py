@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
 from hf_paged.config import require_int
-from hf_paged.integration.models.own_code import is_own_code
+from hf_paged.integration.models.originals import MERGING
 
 PLAIN = frozenset((int, float, bool, str, type(None)))  # types whose repr tells any two values apart
 
@@ -105,8 +105,9 @@ class ConfigMerger:
         self._kwargs = kwargs
         self._by_id: dict[int, tuple[GenerationConfig | None, GenerationConfig]] = {}
         self._by_others: dict[tuple, GenerationConfig] = {}  # by all fields but max_new_tokens
-        stock = (model._prepare_generation_config, GenerationConfig.update, GenerationConfig.validate)
-        self._may_share = all(map(is_own_code, stock)) and GenerationConfig.__setattr__ is object.__setattr__
+        merging = getattr(model._prepare_generation_config, "__func__", None)
+        own = merging is GenerationMixin._prepare_generation_config and MERGING.patched() is None
+        self._may_share = own and GenerationConfig.__setattr__ is object.__setattr__
 
     def __call__(self, config: GenerationConfig | None) -> GenerationConfig:
         """Raises what `merge_config` raises. The result is to be read only: others may hold values of it."""

@@ -118,8 +118,8 @@ class ModelAdapter(ABC):
         """(name, module) of every module that the adapter calls as it stands, on packed tokens."""
 
     @abstractmethod
-    def replaced_functions(self) -> Iterator[tuple[Any, Any]]:
-        """(as it is now, as it was at import) of transformers' functions that the adapter's own code stands for."""
+    def patched(self) -> str | None:
+        """The first of transformers' or torch's functions that stock would run here and that somebody replaced."""
 
     @abstractmethod
     def constants(self) -> tuple:

@@ -16,23 +16,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.integration.models.adapter import ModelAdapter
 from hf_paged.integration.models.capturing import only_captures
-from hf_paged.integration.models.own_code import is_own_code
+from hf_paged.integration.models.originals import DECIDING_METHODS, GENERATION, patched_class, patched_entry
+from hf_paged.integration.models.own_code import CALL_CHAIN
 from hf_paged.integration.models.paged_calls import implementation_of
 from hf_paged.integration.parallel.intact import broken_part
-from hf_paged.integration.parallel.layers import stock_class
 
-# Methods that decide what stock generate feeds its forward and what becomes of the result.
-DECIDING_METHODS = (
-    "forward", "__call__", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample",
-    "_prefill", "_get_logits_processor", "_get_stopping_criteria", "_optimize_model_for_decode",
-    "_has_unfinished_sequences", "get_compiled_call",
-)  # fmt: skip
 SHARDED_MODULE = "hf_paged.integration.parallel.layers."
 # Modules whose layers work token by token, whatever the batch looks like.
 TOKENWISE_MODULES = (
     "torch.nn.modules.linear.", "torch.nn.modules.sparse.", "peft.tuners.lora.", "transformers.integrations.",
     "bitsandbytes.nn.", SHARDED_MODULE,
 )  # fmt: skip
+_CALL_CHAIN = frozenset(CALL_CHAIN)
 BATCH_DEPENDENT = ("Linear8bitLt", "NVFP4Linear")  # outlier columns and activation scales over all rows
 SUPPORTED_ROUTE = "expected PagedGenerator.from_pretrained(..., tensor_parallel_size=N)"
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -64,15 +59,14 @@ def _class_reason(adapter: ModelAdapter) -> str | None:
     cls = type(model).__dict__.get("_hf_paged_stock_class", type(model))
     for name in DECIDING_METHODS:
         method = getattr(cls, name, None)
-        if method is not getattr(adapter.model_class, name, None) or (method is not None and not is_own_code(method)):
+        if method is not getattr(adapter.model_class, name, None):
             return f"{cls.__name__}.{name} is not transformers' own"
         replaced = model.__dict__.get(name) if name != "forward" else None
         # PEFT's prompt learning leaves the model's own method behind on the instance.
         if replaced is not None and (method is None or replaced != method.__get__(model)):
             return f"{name} is replaced on the instance (prompt learning?)"
-    for function, original in adapter.replaced_functions():
-        if function is not original or not is_own_code(function):
-            return f"{getattr(original, '__name__', original)} is patched"
+    if (place := adapter.patched() or GENERATION.patched()) is not None:
+        return f"{place} is patched"
     if "forward" in model.__dict__:
         return _wrapped_forward_reason(model)
     return None
@@ -145,19 +139,16 @@ def _attention_reason(adapter: ModelAdapter) -> str | None:
         return "attention implementation None, for which stock makes no causal mask"
     if function is None and name != "eager":
         return f"attention implementation {name!r} is not one of transformers' own"
-    if not all(f is None or is_own_code(f) for f in (function, mask)):
-        return f"attention implementation {name!r} is not one of transformers' own"
+    for entry in (function, mask):
+        if entry is not None and (place := patched_entry(entry)) is not None:
+            return f"attention implementation {name!r} is not one of transformers' own: {place} is patched"
     return None
 
 
 def _module_reason(seen: Seen) -> str | None:
-    known: set[type] = set()  # a class is looked at once a call, not once a layer
     for name, module, expected in seen.own:
-        if type(module) is not expected or (expected not in known and not is_own_code(stock_class(expected).forward)):
+        if type(module) is not expected:
             return f"{name} is a {type(module).__name__}, not transformers' own {expected.__name__}"
-        if expected not in known and not is_own_code(expected.__call__):
-            return f"{expected.__name__}.__call__ is patched"
-        known.add(expected)
     tokenwise: dict[type, bool] = {}
     for name, module in seen.called:
         for layer in (module, getattr(module, "base_layer", None)):  # a tuner's own, and what it wraps
@@ -167,16 +158,19 @@ def _module_reason(seen: Seen) -> str | None:
                 tokenwise[type(layer)] = _is_tokenwise(type(layer))
             if not tokenwise[type(layer)]:
                 return f"{name} is a {type(layer).__module__}.{type(layer).__name__}, which may look at batch rows"
+    torchs = [kind for kind in tokenwise if kind.__module__.startswith(("torch.", SHARDED_MODULE[:-1]))]
+    if (place := patched_class(torchs)) is not None:
+        return f"{place} is patched"
     for name, module in seen.modules:
         if name and "forward" in module.__dict__:
             return f"the forward of {name} is replaced on the instance"
+        if not _CALL_CHAIN.isdisjoint(module.__dict__):
+            return f"{min(_CALL_CHAIN.intersection(module.__dict__))} of {name or 'the model'} is replaced"
     return None
 
 
 def _is_tokenwise(kind: type[nn.Module]) -> bool:
-    if kind.__name__ in BATCH_DEPENDENT or not f"{kind.__module__}.".startswith(TOKENWISE_MODULES):
-        return False
-    return not f"{kind.__module__}.".startswith(("torch.", SHARDED_MODULE)) or is_own_code(kind.forward)
+    return kind.__name__ not in BATCH_DEPENDENT and f"{kind.__module__}.".startswith(TOKENWISE_MODULES)
 
 
 def _sharding_reason(seen: Seen) -> str | None:
