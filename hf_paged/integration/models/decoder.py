@@ -28,7 +28,7 @@ class DecoderAdapter(ModelAdapter):
     def __init__(self, model: PreTrainedModel, *, family: Family, **techniques: bool) -> None:
         super().__init__(model, getattr(family.modeling, family.model_name), **techniques)
         self._family = family
-        self._originals = of_family(family)
+        of_family(family)  # taken now, before anybody patches what he enabled
 
     def kv_spec(self) -> KVSpec:
         config, weight = self.model.config, self.model.model.embed_tokens.weight
@@ -60,7 +60,7 @@ class DecoderAdapter(ModelAdapter):
         return ((p.name, p.module) for p in self._parts() if p.expected is None and not p.is_activation)
 
     def patched(self) -> str | None:
-        return self._originals.patched()
+        return of_family(self._family).patched()
 
     def may_have_float_weight(self, module: nn.Module) -> bool:
         return self._family.casts_norms and type(module) in self._family.classes("norm")

@@ -60,6 +60,10 @@ class Family(NamedTuple):
         """Classes that may stand at an attribute of this name; () where the family has no such part."""
         return tuple(getattr(self.modeling, self.prefix + name) for name in self.parts.get(part, ()))
 
+    def class_names(self) -> list[str]:
+        """Names of all classes of the modeling file that may stand in a model, the causal LM's among them."""
+        return [self.model_name, *sorted({self.prefix + name for names in self.parts.values() for name in names})]
+
 
 FAMILIES = (
     Family("qwen3", "Qwen3", windows="by layer", parts={**_LLAMA, **_HEAD_NORMS}, fused=True),

@@ -16,7 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.integration.models.families import FAMILIES, Family
-from hf_paged.integration.models.own_code import Originals, is_own_function
+from hf_paged.integration.models.own_code import Originals, Place, is_own_function
 
 # Methods that decide what stock generate feeds its forward and what becomes of the result.
 DECIDING_METHODS = (
@@ -24,6 +24,7 @@ DECIDING_METHODS = (
     "_prefill", "_get_logits_processor", "_get_stopping_criteria", "_optimize_model_for_decode",
     "_has_unfinished_sequences", "get_compiled_call",
 )  # fmt: skip
+_FAMILIES: dict[str, Originals] = {}  # by package
 _NOT_IN_A_FORWARD = frozenset({"extra_repr", "reset_parameters", "_init_weights"})
 
 
@@ -43,19 +44,24 @@ def of_function(function: Any) -> Originals:
 
 def of_family(family: Family) -> Originals:
     """Of all classes that may stand in a model of this family; its modeling file is imported."""
-    return _of_family(family.package)
+    if family.package not in _FAMILIES:
+        bindings = [Place(family.modeling, name) for name in family.class_names()]
+        classes = Originals(bindings)
+        if classes.patched() is not None:  # whose classes these are, nobody knows: look again at the next call
+            return classes
+        _FAMILIES[family.package] = _of_family(family, bindings)
+    return _FAMILIES[family.package]
 
 
-@functools.cache
-def _of_family(package: str) -> Originals:
-    family = next(family for family in FAMILIES if family.package == package)
+def _of_family(family: Family, bindings: list[Place]) -> Originals:
     parts = {kind for part in family.parts for kind in family.classes(part)}
     roots = [
         (kind, name) for kind in sorted(parts, key=lambda kind: kind.__name__)
         for name in ("forward", "__call__", *_functions_of(kind)) if name not in _NOT_IN_A_FORWARD
     ]  # fmt: skip
     model_class = getattr(family.modeling, family.model_name)
-    return Originals([*roots, *((model_class, name) for name in DECIDING_METHODS if hasattr(model_class, name))])
+    deciding = [(model_class, name) for name in DECIDING_METHODS if hasattr(model_class, name)]
+    return Originals([*bindings, *roots, *deciding])
 
 
 def patched_class(kinds: Iterable[type]) -> str | None:

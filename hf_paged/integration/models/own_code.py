@@ -206,7 +206,7 @@ def is_at_home(place: Place, value: Any) -> bool:
     if isinstance(value, _BUILTIN):
         return value.__name__ == place.name and _is_torchs_builtin(value)
     if isinstance(value, type):
-        return value.__name__ == place.name or _is_alias(place, value)
+        return _is_class_of(place, value)
     if isinstance(place.holder, type):
         definer = next((kind for kind in place.holder.__mro__ if place.name in vars(kind)), place.holder)
         return _is_written_in(definer.__module__, definer.__qualname__, place.name, value)
@@ -246,8 +246,11 @@ def _is_modules_function(place: Place, value: Any) -> bool:
     )
 
 
-def _is_alias(place: Place, value: type) -> bool:
-    return vars(sys.modules.get(value.__module__, place.holder)).get(value.__qualname__) is value
+def _is_class_of(place: Place, value: type) -> bool:
+    """Is this the module's own class of that name, or, where it defines none, one that is to be had elsewhere?"""
+    if isinstance(place.holder, ModuleType) and _defines(place.holder, place.name):
+        return (value.__module__, value.__qualname__) == (place.holder.__name__, place.name)
+    return value.__name__ == place.name or vars(sys.modules[value.__module__]).get(value.__qualname__) is value
 
 
 def _is_written_in(module: str, owner: str, name: str, value: Any) -> bool:
@@ -304,11 +307,11 @@ def _is_harmless_wrapper(wrapper: Any) -> bool:
 @functools.cache
 def _source(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8") if path.endswith(".py") else ""
     except OSError:
         return ""
 
 
 def _defines(module: ModuleType, name: str) -> bool:
     """Has the module's file a function or class of this name of its own?"""
-    return bool(re.search(rf"^(?:def|class) {re.escape(name)}\b", _source(str(module.__file__)), re.MULTILINE))
+    return bool(re.search(rf"^(?:def|class) {re.escape(name)}\b", _source(str(getattr(module, "__file__", None))), re.MULTILINE))
