@@ -59,6 +59,9 @@ class DecoderAdapter(ModelAdapter):
     def called_modules(self) -> Iterator[tuple[str, nn.Module]]:
         return ((p.name, p.module) for p in self._parts() if p.expected is None and not p.is_activation)
 
+    def activations(self) -> tuple[type, ...]:
+        return tuple({type(part.module): None for part in self._parts() if part.is_activation})
+
     def patched(self) -> str | None:
         return of_family(self._family).patched()
 
@@ -68,7 +71,8 @@ class DecoderAdapter(ModelAdapter):
     def constants_reason(self) -> str | None:
         if not self._layers():
             return "the model has no layers"
-        reasons = (self._config_reason, self._layer_reason, self._code_reason, self._experts_reason)
+        reasons = (self._config_reason, self._layer_reason, self._code_reason, self.registry_reason,
+                   self._experts_reason)  # fmt: skip
         return next((reason for check in reasons if (reason := check()) is not None), None)
 
     def _layers(self) -> list[Any]:
@@ -139,7 +143,7 @@ class DecoderAdapter(ModelAdapter):
                 return f"{min(methods[kind].intersection(vars(module)))} of {name} is replaced on the instance"
         return None
 
-    def _experts_reason(self) -> str | None:
+    def registry_reason(self) -> str | None:
         """Experts compute one token at a time in all of transformers' implementations; a user's may not."""
         if "experts" not in self._family.parts:
             return None
@@ -147,6 +151,12 @@ class DecoderAdapter(ModelAdapter):
         function = ALL_EXPERTS_FUNCTIONS.get(name)
         if not (name in (None, "eager") if function is None else patched_entry(function) is None):
             return f"experts implementation {name!r} is not one of transformers' own"
+        return None
+
+    def _experts_reason(self) -> str | None:
+        """Experts are of the model's dtype, like the inputs that they get."""
+        if "experts" not in self._family.parts:
+            return None
         dtype: torch.dtype = self.kv_spec().dtype
         kinds = self._family.classes("experts")
         for path, module, expected in self.own_modules():

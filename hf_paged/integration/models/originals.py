@@ -25,6 +25,7 @@ DECIDING_METHODS = (
     "_has_unfinished_sequences", "get_compiled_call",
 )  # fmt: skip
 _FAMILIES: dict[str, Originals] = {}  # by package
+_ENTRIES: dict[Any, Originals] = {}  # by function of transformers' in a registry
 _NOT_IN_A_FORWARD = frozenset({"extra_repr", "reset_parameters", "_init_weights"})
 
 
@@ -34,12 +35,6 @@ def of_class(kind: type) -> Originals:
     names = ("__call__", "forward") if issubclass(kind, nn.Module) else _functions_of(kind)
     package = kind.__module__.split(".")[0]
     return Originals([(kind, name) for name in names], packages=() if package == "torch" else (f"{package}.",))
-
-
-@functools.cache
-def of_function(function: Any) -> Originals:
-    """Of an entry of one of transformers' registries."""
-    return Originals(functions=[function])
 
 
 def of_family(family: Family) -> Originals:
@@ -71,9 +66,11 @@ def patched_class(kinds: Iterable[type]) -> str | None:
 
 def patched_entry(function: Any) -> str | None:
     """As `patched_class`, for an entry of a registry; its own name where it is none of transformers' functions."""
-    if not is_own_function(function):
-        return str(getattr(function, "__qualname__", function))
-    return of_function(function).patched()
+    if function not in _ENTRIES:
+        if not is_own_function(function):
+            return str(getattr(function, "__qualname__", function))
+        _ENTRIES[function] = Originals(functions=[function])
+    return _ENTRIES[function].patched()
 
 
 def _functions_of(kind: type) -> Iterator[str]:
@@ -95,13 +92,12 @@ def _take_early() -> None:
     for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS):
         for name in registry.keys():  # noqa: SIM118 - not every registry is a mapping in full
             if is_own_function(registry[name]):
-                of_function(registry[name])
+                patched_entry(registry[name])
     for family in FAMILIES:
         if family.module_name in sys.modules:
             of_family(family)
 
 
-GENERATION = Originals([(GenerationMixin, name) for name in DECIDING_METHODS if hasattr(GenerationMixin, name)])
 MERGING = Originals([
     (GenerationMixin, "_prepare_generation_config"), (GenerationConfig, "update"), (GenerationConfig, "validate"),
 ])  # fmt: skip

@@ -16,9 +16,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.integration.models.adapter import ModelAdapter
 from hf_paged.integration.models.capturing import only_captures
-from hf_paged.integration.models.originals import DECIDING_METHODS, GENERATION, patched_class, patched_entry
+from hf_paged.integration.models.facts import Facts
+from hf_paged.integration.models.originals import DECIDING_METHODS, patched_class, patched_entry
 from hf_paged.integration.models.own_code import CALL_CHAIN
 from hf_paged.integration.models.paged_calls import implementation_of
+from hf_paged.integration.models.plain_tensors import plain_tensors, unwatchable
 from hf_paged.integration.parallel.intact import broken_part
 
 SHARDED_MODULE = "hf_paged.integration.parallel.layers."
@@ -27,6 +29,7 @@ TOKENWISE_MODULES = (
     "torch.nn.modules.linear.", "torch.nn.modules.sparse.", "peft.tuners.lora.", "transformers.integrations.",
     "bitsandbytes.nn.", SHARDED_MODULE,
 )  # fmt: skip
+_OWN_LAYERS = ("torch.", SHARDED_MODULE[:-1])  # that are known, so that nobody may patch them
 _CALL_CHAIN = frozenset(CALL_CHAIN)
 BATCH_DEPENDENT = ("Linear8bitLt", "NVFP4Linear")  # outlier columns and activation scales over all rows
 SUPPORTED_ROUTE = "expected PagedGenerator.from_pretrained(..., tensor_parallel_size=N)"
@@ -43,15 +46,55 @@ class Seen(NamedTuple):
     called: list[tuple[str, nn.Module]]
 
 
+class Passed(NamedTuple):
+    """What a look at which nothing spoke against the model depended on besides the modules."""
+
+    kinds: tuple[type, ...]  # classes whose code is looked up anew at every look
+    autocast: tuple
+
+    def holds(self, adapter: ModelAdapter) -> bool:
+        """Is all of that as it was?"""
+        return (
+            not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+            and self.autocast == _autocast_state(adapter)
+            and patched_class(self.kinds) is None
+            and adapter.registry_reason() is None
+        )
+
+
 def unsupported_reason(adapter: ModelAdapter) -> str | None:
-    """Why the model in `adapter` cannot run natively right now, or None if it can."""
+    """Why the model in `adapter` cannot run natively right now, or None if it can.
+
+    Looked at again, a model that did not change costs a comparison of what the checks read (see `Facts`).
+    """
     if (reason := _class_reason(adapter) or _attention_reason(adapter)) is not None:
         return reason
+    look = adapter.last_look()
+    if look is not None and look.found is not None and look.found.holds(adapter):
+        return None
+    # First, so that what changes during the checks is seen at the next look.
+    facts, autocast = Facts(adapter.model), _autocast_state(adapter)
     seen = Seen(adapter, list(adapter.model.named_modules()), list(adapter.model.named_parameters()),
                 list(adapter.own_modules()), list(adapter.called_modules()))  # fmt: skip
     checks = (_sharding_reason, _module_reason, _device_reason, _hook_reason, _dtype_reason, _train_mode_reason)
     reason = next((reason for check in checks if (reason := check(seen)) is not None), None)
-    return adapter.constants_reason() if reason is None else reason  # constants are read off modules that passed
+    reason = adapter.constants_reason() if reason is None else reason  # constants are read off modules that passed
+    if reason is None and not adapter.group.is_parallel:  # a rank of a sharded model also compares shapes
+        passed = Passed(_watched_kinds(seen), autocast)
+        adapter.look(facts).found = passed
+    return reason
+
+
+def _watched_kinds(seen: Seen) -> tuple[type, ...]:
+    """Classes whose code is looked up at every look: those of torch's layers, and of activations."""
+    layers = (layer for _, module in seen.called for layer in (module, getattr(module, "base_layer", module)))
+    kinds = {type(layer): None for layer in layers if type(layer).__module__.startswith(_OWN_LAYERS)}
+    return (*kinds, *seen.adapter.activations())
+
+
+def _autocast_state(adapter: ModelAdapter) -> tuple:
+    device = adapter.kv_spec().device.type
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 def _class_reason(adapter: ModelAdapter) -> str | None:
@@ -65,7 +108,7 @@ def _class_reason(adapter: ModelAdapter) -> str | None:
         # PEFT's prompt learning leaves the model's own method behind on the instance.
         if replaced is not None and (method is None or replaced != method.__get__(model)):
             return f"{name} is replaced on the instance (prompt learning?)"
-    if (place := adapter.patched() or GENERATION.patched()) is not None:
+    if (place := adapter.patched()) is not None:
         return f"{place} is patched"
     if "forward" in model.__dict__:
         return _wrapped_forward_reason(model)
@@ -158,7 +201,7 @@ def _module_reason(seen: Seen) -> str | None:
                 tokenwise[type(layer)] = _is_tokenwise(type(layer))
             if not tokenwise[type(layer)]:
                 return f"{name} is a {type(layer).__module__}.{type(layer).__name__}, which may look at batch rows"
-    torchs = [kind for kind in tokenwise if kind.__module__.startswith(("torch.", SHARDED_MODULE[:-1]))]
+    torchs = [kind for kind in tokenwise if kind.__module__.startswith(_OWN_LAYERS)]
     if (place := patched_class(torchs)) is not None:
         return f"{place} is patched"
     for name, module in seen.modules:
@@ -201,7 +244,7 @@ def _device_reason(seen: Seen) -> str | None:
     found.update(buffer.device for buffer in seen.adapter.model.buffers())
     if len(found) > 1:
         return f"parameters and buffers are on several devices: {sorted(map(str, found))}"
-    return None
+    return unwatchable(plain_tensors(seen.modules), next(iter(found), torch.device("cpu")))
 
 
 def _require_grad(module: Any, args: Any, output: Any) -> None:
