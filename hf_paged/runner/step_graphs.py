@@ -108,7 +108,7 @@ class StepGraphs:
         self._held = [tensor.detach() for tensor in self._tensors()]
 
     def is_current(self) -> bool:
-        """False once a parameter, a buffer or another tensor of a module lies elsewhere, or another adapter is active, than at the last `check`."""
+        """False once a tensor of a module lies elsewhere, or another adapter is active, than at the last `check`."""
         return self._model_signature == self._signature()
 
     def _signature(self) -> tuple:

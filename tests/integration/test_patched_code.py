@@ -280,6 +280,24 @@ def test_functions_of_torch_that_forwards_call(module, name, monkeypatch):
     assert name in engine.unsupported_reason()
 
 
+def test_keys_and_values_of_a_patched_layer_that_is_called_as_it_stands(monkeypatch):
+    """A LoRA layer's code is part of what is cached: neither is served with the other's keys and values."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model, inputs = peft.get_peft_model(tiny_model(), config).eval(), batch([40, 40])
+    causal_lm = model.get_base_model()
+    hf_paged.enable(model, strict=True)
+    plain = assert_native_parity(causal_lm, **inputs, max_new_tokens=6)
+    layer = peft.tuners.lora.Linear
+    stock = layer.forward
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "forward", lambda self, *args, **kwargs: stock(self, *args, **kwargs).roll(1, -1))
+            assert not torch.equal(assert_native_parity(causal_lm, **inputs, max_new_tokens=6), plain)
+        assert_native_parity(causal_lm, plain, **inputs, max_new_tokens=6)
+
+
 # -- what was there before hf_paged ------------------------------------------------------------------------------------
 
 

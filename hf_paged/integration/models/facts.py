@@ -12,7 +12,6 @@ import weakref
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 

@@ -78,9 +78,9 @@ def _functions_of(kind: type) -> Iterator[str]:
     definers = (kind,) if issubclass(kind, nn.Module) else kind.__mro__[:-1]
     for definer in definers:
         for name, value in vars(definer).items():
-            if isinstance(getattr(value, "__func__", value), FunctionType):
-                if not (name.startswith("__") and issubclass(kind, nn.Module)):
-                    yield name
+            special = name.startswith("__") and issubclass(kind, nn.Module)
+            if isinstance(getattr(value, "__func__", value), FunctionType) and not special:
+                yield name
 
 
 def _take_early() -> None:

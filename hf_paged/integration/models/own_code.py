@@ -35,6 +35,7 @@ CALL_CHAIN = ("__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward")
 _NOT_COMPUTING = frozenset(PreTrainedModel.__mro__) - frozenset(GenerationMixin.__mro__)
 _BUILTIN = (BuiltinFunctionType, BuiltinMethodType)
 _WATCHED = (FunctionType, property, type, *_BUILTIN)
+_GRAD_MODES = (torch.no_grad, torch.enable_grad, torch.inference_mode)
 _MISSING = object()
 
 
@@ -307,7 +308,7 @@ def _is_harmless_wrapper(wrapper: Any) -> bool:
         return wrapper.__code__.co_name == "helper"  # of `contextmanager`, not of a context manager as decorator
     if path == f"{_TORCH}utils{os.sep}_contextlib.py":
         contexts = (getattr(cell, "__self__", cell) for cell in _cells(wrapper))
-        return any(isinstance(context, (torch.no_grad, torch.enable_grad, torch.inference_mode)) for context in contexts)
+        return any(isinstance(context, _GRAD_MODES) for context in contexts)
     return False
 
 
@@ -321,4 +322,5 @@ def _source(path: str) -> str:
 
 def _defines(module: ModuleType, name: str) -> bool:
     """Has the module's file a function or class of this name of its own?"""
-    return bool(re.search(rf"^(?:def|class) {re.escape(name)}\b", _source(str(getattr(module, "__file__", None))), re.MULTILINE))
+    source = _source(str(getattr(module, "__file__", None)))
+    return bool(re.search(rf"^(?:def|class) {re.escape(name)}\b", source, re.MULTILINE))
