@@ -93,7 +93,8 @@ def _watched_kinds(seen: Seen) -> tuple[type, ...]:
 
 
 def _autocast_state(adapter: ModelAdapter) -> tuple:
-    device = adapter.kv_spec().device.type
+    first = next(adapter.model.parameters(), None)  # of a module that may be of any class as yet
+    device = "cpu" if first is None else first.device.type
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
