@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
 from hf_paged.config import require_int
-from hf_paged.integration.models.own_code import is_own_code
+from hf_paged.integration.models.originals import MERGING
 
 PLAIN = frozenset((int, float, bool, str, type(None)))  # types whose repr tells any two values apart
 
@@ -94,6 +94,11 @@ def merge_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, 
     return merged
 
 
+def _merges_as_stock(model: Any) -> bool:
+    merging = getattr(model._prepare_generation_config, "__func__", None)
+    return merging is GenerationMixin._prepare_generation_config and MERGING.patched() is None
+
+
 class ConfigMerger:
     """`merge_config` for the configs of one call: those that differ in nothing but ``max_new_tokens`` merge once.
 
@@ -106,8 +111,7 @@ class ConfigMerger:
         self._kwargs = kwargs
         self._by_id: dict[int, tuple[GenerationConfig | None, GenerationConfig]] = {}
         self._by_others: dict[tuple, GenerationConfig] = {}  # by all fields but max_new_tokens
-        stock = (model._prepare_generation_config, GenerationConfig.update, GenerationConfig.validate)
-        self._may_share = all(map(is_own_code, stock)) and GenerationConfig.__setattr__ is object.__setattr__
+        self._may_share = _merges_as_stock(model) and GenerationConfig.__setattr__ is object.__setattr__
 
     def __call__(self, config: GenerationConfig | None) -> GenerationConfig:
         """Raises what `merge_config` raises. The result is to be read only: others may hold values of it."""
@@ -155,9 +159,8 @@ class RecentMerges:
 
     def __call__(self, model: Any, config: GenerationConfig | None) -> GenerationConfig:
         """Raises what `merge_config` raises. The result is to be read only: later calls get it again."""
-        stock = (model._prepare_generation_config, GenerationConfig.update, GenerationConfig.validate)
         contents = _contents(config), _contents(model.generation_config)
-        if None in contents or config is None or not all(map(is_own_code, stock)):
+        if None in contents or config is None or not _merges_as_stock(model):
             return merge_config(model, config, {})
         if (merged := self._recent.get(contents)) is None:
             merged = merge_config(model, config, {})

@@ -15,6 +15,7 @@ from hf_paged import log_probs
 from hf_paged.config import PagedConfig
 from hf_paged.errors import EngineClosedError
 from hf_paged.integration.models import ModelAdapter
+from hf_paged.integration.models.capturing import no_capturing
 from hf_paged.runner.model_runner import StepHandle
 from hf_paged.runner.pool import DevicePool
 from hf_paged.runner.prompt_scores import NOTHING
@@ -370,13 +371,15 @@ class StepLoop:
 
 @contextmanager
 def _ambient(device: torch.device) -> Iterator[None]:
-    """The state the engine runs in, whatever its caller's: the model's GPU current, autocast and default device off.
+    """The state the engine runs in, whatever its caller's: the model's GPU current, autocast, default device and
+    collectors of outputs off.
 
     No tensor of ours depends on the default dtype, which all threads share, so that it cannot be set here.
     """
     # A default device costs every call of torch some microseconds, so it is only set against one of the caller's.
     has_default = torch.utils._device.CURRENT_DEVICE is not None
-    with torch.autocast(device.type, enabled=False), torch.device(device) if has_default else nullcontext():
+    default = torch.device(device) if has_default else nullcontext()
+    with torch.autocast(device.type, enabled=False), default, no_capturing():
         if device.type == "cuda":
             with torch.cuda.device(device):
                 yield

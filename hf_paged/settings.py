@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_paged.errors import UnsupportedOptionError
+from hf_paged.integration.patched_options import patched_option
 from hf_paged.logits_options import GREEDY_TOO, SAMPLING_ONLY, decay_overflows, edits_from_config
 from hf_paged.runner.edits import NEUTRAL, Edits
 
@@ -155,7 +156,7 @@ def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_siz
         vocab_size: number of logits of a token: ids in options must lie below it.
 
     Raises:
-        UnsupportedOptionError: an option that is not native.
+        UnsupportedOptionError: an option that is not native, or whose processor or criterion somebody patched.
         ValueError: a value outside what stock generate accepts or the engine's tables hold, or no room for a new token.
         TypeError: a value of another type than stock takes.
     """
@@ -173,6 +174,8 @@ def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_siz
 def _read(config: GenerationConfig, prompt_length: int, vocab_size: int) -> RequestSettings:
     if (option := unsupported_option(config)) is not None:
         raise UnsupportedOptionError(f"{option} is not carried out by the paged engine; use model.generate for it")
+    if (reason := patched_option(config)) is not None:
+        raise UnsupportedOptionError(f"{reason}; use model.generate for it")
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "top_k"):
         value = getattr(config, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):

@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 from hf_paged.engine import Engine
 from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, salt_of_call, seed_of_call
 from hf_paged.integration.inputs import check_token_ids, paged_prompts
-from hf_paged.integration.models.own_code import is_own_code
+from hf_paged.integration.models.own_code import is_method_of_mixin
 from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.settings import stock_only_option
 
@@ -91,7 +91,7 @@ def beam_search(engine: Engine | None, stock: Callable, model: Any, input_ids: t
 
     if engine is None or in_fallback(engine):
         return fall_back(engine, "", method, model_kwargs)
-    if not is_own_code(stock) or hasattr(model, "_reorder_cache"):
+    if not is_method_of_mixin("_beam_search", stock) or hasattr(model, "_reorder_cache"):
         return fall_back(engine, f"{type(model).__name__} has a beam search of its own", method, model_kwargs)
     return run_or_fall_back(engine, model, method, input_ids, stopping_criteria, generation_config, synced_gpus,
                             model_kwargs)  # fmt: skip
@@ -113,7 +113,8 @@ def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_
     if engine is None or in_fallback(engine):
         return fall_back(engine, "", method, model_kwargs)
     drafted_by_a_model = assistant_model is not None or generation_config.assistant_early_exit is not None
-    if drafted_by_a_model or not generation_config.prompt_lookup_num_tokens or not is_own_code(stock):
+    own = is_method_of_mixin("_assisted_decoding", stock)
+    if drafted_by_a_model or not generation_config.prompt_lookup_num_tokens or not own:
         reason = "assisted decoding is not carried out by the paged engine"
         return fall_back(engine, reason, method, model_kwargs)
     return run_or_fall_back(engine, model, method, input_ids, stopping_criteria, generation_config, synced_gpus,

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
+from hf_paged.integration.patched_options import patched_code
 from hf_paged.settings import token_id_tuple
 
 
@@ -53,6 +54,8 @@ def processor_reason(model: Any, config: GenerationConfig, given: Any, input_ids
     for processor in given:
         if type(processor).__module__ != processors.__name__:
             return f"logits processor {type(processor).__name__} is not carried out by the paged engine"
+    if (reason := patched_code([type(given), *map(type, given)])) is not None:
+        return reason
     if [type(p) for p in given] != [type(p) for p in expected]:
         found = ", ".join(type(p).__name__ for p in given) or "none"
         return f"the logits processors ({found}) are not those that stock makes of the generation config"
@@ -78,6 +81,8 @@ def criteria_reason(config: GenerationConfig, given: Any) -> Stops | str:
     for kind in kinds:
         if kind not in expected:
             return f"stopping criterion {kind.__name__} is not carried out by the paged engine"
+    if (reason := patched_code([type(given), *kinds])) is not None:
+        return reason
     for kind, is_expected in expected.items():
         if kinds.count(kind) != is_expected:
             return f"{kinds.count(kind)} {kind.__name__}, which stock does not make of the generation config"

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from hf_paged.kernels import flash_backend
 from hf_paged.kernels.metadata import PagedMetadata
@@ -16,6 +15,8 @@ from hf_paged.kernels.paged_attention_prefill import paged_attention_prefill
 
 # Rows are gathered in groups whose padded K stays inside the CPU's cache; one gather of all rows measured 2.8x slower.
 _GROUP_ELEMENTS = 1 << 20
+# Whatever somebody puts in its place in torch.nn.functional.
+_ATTENTION = torch._C._nn.scaled_dot_product_attention
 
 
 class AttentionBackend(Protocol):
@@ -250,7 +251,7 @@ def _attend(
 ) -> torch.Tensor:
     """``[n, H, M, D]`` queries over ``[n, Hkv, L, D]`` keys and values; H is a multiple of Hkv, sinks fit [H, M, 1]."""
     if softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(
+        return _ATTENTION(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     if q.shape[1] != k.shape[1]:

@@ -105,14 +105,18 @@ class StepGraphs:
         if signature != self._model_signature:
             self.drop()
         self._model_signature = signature
-        self._held = [p.data for p in self._adapter.model.parameters()]
+        self._held = [tensor.detach() for tensor in self._tensors()]
 
     def is_current(self) -> bool:
-        """False once a parameter lies elsewhere, or another adapter is active, than at the last `check`."""
+        """False once a tensor of a module lies elsewhere, or another adapter is active, than at the last `check`."""
         return self._model_signature == self._signature()
 
     def _signature(self) -> tuple:
-        return tuple(p.data_ptr() for p in self._adapter.model.parameters()), self._adapter.state_key()
+        return tuple(tensor.data_ptr() for tensor in self._tensors()), self._adapter.state_key()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        model = self._adapter.model
+        return [*model.parameters(), *model.buffers(), *self._adapter.plain_tensors()]
 
     def drop(self) -> None:
         """Destroy all graphs, also those that a traceback still refers to; does not wait for one that runs."""

@@ -71,11 +71,11 @@ class WeightsGuard:
 
     def _current_signature(self) -> tuple:
         # Buffers are left to the checksum: some RoPE modules write theirs in every forward.
-        parameters = self._adapter.model.parameters()
-        return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters)
+        tensors = itertools.chain(self._adapter.model.parameters(), self._adapter.plain_tensors())
+        return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)
 
     def _tensors(self) -> list[torch.Tensor]:
         model = self._adapter.model
         # Duplicates stay in: RoPE modules may make one buffer an alias of another without changing what they compute.
         buffers = [buffer for _, buffer in model.named_buffers(remove_duplicate=False)]
-        return [t.detach() for t in itertools.chain(model.parameters(), buffers)]
+        return [t.detach() for t in itertools.chain(model.parameters(), buffers, self._adapter.plain_tensors())]

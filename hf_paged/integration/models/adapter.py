@@ -11,9 +11,14 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
+from hf_paged.integration.models.facts import Facts
 from hf_paged.integration.models.layer_ops import FUSED, PLAIN
+from hf_paged.integration.models.originals import of_class
+from hf_paged.integration.models.plain_tensors import plain_tensors
 from hf_paged.integration.models.tuners import adapter_state
 from hf_paged.integration.parallel.group import ParallelGroup, group_of
+
+_KNOWN_LAYERS = (torch.nn.Linear, torch.nn.Embedding)  # of which `recognise` allows no other code
 
 
 class KVSpec(NamedTuple):
@@ -28,6 +33,23 @@ class KVSpec(NamedTuple):
     def block_bytes(self, block_size: int) -> int:
         """Bytes that one block takes over all layers."""
         return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class Look:
+    """What was read off a model's modules, and is so while `facts` hold. Keeps no tensor alive.
+
+    ``state``: constants and active adapters. ``called_kinds``: classes of the layers that are called as they stand, but
+    for torch's. ``found``: under what ambient state nothing spoke against the model, and what else that depends on.
+    """
+
+    def __init__(self, facts: Facts, state: str, called_kinds: tuple[type, ...], tensors: list[torch.Tensor]) -> None:
+        self.facts, self.state, self.called_kinds = facts, state, called_kinds
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self.found: Any = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The modules' plain tensors."""
+        return [tensor for reference in self._tensors if (tensor := reference()) is not None]
 
 
 class StepContext(Protocol):
@@ -63,6 +85,7 @@ class ModelAdapter(ABC):
         self.model_class: Any = model_class  # transformers' own, which the model's class is or derives from
         self._merge_weights = merge_weights
         self._ops = FUSED if fused_kernels else PLAIN
+        self._look: Look | None = None
 
     @property
     def model(self) -> Any:
@@ -118,8 +141,16 @@ class ModelAdapter(ABC):
         """(name, module) of every module that the adapter calls as it stands, on packed tokens."""
 
     @abstractmethod
-    def replaced_functions(self) -> Iterator[tuple[Any, Any]]:
-        """(as it is now, as it was at import) of transformers' functions that the adapter's own code stands for."""
+    def patched(self) -> str | None:
+        """The first of transformers' or torch's functions that stock would run here and that somebody replaced."""
+
+    @abstractmethod
+    def activations(self) -> tuple[type, ...]:
+        """Classes of the activation modules in the model."""
+
+    @abstractmethod
+    def registry_reason(self) -> str | None:
+        """Why an entry of transformers' registries that the model's modules ask for is not its own, or None."""
 
     @abstractmethod
     def constants(self) -> tuple:
@@ -143,9 +174,33 @@ class ModelAdapter(ABC):
     def num_logits(self) -> int:
         """Number of logits of a token: columns of the head, over all ranks and without padding."""
 
+    def last_look(self) -> Look | None:
+        """What was last read off the modules, or None where anything is not as it was."""
+        if self._look is not None and not self._look.facts.hold(self.model):
+            self._look = None
+        return self._look
+
+    def look(self, facts: Facts | None = None) -> Look:
+        """The same, read anew where it has to be. `facts`: of before, to which what is read now belongs."""
+        look = self.last_look() if facts is None else None
+        if look is None:
+            facts = Facts(self.model) if facts is None else facts  # first: what changes meanwhile is seen next time
+            state = repr((self.constants(), adapter_state(self.model)))
+            kinds = {type(inner): None for _, module in self.called_modules() for inner in module.modules()}
+            look = Look(facts, state, tuple(kind for kind in kinds if kind not in _KNOWN_LAYERS),
+                        [tensor for _, tensor in plain_tensors(self.model.named_modules())])  # fmt: skip
+            self._look = look
+        return look
+
+    def plain_tensors(self) -> list[torch.Tensor]:
+        """Tensors of the modules that are neither parameters nor buffers, in a fixed order."""
+        return self.look().tensors()
+
     def state_key(self) -> bytes:
-        """Digest of what a forward depends on besides parameters and buffers: constants and active adapters."""
-        return xxhash.xxh3_128_digest(repr((self.constants(), adapter_state(self.model))).encode())
+        """Digest of what a forward depends on besides tensors: constants, active adapters, code of what is called."""
+        look = self.look()
+        versions = [(kind.__qualname__, of_class(kind).version()) for kind in look.called_kinds]
+        return xxhash.xxh3_128_digest(f"{look.state}{versions}".encode())
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Upper estimate of what one step allocates: hidden states, the MLP's inputs, fp32 logits and their copies."""

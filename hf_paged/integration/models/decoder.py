@@ -14,7 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from hf_paged.integration.models.activations import ELEMENTWISE
 from hf_paged.integration.models.adapter import KVSpec, ModelAdapter
 from hf_paged.integration.models.families import Family
-from hf_paged.integration.models.own_code import is_own_code
+from hf_paged.integration.models.originals import of_family, patched_class, patched_entry
 from hf_paged.integration.models.paged_calls import implementation_of
 from hf_paged.integration.models.parts import Part, parts_of
 from hf_paged.integration.models.rope import longest_unchanged
@@ -28,7 +28,7 @@ class DecoderAdapter(ModelAdapter):
     def __init__(self, model: PreTrainedModel, *, family: Family, **techniques: bool) -> None:
         super().__init__(model, getattr(family.modeling, family.model_name), **techniques)
         self._family = family
-        self._functions = dict(family.functions())  # as they were when the model was enabled
+        of_family(family)  # taken now, before anybody patches what he enabled
 
     def kv_spec(self) -> KVSpec:
         config, weight = self.model.config, self.model.model.embed_tokens.weight
@@ -67,8 +67,11 @@ class DecoderAdapter(ModelAdapter):
     def called_modules(self) -> Iterator[tuple[str, nn.Module]]:
         return ((p.name, p.module) for p in self._parts() if p.expected is None and not p.is_activation)
 
-    def replaced_functions(self) -> Iterator[tuple[Any, Any]]:
-        return ((function, self._functions[name]) for name, function in self._family.functions())
+    def activations(self) -> tuple[type, ...]:
+        return tuple({type(part.module): None for part in self._parts() if part.is_activation})
+
+    def patched(self) -> str | None:
+        return of_family(self._family).patched()
 
     def may_have_float_weight(self, module: nn.Module) -> bool:
         return self._family.casts_norms and type(module) in self._family.classes("norm")
@@ -76,7 +79,8 @@ class DecoderAdapter(ModelAdapter):
     def constants_reason(self) -> str | None:
         if not self._layers():
             return "the model has no layers"
-        reasons = (self._config_reason, self._layer_reason, self._code_reason, self._experts_reason)
+        reasons = (self._config_reason, self._layer_reason, self._code_reason, self.registry_reason,
+                   self._experts_reason)  # fmt: skip
         return next((reason for check in reasons if (reason := check()) is not None), None)
 
     def _layers(self) -> list[Any]:
@@ -132,7 +136,7 @@ class DecoderAdapter(ModelAdapter):
         return config.sliding_window if windows == "all" else None
 
     def _code_reason(self) -> str | None:
-        """Helpers besides `forward` (a norm's `_norm`, a gate's `_apply_gate`) are own code, too."""
+        """Helpers besides `forward` (a norm's `_norm`, a gate's `_apply_gate`) are the class' own, too."""
         methods: dict[type, frozenset[str]] = {}
         for name, module, expected, is_activation in self._parts():
             kind = type(module) if is_activation else expected
@@ -140,24 +144,29 @@ class DecoderAdapter(ModelAdapter):
                 continue
             kind = stock_class(kind)
             if kind not in methods:
-                functions = {key: value for key, value in vars(kind).items() if isinstance(value, FunctionType)}
                 if is_activation and kind not in ELEMENTWISE:
                     return f"the activation {name} is a {kind.__module__}.{kind.__name__}"
-                if patched := [key for key, value in functions.items() if not is_own_code(value)]:
-                    return f"{kind.__name__}.{patched[0]} is patched"
-                methods[kind] = frozenset(functions)
+                if is_activation and (place := patched_class((kind,))) is not None:
+                    return f"{place} is patched"
+                methods[kind] = frozenset(k for k, v in vars(kind).items() if isinstance(v, FunctionType))
             if not methods[kind].isdisjoint(vars(module)):
                 return f"{min(methods[kind].intersection(vars(module)))} of {name} is replaced on the instance"
         return None
 
-    def _experts_reason(self) -> str | None:
+    def registry_reason(self) -> str | None:
         """Experts compute one token at a time in all of transformers' implementations; a user's may not."""
         if "experts" not in self._family.parts:
             return None
         name = self.model.config._experts_implementation
         function = ALL_EXPERTS_FUNCTIONS.get(name)
-        if not (name in (None, "eager") if function is None else is_own_code(function)):
+        if not (name in (None, "eager") if function is None else patched_entry(function) is None):
             return f"experts implementation {name!r} is not one of transformers' own"
+        return None
+
+    def _experts_reason(self) -> str | None:
+        """Experts are of the model's dtype, like the inputs that they get."""
+        if "experts" not in self._family.parts:
+            return None
         dtype: torch.dtype = self.kv_spec().dtype
         kinds = self._family.classes("experts")
         for path, module, expected in self.own_modules():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 # By attribute name: classes that may stand there, without the family's prefix. Modules of other names are called on
 # packed tokens as well, and have to be layers that work token by token (linear, embedding, LoRA, quantized).
@@ -24,10 +24,6 @@ _LLAMA: Mapping[str, tuple[str, ...]] = {
 }
 _HEAD_NORMS = {"q_norm": ("RMSNorm",), "k_norm": ("RMSNorm",)}
 _OUTER_NORMS = {"pre_feedforward_layernorm": ("RMSNorm",), "post_feedforward_layernorm": ("RMSNorm",)}
-_CALLED_FUNCTIONS = frozenset({
-    "apply_rotary_pos_emb", "_apply_rotary_emb", "rotate_half", "repeat_kv", "eager_attention_forward",
-    "create_causal_mask", "create_sliding_window_causal_mask", "slice_logits_to_keep",
-})  # fmt: skip
 _SCALED_EMBEDDING = {"embed_tokens": ("TextScaledWordEmbedding",)}
 
 
@@ -64,9 +60,9 @@ class Family(NamedTuple):
         """Classes that may stand at an attribute of this name; () where the family has no such part."""
         return tuple(getattr(self.modeling, self.prefix + name) for name in self.parts.get(part, ()))
 
-    def functions(self) -> list[tuple[str, Any]]:
-        """(name, function) of those that the modeling file's forwards call, as they are now."""
-        return [(name, value) for name, value in vars(self.modeling).items() if name in _CALLED_FUNCTIONS]
+    def class_names(self) -> list[str]:
+        """Names of all classes of the modeling file that may stand in a model, the causal LM's among them."""
+        return [self.model_name, *sorted({self.prefix + name for names in self.parts.values() for name in names})]
 
 
 FAMILIES = (

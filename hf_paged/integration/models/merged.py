@@ -65,9 +65,8 @@ class MergedWeight:
 
 def _has_alias(tensor: torch.Tensor) -> bool:
     """Does anybody else (a state_dict, a `.data`, a numpy array) hold this tensor's storage?"""
-    users, alone = (
-        torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (tensor, torch.empty(1, dtype=torch.uint8, device="cpu"))
-    )
+    fresh = torch.empty(1, dtype=torch.uint8, device="cpu")
+    users, alone = (torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (tensor, fresh))
     return users > alone
 
 

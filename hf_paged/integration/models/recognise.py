@@ -15,23 +15,22 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.integration.models.adapter import ModelAdapter
-from hf_paged.integration.models.own_code import is_own_code
+from hf_paged.integration.models.capturing import only_captures
+from hf_paged.integration.models.facts import Facts
+from hf_paged.integration.models.originals import DECIDING_METHODS, patched_class, patched_entry
+from hf_paged.integration.models.own_code import CALL_CHAIN
 from hf_paged.integration.models.paged_calls import implementation_of
+from hf_paged.integration.models.plain_tensors import plain_tensors, unwatchable
 from hf_paged.integration.parallel.intact import broken_part
-from hf_paged.integration.parallel.layers import stock_class
 
-# Methods that decide what stock generate feeds its forward and what becomes of the result.
-DECIDING_METHODS = (
-    "forward", "__call__", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample",
-    "_prefill", "_get_logits_processor", "_get_stopping_criteria", "_optimize_model_for_decode",
-    "_has_unfinished_sequences", "get_compiled_call",
-)  # fmt: skip
 SHARDED_MODULE = "hf_paged.integration.parallel.layers."
 # Modules whose layers work token by token, whatever the batch looks like.
 TOKENWISE_MODULES = (
     "torch.nn.modules.linear.", "torch.nn.modules.sparse.", "peft.tuners.lora.", "transformers.integrations.",
     "bitsandbytes.nn.", SHARDED_MODULE,
 )  # fmt: skip
+_OWN_LAYERS = ("torch.", SHARDED_MODULE[:-1])  # that are known, so that nobody may patch them
+_CALL_CHAIN = frozenset(CALL_CHAIN)
 BATCH_DEPENDENT = ("Linear8bitLt", "NVFP4Linear")  # outlier columns and activation scales over all rows
 SUPPORTED_ROUTE = "expected PagedGenerator.from_pretrained(..., tensor_parallel_size=N)"
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -47,15 +46,56 @@ class Seen(NamedTuple):
     called: list[tuple[str, nn.Module]]
 
 
+class Passed(NamedTuple):
+    """What a look at which nothing spoke against the model depended on besides the modules."""
+
+    kinds: tuple[type, ...]  # classes whose code is looked up anew at every look
+    autocast: tuple
+
+    def holds(self, adapter: ModelAdapter) -> bool:
+        """Is all of that as it was?"""
+        return (
+            not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+            and self.autocast == _autocast_state(adapter)
+            and patched_class(self.kinds) is None
+            and adapter.registry_reason() is None
+        )
+
+
 def unsupported_reason(adapter: ModelAdapter) -> str | None:
-    """Why the model in `adapter` cannot run natively right now, or None if it can."""
+    """Why the model in `adapter` cannot run natively right now, or None if it can.
+
+    Looked at again, a model that did not change costs a comparison of what the checks read (see `Facts`).
+    """
     if (reason := _class_reason(adapter) or _attention_reason(adapter)) is not None:
         return reason
+    look = adapter.last_look()
+    if look is not None and look.found is not None and look.found.holds(adapter):
+        return None
+    # First, so that what changes during the checks is seen at the next look.
+    facts, autocast = Facts(adapter.model), _autocast_state(adapter)
     seen = Seen(adapter, list(adapter.model.named_modules()), list(adapter.model.named_parameters()),
                 list(adapter.own_modules()), list(adapter.called_modules()))  # fmt: skip
     checks = (_sharding_reason, _module_reason, _device_reason, _hook_reason, _dtype_reason, _train_mode_reason)
     reason = next((reason for check in checks if (reason := check(seen)) is not None), None)
-    return adapter.constants_reason() if reason is None else reason  # constants are read off modules that passed
+    reason = adapter.constants_reason() if reason is None else reason  # constants are read off modules that passed
+    if reason is None and not adapter.group.is_parallel:  # a rank of a sharded model also compares shapes
+        passed = Passed(_watched_kinds(seen), autocast)
+        adapter.look(facts).found = passed
+    return reason
+
+
+def _watched_kinds(seen: Seen) -> tuple[type, ...]:
+    """Classes whose code is looked up at every look: those of torch's layers, and of activations."""
+    layers = (layer for _, module in seen.called for layer in (module, getattr(module, "base_layer", module)))
+    kinds = {type(layer): None for layer in layers if type(layer).__module__.startswith(_OWN_LAYERS)}
+    return (*kinds, *seen.adapter.activations())
+
+
+def _autocast_state(adapter: ModelAdapter) -> tuple:
+    first = next(adapter.model.parameters(), None)  # of a module that may be of any class as yet
+    device = "cpu" if first is None else first.device.type
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 def _class_reason(adapter: ModelAdapter) -> str | None:
@@ -63,15 +103,14 @@ def _class_reason(adapter: ModelAdapter) -> str | None:
     cls = type(model).__dict__.get("_hf_paged_stock_class", type(model))
     for name in DECIDING_METHODS:
         method = getattr(cls, name, None)
-        if method is not getattr(adapter.model_class, name, None) or (method is not None and not is_own_code(method)):
+        if method is not getattr(adapter.model_class, name, None):
             return f"{cls.__name__}.{name} is not transformers' own"
         replaced = model.__dict__.get(name) if name != "forward" else None
         # PEFT's prompt learning leaves the model's own method behind on the instance.
         if replaced is not None and (method is None or replaced != method.__get__(model)):
             return f"{name} is replaced on the instance (prompt learning?)"
-    for function, original in adapter.replaced_functions():
-        if function is not original or not is_own_code(function):
-            return f"{getattr(original, '__name__', original)} is patched"
+    if (place := adapter.patched()) is not None:
+        return f"{place} is patched"
     if "forward" in model.__dict__:
         return _wrapped_forward_reason(model)
     return None
@@ -144,19 +183,16 @@ def _attention_reason(adapter: ModelAdapter) -> str | None:
         return "attention implementation None, for which stock makes no causal mask"
     if function is None and name != "eager":
         return f"attention implementation {name!r} is not one of transformers' own"
-    if not all(f is None or is_own_code(f) for f in (function, mask)):
-        return f"attention implementation {name!r} is not one of transformers' own"
+    for entry in (function, mask):
+        if entry is not None and (place := patched_entry(entry)) is not None:
+            return f"attention implementation {name!r} is not one of transformers' own: {place} is patched"
     return None
 
 
 def _module_reason(seen: Seen) -> str | None:
-    known: set[type] = set()  # a class is looked at once a call, not once a layer
     for name, module, expected in seen.own:
-        if type(module) is not expected or (expected not in known and not is_own_code(stock_class(expected).forward)):
+        if type(module) is not expected:
             return f"{name} is a {type(module).__name__}, not transformers' own {expected.__name__}"
-        if expected not in known and not is_own_code(expected.__call__):
-            return f"{expected.__name__}.__call__ is patched"
-        known.add(expected)
     tokenwise: dict[type, bool] = {}
     for name, module in seen.called:
         for layer in (module, getattr(module, "base_layer", None)):  # a tuner's own, and what it wraps
@@ -166,16 +202,19 @@ def _module_reason(seen: Seen) -> str | None:
                 tokenwise[type(layer)] = _is_tokenwise(type(layer))
             if not tokenwise[type(layer)]:
                 return f"{name} is a {type(layer).__module__}.{type(layer).__name__}, which may look at batch rows"
+    torchs = [kind for kind in tokenwise if kind.__module__.startswith(_OWN_LAYERS)]
+    if (place := patched_class(torchs)) is not None:
+        return f"{place} is patched"
     for name, module in seen.modules:
         if name and "forward" in module.__dict__:
             return f"the forward of {name} is replaced on the instance"
+        if not _CALL_CHAIN.isdisjoint(module.__dict__):
+            return f"{min(_CALL_CHAIN.intersection(module.__dict__))} of {name or 'the model'} is replaced"
     return None
 
 
 def _is_tokenwise(kind: type[nn.Module]) -> bool:
-    if kind.__name__ in BATCH_DEPENDENT or not f"{kind.__module__}.".startswith(TOKENWISE_MODULES):
-        return False
-    return not f"{kind.__module__}.".startswith(("torch.", SHARDED_MODULE)) or is_own_code(kind.forward)
+    return kind.__name__ not in BATCH_DEPENDENT and f"{kind.__module__}.".startswith(TOKENWISE_MODULES)
 
 
 def _sharding_reason(seen: Seen) -> str | None:
@@ -208,7 +247,7 @@ def _device_reason(seen: Seen) -> str | None:
     found.update(buffer.device for buffer in seen.adapter.model.buffers())
     if len(found) > 1:
         return f"parameters and buffers are on several devices: {sorted(map(str, found))}"
-    return None
+    return unwatchable(plain_tensors(seen.modules), next(iter(found), torch.device("cpu")))
 
 
 def _require_grad(module: Any, args: Any, output: Any) -> None:
@@ -223,11 +262,15 @@ def _only_requires_grad(hook: Any) -> bool:
     return all(getattr(code, part) == getattr(known, part) for part in ("co_code", "co_names", "co_consts"))
 
 
+def _is_inert(hook: Any) -> bool:
+    return _only_requires_grad(hook) or only_captures(hook)
+
+
 def _hook_reason(seen: Seen) -> str | None:
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "global forward hooks are registered"
     for name, module in seen.modules:
-        if module._forward_pre_hooks or not all(map(_only_requires_grad, module._forward_hooks.values())):
+        if module._forward_pre_hooks or not all(map(_is_inert, module._forward_hooks.values())):
             return f"{name or 'the model'} has a forward hook"
         if nn.utils.parametrize.is_parametrized(module):
             return f"{name} is parametrized"

@@ -108,7 +108,7 @@ def test_a_patched_class_of_the_modeling_file(monkeypatch):
             return super().forward(hidden_states)
 
     monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", Fast)
-    assert_falls_back(family_model("llama"), "Fast, not transformers' own", **batch([9]), **OPTIONS)
+    assert_falls_back(family_model("llama"), "LlamaRMSNorm is patched", **batch([9]), **OPTIONS)
 
 
 def test_a_helper_replaced_on_an_instance():

@@ -1,0 +1,331 @@
+"""Code of transformers or torch that a user replaced runs, or the call is refused: it is never passed over."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from types import FunctionType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from family_models import family_model
+from support import assert_native_parity, assert_same_tensor, batch, byte_tokenizer, stock_generate, tiny_model
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
+from transformers.generation import logits_process
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.qwen3 import modeling_qwen3
+
+import hf_paged
+from hf_paged.integration.models.families import FAMILIES
+from hf_paged.integration.models.originals import of_family
+from hf_paged.integration.models.own_code import Originals, Place, is_at_home
+from hf_paged.integration.patched_options import ALWAYS, MADE_FOR, MADE_FOR_SAMPLING
+from hf_paged.settings import NATIVE
+
+# A value of each option that stock makes a processor or criterion for, in a model that ends at token 3.
+ACTIVE = {
+    "sequence_bias": [[[5], 4.0]], "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "bad_words_ids": [[7]],
+    "min_length": 30, "min_new_tokens": 3, "forced_bos_token_id": 4, "forced_eos_token_id": 3,
+    "remove_invalid_values": True, "exponential_decay_length_penalty": (2, 1.2), "suppress_tokens": [9],
+    "begin_suppress_tokens": [9], "renormalize_logits": True, "max_time": 100.0, "stop_strings": ["zz"],
+    "eos_token_id": 3, "temperature": 0.7, "top_k": 5, "top_p": 0.8, "min_p": 0.05, "typical_p": 0.7,
+    "epsilon_cutoff": 0.02, "eta_cutoff": 0.02,
+}  # fmt: skip
+# Options that take effect by a processor of another's, or by none: a length, a choice of sampling, an id of padding.
+WITHOUT_CLASS = {"max_length", "max_new_tokens", "do_sample", "pad_token_id", "num_return_sequences"}
+OPTIONS = {**MADE_FOR, **MADE_FOR_SAMPLING}
+
+
+def _settings(option: str) -> dict:
+    settings = {"max_new_tokens": 5, "eos_token_id": 3, option: ACTIVE[option]}
+    if option in MADE_FOR_SAMPLING:
+        settings |= {"do_sample": True}
+        settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
+    if option == "stop_strings":
+        settings["tokenizer"] = byte_tokenizer()
+    return settings
+
+
+def _generate(model, settings):
+    torch.manual_seed(0)
+    return model.generate(**batch([20]), **settings)
+
+
+def _favouring(function):
+    """A criterion's or processor's call that gives other results than its own: token 17, or the end of all rows."""
+
+    def call(self, *args, **kwargs):
+        result = function(self, *args, **kwargs)
+        if result.dtype == torch.bool:
+            return torch.ones_like(result)
+        result = result.clone()
+        result[:, 17] = 100.0
+        return result
+
+    return call
+
+
+def test_every_native_option_has_its_class_and_a_value_here():
+    assert set(NATIVE) == WITHOUT_CLASS | set(OPTIONS)
+    assert set(ACTIVE) == set(OPTIONS)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_class_is_what_stock_makes_for_the_option(option, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        GenerationMixin, "_sample",
+        lambda self, ids, logits_processor, stopping_criteria, **_: made.extend([*logits_processor, *stopping_criteria])
+        or ids,
+    )  # fmt: skip
+    _generate(tiny_model(), _settings(option))
+    assert OPTIONS[option][0] in map(type, made)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_patched_processor_or_criterion_runs(option, monkeypatch):
+    """In lockstep, where stock's loop calls it; where there is no loop of stock's the option is refused."""
+    kind, settings = OPTIONS[option][0], _settings(option)
+    plain = {name: value for name, value in settings.items() if name != "tokenizer"}
+    prompt = batch([20])["input_ids"][0].tolist()
+    model, generator = tiny_model(), hf_paged.PagedGenerator(tiny_model(), tokenizer=byte_tokenizer())
+    before = generator.generate([prompt], seed=0, **plain)
+    patched = rf"{kind.__name__}.__call__ is patched"
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "__call__", _favouring(kind.__call__))
+        expected = _generate(model, settings)
+        hf_paged.enable(model, strict=True)
+        assert_same_tensor(_generate(model, settings), expected)
+        with pytest.raises(hf_paged.UnsupportedOptionError, match=patched):
+            generator.generate([prompt], seed=0, **plain)
+        with pytest.raises(hf_paged.UnsupportedOptionError, match=patched):
+            generator.engine.add_request(prompt, GenerationConfig(**plain))
+    assert generator.generate([prompt], seed=0, **plain)[0].token_ids == before[0].token_ids
+
+
+@pytest.mark.parametrize("option", ["repetition_penalty", "top_k"])
+@pytest.mark.parametrize("wrap", [
+    torch.autocast("cpu", torch.bfloat16), lambda function: logits_process.TemperatureLogitsWarper.__call__,
+], ids=["autocast", "another class'"])  # fmt: skip
+def test_transformers_and_torchs_own_code_in_the_wrong_place(option, wrap, monkeypatch):
+    kind = OPTIONS[option][0]
+    monkeypatch.setattr(kind, "__call__", wrap(kind.__call__))
+    model = hf_paged.enable(tiny_model())
+    with pytest.raises(hf_paged.UnsupportedOptionError, match="is patched"):
+        hf_paged.get_engine(model).add_request([1, 2, 3], GenerationConfig(**_settings(option)))
+
+
+@pytest.mark.parametrize("kind", ALWAYS, ids=lambda kind: kind.__name__)
+def test_lists_and_length(kind, monkeypatch):
+    function = kind.__call__
+    if kind is LogitsProcessorList:
+        monkeypatch.setattr(kind, "__call__", lambda self, ids, scores, **kwargs: function(self, ids, -scores))
+    else:
+        monkeypatch.setattr(kind, "__call__", _favouring(function))
+    model, settings = tiny_model(), {"max_new_tokens": 6}
+    expected = _generate(model, settings)
+    hf_paged.enable(model, strict=True)
+    assert_same_tensor(_generate(model, settings), expected)
+    with pytest.raises(hf_paged.UnsupportedOptionError, match=kind.__name__):
+        hf_paged.get_engine(model).add_request([1, 2, 3], GenerationConfig(**settings))
+
+
+def test_a_patched_option_that_is_not_asked_for_does_not_matter(monkeypatch):
+    kind = logits_process.RepetitionPenaltyLogitsProcessor
+    monkeypatch.setattr(kind, "__call__", _favouring(kind.__call__))
+    assert_native_parity(hf_paged.enable(tiny_model(), strict=True), **batch([20, 7]), max_new_tokens=4)
+
+
+def test_a_list_of_the_users_own_class():
+    class Negated(LogitsProcessorList):
+        def __call__(self, input_ids, scores, **kwargs):
+            return -super().__call__(input_ids, scores, **kwargs)
+
+    model, given = tiny_model(), Negated([logits_process.TemperatureLogitsWarper(1.0)])
+    expected = model.generate(**batch([20]), max_new_tokens=4, logits_processor=given)
+    hf_paged.enable(model, strict=True)
+    assert_same_tensor(model.generate(**batch([20]), max_new_tokens=4, logits_processor=given), expected)
+
+
+# -- modules ---------------------------------------------------------------------------------------------------------
+
+
+def _rolled(output):
+    if isinstance(output, torch.Tensor):
+        return output.roll(1, -1)
+    if isinstance(output, tuple):
+        return (_rolled(output[0]), *output[1:])
+    for name in ("logits", "last_hidden_state"):
+        if hasattr(output, name):
+            setattr(output, name, getattr(output, name).roll(1, -1))
+    return output
+
+
+def _patches(function):
+    """What changes results, what comes of transformers itself, and what torch wraps around it."""
+    yield "changed", lambda *args, **kwargs: _rolled(function(*args, **kwargs))
+    yield "another class'", CohereLayerNorm.forward
+    yield "autocast", torch.autocast("cpu", torch.bfloat16)(function)
+
+
+FAMILY_NAMES = {family.package: variant for family, variant in zip(FAMILIES, (
+    "qwen3", "qwen3-moe-mixed", "llama", "mistral", "qwen2", "gemma2", "gemma3", "phi3", "olmo2", "gpt-oss",
+), strict=True)}  # fmt: skip
+
+
+def _model(variant):
+    return tiny_model() if variant == "qwen3" else family_model(variant)
+
+
+def _methods(family):
+    """(class, name) of every function that a class which may stand in the model defines or inherits for its call."""
+    for name in family.class_names():
+        kind = getattr(family.modeling, name)
+        yield kind, "__call__"
+        for key, value in vars(kind).items():
+            if isinstance(value, FunctionType) and key not in ("__init__", "extra_repr", "_init_weights"):
+                yield kind, key
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_every_method_of_a_familys_classes(family):
+    """Each in turn, with each kind of patch; undone, the call is native again."""
+    model = hf_paged.enable(_model(FAMILY_NAMES[family.package]))
+    engine = hf_paged.get_engine(model)
+    assert engine.unsupported_reason() is None
+    for kind, name in _methods(family):
+        for what, patch in _patches(getattr(kind, name)):
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                monkeypatch.setattr(kind, name, patch)
+                assert engine.unsupported_reason() is not None, (kind, name, what)
+        assert engine.unsupported_reason() is None, (kind, name)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_every_function_of_a_familys_file_that_its_forwards_name(family):
+    model = hf_paged.enable(_model(FAMILY_NAMES[family.package]))
+    engine, names = hf_paged.get_engine(model), []
+    mentioned = {
+        name for kind, method in _methods(family)
+        for name in inspect.unwrap(getattr(kind, method)).__code__.co_names if method != "__call__"
+    }  # fmt: skip
+    for name, value in vars(family.modeling).items():
+        if name in mentioned and isinstance(value, FunctionType):
+            names.append(name)
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                monkeypatch.setattr(family.modeling, name, lambda *args, **kwargs: None)
+                assert engine.unsupported_reason() is not None, name
+    assert {"apply_rotary_pos_emb", "eager_attention_forward", "create_causal_mask"} <= set(names)
+    assert engine.unsupported_reason() is None
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_all_that_a_family_reaches_is_at_home_and_watched(family):
+    originals = of_family(family)
+    assert originals.patched() is None
+    assert [str(p) for p in originals.places if not is_at_home(p, getattr(p.holder, p.name))] == []
+
+
+CHANGING = {
+    "another class' forward": (modeling_qwen3.Qwen3RMSNorm, CohereLayerNorm.forward, "Qwen3RMSNorm.forward is patched"),
+    "autocast": (
+        modeling_qwen3.Qwen3MLP, torch.autocast("cpu", torch.bfloat16)(modeling_qwen3.Qwen3MLP.forward),
+        "Qwen3MLP.forward is patched",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("variant", ["qwen3"])
+def test_stocks_result_comes_out(name, variant, monkeypatch):
+    model, inputs = hf_paged.enable(_model(variant)), batch([40, 7])
+    plain = assert_native_parity(model, **inputs, max_new_tokens=6)
+    kind, function, reason = CHANGING[name]
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", function)
+        expected = stock_generate(model, **inputs, max_new_tokens=6)
+        assert name == "autocast" or not torch.equal(expected, plain)
+        with pytest.warns(hf_paged.FallbackWarning, match=reason):
+            assert_same_tensor(model.generate(**inputs, max_new_tokens=6), expected)
+    assert_native_parity(model, plain, **inputs, max_new_tokens=6)
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "mistral"])
+def test_attention_of_torch_replaced(variant, monkeypatch):
+    """As SageAttention documents it; a model that does not attend by this function is left alone."""
+    stock = F.scaled_dot_product_attention
+    model, inputs = _model(variant), batch([40, 7])
+    model.set_attn_implementation("sdpa")
+    hf_paged.enable(model)
+    assert_native_parity(model, **inputs, max_new_tokens=4)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: stock(*args, **kwargs).roll(1, -1))
+    expected = stock_generate(model, **inputs, max_new_tokens=4)
+    with pytest.warns(hf_paged.FallbackWarning, match="scaled_dot_product_attention is patched"):
+        assert_same_tensor(model.generate(**inputs, max_new_tokens=4), expected)
+    model.set_attn_implementation("eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hf_paged.FallbackWarning)
+        assert_native_parity(model, **inputs, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(("module", "name"), [
+    (F, "linear"), (F, "embedding"), (F, "silu"), (torch, "multinomial"), (torch, "rsqrt"),
+])  # fmt: skip
+def test_functions_of_torch_that_forwards_call(module, name, monkeypatch):
+    model, stock = hf_paged.enable(tiny_model()), getattr(module, name)
+    engine = hf_paged.get_engine(model)
+    assert engine.unsupported_reason() is None
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: stock(*args, **kwargs))
+    assert name in engine.unsupported_reason()
+
+
+def test_keys_and_values_of_a_patched_layer_that_is_called_as_it_stands(monkeypatch):
+    """A LoRA layer's code is part of what is cached: neither is served with the other's keys and values."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model, inputs = peft.get_peft_model(tiny_model(), config).eval(), batch([40, 40])
+    causal_lm = model.get_base_model()
+    hf_paged.enable(model, strict=True)
+    plain = assert_native_parity(causal_lm, **inputs, max_new_tokens=6)
+    layer = peft.tuners.lora.Linear
+    stock = layer.forward
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "forward", lambda self, *args, **kwargs: stock(self, *args, **kwargs).roll(1, -1))
+            assert not torch.equal(assert_native_parity(causal_lm, **inputs, max_new_tokens=6), plain)
+        assert_native_parity(causal_lm, plain, **inputs, max_new_tokens=6)
+
+
+# -- what was there before hf_paged ------------------------------------------------------------------------------------
+
+
+def _own(self, hidden_states):
+    return hidden_states
+
+
+def test_a_patch_that_was_there_first_is_no_original(monkeypatch):
+    norm = modeling_qwen3.Qwen3RMSNorm
+    place, stock = Place(norm, "forward"), norm.forward
+    for value in (_own, CohereLayerNorm.forward, torch.autocast("cpu")(stock), torch.no_grad()(_own)):
+        assert not is_at_home(place, value)
+        with monkeypatch.context() as patch:
+            patch.setattr(norm, "forward", value)
+            originals = Originals([(norm, "forward")])
+            assert originals.patched() == "Qwen3RMSNorm.forward"
+        assert originals.patched() is None  # undone
+    assert is_at_home(place, stock) and is_at_home(place, torch.no_grad()(stock))
+
+
+def test_code_exchanged_inside_a_function(monkeypatch):
+    model = hf_paged.enable(tiny_model())
+    monkeypatch.setattr(modeling_qwen3.rotate_half, "__code__", (lambda x: x).__code__)
+    assert hf_paged.get_engine(model).unsupported_reason() == "rotate_half.__code__ is patched"
+
+
+def test_a_method_of_the_call_itself(monkeypatch):
+    model = hf_paged.enable(tiny_model())
+    module = model.model.layers[0].mlp
+    module._call_impl = lambda *args, **kwargs: module.forward(*args, **kwargs)
+    assert "_call_impl of model.layers.0.mlp is replaced" in hf_paged.get_engine(model).unsupported_reason()
