@@ -22,6 +22,7 @@ lint: $(READY)
 bench: $(READY)
 	$(PYTHON) benchmarks/ragged_cpu.py
 	$(PYTHON) benchmarks/scheduler.py
+	$(PYTHON) benchmarks/host_cost.py
 	$(PYTHON) benchmarks/run_all.py $(BENCH)
 
 mutate: $(READY)

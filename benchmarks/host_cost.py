@@ -3,7 +3,8 @@
     python benchmarks/host_cost.py [--layers 28] [--requests 256]
 
 Before: `PagedGenerator.generate` with prompts of 100 to 1,024 tokens and a generation config each, up to the first
-step. Step: schedule, commit and what lies around them with every request running; no forward, random tokens. Times are
+step. Add: `Engine.add_request` with prompts of 300 tokens, for requests that come alone (a step between any two) or 100
+before one step, which share one look at the model. Step: schedule, commit and what lies around them with every request running; no forward, random tokens. Times are
 the thread's CPU time, since machines are shared.
 """
 
@@ -50,6 +51,21 @@ def before_the_first_step(generator: PagedGenerator, prompts: list, configs: lis
     return times
 
 
+def of_add_request(generator: PagedGenerator, together: int, repeats: int = 30) -> list[float]:
+    """Milliseconds a request of each repeat, in which `together` requests come before one step."""
+    engine, config, times = generator.engine, GenerationConfig(max_new_tokens=2), []
+    prompt = [i % 10000 for i in range(300)]
+    for _ in range(repeats):
+        start = time.thread_time()
+        ids = [engine.add_request(prompt, config) for _ in range(together)]
+        times.append((time.thread_time() - start) * 1e3 / together)
+        for request_id in ids:
+            engine.abort(request_id)
+        while engine.has_unfinished():
+            engine.step()
+    return times
+
+
 def in_a_step(generator: PagedGenerator, prompts: list, stream: bool, steps: int = 300) -> list[float]:
     """Microseconds of each decode step."""
     own = ModelRunner.launch
@@ -90,6 +106,10 @@ def main() -> None:
         times = before_the_first_step(own, prompts, configs)
         print(f"{args.requests} requests, {args.layers} layers, torch {torch.__version__}")
         print(f"before the first step: {statistics.median(times):.1f} ms (fastest {min(times):.1f})")
+        for together in (1, 100):
+            times = of_add_request(own, together)
+            print(f"add_request, {together} before a step: {statistics.median(times):.2f} ms a request (fastest "
+                  f"{min(times):.2f})")  # fmt: skip
         for stream in (False, True):
             times = in_a_step(own, prompts, stream)
             print(f"{'streaming' if stream else 'not streaming'}: {statistics.median(times):.0f} us a decode step "

@@ -34,8 +34,9 @@ def token_ids(prompt_token_ids: Any, vocab_size: int) -> list[int]:
         raise ValueError("prompt_token_ids=[]: expected at least one token id")
     ids = np.array(prompt_token_ids)
     in_range = ids.ndim == 1 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < vocab_size
-    if in_range and not any(isinstance(token, (bool, np.bool_)) for token in prompt_token_ids):
-        return ids.tolist()
+    if in_range and set(map(type, prompt_token_ids)).isdisjoint((bool, np.bool_)):
+        checked: list[int] = ids.tolist()
+        return checked
     for token in prompt_token_ids:  # find what to name
         if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
             raise TypeError(f"prompt_token_ids holds {token!r}: expected integers")
