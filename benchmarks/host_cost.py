@@ -76,7 +76,7 @@ def in_a_step(generator: PagedGenerator, prompts: list, stream: bool, steps: int
     ModelRunner.launch, times = launch, []  # type: ignore[method-assign]
     try:
         with generator.engine.session(stream=stream) as session:
-            for request in generator._requests(prompts, GenerationConfig(max_new_tokens=2 * steps), 0, {}):
+            for request in generator._requests(prompts, GenerationConfig(max_new_tokens=2 * steps), 0, {}, False, False, None):
                 session.add(request.prompt, request.settings, seed=request.seed)
             while len(times) < steps:
                 start = time.thread_time()

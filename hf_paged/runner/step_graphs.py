@@ -217,18 +217,21 @@ class StepGraphs:
         inputs = tuple(upload(array, self._device) for array in arrays)
         stream, lock = _capture_stream(self._device)
         current = torch.cuda.current_stream(self._device)
-        with lock:
-            stream.wait_stream(current)
-            try:
-                with torch.cuda.stream(stream):
-                    run(*inputs)
-                    return self._record(run, inputs)
-            except torch.OutOfMemoryError:
-                if self._adapter.group.is_parallel:  # the other ranks would wait in collectives that never come
-                    raise
-                return None
-            finally:
-                current.wait_stream(stream)  # also after an error: what was enqueued there writes blocks and history
+        try:
+            # Not on the capture's stream, where it would run beside replays of other engines' graphs: those hold that
+            # stream's cuBLAS workspace, and products that share one spoil each other.
+            run(*inputs)
+            with lock:
+                stream.wait_stream(current)
+                try:
+                    with torch.cuda.stream(stream):
+                        return self._record(run, inputs)
+                finally:
+                    current.wait_stream(stream)  # also after an error
+        except torch.OutOfMemoryError:
+            if self._adapter.group.is_parallel:  # the other ranks would wait in collectives that never come
+                raise
+            return None
 
     def _record(self, run: partial, inputs: tuple[torch.Tensor, ...]) -> Captured | None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -17,6 +17,7 @@ from support import random_prompts, stock_generate, tiny_model
 from transformers import GenerationConfig
 
 import hf_paged
+from hf_paged.integration.models.fused import FusedAdapter
 from hf_paged.runner import step_graphs
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.step_graphs import Captured, Drawn, StepGraphs, decode_sizes, prompt_sizes
@@ -225,8 +226,8 @@ def graphs():
     ("capture", torch.OutOfMemoryError("no"), None), ("capture", RuntimeError("cannot be captured"), None),
     ("capture", KeyboardInterrupt(), KeyboardInterrupt), ("nothing", None, "a graph"),
 ])  # fmt: skip
-def test_whatever_happens_in_a_capture_the_main_stream_waits_for_it(graphs, monkeypatch, fails_in, error, result):
-    """What the first run enqueued writes blocks and history: nothing may overtake it."""
+def test_a_step_runs_on_the_main_stream_and_is_captured_on_another(graphs, monkeypatch, fails_in, error, result):
+    """Nothing but a capture touches the stream whose workspace all engines' graphs share, whatever happens in it."""
     log, lock = Log(), threading.Lock()
     monkeypatch.setattr(step_graphs, "_capture_stream", lambda _: (log.stream("side"), lock))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: log.stream("main"))
@@ -235,7 +236,7 @@ def test_whatever_happens_in_a_capture_the_main_stream_waits_for_it(graphs, monk
     monkeypatch.setattr(torch.cuda, "CUDAGraph", log.graph)
 
     def run(_):
-        assert lock.locked(), "another engine's capture would take this in"
+        assert lock.locked() == ("begin" in log), "another engine's capture would take this in"
         log.append("run")
         if error is not None and log.count("run") == {"warm-up": 1, "capture": 2}[fails_in]:
             raise error
@@ -247,8 +248,10 @@ def test_whatever_happens_in_a_capture_the_main_stream_waits_for_it(graphs, monk
             call()
     else:
         assert (call() is None) == (result is None)
-    assert log[0] == "side waits for main"
-    assert log[-1] == "main waits for side"
+    assert log[0] == "run"
+    if fails_in != "warm-up":
+        assert log[1:4] == ["side waits for main", "begin", "run"]
+        assert log[-1] == "main waits for side"
     assert log.count("begin") == log.count("end") == (fails_in != "warm-up")
     assert log.count("destroy") == (fails_in == "capture")
     assert not lock.locked()
@@ -329,3 +332,18 @@ def test_edits_get_graphs_of_their_own_and_leave_other_requests_alone(steps):
     for prompt, config, tokens in zip(prompts, configs, made, strict=True):
         output = stock_generate(model, input_ids=torch.tensor([prompt]), generation_config=config)
         assert tokens == output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.gpu
+def test_gpu_steps_run_on_the_current_stream_and_are_only_recorded_on_another(monkeypatch):
+    """A step that ran on the capture's stream would share a cuBLAS workspace with other engines' replays."""
+    own, seen = FusedAdapter.hidden_states, set()
+
+    def hidden_states(self, *args):
+        seen.add((torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream() == torch.cuda.default_stream()))
+        return own(self, *args)
+
+    monkeypatch.setattr(FusedAdapter, "hidden_states", hidden_states)
+    with hf_paged.PagedGenerator(tiny_model().cuda(), num_blocks=50) as generator:
+        generator.generate([[1, 2, 3], [4, 5]], max_new_tokens=5, do_sample=False)
+    assert seen == {(False, True), (True, False)}
