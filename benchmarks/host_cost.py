@@ -3,9 +3,9 @@
     python benchmarks/host_cost.py [--layers 28] [--requests 256]
 
 Before: `PagedGenerator.generate` with prompts of 100 to 1,024 tokens and a generation config each, up to the first
-step. Add: `Engine.add_request` with prompts of 300 tokens, for requests that come alone (a step between any two) or 100
-before one step, which share one look at the model. Step: schedule, commit and what lies around them with every request running; no forward, random tokens. Times are
-the thread's CPU time, since machines are shared.
+step. Add: `Engine.add_request` with prompts of 300 tokens, for requests that come alone (a step between any two) or
+100 before one step, which share one look at the model. Step: schedule, commit and what lies around them with every
+request running; no forward, random tokens. Times are the thread's CPU time, since machines are shared.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def in_a_step(generator: PagedGenerator, prompts: list, stream: bool, steps: int
     ModelRunner.launch, times = launch, []  # type: ignore[method-assign]
     try:
         with generator.engine.session(stream=stream) as session:
-            for request in generator._requests(prompts, GenerationConfig(max_new_tokens=2 * steps), 0, {}, False, False, None):
+            config = GenerationConfig(max_new_tokens=2 * steps)
+            for request in generator._requests(prompts, config, 0, {}, False, False, None):
                 session.add(request.prompt, request.settings, seed=request.seed)
             while len(times) < steps:
                 start = time.thread_time()
