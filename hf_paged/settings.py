@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -216,35 +215,27 @@ def _read(config: GenerationConfig, prompt_length: int, vocab_size: int) -> Requ
 # Integers that only the host's Python reads: the length is cut to what there is room for, ids that no token has are
 # dropped.
 _UNBOUNDED = ("max_new_tokens", "eos_token_ids")
+_NAMES_IN_CONFIG = dict.fromkeys(("decay_start", "decay_factor"), "exponential_decay_length_penalty")
 
 
 def _check_numbers(settings: RequestSettings | Edits) -> None:
     """ValueError naming the first field with a number that int32 or float32, as kernels read them, does not hold."""
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        if isinstance(value, Edits):
-            _check_numbers(value)
-        elif field.name not in _UNBOUNDED and not all(map(_is_encodable, _numbers_in(value))):
-            name = _NAMES_IN_CONFIG.get(field.name, field.name)
-            raise ValueError(f"{name}={value!r:.200}: expected integers in [-2**31, 2**31), and no NaN")
+    for name, value in vars(settings).items():
+        if type(value) is Edits:
+            if value is not NEUTRAL:
+                _check_numbers(value)
+        elif value and name not in _UNBOUNDED and not _is_encodable(value):
+            option = _NAMES_IN_CONFIG.get(name, name)
+            raise ValueError(f"{option}={value!r:.200}: expected integers in [-2**31, 2**31), and no NaN")
 
 
-_NAMES_IN_CONFIG = dict.fromkeys(("decay_start", "decay_factor"), "exponential_decay_length_penalty")
-
-
-def _numbers_in(value: Any) -> Iterator[int | float]:
-    """The numbers in a value, nested tuples included."""
-    if isinstance(value, tuple):
-        for item in value:
-            yield from _numbers_in(item)
-    elif isinstance(value, (int, float)):
-        yield value
-
-
-def _is_encodable(number: int | float) -> bool:
-    if isinstance(number, float):
-        return math.isinf(number) or abs(number) <= FLOAT32.max
-    return -(2**31) <= number < 2**31
+def _is_encodable(value: Any) -> bool:
+    """Do kernels hold this number, or all in this tuple? What is neither is no number of theirs."""
+    if isinstance(value, float):
+        return math.isinf(value) or abs(value) <= FLOAT32.max
+    if isinstance(value, int):
+        return -(2**31) <= value < 2**31
+    return not isinstance(value, tuple) or all(map(_is_encodable, value))
 
 
 def check_flags(**flags: Any) -> None:

@@ -56,13 +56,15 @@ def patched_code(kinds: Iterable[type]) -> str | None:
 
 
 def _made_for(config: GenerationConfig) -> Iterator[type]:
-    tables = (MADE_FOR, MADE_FOR_SAMPLING) if config.do_sample else (MADE_FOR,)
-    for table in tables:
-        for name, (kind, is_made) in table.items():
-            test = is_made or GREEDY_TOO.get(name) or SAMPLING_ONLY[name]
-            try:
-                made = test(getattr(config, name, None))
-            except (TypeError, ValueError, RuntimeError):  # not a value for this option, which others say better
-                made = True
-            if made:
+    for name, value in vars(config).items():
+        if value is None:  # no option makes anything of it
+            continue
+        made = MADE_FOR.get(name) or (MADE_FOR_SAMPLING.get(name) if config.do_sample else None)
+        if made is None:
+            continue
+        kind, is_made = made
+        try:
+            if (is_made or GREEDY_TOO.get(name) or SAMPLING_ONLY[name])(value):
                 yield kind
+        except (TypeError, ValueError, RuntimeError):  # not a value for this option, which others say better
+            yield kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -12,6 +13,7 @@ from hf_paged.runner.upload import upload
 
 # A list of one request may not make the table of all requests outgrow the device: 1 MiB a line.
 MOST_NUMBERS = 1 << 18
+_LARGEST = float(np.finfo(np.float32).max)
 _NOTHING = np.zeros(1, dtype=np.int32).tobytes()
 
 
@@ -97,12 +99,9 @@ def int_line(name: str, values: Sequence[int], dtype: type = np.int64) -> np.nda
 
 def float_line(name: str, values: Sequence[float]) -> np.ndarray:
     """``values`` [N] as float32; ValueError for NaN, and for a finite number that float32 cannot hold."""
-    exact = np.array(values, dtype=np.float64)
-    with np.errstate(over="ignore"):
-        line = exact.astype(np.float32)
-    if np.isnan(exact).any() or (np.isinf(line) != np.isinf(exact)).any():
+    if not all(abs(value) <= _LARGEST or math.isinf(value) for value in values):
         raise ValueError(f"{name}={tuple(values)!r:.200}: expected numbers that float32 holds")
-    return line
+    return np.array(values, dtype=np.float32)
 
 
 def encode_tokens(tokens: tuple[int, ...]) -> np.ndarray:
