@@ -76,7 +76,7 @@ def _capture_stream(device: torch.device) -> tuple[torch.cuda.Stream, threading.
 
 
 def capture_lock(device: torch.device) -> AbstractContextManager:
-    """For what a capture in another thread must not meet: pools of memory that come and go, and caches that are emptied."""
+    """For what a capture in another thread must not meet: memory pools that come and go, a cache that is emptied."""
     return _capture_stream(device)[1] if device.type == "cuda" else nullcontext()
 
 

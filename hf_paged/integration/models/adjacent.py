@@ -1,8 +1,8 @@
 """Memory for tensors that lie side by side on a GPU, each in a block of torch's caching allocator.
 
-Every storage is an ordinary one: it can be resized, and is freed by itself. Only the places are chosen, by allocating in
-a pool where nobody else does. The pool goes as soon as all are placed, since what is freed in it would be lent to nobody
-else; its memory then belongs to the allocator like any other.
+Every storage is an ordinary one: it can be resized, and is freed by itself. Only the places are chosen, by allocating
+in a pool where nobody else does. The pool goes as soon as all are placed, since what is freed in it would be lent to
+nobody else; its memory then belongs to the allocator like any other.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class AdjacentMemory:
                 self._num_bytes += sum(sizes)
                 return pieces
             self._ballast += [piece for piece in pieces if not start <= piece.data_ptr() < start + sum(sizes)]
+            del pieces  # or the next would find no room among them
         self._refused.add(sizes)
         return None
 

@@ -1,7 +1,7 @@
 """Several linear layers' weights side by side in memory and read as one, while each stays a parameter of its own.
 
-Every weight has an ordinary storage of its own. A view of one merged tensor would share its storage, which accelerate and
-safetensors answer by dropping or refusing keys, and which offloading could not resize.
+Every weight has an ordinary storage of its own. A view of one merged tensor would share its storage, which accelerate
+and safetensors answer by dropping or refusing keys, and which offloading could not resize.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import pairwise
 
 import pytest
 import torch
@@ -197,7 +198,7 @@ def test_gpu_holes_in_the_pool_are_filled():
             kept.pop(-3)
     memory.finish()
     starts = sorted((piece.data_ptr(), piece.nbytes) for pieces in kept for piece in pieces)
-    assert all(a + size <= b for (a, size), (b, _) in zip(starts, starts[1:], strict=False))
+    assert all(a + size <= b for (a, size), (b, _) in pairwise(starts))
 
 
 @pytest.mark.gpu

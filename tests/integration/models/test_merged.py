@@ -1,7 +1,7 @@
 """Merged weights: q/k/v and gate/up side by side, while everybody else sees parameters like any others.
 
-Weights are merged on CUDA. Here they are on the CPU, too, in memory that only tests have (`HostMemory`), but where a test
-says how it is there: nothing is merged.
+Weights are merged on CUDA. Here they are on the CPU, too, in memory that only tests have (`HostMemory`), but where a
+test says how it is there: nothing is merged.
 """
 
 from __future__ import annotations
