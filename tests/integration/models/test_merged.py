@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_paged
 from hf_paged.integration.models import fused
+from hf_paged.integration.models.merged import MergedWeight
 
 DEVICE = torch.device("cpu")  # of the test that runs
 CUDA = pytest.param("cuda:0", marks=pytest.mark.gpu)
@@ -625,6 +626,17 @@ def test_a_merged_tensor_owns_no_memory():
     gc.collect()
     assert tensors and all(storage.expired() for storage in storages)
     assert_native_parity(model, expected, **inputs(), max_new_tokens=6)
+
+
+@on_cpu
+def test_a_weight_that_has_less_memory_at_the_same_place_ends_the_merge():
+    """As where a block is freed, and a smaller one begins at its address."""
+    memory = torch.randn(16, 4)
+    weight = nn.Parameter(memory[:8])
+    merged = MergedWeight([weight], [weight.data], HostMemory(DEVICE))
+    assert torch.equal(merged.current(), memory[:8])
+    weight.data = torch.from_dlpack(memory[:8])
+    assert weight.data_ptr() == memory.data_ptr() and merged.current() is None
 
 
 # -- storages that are resized ------------------------------------------
