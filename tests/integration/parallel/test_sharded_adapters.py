@@ -66,6 +66,10 @@ def test_column_parallel_layers_are_merged(variant: str, gate_up: list[bool], tm
     assert adapter.is_current() and [name for name, _ in model.named_parameters()] == names
 
 
+def test_storages_of_loaded_weights_can_be_resized(tmp_path: Path) -> None:
+    assert all(p.untyped_storage().resizable() for p in sharded("qwen3-moe-mixed", tmp_path).parameters())
+
+
 def test_patched_experts_are_seen_through_their_sharded_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = sharded("qwen3-moe", tmp_path)
     adapter = adapter_of(model)
