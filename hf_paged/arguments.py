@@ -85,8 +85,10 @@ def merge_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, 
         raise TypeError(f"generation_config={config!r:.80}: expected a GenerationConfig or None")
     try:
         merged, unused = model._prepare_generation_config(config, **kwargs)
-    except TypeError as error:  # transformers compares before it checks types
-        raise TypeError(f"generation settings {kwargs!r}: expected a GenerationConfig's types ({error})") from error
+    except ValueError:
+        raise
+    except Exception as error:  # transformers compares and calls before it checks types
+        raise TypeError(f"generation settings {kwargs!r:.200}: expected a GenerationConfig's types ({error})") from error
     if unused:
         raise ValueError(f"generate_kwargs {sorted(unused)}: expected fields of a GenerationConfig")
     lengths = (kwargs.get("max_length"), config and config.max_length, model.generation_config.max_length)
