@@ -12,6 +12,7 @@ import weakref
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -20,6 +21,7 @@ from hf_paged.integration.models.plain_tensors import ATOMS, STANDARD
 _PARAMETERS, _BUFFERS, _CHILDREN, _HOOKS, _PRE_HOOKS = map(
     operator.itemgetter, ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 )
+_STORAGE, _NBYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 _DTYPE, _DEVICE = operator.attrgetter("dtype"), operator.attrgetter("device")
 _MOST_MODULES = 100_000  # a module that contains itself is left to the full checks
 # Attributes that checks look up where an instance may leave them to its class.
@@ -114,7 +116,7 @@ def _walk(model: nn.Module, most: int) -> list[nn.Module] | None:
 
 
 def _columns(modules: list[nn.Module], namespaces: list[dict]) -> tuple:
-    """Classes, sizes and names of modules; classes, dtypes, devices and names of what is added of their tensors."""
+    """Classes, sizes and names of modules; of their tensors classes, dtypes, devices, added names and storages."""
     tensors_by_module = [*map(_PARAMETERS, namespaces), *map(_BUFFERS, namespaces)]
     full, children = list(filter(None, tensors_by_module)), list(map(_CHILDREN, namespaces))
     tensors = [tensor for tensor in chain.from_iterable(map(dict.values, full)) if tensor is not None]
@@ -123,8 +125,16 @@ def _columns(modules: list[nn.Module], namespaces: list[dict]) -> tuple:
         list(chain.from_iterable(full)), list(map(len, tensors_by_module)),
         list(chain.from_iterable(filter(None, children))), list(map(len, children)),
         list(map(type, tensors)), list(map(_DTYPE, tensors)), list(map(_DEVICE, tensors)),
-        [list(own) for own in map(vars, tensors) if own],
+        [list(own) for own in map(vars, tensors) if own], _storage_sizes(tensors),
     )  # fmt: skip
+
+
+def _storage_sizes(tensors: list[Any]) -> Any:
+    """Bytes of each; a storage may be resized, so that a tensor lies outside of it."""
+    try:
+        return list(map(_NBYTES, map(_STORAGE, tensors)))
+    except Exception:  # one has no storage
+        return _Never()
 
 
 def _hooks(namespaces: list[dict]) -> list[dict]:

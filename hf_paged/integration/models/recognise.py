@@ -239,15 +239,29 @@ def _device_reason(seen: Seen) -> str | None:
         kind = type(parameter.data)
         if kind is not torch.Tensor and not type(parameter).__module__.startswith("bitsandbytes."):
             return f"parameter {name} is a {kind.__name__}, whose bytes cannot be watched for changes"
-        if parameter.numel() and not parameter.data_ptr() and parameter.device.type != "meta":
-            return f"parameter {name} has no memory: its storage was resized"
+        if (reason := _memory_reason(parameter)) is not None:
+            return f"parameter {name} {reason}"
         if parameter.device.type == "meta":
             return f"parameter {name} is on the meta device (offloaded?)"
         found.add(parameter.device)
-    found.update(buffer.device for buffer in seen.adapter.model.buffers())
+    for name, buffer in seen.adapter.model.named_buffers():
+        if (reason := _memory_reason(buffer)) is not None:
+            return f"buffer {name} {reason}"
+        found.add(buffer.device)
     if len(found) > 1:
         return f"parameters and buffers are on several devices: {sorted(map(str, found))}"
     return unwatchable(plain_tensors(seen.modules), next(iter(found), torch.device("cpu")))
+
+
+def _memory_reason(tensor: torch.Tensor) -> str | None:
+    """Why the tensor cannot be read where it lies, or None."""
+    if tensor.device.type == "meta" or tensor.layout != torch.strided or not tensor.numel():
+        return None
+    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed, has = (last + 1) * tensor.element_size(), tensor.untyped_storage().nbytes()
+    if has >= needed:
+        return None
+    return f"has {f'{has} of {needed} bytes' if has else 'no'} memory: its storage was resized"
 
 
 def _require_grad(module: Any, args: Any, output: Any) -> None:

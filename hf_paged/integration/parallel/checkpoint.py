@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections import deque
@@ -20,7 +21,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 # file is closed.
 _CHUNK_BYTES, _BATCH_BYTES, _MOST_THREADS = 32 << 20, 64 << 20, 8
 _CHECK_EVERY_S = 0.1
-_INTEGERS = (torch.int64, torch.int32, torch.int16)
+_INTEGERS = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16}
 
 
 class Entry(NamedTuple):
@@ -203,7 +204,15 @@ def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
         return
     integer = next(integer for integer in _INTEGERS if _divides_by(integer, target) and _divides_by(integer, source))
-    np.copyto(target.view(integer).numpy(), source.view(integer).numpy())
+    np.copyto(_array(target.view(integer)), source.view(integer).numpy())
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's memory. Not `numpy()`, after which its storage could not be resized any more."""
+    strides = [step * tensor.element_size() for step in tensor.stride()]
+    nbytes = sum((n - 1) * step for n, step in zip(tensor.shape, strides, strict=True)) + tensor.element_size()
+    memory: Any = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    return np.ndarray(tuple(tensor.shape), _INTEGERS[tensor.dtype], memory, strides=strides)
 
 
 def _divides_by(integer: torch.dtype, tensor: torch.Tensor) -> bool:
