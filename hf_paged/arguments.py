@@ -88,7 +88,8 @@ def merge_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, 
     except ValueError:
         raise
     except Exception as error:  # transformers compares and calls before it checks types
-        raise TypeError(f"generation settings {kwargs!r:.200}: expected a GenerationConfig's types ({error})") from error
+        text = f"generation settings {kwargs!r:.200}: expected a GenerationConfig's types ({error})"
+        raise TypeError(text) from error
     if unused:
         raise ValueError(f"generate_kwargs {sorted(unused)}: expected fields of a GenerationConfig")
     lengths = (kwargs.get("max_length"), config and config.max_length, model.generation_config.max_length)

@@ -114,9 +114,9 @@ class Engine:
         self._stop_strings: CachedStopStrings | None = None  # the last one: calls ask for one over and over
         self._deferred: list[Callable[[], None]] = []  # what must wait for the end of a step
         self._merged = RecentMerges()
-        # `add_request` looks at the model once between two steps; the next step looks for requests that came after.
+        # `add_request` looks at the model once between two steps, and the next step for all that came before it.
         self._has_looked = False
-        self._unlooked: list[str] = []
+        self._arrived: list[str] = []
         at_fork.register(self)
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -143,13 +143,11 @@ class Engine:
         Raises:
             ValueError, TypeError: naming the argument, the value and what is accepted; nothing is queued then.
             UnsupportedOptionError: a generation option that is not native.
-            UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes). Of several
-                requests that come before one step, the first raises; where the model changed after it, the later ones
-                end with ``finish_reason="error"``.
+            UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes). Where it
+                changes before the step that takes requests in, these end with ``finish_reason="error"``.
         """
         self._check_open()
-        looks = not self._has_looked or self.group.is_parallel
-        if looks:
+        if not self._has_looked or self.group.is_parallel:
             self.check_runnable()
         prompt = self.check_prompt(prompt_token_ids)
         if not isinstance(generation_config, (GenerationConfig, type(None))):
@@ -165,8 +163,7 @@ class Engine:
         seed = derive_seed(self.base_seed(seed), 0)
         with self._line.place(), self._lock:
             made = self._public.add(prompt, settings, seed=seed, request_id=request_id, priority=priority)
-            if not looks:
-                self._unlooked.append(made)
+            self._arrived.append(made)
             self._has_looked = True
         return made
 
@@ -543,10 +540,10 @@ class Engine:
             return outputs
 
     def _look_for_arrivals(self) -> None:
-        """End requests of `add_request` that the model, which was looked at before they came, cannot run any more."""
-        unlooked, self._unlooked, self._has_looked = self._unlooked, [], False
-        if unlooked and (reason := self.unsupported_reason()) is not None:
-            for request in [self._loop.requests[i] for i in unlooked if i in self._loop.requests]:
+        """End requests of `add_request` that the model, which may have changed since, cannot run any more."""
+        arrived, self._arrived, self._has_looked = self._arrived, [], False
+        if arrived and not self.group.is_parallel and (reason := self.unsupported_reason()) is not None:
+            for request in [self._loop.requests[i] for i in arrived if i in self._loop.requests]:
                 self._loop.refuse(request, _CANNOT_RUN + reason)
 
     def _now(self, event: Event) -> Any:

@@ -30,19 +30,17 @@ def wanted_by(plan: StepPlan, requests: Mapping[str, Request], attempt: Attempt)
     return Wanted(any(request.logprobs is not None for request in rows), tuple(spans))
 
 
-def keep(plan: StepPlan, handle: StepHandle, accepted: np.ndarray, requests: Mapping[str, Request],
-         attempt: Attempt) -> None:  # fmt: skip
+def keep(plan: StepPlan, handle: StepHandle, accepted: np.ndarray,
+         request_of: Callable[[StepPlan, int], Request | None], attempt: Attempt) -> None:  # fmt: skip
     """Give the requests what a step brought: ``accepted`` are the rows whose token was taken."""
     if handle.logprobs is not None:
         logprobs = handle.logprobs.tolist()
         for row in accepted.tolist():
-            if (request := requests.get(plan.sequences[row].request_id)) is not None:
+            if (request := request_of(plan, row)) is not None:
                 attempt(request, request.take_logprob, logprobs[row])
     if handle.prompt_logprobs is not None:
         values, end = handle.prompt_logprobs.tolist(), 0
         for row, first, count in handle.spans:
             begin, end = end, end + count
-            request = requests.get(plan.sequences[row].request_id)
-            # A sequence that ended in the meantime may have left its id to another.
-            if request is not None and request.sequence is plan.sequences[row]:
+            if (request := request_of(plan, row)) is not None:
                 attempt(request, request.take_prompt_logprobs, first, values[begin:end])

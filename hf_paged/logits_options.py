@@ -58,6 +58,8 @@ def edits_from_config(config: GenerationConfig, eos: tuple[int, ...], vocab_size
     edits = Edits(**fields)
     for name, sequences in (("sequence_bias", [ids for ids, _ in edits.sequence_bias]),
                             ("bad_words_ids", edits.bad_words_ids)):  # fmt: skip
+        if name in active and _holds_bool(active[name]):
+            raise ValueError(f"{name}={active[name]!r:.200}: holds True or False, expected token ids")
         if not all(sequences):
             raise ValueError(f"{name}={active[name]!r:.200}: holds an empty sequence, expected token ids")
     for name, ids in (
@@ -82,6 +84,13 @@ def decay_overflows(edits: Edits, max_new_tokens: int) -> bool:
         return not math.isfinite(edits.decay_factor ** max(0, max_new_tokens - edits.decay_start))
     except (OverflowError, ZeroDivisionError):
         return True
+
+
+def _holds_bool(value: Any) -> bool:
+    """Python takes them for 0 and 1, stock's indexing does not."""
+    if isinstance(value, dict):
+        value = [*value]
+    return isinstance(value, bool) or (isinstance(value, (list, tuple)) and any(map(_holds_bool, value)))
 
 
 def _flat(bias: tuple[tuple[tuple[int, ...], float], ...]) -> Iterable[int]:

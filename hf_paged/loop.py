@@ -191,26 +191,27 @@ class StepLoop:
         self.heard |= handle.heard is not None and bool(handle.heard)
         if self._guard.pending:
             self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
-        for row in np.flatnonzero(plan.samples & (tokens < 0)):
-            if (request := self.requests.get(plan.sequences[row].request_id)) is not None:
+        for row in np.flatnonzero(plan.samples & (tokens < 0)).tolist():
+            if (request := self._request_of(plan, row)) is not None:
                 request.error = NAN_ERROR
         result = self.scheduler.commit(plan, tokens)
         self.totals["generated"] += len(result.accepted)
-        log_probs.keep(plan, handle, result.accepted, self.requests, self._attempt)
+        log_probs.keep(plan, handle, result.accepted, self._request_of, self._attempt)
         if self._any_stop:
             self._stop(plan, result.accepted, tokens)
         for row in result.accepted if self._any_stream else ():
-            request = self.requests.get(plan.sequences[row].request_id)
+            request = self._request_of(plan, row)
             if request is not None and request.session.stream:
                 self._attempt(request, request.emit, int(tokens[row]))
         for sequence in result.finished:
-            if sequence.request_id in self.requests:
-                self.finish(self.requests[sequence.request_id])
+            request = self.requests.get(sequence.request_id)
+            if request is not None and request.sequence is sequence:
+                self.finish(request)
 
     def _stop(self, plan: StepPlan, rows: np.ndarray, tokens: np.ndarray) -> None:
         """End the requests whose new token completes a stop string, or whose time is over."""
         assert self.scheduler is not None
-        found = ((self.requests.get(plan.sequences[row].request_id), int(tokens[row])) for row in rows.tolist())
+        found = ((self._request_of(plan, row), int(tokens[row])) for row in rows.tolist())
         for request_id, reason in ended((request, token) for request, token in found if request is not None).items():
             request = self.requests[request_id]
             if isinstance(reason, Exception):
@@ -218,6 +219,12 @@ class StepLoop:
             elif request.sequence.finish_reason is None:
                 self.scheduler.finish(request.sequence, reason)
                 self.finish(request)
+
+    def _request_of(self, plan: StepPlan, row: int) -> Request | None:
+        """The request of a row, unless it ended meanwhile: another may have its id by now."""
+        sequence = plan.sequences[row]
+        request = self.requests.get(sequence.request_id)
+        return request if request is not None and request.sequence is sequence else None
 
     def _attempt(self, request: Request, action: Callable[..., None], *args: Any) -> None:
         """Do what belongs to one request: where it raises, that request ends with the error, and no other."""

@@ -30,7 +30,13 @@ RENEWED = {
 }
 # Of those that stay as they are: why a child never waits for one.
 _RANKS = "a child never comes to it: every way there compares os.getpid() with the owner's first"
+_SERVER = "the server's event loop is the parent's: a child serves nobody"
 SAFE = {
+    "hf_paged.integration.serving_calls.ServedCall._settled": _SERVER,
+    "hf_paged.integration.serving_calls.ServedCall.over": _SERVER,
+    "hf_paged.integration.serving_http._Answer": _SERVER,
+    "hf_paged.integration.serving_http._Answer.refused": _SERVER,
+    "hf_paged.integration.serving_http._Client._messages": _SERVER,
     "hf_paged.runner.step_graphs._capture_stream": "only held around work on CUDA, which no child can do",
     "hf_paged.integration.parallel.launch._State.lock": _RANKS,
     "hf_paged.integration.parallel.launch._State.closing": _RANKS,

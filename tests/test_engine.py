@@ -442,6 +442,20 @@ def test_a_model_that_cannot_run_natively_is_refused(model, engine):
     assert len(run(engine)[1]) == 1
 
 
+@pytest.mark.parametrize("number_before", [1, 2])
+def test_requests_that_came_before_a_change_of_the_model_end_with_its_reason(model, engine, number_before):
+    """`add_request` looks once between two steps, and the step that takes requests in looks for all of them."""
+    ids = [engine.add_request([1, 2, 3], GREEDY) for _ in range(number_before)]
+    handle = model.lm_head.register_forward_hook(lambda *args: None)
+    ids.append(engine.add_request([4, 5], GREEDY))
+    completions = run(engine)[1]
+    handle.remove()
+    assert all(completions[i].finish_reason == "error" for i in ids)
+    assert all("lm_head has a forward hook" in completions[i].error for i in ids)
+    engine.add_request([1, 2], GREEDY)
+    assert [c.finish_reason for c in run(engine)[1].values()] == ["length"]
+
+
 # -- sampling ------------------------------------------
 
 SAMPLE = GenerationConfig(max_new_tokens=15, do_sample=True, temperature=1.5, top_k=0, top_p=0.95)

@@ -163,6 +163,32 @@ def test_a_tokenizer_that_fails_at_some_token_ends_the_request_that_made_it():
         assert (made[after].finish_reason == "error") == (number == VICTIM)
 
 
+@pytest.mark.parametrize("asks", [{}, {"logprobs": True, "prompt_logprobs": True}])
+def test_a_step_that_ran_ahead_says_nothing_of_who_has_the_id_next(asks):
+    """With overlap a finished request has a row in the step that is under way; its NaN and its scores are nobody's."""
+    model = tiny_model()
+    probe = hf_paged.Engine(model, hf_paged.PagedConfig())
+    greedy = GenerationConfig(max_new_tokens=6)
+    probe.add_request(PROMPTS[2], greedy, request_id="probe")
+    while not (outputs := [o for o in probe.step() if o.completion is not None]):
+        pass
+    tokens = outputs[0].completion.token_ids
+    eos = tokens[next(i for i in range(2, 6) if tokens[i] not in tokens[:i])]
+    model.get_input_embeddings().weight.data[eos] = float("nan")  # what follows an EOS is never looked at
+    engine = hf_paged.Engine(model, hf_paged.PagedConfig(overlap=True))
+    engine.add_request(PROMPTS[1], GenerationConfig(max_new_tokens=40), request_id="background")
+    ending, found = GenerationConfig(max_new_tokens=6, eos_token_id=eos), []
+    engine.add_request(PROMPTS[2], ending, request_id="a", **asks)
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.completion is not None and output.request_id == "a":
+                found.append(output.completion)
+                if len(found) < 3:
+                    engine.add_request(PROMPTS[2], ending, request_id="a", **asks)
+    assert [(c.finish_reason, c.token_ids) for c in found] == [("eos", tokens[: tokens.index(eos) + 1])] * 3
+    assert all(c.logprobs is None or len(c.logprobs) == len(c.token_ids) for c in found)
+
+
 MANAGED = [name for name in functions_of(BatchedRequest) if name != "copies"]  # made in the caller's thread
 
 

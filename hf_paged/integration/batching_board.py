@@ -137,9 +137,10 @@ class OutputBox:
         self._handlers.clear()
 
     def forget(self, request_id: str) -> None:
-        """The request was cancelled: its handler will not hear of it again."""
+        """The request was cancelled: nobody will hear of it again, neither its handler nor who uses its id next."""
         with self._changed:
             self._handlers.pop(request_id, None)
+            self._waiting = deque(output for output in self._waiting if output.request_id != request_id)
 
     def take(self, request_id: str | None, timeout: float | None,
              may_come: Callable[[], bool]) -> GenerationOutput | None:  # fmt: skip
@@ -159,4 +160,7 @@ class OutputBox:
 
 def _call_all(batch: list[tuple[Callable, GenerationOutput]]) -> None:
     for callback, output in batch:
-        callback(output)
+        try:
+            callback(output)
+        except Exception:  # one caller's handler; the others' outputs are in this batch, too
+            logger.exception("hf_paged: the result handler of request %s raised", output.request_id)

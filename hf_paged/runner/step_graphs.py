@@ -112,7 +112,7 @@ class StepGraphs:
         return self._model_signature == self._signature()
 
     def _signature(self) -> tuple:
-        return tuple(tensor.data_ptr() for tensor in self._tensors()), self._adapter.state_key()
+        return tuple((tensor.data_ptr(), tensor.stride()) for tensor in self._tensors()), self._adapter.state_key()
 
     def _tensors(self) -> list[torch.Tensor]:
         model = self._adapter.model

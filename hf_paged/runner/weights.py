@@ -72,7 +72,7 @@ class WeightsGuard:
     def _current_signature(self) -> tuple:
         # Buffers are left to the checksum: some RoPE modules write theirs in every forward.
         tensors = itertools.chain(self._adapter.model.parameters(), self._adapter.plain_tensors())
-        return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)
+        return tuple((t.data_ptr(), t.stride(), 0 if t.is_inference() else t._version) for t in tensors)
 
     def _tensors(self) -> list[torch.Tensor]:
         model = self._adapter.model

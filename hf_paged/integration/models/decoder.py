@@ -51,7 +51,8 @@ class DecoderAdapter(ModelAdapter):
         head = self.model.lm_head
         if type(head) is nn.Linear:
             return len(head.weight)
-        number: int = head.vocab_size if isinstance(head, VocabParallelHead) else head.out_features
+        number: int = getattr(head, "vocab_size" if isinstance(head, VocabParallelHead) else "out_features",
+                              self.vocab_size)  # fmt: skip
         return number
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
@@ -92,6 +93,9 @@ class DecoderAdapter(ModelAdapter):
 
     def _config_reason(self) -> str | None:
         config, name = self.model.config, implementation_of(self.model.config)
+        for part in self._parts():
+            if part.expected is not None and vars(part.module).get("config", config) is not config:
+                return f"{part.name} has another config object than the model"
         if not getattr(config, "is_causal", True):
             return "config.is_causal is False"
         if getattr(config, "use_bidirectional_attention", None):

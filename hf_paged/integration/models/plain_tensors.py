@@ -12,6 +12,8 @@ from torch import nn
 STANDARD = frozenset(vars(nn.Module()))
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type})
 _CONTAINERS = (list, tuple, dict)
+# RoPE of the "longrope" type makes it in its first forward, and reads it beyond the lengths that run natively.
+_MADE_BY_FORWARDS = "long_inv_freq"
 
 
 def plain_tensors(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, torch.Tensor]]:
@@ -19,7 +21,7 @@ def plain_tensors(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, t
     found: list[tuple[str, torch.Tensor]] = []
     for path, module in modules:
         for key, value in vars(module).items():
-            if type(value) not in ATOMS and key not in STANDARD:
+            if type(value) not in ATOMS and key not in STANDARD and not key.endswith(_MADE_BY_FORWARDS):
                 found += _inside(f"{path}.{key}" if path else key, value, ())
     return found
 

@@ -202,6 +202,8 @@ def _module_reason(seen: Seen) -> str | None:
                 tokenwise[type(layer)] = _is_tokenwise(type(layer))
             if not tokenwise[type(layer)]:
                 return f"{name} is a {type(layer).__module__}.{type(layer).__name__}, which may look at batch rows"
+            if vars(layer).get("max_norm") is not None:
+                return f"{name} has max_norm, with which a look-up changes the weights"
     torchs = [kind for kind in tokenwise if kind.__module__.startswith(_OWN_LAYERS)]
     if (place := patched_class(torchs)) is not None:
         return f"{place} is patched"

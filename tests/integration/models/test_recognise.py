@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import types
@@ -732,3 +733,19 @@ def test_a_configs_vocabulary_lowered_while_enabled():
     model = hf_paged.enable(tiny_model(), strict=True)
     model.config.vocab_size = 8
     assert_native_parity(model, **batch([20, 7]), max_new_tokens=6)
+
+
+@pytest.mark.parametrize("place", ["model", "attention"])
+def test_a_config_of_a_modules_own_goes_to_stock(place):
+    """Stock's modules read the config that they hold, and the engine that of the model."""
+    model = tiny_model()
+    owner = model.model if place == "model" else model.model.layers[0].self_attn
+    owner.config = copy.deepcopy(model.config)
+    owner.config.is_causal = False
+    assert_falls_back(model, "has another config object than the model", **batch([20]), max_new_tokens=4)
+
+
+def test_an_embedding_that_renormalises_goes_to_stock():
+    model = tiny_model()
+    model.model.embed_tokens.max_norm = 0.5
+    assert_falls_back(model, "has max_norm", **batch([20]), max_new_tokens=4)
