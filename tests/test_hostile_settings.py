@@ -177,3 +177,4 @@ def test_generator_and_generate_batch_name_what_they_refuse(model, innocent, eos
                 outcome(lambda config=config: model.generate_batch(prompts, config))
         assert model.generate_batch(prompts, plain)["req_0"].generated_tokens == expected
     hf_paged.enable(model)
+    assert_same_tensor(model.generate(**batch([9], seed=6), **INNOCENT), innocent)

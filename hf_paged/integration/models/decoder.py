@@ -94,8 +94,9 @@ class DecoderAdapter(ModelAdapter):
     def _config_reason(self) -> str | None:
         config, name = self.model.config, implementation_of(self.model.config)
         for part in self._parts():
-            if part.expected is not None and vars(part.module).get("config", config) is not config:
-                return f"{part.name} has another config object than the model"
+            own = vars(part.module).get("config", config)
+            if part.expected is not None and own is not config and own != config:
+                return f"{part.name} has another config than the model"
         if not getattr(config, "is_causal", True):
             return "config.is_causal is False"
         if getattr(config, "use_bidirectional_attention", None):

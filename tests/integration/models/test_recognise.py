@@ -742,7 +742,7 @@ def test_a_config_of_a_modules_own_goes_to_stock(place):
     owner = model.model if place == "model" else model.model.layers[0].self_attn
     owner.config = copy.deepcopy(model.config)
     owner.config.is_causal = False
-    assert_falls_back(model, "has another config object than the model", **batch([20]), max_new_tokens=4)
+    assert_falls_back(model, "has another config than the model", **batch([20]), max_new_tokens=4)
 
 
 def test_an_embedding_that_renormalises_goes_to_stock():
