@@ -22,6 +22,13 @@ from hf_paged.integration.parallel.layers import VocabParallelEmbedding, VocabPa
 from hf_paged.integration.parallel.shards import local_kv_heads
 
 
+# Of the config, what forwards read while they run.
+CONFIG_CONSTANTS = (
+    "num_hidden_layers", "num_attention_heads", "sliding_window", "layer_types", "final_logit_softcapping", "is_causal",
+    "use_bidirectional_attention", "_experts_implementation",
+)  # fmt: skip
+
+
 class DecoderAdapter(ModelAdapter):
     """An adapter for one family; how its layers run on packed tokens is left to the subclasses."""
 
@@ -95,7 +102,7 @@ class DecoderAdapter(ModelAdapter):
         config, name = self.model.config, implementation_of(self.model.config)
         for part in self._parts():
             own = vars(part.module).get("config", config)
-            if part.expected is not None and own is not config and own != config:
+            if part.expected is not None and own is not config and _read_in_forwards(own) != _read_in_forwards(config):
                 return f"{part.name} has another config than the model"
         if not getattr(config, "is_causal", True):
             return "config.is_causal is False"
@@ -180,6 +187,10 @@ class DecoderAdapter(ModelAdapter):
                     if parameter.dtype != dtype:
                         return f"mixed dtypes: {path}.{key} is {parameter.dtype}, the embedding {dtype}"
         return None
+
+
+def _read_in_forwards(config: Any) -> list[Any]:
+    return [implementation_of(config), *(repr(getattr(config, name, None)) for name in CONFIG_CONSTANTS)]
 
 
 def plain_values(module: nn.Module) -> list[tuple[str, Any]]:

@@ -13,15 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from hf_paged.integration.models.adapter import StepContext
-from hf_paged.integration.models.decoder import DecoderAdapter, plain_values
+from hf_paged.integration.models.decoder import CONFIG_CONSTANTS, DecoderAdapter, plain_values
 from hf_paged.integration.models.paged_calls import STEP_ARGUMENT, implementation_of, paged_call
 from hf_paged.integration.models.plain_linear import all_columns, apply_head
-
-# Of the config, what forwards read while they run.
-CONFIG_CONSTANTS = (
-    "num_hidden_layers", "num_attention_heads", "sliding_window", "layer_types", "final_logit_softcapping", "is_causal",
-    "use_bidirectional_attention", "_experts_implementation",
-)  # fmt: skip
 
 
 class GenericAdapter(DecoderAdapter):
