@@ -21,7 +21,6 @@ from hf_paged.integration.models.rope import longest_unchanged
 from hf_paged.integration.parallel.layers import VocabParallelEmbedding, VocabParallelHead, stock_class
 from hf_paged.integration.parallel.shards import local_kv_heads
 
-
 # Of the config, what forwards read while they run.
 CONFIG_CONSTANTS = (
     "num_hidden_layers", "num_attention_heads", "sliding_window", "layer_types", "final_logit_softcapping", "is_causal",
