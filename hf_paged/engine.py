@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_paged import at_fork
@@ -147,7 +148,8 @@ class Engine:
                 changes before the step that takes requests in, these end with ``finish_reason="error"``.
         """
         self._check_open()
-        if not self._has_looked or self.group.is_parallel:
+        # Under autocast always: steps run without it, so only here it can be seen.
+        if not self._has_looked or self.group.is_parallel or torch.is_autocast_enabled(self._device_type):
             self.check_runnable()
         prompt = self.check_prompt(prompt_token_ids)
         if not isinstance(generation_config, (GenerationConfig, type(None))):
@@ -539,10 +541,18 @@ class Engine:
             session.outbox.clear()
             return outputs
 
+    @property
+    def _device_type(self) -> str:
+        return self._adapter.kv_spec().device.type
+
     def _look_for_arrivals(self) -> None:
         """End requests of `add_request` that the model, which may have changed since, cannot run any more."""
         arrived, self._arrived, self._has_looked = self._arrived, [], False
-        if arrived and not self.group.is_parallel and (reason := self.unsupported_reason()) is not None:
+        if not arrived or self.group.is_parallel:
+            return
+        with torch.autocast(self._device_type, enabled=False):  # as the step runs
+            reason = self.unsupported_reason()
+        if reason is not None:
             for request in [self._loop.requests[i] for i in arrived if i in self._loop.requests]:
                 self._loop.refuse(request, _CANNOT_RUN + reason)
 

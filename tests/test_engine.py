@@ -594,6 +594,14 @@ def test_steps_under_ambient_autocast_compute_in_the_weights_dtype(weights, ambi
     assert engine.stats().prefix_cache_hits > 0
 
 
+def test_a_request_that_comes_in_under_autocast_is_refused_also_after_one_that_did_not(model, engine):
+    """Its caller would get other tokens from stock; the model was looked at before, and not under autocast."""
+    engine.add_request([1, 2, 3], GREEDY)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(hf_paged.UnsupportedModelError, match="autocast"):
+        engine.add_request([4, 5], GREEDY)
+    assert [c.finish_reason for c in run(engine)[1].values()] == ["length"]
+
+
 # -- names ------------------------------------------
 
 
