@@ -176,7 +176,8 @@ def test_a_step_that_ran_ahead_says_nothing_of_who_has_the_id_next(asks):
     eos = tokens[next(i for i in range(2, 6) if tokens[i] not in tokens[:i])]
     model.get_input_embeddings().weight.data[eos] = float("nan")  # what follows an EOS is never looked at
     engine = hf_paged.Engine(model, hf_paged.PagedConfig(overlap=True))
-    engine.add_request(PROMPTS[1], GenerationConfig(max_new_tokens=40), request_id="background")
+    beside = GenerationConfig(max_new_tokens=40, suppress_tokens=[eos])
+    engine.add_request([token for token in PROMPTS[1] if token != eos], beside, request_id="background")
     ending, found = GenerationConfig(max_new_tokens=6, eos_token_id=eos), []
     engine.add_request(PROMPTS[2], ending, request_id="a", **asks)
     while engine.has_unfinished():

@@ -75,9 +75,29 @@ STALENESS = [
 ]  # fmt: skip
 
 # Settings of one request that must not end another's.
-REQUESTS: list[PackageMutation] = []
+FAILING_TESTS = "test_failing_requests.py"
+REQUESTS = [
+    PackageMutation("loop.py", "            action(*args)\n        except Exception as error:",
+                    "            action(*args)\n        except ZeroDivisionError as error:", FAILING_TESTS, "emit"),
+    PackageMutation("loop.py", "return request if request is not None and request.sequence is sequence else None",
+                    "return request", FAILING_TESTS, "ran_ahead"),
+    PackageMutation("stopping.py", "        if len(requests) == 1:\n", "        if True:\n", FAILING_TESTS, "StopRule"),
+    PackageMutation("integration/batching_worker.py", "            if not self._running and not self._arrived:\n",
+                    "            if True:\n", BATCHING_TESTS, "breaks_fails"),
+    PackageMutation("engine.py", "                    self._look_for_arrivals()\n",
+                    "                    self._has_looked = False\n", "test_engine.py", "before_a_change_of_the_model"),
+]  # fmt: skip
 
 # Weights, own code and keys of the prefix cache.
-RECOGNITION: list[PackageMutation] = []
+RECOGNITION = [
+    PackageMutation("runner/weights.py", "buffers, self._adapter.plain_tensors())]", "buffers)]",
+                    "integration/models/test_plain_tensors.py", "changed_in_place"),
+    PackageMutation("integration/models/own_code.py", "        if self._is_as_it_was():\n", "        if True:\n",
+                    "integration/test_patched_code.py", "attention_of_torch"),
+    PackageMutation("integration/models/capturing.py", "        _CODE is not None\n", "        False\n",
+                    "integration/models/test_capturing.py", "auxiliary_loss"),
+    PackageMutation("scheduler/sequence.py", "        key = model_key + self.cache_salt\n", "        key = model_key\n",
+                    "test_cache_salt.py", "only_equal_salts"),
+]  # fmt: skip
 
 PACKAGE_MUTATIONS = [*INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION]
