@@ -35,8 +35,7 @@ def token_ids(prompt_token_ids: Any, vocab_size: int) -> list[int]:
     ids = np.array(prompt_token_ids)
     in_range = ids.ndim == 1 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < vocab_size
     if in_range and set(map(type, prompt_token_ids)).isdisjoint((bool, np.bool_)):
-        checked: list[int] = ids.tolist()
-        return checked
+        return ids.tolist()
     for token in prompt_token_ids:  # find what to name
         if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
             raise TypeError(f"prompt_token_ids holds {token!r}: expected integers")
@@ -139,14 +138,10 @@ class ConfigMerger:
     @staticmethod
     def _others(config: GenerationConfig | None) -> tuple | None:
         """All that `config` says besides a positive ``max_new_tokens``, or None where it says something else, too."""
-        if type(config) is not GenerationConfig:
+        said, count = _contents(config, but="max_new_tokens"), getattr(config, "max_new_tokens", None)
+        if said is None or type(count) is not int or count < 1:
             return None
-        fields = vars(config)
-        count = fields.get("max_new_tokens")
-        said = [(name, value) for name, value in fields.items() if value is not None and name != "max_new_tokens"]
-        if type(count) is not int or count < 1 or not all(_is_plain(value) for _, value in said):
-            return None
-        return tuple(fields), repr(said)
+        return tuple(vars(config)), said
 
 
 class RecentMerges:
@@ -164,7 +159,7 @@ class RecentMerges:
     def __call__(self, model: Any, config: GenerationConfig | None) -> GenerationConfig:
         """Raises what `merge_config` raises. The result is to be read only: later calls get it again."""
         contents = _contents(config), _contents(model.generation_config)
-        if None in contents or config is None or not _merges_as_stock(model):
+        if None in contents or not _merges_as_stock(model):
             return merge_config(model, config, {})
         if (merged := self._recent.get(contents)) is None:
             merged = merge_config(model, config, {})
@@ -174,10 +169,11 @@ class RecentMerges:
         return merged
 
 
-def _contents(config: Any) -> str | None:
-    """What a config says, or None where its values' texts do not tell."""
-    fields = vars(config) if type(config) is GenerationConfig else {"": object()}
-    said = {name: value for name, value in fields.items() if value is not None}
+def _contents(config: Any, but: str = "") -> str | None:
+    """What a config says, `but` for one field; None where it is of another class, or its values' texts do not tell."""
+    if type(config) is not GenerationConfig:
+        return None
+    said = {name: value for name, value in vars(config).items() if value is not None and name != but}
     return repr(said) if all(map(_is_plain, said.values())) else None
 
 

@@ -152,8 +152,6 @@ class Engine:
         if not self._has_looked or self.group.is_parallel or torch.is_autocast_enabled(self._device_type):
             self.check_runnable()
         prompt = self.check_prompt(prompt_token_ids)
-        if not isinstance(generation_config, (GenerationConfig, type(None))):
-            self.merge_config(generation_config, {})  # raises
         merged = self._merged(self._adapter.model, generation_config)
         if merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from hf_paged.engine import Engine
 from hf_paged.integration.batching_board import RequestBoard
 from hf_paged.integration.batching_requests import BatchedRequest
 from hf_paged.integration.batching_worker import BatchingWorker
+from hf_paged.integration.fallback import within
 from hf_paged.runner.sampler import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -349,19 +350,14 @@ class PagedBatchingManager:
         return derive_seed(self.engine.base_seed(seed), self._num_seeds - 1)
 
 
-@contextmanager
-def request_config(config: GenerationConfig, least_room: int = 0) -> Iterator[None]:
+def request_config(config: GenerationConfig, least_room: int = 0) -> AbstractContextManager[None]:
     """Requests that are added in here take `config` (see `batching_config`) in place of their manager's.
 
     Args:
         least_room: one that asks for more new tokens than there is room for is cut (0), or refused where there is room
             for fewer than this.
     """
-    token = _OWN.set(_Own(config, least_room))
-    try:
-        yield
-    finally:
-        _OWN.reset(token)
+    return within(_OWN, _Own(config, least_room))
 
 
 def runs_on(engine: Engine) -> bool:

@@ -166,7 +166,7 @@ def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings
     if wanted is None and config.max_length is not None:
         wanted = config.max_length - len(request.prompt)
     if wanted is None or (isinstance(wanted, int) and wanted > room):
-        if room < min(request.least_room, request.least_room if wanted is None else wanted):
+        if room < request.least_room:
             raise ValueError(f"max_new_tokens={wanted!r} after a prompt of {len(request.prompt)} tokens: the model or "
                              f"the KV pool has room for {max(room, 0)}")  # fmt: skip
         config.max_new_tokens, request.is_cut = room, True

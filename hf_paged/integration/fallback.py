@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,7 @@ from hf_paged.engine import Engine
 from hf_paged.errors import FallbackError, FallbackWarning
 from hf_paged.integration.parallel.intact import broken_part
 
+T = TypeVar("T")
 _CALL_SEED: ContextVar[int | None] = ContextVar("hf_paged_call_seed", default=None)
 _CALL_SALT: ContextVar[bytes] = ContextVar("hf_paged_call_salt", default=b"")
 _IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines whose call runs in stock
@@ -46,12 +48,9 @@ def fallback_engines() -> tuple:
 def quiet_fallbacks(engine: Engine | None) -> Iterator[None]:
     """Calls that stock makes in here (assisted decoding calls generate for every draft) go to stock without a word."""
     inside = engine is None or in_fallback(engine)
-    token = _IN_FALLBACK.set((*_IN_FALLBACK.get(), engine))
-    try:
-        with nullcontext() if engine is None or inside else _same_draws(engine):
-            yield
-    finally:
-        _IN_FALLBACK.reset(token)
+    draws = nullcontext() if engine is None or inside else _same_draws(engine)
+    with within(_IN_FALLBACK, (*_IN_FALLBACK.get(), engine)), draws:
+        yield
 
 
 @contextmanager
@@ -72,13 +71,18 @@ def _same_draws(engine: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def call_seed(seed: int) -> Iterator[None]:
-    """Calls in here take `seed` in place of the config's or of one drawn from torch's generator."""
-    token = _CALL_SEED.set(seed)
+def within(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """`variable` has this value in here."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _CALL_SEED.reset(token)
+        variable.reset(token)
+
+
+def call_seed(seed: int) -> AbstractContextManager[None]:
+    """Calls in here take `seed` in place of the config's or of one drawn from torch's generator."""
+    return within(_CALL_SEED, seed)
 
 
 def seed_of_call() -> int | None:
@@ -86,14 +90,9 @@ def seed_of_call() -> int | None:
     return _CALL_SEED.get()
 
 
-@contextmanager
-def call_salt(digest: bytes) -> Iterator[None]:
+def call_salt(digest: bytes) -> AbstractContextManager[None]:
     """Calls in here share cached prefixes with those under the same digest (see `salt_digest`) alone."""
-    token = _CALL_SALT.set(digest)
-    try:
-        yield
-    finally:
-        _CALL_SALT.reset(token)
+    return within(_CALL_SALT, digest)
 
 
 def salt_of_call() -> bytes:
