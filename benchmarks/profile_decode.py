@@ -30,7 +30,7 @@ def main() -> None:
         prompts = torch.randint(0, 10000, (args.batch, args.length)).tolist()
         engine = generator.engine
         with engine.session() as session:
-            requests = generator._requests(prompts, config, 0, {})
+            requests = generator._requests(prompts, config, 0, {}, False, False, None)
             for request in requests:
                 session.add(request.prompt, request.settings, seed=request.seed)
             while engine.stats().num_generated_tokens < args.batch:
