@@ -8,7 +8,7 @@ Padding rows have length 0 and a slot of their own. Steps that bring log-probabi
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -73,6 +73,11 @@ def _capture_stream(device: torch.device) -> tuple[torch.cuda.Stream, threading.
     Engines share it, and a capture takes in whatever any thread puts on the stream: who uses it holds the lock.
     """
     return torch.cuda.Stream(device), threading.Lock()
+
+
+def capture_lock(device: torch.device) -> AbstractContextManager:
+    """For what a capture in another thread must not meet: memory pools that come and go, a cache that is emptied."""
+    return _capture_stream(device)[1] if device.type == "cuda" else nullcontext()
 
 
 class StepGraphs:
