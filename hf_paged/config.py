@@ -29,8 +29,8 @@ class PagedConfig:
         kv_cache_dtype: "auto" (the model's dtype) or that dtype's name.
         strict: raise `FallbackError` where a call would go to stock `generate`.
         seed: base seed of calls that bring none. None: drawn from torch's default generator, call by call.
-        merge_weights: on a GPU lay q, k, v (and gate, up) side by side in memory, each still a parameter of its own,
-            whose storage cannot be resized meanwhile. On a CPU nothing is merged.
+        merge_weights: on a GPU lay q, k, v (and gate, up) side by side in memory, each still a parameter of its own
+            with an ordinary storage. On a CPU nothing is merged.
         fused_kernels: norms, RoPE, activation and products with few rows by hf_paged's kernels; False: torch's ops.
         all_reduce: how several GPUs add up what each has computed: "nccl"; "peers": by kernels that reach the
             other GPUs' memory over NVLink, an error where they cannot; "auto": those where they can, and are faster. A

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import random
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -78,6 +80,35 @@ def left_padded(prompts: list[list[int]], pad: int = 0, device: str = "cpu") -> 
 
 def batch(lengths: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
     return left_padded(random_prompts(lengths, seed))
+
+
+class HostMemory:
+    """Lays tensors side by side on a CPU, as `AdjacentMemory` does on a GPU, but for storages that can be resized.
+
+    torch.from_dlpack gives each tensor a storage of its own over its part of one piece of memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def place(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        if not like:
+            return None
+        sizes = [tensor.numel() * tensor.element_size() for tensor in like]
+        parts = torch.empty(sum(sizes), dtype=torch.uint8).split(sizes)
+        return [
+            torch.from_dlpack(part.view(tensor.dtype).view(tensor.shape))
+            for part, tensor in zip(parts, like, strict=True)
+        ]  # fmt: skip
+
+    def read_together(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Owns no memory: a weight whose own memory went away is not read as if it had not."""
+        nbytes = sum(piece.numel() * piece.element_size() for piece in pieces)
+        memory = (ctypes.c_char * nbytes).from_address(pieces[0].data_ptr())
+        return torch.frombuffer(memory, dtype=pieces[0].dtype).view(-1, pieces[0].shape[1])
+
+    def finish(self) -> None:
+        pass
 
 
 def stock_copy(model: PreTrainedModel) -> PreTrainedModel:

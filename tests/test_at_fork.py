@@ -37,7 +37,7 @@ SAFE = {
     "hf_paged.integration.serving_http._Answer": _SERVER,
     "hf_paged.integration.serving_http._Answer.refused": _SERVER,
     "hf_paged.integration.serving_http._Client._messages": _SERVER,
-    "hf_paged.runner.step_graphs._capture_stream": "only held around work on CUDA, which no child can do",
+    "hf_paged.runner.step_graphs._captures": "only held around work on CUDA, which no child can do",
     "hf_paged.integration.parallel.launch._State.lock": _RANKS,
     "hf_paged.integration.parallel.launch._State.closing": _RANKS,
     "hf_paged.integration.parallel.launch._State.died": _RANKS,

@@ -17,7 +17,7 @@ from hf_paged.runner.prompt_scores import NOTHING, PromptSpan, Wanted, prompt_lo
 from hf_paged.runner.request_state import RequestState, SlotParameters
 from hf_paged.runner.sharded_sampling import ShardedSampling
 from hf_paged.runner.step_context import PagedStep
-from hf_paged.runner.step_graphs import StepGraphs
+from hf_paged.runner.step_graphs import StepGraphs, capture_lock
 from hf_paged.runner.upload import upload
 from hf_paged.scheduler import StepPlan
 
@@ -70,7 +70,8 @@ class ModelRunner:
 
     def prepare(self) -> None:
         """Between idle and busy: let the adapter renew what it keeps, and drop graphs that point to other memory."""
-        self.adapter.prepare(self.max_model_len)
+        with capture_lock(self.device):
+            self.adapter.prepare(self.max_model_len)
         if self.graphs is not None:
             self.graphs.check()
 

@@ -8,7 +8,8 @@ Padding rows have length 0 and a slot of their own. Steps that bring log-probabi
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+import weakref
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -67,12 +68,14 @@ def prompt_sizes(num_parameters: int, max_num_batched_tokens: int) -> list[int]:
 
 
 @cache
-def _capture_stream(device: torch.device) -> tuple[torch.cuda.Stream, threading.Lock]:
-    """One per device, since cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it saw.
+def _captures(device: torch.device) -> tuple[list[torch.cuda.Stream], threading.Lock]:
+    """Streams of a device that no engine captures on any more, and the lock that a capture holds."""
+    return [], threading.Lock()
 
-    Engines share it, and a capture takes in whatever any thread puts on the stream: who uses it holds the lock.
-    """
-    return torch.cuda.Stream(device), threading.Lock()
+
+def capture_lock(device: torch.device) -> AbstractContextManager:
+    """For what a capture in another thread must not meet: memory pools that come and go, a cache that is emptied."""
+    return _captures(device)[1] if device.type == "cuda" else nullcontext()
 
 
 class StepGraphs:
@@ -92,6 +95,7 @@ class StepGraphs:
         self._captured: dict[tuple, Captured | None] = {}
         self._graphs: list[torch.cuda.CUDAGraph] = []  # also those whose capture an error ended
         self._pool: Any = None  # dies with its last graph
+        self._stream: torch.cuda.Stream | None = None
         self._model_signature: tuple | None = None
         self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
         self._memory_signature: tuple | None = None
@@ -215,23 +219,35 @@ class StepGraphs:
         is), or the model does what no graph can hold.
         """
         inputs = tuple(upload(array, self._device) for array in arrays)
-        stream, lock = _capture_stream(self._device)
-        current = torch.cuda.current_stream(self._device)
+        stream, current = self._own_stream(), torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
         try:
-            # Not on the capture's stream, where it would run beside replays of other engines' graphs: those hold that
-            # stream's cuBLAS workspace, and products that share one spoil each other.
-            run(*inputs)
-            with lock:
-                stream.wait_stream(current)
-                try:
-                    with torch.cuda.stream(stream):
-                        return self._record(run, inputs)
-                finally:
-                    current.wait_stream(stream)  # also after an error
+            with torch.cuda.stream(stream):
+                run(*inputs)  # here, or cuBLAS prepares its workspace anew in every replay: 2 % of a short step
+                with capture_lock(self._device):
+                    return self._record(run, inputs)
         except torch.OutOfMemoryError:
             if self._adapter.group.is_parallel:  # the other ranks would wait in collectives that never come
                 raise
             return None
+        finally:
+            current.wait_stream(stream)  # also after an error: what was enqueued there writes blocks and history
+
+    def _own_stream(self) -> torch.cuda.Stream:
+        """The one this engine captures on, or takes over from an engine that is gone.
+
+        Graphs hold the cuBLAS workspace of their stream (32 MiB on Hopper, kept by torch for good), and products that
+        share one while they run beside each other spoil each other: no two engines use one stream.
+        """
+        if self._stream is None:
+            free, _ = _captures(self._device)
+            try:
+                self._stream = free.pop()
+                torch.cuda.synchronize(self._device)  # the other's last replay may still run
+            except IndexError:
+                self._stream = torch.cuda.Stream(self._device)
+            weakref.finalize(self, free.append, self._stream)
+        return self._stream
 
     def _record(self, run: partial, inputs: tuple[torch.Tensor, ...]) -> Captured | None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()

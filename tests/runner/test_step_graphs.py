@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -226,17 +227,18 @@ def graphs():
     ("capture", torch.OutOfMemoryError("no"), None), ("capture", RuntimeError("cannot be captured"), None),
     ("capture", KeyboardInterrupt(), KeyboardInterrupt), ("nothing", None, "a graph"),
 ])  # fmt: skip
-def test_a_step_runs_on_the_main_stream_and_is_captured_on_another(graphs, monkeypatch, fails_in, error, result):
-    """Nothing but a capture touches the stream whose workspace all engines' graphs share, whatever happens in it."""
+def test_a_step_runs_and_is_captured_on_the_engines_own_stream(graphs, monkeypatch, fails_in, error, result):
+    """After what the caller's stream has to do, which in turn waits for it, whatever happens there."""
     log, lock = Log(), threading.Lock()
-    monkeypatch.setattr(step_graphs, "_capture_stream", lambda _: (log.stream("side"), lock))
+    monkeypatch.setattr(step_graphs, "capture_lock", lambda _: lock)
+    graphs._stream = log.stream("side")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: log.stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", log.graph)
 
     def run(_):
-        assert lock.locked() == ("begin" in log), "another engine's capture would take this in"
+        assert lock.locked() == ("begin" in log), "what else allocates or frees memory would meet the capture"
         log.append("run")
         if error is not None and log.count("run") == {"warm-up": 1, "capture": 2}[fails_in]:
             raise error
@@ -248,13 +250,33 @@ def test_a_step_runs_on_the_main_stream_and_is_captured_on_another(graphs, monke
             call()
     else:
         assert (call() is None) == (result is None)
-    assert log[0] == "run"
+    assert log[:2] == ["side waits for main", "run"]
     if fails_in != "warm-up":
-        assert log[1:4] == ["side waits for main", "begin", "run"]
-        assert log[-1] == "main waits for side"
+        assert log[2:4] == ["begin", "run"]
+    assert log[-1] == "main waits for side"
     assert log.count("begin") == log.count("end") == (fails_in != "warm-up")
     assert log.count("destroy") == (fails_in == "capture")
     assert not lock.locked()
+
+
+def test_engines_capture_on_streams_of_their_own(graphs, monkeypatch):
+    """The cuBLAS workspace of a stream is its graphs'; the stream of an engine that is gone goes to the next."""
+    made, synchronized = [], []
+    monkeypatch.setattr(step_graphs, "_captures", cache(lambda _: ([], threading.Lock())))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: made.append(object()) or made[-1])
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+
+    def another():
+        return StepGraphs(graphs._adapter, graphs._cache, graphs._state, 64, 256, "torch")
+
+    first, second = another(), another()
+    streams = first._own_stream(), second._own_stream()
+    assert streams == tuple(made) and len(set(streams)) == 2 and not synchronized
+    assert first._own_stream() is streams[0]
+    del first
+    gc.collect()
+    assert another()._own_stream() is streams[0] and synchronized == [graphs._device]
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no memory to instantiate it")])

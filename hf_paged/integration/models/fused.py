@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from hf_paged.integration.models.activations import SILU
 from hf_paged.integration.models.adapter import StepContext
+from hf_paged.integration.models.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.integration.models.decoder import DecoderAdapter, plain_values
 from hf_paged.integration.models.families import Family
 from hf_paged.integration.models.layer_ops import FUSED, LayerOps
-from hf_paged.integration.models.merged import MergedWeight
+from hf_paged.integration.models.merged import MergedWeight, merge
 from hf_paged.integration.models.plain_linear import (
     all_columns,
     apply_head,
@@ -72,25 +73,29 @@ class FusedAdapter(DecoderAdapter):
         super().__init__(model, family=family, **techniques)
         self._has_head_norms = "q_norm" in family.parts
         self._rope = RopeTable()
+        self._memory: AdjacentMemory | None = None
         self._merged: dict[str, MergedWeight] = {}
+        self._held: list[torch.Tensor] = []  # what merged tensors read stays allocated, whoever re-points a parameter
         self._qkv: list[Projections] = []
         self._gate_up: list[Projections | None] = []  # None: a block of experts
 
     def prepare(self, max_model_len: int) -> None:
         spec = self.kv_spec()
         self._rope.update(self.model.model.rotary_emb, max_model_len, spec.dtype, spec.device)
-        self._qkv, self._gate_up = self._collect(merge=self._merge_weights)
+        if self._merge_weights:
+            self._merge(spec.device)
+        self._qkv, self._gate_up = self._collect()
+        self._held = [alias for merged in self._merged.values() for alias in merged.memory()]
 
     def is_current(self) -> bool:
         held = [*self._qkv, *filter(None, self._gate_up)]
-        found = [projections for group in self._collect(merge=False) for projections in group if projections]
+        found = [projections for group in self._collect() for projections in group if projections]
         same = all(a.linears == b.linears and a.weight is b.weight for a, b in zip(held, found, strict=False))
         return same and len(held) == len(found) and self._rope.is_made_from(self.model.model.rotary_emb)
 
     def release(self) -> None:
         self._qkv, self._gate_up, self._rope = [], [], RopeTable()
-        while self._merged:  # one after the other: all weights twice may be more than the device has
-            self._merged.popitem()[1].release()
+        self._memory, self._merged, self._held = None, {}, []
 
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
         decoder, ops, cos, sin = self.model.model, self._ops, self._rope.cos, self._rope.sin
@@ -170,23 +175,39 @@ class FusedAdapter(DecoderAdapter):
         implementation = self.model.config._experts_implementation
         return implementation, type(mlp.experts.act_fn).__qualname__, *map(plain_values, (mlp.gate, mlp.experts))
 
-    def _collect(self, *, merge: bool) -> tuple[list[Projections], list[Projections | None]]:
-        """Every layer's q, k, v and gate, up projections as they are now; `merge` those that never were."""
-        layers = list(enumerate(self._layers()))
-        qkv = [self._projections(f"{i}.qkv", layer.self_attn, QKV, merge) for i, layer in layers]
-        return qkv, [
-            None if _has_experts(layer.mlp) else self._projections(f"{i}.mlp", layer.mlp, GATE_UP, merge)
-            for i, layer in layers
-        ]
+    def _merge(self, device: torch.device) -> None:
+        """Merge what never was, layer by layer: all weights twice may be more than the device has."""
+        if self._memory is None or self._memory.device != device:
+            self._memory = adjacent_memory(device)
+        if self._memory is None:
+            return
+        for i, layer in enumerate(self._layers()):
+            linears = {key: found for key, found in _groups(i, layer).items() if key not in self._merged}
+            found = zip(linears, merge(list(linears.values()), self._memory), strict=True)
+            self._merged |= {key: merged for key, merged in found if merged is not None}
+        self._memory.finish()
 
-    def _projections(self, key: str, owner: Any, names: tuple[str, ...], merge: bool) -> Projections:
-        """Merge once; later look whether the parameters still are the merged ones and still lie there."""
-        linears = tuple(getattr(owner, name) for name in names)
+    def _collect(self) -> tuple[list[Projections], list[Projections | None]]:
+        """Every layer's q, k, v and gate, up projections as they are now."""
+        found = [
+            {key: self._projections(key, linears) for key, linears in _groups(i, layer).items()}
+            for i, layer in enumerate(self._layers())
+        ]  # fmt: skip
+        return [of[f"{i}.qkv"] for i, of in enumerate(found)], [of.get(f"{i}.mlp") for i, of in enumerate(found)]
+
+    def _projections(self, key: str, linears: tuple[nn.Module, ...]) -> Projections:
+        """With the merged weight as long as the parameters are the merged ones and still lie there."""
         merged = self._merged.get(key)
-        if merged is None and merge and (merged := MergedWeight.of(linears)) is not None:
-            self._merged[key] = merged
         intact = merged is not None and merged.belongs_to(linears)
         return Projections(linears, merged.current() if merged is not None and intact else None, self._ops)
+
+
+def _groups(i: int, layer: Any) -> dict[str, tuple[nn.Module, ...]]:
+    """The linear layers of a decoder layer that have the same input; experts are none."""
+    groups = {f"{i}.qkv": tuple(getattr(layer.self_attn, name) for name in QKV)}
+    if not _has_experts(layer.mlp):
+        groups[f"{i}.mlp"] = tuple(getattr(layer.mlp, name) for name in GATE_UP)
+    return groups
 
 
 def _has_experts(mlp: Any) -> bool:

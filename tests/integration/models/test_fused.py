@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from family_models import family_model
-from support import assert_native_parity, batch, stock_generate
+from support import HostMemory, assert_native_parity, batch, stock_generate
 
 import hf_paged
-from hf_paged.integration.models import find_adapter, merged
+from hf_paged.integration.models import find_adapter
+from hf_paged.integration.models import fused as fused_adapter
 from hf_paged.integration.models.fused import FusedAdapter
 from hf_paged.integration.models.generic import GenericAdapter
 
@@ -39,7 +40,7 @@ def test_other_activations(variant, activation):
 
 @pytest.mark.parametrize(("variant", "dense_layers"), [("llama", [0, 1]), ("qwen3-moe", []), ("qwen3-moe-mixed", [0])])
 def test_projections_lie_side_by_side_while_enabled(variant, dense_layers, monkeypatch):
-    monkeypatch.setattr(merged, "MERGED_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(fused_adapter, "adjacent_memory", HostMemory)
     model, inputs = family_model(variant), batch([9])
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = stock_generate(model, **inputs, max_new_tokens=4)

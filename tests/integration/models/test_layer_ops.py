@@ -1,10 +1,10 @@
 """The switches for A/B runs: with a technique off, the same tokens by other means."""
 
 import pytest
-from support import assert_native_parity, batch, random_prompts, tiny_model
+from support import HostMemory, assert_native_parity, batch, random_prompts, tiny_model
 
 import hf_paged
-from hf_paged.integration.models import merged
+from hf_paged.integration.models import fused as fused_adapter
 from hf_paged.integration.models.layer_ops import FUSED, PLAIN
 from hf_paged.kernels import qk_norm_rope_store as fused_op
 
@@ -13,7 +13,7 @@ SWITCHES = [{}, {"merge_weights": False}, {"fused_kernels": False}, {"merge_weig
 
 @pytest.mark.parametrize("off", SWITCHES, ids=lambda off: "+".join(off) or "all on")
 def test_a_switch_changes_the_means_and_no_token(off, monkeypatch):
-    monkeypatch.setattr(merged, "MERGED_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(fused_adapter, "adjacent_memory", HostMemory)
     model = hf_paged.enable(tiny_model(), strict=True, **off)
     assert_native_parity(model, **batch([5, 17, 9]), max_new_tokens=8, do_sample=False)
     adapter = hf_paged.get_engine(model)._adapter
@@ -22,7 +22,7 @@ def test_a_switch_changes_the_means_and_no_token(off, monkeypatch):
 
 
 def test_merge_weights_off_leaves_every_parameter_where_it_is(monkeypatch):
-    monkeypatch.setattr(merged, "MERGED_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(fused_adapter, "adjacent_memory", HostMemory)
     model = tiny_model()
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     hf_paged.enable(model, merge_weights=False, strict=True)

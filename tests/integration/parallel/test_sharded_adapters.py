@@ -9,12 +9,13 @@ import peft
 import pytest
 import torch
 from family_models import family_model
+from support import HostMemory
 from torch import nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import hf_paged
 from hf_paged.errors import FallbackError
-from hf_paged.integration.models import find_adapter, merged
+from hf_paged.integration.models import find_adapter, fused
 from hf_paged.integration.models.recognise import unsupported_reason
 from hf_paged.integration.parallel.group import SINGLE, ParallelGroup
 from hf_paged.integration.parallel.layers import (
@@ -55,7 +56,7 @@ def test_a_ranks_part_is_recognised_with_its_own_sizes(variant: str, tmp_path: P
 @pytest.mark.parametrize(("variant", "gate_up"), [("llama", [True, True]), ("qwen3-moe-mixed", [True, False])])
 def test_column_parallel_layers_are_merged(variant: str, gate_up: list[bool], tmp_path: Path,
                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr(merged, "MERGED_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(fused, "adjacent_memory", HostMemory)
     model = sharded(variant, tmp_path)
     names = [name for name, _ in model.named_parameters()]
     adapter = adapter_of(model)
@@ -63,6 +64,10 @@ def test_column_parallel_layers_are_merged(variant: str, gate_up: list[bool], tm
     assert [tuple(one.weight.shape) for one in adapter._qkv] == [(64, 64)] * 2  # 2 query heads, one key, one value
     assert [one is not None and one.weight is not None for one in adapter._gate_up] == gate_up
     assert adapter.is_current() and [name for name, _ in model.named_parameters()] == names
+
+
+def test_storages_of_loaded_weights_can_be_resized(tmp_path: Path) -> None:
+    assert all(p.untyped_storage().resizable() for p in sharded("qwen3-moe-mixed", tmp_path).parameters())
 
 
 def test_patched_experts_are_seen_through_their_sharded_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
