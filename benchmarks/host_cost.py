@@ -4,7 +4,8 @@
 
 Before: `PagedGenerator.generate` with prompts of 100 to 1,024 tokens and a generation config each, up to the first
 step. Add: `Engine.add_request` with prompts of 300 tokens, for requests that come alone (a step between any two) or
-100 before one step, which share one look at the model. Step: schedule, commit and what lies around them with every
+100 before one step, which share one look at the model. Arrival: a step that takes in a prompt of 40 tokens beside 8
+running requests. Step: schedule, commit and what lies around them with every
 request running; no forward, random tokens. Times are the thread's CPU time, since machines are shared.
 """
 
@@ -66,14 +67,38 @@ def of_add_request(generator: PagedGenerator, together: int, repeats: int = 30) 
     return times
 
 
+def of_an_arrival(generator: PagedGenerator, repeats: int = 100) -> list[float]:
+    """Milliseconds of each step that takes in a request of `add_request`."""
+    engine, times, own = generator.engine, [], ModelRunner.launch
+    ModelRunner.launch = _launch  # type: ignore[method-assign]
+    try:
+        for i in range(8):
+            engine.add_request([i] * 40, GenerationConfig(max_new_tokens=4 * repeats))
+        for i in range(repeats):
+            engine.step()
+            request_id = engine.add_request([i, *range(39)], GenerationConfig(max_new_tokens=2))
+            start = time.thread_time()
+            engine.step()
+            times.append((time.thread_time() - start) * 1e3)
+            engine.abort(request_id)
+        for request_id in list(engine._loop.requests):
+            engine.abort(request_id)
+        while engine.has_unfinished():
+            engine.step()
+    finally:
+        ModelRunner.launch = own  # type: ignore[method-assign]
+    return times[repeats // 2 :]
+
+
+def _launch(self: ModelRunner, plan: Any, parameters: list, *_: Any) -> StepHandle:
+    """No forward, random tokens."""
+    return StepHandle(torch.from_numpy(np.random.default_rng(0).integers(0, 10000, len(plan.slots))), None)
+
+
 def in_a_step(generator: PagedGenerator, prompts: list, stream: bool, steps: int = 300) -> list[float]:
     """Microseconds of each decode step."""
-    own = ModelRunner.launch
-
-    def launch(self: ModelRunner, plan: Any, parameters: list, *_: Any) -> StepHandle:
-        return StepHandle(torch.from_numpy(np.random.default_rng(0).integers(0, 10000, len(plan.slots))), None)
-
-    ModelRunner.launch, times = launch, []  # type: ignore[method-assign]
+    own, times = ModelRunner.launch, []
+    ModelRunner.launch = _launch  # type: ignore[method-assign]
     try:
         with generator.engine.session(stream=stream) as session:
             config = GenerationConfig(max_new_tokens=2 * steps)
@@ -111,6 +136,8 @@ def main() -> None:
             times = of_add_request(own, together)
             print(f"add_request, {together} before a step: {statistics.median(times):.2f} ms a request (fastest "
                   f"{min(times):.2f})")  # fmt: skip
+        times = of_an_arrival(own)
+        print(f"a step with an arrival: {statistics.median(times):.2f} ms (fastest {min(times):.2f})")
         for stream in (False, True):
             times = in_a_step(own, prompts, stream)
             print(f"{'streaming' if stream else 'not streaming'}: {statistics.median(times):.0f} us a decode step "

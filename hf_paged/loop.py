@@ -139,10 +139,11 @@ class StepLoop:
         try:
             with _ambient(device):
                 scheduler = self.scheduler_or_build()
-                self._receive(scheduler)
-                if look_at_model and self._adapter.state_key() != self._state_key:
-                    self._recompute_all(scheduler)
-                    self._prepare()
+                with self._adapter.compared_once():
+                    self._receive(scheduler)
+                    if look_at_model and self._adapter.state_key() != self._state_key:
+                        self._recompute_all(scheduler)
+                        self._prepare()
                 plan = scheduler.schedule()
                 if self.pool.runner is not None and self.pool.runner.sharded is not None:
                     self.pool.runner.sharded.say(says)
@@ -287,6 +288,7 @@ class StepLoop:
     def _recompute_all(self, scheduler: Scheduler) -> None:
         """The model changed under running requests: they compute their keys and values again, like everyone after."""
         self._commit_in_flight()
+        self._adapter.compare_again()  # a tokenizer or a stop rule may have run
         scheduler.preempt_all()
 
     def _prepare(self) -> None:

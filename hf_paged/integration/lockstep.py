@@ -33,7 +33,10 @@ class LockstepCall(NamedTuple):
 def run_or_fall_back(engine: Engine, model: Any, method: Callable, input_ids: torch.Tensor, stopping_criteria: Any,
                      config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]) -> Any:  # fmt: skip
     """`method(**model_kwargs)`, one of stock's decoding methods, over paged forwards or, announced, as it is."""
-    call = recognise(engine, input_ids, stopping_criteria, config, synced_gpus, model_kwargs)
+    try:
+        call = recognise(engine, input_ids, stopping_criteria, config, synced_gpus, model_kwargs)
+    except Exception as error:  # what cannot be read, stock may carry out, or it raises what it raises
+        call = f"this call cannot be read: {error!r:.200}"
     if isinstance(call, str):
         return fall_back(engine, call, method, model_kwargs)
     check_token_ids(input_ids, engine.vocab_size)

@@ -8,7 +8,6 @@ the engine does not carry out (`stop`), or does not take (a prompt that is too l
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import queue
 import uuid
@@ -23,8 +22,8 @@ from hf_paged.integration import patching
 from hf_paged.integration.batching_manager import PagedBatchingManager
 from hf_paged.integration.batching_requests import batching_config, stock_reason
 from hf_paged.integration.install import enable_once
-from hf_paged.integration.serving_calls import GeneratesFor, RefusedRequestError, ServedCall
-from hf_paged.integration.serving_errors import reading_error
+from hf_paged.integration.serving_calls import GeneratesFor, RefusedRequestError, ServedCall, tokens_only
+from hf_paged.integration.serving_errors import reading_error, settings_of
 from hf_paged.integration.serving_requests import ServedRequests
 
 _replaced: list[tuple[Any, str, Callable]] = []  # owner, name and what stood there
@@ -78,6 +77,8 @@ def _answering(stock: Callable) -> Callable:
     async def handle_request(self: Any, body: dict, *args: Any, **kwargs: Any) -> Any:
         from fastapi import HTTPException
 
+        call = ServedCall.current()
+        call.settings = settings_of(body)
         try:
             _check_fields(body, self._unused_fields)
             return await stock(self, body, *args, **kwargs)
@@ -88,7 +89,7 @@ def _answering(stock: Callable) -> Callable:
         except queue.Full as error:
             raise HTTPException(503, "too many requests wait to be run") from error
         except Exception as error:
-            if (reason := reading_error(error)) is None:
+            if (reason := reading_error(error, call.settings)) is None:
                 raise
             raise HTTPException(400, reason) from error
 
@@ -108,7 +109,7 @@ def _check_fields(body: dict, unused: set[str]) -> None:
 def _starting(stock: Callable) -> Callable:
     def init_cb(self: Any, model: Any, gen_config: GenerationConfig) -> None:
         enable_once(model)
-        base = copy.deepcopy(model.generation_config)
+        base = tokens_only(model.generation_config)
         batching = self._cb_config or ContinuousBatchingConfig()
         stock(self, model, base if _is_native(model, base, batching) else gen_config)
 
@@ -171,11 +172,11 @@ def _requests(manager: Any, model: Any, processor: Any, config: GenerationConfig
 
     if not hasattr(manager, "_hf_paged_thread"):
         manager._hf_paged_thread = InferenceThread()
-    settings = None
-    if _is_native(model, config, manager._cb.continuous_batching_config):
+    settings, told = None, tokens_only(config)
+    if _is_native(model, told, manager._cb.continuous_batching_config):
         with suppress(ValueError, TypeError):  # `model.generate` says what is wrong with them
             # The server returns one sequence, whatever the settings say.
-            settings = batching_config(model, config, {"num_return_sequences": None})
+            settings = batching_config(model, told, {"num_return_sequences": None})
     return ServedRequests(manager._cb, manager._hf_paged_thread, model, processor, config, settings)
 
 

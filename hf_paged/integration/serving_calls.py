@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -11,10 +13,16 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from hf_paged.arguments import salt_digest
+from hf_paged.arguments import merge_config, salt_digest
+from hf_paged.errors import UnsupportedOptionError
 from hf_paged.integration.fallback import call_salt
 from hf_paged.integration.serving_errors import settings_error
 from hf_paged.integration.stock_pieces import CallEndedError, EndOfCall
+from hf_paged.settings import settings_from_config
+
+# What generate returns besides tokens; the server's answers hold nothing of it.
+_NOT_TOKENS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions",
+               "output_hidden_states")  # fmt: skip
 
 CURRENT: ContextVar[ServedCall | None] = ContextVar("hf_paged_served_call", default=None)
 
@@ -32,12 +40,14 @@ class ServedCall:
     Attributes:
         over: set when the HTTP request has ended, answered or abandoned by its client.
         streams: a streamed answer was started, whose status depends on `verdict`.
+        settings: what its body says about how to generate, as reasons name it.
     """
 
     def __init__(self, cache_salt: str | None = None) -> None:
         self.cache_salt = cache_salt
         self.over = threading.Event()
         self.streams = False
+        self.settings = "generation settings"
         self.refusal: str | None = None
         self._loop = asyncio.get_running_loop()
         self._settled = asyncio.Event()
@@ -73,6 +83,14 @@ class ServedCall:
         return self.refusal
 
 
+def tokens_only(config: GenerationConfig) -> GenerationConfig:
+    """A copy of `config` with which generate returns tokens alone."""
+    config = copy.deepcopy(config)
+    for name in _NOT_TOKENS:
+        setattr(config, name, False)
+    return config
+
+
 class GeneratesFor:
     """A model as the server's code uses it, whose `generate` runs for one HTTP request and ends with it."""
 
@@ -83,7 +101,7 @@ class GeneratesFor:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def generate(self, streamer: Any = None, **kwargs: Any) -> Any:
+    def generate(self, generation_config: GenerationConfig, streamer: Any = None, **kwargs: Any) -> Any:
         """`model.generate` under the request's salt.
 
         Raises:
@@ -94,15 +112,16 @@ class GeneratesFor:
         end = EndOfCall(call.over)
         try:
             end.check()  # it may have waited for its turn
-            _check(**kwargs)
+            _check(generation_config=generation_config, **kwargs)
             if streamer is not None:
                 streamer = _BeginsWithAToken(streamer, call)
             with call_salt(salt_digest(call.cache_salt)):
-                return self._model.generate(streamer=streamer, stopping_criteria=StoppingCriteriaList([end]), **kwargs)
+                return self._model.generate(generation_config=tokens_only(generation_config), streamer=streamer,
+                                            stopping_criteria=StoppingCriteriaList([end]), **kwargs)  # fmt: skip
         except CallEndedError:
             raise
         except Exception as error:
-            reason = str(error) if isinstance(error, RefusedRequestError) else settings_error(error)
+            reason = self._reason(error, generation_config, kwargs)
             if reason is None:
                 raise
             call.refuse(reason)
@@ -110,14 +129,46 @@ class GeneratesFor:
         finally:
             call.begin()
 
+    def _reason(self, error: Exception, config: GenerationConfig, inputs: dict[str, Any]) -> str | None:
+        if isinstance(error, RefusedRequestError):
+            return str(error)
+        return settings_error(error, self._call.settings, functools.partial(_expected, self._model, config, inputs),
+                              functools.partial(_draws, self._model, inputs))  # fmt: skip
+
+
+def _expected(model: Any, config: GenerationConfig, inputs: dict[str, Any]) -> str:
+    """What the engine, which names options and accepted values where transformers may not, says of these settings."""
+    try:
+        merged = merge_config(model, tokens_only(config), {})
+        settings_from_config(merged, inputs["input_ids"].shape[1], model.config.vocab_size)
+    except UnsupportedOptionError:
+        pass
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "expected values that transformers' GenerationConfig documents"
+
+
+def _draws(model: Any, inputs: dict[str, Any]) -> bool:
+    """Can one token be drawn after this prompt, with settings that leave the logits alone?"""
+    plain = GenerationConfig(max_new_tokens=1, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    try:
+        model.generate(generation_config=plain, **inputs)
+    except Exception:
+        return False
+    return True
+
 
 def _check(input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any) -> None:
-    """What stock generate notices only by breaking."""
+    """What stock generate notices only by breaking, or breaks the model for others with."""
     if input_ids.numel() == 0:
         raise RefusedRequestError("prompt: expected at least one token")
     num_beams = generation_config.num_beams
     if isinstance(num_beams, int) and num_beams < 1:
         raise RefusedRequestError(f"num_beams={num_beams}: expected an integer of at least 1")
+    early_exit = generation_config.assistant_early_exit
+    if early_exit is not None:  # stock's drafts take layers off the model, and leave it so where they break
+        raise RefusedRequestError(f"assistant_early_exit={early_exit!r:.200}: expected null, since other requests run "
+                                  "on the same model")  # fmt: skip
 
 
 class _BeginsWithAToken:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from hostile_values import FIELDS as HOSTILE_FIELDS
+from hostile_values import SAMPLING, values_of
+
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ENDPOINTS = (CHAT, TEXT, RESPONSES)
 _HELLO = [{"role": "user", "content": "hi"}]
@@ -72,6 +75,8 @@ FIELDS: list[tuple[str | None, dict[str, Any]]] = [
     (None, {"generation_config": json.dumps({"max_new_tokens": 2, "cache_implementation": "none such"})}),
     (None, {"generation_config": json.dumps({"max_new_tokens": 2, "watermarking_config": 5})}),
     (None, {"generation_config": json.dumps({"max_new_tokens": 2, "stop_strings": [5]})}),
+    (None, {"generation_config": json.dumps({"max_new_tokens": 2, "do_sample": True, "temperature": 1e-300})}),
+    (None, {"generation_config": json.dumps({"max_new_tokens": 2, "output_scores": True})}),
     (CHAT, {"messages": None}),
     (CHAT, {"messages": "hi"}),
     (CHAT, {"messages": {}}),
@@ -145,6 +150,24 @@ def bodies(stream: bool = False) -> list[tuple[str, str, bytes]]:
         path = ENDPOINTS[i % 3]
         made.append((f"{LIMITS[path]}={limit!r}", path, encoded(path, {LIMITS[path]: limit}, stream)))
     return [*made, *(("no prompt", path, json.dumps({"stream": stream}).encode()) for path in ENDPOINTS)]
+
+
+# The field by which stock takes layers off the model, and leaves it broken, has a test of its own.
+SETTINGS = (*HOSTILE_FIELDS, "compile_config")
+SOON = 778  # a token that greedy search comes to soon after the plain prompt, so that no length is endless
+
+
+def hostile_bodies(stream: bool = False) -> list[tuple[str, str, bytes]]:
+    """(field, value, body) of every field of a GenerationConfig with every odd value that JSON can say."""
+    made = []
+    for field in SETTINGS:
+        for value in values_of(field):
+            if type(value) is object:
+                continue
+            config = {"max_new_tokens": 2, "eos_token_id": SOON, "do_sample": field in SAMPLING, field: value}
+            body = encoded(TEXT, {"generation_config": json.dumps(config)}, stream)
+            made.append((field, f"{value!r:.60}", body))
+    return made
 
 
 def encoded(path: str, fields: dict[str, Any], stream: bool = False) -> bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -86,6 +88,8 @@ class ModelAdapter(ABC):
         self._merge_weights = merge_weights
         self._ops = FUSED if fused_kernels else PLAIN
         self._look: Look | None = None
+        self._compares_once: int | None = None  # the thread inside of `compared_once`
+        self._is_compared = False
 
     @property
     def model(self) -> Any:
@@ -176,9 +180,24 @@ class ModelAdapter(ABC):
 
     def last_look(self) -> Look | None:
         """What was last read off the modules, or None where anything is not as it was."""
-        if self._look is not None and not self._look.facts.hold(self.model):
+        once = self._compares_once == threading.get_ident()
+        if not (once and self._is_compared) and self._look is not None and not self._look.facts.hold(self.model):
             self._look = None
+        self._is_compared |= once
         return self._look
+
+    @contextmanager
+    def compared_once(self) -> Iterator[None]:
+        """In here this thread compares the modules with the last look once: none of the user's code runs between."""
+        self._compares_once, self._is_compared = threading.get_ident(), False
+        try:
+            yield
+        finally:
+            self._compares_once = None
+
+    def compare_again(self) -> None:
+        """Inside of `compared_once`: the user's code ran."""
+        self._is_compared = False
 
     def look(self, facts: Facts | None = None) -> Look:
         """The same, read anew where it has to be. `facts`: of before, to which what is read now belongs."""

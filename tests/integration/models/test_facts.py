@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import hf_paged
 from hf_paged.integration.models import recognise
 from hf_paged.integration.models.facts import Facts
+from hf_paged.settings import RequestSettings
 
 
 def _attribute(path, name, value):
@@ -184,3 +186,55 @@ def test_a_module_inside_itself_is_left_to_the_full_checks():
     model = tiny_model()
     model.model.layers[0].mlp.again = model.model.layers[0]
     assert not Facts(model).hold(model)
+
+
+def test_a_step_that_takes_in_requests_compares_once(monkeypatch):
+    """However many of its parts ask whether the model is what it was."""
+    model = hf_paged.enable(tiny_model())
+    engine = hf_paged.get_engine(model)
+    engine._adapter.look()
+    asked, hold = [], Facts.hold
+    monkeypatch.setattr(Facts, "hold", lambda *args: asked.append(0) or hold(*args))
+    with engine.session() as session:
+        for token in (3, 4):  # idle, then busy
+            session.add([token] * 20, RequestSettings(50), seed=0)
+            asked.clear()
+            session.advance()
+            assert len(asked) == 1
+        assert session.unfinished()
+
+
+def test_code_of_the_user_between_two_looks_of_a_step_is_noticed(monkeypatch):
+    """Where the model changed, what is in flight is committed first: stop rules and tokenizers run there."""
+    model = hf_paged.enable(tiny_model())
+    engine = hf_paged.get_engine(model)
+    loop, norm = engine._loop, model.model.norm
+    commit = loop._commit_in_flight
+
+    def commits_and_changes():
+        norm.variance_epsilon = 0.25
+        commit()
+
+    with engine.session(stream=True) as session:
+        session.add([3] * 20, RequestSettings(50), seed=0)
+        session.advance()
+        norm.variance_epsilon = 0.5
+        monkeypatch.setattr(loop, "_commit_in_flight", commits_and_changes)
+        session.advance()
+        monkeypatch.undo()
+        assert norm.variance_epsilon == 0.25
+        assert loop._state_key == loop._adapter.state_key()
+
+
+def test_another_thread_compares_for_itself():
+    model = hf_paged.enable(tiny_model())
+    adapter = hf_paged.get_engine(model)._adapter
+    adapter.look()
+    with ThreadPoolExecutor(1) as thread, adapter.compared_once():
+        assert adapter.last_look() is not None
+        model.config.layer_types.pop()
+        assert adapter.last_look() is not None
+        assert thread.submit(adapter.last_look).result() is None
+    adapter.look()
+    model.model.norm.variance_epsilon = 0.5
+    assert adapter.last_look() is None
