@@ -6,11 +6,10 @@ names that it mentions. A look compares identities, all at once.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -54,38 +53,39 @@ class Originals:
         for function in functions:
             walk.enter(function, None)
         walk.close()
-        self.places = list(walk.places.values())
-        self._held = _Held([place for place in self.places if value_of(place) is not ABSENT])
-        self._nothing = _Nothing([place for place in self.places if value_of(place) is ABSENT])
-        self._values = [
-            value if is_at_home(place, value) else _MISSING
-            for place, value in zip(self._held.places, self._held.values(), strict=True)
-        ]  # fmt: skip
+        held = [place for place in walk.places.values() if value_of(place) is not ABSENT]
+        nothing = [place for place in walk.places.values() if value_of(place) is ABSENT]
+        self._table = _Table(held, nothing)
+        self._held, self._nothing = self._table.held, nothing
+        self._values = [value if is_at_home(place, value := value_of(place)) else _MISSING for place in self._held]
         self._versions: list[list[Any]] = []
+
+    @property
+    def places(self) -> list[Place]:
+        """All that is watched."""
+        return self._held + self._nothing
+
+    def names(self, holder: Any) -> frozenset[str]:
+        """Names for which code asks this class or module."""
+        return frozenset(name for held_by, name in self.places if held_by is holder)
 
     def patched(self) -> str | None:
         """The first place that holds something else than it did, or that never held its own; None: all is as it was."""
-        if self._is_as_it_was():
+        if self._table.holds(self._values):
             return None
-        for i, (place, value) in enumerate(zip(self._held.places, list(self._held.values()), strict=True)):
+        for i, place in enumerate(self._held):
+            value = value_of(place)
             if value is self._values[i]:
                 continue
             if self._values[i] is _MISSING and is_at_home(place, value):  # a patch that was there first is gone
                 self._values[i] = value
                 continue
             return str(place)
-        return next((str(place) for place in self._nothing.places if value_of(place) is not ABSENT), None)
-
-    def names(self, holder: Any) -> frozenset[str]:
-        """Names for which code asks this class or module."""
-        return frozenset(name for held_by, name in self.places if held_by is holder)
-
-    def _is_as_it_was(self) -> bool:
-        return self._nothing.is_there() and all(map(operator.is_, self._held.values(), self._values))
+        return next((str(place) for place in self._nothing if value_of(place) is not ABSENT), None)
 
     def version(self) -> int:
         """A number that is the same whenever the places hold the very same; 0 as long as they are as they were."""
-        if self._is_as_it_was():
+        if self._table.holds(self._values):
             return 0
         now = list(map(value_of, self.places))
         for number, values in enumerate(self._versions):
@@ -95,41 +95,49 @@ class Originals:
         return len(self._versions)
 
 
-class _Held:
-    """Places that hold something, read at the speed of C. Classes are asked for what is theirs: nobody's code runs."""
+class _Table:
+    """Reads many places at the speed of C. Classes are asked for what is theirs alone: nobody's code runs."""
 
-    def __init__(self, places: list[Place]) -> None:
-        groups = _by_holder(places)
-        self.places = [Place(holder, name) for holder, names in groups for name in names]
-        self._getters = [_getter(holder) for holder, _ in groups]
-        self._names = [names for _, names in groups]
+    def __init__(self, held: list[Place], nothing: list[Place]) -> None:
+        spaces = _by_holder([place for place in held if not isinstance(place.holder, _OF_PARTS)])
+        self._getters, self._names = [_space(holder).get for holder, _ in spaces], [names for _, names in spaces]
+        parts = [place for place in held if isinstance(place.holder, _OF_PARTS)]
+        self._owners, self._parts = [place.holder for place in parts], [place.name for place in parts]
+        self.held = [Place(holder, name) for holder, names in spaces for name in names] + parts
+        # What is put where nothing is would come before what the code gets at otherwise.
+        empty = _by_holder(nothing)
+        self._keys, self._missing = [_space(holder).keys() for holder, _ in empty], [frozenset(n) for _, n in empty]
 
-    def values(self) -> Iterator[Any]:
-        """What is there now, in the order of `places`."""
-        return itertools.chain.from_iterable(map(map, self._getters, self._names, itertools.repeat(_ABSENTS)))
-
-
-class _Nothing:
-    """Places that hold nothing: what is put there would come before what the code gets at otherwise."""
-
-    def __init__(self, places: list[Place]) -> None:
-        groups = _by_holder(places)
-        self.places = places
-        self._views = [vars(holder).keys() for holder, _ in groups]
-        self._names = [frozenset(names) for _, names in groups]
-
-    def is_there(self) -> bool:
-        """Do all still hold nothing?"""
-        return all(map(_ARE_DISJOINT, self._views, self._names))
+    def holds(self, values: list[Any]) -> bool:
+        """Are `values` what is at `held`, and is nothing where nothing was?"""
+        found = itertools.chain.from_iterable(map(map, self._getters, self._names, itertools.repeat(_ABSENTS)))
+        try:
+            return (
+                all(map(_ARE_DISJOINT, self._keys, self._missing))
+                and all(map(operator.is_, itertools.chain(found, map(getattr, self._owners, self._parts)), values))
+            )  # fmt: skip
+        except ValueError:  # a function's cell was emptied
+            return False
 
 
+_OF_PARTS = (FunctionType, CellType)  # that have attributes, where others have names in a dict
 _ABSENTS = itertools.repeat(ABSENT)
 _ARE_DISJOINT: Callable[[Any, Any], bool] = type({}.keys()).isdisjoint
 
 
 def value_of(place: Place) -> Any:
     """What a place holds now, or `ABSENT`."""
-    return _getter(place.holder)(place.name, ABSENT)
+    if not isinstance(place.holder, _OF_PARTS):
+        return _space(place.holder).get(place.name, ABSENT)
+    try:
+        return getattr(place.holder, place.name)
+    except ValueError:  # a cell without content
+        return ABSENT
+
+
+def _space(holder: Any) -> Mapping[str, Any]:
+    """What a class, module or other object holds by name; a function's defaults are such a dict themselves."""
+    return holder if type(holder) is dict else vars(holder)
 
 
 def _by_holder(places: list[Place]) -> list[tuple[Any, list[str]]]:
@@ -137,22 +145,6 @@ def _by_holder(places: list[Place]) -> list[tuple[Any, list[str]]]:
     for holder, name in places:
         groups.setdefault(id(holder), (holder, []))[1].append(name)
     return list(groups.values())
-
-
-def _getter(holder: Any) -> Callable[[str, Any], Any]:
-    if isinstance(holder, FunctionType):
-        return functools.partial(getattr, holder)
-    if isinstance(holder, CellType):
-        return functools.partial(_content, holder)
-    getter: Callable[[str, Any], Any] = (holder if type(holder) is dict else vars(holder)).get
-    return getter
-
-
-def _content(cell: CellType, name: str, nothing: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return nothing
 
 
 class _Walk:
