@@ -24,6 +24,8 @@ BOARD, REQUESTS_FILE, MANAGER = (f"integration/batching_{name}.py" for name in (
 OPTIONS_TESTS = "integration/test_generate_options.py"
 FALLBACK_TESTS = "integration/test_generate_fallbacks.py"
 LOCKSTEP_TESTS = "integration/test_lockstep.py"
+PATCHED_TESTS = "integration/test_patched_code.py"
+OWN_CODE, AT_HOME = (f"integration/models/{name}.py" for name in ("own_code", "at_home"))
 BATCHING_TESTS = "integration/test_continuous_batching.py"
 
 # How `model.generate` and continuous batching reach the engine.
@@ -72,7 +74,7 @@ STALENESS = [
                     "for own in map(vars, tensors) if own],",
                     "integration/models/test_merged.py", "too_small_for_its_parameter"),
     PackageMutation("integration/models/recognise.py",
-                    "        if (reason := _memory_reason(parameter)) is not None:\n", "        if False:\n",
+                    "    if has >= needed:\n", "    if True:\n",
                     "integration/models/test_merged.py", "a_model_without_memory and all"),
     PackageMutation("integration/install.py", "    _enabling_one = at_fork.renewed(_enabling_one)\n",
                     "    pass\n", "test_at_fork.py", "every_lock"),
@@ -96,8 +98,33 @@ REQUESTS = [
 RECOGNITION = [
     PackageMutation("runner/weights.py", "buffers, self._adapter.plain_tensors())]", "buffers)]",
                     "integration/models/test_plain_tensors.py", "changed_in_place"),
-    PackageMutation("integration/models/own_code.py", "        if self._is_as_it_was():\n", "        if True:\n",
-                    "integration/test_patched_code.py", "attention_of_torch"),
+    PackageMutation(OWN_CODE, "        if self._table.holds(self._values):\n            return None\n",
+                    "        return None\n", PATCHED_TESTS, "attention_of_torch"),
+    PackageMutation(OWN_CODE, "        self.watch(module, name)\n        if isinstance(value, ModuleType):\n",
+                    "        if isinstance(value, ModuleType):\n", PATCHED_TESTS, "every_global and qwen2"),
+    PackageMutation(OWN_CODE, "all(map(_ARE_DISJOINT, self._keys, self._missing))", "True", PATCHED_TESTS,
+                    "class_may_shadow and qwen2"),
+    PackageMutation(OWN_CODE, "for name in (*_UNNAMED, *names):", "for name in names:", PATCHED_TESTS,
+                    "how_every_class and qwen2"),
+    PackageMutation(OWN_CODE, "                if hasattr(nn.Parameter, name):\n", "                if False:\n",
+                    PATCHED_TESTS, "method_of_tensors and qwen2"),
+    PackageMutation(OWN_CODE, '_PARTS = ("__code__", "__defaults__", "__kwdefaults__")', '_PARTS = ("__code__",)',
+                    PATCHED_TESTS, "defaults_of_every and qwen2"),
+    PackageMutation(OWN_CODE, "        for name in function.__kwdefaults__ or ():\n", "        for name in ():\n",
+                    PATCHED_TESTS, "changed_in_place"),
+    PackageMutation(OWN_CODE, "                self._owners.setdefault(value)\n", "                pass\n",
+                    PATCHED_TESTS, "what_stock_keeps"),
+    PackageMutation(AT_HOME, "if vars(module).get(attribute, ABSENT) is not value:", "if False:", PATCHED_TESTS,
+                    "what_a_module_imports"),
+    PackageMutation(AT_HOME, "not (callable(value) or hasattr(kind, \"__get__\"))", "True", PATCHED_TESTS,
+                    "no_other_callable and qwen2"),
+    PackageMutation("integration/models/surroundings.py", "if type(mode) is not DeviceContext:", "if False:",
+                    PATCHED_TESTS, "a_mode_of_the_users"),
+    PackageMutation("integration/models/surroundings.py", "if type(mode) is not DeviceContext:", "if True:",
+                    PATCHED_TESTS, "a_default_device"),
+    PackageMutation("integration/models/recognise.py",
+                    "takewhile(lambda kind: kind is not adapter.model_class, cls.__mro__)", "()", PATCHED_TESTS,
+                    "helper_of_a_subclass"),
     PackageMutation("integration/models/capturing.py", "        _CODE is not None\n", "        False\n",
                     "integration/models/test_capturing.py", "auxiliary_loss"),
     PackageMutation("scheduler/sequence.py", "        key = model_key + self.cache_salt\n", "        key = model_key\n",

@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 from hf_paged.engine import Engine
 from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, salt_of_call, seed_of_call
 from hf_paged.integration.inputs import check_token_ids, paged_prompts
-from hf_paged.integration.models.own_code import is_method_of_mixin
+from hf_paged.integration.models.at_home import is_method_of_mixin
 from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.settings import stock_only_option
 

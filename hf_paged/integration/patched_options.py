@@ -12,35 +12,42 @@ from transformers.generation import stopping_criteria as criteria
 from hf_paged.integration.models.originals import patched_class
 from hf_paged.logits_options import GREEDY_TOO, SAMPLING_ONLY
 
-# By option: the class that stock makes for it, and when; None: as `logits_options` has it.
-_Made = tuple[type, "Callable[[Any], bool] | None"]
-MADE_FOR: dict[str, _Made] = {
-    "sequence_bias": (processors.SequenceBiasLogitsProcessor, None),
-    "repetition_penalty": (processors.RepetitionPenaltyLogitsProcessor, None),
-    "no_repeat_ngram_size": (processors.NoRepeatNGramLogitsProcessor, None),
-    "bad_words_ids": (processors.NoBadWordsLogitsProcessor, None),
-    "min_length": (processors.MinLengthLogitsProcessor, lambda value: value is not None and value > 0),
-    "min_new_tokens": (processors.MinNewTokensLengthLogitsProcessor, lambda value: value is not None and value > 0),
-    "forced_bos_token_id": (processors.ForcedBOSTokenLogitsProcessor, None),
-    "forced_eos_token_id": (processors.ForcedEOSTokenLogitsProcessor, None),
-    "remove_invalid_values": (processors.InfNanRemoveLogitsProcessor, None),
-    "exponential_decay_length_penalty": (processors.ExponentialDecayLengthPenalty, None),
-    "suppress_tokens": (processors.SuppressTokensLogitsProcessor, None),
-    "begin_suppress_tokens": (processors.SuppressTokensAtBeginLogitsProcessor, None),
-    "renormalize_logits": (processors.LogitNormalization, None),
-    "max_time": (criteria.MaxTimeCriteria, lambda value: value is not None),
-    "stop_strings": (criteria.StopStringCriteria, lambda value: value is not None),
-    "eos_token_id": (criteria.EosTokenCriteria, lambda value: value is not None),
+# By option, of which None always means that it is not asked for: the class that stock makes for it.
+MADE_FOR: dict[str, type] = {
+    "sequence_bias": processors.SequenceBiasLogitsProcessor,
+    "repetition_penalty": processors.RepetitionPenaltyLogitsProcessor,
+    "no_repeat_ngram_size": processors.NoRepeatNGramLogitsProcessor,
+    "bad_words_ids": processors.NoBadWordsLogitsProcessor,
+    "min_length": processors.MinLengthLogitsProcessor,
+    "min_new_tokens": processors.MinNewTokensLengthLogitsProcessor,
+    "forced_bos_token_id": processors.ForcedBOSTokenLogitsProcessor,
+    "forced_eos_token_id": processors.ForcedEOSTokenLogitsProcessor,
+    "remove_invalid_values": processors.InfNanRemoveLogitsProcessor,
+    "exponential_decay_length_penalty": processors.ExponentialDecayLengthPenalty,
+    "suppress_tokens": processors.SuppressTokensLogitsProcessor,
+    "begin_suppress_tokens": processors.SuppressTokensAtBeginLogitsProcessor,
+    "renormalize_logits": processors.LogitNormalization,
+    "max_time": criteria.MaxTimeCriteria,
+    "stop_strings": criteria.StopStringCriteria,
+    "eos_token_id": criteria.EosTokenCriteria,
 }
-MADE_FOR_SAMPLING: dict[str, _Made] = {
-    "temperature": (processors.TemperatureLogitsWarper, lambda value: value is not None and value != 1.0),
-    "top_k": (processors.TopKLogitsWarper, lambda value: value is not None and value != 0),
-    "top_p": (processors.TopPLogitsWarper, lambda value: value is not None and value < 1.0),
-    "min_p": (processors.MinPLogitsWarper, lambda value: value is not None),
-    "typical_p": (processors.TypicalLogitsWarper, None),
-    "epsilon_cutoff": (processors.EpsilonLogitsWarper, None),
-    "eta_cutoff": (processors.EtaLogitsWarper, None),
+MADE_FOR_SAMPLING: dict[str, type] = {
+    "temperature": processors.TemperatureLogitsWarper,
+    "top_k": processors.TopKLogitsWarper,
+    "top_p": processors.TopPLogitsWarper,
+    "min_p": processors.MinPLogitsWarper,
+    "typical_p": processors.TypicalLogitsWarper,
+    "epsilon_cutoff": processors.EpsilonLogitsWarper,
+    "eta_cutoff": processors.EtaLogitsWarper,
 }
+# When it makes it, where any value but None does not do: here, or in `logits_options`.
+_IS_ASKED: dict[str, Callable[[Any], bool]] = GREEDY_TOO | SAMPLING_ONLY | {
+    "min_length": lambda value: value > 0,
+    "min_new_tokens": lambda value: value > 0,
+    "temperature": lambda value: value != 1.0,
+    "top_k": lambda value: value != 0,
+    "top_p": lambda value: value < 1.0,
+}  # fmt: skip
 ALWAYS = (processors.LogitsProcessorList, criteria.StoppingCriteriaList, criteria.MaxLengthCriteria)
 
 
@@ -56,15 +63,14 @@ def patched_code(kinds: Iterable[type]) -> str | None:
 
 
 def _made_for(config: GenerationConfig) -> Iterator[type]:
+    options = MADE_FOR | MADE_FOR_SAMPLING if config.do_sample else MADE_FOR
     for name, value in vars(config).items():
-        if value is None:  # no option makes anything of it
-            continue
-        made = MADE_FOR.get(name) or (MADE_FOR_SAMPLING.get(name) if config.do_sample else None)
-        if made is None:
-            continue
-        kind, is_made = made
-        try:
-            if (is_made or GREEDY_TOO.get(name) or SAMPLING_ONLY[name])(value):
-                yield kind
-        except (TypeError, ValueError, RuntimeError):  # not a value for this option, which others say better
-            yield kind
+        if value is not None and name in options and _is_asked(name, value):
+            yield options[name]
+
+
+def _is_asked(name: str, value: Any) -> bool:
+    try:
+        return name not in _IS_ASKED or bool(_IS_ASKED[name](value))
+    except (TypeError, ValueError, RuntimeError):  # not a value for this option, which others say better
+        return True

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
+import dis
+import functools
 import inspect
+import types
 import warnings
 from types import FunctionType
 
@@ -10,16 +14,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 from family_models import family_model
-from support import assert_native_parity, assert_same_tensor, batch, byte_tokenizer, stock_generate, tiny_model
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
+from support import (
+    assert_falls_back,
+    assert_native_parity,
+    assert_same_tensor,
+    batch,
+    byte_tokenizer,
+    stock_generate,
+    tiny_model,
+)
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList, masking_utils
 from transformers.generation import logits_process
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.qwen3 import modeling_qwen3
 
 import hf_paged
+from hf_paged.integration.models.at_home import Place, is_at_home
 from hf_paged.integration.models.families import FAMILIES
-from hf_paged.integration.models.originals import of_family
-from hf_paged.integration.models.own_code import Originals, Place, is_at_home
+from hf_paged.integration.models.originals import of_class, of_family
+from hf_paged.integration.models.own_code import Originals, value_of
 from hf_paged.integration.patched_options import ALWAYS, MADE_FOR, MADE_FOR_SAMPLING
 from hf_paged.settings import NATIVE
 
@@ -80,13 +96,13 @@ def test_the_class_is_what_stock_makes_for_the_option(option, monkeypatch):
         or ids,
     )  # fmt: skip
     _generate(tiny_model(), _settings(option))
-    assert OPTIONS[option][0] in map(type, made)
+    assert OPTIONS[option] in map(type, made)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_patched_processor_or_criterion_runs(option, monkeypatch):
     """In lockstep, where stock's loop calls it; where there is no loop of stock's the option is refused."""
-    kind, settings = OPTIONS[option][0], _settings(option)
+    kind, settings = OPTIONS[option], _settings(option)
     plain = {name: value for name, value in settings.items() if name != "tokenizer"}
     prompt = batch([20])["input_ids"][0].tolist()
     model, generator = tiny_model(), hf_paged.PagedGenerator(tiny_model(), tokenizer=byte_tokenizer())
@@ -109,7 +125,7 @@ def test_a_patched_processor_or_criterion_runs(option, monkeypatch):
     torch.autocast("cpu", torch.bfloat16), lambda function: logits_process.TemperatureLogitsWarper.__call__,
 ], ids=["autocast", "another class'"])  # fmt: skip
 def test_transformers_and_torchs_own_code_in_the_wrong_place(option, wrap, monkeypatch):
-    kind = OPTIONS[option][0]
+    kind = OPTIONS[option]
     monkeypatch.setattr(kind, "__call__", wrap(kind.__call__))
     model = hf_paged.enable(tiny_model())
     with pytest.raises(hf_paged.UnsupportedOptionError, match="is patched"):
@@ -223,8 +239,8 @@ def test_every_function_of_a_familys_file_that_its_forwards_name(family):
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
 def test_all_that_a_family_reaches_is_at_home_and_watched(family):
     originals = of_family(family)
+    assert [str(place) for place in originals.places if not is_at_home(place, value_of(place))] == []
     assert originals.patched() is None
-    assert [str(p) for p in originals.places if not is_at_home(p, getattr(p.holder, p.name))] == []
 
 
 CHANGING = {
@@ -298,6 +314,241 @@ def test_keys_and_values_of_a_patched_layer_that_is_called_as_it_stands(monkeypa
         assert_native_parity(causal_lm, plain, **inputs, max_new_tokens=6)
 
 
+@pytest.fixture(scope="module")
+def enabled():
+    """By family: an enabled model, and its engine, which runs it natively."""
+    models = {}
+
+    def of(family):
+        if family.package not in models:
+            models[family.package] = hf_paged.enable(_model(FAMILY_NAMES[family.package]))
+        engine = hf_paged.get_engine(models[family.package])
+        assert engine.unsupported_reason() is None
+        return models[family.package], engine
+
+    return of
+
+
+class Proxy:
+    """Answers as another object does, and is not it."""
+
+    def __init__(self, of):
+        self._of = of
+
+    def __getattr__(self, name):
+        return getattr(self._of, name)
+
+    def __call__(self, *args, **kwargs):
+        return self._of(*args, **kwargs)
+
+
+def _code_of(family):
+    """Every function of a family's file that a call may run: its classes' methods, and what they call there."""
+    functions = [inspect.unwrap(getattr(kind, name)) for kind, name in _methods(family) if name != "__call__"]
+    mentioned = {name for function in functions for name in _loaded(function, "GLOBAL")}
+    return functions + [vars(family.modeling)[name] for name in sorted(mentioned)
+                        if isinstance(vars(family.modeling).get(name), FunctionType)
+                        and vars(family.modeling)[name].__module__ == family.module_name]  # fmt: skip
+
+
+def _loaded(function, *kinds):
+    """Names that a function's own instructions load: globals, or attributes."""
+    return {i.argval for i in dis.get_instructions(function) if i.opname in {f"LOAD_{kind}" for kind in kinds}}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_every_global_that_a_familys_code_loads(family, enabled):
+    """A proxy of it in the module: functions, classes, modules, registries, and Python's own functions."""
+    _, engine = enabled(family)
+    names = {name for function in _code_of(family) for name in _loaded(function, "GLOBAL")}
+    assert {"ALL_ATTENTION_FUNCTIONS", "torch", "nn", "DynamicCache"} <= names
+    for name in names:
+        stock = getattr(family.modeling, name, None) or getattr(builtins, name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(family.modeling, name, Proxy(stock), raising=False)
+            assert name in str(engine.unsupported_reason())
+    assert engine.unsupported_reason() is None
+
+
+@pytest.mark.parametrize("name", [
+    "ALL_MASK_ATTENTION_FUNCTIONS", "torch", "LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING", "isinstance", "F",
+])  # fmt: skip
+def test_globals_of_other_modules(name, monkeypatch):
+    model = hf_paged.enable(tiny_model())
+    stock = getattr(masking_utils, name, None) or getattr(builtins, name)
+    monkeypatch.setattr(masking_utils, name, Proxy(stock), raising=False)
+    assert hf_paged.get_engine(model).unsupported_reason() == f"transformers.masking_utils.{name} is patched"
+
+
+def test_a_registry_that_answers_otherwise(monkeypatch):
+    """The object itself has a method of its own, which comes before its class'."""
+    model = hf_paged.enable(tiny_model())
+    registry = modeling_qwen3.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setattr(registry, "get_interface", lambda *args: None, raising=False)
+    assert hf_paged.get_engine(model).unsupported_reason() == "AttentionInterface.get_interface is patched"
+
+
+def _asked_of_instances(model):
+    """(class, name) of what a forward asks its own instance for and the instance has: numbers, tensors, modules."""
+    found = {}
+    for module in model.modules():
+        for kind in type(module).__mro__:
+            if isinstance(forward := vars(kind).get("forward"), FunctionType):
+                break
+        own = {*vars(module), *module._parameters, *module._buffers, *module._modules}
+        for name in own & _loaded(inspect.unwrap(forward), "ATTR", "METHOD"):
+            found[type(module), name] = None
+    return list(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_every_attribute_that_a_class_may_shadow(family, enabled):
+    """A property comes before an instance's own values; before its tensors and modules comes anything."""
+    model, engine = enabled(family)
+    asked = [(kind, name) for kind, name in _asked_of_instances(model) if kind is not type(model)]
+    assert {"weight", "scaling", "lm_head", "q_proj", "qkv_proj"} & {name for _, name in asked}
+    for kind, name in asked:
+        for shadow in (property(lambda self, name=name: vars(self)[name]), None):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kind, name, shadow, raising=False)
+                assert name in str(engine.unsupported_reason()), (kind, name)
+    assert engine.unsupported_reason() is None
+
+
+@pytest.mark.parametrize("name", ["__getattr__", "__getattribute__", "__call__"])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_how_every_class_of_modules_is_asked(family, name, enabled):
+    model, engine = enabled(family)
+    for kind in {stock for module in model.modules() for stock in type(module).__mro__} - {type(model), object}:
+        if not issubclass(kind, nn.Module) or kind in type(model).__mro__[:3]:
+            continue
+        stock = getattr(kind, name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, name, lambda self, *args, stock=stock, **kwargs: stock(self, *args, **kwargs))
+            assert name in str(engine.unsupported_reason()), kind
+    assert engine.unsupported_reason() is None
+
+
+OPERATORS = ("__mul__", "__add__", "__matmul__", "__neg__", "__getitem__", "__rsub__", "__pow__")
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_every_method_of_tensors_that_a_familys_code_calls(family, enabled):
+    _, engine = enabled(family)
+    loaded = {name for function in _code_of(family) for name in _loaded(function, "ATTR", "METHOD")}
+    names = {name for name in loaded if callable(getattr(torch.Tensor, name, None))}
+    assert {"transpose", "to", "float"} <= names
+    for name in (*names, *OPERATORS):
+        stock = getattr(torch.Tensor, name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, name, lambda *args, stock=stock, **kwargs: stock(*args, **kwargs))
+            reason = engine.unsupported_reason()
+        assert f"Tensor.{name} is patched" in str(reason)
+    assert engine.unsupported_reason() is None
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_defaults_of_every_function(family, enabled):
+    _, engine = enabled(family)
+    for function in _code_of(family):
+        for part, value in (("__defaults__", (2,)), ("__kwdefaults__", {"unsqueeze_dim": 2})):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(function, part, value)
+                assert engine.unsupported_reason() == f"{function.__qualname__}.{part} is patched"
+    assert engine.unsupported_reason() is None
+
+
+def test_defaults_and_closures_changed_in_place():
+    def outer(factor):
+        def inner(*, scale=1.0):
+            return scale * factor
+
+        return inner
+
+    inner = outer(2.0)
+    originals = Originals(functions=[inner])
+    assert originals.patched() is None and originals.version() == 0
+    inner.__kwdefaults__["scale"] = 3.0
+    assert originals.patched() is not None and originals.version() == 1
+    inner.__kwdefaults__["scale"] = float("1.0")
+    assert originals.patched() is not None  # equal, and another object
+    inner = outer(2.0)
+    originals = Originals(functions=[inner])
+    inner.__closure__[0].cell_contents = 3.0
+    assert originals.patched() is not None and originals.version() == 1
+    del inner.__closure__[0].cell_contents
+    assert originals.patched() is not None and originals.version() == 2
+
+
+def test_what_stock_keeps_keys_and_values_in(monkeypatch):
+    model, stock = hf_paged.enable(tiny_model()), DynamicCache.update
+    monkeypatch.setattr(DynamicCache, "update", lambda *args, **kwargs: stock(*args, **kwargs), raising=False)
+    assert hf_paged.get_engine(model).unsupported_reason() == "DynamicCache.update is patched"
+
+
+def test_a_helper_of_a_subclass_of_the_model():
+    class Mine(type(tiny_model())):
+        @property
+        def lm_head(self):
+            return self._modules["lm_head"]
+
+    model = tiny_model()
+    model.__class__ = Mine
+    assert_falls_back(model, "Mine.lm_head is not transformers' own", **batch([20, 7]), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("shadowed", ["scaling", "get_base_layer"])
+def test_a_lora_layers_code_has_a_version_of_its_own(shadowed, monkeypatch):
+    peft = pytest.importorskip("peft")
+    originals = of_class(peft.tuners.lora.Linear)
+    assert originals.version() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(peft.tuners.lora.Linear, shadowed, property(lambda self: {}), raising=False)
+        assert originals.version() == originals.version() != 0
+    assert originals.version() == 0
+
+
+# -- modes of torch ----------------------------------------------------------------------------------------------------
+
+
+class Halving(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        return result * 0.5 if function is F.embedding else result
+
+
+class Counting(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("mode", [Halving, Counting])
+def test_a_mode_of_the_users(mode):
+    """The call under it is stock's, and leaves nothing behind for the calls after it."""
+    def call(model, **kwargs):
+        with mode():
+            return model.generate(**kwargs)
+
+    model, inputs = tiny_model(), batch([40, 40])
+    plain = model.generate(**inputs, max_new_tokens=4)
+    assert_falls_back(model, f"a {mode.__name__} is active", call=call, **inputs, max_new_tokens=4)
+    assert_native_parity(hf_paged.enable(model, strict=True), plain, **inputs, max_new_tokens=4)
+    with mode(), pytest.raises(hf_paged.UnsupportedModelError, match=mode.__name__):
+        hf_paged.get_engine(model).add_request([1, 2, 3], GenerationConfig(max_new_tokens=2))
+
+
+def test_a_default_device_is_no_mode_of_the_users():
+    model = hf_paged.enable(tiny_model())
+    engine = hf_paged.get_engine(model)
+    with torch.device("meta"):
+        assert engine.unsupported_reason() is None
+    torch.set_default_device("meta")
+    try:
+        assert engine.unsupported_reason() is None
+    finally:
+        torch.set_default_device(None)
+
+
 # -- what was there before hf_paged ------------------------------------------------------------------------------------
 
 
@@ -316,6 +567,36 @@ def test_a_patch_that_was_there_first_is_no_original(monkeypatch):
             assert originals.patched() == "Qwen3RMSNorm.forward"
         assert originals.patched() is None  # undone
     assert is_at_home(place, stock) and is_at_home(place, torch.no_grad()(stock))
+
+
+def _other_callables(function):
+    """What behaves as the function, and is none."""
+    yield functools.partial(function)
+    yield functools.partialmethod(function)
+    yield Proxy(function)
+    yield Proxy(function).__call__
+    yield types.MethodType(Proxy(function), object())
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_no_other_callable_is_at_home_where_a_function_belongs(family):
+    names = {name for function in _code_of(family) for name in _loaded(function, "GLOBAL")}
+    functions = [Place(family.modeling, n) for n in names if isinstance(vars(family.modeling).get(n), FunctionType)]
+    methods = [Place(kind, name) for kind, name in _methods(family)]
+    for place in (*functions, *methods):
+        for value in _other_callables(getattr(place.holder, place.name)):
+            assert not is_at_home(place, value), (place, value)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("ALL_ATTENTION_FUNCTIONS", type(modeling_qwen3.ALL_ATTENTION_FUNCTIONS)()), ("torch", types.ModuleType("torch")),
+    ("nn", Proxy(nn)), ("create_causal_mask", masking_utils.create_sliding_window_causal_mask),
+    ("create_causal_mask", tiny_model), ("DynamicCache", type("DynamicCache", (DynamicCache,), {})),
+    ("max", _own), ("ROPE_INIT_FUNCTIONS", {}),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_what_a_module_imports_is_what_the_other_has(name, value):
+    assert is_at_home(Place(modeling_qwen3, name), value_of(Place(modeling_qwen3, name)))
+    assert not is_at_home(Place(modeling_qwen3, name), value)
 
 
 def test_code_exchanged_inside_a_function(monkeypatch):

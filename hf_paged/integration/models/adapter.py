@@ -149,6 +149,10 @@ class ModelAdapter(ABC):
         """The first of transformers' or torch's functions that stock would run here and that somebody replaced."""
 
     @abstractmethod
+    def asked_of_model(self) -> frozenset[str]:
+        """Names for which stock's code asks the model's class: a class that derives from it may not have its own."""
+
+    @abstractmethod
     def activations(self) -> tuple[type, ...]:
         """Classes of the activation modules in the model."""
 

@@ -80,6 +80,9 @@ class DecoderAdapter(ModelAdapter):
     def patched(self) -> str | None:
         return of_family(self._family).patched()
 
+    def asked_of_model(self) -> frozenset[str]:
+        return of_family(self._family).names(self.model_class)
+
     def may_have_float_weight(self, module: nn.Module) -> bool:
         return self._family.casts_norms and type(module) in self._family.classes("norm")
 

@@ -24,8 +24,6 @@ _PARAMETERS, _BUFFERS, _CHILDREN, _HOOKS, _PRE_HOOKS = map(
 _STORAGE, _NBYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 _DTYPE, _DEVICE = operator.attrgetter("dtype"), operator.attrgetter("device")
 _MOST_MODULES = 100_000  # a module that contains itself is left to the full checks
-# Attributes that checks look up where an instance may leave them to its class.
-_OF_CLASSES = ("is_causal", "sliding_window", "gradient_checkpointing", "attention_dropout")
 
 
 class _Same:
@@ -67,8 +65,6 @@ class Facts:
         ]  # fmt: skip
         self._columns = _columns(modules, namespaces)
         self._hooks = list(map(dict, _hooks(namespaces)))
-        self._kinds = list(dict.fromkeys(map(type, modules)))
-        self._of_classes = self._class_attributes()
         found = (value for namespace in namespaces for value in namespace.values())
         configs = {id(value): value for value in found if isinstance(value, PreTrainedConfig)}
         self._configs = [(weakref.ref(config), _frozen(vars(config))) for config in configs.values()]
@@ -91,13 +87,9 @@ class Facts:
             return False
         # The remembered value on the left: it is asked whether it equals the other.
         values = [getter(namespace) for getter, namespace in zip(self._getters, namespaces, strict=True)]
-        if self._values != values or self._of_classes != self._class_attributes():
+        if self._values != values:
             return False
         return all((config := ref()) is not None and frozen == vars(config) for ref, frozen in self._configs)
-
-    def _class_attributes(self) -> list[Any]:
-        values = (getattr(kind, name, None) for kind in self._kinds for name in _OF_CLASSES)
-        return [value if type(value) in ATOMS else id(value) for value in values]
 
 
 def _is_own(name: str) -> bool:

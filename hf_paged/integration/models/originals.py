@@ -15,8 +15,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_paged.integration.models.activations import ELEMENTWISE
+from hf_paged.integration.models.at_home import Place, is_own_function
 from hf_paged.integration.models.families import FAMILIES, Family
-from hf_paged.integration.models.own_code import Originals, Place, is_own_function
+from hf_paged.integration.models.own_code import Originals, of_tensors
 
 # Methods that decide what stock generate feeds its forward and what becomes of the result.
 DECIDING_METHODS = (
@@ -32,7 +34,9 @@ _NOT_IN_A_FORWARD = frozenset({"extra_repr", "reset_parameters", "_init_weights"
 @functools.cache
 def of_class(kind: type) -> Originals:
     """Of a class of modules, processors or criteria: what its objects run when they are called, and are made by."""
-    names = ("__call__", "forward") if issubclass(kind, nn.Module) else _functions_of(kind)
+    names: Iterable[str] = _functions_of(kind)
+    if issubclass(kind, nn.Module):
+        names = ("__call__", "forward") if kind.forward is not nn.Module.forward else ("__call__",)  # a container
     package = kind.__module__.split(".")[0]
     return Originals([(kind, name) for name in names], packages=() if package == "torch" else (f"{package}.",))
 
@@ -56,7 +60,7 @@ def _of_family(family: Family, bindings: list[Place]) -> Originals:
     ]  # fmt: skip
     model_class = getattr(family.modeling, family.model_name)
     deciding = [(model_class, name) for name in DECIDING_METHODS if hasattr(model_class, name)]
-    return Originals([*bindings, *roots, *deciding])
+    return Originals([*bindings, *roots, *deciding, *of_tensors()])
 
 
 def patched_class(kinds: Iterable[type]) -> str | None:
@@ -89,6 +93,8 @@ def _take_early() -> None:
         for kind in vars(module).values():
             if isinstance(kind, type) and kind.__module__ == module.__name__:
                 of_class(kind)
+    for kind in (nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, *ELEMENTWISE):
+        of_class(kind)
     for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS):
         for name in registry.keys():  # noqa: SIM118 - not every registry is a mapping in full
             if is_own_function(registry[name]):

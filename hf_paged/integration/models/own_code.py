@@ -1,54 +1,39 @@
 """Is the code that the native path stands in for still what transformers and torch brought along?
 
-`Originals` holds what classes and modules held when it was made: every function that is reached from some methods, by
-the names that their code mentions. A look compares identities. Somebody may have patched a function before that, so a
-value is taken for an original only where it is at home: written under that very name, in that class or module's file.
+`Originals` holds what stood where when it was made: whatever the code that is reached from some methods gets at by the
+names that it mentions. A look compares identities, all at once.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import itertools
 import operator
-import os
-import re
 import sys
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from types import BuiltinFunctionType, BuiltinMethodType, CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-_TORCH, _TRANSFORMERS, _OURS = (
-    f"{Path(str(package)).parent}{os.sep}" for package in (torch.__file__, transformers.__file__, Path(__file__).parent)
-)
+from hf_paged.integration.models import at_home
+from hf_paged.integration.models.at_home import ABSENT, CALL_CHAIN, Place, is_at_home, package_of
+
 # Functions of these modules are looked into for what they call.
-_ENTERED = ("transformers.", "torch.nn.modules.", "hf_paged.integration.parallel.layers")
-_PACKAGES = ("torch", "transformers", "hf_paged")
-# How torch gets from a module's call to its forward; what else a module inherits from nn.Module is not computing.
-CALL_CHAIN = ("__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward")
+_ENTERED = ("transformers.", "torch.nn.modules.", "torch.nn.functional", "hf_paged.integration.parallel.layers")
+# What Python's syntax asks an object's class for, without a name in the code.
+_UNNAMED = ("__call__", "__getattribute__", "__getattr__", "__getitem__", "__iter__", "__len__", "__bool__",
+            "__contains__")  # fmt: skip
+# Any tensor's operators, and what else Python asks of it.
+_OPERATORS = tuple(name for name in dir(torch.Tensor) if name.startswith("__"))
 # What these define is how modules and models are made, moved and saved.
 _NOT_COMPUTING = frozenset(PreTrainedModel.__mro__) - frozenset(GenerationMixin.__mro__)
-_BUILTIN = (BuiltinFunctionType, BuiltinMethodType)
-_WATCHED = (FunctionType, property, type, *_BUILTIN)
-_GRAD_MODES = (torch.no_grad, torch.enable_grad, torch.inference_mode)
+# Classes of theirs matter where an option asks for them.
+_LEFT_TO_OPTIONS = ("transformers.generation.logits_process", "transformers.generation.stopping_criteria")
+_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 _MISSING = object()
-
-
-class Place(NamedTuple):
-    """An attribute of a class or module that holds code."""
-
-    holder: Any
-    name: str
-
-    def __str__(self) -> str:
-        if isinstance(self.holder, FunctionType):
-            return f"{self.holder.__qualname__}.{self.name}"
-        return f"{self.holder.__name__}.{self.name}"
+_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 class Originals:
@@ -67,116 +52,214 @@ class Originals:
             walk.watch(holder, name)
         for function in functions:
             walk.enter(function, None)
-        self.places = list(walk.places)
-        self._holders, self._names = [p.holder for p in self.places], [p.name for p in self.places]
-        self._values: list[Any] = [
-            value if is_at_home(place, value) else _MISSING for place, value in walk.places.items()
-        ]
-
+        walk.close()
+        held = [place for place in walk.places.values() if value_of(place) is not ABSENT]
+        nothing = [place for place in walk.places.values() if value_of(place) is ABSENT]
+        self._table = _Table(held, nothing)
+        self._held, self._nothing = self._table.held, nothing
+        self._values = [value if is_at_home(place, value := value_of(place)) else _MISSING for place in self._held]
         self._versions: list[list[Any]] = []
 
+    @property
+    def places(self) -> list[Place]:
+        """All that is watched."""
+        return self._held + self._nothing
+
+    def names(self, holder: Any) -> frozenset[str]:
+        """Names for which code asks this class or module."""
+        return frozenset(name for held_by, name in self.places if held_by is holder)
+
     def patched(self) -> str | None:
-        """The first place that holds other code than it did, or that never held its own; None: all is as it was."""
-        if self._is_as_it_was():
+        """The first place that holds something else than it did, or that never held its own; None: all is as it was."""
+        if self._table.holds(self._values):
             return None
-        for i, place in enumerate(self.places):
-            value = _value(place)
+        for i, place in enumerate(self._held):
+            value = value_of(place)
             if value is self._values[i]:
                 continue
             if self._values[i] is _MISSING and is_at_home(place, value):  # a patch that was there first is gone
                 self._values[i] = value
                 continue
             return str(place)
-        return None
-
-    def _is_as_it_was(self) -> bool:
-        try:
-            return all(map(operator.is_, map(getattr, self._holders, self._names), self._values))
-        except Exception:  # a place is empty, or a descriptor of the user's raises
-            return False
+        return next((str(place) for place in self._nothing if value_of(place) is not ABSENT), None)
 
     def version(self) -> int:
-        """A number that is the same whenever the places hold the very same code."""
-        now = [_value(place) for place in self.places]
+        """A number that is the same whenever the places hold the very same; 0 as long as they are as they were."""
+        if self._table.holds(self._values):
+            return 0
+        now = list(map(value_of, self.places))
         for number, values in enumerate(self._versions):
             if all(map(operator.is_, now, values)):
-                return number
+                return number + 1
         self._versions.append(now)  # held, so that no other function gets its id
-        return len(self._versions) - 1
+        return len(self._versions)
 
 
-def _value(place: Place) -> Any:
+class _Table:
+    """Reads many places at the speed of C. Classes are asked for what is theirs alone: nobody's code runs."""
+
+    def __init__(self, held: list[Place], nothing: list[Place]) -> None:
+        spaces = _by_holder([place for place in held if not isinstance(place.holder, _OF_PARTS)])
+        self._getters, self._names = [_space(holder).get for holder, _ in spaces], [names for _, names in spaces]
+        parts = [place for place in held if isinstance(place.holder, _OF_PARTS)]
+        self._owners, self._parts = [place.holder for place in parts], [place.name for place in parts]
+        self.held = [Place(holder, name) for holder, names in spaces for name in names] + parts
+        # What is put where nothing is would come before what the code gets at otherwise.
+        empty = _by_holder(nothing)
+        self._keys, self._missing = [_space(holder).keys() for holder, _ in empty], [frozenset(n) for _, n in empty]
+
+    def holds(self, values: list[Any]) -> bool:
+        """Are `values` what is at `held`, and is nothing where nothing was?"""
+        found = itertools.chain.from_iterable(map(map, self._getters, self._names, itertools.repeat(_ABSENTS)))
+        try:
+            return (
+                all(map(_ARE_DISJOINT, self._keys, self._missing))
+                and all(map(operator.is_, itertools.chain(found, map(getattr, self._owners, self._parts)), values))
+            )  # fmt: skip
+        except ValueError:  # a function's cell was emptied
+            return False
+
+
+_OF_PARTS = (FunctionType, CellType)  # that have attributes, where others have names in a dict
+_ABSENTS = itertools.repeat(ABSENT)
+_ARE_DISJOINT: Callable[[Any, Any], bool] = type({}.keys()).isdisjoint
+
+
+def value_of(place: Place) -> Any:
+    """What a place holds now, or `ABSENT`."""
+    if not isinstance(place.holder, _OF_PARTS):
+        return _space(place.holder).get(place.name, ABSENT)
     try:
-        value = getattr(place.holder, place.name, None)
-    except Exception:  # a descriptor of the user's that raises is no original
-        return None
-    return value
+        return getattr(place.holder, place.name)
+    except ValueError:  # a cell without content
+        return ABSENT
+
+
+def _space(holder: Any) -> Mapping[str, Any]:
+    """What a class, module or other object holds by name; a function's defaults are such a dict themselves."""
+    return holder if type(holder) is dict else vars(holder)
+
+
+def _by_holder(places: list[Place]) -> list[tuple[Any, list[str]]]:
+    groups: dict[int, tuple[Any, list[str]]] = {}
+    for holder, name in places:
+        groups.setdefault(id(holder), (holder, []))[1].append(name)
+    return list(groups.values())
 
 
 class _Walk:
     """Collects the places that some code reaches. Names are not told apart by what they are attributes of."""
 
     def __init__(self, entered: tuple[str, ...]) -> None:
-        self.places: dict[Place, Any] = {}
+        self.places: dict[tuple[int, str], Place] = {}
         self._entered_modules = entered
         self._entered: set[tuple[FunctionType, Any]] = set()
+        self._names: set[str] = set()  # that any code mentioned
+        self._owners: dict[type, None] = {}  # classes of objects that code gets at by itself, in order
 
     def watch(self, holder: Any, name: str) -> None:
-        """A place, and what its code reaches."""
-        place = Place(holder, name)
-        if place in self.places or not isinstance(value := _value(place), _WATCHED):
-            return
-        if isinstance(value, type) and not value.__module__.startswith(_PACKAGES):
-            return
-        self.places[place] = value
-        if not isinstance(value, type):
-            self.enter(value, holder if isinstance(holder, type) else None)
+        """What a holder has under a name, or has not, and what its code reaches; a class also what it inherits."""
+        for inherited in filter(_is_changeable, holder.__mro__) if isinstance(holder, type) else (holder,):
+            value = vars(inherited).get(name, ABSENT)
+            if self._add(inherited, name) and value is not ABSENT and not isinstance(value, type):
+                self.enter(value, holder if isinstance(holder, type) else None)
+            if value is not ABSENT:
+                return
+
+    def _add(self, holder: Any, name: str) -> bool:
+        return self.places.setdefault((id(holder), name), place := Place(holder, name)) is place
 
     def enter(self, function: Any, owner: type | None) -> None:
         """Everything that a function's code, and that of what it wraps, names; as a method of `owner`."""
-        for layer in chain_of(function):
+        for layer in at_home.chain_of(function):
             if not isinstance(layer, FunctionType) or (layer, owner) in self._entered:
                 continue
-            if not str(layer.__globals__.get("__name__")).startswith(self._entered_modules):
-                continue
             self._entered.add((layer, owner))
-            self.places[Place(layer, "__code__")] = layer.__code__
+            self._watch_parts(layer, owner)
+            module = sys.modules.get(str(layer.__globals__.get("__name__")))
+            if module is None or not module.__name__.startswith(self._entered_modules):
+                continue
             names = _names_in(layer.__code__)
-            for content in _cells(layer):
-                if isinstance(content, FunctionType):
-                    self.enter(content, owner)
-            module = sys.modules.get(layer.__globals__["__name__"])
+            self._names |= names
             for name in names:
-                if owner is not None and not name.startswith("__") and _is_method(owner, name):
-                    self.watch(owner, name)
-                if module is not None and (value := layer.__globals__.get(name)) is not None:
-                    self._reach(module, name, value, names)
+                if not name.startswith("__"):
+                    self._reach(module, name, names)
+                if hasattr(nn.Parameter, name):
+                    self.watch(nn.Parameter, name)
+            if owner is not None:
+                self._owners.setdefault(owner)
+                self._watch_methods(owner, names)
 
-    def _reach(self, module: ModuleType, name: str, value: Any, names: set[str]) -> None:
+    def close(self) -> None:
+        """Code asks other objects than its own: every class, for every name that was mentioned."""
+        known = -1
+        while known < len(self.places):
+            known = len(self.places)
+            for owner in list(self._owners):
+                if not issubclass(owner, GenerationMixin):
+                    names = self._names if issubclass(owner, nn.Module) else self._names.intersection(dir(owner))
+                    self._watch_methods(owner, names)
+
+    def _watch_parts(self, function: FunctionType, owner: type | None) -> None:
+        for name in _PARTS:
+            self._add(function, name)
+        for name in function.__kwdefaults__ or ():
+            self._add(function.__kwdefaults__, name)
+        for cell, content in at_home.cells_of(function):
+            self._add(cell, "cell_contents")
+            if isinstance(content, FunctionType):
+                self.enter(content, owner)
+
+    def _watch_methods(self, owner: type, names: Iterable[str]) -> None:
+        for name in (*_UNNAMED, *names):
+            if (not name.startswith("__") or name in _UNNAMED) and _matters(owner, name):
+                self.watch(owner, name)
+
+    def _reach(self, module: ModuleType, name: str, names: set[str]) -> None:
+        """What the code of a module gets at by the name of a global."""
+        value = vars(module).get(name, ABSENT)
+        builtins = sys.modules["builtins"]
+        if value is ABSENT:
+            if hasattr(builtins, name):  # nothing stands before it
+                self._add(module, name)
+                self._add(builtins, name)
+            return
+        if at_home.is_state(module, name):
+            return
+        self.watch(module, name)
         if isinstance(value, ModuleType):
-            if not value.__name__.startswith(("torch", "transformers")):
-                return
-            for attribute in names:
-                inner = vars(value).get(attribute)
-                if isinstance(inner, ModuleType):
-                    if inner.__name__.startswith(f"{value.__name__}."):
-                        self._reach(value, attribute, inner, names)
-                else:
-                    self.watch(value, attribute)
-        elif isinstance(value, _WATCHED):
-            self.watch(module, name)
+            self._reach_into(value, names)
+        elif isinstance(value, type):
+            if package_of(value) == "transformers" and value.__module__ not in _LEFT_TO_OPTIONS:
+                self._owners.setdefault(value)
         elif type(value).__module__.startswith("transformers."):  # a registry: how it is asked
-            for attribute in names:
-                if not attribute.startswith("__") and _is_method(type(value), attribute):
-                    self.watch(type(value), attribute)
+            asked = {attribute for attribute in names if hasattr(type(value), attribute)}
+            self._watch_methods(type(value), asked)
+            for attribute in asked:
+                self._add(value, attribute)
+
+    def _reach_into(self, module: ModuleType, names: set[str]) -> None:
+        if package_of(module) not in ("torch", "transformers"):
+            return
+        for attribute in names:
+            inner = vars(module).get(attribute, ABSENT)
+            if inner is ABSENT or at_home.is_state(module, attribute):
+                continue
+            self.watch(module, attribute)
+            if isinstance(inner, ModuleType) and inner.__name__.startswith(f"{module.__name__}."):
+                self._reach_into(inner, names)
 
 
-def _is_method(owner: type, name: str) -> bool:
-    """Does `owner` have code under this name, of more than what every module inherits?"""
-    definer = next((kind for kind in owner.__mro__ if name in vars(kind)), object)
+def _is_changeable(kind: type) -> bool:
+    return package_of(kind) not in sys.stdlib_module_names and bool(kind.__flags__ & _MADE_AT_RUN_TIME)
+
+
+def _matters(owner: type, name: str) -> bool:
+    """Is what `owner` has under this name, or has not, more than what every module inherits?"""
+    definer = next((kind for kind in owner.__mro__ if name in vars(kind)), None)
     if definer in _NOT_COMPUTING:
-        return definer is nn.Module and name in CALL_CHAIN
-    return definer.__module__.startswith(_PACKAGES)
+        return definer is nn.Module and name in (*CALL_CHAIN, *_UNNAMED)
+    return True
 
 
 def _names_in(code: CodeType) -> set[str]:
@@ -187,140 +270,6 @@ def _names_in(code: CodeType) -> set[str]:
     return names
 
 
-def _cells(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # not filled yet
-            yield cell.cell_contents
-
-
-def chain_of(function: Any) -> Iterator[Any]:
-    """A function, without what binds it, and what it wraps, from the outside in."""
-    while function is not None:
-        function = getattr(function, "__func__", function)
-        if isinstance(function, property):
-            function = function.fget
-            continue
-        yield function
-        function = getattr(function, "__wrapped__", None)
-
-
-# -- at home ---------------------------------------------------------------------------------------------------------
-
-
-def is_at_home(place: Place, value: Any) -> bool:
-    """Was `value` written for this place, as far as it says so itself?"""
-    if isinstance(place.holder, FunctionType):  # the code of a function that was found at home
-        return True
-    if isinstance(value, _BUILTIN):
-        return value.__name__ == place.name and _is_torchs_builtin(value)
-    if isinstance(value, type):
-        return _is_class_of(place, value)
-    if isinstance(place.holder, type):
-        definer = next((kind for kind in place.holder.__mro__ if place.name in vars(kind)), place.holder)
-        return _is_written_in(definer.__module__, definer.__qualname__, place.name, value)
-    return _is_modules_function(place, value)
-
-
-def is_method_of_mixin(name: str, function: Any) -> bool:
-    """Is this the decoding method that transformers' `GenerationMixin` defines under the name?"""
-    return is_at_home(Place(GenerationMixin, name), function)
-
-
-def is_own_function(function: Any) -> bool:
-    """Is this, an entry of a registry, a function of one of transformers' modules?"""
-    inner = _innermost(function)
-    module = str(getattr(inner, "__module__", None))
-    return module.startswith("transformers.") and _is_written_in(module, "", inner.__qualname__, function)
-
-
-def _is_torchs_builtin(value: Any) -> bool:
-    home = getattr(value, "__module__", None) or type(getattr(value, "__self__", None)).__module__
-    return str(home).split(".")[0] in ("torch", "builtins")
-
-
-def _is_modules_function(place: Place, value: Any) -> bool:
-    inner = _innermost(value)
-    module = sys.modules.get(getattr(inner, "__module__", None) or "")
-    if not isinstance(inner, FunctionType) or module is None:
-        return False
-    if place.holder.__name__.split(".")[0] == "torch":  # some of torch's say that they live where they are imported
-        return inner.__name__ in (place.name, "fn") and all(map(_is_torchs, chain_of(value)))
-    if module is place.holder:
-        return _is_written_in(module.__name__, "", place.name, value)
-    if _defines(place.holder, place.name):  # and yet it is another module's
-        return False
-    return vars(module).get(inner.__qualname__) is value and _is_written_in(
-        module.__name__, "", inner.__qualname__, value
-    )
-
-
-def _is_class_of(place: Place, value: type) -> bool:
-    """Is this the module's own class of that name, or, where it defines none, one that is to be had elsewhere?"""
-    if isinstance(place.holder, ModuleType) and _defines(place.holder, place.name):
-        return (value.__module__, value.__qualname__) == (place.holder.__name__, place.name)
-    return value.__name__ == place.name or vars(sys.modules[value.__module__]).get(value.__qualname__) is value
-
-
-def _is_written_in(module: str, owner: str, name: str, value: Any) -> bool:
-    """Does the innermost function say that it is `owner`.`name` of this module, and lies its code in its file?"""
-    inner = _innermost(value)
-    if not isinstance(inner, FunctionType):
-        return False
-    if inner.__qualname__ == f"_default{name}":  # transformers' decorators give a class what it does not define
-        return is_own_function(value)
-    if inner.__module__ != module:
-        return False
-    expected = f"{owner}.{name}" if owner else name
-    named = {inner.__qualname__, getattr(inner.__code__, "co_qualname", inner.__qualname__)}
-    if named != {expected} and not (name.startswith("__") and _is_call_chain(named, owner)):
-        return False
-    return inner.__code__.co_filename == getattr(sys.modules.get(module), "__file__", None) and all(
-        map(_is_harmless_wrapper, list(chain_of(value))[:-1])
-    )
-
-
-def _is_call_chain(named: set[str], owner: str) -> bool:
-    """`nn.Module.__call__` is another of its methods under this name."""
-    return named <= {f"{owner}.{name}" for name in CALL_CHAIN}
-
-
-def _is_torchs(function: Any) -> bool:
-    """torch's own function, and none that computes in another dtype."""
-    path = getattr(getattr(function, "__code__", None), "co_filename", "")
-    return path.startswith((_TORCH, contextlib.__file__)) and not path.startswith(f"{_TORCH}amp{os.sep}")
-
-
-def _innermost(value: Any) -> Any:
-    layer = None
-    for layer in chain_of(value):  # noqa: B007
-        pass
-    return layer
-
-
-def _is_harmless_wrapper(wrapper: Any) -> bool:
-    """transformers' own decorators, and of torch's those that leave alone what is computed."""
-    if not isinstance(wrapper, FunctionType):
-        return False
-    path = wrapper.__code__.co_filename
-    if path.startswith(_TRANSFORMERS):
-        return True
-    if path == contextlib.__file__:
-        return wrapper.__code__.co_name == "helper"  # of `contextmanager`, not of a context manager as decorator
-    if path == f"{_TORCH}utils{os.sep}_contextlib.py":
-        contexts = (getattr(cell, "__self__", cell) for cell in _cells(wrapper))
-        return any(isinstance(context, _GRAD_MODES) for context in contexts)
-    return False
-
-
-@functools.cache
-def _source(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8") if path.endswith(".py") else ""
-    except OSError:
-        return ""
-
-
-def _defines(module: ModuleType, name: str) -> bool:
-    """Has the module's file a function or class of this name of its own?"""
-    source = _source(str(getattr(module, "__file__", None)))
-    return bool(re.search(rf"^(?:def|class) {re.escape(name)}\b", source, re.MULTILINE))
+def of_tensors() -> list[tuple[Any, str]]:
+    """Roots: what Python's syntax runs on tensors."""
+    return [(kind, name) for kind in (nn.Parameter, torch.Tensor) for name in _OPERATORS]

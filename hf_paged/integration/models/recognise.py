@@ -5,22 +5,24 @@ Looked up at every call, since hooks, wrappers, patches, adapters and dtypes com
 
 from __future__ import annotations
 
+from itertools import takewhile
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.integration.models.adapter import ModelAdapter
+from hf_paged.integration.models.at_home import CALL_CHAIN
 from hf_paged.integration.models.capturing import only_captures
 from hf_paged.integration.models.facts import Facts
 from hf_paged.integration.models.originals import DECIDING_METHODS, patched_class, patched_entry
-from hf_paged.integration.models.own_code import CALL_CHAIN
 from hf_paged.integration.models.paged_calls import implementation_of
 from hf_paged.integration.models.plain_tensors import plain_tensors, unwatchable
+from hf_paged.integration.models.surroundings import autocast_state, surroundings_reason
+from hf_paged.integration.models.wrapped_forward import wrapped_forward_reason
 from hf_paged.integration.parallel.intact import broken_part
 
 SHARDED_MODULE = "hf_paged.integration.parallel.layers."
@@ -55,8 +57,7 @@ class Passed(NamedTuple):
     def holds(self, adapter: ModelAdapter) -> bool:
         """Is all of that as it was?"""
         return (
-            not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
-            and self.autocast == _autocast_state(adapter)
+            self.autocast == autocast_state(adapter.model)
             and patched_class(self.kinds) is None
             and adapter.registry_reason() is None
         )
@@ -67,13 +68,13 @@ def unsupported_reason(adapter: ModelAdapter) -> str | None:
 
     Looked at again, a model that did not change costs a comparison of what the checks read (see `Facts`).
     """
-    if (reason := _class_reason(adapter) or _attention_reason(adapter)) is not None:
+    if (reason := surroundings_reason() or _class_reason(adapter) or _attention_reason(adapter)) is not None:
         return reason
     look = adapter.last_look()
     if look is not None and look.found is not None and look.found.holds(adapter):
         return None
     # First, so that what changes during the checks is seen at the next look.
-    facts, autocast = Facts(adapter.model), _autocast_state(adapter)
+    facts, autocast = Facts(adapter.model), autocast_state(adapter.model)
     seen = Seen(adapter, list(adapter.model.named_modules()), list(adapter.model.named_parameters()),
                 list(adapter.own_modules()), list(adapter.called_modules()))  # fmt: skip
     checks = (_sharding_reason, _module_reason, _device_reason, _hook_reason, _dtype_reason, _train_mode_reason)
@@ -86,16 +87,9 @@ def unsupported_reason(adapter: ModelAdapter) -> str | None:
 
 
 def _watched_kinds(seen: Seen) -> tuple[type, ...]:
-    """Classes whose code is looked up at every look: those of torch's layers, and of activations."""
-    layers = (layer for _, module in seen.called for layer in (module, getattr(module, "base_layer", module)))
-    kinds = {type(layer): None for layer in layers if type(layer).__module__.startswith(_OWN_LAYERS)}
+    """Classes whose code is looked up at every look: those of torch's modules, and of activations."""
+    kinds = {type(module): None for _, module in seen.modules if type(module).__module__.startswith(_OWN_LAYERS)}
     return (*kinds, *seen.adapter.activations())
-
-
-def _autocast_state(adapter: ModelAdapter) -> tuple:
-    first = next(adapter.model.parameters(), None)  # of a module that may be of any class as yet
-    device = "cpu" if first is None else first.device.type
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 def _class_reason(adapter: ModelAdapter) -> str | None:
@@ -109,70 +103,14 @@ def _class_reason(adapter: ModelAdapter) -> str | None:
         # PEFT's prompt learning leaves the model's own method behind on the instance.
         if replaced is not None and (method is None or replaced != method.__get__(model)):
             return f"{name} is replaced on the instance (prompt learning?)"
+    for kind in takewhile(lambda kind: kind is not adapter.model_class, cls.__mro__):
+        if own := adapter.asked_of_model().intersection(vars(kind)):
+            return f"{kind.__name__}.{min(own)} is not transformers' own"
     if (place := adapter.patched()) is not None:
         return f"{place} is patched"
     if "forward" in model.__dict__:
-        return _wrapped_forward_reason(model)
+        return wrapped_forward_reason(model)
     return None
-
-
-def _wrapped_forward_reason(model: Any) -> str | None:
-    """Known are accelerate's mixed precision, which computes in its autocast dtype, TRL's fused head, torch.compile."""
-    contexts = _autocast_contexts(model.__dict__["forward"], model)
-    if contexts is None:
-        return "forward is replaced on the instance by a wrapper that hf_paged does not know"
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    for context in contexts:
-        if context._enabled and dtypes != {context.fast_dtype}:
-            found = ", ".join(sorted(map(str, dtypes)))
-            return f"accelerate runs the forward in {context.fast_dtype} while the weights are {found}"
-    return None
-
-
-def _autocast_contexts(wrapper: Any, model: Any) -> list[torch.autocast] | None:
-    """The autocast contexts met while unwrapping down to the class's forward, or None where anything else wraps it."""
-    contexts: list[torch.autocast] = []
-    own = _with_wrapped(type(model).forward)  # accelerate's unwrap_model(keep_fp32_wrapper=False) takes decorators too
-    while (wrapper := getattr(wrapper, "__func__", wrapper)) not in own:
-        if (bound := _wrapped_method(wrapper)) is not None:
-            if getattr(bound, "__self__", None) is not model:  # a deep copy's wrapper still runs the original's forward
-                return None
-            wrapper = bound
-            continue
-        if isinstance(wrapper, FunctionType) and wrapper.__code__.co_name == "decorate_autocast":
-            cells = [cell.cell_contents for cell in wrapper.__closure__ or ()]
-            contexts += [cell for cell in cells if isinstance(cell, torch.autocast)]
-        elif not type(wrapper).__module__.startswith("accelerate.") and not (
-            isinstance(wrapper, FunctionType) and wrapper.__module__.startswith("accelerate.")
-        ):
-            return None
-        wrapper = wrapper.__dict__.get("__wrapped__")
-    return contexts
-
-
-def _with_wrapped(function: Any) -> list[Any]:
-    chain = [function]
-    while (function := getattr(function, "__wrapped__", None)) is not None:
-        chain.append(function)
-    return chain
-
-
-def _wrapped_method(wrapper: Any) -> Any:
-    """What `torch.compile` compiled, or what TRL's `add_fused_lm_head` replaced; None for any other wrapper.
-
-    TRL's calls what it replaced wherever `fused_lm_head=True` is not asked for.
-    """
-    if not isinstance(wrapper, FunctionType):
-        return None
-    module, code = wrapper.__globals__.get("__name__"), wrapper.__code__
-    if module == "torch._dynamo.eval_frame":
-        return wrapper.__dict__.get("_torchdynamo_orig_callable")
-    if (module, code.co_name) != ("trl.trainer.utils", "_fused_forward"):
-        return None
-    if (wrapper.__kwdefaults__ or {}).get("fused_lm_head") is not False:
-        return None
-    cells = dict(zip(code.co_freevars, wrapper.__closure__ or (), strict=True))
-    return cells["original_forward"].cell_contents if "original_forward" in cells else None
 
 
 def _attention_reason(adapter: ModelAdapter) -> str | None:
@@ -204,8 +142,7 @@ def _module_reason(seen: Seen) -> str | None:
                 return f"{name} is a {type(layer).__module__}.{type(layer).__name__}, which may look at batch rows"
             if vars(layer).get("max_norm") is not None:
                 return f"{name} has max_norm, with which a look-up changes the weights"
-    torchs = [kind for kind in tokenwise if kind.__module__.startswith(_OWN_LAYERS)]
-    if (place := patched_class(torchs)) is not None:
+    if (place := patched_class(_watched_kinds(seen))) is not None:
         return f"{place} is patched"
     for name, module in seen.modules:
         if name and "forward" in module.__dict__:
@@ -283,8 +220,6 @@ def _is_inert(hook: Any) -> bool:
 
 
 def _hook_reason(seen: Seen) -> str | None:
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return "global forward hooks are registered"
     for name, module in seen.modules:
         if module._forward_pre_hooks or not all(map(_is_inert, module._forward_hooks.values())):
             return f"{name or 'the model'} has a forward hook"

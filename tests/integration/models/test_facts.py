@@ -133,19 +133,6 @@ def test_ambient_state_and_global_hooks():
     assert engine.unsupported_reason() is None
 
 
-def test_a_class_attribute(monkeypatch):
-    model = hf_paged.enable(family_model("mistral"))
-    engine = hf_paged.get_engine(model)
-    assert engine.unsupported_reason() is None
-    model.train()
-    kind = type(model.model.layers[0])
-    assert engine.unsupported_reason() is None
-    monkeypatch.setattr(kind, "gradient_checkpointing", True, raising=False)
-    for layer in model.model.layers:
-        vars(layer).pop("gradient_checkpointing", None)
-    assert "checkpoints" in engine.unsupported_reason()
-
-
 @pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe", "gemma3", "gpt-oss", "phi3"])
 def test_an_unchanged_model_is_not_checked_in_full_again(variant, monkeypatch):
     model = tiny_model() if variant == "qwen3" else family_model(variant)

@@ -1,0 +1,27 @@
+"""What surrounds a call and reaches into all that torch computes in it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+
+def surroundings_reason() -> str | None:
+    """Why nothing can be computed here and now as stock would compute it, or None."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "global forward hooks are registered"
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        if type(mode) is not DeviceContext:  # a default device, which the engine keeps off its own tensors
+            return f"a {type(mode).__qualname__} is active, which sees or changes every function of torch"
+    return None
+
+
+def autocast_state(model: nn.Module) -> tuple:
+    """Whether autocast is on for the model's device, and to what dtype."""
+    first = next(model.parameters(), None)  # of a module that may be of any class as yet
+    device = "cpu" if first is None else first.device.type
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
