@@ -78,8 +78,8 @@ def measure_rank(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from hf_paged.integration.parallel.group import join
-    from hf_paged.integration.parallel.peers import open_peers
+    from hf_paged.parallel.group import join
+    from hf_paged.parallel.peers import open_peers
 
     device = torch.device("cuda", options.rank)
     torch.cuda.set_device(device)

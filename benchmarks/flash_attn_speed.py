@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:<folder with the packages> python benchmarks/flash_attn_speed.py [--out flash.json]
 
-Every importable adapter of `hf_paged.kernels.flash_backend` is compared with float64 on ragged, poisoned cases, then
+Every importable adapter of `kernels.attention.flash_backend` is compared with float64 on ragged, poisoned cases, then
 timed beside the Triton kernel and FlashAttention-2 as torch ships it. Times are medians of CUDA-graph replays, or of
 events where a call cannot be captured. A step that fails is printed and skipped.
 """
@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from kernel_speed import HEAD_DIM, KV_HEADS, L2_BYTES, PREFILL, Inputs, graph_time
 
-from hf_paged.kernels import flash_backend
-from hf_paged.kernels.metadata import PagedMetadata
-from hf_paged.kernels.paged_attention_prefill import paged_attention_prefill
+from hf_paged.kernels.attention import flash_backend
+from hf_paged.kernels.attention.metadata import PagedMetadata
+from hf_paged.kernels.attention.prefill import paged_attention_prefill
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels" / "attention"))
 from paged_cases import expected, make_case, worst_error
 
 SCALE = HEAD_DIM**-0.5

@@ -29,17 +29,17 @@ import torch
 import triton
 
 from hf_paged.kernels.add_rms_norm import add_rms_norm
-from hf_paged.kernels.decode_work import plan_items
+from hf_paged.kernels.attention.decode import DecodeConfig, config_of, paged_attention_decode, places_of
+from hf_paged.kernels.attention.decode_work import plan_items
+from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
+from hf_paged.kernels.attention.paged_attention import paged_attention
+from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.linear import linear
-from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
-from hf_paged.kernels.paged_attention import paged_attention
-from hf_paged.kernels.paged_attention_decode import DecodeConfig, config_of, paged_attention_decode, places_of
-from hf_paged.kernels.paged_attention_prefill import paged_attention_prefill
 from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
-from hf_paged.kernels.sample_tokens import SamplingTable, sample_tokens
 from hf_paged.kernels.silu_mul import silu_mul
 from hf_paged.kernels.store_kv import store_kv
 from hf_paged.kernels.weights_checksum import ChecksumPlan, weights_checksum
+from hf_paged.sampling.sample_tokens import SamplingTable, sample_tokens
 
 HEAD_DIM, KV_HEADS, BLOCK_SIZE = 128, 8, 16
 L2_BYTES = 400 << 20

@@ -29,9 +29,9 @@ from hf_paged.kernels._gemv import GemvConfig
 from hf_paged.kernels._linear_dot import MAX_ROWS, DotConfig
 from hf_paged.kernels._triton import pdl_supported
 from hf_paged.kernels.add_rms_norm import add_rms_norm
+from hf_paged.kernels.attention.decode import config_of, paged_attention_decode
+from hf_paged.kernels.attention.metadata import PagedMetadata
 from hf_paged.kernels.linear import fastest_config, linear, linear_silu_mul, linear_silu_mul_triton, linear_triton
-from hf_paged.kernels.metadata import PagedMetadata
-from hf_paged.kernels.paged_attention_decode import config_of, paged_attention_decode
 from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
 from hf_paged.kernels.silu_mul import silu_mul
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_paged.integration.parallel.group import join
-from hf_paged.integration.parallel.loading import load
+from hf_paged.parallel.group import join
+from hf_paged.parallel.loading import load
 
 
 def peak_host_bytes() -> int:

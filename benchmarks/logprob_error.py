@@ -18,7 +18,7 @@ from transformers import Qwen3ForCausalLM
 from workloads import QWEN3_SHAPES, qwen3
 
 from hf_paged import PagedConfig
-from hf_paged.integration.models import StepContext, find_adapter
+from hf_paged.models import StepContext, find_adapter
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from kernel_speed import BLOCK_SIZE, KV_HEADS, L2_BYTES, Inputs, graph_time
 
-from hf_paged.kernels.metadata import PagedMetadata
-from hf_paged.kernels.paged_attention_prefill import PrefillConfig, paged_attention_prefill
+from hf_paged.kernels.attention.metadata import PagedMetadata
+from hf_paged.kernels.attention.prefill import PrefillConfig, paged_attention_prefill
 
 _RAGGED = random.Random(0)
 # name: query heads, head_dim, rows of (new, length)

@@ -18,9 +18,9 @@ import torch
 from kernel_speed import BLOCK_SIZE, HEAD_DIM, KV_HEADS, graph_time
 from workloads import nano
 
-from hf_paged.kernels.decode_work import plan_items
-from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
-from hf_paged.kernels.paged_attention_decode import DecodeConfig, config_of, paged_attention_decode, places_of
+from hf_paged.kernels.attention.decode import DecodeConfig, config_of, paged_attention_decode, places_of
+from hf_paged.kernels.attention.decode_work import plan_items
+from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
 
 CONFIGS = tuple(DecodeConfig(*c) for c in ((32, 2, 3, 5), (64, 4, 2, 4), (64, 4, 3, 3), (64, 4, 4, 2)))
 PROGRAMS = (1, 2, 3, 4, 6, 8)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from kernel_speed import L2_BYTES, ceilings, graph_time, show
 
-from hf_paged.kernels.sample_tokens import SamplingTable, sample_tokens
-from hf_paged.runner.sampler import SamplingRows, sample_reference
+from hf_paged.sampling.sample_tokens import SamplingTable, sample_tokens
+from hf_paged.sampling.sampler import SamplingRows, sample_reference
 
 # temperature, top_p, min_p, top_k
 SETTINGS = {

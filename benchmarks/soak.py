@@ -284,7 +284,7 @@ class Server:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.cli.serve import Serve
 
-        from hf_paged.integration.serving import install_serving
+        from hf_paged.integration.serving.server import install_serving
 
         stock = AutoModelForCausalLM.from_pretrained(TRAINED, dtype=torch.float32).to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(TRAINED)
@@ -316,7 +316,7 @@ class Server:
             same(json.load(reply)["choices"][0]["message"]["content"], expected)
 
     def close(self) -> None:
-        from hf_paged.integration.serving import uninstall_serving
+        from hf_paged.integration.serving.server import uninstall_serving
 
         self._serve.kill_server()
         uninstall_serving()

@@ -15,7 +15,7 @@ import torch
 from model_arguments import add_model_arguments, open_generator
 from workloads import WORKLOADS, generation_configs
 
-from hf_paged.loop import StepLoop
+from hf_paged.engine.core import StepLoop
 from hf_paged.scheduler import Scheduler
 
 

@@ -29,7 +29,7 @@ import pyarrow.parquet
 import ray
 import xxhash
 
-from hf_paged.integration.ray import generate_dataset
+from hf_paged.ray_data import generate_dataset
 
 HERE = Path(__file__).parent
 FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl"}

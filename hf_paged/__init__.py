@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         WorkerDiedError,
     )
     from hf_paged.generator import PagedGenerator
+    from hf_paged.integration.enable import disable, enable, get_engine, is_enabled
     from hf_paged.integration.install import install, is_installed, uninstall
-    from hf_paged.integration.patching import disable, enable, get_engine, is_enabled
     from hf_paged.outputs import Completion, EngineStats, StepOutput
 
 __version__ = "0.1.0"
@@ -58,7 +58,7 @@ _MODULES = {
     ),
     "hf_paged.generator": ("PagedGenerator",),
     "hf_paged.integration.install": ("install", "is_installed", "uninstall"),
-    "hf_paged.integration.patching": ("disable", "enable", "get_engine", "is_enabled"),
+    "hf_paged.integration.enable": ("disable", "enable", "get_engine", "is_enabled"),
     "hf_paged.outputs": ("Completion", "EngineStats", "StepOutput"),
 }  # fmt: skip
 
@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:
         with _importing:
             globals()[name] = getattr(import_module(home), name)
         return globals()[name]
-    # As if they had been imported here: hf_paged.engine.Engine.
+    # As if they had been imported here: hf_paged.engine.engine.Engine.
     if any(module.split(".")[1] == name for module in _MODULES):
         with _importing:
             return import_module(f"{__name__}.{name}")

@@ -16,19 +16,20 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from hf_paged.arguments import num_copies, salt_digest
 from hf_paged.config import PagedConfig, require_int
-from hf_paged.engine import Engine
+from hf_paged.engine.engine import Engine
+from hf_paged.engine.follower import load_on_ranks
+from hf_paged.engine.session import Session
+from hf_paged.engine.stopping import StopRule
 from hf_paged.errors import EngineClosedError
-from hf_paged.integration import fallback, patching
-from hf_paged.integration.parallel.follower import load_on_ranks
-from hf_paged.integration.parallel.launch import Workers
+from hf_paged.integration import fallback
+from hf_paged.integration.enable import disable, enable_with_engine, get_engine, is_enabled, merged_config, unwrap
+from hf_paged.options.arguments import num_copies, salt_digest
+from hf_paged.options.prompts import as_prompt_list
+from hf_paged.options.settings import RequestSettings, check_flags, settings_from_config
 from hf_paged.outputs import Completion, StepOutput
-from hf_paged.prompts import as_prompt_list
-from hf_paged.runner.sampler import derive_seed
-from hf_paged.session import Session
-from hf_paged.settings import RequestSettings, check_flags, settings_from_config
-from hf_paged.stopping import StopRule
+from hf_paged.parallel.launch import Workers
+from hf_paged.sampling.sampler import derive_seed
 
 PROGRESS_DELAY_S = 2.0
 _PARTING_S = 2.0  # for ranks that were told to stop
@@ -51,12 +52,12 @@ class PagedGenerator:
 
     def __init__(self, model: torch.nn.Module, tokenizer: Any = None, config: PagedConfig | None = None,
                  **overrides: Any) -> None:  # fmt: skip
-        if patching.is_enabled(model):
+        if is_enabled(model):
             raise ValueError("model: it is enabled already; call hf_paged.disable(model) first, or use model.generate")
         self.model: Any = model
-        self._causal_lm: PreTrainedModel = patching.unwrap(model)
-        self.engine: Engine = patching.enable_with_engine(
-            self._causal_lm, patching.merged_config(config, overrides), tokenizer=tokenizer, owns_device=True
+        self._causal_lm: PreTrainedModel = unwrap(model)
+        self.engine: Engine = enable_with_engine(
+            self._causal_lm, merged_config(config, overrides), tokenizer=tokenizer, owns_device=True
         )
         self._workers: list[Workers] = []
         self._close = weakref.finalize(self, _end, weakref.ref(self._causal_lm), self.engine, self._workers,
@@ -85,7 +86,7 @@ class PagedGenerator:
             OSError: transformers finds no model there.
             WorkerDiedError: a rank ended before all were ready, with what it said.
         """
-        settings = patching.merged_config(config, overrides)
+        settings = merged_config(config, overrides)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         require_int("tensor_parallel_size", tensor_parallel_size, 1)
@@ -264,8 +265,8 @@ def _end(model: weakref.ref, engine: Engine, workers: list[Workers], owner: int)
 def _end_between_steps(model: weakref.ref, engine: Engine, workers: list[Workers]) -> None:
     causal_lm = model()
     try:
-        if causal_lm is not None and patching.is_enabled(causal_lm) and patching.get_engine(causal_lm) is engine:
-            patching.disable(causal_lm)
+        if causal_lm is not None and is_enabled(causal_lm) and get_engine(causal_lm) is engine:
+            disable(causal_lm)
         elif workers:
             engine.shutdown()
     finally:

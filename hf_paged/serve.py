@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from hf_paged.integration.install import install
-from hf_paged.integration.serving import install_serving
+from hf_paged.integration.serving.server import install_serving
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
 
+pytest_plugins = ["interpreted"]
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 settings.register_profile(

@@ -21,7 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_paged
 from hf_paged.integration import install
-from hf_paged.integration.batching_manager import PagedBatchingManager
+from hf_paged.integration.continuous_batching.manager import PagedBatchingManager
 
 INPUTS, OTHERS = batch([40, 20]), batch([30, 7, 25], seed=2)
 DEADLINE_S = 30.0
@@ -296,13 +296,13 @@ def locks():
     model = hf_paged.enable(tiny_model())
     manager = model.init_continuous_batching()
     assert isinstance(manager, PagedBatchingManager)
-    paged_calls = importlib.import_module("hf_paged.integration.models.paged_calls")
+    paged_calls = importlib.import_module("hf_paged.models.paged_calls")
     return {
         "hf_paged._importing": lambda: hf_paged._importing,
         "hf_paged.integration.install._enabling_one": lambda: install._enabling_one,
-        "hf_paged.integration.models.paged_calls._lock": lambda: paged_calls._lock,
-        "hf_paged.engine.Engine._lock": lambda: hf_paged.get_engine(model)._lock,
-        "hf_paged.integration.batching_board.RequestBoard.changed": lambda: manager.board.changed,
+        "hf_paged.models.paged_calls._lock": lambda: paged_calls._lock,
+        "hf_paged.engine.engine.Engine._lock": lambda: hf_paged.get_engine(model)._lock,
+        "hf_paged.integration.continuous_batching.board.RequestBoard.changed": lambda: manager.board.changed,
         # The same condition by other names.
         "manager": lambda: manager._changed,
         "outputs": lambda: manager.board.outputs._changed,

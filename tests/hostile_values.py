@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_paged.settings import NATIVE
+from hf_paged.options.settings import NATIVE
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 VALUES: list[Any] = [

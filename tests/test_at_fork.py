@@ -23,28 +23,28 @@ LOCKS = {"Lock", "RLock", "Condition", "Event", "Semaphore", "BoundedSemaphore",
 _ELSEWHERE = {"torch.cuda.Event"}
 RENEWED = {
     "hf_paged._importing",
-    "hf_paged.engine.Engine._lock",
-    "hf_paged.integration.batching_board.RequestBoard.changed",
+    "hf_paged.engine.engine.Engine._lock",
+    "hf_paged.integration.continuous_batching.board.RequestBoard.changed",
     "hf_paged.integration.install._enabling_one",
-    "hf_paged.integration.models.paged_calls._lock",
+    "hf_paged.models.paged_calls._lock",
 }
 # Of those that stay as they are: why a child never waits for one.
 _RANKS = "a child never comes to it: every way there compares os.getpid() with the owner's first"
 _SERVER = "the server's event loop is the parent's: a child serves nobody"
 SAFE = {
-    "hf_paged.integration.serving_calls.ServedCall._settled": _SERVER,
-    "hf_paged.integration.serving_calls.ServedCall.over": _SERVER,
-    "hf_paged.integration.serving_http._Answer": _SERVER,
-    "hf_paged.integration.serving_http._Answer.refused": _SERVER,
-    "hf_paged.integration.serving_http._Client._messages": _SERVER,
-    "hf_paged.runner.step_graphs._captures": "only held around work on CUDA, which no child can do",
-    "hf_paged.integration.parallel.launch._State.lock": _RANKS,
-    "hf_paged.integration.parallel.launch._State.closing": _RANKS,
-    "hf_paged.integration.parallel.launch._State.died": _RANKS,
-    "hf_paged.integration.parallel.launch._leave": _RANKS,
-    "hf_paged.integration.parallel.launch.Workers.meeting": _RANKS,
-    "hf_paged.integration.parallel.process.WorkerProcess.ended": _RANKS,
-    "hf_paged.integration.parallel.process.WorkerProcess._lock": _RANKS,
+    "hf_paged.integration.serving.calls.ServedCall._settled": _SERVER,
+    "hf_paged.integration.serving.calls.ServedCall.over": _SERVER,
+    "hf_paged.integration.serving.http._Answer": _SERVER,
+    "hf_paged.integration.serving.http._Answer.refused": _SERVER,
+    "hf_paged.integration.serving.http._Client._messages": _SERVER,
+    "hf_paged.runner.graphs._captures": "only held around work on CUDA, which no child can do",
+    "hf_paged.parallel.launch._State.lock": _RANKS,
+    "hf_paged.parallel.launch._State.closing": _RANKS,
+    "hf_paged.parallel.launch._State.died": _RANKS,
+    "hf_paged.parallel.launch._leave": _RANKS,
+    "hf_paged.parallel.launch.Workers.meeting": _RANKS,
+    "hf_paged.parallel.process.WorkerProcess.ended": _RANKS,
+    "hf_paged.parallel.process.WorkerProcess._lock": _RANKS,
 }
 
 

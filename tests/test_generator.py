@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3ForCausalL
 
 import hf_paged
 from hf_paged import PagedGenerator
-from hf_paged.settings import settings_from_config
+from hf_paged.options.settings import settings_from_config
 
 PROMPTS = random_prompts([20, 5, 33, 16])
 
@@ -303,7 +303,7 @@ def test_multibyte_characters_are_held_back_until_whole():
     """Tokens of a byte-level tokenizer cut characters in pieces; no piece of text may end in a replacement mark."""
     tokenizer = byte_tokenizer()
     ids = tokenizer("aé漢🙂z")["input_ids"]
-    from hf_paged.detokenizer import TextStream
+    from hf_paged.engine.detokenizer import TextStream
 
     for sequence in (ids, ids + [tokenizer("漢")["input_ids"][0]]):
         stream = TextStream(tokenizer)

@@ -14,7 +14,7 @@ from support import assert_idle, assert_same_tensor, batch, byte_tokenizer, rand
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged.settings import settings_from_config
+from hf_paged.options.settings import settings_from_config
 
 PACKAGE = Path(hf_paged.__file__).parent
 # Of integers: their dtype is int64 whatever the default is.

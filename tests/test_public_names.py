@@ -28,7 +28,7 @@ def run(code: str) -> str:
     return made.stdout
 
 
-@pytest.mark.parametrize("module", ["hf_paged", "hf_paged.integration.parallel.worker"])
+@pytest.mark.parametrize("module", ["hf_paged", "hf_paged.parallel.worker"])
 def test_nothing_slow_is_imported_before_it_is_used(module):
     """A worker watches its parent from the start, and not after the seconds that torch takes."""
     assert run(f"import sys, {module}; print({{'torch', 'transformers', 'triton'}} & set(sys.modules))") == "set()\n"

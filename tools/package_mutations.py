@@ -18,15 +18,16 @@ class PackageMutation(NamedTuple):
     tests: str
 
 
-GENERATE, INPUTS, LOCKSTEP = (f"integration/{name}.py" for name in ("generate", "inputs", "lockstep"))
+GENERATE, INPUTS, LOCKSTEP = (f"integration/{name}.py" for name in ("generate", "inputs", "stock_loop"))
 PIECES, FALLBACK, CACHE = (f"integration/{name}.py" for name in ("stock_pieces", "fallback", "paged_cache"))
-BOARD, REQUESTS_FILE, MANAGER = (f"integration/batching_{name}.py" for name in ("board", "requests", "manager"))
+BATCHING = "integration/continuous_batching"
+BOARD, REQUESTS_FILE, MANAGER = (f"{BATCHING}/{name}.py" for name in ("board", "requests", "manager"))
 OPTIONS_TESTS = "integration/test_generate_options.py"
 FALLBACK_TESTS = "integration/test_generate_fallbacks.py"
-LOCKSTEP_TESTS = "integration/test_lockstep.py"
-PATCHED_TESTS = "integration/test_patched_code.py"
-OWN_CODE, AT_HOME = (f"integration/models/{name}.py" for name in ("own_code", "at_home"))
-BATCHING_TESTS = "integration/test_continuous_batching.py"
+LOCKSTEP_TESTS = "integration/test_stock_loop.py"
+PATCHED_TESTS = "models/guards/test_own_code.py"
+OWN_CODE, AT_HOME = (f"models/guards/{name}.py" for name in ("own_code", "at_home"))
+BATCHING_TESTS = "integration/continuous_batching/test_methods.py"
 
 # How `model.generate` and continuous batching reach the engine.
 INTEGRATION = [
@@ -48,56 +49,60 @@ INTEGRATION = [
                     "                pass\n", LOCKSTEP_TESTS, "the_returned_cache_is_stocks"),
     PackageMutation(CACHE, "            self._length += tokens_to_remove\n", "", LOCKSTEP_TESTS, "prompt_lookup"),
     PackageMutation(BOARD, "for key in (request_id, *children):", "for key in (request_id,):",
-                    "integration/test_batching_board.py", "children"),
+                    "integration/continuous_batching/test_board.py", "children"),
     PackageMutation(BOARD, "if self.open.get(request.request_id) is request]", "]",
-                    "integration/test_batching_board.py", "children"),
+                    "integration/continuous_batching/test_board.py", "children"),
     PackageMutation(REQUESTS_FILE, "        return [*children, self]\n", "        return [self, *children]\n",
-                    "integration/test_batching_board.py", "children"),
+                    "integration/continuous_batching/test_board.py", "children"),
     PackageMutation(MANAGER, "self._stop = max(self._stop, HARD_STOP if hard_stop else FLUSH)", "self._stop = FLUSH",
                     BATCHING_TESTS, "hard_stop_fails"),
-    PackageMutation("integration/continuous_batching.py",
+    PackageMutation("integration/continuous_batching/methods.py",
                     "                manager.stop(block=block, timeout=timeout, hard_stop=True)\n",
                     "                pass\n", BATCHING_TESTS, "stops_also_where_its_block_raises"),
 ]  # fmt: skip
 
 # What a fork, another tokenizer, or memory that moved must not leave behind.
 STALENESS = [
-    PackageMutation("stopping.py", "return id(tokenizer), size,", "return id(tokenizer),", "test_generator.py",
+    PackageMutation("engine/stopping.py", "return id(tokenizer), size,", "return id(tokenizer),", "test_generator.py",
                     "tokens_that_are_added"),
-    PackageMutation("engine.py", "            self._lock = threading.RLock()\n", "            pass\n",
+    PackageMutation("engine/engine.py", "            self._lock = threading.RLock()\n", "            pass\n",
                     "test_at_fork.py", "every_lock"),
-    PackageMutation("integration/models/merged.py", "tensor.dtype, tensor.untyped_storage().nbytes()", "tensor.dtype",
-                    "integration/models/test_merged.py", "has_less_memory"),
-    PackageMutation("integration/models/fused.py", "for alias in merged.memory()]", "for alias in ()]",
-                    "integration/models/test_merged.py", "while_steps_may_read_it"),
-    PackageMutation("integration/models/facts.py", "for own in map(vars, tensors) if own], _storage_sizes(tensors),",
+    PackageMutation("models/merged.py", "tensor.dtype, tensor.untyped_storage().nbytes()", "tensor.dtype",
+                    "models/test_merged.py", "has_less_memory"),
+    PackageMutation("models/fused.py", "for alias in merged.memory()]", "for alias in ()]",
+                    "models/test_merged.py", "while_steps_may_read_it"),
+    PackageMutation("models/guards/facts.py", "for own in map(vars, tensors) if own], _storage_sizes(tensors),",
                     "for own in map(vars, tensors) if own],",
-                    "integration/models/test_merged.py", "too_small_for_its_parameter"),
-    PackageMutation("integration/models/recognise.py",
+                    "models/test_merged.py", "too_small_for_its_parameter"),
+    PackageMutation("models/eligibility.py",
                     "    if has >= needed:\n", "    if True:\n",
-                    "integration/models/test_merged.py", "a_model_without_memory and all"),
+                    "models/test_merged.py", "a_model_without_memory and all"),
     PackageMutation("integration/install.py", "    _enabling_one = at_fork.renewed(_enabling_one)\n",
                     "    pass\n", "test_at_fork.py", "every_lock"),
 ]  # fmt: skip
 
 # Settings of one request that must not end another's.
-FAILING_TESTS = "test_failing_requests.py"
+FAILING_TESTS = "engine/test_failing_requests.py"
 REQUESTS = [
-    PackageMutation("loop.py", "            action(*args)\n        except Exception as error:",
+    PackageMutation("engine/core.py", "            action(*args)\n        except Exception as error:",
                     "            action(*args)\n        except ZeroDivisionError as error:", FAILING_TESTS, "emit"),
-    PackageMutation("loop.py", "return request if request is not None and request.sequence is sequence else None",
+    PackageMutation("engine/core.py",
+                    "return request if request is not None and request.sequence is sequence else None",
                     "return request", FAILING_TESTS, "ran_ahead"),
-    PackageMutation("stopping.py", "        if len(requests) == 1:\n", "        if True:\n", FAILING_TESTS, "StopRule"),
-    PackageMutation("integration/batching_worker.py", "            if not self._running and not self._arrived:\n",
+    PackageMutation("engine/stopping.py", "        if len(requests) == 1:\n", "        if True:\n", FAILING_TESTS,
+                    "StopRule"),
+    PackageMutation("integration/continuous_batching/worker.py",
+                    "            if not self._running and not self._arrived:\n",
                     "            if True:\n", BATCHING_TESTS, "breaks_fails"),
-    PackageMutation("engine.py", "                    self._look_for_arrivals()\n",
-                    "                    self._has_looked = False\n", "test_engine.py", "before_a_change_of_the_model"),
+    PackageMutation("engine/engine.py", "                    self._look_for_arrivals()\n",
+                    "                    self._has_looked = False\n", "engine/test_engine.py",
+                    "before_a_change_of_the_model"),
 ]  # fmt: skip
 
 # Weights, own code and keys of the prefix cache.
 RECOGNITION = [
     PackageMutation("runner/weights.py", "buffers, self._adapter.plain_tensors())]", "buffers)]",
-                    "integration/models/test_plain_tensors.py", "changed_in_place"),
+                    "models/guards/test_plain_tensors.py", "changed_in_place"),
     PackageMutation(OWN_CODE, "        if self._table.holds(self._values):\n            return None\n",
                     "        return None\n", PATCHED_TESTS, "attention_of_torch"),
     PackageMutation(OWN_CODE, "        self.watch(module, name)\n        if isinstance(value, ModuleType):\n",
@@ -118,15 +123,15 @@ RECOGNITION = [
                     "what_a_module_imports"),
     PackageMutation(AT_HOME, "not (callable(value) or hasattr(kind, \"__get__\"))", "True", PATCHED_TESTS,
                     "no_other_callable and qwen2"),
-    PackageMutation("integration/models/surroundings.py", "if type(mode) is not DeviceContext:", "if False:",
+    PackageMutation("models/guards/surroundings.py", "if type(mode) is not DeviceContext:", "if False:",
                     PATCHED_TESTS, "a_mode_of_the_users"),
-    PackageMutation("integration/models/surroundings.py", "if type(mode) is not DeviceContext:", "if True:",
+    PackageMutation("models/guards/surroundings.py", "if type(mode) is not DeviceContext:", "if True:",
                     PATCHED_TESTS, "a_default_device"),
-    PackageMutation("integration/models/recognise.py",
+    PackageMutation("models/eligibility.py",
                     "takewhile(lambda kind: kind is not adapter.model_class, cls.__mro__)", "()", PATCHED_TESTS,
                     "helper_of_a_subclass"),
-    PackageMutation("integration/models/capturing.py", "        _CODE is not None\n", "        False\n",
-                    "integration/models/test_capturing.py", "auxiliary_loss"),
+    PackageMutation("models/guards/capturing.py", "        _CODE is not None\n", "        False\n",
+                    "models/guards/test_capturing.py", "auxiliary_loss"),
     PackageMutation("scheduler/sequence.py", "        key = model_key + self.cache_salt\n", "        key = model_key\n",
                     "test_cache_salt.py", "only_equal_salts"),
 ]  # fmt: skip

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import torch
 
-from hf_paged.engine import Engine
+from hf_paged.engine.engine import Engine
 from hf_paged.errors import FallbackError, FallbackWarning
-from hf_paged.integration.parallel.intact import broken_part
+from hf_paged.parallel.intact import broken_part
 
 T = TypeVar("T")
 _CALL_SEED: ContextVar[int | None] = ContextVar("hf_paged_call_seed", default=None)

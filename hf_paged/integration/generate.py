@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
-from hf_paged.engine import Engine
+from hf_paged.engine.engine import Engine
+from hf_paged.engine.stopping import StopRule
 from hf_paged.errors import EngineClosedError
-from hf_paged.integration import lockstep
 from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, salt_of_call, seed_of_call
 from hf_paged.integration.inputs import check_token_ids, paged_prompts
+from hf_paged.integration.stock_loop import run_or_fall_back
 from hf_paged.integration.stock_pieces import EndOfCall, Stops, criteria_reason, processor_reason
-from hf_paged.runner.edits import Edits
-from hf_paged.runner.sampler import derive_seed
-from hf_paged.settings import RequestSettings, settings_from_config, token_id_tuple, unsupported_option
-from hf_paged.stopping import StopRule
+from hf_paged.options.settings import RequestSettings, settings_from_config, token_id_tuple, unsupported_option
+from hf_paged.sampling.edits import Edits
+from hf_paged.sampling.sampler import derive_seed
 
 
 class NativeCall(NamedTuple):
@@ -60,7 +60,7 @@ def sample(engine: Engine | None, stock_sample: Callable, model: Any, input_ids:
             stock_sample, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
             generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer,
         )  # fmt: skip
-        return lockstep.run_or_fall_back(engine, model, in_stock, input_ids, stopping_criteria, generation_config,
+        return run_or_fall_back(engine, model, in_stock, input_ids, stopping_criteria, generation_config,
                                          synced_gpus, model_kwargs)  # fmt: skip
     check_token_ids(input_ids, engine.vocab_size)
     columns = _Columns(len(call.prompts), call, streamer)

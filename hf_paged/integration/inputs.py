@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from hf_paged.engine import Engine
+from hf_paged.engine.engine import Engine
 
 
 def paged_prompts(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,

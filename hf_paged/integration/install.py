@@ -12,8 +12,9 @@ from transformers import GenerationMixin
 
 from hf_paged import at_fork
 from hf_paged.config import PagedConfig
-from hf_paged.integration import fallback, patching
-from hf_paged.integration.models import find_adapter
+from hf_paged.integration import fallback
+from hf_paged.integration.enable import disable, enable, is_enabled, merged_config
+from hf_paged.models import find_adapter
 
 HOOKED = ("generate", "generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 
@@ -40,7 +41,7 @@ def install(config: PagedConfig | None = None, **overrides: Any) -> None:
         ValueError, TypeError: a field of the config, named.
     """
     global _config
-    _config = patching.merged_config(config, overrides)
+    _config = merged_config(config, overrides)
     for name in HOOKED:
         if name not in _replaced:
             hook = _enabling(name, getattr(GenerationMixin, name))
@@ -64,7 +65,7 @@ def uninstall() -> None:
             setattr(GenerationMixin, name, original)
     _replaced.clear()
     for model in list(_enabled):
-        patching.disable(model)
+        disable(model)
     _enabled.clear()
 
 
@@ -75,11 +76,11 @@ def is_installed() -> bool:
 
 def enable_once(model: Any) -> bool:
     """Enable a model that is supported and was not enabled here before; True if that was done meanwhile."""
-    if model in _enabled or patching.is_enabled(model) or fallback.fallback_engines() or find_adapter(model) is None:
+    if model in _enabled or is_enabled(model) or fallback.fallback_engines() or find_adapter(model) is None:
         return False  # inside a fallback: a draft model belongs to the stock call that runs it
     with _enabling_one:
         if model not in _enabled:
-            patching.enable(model, _config)
+            enable(model, _config)
             _enabled.add(model)
     return True
 

@@ -8,7 +8,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_paged.lockstep import LockstepBatch
+from hf_paged.engine.lockstep import LockstepBatch
 
 
 class PagedCache(Cache):

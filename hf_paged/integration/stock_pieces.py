@@ -10,8 +10,8 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
-from hf_paged.integration.patched_options import patched_code
-from hf_paged.settings import token_id_tuple
+from hf_paged.options.patched_options import patched_code
+from hf_paged.options.settings import token_id_tuple
 
 
 class CallEndedError(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.integration.models import KVSpec
+from hf_paged.models import KVSpec
 
 
 class KVCache:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from hf_paged.config import PagedConfig
-from hf_paged.integration.models import KVSpec, ModelAdapter
+from hf_paged.models import KVSpec, ModelAdapter
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence

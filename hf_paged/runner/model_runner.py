@@ -7,18 +7,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.integration.models import KVSpec, ModelAdapter
-from hf_paged.kernels.decode_work import plan_items
-from hf_paged.kernels.metadata import DecodeWork, PagedMetadata
-from hf_paged.kernels.paged_attention import resolve_backend
-from hf_paged.kernels.paged_attention_decode import decode_places
+from hf_paged.kernels.attention.decode import decode_places
+from hf_paged.kernels.attention.decode_work import plan_items
+from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
+from hf_paged.kernels.attention.paged_attention import resolve_backend
+from hf_paged.kernels.upload import upload
+from hf_paged.models import KVSpec, ModelAdapter
+from hf_paged.runner.graphs import StepGraphs, capture_lock
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.prompt_scores import NOTHING, PromptSpan, Wanted, prompt_log_probs
 from hf_paged.runner.request_state import RequestState, SlotParameters
 from hf_paged.runner.sharded_sampling import ShardedSampling
 from hf_paged.runner.step_context import PagedStep
-from hf_paged.runner.step_graphs import StepGraphs, capture_lock
-from hf_paged.runner.upload import upload
 from hf_paged.scheduler import StepPlan
 
 
@@ -28,7 +28,7 @@ class StepHandle(NamedTuple):
     As far as they were wanted also, float32: ``logprobs`` [R] of the tokens, undefined for rows that sample nothing,
     and ``prompt_logprobs`` of the tokens of ``spans``, one span after the other.
 
-    ``heard`` [1] int64, of a sharded model: not 0 where rank 0 has something to say (`hf_paged.events`).
+    ``heard`` [1] int64, of a sharded model: not 0 where rank 0 has something to say (`hf_paged.engine.commands`).
     """
 
     tokens: torch.Tensor

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.integration.models import ModelAdapter
+from hf_paged.models import ModelAdapter
 
 # Positions whose logits exist at the same time: this many, and less where that many numbers would be passed.
 _MOST_POSITIONS = 1024

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.kernels.sample_tokens import SamplingTable
 from hf_paged.kernels.step_inputs import step_inputs
-from hf_paged.runner.edit_lines import float_line, int_line
-from hf_paged.runner.edits import NEUTRAL, EditLines, Edits, EditState, encode_edits, sample_edited
-from hf_paged.runner.sampler import sample
+from hf_paged.kernels.upload import upload
 from hf_paged.runner.sharded_sampling import FILTERS, ShardedSampling
-from hf_paged.runner.upload import upload
+from hf_paged.sampling.edit_lines import float_line, int_line
+from hf_paged.sampling.edits import NEUTRAL, EditLines, Edits, EditState, encode_edits, sample_edited
+from hf_paged.sampling.sample_tokens import SamplingTable
+from hf_paged.sampling.sampler import sample
 
 FIRST_TOKEN_CAPACITY = 2048
 _MOST_STAGE_SETS = 6

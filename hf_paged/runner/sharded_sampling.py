@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import pad
 
-from hf_paged.integration.models import ModelAdapter
-from hf_paged.kernels.sample_tokens import GROUP_SIZE, SamplingTable
-from hf_paged.kernels.shard_best import NO_TOKEN, Columns, best_of_shard, keys_of, settle_tokens
+from hf_paged.models import ModelAdapter
+from hf_paged.sampling.sample_tokens import GROUP_SIZE, SamplingTable
+from hf_paged.sampling.shard_best import NO_TOKEN, Columns, best_of_shard, keys_of, settle_tokens
 
 # A stage of `RequestState.stages` that only sharded logits need.
 FILTERS = "filters"
@@ -24,7 +24,7 @@ class ShardedSampling:
     """The ranks of one model, this rank's columns, and a number that travels with every step.
 
     Attributes:
-        said: [1] int64 on the device: 1 while rank 0 has something to say (`hf_paged.events`), 0 on the other ranks.
+        said: [1] int64 on the device: 1 while rank 0 has something to say (`engine.commands`), 0 on the other ranks.
         heard: [1] int64 on the device: the largest of the ranks' `said` in the last step.
     """
 

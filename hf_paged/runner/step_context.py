@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels.metadata import PagedMetadata
-from hf_paged.kernels.paged_attention import paged_attention
+from hf_paged.kernels.attention.metadata import PagedMetadata
+from hf_paged.kernels.attention.paged_attention import paged_attention
 from hf_paged.runner.kv_cache import KVCache
 
 

@@ -10,8 +10,8 @@ import itertools
 
 import torch
 
-from hf_paged.integration.models import ModelAdapter
 from hf_paged.kernels.weights_checksum import ChecksumPlan
+from hf_paged.models import ModelAdapter
 from hf_paged.scheduler import BlockPool
 
 

@@ -1,6 +1,6 @@
 """accelerate around an enabled model: prepared, unwrapped, trained, saved and loaded.
 
-`tests/integration/models/test_recognise.py` has accelerate's autocast around one call.
+`tests/models/test_eligibility.py` has accelerate's autocast around one call.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """torch.compile and DDP around an enabled model in a program's ways, and generate in threads with iterator streamers.
 
-`tests/integration/test_patching.py` has a compiled module and DDP around one call, `tests/test_interrupts.py` one
+`tests/integration/test_enable.py` has a compiled module and DDP around one call, `tests/engine/test_interrupts.py` one
 thread with a TextIteratorStreamer.
 """
 

@@ -127,7 +127,7 @@ def test_sampling_is_repeatable_and_independent_of_the_batch():
 
 
 def test_fp32_noise_is_the_same_on_gpu_and_cpu():
-    from hf_paged.kernels.gumbel import exponential_noise
+    from hf_paged.sampling.gumbel import exponential_noise
 
     seeds, positions = torch.arange(5) * 2**40 + 7, torch.arange(5)
     gpu = exponential_noise(seeds.cuda(), positions.cuda(), 1000).cpu()

@@ -11,7 +11,7 @@ import torch
 from support import lookup_chat, lookup_facts, random_prompts, tiny_model
 
 from hf_paged import PagedGenerator
-from hf_paged.integration.parallel.group import group_of
+from hf_paged.parallel.group import group_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 VOCAB = 5000
@@ -132,8 +132,8 @@ faulthandler.dump_traceback_later(100, exit=True)
 import torch
 import hf_paged
 from hf_paged import PagedGenerator
-from hf_paged.integration.parallel.group import join
-from hf_paged.integration.parallel.loading import load
+from hf_paged.parallel.group import join
+from hf_paged.parallel.loading import load
 folder, how, *prompt = sys.argv[1:]
 prompt, rank = [int(word) for word in prompt], int(os.environ["RANK"])
 if how == "generator":

@@ -25,9 +25,9 @@ from support import (
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged.runner import edits
-from hf_paged.runner.edit_lines import SharedLines
-from hf_paged.runner.edits import EditState
+from hf_paged.sampling import edits
+from hf_paged.sampling.edit_lines import SharedLines
+from hf_paged.sampling.edits import EditState
 
 # Narrow weights: few tokens win, so that penalties and bans decide often.
 NARROW = {"initializer_range": 0.05}

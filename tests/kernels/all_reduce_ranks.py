@@ -9,10 +9,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from hf_paged.integration.parallel.group import join
-from hf_paged.integration.parallel.peers import open_peers
 from hf_paged.kernels.add_rms_norm import add_rms_norm
 from hf_paged.kernels.all_reduce import ALL_WAYS, Way, all_reduce, all_reduce_add_rms_norm, all_reduce_reference
+from hf_paged.parallel.group import join
+from hf_paged.parallel.peers import open_peers
 
 EPS = 1e-6
 CAPACITY = 24 << 20

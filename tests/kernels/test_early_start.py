@@ -8,9 +8,9 @@ import torch
 
 from hf_paged.kernels._triton import pdl_options, pdl_supported
 from hf_paged.kernels.add_rms_norm import add_rms_norm
+from hf_paged.kernels.attention.decode import paged_attention_decode
+from hf_paged.kernels.attention.metadata import PagedMetadata
 from hf_paged.kernels.linear import linear, linear_silu_mul
-from hf_paged.kernels.metadata import PagedMetadata
-from hf_paged.kernels.paged_attention_decode import paged_attention_decode
 from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
 from hf_paged.kernels.silu_mul import silu_mul
 

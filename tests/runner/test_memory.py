@@ -6,13 +6,13 @@ import pytest
 import torch
 from support import tiny_model
 
-import hf_paged.engine
+import hf_paged.engine.engine
 from hf_paged import PagedConfig
-from hf_paged.integration.models import find_adapter
-from hf_paged.integration.parallel.group import ParallelGroup
-from hf_paged.integration.parallel.loading import load
+from hf_paged.models import find_adapter
+from hf_paged.parallel.group import ParallelGroup
+from hf_paged.parallel.loading import load
+from hf_paged.runner.device import DevicePool
 from hf_paged.runner.memory import rehearse
-from hf_paged.runner.pool import DevicePool
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 CONFIG = PagedConfig(max_num_seqs=4, max_num_batched_tokens=64)
@@ -58,11 +58,11 @@ def test_without_the_others_it_has_to_be_said_to_be_a_rehearsal(path):
 def test_a_config_that_does_not_suit_the_model_is_said_before_anything_runs(path, field):
     """As by the engine, which comes later than a rehearsal."""
     with pytest.raises(ValueError, match=f"{next(iter(field))}=.*: expected"):
-        hf_paged.engine.rehearse(load(path, ParallelGroup(0, 1), device="cpu"), PagedConfig(**field))
+        hf_paged.engine.engine.rehearse(load(path, ParallelGroup(0, 1), device="cpu"), PagedConfig(**field))
 
 
 def test_a_pool_on_a_cpu_compiles_nothing_beforehand(path, monkeypatch):
-    monkeypatch.setattr("hf_paged.runner.pool.rehearse", lambda *args: pytest.fail("it runs a step"))
+    monkeypatch.setattr("hf_paged.runner.device.rehearse", lambda *args: pytest.fail("it runs a step"))
     model = load(path, ParallelGroup(0, 1), device="cpu")
     DevicePool(find_adapter(model)(model), CONFIG, owns_device=True).rehearse()
 

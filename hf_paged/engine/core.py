@@ -1,0 +1,396 @@
+"""The loop of schedule, launch and commit, and how it gets back on its feet after an interrupt."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_paged.config import PagedConfig
+from hf_paged.engine import log_probs
+from hf_paged.engine.session import Request, failed_output
+from hf_paged.engine.stopping import ended
+from hf_paged.errors import EngineClosedError
+from hf_paged.models import ModelAdapter
+from hf_paged.models.guards.capturing import no_capturing
+from hf_paged.runner.device import DevicePool
+from hf_paged.runner.model_runner import StepHandle
+from hf_paged.runner.prompt_scores import NOTHING
+from hf_paged.runner.weights import WeightsGuard
+from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
+
+logger = logging.getLogger(__name__)
+
+NAN_ERROR = "the model's logits hold NaN, or no finite value to sample from"
+
+
+class StepLoop:
+    """Scheduler and device pool of one engine. Not thread-safe: the engine holds its lock around every call."""
+
+    def __init__(self, adapter: ModelAdapter, config: PagedConfig, tokenizer: Any, *, owns_device: bool) -> None:
+        self._adapter = adapter
+        self._config = config
+        self.tokenizer = tokenizer
+        self.pool = DevicePool(adapter, config, owns_device=owns_device)
+        self._guard = WeightsGuard(adapter)
+        self.scheduler: Scheduler | None = None
+        self.requests: dict[str, Request] = {}
+        self._in_flight: tuple[StepPlan, StepHandle] | None = None
+        # True while scheduler or runner may be half-way through a change: an interrupt leaves it set.
+        self.dirty = False
+        self.stepping_thread: int | None = None
+        self.heard = False  # of a sharded model: a committed step said that rank 0 has something to say
+        self.failed_here: list[str] = []  # requests of a sharded model that fail on this rank alone
+        self._state_key = b""  # of the model, when the runner was prepared
+        self._arrivals: list[Request] = []  # since the last step
+        # Did a request come, since there was none at all, that streams; with a stop rule; that wants log-probabilities?
+        self._any_stream = self._any_stop = self._any_logprobs = False
+        # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
+        self.totals = dict.fromkeys(("preemptions", "generated", "prefill", "steps", "queries", "hits"), 0)
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.dirty = True
+        self.scheduler_or_build().add(request.sequence)
+        self._any_stream = request.session.stream or (self._any_stream and bool(self.requests))
+        self._any_stop = request.stop is not None or (self._any_stop and bool(self.requests))
+        asks = request.logprobs is not None or request.prompt_logprobs is not None
+        self._any_logprobs = asks or (self._any_logprobs and bool(self.requests))
+        self.requests[request.request_id] = request.session.open[request.request_id] = request
+        self._arrivals.append(request)
+        self.dirty = False
+
+    @property
+    def is_idle(self) -> bool:
+        """No request, and nothing in flight."""
+        return not self.requests and self._in_flight is None
+
+    def end(self, request: Request, reason: str) -> None:
+        """End a request; nothing may be in flight (see `drain`)."""
+        self.scheduler_or_build().finish(request.sequence, reason)
+        self.finish(request)
+
+    def refuse(self, request: Request, error: str) -> None:
+        """End a request that came and cannot run."""
+        self.drain()
+        if request.request_id in self.requests:
+            request.error = error
+            self.end(request, "error")
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """For whoever runs the device beside `step`: an exception in here makes the next entry start afresh."""
+        self.dirty = True
+        with torch.inference_mode(False), torch.no_grad(), _ambient(self._adapter.kv_spec().device):
+            yield
+        self.dirty = False
+
+    def make_room(self) -> Scheduler:
+        """Nothing in flight, and a scheduler over a pool that fits the model as it is now."""
+        self.drain()
+        if self.pool.moved():
+            self._restart_over_a_new_pool()
+        return self.scheduler_or_build()
+
+    def receive_rows(self, prompts: list[Sequence]) -> None:
+        """Prepare the runner for prompts that come beside the requests; sets their cache key. Nothing is in flight."""
+        self._receive_sequences(self.scheduler_or_build(), prompts)
+
+    def model_changed(self) -> bool:
+        """Prepare the runner anew where the model computes something else than when prompts were last received."""
+        if self._adapter.state_key() == self._state_key:
+            return False
+        self._recompute_all(self.scheduler_or_build())
+        self._prepare()
+        return True
+
+    def trust_cache(self) -> None:
+        """Wait for the checksum that `receive_rows` started."""
+        if self._guard.pending:
+            assert self.scheduler is not None
+            self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
+
+    def weights_moved(self) -> bool:
+        """Do storage and version counters say that the weights are others than when prompts were received?"""
+        return self._guard.changed(full=False)
+
+    @torch.inference_mode(False)  # tensors made under inference mode could not be written outside it later
+    @torch.no_grad()
+    def step(self, *, look_at_model: bool = False, says: bool = False) -> None:
+        """Schedule, launch and commit once.
+
+        Args:
+            look_at_model: has it changed under the running requests?
+            says: the step that is launched carries to all ranks that rank 0 has something to say.
+        """
+        self.recover_if_dirty()
+        if self.is_idle:
+            return
+        if self.pool.moved():
+            self._restart_over_a_new_pool()
+        runner = self.pool.runner  # its device is the model's: that was just compared
+        device = runner.device if runner is not None else self._adapter.kv_spec().device
+        self.dirty, self.stepping_thread = True, threading.get_ident()
+        try:
+            with _ambient(device):
+                scheduler = self.scheduler_or_build()
+                with self._adapter.compared_once():
+                    self._receive(scheduler)
+                    if look_at_model and self._adapter.state_key() != self._state_key:
+                        self._recompute_all(scheduler)
+                        self._prepare()
+                plan = scheduler.schedule()
+                if self.pool.runner is not None and self.pool.runner.sharded is not None:
+                    self.pool.runner.sharded.say(says)
+                launched = self._launch(plan) if plan is not None else None
+                if launched is None or not self._overlaps(device):
+                    self._commit_in_flight()
+                    self._in_flight = launched
+                    self._commit_in_flight()
+                else:
+                    previous, self._in_flight = self._in_flight, launched
+                    self._commit(previous)
+                for sequence in scheduler.take_failed():
+                    self.finish(self.requests[sequence.request_id])
+                if not self.requests:
+                    self._commit_in_flight()  # nobody will ask for the step that ran ahead: its blocks go back now
+            self.dirty = False
+        finally:
+            self.stepping_thread = None
+
+    def _launch(self, plan: StepPlan) -> tuple[StepPlan, StepHandle]:
+        assert self.scheduler is not None and self.pool.runner is not None
+        try:
+            parameters = [self.requests[s.request_id].parameters for s in plan.admitted]
+            wanted = log_probs.wanted_by(plan, self.requests, self._attempt) if self._any_logprobs else NOTHING
+            handle = self.pool.runner.launch(plan, parameters, wanted)
+        except Exception:
+            # Everything is where it was before this step: nothing of it may stay published, and what ran runs anew.
+            self._commit_in_flight()
+            self.scheduler.rollback(plan)
+            self.dirty = False
+            raise
+        self.totals["steps"] += 1
+        self.totals["prefill"] += int(plan.num_new_tokens[plan.num_decode_rows :].sum())
+        return plan, handle
+
+    def _commit_in_flight(self) -> None:
+        launched, self._in_flight = self._in_flight, None
+        self._commit(launched)
+
+    def _commit(self, launched: tuple[StepPlan, StepHandle] | None) -> None:
+        if launched is None:
+            return
+        assert self.scheduler is not None
+        plan, handle = launched
+        tokens = handle.wait()
+        self.heard |= handle.heard is not None and bool(handle.heard)
+        if self._guard.pending:
+            self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
+        for row in np.flatnonzero(plan.samples & (tokens < 0)).tolist():
+            if (request := self._request_of(plan, row)) is not None:
+                request.error = NAN_ERROR
+        result = self.scheduler.commit(plan, tokens)
+        self.totals["generated"] += len(result.accepted)
+        log_probs.keep(plan, handle, result.accepted, self._request_of, self._attempt)
+        if self._any_stop:
+            self._stop(plan, result.accepted, tokens)
+        for row in result.accepted if self._any_stream else ():
+            request = self._request_of(plan, row)
+            if request is not None and request.session.stream:
+                self._attempt(request, request.emit, int(tokens[row]))
+        for sequence in result.finished:
+            request = self.requests.get(sequence.request_id)
+            if request is not None and request.sequence is sequence:
+                self.finish(request)
+
+    def _stop(self, plan: StepPlan, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """End the requests whose new token completes a stop string, or whose time is over."""
+        assert self.scheduler is not None
+        found = ((self._request_of(plan, row), int(tokens[row])) for row in rows.tolist())
+        for request_id, reason in ended((request, token) for request, token in found if request is not None).items():
+            request = self.requests[request_id]
+            if isinstance(reason, Exception):
+                self._fail(request, reason)
+            elif request.sequence.finish_reason is None:
+                self.scheduler.finish(request.sequence, reason)
+                self.finish(request)
+
+    def _request_of(self, plan: StepPlan, row: int) -> Request | None:
+        """The request of a row, unless it ended meanwhile: another may have its id by now."""
+        sequence = plan.sequences[row]
+        request = self.requests.get(sequence.request_id)
+        return request if request is not None and request.sequence is sequence else None
+
+    def _attempt(self, request: Request, action: Callable[..., None], *args: Any) -> None:
+        """Do what belongs to one request: where it raises, that request ends with the error, and no other."""
+        try:
+            action(*args)
+        except Exception as error:
+            self._fail(request, error)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End a request with what was raised in its own part of a step."""
+        assert self.scheduler is not None
+        if request.error is not None:
+            return  # of a sharded model, and on its way to the other ranks already
+        logger.warning("hf_paged: request %s ends: %r", request.sequence.request_id, error, exc_info=error)
+        request.error, request.text = f"this request failed: {error!r}", None
+        if self._adapter.group.is_parallel:  # to be ended on every rank
+            self.failed_here.append(request.sequence.request_id)
+            return
+        self.scheduler.finish(request.sequence, "error")
+        self.finish(request)
+
+    def finish(self, request: Request) -> None:
+        """Deliver the completion of a request that the scheduler ended."""
+        sequence, session = request.sequence, request.session
+        try:
+            output = request.completed(self.tokenizer)
+        except Exception as error:
+            said = request.error or f"this request failed at its end: {error!r}"
+            output = failed_output(sequence, request.num_emitted if session.stream else 0, said)
+        session.outbox.append(output)
+        del self.requests[sequence.request_id]
+        del session.open[sequence.request_id]
+
+    def _receive(self, scheduler: Scheduler) -> None:
+        """Prompts arrived: is the runner ready for the model as it is now, and may older cache content be used?"""
+        arrivals, self._arrivals = self._arrivals, []
+        if arrivals:
+            self._receive_sequences(scheduler, [request.sequence for request in arrivals])
+
+    def _receive_sequences(self, scheduler: Scheduler, arrivals: list[Sequence]) -> None:
+        manager, caching = scheduler.kv_cache_manager, self._config.enable_prefix_caching
+        key = self._adapter.state_key()
+        for sequence in arrivals:
+            sequence.use_model_key(key)
+        if scheduler.num_running or self._in_flight is not None:
+            would_hit = any(manager.get_computed_blocks(sequence)[0] for sequence in arrivals)
+            assert self.pool.runner is not None
+            changed = key != self._state_key or not self.pool.runner.is_current()
+            changed = changed or (caching and self._guard.changed(full=would_hit))
+            if not self._adapter.group.any(changed):  # all ranks compute anew, or none
+                return
+            self._recompute_all(scheduler)
+        self._prepare()
+        if caching:
+            self._guard.begin(manager.block_pool)
+            sequences = [*(request.sequence for request in self.requests.values()), *arrivals]
+            if any(manager.has_older_hit(s.token_ids, s.cache_key) for s in sequences):
+                self._guard.verify(manager.block_pool)
+
+    def _recompute_all(self, scheduler: Scheduler) -> None:
+        """The model changed under running requests: they compute their keys and values again, like everyone after."""
+        self._commit_in_flight()
+        self._adapter.compare_again()  # a tokenizer or a stop rule may have run
+        scheduler.preempt_all()
+
+    def _prepare(self) -> None:
+        assert self.pool.runner is not None
+        self.pool.runner.prepare()
+        self._state_key = self._adapter.state_key()
+        for request in self.requests.values():
+            request.sequence.use_model_key(self._state_key)
+
+    def scheduler_or_build(self) -> Scheduler:
+        if self.scheduler is None:
+            device = self._adapter.kv_spec().device
+            with torch.inference_mode(False), torch.no_grad(), _ambient(device):
+                runner = self.pool.build()
+            self.scheduler = self._new_scheduler(runner.cache.num_blocks)
+        return self.scheduler
+
+    def _new_scheduler(self, num_blocks: int) -> Scheduler:
+        config = SchedulerConfig(
+            block_size=self._config.block_size, num_blocks=num_blocks, max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens, max_model_len=self.pool.max_model_len,
+            enable_prefix_caching=self._config.enable_prefix_caching,
+        )  # fmt: skip
+        return Scheduler(config, on_shortage=self.pool.grow)
+
+    def abandon(self) -> None:
+        """Give everything up where it stands: of a sharded model whose other ranks are not asked any more."""
+        self.requests.clear()
+        self._arrivals, self._in_flight, self.dirty = [], None, False
+        self.drop_pool()
+
+    def drop_pool(self) -> None:
+        self._retire_scheduler()
+        self.scheduler = None
+        self.pool.drop()
+        self._guard.forget()
+
+    def _retire_scheduler(self) -> None:
+        if self.scheduler is not None:
+            self.totals["preemptions"] += self.scheduler.num_preemptions
+            self.totals["queries"] += self.scheduler.kv_cache_manager.prefix_cache_queries
+            self.totals["hits"] += self.scheduler.kv_cache_manager.prefix_cache_hits
+
+    def recover_if_dirty(self) -> None:
+        """After an interrupt at an unknown point: a fresh scheduler over the same pool, unfinished requests anew.
+
+        Requests of other callers start over; they make the same tokens again, of which only the new ones are emitted.
+        """
+        if not self.dirty:
+            return
+        if self._adapter.group.is_parallel:
+            raise EngineClosedError("a step of a sharded model was interrupted: expected a new PagedGenerator")
+        self._in_flight = None
+        self._guard.forget()
+        self._retire_scheduler()
+        self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.runner is not None else None
+        for request in list(self.requests.values()):
+            self._start_again(request)
+        self._arrivals = list(self.requests.values())
+        self.dirty = False
+
+    def _start_again(self, request: Request) -> None:
+        try:
+            request.restart()
+        except Exception as error:  # the scheduler does not know it any more
+            request.error = f"this request failed: {error!r}"
+            self.finish(request)
+        else:
+            self.scheduler_or_build().add(request.sequence)
+
+    def _restart_over_a_new_pool(self) -> None:
+        """The model went to another dtype or device under running requests: they start over."""
+        self._in_flight = None
+        self.drop_pool()
+        self.dirty = True
+        self.recover_if_dirty()
+
+    def drain(self) -> None:
+        """Commit what is in flight, so that blocks can be freed."""
+        self.recover_if_dirty()
+        if self._in_flight is not None:
+            self.dirty = True
+            self._commit_in_flight()
+            self.dirty = False
+
+    def _overlaps(self, device: torch.device) -> bool:
+        return device.type == "cuda" if self._config.overlap is None else self._config.overlap
+
+
+@contextmanager
+def _ambient(device: torch.device) -> Iterator[None]:
+    """The state the engine runs in, whatever its caller's: the model's GPU current, autocast, default device and
+    collectors of outputs off.
+
+    No tensor of ours depends on the default dtype, which all threads share, so that it cannot be set here.
+    """
+    # A default device costs every call of torch some microseconds, so it is only set against one of the caller's.
+    has_default = torch.utils._device.CURRENT_DEVICE is not None
+    default = torch.device(device) if has_default else nullcontext()
+    with torch.autocast(device.type, enabled=False), default, no_capturing():
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                yield
+        else:
+            yield

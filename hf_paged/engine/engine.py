@@ -1,0 +1,590 @@
+"""Requests in, tokens out: the engine that drives scheduler and runner over one model."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_paged import at_fork
+from hf_paged.config import PagedConfig
+from hf_paged.engine.commands import Add, Build, End, Event, Events, Release, ResetCache
+from hf_paged.engine.core import StepLoop
+from hf_paged.engine.detokenizer import TextStream
+from hf_paged.engine.fair_lock import WaitingLine
+from hf_paged.engine.lockstep import LockstepBatch, refusal
+from hf_paged.engine.session import Request, Session
+from hf_paged.engine.stopping import CachedStopStrings, StopRule
+from hf_paged.errors import EngineClosedError, UnsupportedModelError
+from hf_paged.kernels.attention import flash_backend
+from hf_paged.models import ModelAdapter, find_adapter
+from hf_paged.models.eligibility import unsupported_reason
+from hf_paged.options.arguments import (
+    ConfigMerger,
+    RecentMerges,
+    base_seed,
+    merge_config,
+    salt_digest,
+    token_id_lists,
+    token_ids,
+)
+from hf_paged.options.settings import RequestSettings, check_flags, settings_from_config
+from hf_paged.outputs import EngineStats, StepOutput
+from hf_paged.parallel.group import ParallelGroup
+from hf_paged.parallel.peers import connect
+from hf_paged.runner.device import DevicePool
+from hf_paged.runner.request_state import SlotParameters
+from hf_paged.sampling.sampler import derive_seed
+from hf_paged.scheduler import Sequence
+
+_CANNOT_RUN = "the model cannot run on the paged engine as it is now: "
+_CLOSED = "this engine is closed: its model was disabled"
+_FORKED = "this process is a fork of one whose model is sharded over several ranks: expected that process"
+
+
+def rehearse(model: PreTrainedModel, config: PagedConfig) -> None:
+    """Have the kernels compiled that an engine which owns its device runs first; allocates nothing that stays.
+
+    Raises:
+        UnsupportedModelError: the model's class is not supported.
+        ValueError: a field of the config that does not suit the model, as from `Engine`.
+    """
+    loop = StepLoop(_adapter_of(model, config), config, None, owns_device=True)
+    with loop.changing():
+        loop.pool.rehearse()
+
+
+def _adapter_of(model: PreTrainedModel, config: PagedConfig) -> ModelAdapter:
+    """The adapter, once it is known that the config suits the model."""
+    adapter_class = find_adapter(model)
+    if adapter_class is None:
+        raise UnsupportedModelError(f"model={type(model).__name__}: expected a class that hf_paged supports")
+    adapter = adapter_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels)
+    spec = adapter.kv_spec()
+    if config.kv_cache_dtype not in ("auto", str(spec.dtype).removeprefix("torch.")):
+        raise ValueError(f"kv_cache_dtype={config.kv_cache_dtype!r}: expected 'auto' or the model's, {spec.dtype}")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if config.attention_backend == "triton" and spec.device.type == "cpu" and not interpreted:
+        raise ValueError("attention_backend='triton': expected 'auto' or 'torch' for a model on a CPU")
+    if config.attention_backend == "flash_attn":
+        missing = flash_backend.missing(spec.device, spec.dtype, spec.head_dim, config.block_size)
+        if missing is not None:
+            raise ValueError(f"attention_backend='flash_attn': expected a package that can be used here; {missing}")
+    return adapter
+
+
+class Engine:
+    """The paged engine of one model (reached through `get_engine` or `PagedGenerator.engine`).
+
+    Thread-safe: one lock per engine, held for a step at a time, so that callers in several threads share batches.
+
+    Args:
+        model: a causal LM that `hf_paged` supports.
+        config: how to run.
+        tokenizer: for `StepOutput.new_text` and `Completion.text`; None leaves them None.
+        owns_device: take the whole memory budget at once after a real warm-up pass (`PagedGenerator`); otherwise the
+            pool starts small and grows on demand (an enabled model, whose GPU is its user's too).
+
+    Raises:
+        UnsupportedModelError: the model's class is not supported.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: PagedConfig, tokenizer: Any = None, *,
+                 owns_device: bool = False) -> None:  # fmt: skip
+        self._adapter = _adapter_of(model, config)
+        spec = self._adapter.kv_spec()
+        largest = config.max_num_batched_tokens * model.config.hidden_size * spec.dtype.itemsize
+        connect(self._adapter.group, spec.device, config.all_reduce, largest)
+        self.config = config
+        self.owns_device = owns_device
+        self._loop = StepLoop(self._adapter, config, tokenizer, owns_device=owns_device)
+        self._events = Events(self._adapter.group, self._loop, self._request)
+        self._lock, self._line = threading.RLock(), WaitingLine()
+        self._public = Session(self, stream=True)
+        self._followers = Session(self, stream=False, text=False)  # of requests that rank 0's callers made
+        self._ids = itertools.count()
+        self._is_shut_down = False
+        self._stop_strings: CachedStopStrings | None = None  # the last one: calls ask for one over and over
+        self._deferred: list[Callable[[], None]] = []  # what must wait for the end of a step
+        self._merged = RecentMerges()
+        # `add_request` looks at the model once between two steps, and the next step for all that came before it.
+        self._has_looked = False
+        self._arrived: list[str] = []
+        at_fork.register(self)
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def add_request(self, prompt_token_ids: Any, generation_config: GenerationConfig | None = None, *,
+                    request_id: str | None = None, priority: int = 0, seed: int | None = None, logprobs: bool = False,
+                    prompt_logprobs: bool = False, cache_salt: str | None = None) -> str:  # fmt: skip
+        """Queue a request; `step` returns its tokens.
+
+        Args:
+            prompt_token_ids: token ids, at least one, each in [0, vocab_size).
+            generation_config: None: `model.generation_config`. Unset fields take the model's and then stock's values.
+            request_id: None: one is made. Must not be in use.
+            priority: lower runs earlier; equal ones in order of arrival.
+            seed: of this request's random numbers, in [0, 2**63). None: the config's `seed`, else drawn from torch's
+                default generator.
+            logprobs, prompt_logprobs: fill in these fields of the `Completion`, which see. A prompt that is scored is
+                computed as a whole: it fills the prefix cache and does not read it.
+            cache_salt: cached prefixes are shared among requests of the same salt (None: of none) and with nobody else.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            ValueError, TypeError: naming the argument, the value and what is accepted; nothing is queued then.
+            UnsupportedOptionError: a generation option that is not native.
+            UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes). Where it
+                changes before the step that takes requests in, these end with ``finish_reason="error"``.
+        """
+        self._check_open()
+        # Under autocast always: steps run without it, so only here it can be seen.
+        if not self._has_looked or self.group.is_parallel or torch.is_autocast_enabled(self._device_type):
+            self.check_runnable()
+        prompt = self.check_prompt(prompt_token_ids)
+        merged = self._merged(self._adapter.model, generation_config)
+        if merged.num_return_sequences not in (None, 1):
+            raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
+        check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        settings = settings_from_config(merged, len(prompt), self.num_logits)
+        if logprobs or prompt_logprobs or cache_salt is not None:
+            settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+                               cache_salt=salt_digest(cache_salt))  # fmt: skip
+        seed = derive_seed(self.base_seed(seed), 0)
+        with self._line.place(), self._lock:
+            made = self._public.add(prompt, settings, seed=seed, request_id=request_id, priority=priority)
+            self._arrived.append(made)
+            self._has_looked = True
+        return made
+
+    def step(self) -> list[StepOutput]:
+        """Run one step and return what it brought, together with what other callers' steps brought before."""
+        return self._advance(self._public, always_step=True)
+
+    def abort(self, request_id: str) -> None:
+        """End a request of `add_request`; the next `step` returns its completion with ``finish_reason="abort"``.
+
+        Raises:
+            KeyError: no unfinished request has this id.
+        """
+        with self._line.place(), self._lock:
+            if request_id not in self._events.expected:
+                self._loop.requests[request_id]  # KeyError
+            self._now(End((request_id,), "abort"))
+
+    def has_unfinished(self) -> bool:
+        """True while a request of `add_request` runs or its outputs were not fetched by `step`."""
+        return self._public.unfinished()
+
+    @contextmanager
+    def session(self, *, stream: bool = False, text: bool = True) -> Iterator[Session]:
+        """A session of one's own; leaving the block ends what is still running in it, whatever happened."""
+        session = Session(self, stream=stream, text=text)
+        try:
+            yield session
+        finally:
+            session.close()
+
+    @contextmanager
+    def lockstep(self, prompts: list[list[int]], max_new_tokens: int,
+                 cache_salt: bytes = b"") -> Iterator[LockstepBatch | str]:  # fmt: skip
+        """Rows that step together, all to themselves until the block ends; or the reason why they cannot now.
+
+        Other callers wait meanwhile; what they have running goes on afterwards.
+
+        Args:
+            prompts: checked token ids.
+            max_new_tokens: tokens that each row may get at most.
+            cache_salt: as in `RequestSettings`, of all rows.
+        """
+        with self._line.place() as place, self._lock:
+            place.leave()
+            if self.is_reentrant():
+                yield "it was called from inside a step of the same engine"
+                return
+            if self._is_shut_down:
+                yield "the model was disabled by another thread"
+                return
+            if self.group.is_parallel:
+                yield "the model is sharded over several ranks"
+                return
+            self._loop.stepping_thread = threading.get_ident()
+            try:
+                if (reason := refusal(self._loop, prompts, max_new_tokens)) is not None:
+                    yield reason
+                    return
+                batch = LockstepBatch(self._loop, prompts, max_new_tokens, cache_salt)
+                try:
+                    yield batch
+                finally:
+                    batch.close()
+            finally:
+                self._loop.stepping_thread = None
+                self._loop.recover_if_dirty()
+                self._run_deferred()
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counters and present state; see `EngineStats`."""
+        with self._line.place(), self._lock:
+            s, p, pool = self._loop.scheduler, self._loop.totals, self._loop.pool
+            return EngineStats(
+                num_running=s.num_running if s else 0,
+                num_waiting=s.num_waiting if s else 0,
+                num_blocks=s.num_blocks if s else 0,
+                num_free_blocks=s.num_free_blocks if s else 0,
+                num_preemptions=p["preemptions"] + (s.num_preemptions if s else 0),
+                num_generated_tokens=p["generated"],
+                num_prefill_tokens=p["prefill"],
+                num_steps=p["steps"],
+                prefix_cache_queries=p["queries"] + (s.kv_cache_manager.prefix_cache_queries if s else 0),
+                prefix_cache_hits=p["hits"] + (s.kv_cache_manager.prefix_cache_hits if s else 0),
+                kv_cache_bytes=pool.nbytes,
+                num_pool_growths=pool.num_growths,
+                num_graphs_captured=pool.graph_counts[0],
+                num_graphs_dropped=pool.graph_counts[1],
+            )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False (and nothing done) while a request is unfinished."""
+        with self._line.place(), self._lock:
+            return self._now(ResetCache())
+
+    def release_memory(self, graphs: bool = False) -> None:
+        """Give the KV pool and the request state back to the device; the next request makes them anew.
+
+        Args:
+            graphs: also drop captured CUDA graphs. They point into the pool, so they go with it in any case.
+
+        Raises:
+            RuntimeError: while requests are unfinished.
+        """
+        with self._line.place(), self._lock:
+            if unfinished := len(self._loop.requests) + len(self._events.expected):
+                raise RuntimeError(f"release_memory: {unfinished} requests are unfinished")
+            if self.is_reentrant():
+                raise RuntimeError("release_memory: a generate call is under way in this thread")
+            self._now(Release())
+
+    def shutdown(self) -> None:
+        """End every request, whoever asked for it, give all memory back, and refuse new requests."""
+        with self._line.place(), self._lock:
+            self._is_shut_down = True
+            if self.is_reentrant():  # garbage collection in the middle of a step
+                self._deferred.append(self.shutdown)
+                return
+            if self.group.is_parallel:
+                self._events.shut_down(self._now, _CLOSED)
+                return
+            for request in list(self._loop.requests.values()):
+                self._close(request.session)
+            self.release_memory()
+
+    def after_step(self, action: Callable[[], None]) -> None:
+        """Do it now, or after the step of this engine that this thread is inside."""
+        if self.is_reentrant():
+            self._deferred.append(action)
+        else:
+            action()
+
+    def follow(self) -> None:
+        """Do what rank 0 does until it shuts its engine down; for ranks that run no code of the user.
+
+        Raises:
+            EngineClosedError: an earlier step was interrupted.
+        """
+        with self._line.place() as place, self._lock:
+            place.leave()
+            while not self._events.stopped:
+                self._events.follow()
+                self._followers.outbox.clear()
+
+    def lead(self, waiting: Callable[[], AbstractContextManager], on_break: Callable[[], None]) -> None:
+        """For rank 0, whose other ranks `follow`.
+
+        Args:
+            waiting: entered for everything that waits for the other ranks.
+            on_break: called when this rank cannot go on with them (an interrupt, an error in a step).
+        """
+        self._events.around, self._events.on_break = waiting, on_break
+
+    @property
+    def group(self) -> ParallelGroup:
+        """The ranks over which the model is sharded."""
+        return self._adapter.group
+
+    @property
+    def tokenizer(self) -> Any:
+        """What decodes tokens and makes stop strings; another one may be set between calls."""
+        return self._loop.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._loop.tokenizer = tokenizer
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that this is the engine of."""
+        return self._adapter.model
+
+    def is_reentrant(self) -> bool:
+        """True in the thread that is inside a step of this engine right now."""
+        return threading.get_ident() in (self._loop.stepping_thread, self._events.busy_thread)
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def unsupported_reason(self) -> str | None:
+        """Why the model cannot run natively as it is now, or None."""
+        return unsupported_reason(self._adapter)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the model's embedding takes."""
+        return self._adapter.vocab_size
+
+    @property
+    def num_logits(self) -> int:
+        """Number of logits that the model makes of a token: ids in generation options must lie below it."""
+        return self._adapter.num_logits
+
+    def check_runnable(self) -> None:
+        """Raise UnsupportedModelError where `unsupported_reason` gives one; EngineClosedError after `shutdown`."""
+        self._check_open()
+        if (reason := self.unsupported_reason()) is not None:
+            raise UnsupportedModelError(_CANNOT_RUN + reason)
+
+    def _check_open(self) -> None:
+        if self._is_shut_down:
+            raise EngineClosedError(_CLOSED)
+
+    def check_prompt(self, prompt_token_ids: Any) -> list[int]:
+        """A prompt that can run, as a list of ints, or ValueError / TypeError naming what is wrong with it."""
+        prompt = token_ids(prompt_token_ids, self._adapter.vocab_size)
+        if (reason := self.too_long(len(prompt), 1)) is not None:
+            raise ValueError(f"prompt_token_ids of {len(prompt)} tokens: {reason}")
+        return prompt
+
+    def check_prompts(self, prompts: list[Any]) -> list[list[int]]:
+        """`check_prompt` of every prompt."""
+        checked = token_id_lists(prompts, self._adapter.vocab_size)
+        if checked and self.too_long(max(map(len, checked)), 1) is None:
+            return checked
+        return [self.check_prompt(prompt) for prompt in prompts]
+
+    def too_long(self, prompt_length: int, max_new_tokens: int) -> str | None:
+        """Why a sequence of this length can never run here, or None."""
+        with self._line.place(), self._lock:
+            pool = self._pool()
+            length = prompt_length + max_new_tokens
+            if length > pool.max_model_len:
+                return f"{length} tokens with {max_new_tokens} new ones, and max_model_len is {pool.max_model_len}"
+            # The last token's keys and values are never needed.
+            blocks = -(-(length - 1) // self.config.block_size)
+            if blocks > pool.max_blocks - 1:
+                return f"{blocks} blocks are needed, and the KV pool holds {pool.max_blocks - 1}"
+        return None
+
+    def room(self, prompt_length: int) -> int:
+        """The most new tokens that `too_long` allows after a prompt of this length; below 1 where it has no room."""
+        with self._line.place(), self._lock:
+            pool = self._pool()
+            return min(pool.max_model_len, (pool.max_blocks - 1) * self.config.block_size + 1) - prompt_length
+
+    def base_seed(self, seed: int | None) -> int:
+        """A checked seed: `seed` itself, else the config's, else one from torch's default generator."""
+        return base_seed(seed, self.config.seed)
+
+    def merge_config(self, config: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:
+        """`kwargs` over `config` over `model.generation_config` over stock's defaults, as stock generate merges."""
+        return merge_config(self._adapter.model, config, kwargs)
+
+    def config_merger(self, kwargs: dict[str, Any]) -> ConfigMerger:
+        """`merge_config` for the many configs of one call."""
+        return ConfigMerger(self._adapter.model, kwargs)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def after_fork_in_child(self) -> None:
+        """Nobody else waits here or holds the lock; a step that this thread is inside of goes on."""
+        self._line = WaitingLine()
+        if self.group.is_parallel:
+            self._events.over = _FORKED  # the other ranks listen to the parent
+        if self.is_reentrant():
+            self._deferred.append(self._forget_threads_that_are_gone)
+            return
+        was_held = not self._lock.acquire(blocking=False)
+        if was_held:  # by a thread that is gone, at an unknown point
+            self._loop.dirty = True
+            self._lock = threading.RLock()
+        else:
+            self._lock.release()
+        self._loop.stepping_thread = self._events.busy_thread = None
+        self._forget_threads_that_are_gone()
+
+    def _forget_threads_that_are_gone(self) -> None:
+        """After a fork: their requests hold blocks, and nobody waits for their tokens."""
+        for requests in (self._loop.requests, self._events.expected):
+            for request in [r for r in requests.values() if r.thread != threading.get_ident()]:
+                self._loop.dirty = True
+                del requests[request.request_id]
+                request.session.open.pop(request.request_id, None)
+
+    def stop_rule(self, settings: RequestSettings, prompt: list[int]) -> StopRule | None:
+        """What watches a request for the stop strings and the time of its settings; None: nothing to watch.
+
+        Raises:
+            ValueError: stop strings without a tokenizer, or ones that its vocabulary cannot make.
+        """
+        if not settings.stop_strings and settings.max_time is None:
+            return None
+        strings = None
+        if settings.stop_strings:
+            if self.tokenizer is None:
+                raise ValueError(f"stop_strings={settings.stop_strings!r}: expected an engine with a tokenizer")
+            cached = self._stop_strings
+            if cached is None or not cached.is_of(self.tokenizer, settings.stop_strings):
+                cached = self._stop_strings = CachedStopStrings(self.tokenizer, settings.stop_strings)
+            strings = cached.criterion
+        deadline = None if settings.max_time is None else time.time() + settings.max_time
+        return StopRule(strings, deadline, prompt)
+
+    def _add(self, session: Session, prompt: list[int], settings: RequestSettings, seed: int, request_id: str | None,
+             priority: int, stop: StopRule | None) -> str:  # fmt: skip
+        if not isinstance(priority, int):
+            raise TypeError(f"priority={priority!r}: expected an integer")
+        if not isinstance(request_id, (str, type(None))):
+            raise TypeError(f"request_id={request_id!r}: expected None or a str")
+        # Other ranks may not know an enumeration of the user's script.
+        priority = int(priority)
+        request_id = None if request_id is None else str.__str__(request_id)
+        made = request_id is None
+        stop = self.stop_rule(settings, prompt) if stop is None else stop
+        with self._line.place(), self._lock:
+            if self.is_reentrant():
+                raise RuntimeError("a request cannot be added from inside a step of the same engine")
+            self._loop.recover_if_dirty()
+            if not self._loop.requests and self._loop.pool.moved():
+                if self.group.driven:
+                    raise UnsupportedModelError("the model's dtype, device, shape or longest length changed on rank 0, "
+                                                "and the other ranks' did not: expected a new PagedGenerator")
+                self._loop.drop_pool()
+            if self._is_shut_down:
+                raise EngineClosedError(_CLOSED)
+            while request_id is None or (made and self._is_in_use(request_id)):
+                request_id = f"request-{next(self._ids)}"
+            if self._is_in_use(request_id):
+                raise ValueError(f"request_id={request_id!r}: expected an id that is not in use")
+            event = Add(request_id, prompt, settings, seed, priority, stop)
+            request = self._request(event, session)
+            if self.group.is_parallel:
+                session.open[request_id] = self._events.expected[request_id] = request
+                self._events.soon(event)
+            else:
+                self._loop.add(request)
+            return request_id
+
+    def _is_in_use(self, request_id: str) -> bool:
+        return request_id in self._loop.requests or request_id in self._events.expected
+
+    def _request(self, event: Add, session: Session | None = None) -> Request:
+        """The request of an event; without a session it is one of another rank's caller."""
+        session = self._followers if session is None else session
+        prompt, settings = event.prompt, event.settings
+        eos = tuple(t for t in settings.eos_token_ids if 0 <= t < self._adapter.vocab_size)  # others never come
+        parameters = SlotParameters(
+            settings.do_sample, settings.temperature, settings.top_k, settings.top_p, settings.min_p, event.seed,
+            len(prompt) + settings.min_new_tokens, eos,
+            min(len(prompt) + settings.max_new_tokens, self._loop.pool.max_model_len), len(prompt), settings.edits,
+        )  # fmt: skip
+        _ = parameters.lines  # encoded here, where what cannot be encoded is its caller's error
+        sequence = Sequence(event.request_id, prompt, max_new_tokens=settings.max_new_tokens, eos_token_ids=eos,
+                            priority=event.priority, read_cache=not settings.prompt_logprobs,
+                            cache_salt=settings.cache_salt)  # fmt: skip
+        request = Request(sequence, parameters, session, stop=event.stop)
+        request.logprobs = [] if settings.logprobs else None
+        request.prompt_logprobs = [None] * len(prompt) if settings.prompt_logprobs else None
+        if session.stream and session.text and self.tokenizer is not None:
+            request.text = TextStream(self.tokenizer)
+        return request
+
+    def _pool(self) -> DevicePool:
+        if self._loop.scheduler is None:
+            self._now(Build())
+        return self._loop.pool
+
+    def _advance(self, session: Session, always_step: bool = False) -> list[StepOutput]:
+        if self.is_reentrant():
+            raise RuntimeError("step() was called from inside a step of the same engine")
+        with self._line.place(after_others=True) as place, self._lock:
+            place.leave()
+            if always_step or not session.outbox:
+                try:
+                    self._look_for_arrivals()
+                    # A streaming caller's code runs between steps, and may have changed the model.
+                    self._events.step(look_at_model=session.stream)
+                finally:
+                    self._run_deferred()
+            outputs = list(session.outbox)
+            session.outbox.clear()
+            return outputs
+
+    @property
+    def _device_type(self) -> str:
+        return self._adapter.kv_spec().device.type
+
+    def _look_for_arrivals(self) -> None:
+        """End requests of `add_request` that the model, which may have changed since, cannot run any more."""
+        arrived, self._arrived, self._has_looked = self._arrived, [], False
+        if not arrived or self.group.is_parallel:
+            return
+        with torch.autocast(self._device_type, enabled=False):  # as the step runs
+            reason = self.unsupported_reason()
+        if reason is not None:
+            for request in [self._loop.requests[i] for i in arrived if i in self._loop.requests]:
+                self._loop.refuse(request, _CANNOT_RUN + reason)
+
+    def _now(self, event: Event) -> Any:
+        try:
+            return self._events.now(event)
+        finally:
+            if not self.is_reentrant():
+                self._run_deferred()
+
+    def _run_deferred(self) -> None:
+        while self._deferred:
+            self._deferred.pop()()
+
+    def _close(self, session: Session) -> None:
+        with self._line.place(), self._lock:
+            if not session.open:
+                return
+            if self.is_reentrant():  # an abandoned stream is garbage-collected in the middle of a step
+                self._deferred.append(lambda: self._close(session))
+                return
+            if self.group.is_parallel:
+                self._events.close(session, self._now)
+                return
+            try:
+                self._loop.drain()
+            except Exception:
+                self._loop.dirty = True
+            if self._loop.dirty:
+                for request_id in session.open:
+                    self._loop.requests.pop(request_id, None)
+                session.open.clear()
+                self._loop.recover_if_dirty()
+                return
+            for request in list(session.open.values()):
+                self._loop.end(request, "abort")
+            session.outbox.clear()

@@ -1,0 +1,98 @@
+"""The job of the ranks that `PagedGenerator.from_pretrained` starts: load a share, and do what rank 0 does."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_paged.config import PagedConfig
+from hf_paged.parallel.group import ParallelGroup, check_world, join
+from hf_paged.parallel.launch import Workers, is_leading, launch
+from hf_paged.parallel.worker import meanwhile
+
+# What imports transformers is imported where it is used: a worker begins to meet the others before those seconds.
+
+
+@dataclass(frozen=True)
+class Follower:
+    """A `worker.Job`. Arguments as of `PagedGenerator.from_pretrained`."""
+
+    path: str
+    dtype: str | torch.dtype
+    device_type: str
+    config: PagedConfig
+
+    def run(self, rank: int, size: int, store: Any) -> None:
+        """Until rank 0 shuts its engine down."""
+        group = ParallelGroup(rank, size, driven=True)
+        device = rank_device(self.device_type, rank)
+        with meanwhile(lambda: group.meet(rank_device(self.device_type, rank), store)):
+            from hf_paged.engine.engine import Engine
+            from hf_paged.parallel.loading import load
+
+            model = load(self.path, group, dtype=self.dtype, device=device)
+        gc.freeze()  # modules and model stay, and need not be looked through again
+        gc.enable()
+        Engine(model, self.config, owns_device=True).follow()
+
+
+def rank_device(device_type: str, rank: int) -> torch.device:
+    """The device of a rank on its host; made current in this thread where it is a GPU."""
+    if device_type != "cuda":
+        return torch.device(device_type)
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+@contextmanager
+def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.dtype, device: torch.device,
+                  config: PagedConfig) -> Iterator[tuple[Any, Workers | None]]:  # fmt: skip
+    """This rank's model, and the processes of the other ranks where they had to be started; an error ends them.
+
+    The others may still be loading in the body; all ranks have met when the context is left.
+
+    Args:
+        path_or_id, dtype, config: as for `PagedGenerator.from_pretrained`.
+        size: number of ranks, at least 2.
+        device: its type counts; ranks take the devices 0 to size - 1 of their host, or torchrun's LOCAL_RANK.
+
+    Raises:
+        ValueError: another number of processes or fewer devices than `size`, or a device of another kind or index.
+        WorkerDiedError: a rank ended before all were ready.
+    """
+    if device.index not in (None, 0) or device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device={str(device)!r}: expected 'cuda', of which the ranks take 0 to {size - 1}, or 'cpu'")
+    if not is_leading() and (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+        yield _load_here(path_or_id, size, dtype, device), None
+        return
+    workers = launch(size, Follower(str(path_or_id), dtype, device.type, config), device.type)
+    try:
+        from hf_paged.engine.engine import rehearse
+        from hf_paged.parallel.loading import load
+
+        own = rank_device(device.type, 0)
+        with workers.meeting(own) as group:
+            model = load(str(path_or_id), group, dtype=dtype, device=own, check=workers.check)
+            with group.alone(workers.check):  # the others, which import for seconds more, will find compiled kernels
+                rehearse(model, config)
+            yield model, workers
+    except BaseException:
+        workers.close()
+        raise
+
+
+def _load_here(path_or_id: str | os.PathLike, size: int, dtype: str | torch.dtype, device: torch.device) -> Any:
+    """Every rank runs this script."""
+    from hf_paged.parallel.loading import load
+
+    check_world(size)  # before this rank's GPU is made current
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+    own = rank_device(device.type, int(os.environ.get("LOCAL_RANK", rank)))
+    return load(str(path_or_id), join(rank, size, own), dtype=dtype, device=own)

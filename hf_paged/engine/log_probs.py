@@ -1,0 +1,46 @@
+"""Which log-probabilities a step has to bring, and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from hf_paged.engine.session import Request
+from hf_paged.runner.model_runner import StepHandle
+from hf_paged.runner.prompt_scores import PromptSpan, Wanted
+from hf_paged.scheduler import StepPlan
+
+# (request, its method, arguments): called so that an exception ends that request alone.
+Attempt = Callable[..., None]
+
+
+def wanted_by(plan: StepPlan, requests: Mapping[str, Request], attempt: Attempt) -> Wanted:
+    """What the requests of a plan's rows ask for."""
+    spans: list[PromptSpan] = []
+
+    def ask(request: Request, row: int) -> None:
+        span = request.span_to_score(row, int(plan.start[row]), int(plan.num_new_tokens[row]))
+        if span is not None:
+            spans.append(span)
+
+    rows = [requests[sequence.request_id] for sequence in plan.sequences]
+    for row in range(plan.num_decode_rows, len(rows)):
+        attempt(rows[row], ask, rows[row], row)
+    return Wanted(any(request.logprobs is not None for request in rows), tuple(spans))
+
+
+def keep(plan: StepPlan, handle: StepHandle, accepted: np.ndarray,
+         request_of: Callable[[StepPlan, int], Request | None], attempt: Attempt) -> None:  # fmt: skip
+    """Give the requests what a step brought: ``accepted`` are the rows whose token was taken."""
+    if handle.logprobs is not None:
+        logprobs = handle.logprobs.tolist()
+        for row in accepted.tolist():
+            if (request := request_of(plan, row)) is not None:
+                attempt(request, request.take_logprob, logprobs[row])
+    if handle.prompt_logprobs is not None:
+        values, end = handle.prompt_logprobs.tolist(), 0
+        for row, first, count in handle.spans:
+            begin, end = end, end + count
+            if (request := request_of(plan, row)) is not None:
+                attempt(request, request.take_prompt_logprobs, first, values[begin:end])

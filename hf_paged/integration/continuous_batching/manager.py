@@ -1,0 +1,373 @@
+"""The manager of transformers' continuous batching, as its callers use it, over the paged engine."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from hf_paged import at_fork
+from hf_paged.engine.engine import Engine
+from hf_paged.integration.continuous_batching.board import RequestBoard
+from hf_paged.integration.continuous_batching.requests import BatchedRequest
+from hf_paged.integration.continuous_batching.worker import BatchingWorker
+from hf_paged.integration.fallback import within
+from hf_paged.options.arguments import num_copies, salt_digest
+from hf_paged.sampling.sampler import derive_seed
+
+logger = logging.getLogger(__name__)
+
+RUN, FLUSH, HARD_STOP = 0, 1, 2  # what `stop` asked for; it only ever rises while a thread runs
+# Managers that wait for the next call on their model; they hold no strong reference to it.
+KEPT: weakref.WeakKeyDictionary[Any, PagedBatchingManager] = weakref.WeakKeyDictionary()
+_RUNNING: weakref.WeakSet[PagedBatchingManager] = weakref.WeakSet()
+
+
+class _Own(NamedTuple):
+    """What requests that are added in a context have of their own."""
+
+    config: GenerationConfig | None = None  # in place of the manager's
+    least_room: int = 0  # as in `BatchedRequest`
+
+
+_NOTHING_OWN = _Own()
+_OWN: ContextVar[_Own] = ContextVar("hf_paged_request_config", default=_NOTHING_OWN)
+
+
+class ThreadStatus:
+    """`fatal_error`: what ended the manager's thread before its time, or None."""
+
+    def __init__(self) -> None:
+        self.fatal_error: BaseException | None = None
+
+
+class PagedBatchingManager:
+    """Takes requests from any thread, runs them in one daemon thread, keeps their outputs until they are asked for.
+
+    Made by `init_continuous_batching` of an enabled model; methods and their meaning are those of transformers'
+    `ContinuousBatchingManager`. Differences: a request keeps settings of its own (`add_request` takes any field of a
+    `GenerationConfig`); outputs that came before `register_result_handler` reach the handler; waiting calls return
+    when the thread ends; a request that the model or the KV pool has no room for is cut and fails when it gets there.
+    """
+
+    batch_processor = None  # `transformers serve` asks for it
+
+    def __init__(self, model: Any, engine_of: Callable[[Any], Engine | None], generation_config: GenerationConfig,
+                 batching_config: ContinuousBatchingConfig) -> None:  # fmt: skip
+        self._model: Any = model
+        self._model_ref = weakref.ref(model)
+        self._engine_of = engine_of
+        self.generation_config = generation_config
+        self.continuous_batching_config = batching_config
+        self.warmed_up = False
+        self.background_thread_status = ThreadStatus()
+        self._generation_thread: threading.Thread | None = None
+        self.board = RequestBoard()
+        self._changed = self.board.changed
+        self._stop = RUN
+        self._is_over = False  # the thread ran and ended
+        self._num_pauses = 0
+        self._is_paused = False
+        self._my_pauses = threading.local()
+        self._num_requests = 0  # counts ids made
+        self._num_seeds = 0
+        at_fork.register(self)
+
+    @property
+    def model(self) -> Any:
+        return self._model_ref() if self._model is None else self._model
+
+    @property
+    def engine(self) -> Engine:
+        """The model's engine as it is now.
+
+        Raises:
+            RuntimeError: the model is not enabled any more.
+        """
+        engine = None if self.model is None else self._engine_of(self.model)
+        if engine is None:
+            raise RuntimeError("this manager's model was disabled; call hf_paged.enable(model) first")
+        return engine
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def warmup(self) -> None:
+        """Make the KV pool; CUDA graphs are captured when their sizes first come up, whoever asks for them."""
+        self.engine.room(0)
+        self.warmed_up = True
+
+    def is_running(self) -> bool:
+        """Whether the thread was started and still runs."""
+        return self._generation_thread is not None and self._generation_thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread; a warning where it runs already. RuntimeError: the model is not enabled any more."""
+        if self.is_running():
+            logger.warning("hf_paged: the continuous batching manager is running already")
+            return
+        self._model = self.model
+        worker = BatchingWorker(self, self.engine)
+        with self._changed:
+            self._stop, self._is_over, self.background_thread_status.fatal_error = RUN, False, None
+        thread = threading.Thread(target=worker.run, name="hf_paged continuous batching", daemon=True)
+        self._generation_thread = thread
+        _RUNNING.add(self)
+        thread.start()
+
+    def stop(self, block: bool = True, timeout: float | None = None, keep_for_next_session: bool = False,
+             hard_stop: bool = False) -> None:  # fmt: skip
+        """End the thread when all requests are done, or at once with `hard_stop`, which fails them.
+
+        Args:
+            block: wait for the thread, `timeout` seconds at most (None: as long as it takes).
+            keep_for_next_session: leave a stopped manager to `init_continuous_batching`, which gives it out again.
+        """
+        if self._generation_thread is None:
+            logger.warning("hf_paged: the continuous batching manager was not started")
+            return
+        if getattr(self._my_pauses, "count", 0):
+            raise RuntimeError("stop was called inside `pause` by the same thread: the generation loop would never end")
+        started = time.perf_counter()
+        with self._changed:
+            self._stop = max(self._stop, HARD_STOP if hard_stop else FLUSH)
+            self._changed.notify_all()
+        if block:
+            self.join(started, timeout)
+        if keep_for_next_session:
+            with self._changed:
+                KEPT[self.model] = self
+                self._let_model_go()
+
+    def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
+        """Wait for the thread to end, `timeout` seconds at most; a warning where it then still runs."""
+        thread = self._generation_thread
+        if thread is None:
+            return
+        thread.join(timeout)
+        if thread.is_alive():
+            logger.warning("hf_paged: the generation thread still runs after %s s", timeout)
+        else:
+            logger.info("hf_paged: generation thread stopped after %.2f s", time.perf_counter() - stop_trigger_time)
+            self._generation_thread = None
+
+    def destroy(self) -> None:
+        """Finish what runs and end the thread; nobody is given this manager any more. Safe to call twice."""
+        if self.is_running():
+            self.stop(block=True)
+        model = self.model
+        if model is not None and KEPT.get(model) is self:
+            del KEPT[model]
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """No step runs inside this block, so that the model may be changed; requests in flight go on afterwards.
+
+        Raises:
+            RuntimeError: the thread does not run, or ended before it could pause.
+        """
+        if not self.is_running():
+            raise RuntimeError("Cannot pause generation while no generation loop is running.")
+        mine = self._my_pauses
+        with self._changed:
+            self._num_pauses += 1
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: self._is_paused or self._is_over)
+                if self._is_over:
+                    error = self.background_thread_status.fatal_error
+                    raise RuntimeError("The generation loop stopped before it could pause.") from error
+            except BaseException:
+                self._num_pauses -= 1
+                self._changed.notify_all()
+                raise
+        mine.count = getattr(mine, "count", 0) + 1
+        try:
+            yield
+        finally:
+            mine.count -= 1
+            with self._changed:
+                self._num_pauses -= 1
+                self._changed.notify_all()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def add_request(self, input_ids: Any, request_id: str | None = None, max_new_tokens: int | None = None,
+                    streaming: bool = False, record_timestamps: bool = False,
+                    eos_token_id: int | list[int] | None = None, cache_salt: str | None = None,
+                    **options: Any) -> str | None:  # fmt: skip
+        """Queue a request, also before `start`. What is wrong with it is said by its output, which is then FAILED.
+
+        Args:
+            input_ids: token ids, at least one; a list or a 1-D tensor.
+            request_id: None: one is made.
+            max_new_tokens, eos_token_id: None: the manager's. A negative EOS id means none.
+            streaming: an output for every step that brings tokens, besides the last one.
+            record_timestamps: note when each token came (`time.perf_counter`).
+            cache_salt: cached prefixes are shared among requests of the same salt (None: of none) and with nobody else.
+            **options: further fields of a `GenerationConfig`, for this request alone.
+
+        Returns:
+            The id; None where the thread is stopping or dead (as in transformers), with a warning.
+
+        Raises:
+            ValueError: the id belongs to a request that is not finished; `num_return_sequences` below 1; an empty salt.
+            TypeError: a salt that is no str.
+            queue.Full: `max_queue_size` requests waited for ten seconds.
+        """
+        own = _OWN.get()
+        config = own.config or self.generation_config
+        salt = salt_digest(cache_salt)
+        copies = num_copies(options.pop("num_return_sequences", config.num_return_sequences))
+        prompt = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
+        with self._changed:
+            if self._stop != RUN or self.background_thread_status.fatal_error is not None:
+                logger.warning("hf_paged: the continuous batching manager is stopped; a request is dropped")
+                return None
+            if request_id is None:
+                request_id = f"req_{self._num_requests}"
+                self._num_requests += 1
+            request = BatchedRequest(request_id, prompt, max_new_tokens, eos_token_id, streaming, record_timestamps,
+                                     options, config,
+                                     wants_logprobs=self.continuous_batching_config.return_logprobs,
+                                     cache_salt=salt, least_room=own.least_room)  # fmt: skip
+            requests = request.copies(copies)
+            self.board.check_ids(requests)
+            for one in requests:
+                one.seed = self._next_seed(options.get("do_sample", config.do_sample))
+            self.board.add(requests, self.continuous_batching_config.max_queue_size)
+        return request_id
+
+    def add_requests(self, inputs: list[Any], max_new_tokens: int | None = None, streaming: bool = False,
+                     record_timestamps: bool = False, **options: Any) -> list[str]:  # fmt: skip
+        """`add_request` for each of `inputs`; the ids in their order, also of requests that were dropped."""
+        with self._changed:
+            first = self._num_requests
+            self._num_requests += len(inputs)
+        ids = [f"req_{first + i}" for i in range(len(inputs))]
+        for request_id, input_ids in zip(ids, inputs, strict=True):
+            self.add_request(input_ids, request_id, max_new_tokens, streaming, record_timestamps, **options)
+        return ids
+
+    def cancel_request(self, request_id: str) -> None:
+        """End a request and its children without an output; an id that is not open is left alone."""
+        self.board.cancel(request_id)
+
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+        """The oldest output that was not fetched (of `request_id`); None after `timeout` seconds, where the thread
+        does not run, where the request is cancelled meanwhile, or, without a timeout, where no such request is open."""
+        may_wait_for_it = timeout is not None and request_id not in self.board.open
+
+        def may_come() -> bool:
+            known = request_id is None or may_wait_for_it or request_id in self.board.open
+            return self.is_running() and not self._is_over and known
+
+        return self.board.outputs.take(request_id, timeout, may_come)
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Outputs as they come, as long as the thread runs; then those that are left."""
+        while True:
+            running = self.is_running()
+            if (output := self.get_result(timeout=0.1)) is not None:
+                yield output
+            elif not running:
+                return
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """Outputs of one request until it is finished or cancelled, or the thread ended."""
+        while True:
+            running = self.is_running() and request_id in self.board.open
+            output = self.get_result(request_id, timeout=0.1)
+            if output is not None:
+                yield output
+            if (output is None and not running) or (output is not None and output.is_finished()):
+                return
+
+    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
+        """Call `callback` on the running event loop with each output of the request, until it is finished."""
+        self.board.outputs.register(request_id, callback)
+
+    # -- called by the thread -----------------------------------------------------------------------------------------
+
+    def wait_for_work(self, settle: Callable[[], None]) -> bool:
+        """Until there is something to do; False where the thread shall end. Holds it while paused, after `settle`."""
+        with self._changed:
+            while True:
+                if self._num_pauses:
+                    settle()
+                    self._is_paused = True
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: not self._num_pauses)
+                    self._is_paused = False
+                if self._stop == HARD_STOP:
+                    return False
+                if self.board.has_work():
+                    return True
+                if self._stop == FLUSH:
+                    return False
+                self._changed.wait()
+
+    def end(self, error: BaseException | None) -> None:
+        """The thread is over: fail what is left and wake everybody who waits."""
+        with self._changed:
+            self._stop, self._is_over = max(self._stop, FLUSH), True
+            self.background_thread_status.fatal_error = error  # first: who gets a failed output looks here
+            said = f"generation stopped before this request was done{f': {error!r}' if error is not None else ''}"
+            self.board.fail_all(said)
+            self._let_model_go()
+            self._changed.notify_all()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def after_fork_in_child(self) -> None:
+        """The thread is the parent's: here every open request fails, and `start` makes another one."""
+        self.board.renew()
+        self._changed = self.board.changed
+        self._num_pauses, self._is_paused = getattr(self._my_pauses, "count", 0), False
+        if self._generation_thread not in (None, threading.current_thread()) and not self._is_over:
+            self.end(RuntimeError("the process forked, and the thread that generates is the parent's"))
+
+    def _let_model_go(self) -> None:
+        """A kept manager whose thread is over does not keep its model alive."""
+        if self._is_over and self._model is not None and KEPT.get(self._model) is self:
+            self._model = None
+
+    def _next_seed(self, is_sampled: Any) -> int:
+        """Of a settled seed, by the request's number; else drawn from torch's generator, where it is needed."""
+        seed = self.continuous_batching_config.seed
+        engine_seed = self.engine.config.seed
+        if seed is None and engine_seed is None:
+            return self.engine.base_seed(None) if is_sampled else 0
+        self._num_seeds += 1
+        return derive_seed(self.engine.base_seed(seed), self._num_seeds - 1)
+
+
+def request_config(config: GenerationConfig, least_room: int = 0) -> AbstractContextManager[None]:
+    """Requests that are added in here take `config` (see `batching_config`) in place of their manager's.
+
+    Args:
+        least_room: one that asks for more new tokens than there is room for is cut (0), or refused where there is room
+            for fewer than this.
+    """
+    return within(_OWN, _Own(config, least_room))
+
+
+def runs_on(engine: Engine) -> bool:
+    """Whether the thread of some manager uses `engine`."""
+    return any(m.is_running() and m._engine_of(m.model) is engine for m in list(_RUNNING))
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A daemon thread inside torch while the interpreter goes down would bring the process down with an error."""
+    for manager in list(_RUNNING):
+        if manager.is_running():
+            manager.stop(hard_stop=True, timeout=5.0)

@@ -1,0 +1,221 @@
+"""What a request of continuous batching asks for, read as transformers' own continuous batching reads it.
+
+That is: the call's `GenerationConfig` (else `model.generation_config`) as it stands. A field that is None is off; it
+does not take the model's or generate's default value, so `do_sample=True` alone samples from the whole distribution.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from typing import Any
+
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from hf_paged.config import PagedConfig
+from hf_paged.engine.engine import Engine
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.options.settings import RequestSettings, settings_from_config, token_id_tuple, unsupported_option
+
+# Options that say how the cache is kept: whatever they are, continuous batching keeps its own.
+CACHE_OPTIONS = ("use_cache", "cache_implementation")
+# Options that come to transformers' continuous batching as logits processors; it looks at no other that we lack.
+SEEN_BY_STOCK = (
+    "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
+    "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "guidance_scale", "renormalize_logits", "remove_invalid_values", "exponential_decay_length_penalty",
+    "watermarking_config", "top_h", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size",
+)  # fmt: skip
+_OPTIONS = frozenset(vars(GenerationConfig()))
+_SIZES = frozenset(field.name for field in dataclasses.fields(ContinuousBatchingConfig)) - _OPTIONS
+
+
+class Refused(str):
+    """The error of a request that the engine did not take: nothing of it ran, and it may run elsewhere."""
+
+
+class NoRoom(str):
+    """The error of a request that was cut: its tokens are right, and the model or the KV pool holds no more."""
+
+
+@dataclasses.dataclass
+class BatchedRequest:
+    """One request of a manager and what it has made so far."""
+
+    request_id: str
+    prompt: list[int]
+    max_new_tokens: int | None = None
+    eos_token_id: Any = None
+    streaming: bool = False
+    record_timestamps: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # other fields of a GenerationConfig
+    config: GenerationConfig | None = None  # what the fields above are laid over
+    seed: int = 0
+    wants_logprobs: bool = False
+    cache_salt: bytes = b""  # as in `RequestSettings`
+    least_room: int = 0  # of new tokens: one that asks for more than there is room for is refused below this, else cut
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)  # of `tokens`, where wanted
+    times: list[float] = dataclasses.field(default_factory=list)
+    status: RequestStatus = RequestStatus.PENDING
+    created: float = dataclasses.field(default_factory=time.perf_counter)
+    lifespan: tuple[float, float] = (-1, -1)
+    is_cut: bool = False  # it gets fewer tokens than it asked for, since there is no room for more
+    is_cancelled: bool = False
+    is_failed: bool = False  # its last output was made; what the engine still brings of it is dropped
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether its tokens are looked at one by one as they come."""
+        return self.streaming or self.record_timestamps
+
+    def copies(self, count: int) -> list[BatchedRequest]:
+        """The request and its ``count - 1`` children, each under the id that transformers gives it."""
+        children = [
+            dataclasses.replace(self, request_id=f"{self.request_id}__child#{i}", tokens=[], logprobs=[], times=[])
+            for i in range(count - 1)
+        ]
+        return [*children, self]
+
+    def start(self) -> None:
+        self.status, self.lifespan = RequestStatus.PREFILLING, (time.perf_counter(), -1)
+
+    def extend(self, tokens: list[int], logprobs: list[float] | None) -> None:
+        self.status = RequestStatus.DECODING
+        self.tokens += tokens
+        self.logprobs += logprobs or []
+        if self.record_timestamps:
+            self.times += [time.perf_counter()] * len(tokens)
+
+    def finish(self, error: str | None = None) -> GenerationOutput:
+        now = time.perf_counter()
+        started = now if self.status is RequestStatus.PENDING else self.lifespan[0]
+        self.lifespan = (started, now)
+        self.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
+        return self.output(error)
+
+    def output(self, error: str | None = None) -> GenerationOutput:
+        return GenerationOutput(
+            request_id=self.request_id, prompt_ids=self.prompt, generated_tokens=self.tokens[:],
+            logprobs=self.logprobs[:], error=error, status=self.status, created_time=self.created,
+            lifespan=self.lifespan,
+            timestamps=self.times[:] if self.record_timestamps else None,
+        )  # fmt: skip
+
+
+def failed_output(request: BatchedRequest, error: str) -> GenerationOutput:
+    """The last output of a request that failed, whatever became of what it has made so far."""
+    try:
+        return request.finish(error)
+    except Exception:
+        return GenerationOutput(request_id=request.request_id, prompt_ids=request.prompt, error=error,
+                                status=RequestStatus.FAILED)  # fmt: skip
+
+
+def batching_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:
+    """A copy of `config`, or of `model.generation_config`, with `kwargs` over it and the EOS ids settled.
+
+    Raises:
+        TypeError: `config` is no GenerationConfig.
+        ValueError: a keyword that is no field of one, or a value that its validation refuses.
+    """
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise TypeError(f"generation_config={config!r:.80}: expected a GenerationConfig or None")
+    merged = copy.copy(model.generation_config if config is None else config)
+    for name in CACHE_OPTIONS:
+        setattr(merged, name, None)
+    for name in _SIZES.intersection(vars(merged)):  # lighteval sets some of its fields there
+        delattr(merged, name)
+    merged = with_options(merged, kwargs)
+    for source in (model.generation_config, model.config):
+        if merged.eos_token_id is None:
+            merged.eos_token_id = getattr(source, "eos_token_id", None)
+    return merged
+
+
+def with_options(config: GenerationConfig, options: dict[str, Any]) -> GenerationConfig:
+    """A copy of `config` with `options` over it; ValueError names those that are no fields or not accepted."""
+    if not options:
+        return config
+    config = copy.copy(config)
+    if unknown := sorted(set(options) - _OPTIONS):
+        raise ValueError(f"{unknown}: expected fields of a GenerationConfig")
+    try:
+        config.update(**options)
+    except TypeError as error:  # transformers compares before it checks types
+        raise ValueError(f"generation settings {options!r:.200}: {error}") from error
+    return config
+
+
+def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings:
+    """What the engine is told about `request`, whose `is_cut` is set where it gets less than it asked for.
+
+    Raises:
+        UnsupportedOptionError, ValueError, TypeError: as `settings_from_config`.
+    """
+    assert request.config is not None
+    config = copy.copy(with_options(request.config, request.options))
+    if request.eos_token_id is not None:
+        config.eos_token_id = request.eos_token_id
+    if request.max_new_tokens is not None:
+        config.max_new_tokens = request.max_new_tokens
+    room = engine.room(len(request.prompt))
+    wanted = config.max_new_tokens
+    if wanted is None and config.max_length is not None:
+        wanted = config.max_length - len(request.prompt)
+    if wanted is None or (isinstance(wanted, int) and wanted > room):
+        if room < request.least_room:
+            raise ValueError(f"max_new_tokens={wanted!r} after a prompt of {len(request.prompt)} tokens: the model or "
+                             f"the KV pool has room for {max(room, 0)}")  # fmt: skip
+        config.max_new_tokens, request.is_cut = room, True
+    settings = settings_from_config(config, len(request.prompt), engine.num_logits)
+    return dataclasses.replace(settings, logprobs=request.wants_logprobs, cache_salt=request.cache_salt)
+
+
+def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousBatchingConfig) -> str | None:
+    """Why transformers' own continuous batching has to serve requests of `config`, or None.
+
+    Raises:
+        UnsupportedModelError: every rank of a sharded model runs the script: their threads go at their own pace.
+    """
+    if engine.group.is_parallel and not engine.group.driven:
+        raise UnsupportedModelError("continuous batching of a model that is sharded over the ranks of this script: "
+                                    "expected model.generate or PagedGenerator on every rank")  # fmt: skip
+    if (reason := engine.unsupported_reason()) is not None:
+        return reason
+    if (option := unsupported_option(config)) is not None:
+        ignored = option.partition("=")[0] not in SEEN_BY_STOCK
+        return f"{option:.200} is not carried out by the paged engine" + (
+            ", and transformers' own continuous batching ignores it" if ignored else "")  # fmt: skip
+    try:
+        sized = copy.copy(config)
+        sized.max_new_tokens = config.max_new_tokens or 1  # lengths are each request's own
+        engine.stop_rule(settings_from_config(sized, 1, engine.num_logits), [])
+        token_id_tuple(config.eos_token_id)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return None
+
+
+def paged_config(batching: ContinuousBatchingConfig, current: PagedConfig) -> PagedConfig:
+    """`current` with the sizes that `batching` asks for; fields left at their defaults ask for nothing."""
+    plain = ContinuousBatchingConfig()
+    name = "page_size" if hasattr(batching, "page_size") else "block_size"
+    page_size = getattr(batching, name)
+    changes: dict[str, Any] = {}
+    if page_size != getattr(plain, name):
+        changes["block_size"] = max(16, 1 << (page_size - 1).bit_length())
+    if batching.num_blocks is not None:
+        block_size = changes.get("block_size", current.block_size)
+        changes["num_blocks"] = -(-batching.num_blocks * page_size // block_size) + 1  # ours counts the null block
+    if batching.max_requests_per_batch is not None:
+        changes["max_num_seqs"] = batching.max_requests_per_batch
+    if batching.max_batch_tokens is not None:
+        changes["max_num_batched_tokens"] = batching.max_batch_tokens
+        sequences = changes.get("max_num_seqs", current.max_num_seqs)
+        changes["max_num_seqs"] = min(sequences, batching.max_batch_tokens)
+    if not batching.allow_block_sharing:
+        changes["enable_prefix_caching"] = False
+    return dataclasses.replace(current, **changes)

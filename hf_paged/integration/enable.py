@@ -1,0 +1,218 @@
+"""Enabling a model: its class is swapped for a subclass whose `_sample` runs on the engine. Nothing else changes."""
+
+from __future__ import annotations
+
+import copyreg
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_paged.config import PagedConfig
+from hf_paged.engine.engine import Engine
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.integration import fallback, generate, stock_loop
+from hf_paged.integration.continuous_batching import methods
+from hf_paged.integration.paged_cache import PagedCache
+from hf_paged.models import SUPPORTED, find_adapter
+from hf_paged.parallel.group import group_of
+
+# The engine is not kept on the model: state_dict, pickles, copies and `vars(model)` stay stock's.
+_ENGINES: weakref.WeakKeyDictionary[PreTrainedModel, Engine] = weakref.WeakKeyDictionary()
+
+
+def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any) -> nn.Module:
+    """Make `model.generate` run on a paged KV cache. The weights, the object and its state_dict stay as they are.
+
+    Args:
+        model: a causal LM of a supported family, or a PeftModel, a torch.compile'd or a DDP-wrapped one around it.
+        config: how to run; None: the defaults.
+        **overrides: single fields of `PagedConfig`.
+
+    Returns:
+        `model` itself. A model that is enabled already gets a new engine if `config` or `overrides` are given.
+
+    Raises:
+        UnsupportedModelError (a TypeError): no supported causal LM is inside.
+        ValueError, TypeError: a field of the config, named.
+    """
+    causal_lm = unwrap(model)
+    settings = merged_config(config, overrides)
+    if causal_lm in _ENGINES and config is None and not overrides:
+        return model
+    if group_of(causal_lm).driven:
+        raise ValueError("model: its other ranks follow the PagedGenerator that loaded it; give the settings to "
+                         "PagedGenerator.from_pretrained")
+    enable_with_engine(causal_lm, settings)
+    return model
+
+
+def merged_config(config: PagedConfig | None, overrides: dict[str, Any]) -> PagedConfig:
+    """`overrides` over `config`; TypeError for a name that is no field."""
+    if config is not None and not isinstance(config, PagedConfig):
+        raise TypeError(f"config={config!r:.80}: expected a PagedConfig or None")
+    if unknown := set(overrides) - {field.name for field in dataclasses.fields(PagedConfig)}:
+        raise TypeError(f"{sorted(unknown)}: expected fields of PagedConfig")
+    return dataclasses.replace(config or PagedConfig(), **overrides)
+
+
+def enable_with_engine(causal_lm: PreTrainedModel, config: PagedConfig, **engine_options: Any) -> Engine:
+    """Swap the class of an unwrapped model and give it a new `Engine`."""
+    engine = Engine(causal_lm, config, **engine_options)
+    disable(causal_lm)
+    stock: Any = type(causal_lm)
+    causal_lm.__class__ = _enabled_class(stock)
+    _ENGINES[causal_lm] = engine
+    return engine
+
+
+def disable(model: nn.Module) -> nn.Module:
+    """Give back the stock object: its class, no trace of hf_paged. A model that is not enabled is left alone.
+
+    Raises:
+        RuntimeError: its class was swapped again after `enable` (FSDP2's `fully_shard` does that).
+        UnsupportedModelError: no causal LM is inside.
+    """
+    causal_lm = unwrap(model)
+    if causal_lm not in _ENGINES:
+        return model
+    if "_hf_paged_stock_class" not in type(causal_lm).__dict__:
+        raise RuntimeError(
+            f"disable: somebody made the model's class, {type(causal_lm).__name__}, from the enabled one; undo that "
+            "first (for FSDP2: disable before fully_shard)"
+        )
+    engine = _ENGINES[causal_lm]
+    try:
+        engine.shutdown()  # waits for a call in lockstep, whose forwards need the class as it is
+    finally:
+        if _ENGINES.get(causal_lm) is engine:  # not disabled by another thread in the meantime
+            causal_lm.__class__ = type(causal_lm).__dict__["_hf_paged_stock_class"]
+            del _ENGINES[causal_lm]
+    return model
+
+
+def is_enabled(model: nn.Module) -> bool:
+    """True while `model`, or the causal LM inside it, is enabled."""
+    try:
+        return unwrap(model) in _ENGINES
+    except UnsupportedModelError:
+        return False
+
+
+def get_engine(model: nn.Module) -> Engine:
+    """The engine of an enabled model.
+
+    Raises:
+        ValueError: the model is not enabled.
+    """
+    causal_lm = unwrap(model)
+    if causal_lm not in _ENGINES:
+        raise ValueError(f"model={type(causal_lm).__name__}: expected a model that hf_paged.enable was called on")
+    return _ENGINES[causal_lm]
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The causal LM inside torch.compile's OptimizedModule, DDP and PEFT wrappers."""
+    inner = model
+    while True:
+        if isinstance(inner, torch._dynamo.OptimizedModule):
+            inner = inner._orig_mod
+        elif isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = inner.module
+        elif hasattr(inner, "get_base_model") and hasattr(inner, "peft_config"):
+            inner = inner.get_base_model()
+        else:
+            break
+    if not isinstance(inner, PreTrainedModel) or find_adapter(inner) is None:
+        inside = "" if inner is model else f" (with a {type(inner).__name__} inside)"
+        raise UnsupportedModelError(
+            f"model={type(model).__name__}{inside}: expected one of {', '.join(SUPPORTED)}, bare or wrapped"
+        )
+    return inner
+
+
+@functools.cache
+def _enabled_class(stock: Any) -> type:
+    """The subclass that an enabled `stock` model becomes. Name and module stay: saved configs and look-ups use them."""
+    namespace: dict[str, Any] = {
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+        "_hf_paged_stock_class": stock,
+        "__reduce_ex__": _reduce_to_stock(stock),
+        "_sample": _native_sample(stock),
+        "_beam_search": _lockstep_beam_search(stock),
+        "_assisted_decoding": _lockstep_assisted_decoding(stock),
+        "generate": _announcing_generate(stock),
+        "__call__": _paged_call(stock),
+        **methods.overrides(stock, _ENGINES.get, enable_with_engine),
+    }
+    return type(stock.__name__, (stock,), namespace)
+
+
+def _reduce_to_stock(stock: Any) -> Callable:
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple:
+        """Pickles and copies are stock objects: without an engine, and loadable where hf_paged is not installed."""
+        rebuild, args, *state = stock.__reduce_ex__(self, max(int(protocol), 2))
+        args = tuple(stock if arg is type(self) else arg for arg in args)
+        if rebuild is copyreg.__newobj__:  # type: ignore[attr-defined]
+            # pickle insists that __newobj__ makes the very class of the object, which is the enabled one.
+            rebuild, args = copyreg._reconstructor, (stock, object, None)  # type: ignore[attr-defined]
+        return rebuild, args, *state
+
+    return __reduce_ex__
+
+
+def _native_sample(stock: Any) -> Callable:
+    @functools.wraps(stock._sample)  # generate reads the signature
+    def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return generate.sample(_ENGINES.get(self), functools.partial(stock._sample, self), self, *args, **kwargs)
+
+    return _sample
+
+
+def _announcing_generate(stock: Any) -> Callable:
+    @functools.wraps(stock.generate)
+    def generate_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stock generate; says so where it never comes to `_sample`."""
+        engine = _ENGINES.get(self)
+        for name, values in (("custom_generate", None), ("cache_implementation", ("paged",))):
+            value = kwargs.get(name)
+            if engine is not None and value is not None and (values is None or value in values):
+                fallback.announce_fallback(engine, f"{name}={value!r:.60} is not carried out by the paged engine")
+        return stock.generate(self, *args, **kwargs)
+
+    return generate_
+
+
+def _lockstep_beam_search(stock: Any) -> Callable:
+    @functools.wraps(stock._beam_search)
+    def _beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock_loop.beam_search(_ENGINES.get(self), stock._beam_search, self, *args, **kwargs)
+
+    return _beam_search
+
+
+def _lockstep_assisted_decoding(stock: Any) -> Callable:
+    @functools.wraps(stock._assisted_decoding)  # generate reads the signature
+    def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock_loop.assisted_decoding(_ENGINES.get(self), stock._assisted_decoding, self, *args, **kwargs)
+
+    return _assisted_decoding
+
+
+def _paged_call(stock: Any) -> Callable:
+    @functools.wraps(stock.__call__)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stock's call, but for those that carry a cache of the engine's."""
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, PagedCache):
+            return cache.forward(kwargs["input_ids"], kwargs.get("logits_to_keep", 0))
+        return stock.__call__(self, *args, **kwargs)
+
+    return __call__

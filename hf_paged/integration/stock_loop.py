@@ -1,0 +1,142 @@
+"""Calls whose tokens only stock's own decoding loop can pick: that loop, unchanged, over the engine's forwards.
+
+Logits processors, stopping criteria, scores, streamers and beams are then stock's by construction. Whoever looks sees
+what stock shows: all rows in step, finished ones fed with padding, fp32 scores, torch's own draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.utils import ModelOutput
+
+from hf_paged.engine.engine import Engine
+from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, salt_of_call, seed_of_call
+from hf_paged.integration.inputs import check_token_ids, paged_prompts
+from hf_paged.integration.paged_cache import PagedCache
+from hf_paged.models.guards.at_home import is_method_of_mixin
+from hf_paged.options.settings import stock_only_option
+
+
+class LockstepCall(NamedTuple):
+    """A call as its rows run: their prompts, and how many tokens each may get."""
+
+    prompts: list[list[int]]
+    max_new_tokens: int
+
+
+def run_or_fall_back(engine: Engine, model: Any, method: Callable, input_ids: torch.Tensor, stopping_criteria: Any,
+                     config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]) -> Any:  # fmt: skip
+    """`method(**model_kwargs)`, one of stock's decoding methods, over paged forwards or, announced, as it is."""
+    try:
+        call = recognise(engine, input_ids, stopping_criteria, config, synced_gpus, model_kwargs)
+    except Exception as error:  # what cannot be read, stock may carry out, or it raises what it raises
+        call = f"this call cannot be read: {error!r:.200}"
+    if isinstance(call, str):
+        return fall_back(engine, call, method, model_kwargs)
+    check_token_ids(input_ids, engine.vocab_size)
+    with engine.lockstep(call.prompts, call.max_new_tokens, salt_of_call()) as batch:
+        if not isinstance(batch, str):
+            cache = PagedCache(batch, input_ids.shape[1], model.config.num_hidden_layers)
+            with _seeded(engine, input_ids.device, model.device):
+                result = method(**(model_kwargs | {"past_key_values": cache}))
+            if isinstance(result, ModelOutput) and result.get("past_key_values") is cache:
+                result["past_key_values"] = cache.to_dynamic(model.config)
+            return result
+    return fall_back(engine, batch, method, model_kwargs)
+
+
+def fall_back(engine: Engine | None, reason: str, method: Callable, model_kwargs: dict[str, Any]) -> Any:
+    """Stock, with the reason."""
+    if engine is not None:
+        announce_fallback(engine, reason)
+    with quiet_fallbacks(engine):
+        return method(**model_kwargs)
+
+
+def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, config: GenerationConfig,
+              synced_gpus: bool, model_kwargs: dict[str, Any]) -> LockstepCall | str:  # fmt: skip
+    """What the engine needs to know of the call, or the reason why stock's forwards have to do."""
+    if (option := stock_only_option(config)) is not None:
+        return f"{option} is not carried out by the paged engine"
+    prompts = paged_prompts(engine, input_ids, synced_gpus, model_kwargs)
+    if isinstance(prompts, str):
+        return prompts
+    # A subclass may never stop.
+    bounds = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
+    lengths = [length for length in bounds if isinstance(length, int)]
+    if not lengths:
+        return "no MaxLengthCriteria bounds the output"
+    # Drafts may reach beyond the end before they are cut.
+    max_new_tokens = max(1, min(lengths) - input_ids.shape[1]) + (config.prompt_lookup_num_tokens or 0)
+    if (reason := engine.too_long(max(map(len, prompts)), max_new_tokens)) is not None:
+        return reason
+    pad = config._pad_token_tensor
+    feeds_padding = len(prompts) > 1 and any(hasattr(c, "eos_token_id") for c in stopping_criteria)
+    if feeds_padding and pad is not None and not 0 <= int(pad) < engine.vocab_size:
+        return f"pad_token_id={int(pad)} is outside the vocabulary"
+    return LockstepCall(prompts, max_new_tokens)
+
+
+def beam_search(engine: Engine | None, stock: Callable, model: Any, input_ids: torch.Tensor, logits_processor: Any,
+                stopping_criteria: Any, generation_config: GenerationConfig, synced_gpus: bool = False,
+                **model_kwargs: Any) -> Any:  # fmt: skip
+    """`GenerationMixin._beam_search` over paged forwards."""
+
+    def method(**kwargs: Any) -> Any:
+        return stock(model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+                     generation_config=generation_config, synced_gpus=synced_gpus, **kwargs)  # fmt: skip
+
+    if engine is None or in_fallback(engine):
+        return fall_back(engine, "", method, model_kwargs)
+    if not is_method_of_mixin("_beam_search", stock) or hasattr(model, "_reorder_cache"):
+        return fall_back(engine, f"{type(model).__name__} has a beam search of its own", method, model_kwargs)
+    return run_or_fall_back(engine, model, method, input_ids, stopping_criteria, generation_config, synced_gpus,
+                            model_kwargs)  # fmt: skip
+
+
+def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_ids: torch.Tensor,
+                      logits_processor: Any, stopping_criteria: Any, generation_config: GenerationConfig,
+                      synced_gpus: bool = False, streamer: Any = None, inputs_tensor: Any = None,
+                      assistant_model: Any = None, assistant_tokenizer: Any = None, tokenizer: Any = None,
+                      **model_kwargs: Any) -> Any:  # fmt: skip
+    """`GenerationMixin._assisted_decoding`: prompt lookup over paged forwards, drafts by a model in stock."""
+
+    def method(**kwargs: Any) -> Any:
+        return stock(model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+                     generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer,
+                     inputs_tensor=inputs_tensor, assistant_model=assistant_model,
+                     assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer, **kwargs)  # fmt: skip
+
+    if engine is None or in_fallback(engine):
+        return fall_back(engine, "", method, model_kwargs)
+    drafted_by_a_model = assistant_model is not None or generation_config.assistant_early_exit is not None
+    own = is_method_of_mixin("_assisted_decoding", stock)
+    if drafted_by_a_model or not generation_config.prompt_lookup_num_tokens or not own:
+        reason = "assisted decoding is not carried out by the paged engine"
+        return fall_back(engine, reason, method, model_kwargs)
+    return run_or_fall_back(engine, model, method, input_ids, stopping_criteria, generation_config, synced_gpus,
+                            model_kwargs)  # fmt: skip
+
+
+@contextmanager
+def _seeded(engine: Engine, *devices: torch.device) -> Iterator[None]:
+    """Where the call or the config has a seed, torch's generators start from it, and are put back afterwards."""
+    seed = seed_of_call()
+    if seed is None:
+        seed = engine.config.seed
+    if seed is None:
+        yield
+        return
+    gpus = list({device.index for device in devices if device.type == "cuda"})
+    with torch.random.fork_rng(gpus):
+        # Not torch.manual_seed, which reaches into every GPU's generator.
+        torch.default_generator.manual_seed(seed)
+        for gpu in gpus:
+            torch.cuda.default_generators[gpu].manual_seed(seed)
+        yield

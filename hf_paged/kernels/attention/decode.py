@@ -1,0 +1,356 @@
+# mypy: disallow-untyped-defs=False
+"""Paged attention for rows of one new token: split-KV (flash-decoding) over planned pieces of work, in one launch.
+
+Source of the method: Dao et al., "Flash-Decoding for long-context inference" (2023). The program that finishes a row's
+last piece joins them all (as stream-K's fix-up does, Osama et al. 2023, arXiv 2301.03598).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from hf_paged.kernels._device import num_multiprocessors, shared_memory
+from hf_paged.kernels._triton import after_previous_kernel, jit, on_device_of, pdl_options, require_triton, tl, triton
+from hf_paged.kernels.attention._tile import LOG2_E, attend_tile, blocks_of, padded_head_dim
+from hf_paged.kernels.attention.decode_work import MAX_PIECES, MIN_PIECE, even_work
+from hf_paged.kernels.attention.metadata import ITEM_FIELDS, PagedMetadata
+
+# Shared memory a block needs for the deep configurations; smaller GPUs (sm_86, sm_89: 99 KiB) take the shallow ones.
+_DEEP_SHARED_MEMORY = 160 << 10
+# Rows times KV heads a multiprocessor up to which a step counts as tiny, as few, as small, as middling.
+_TINY, _FEW, _SMALL, _MIDDLING = 0.25, 0.5, 3, 9.5
+
+
+class DecodeConfig(NamedTuple):
+    """Positions per tile, launch options, and how many such programs a multiprocessor holds."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+class DecodeConfigs(NamedTuple):
+    """For a head size. Of `middling`, the one is taken whose programs fill their last wave best."""
+
+    tiny: DecodeConfig
+    few: DecodeConfig
+    small: DecodeConfig
+    middling: tuple[DecodeConfig, ...]
+    large: DecodeConfig
+
+
+# By bytes of one head's key (padded). Measured on an H200 for 256 bytes, with the cache's blocks spread as an engine
+# spreads them (docs/performance.md); the others keep the same bytes in flight.
+_D = DecodeConfig
+_DEEP = {
+    64: DecodeConfigs(_D(64, 2, 3, 2), _D(64, 2, 2, 6), _D(64, 2, 3, 4), (_D(64, 2, 3, 5),), _D(64, 2, 3, 5)),
+    128: DecodeConfigs(
+        _D(64, 2, 3, 2), _D(64, 2, 2, 6), _D(64, 2, 3, 4),
+        (_D(128, 4, 2, 4), _D(128, 4, 3, 3), _D(128, 4, 4, 2)), _D(64, 2, 3, 5),
+    ),
+    256: DecodeConfigs(
+        _D(32, 2, 3, 2), _D(32, 2, 2, 6), _D(32, 2, 3, 4),
+        (_D(64, 4, 2, 4), _D(64, 4, 3, 3), _D(64, 4, 4, 2)), _D(32, 2, 3, 5),
+    ),
+    512: DecodeConfigs(
+        _D(16, 2, 3, 2), _D(16, 2, 2, 6), _D(16, 2, 3, 4),
+        (_D(32, 4, 2, 4), _D(32, 4, 3, 3), _D(32, 4, 4, 2)), _D(16, 2, 3, 5),
+    ),
+    1024: DecodeConfigs(
+        _D(16, 4, 2, 4), _D(16, 4, 2, 4), _D(16, 4, 2, 4), (_D(16, 4, 2, 4),), _D(16, 4, 2, 4),
+    ),
+}  # fmt: skip
+_SHALLOW = {
+    64: _D(64, 2, 2, 8),
+    128: _D(32, 2, 2, 6),
+    256: _D(32, 2, 2, 4),
+    512: _D(16, 2, 2, 4),
+    1024: _D(16, 4, 2, 2),
+}
+
+
+def decode_config(head_dim_pad: int, itemsize: int, programs_per_sm: float, shared_memory: int) -> DecodeConfig:
+    """Tiles for a head size and rows times KV heads a multiprocessor. `shared_memory`: bytes a block may have."""
+    size = max(64, head_dim_pad * itemsize)
+    if shared_memory < _DEEP_SHARED_MEMORY:
+        return _SHALLOW[size]
+    configs = _DEEP[size]
+    if programs_per_sm <= _FEW:
+        return configs.tiny if programs_per_sm <= _TINY else configs.few
+    if programs_per_sm <= _SMALL:
+        return configs.small
+    if programs_per_sm > _MIDDLING:
+        return configs.large
+
+    def used(config: DecodeConfig) -> float:
+        waves = programs_per_sm / config.programs_per_sm
+        return waves / math.ceil(waves)
+
+    return max(configs.middling, key=used)
+
+
+def config_of(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+              device: torch.device) -> DecodeConfig:  # fmt: skip
+    """What :func:`paged_attention_decode` takes on ``device`` for that many rows."""
+    programs_per_sm = num_rows * num_kv_heads / num_multiprocessors(device)
+    return decode_config(padded_head_dim(head_dim), dtype.itemsize, programs_per_sm, shared_memory(device))
+
+
+def places_of(config: DecodeConfig, num_kv_heads: int, device: torch.device) -> int:
+    """Pieces of one KV head that run at the same time, for :func:`~.decode_work.plan_items`."""
+    return max(1, config.programs_per_sm * num_multiprocessors(device) // num_kv_heads)
+
+
+def decode_places(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
+    """:func:`places_of` the configuration that is chosen for that many rows."""
+    return places_of(config_of(num_rows, num_kv_heads, head_dim, dtype, device), num_kv_heads, device)
+
+
+@jit(varying_pointers=("items",))
+def _decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    partial_acc,
+    partial_sums,
+    items,
+    arrivals,
+    block_table,
+    sinks,
+    q_stride_t,
+    q_stride_h,
+    table_stride,
+    window,
+    scale_log2,
+    softcap_log2,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    ITEM_FIELDS: tl.constexpr,
+    ALL_PIECES: tl.constexpr,
+    TILE_PIECES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head = tl.program_id(0)
+    item = tl.program_id(1).to(tl.int64)
+    record = items + item * ITEM_FIELDS
+    row = tl.load(record).to(tl.int64)
+    if row < 0:
+        after_previous_kernel(PDL)
+        return
+    piece = tl.load(record + 1)
+    pieces = tl.load(record + 2)
+    end = tl.load(record + 3)
+    slot = tl.load(record + 4).to(tl.int64)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(end - window, 0)
+    first_tile = begin // BLOCK_N
+    num_tiles = tl.cdiv(end, BLOCK_N) - first_tile
+    tiles = tl.maximum(tl.cdiv(num_tiles, pieces), MIN_TILES)
+    loop_begin = (first_tile + piece * tiles) * BLOCK_N
+    loop_end = tl.minimum(loop_begin + tiles * BLOCK_N, end)
+
+    table_row = block_table + slot * table_stride
+    n = tl.arange(0, BLOCK_N)
+    # The next tile's block ids come a tile ahead, so that its loads of K and V need not wait for them.
+    block = blocks_of(table_row, loop_begin + n, begin, loop_end, BLOCK_SIZE)
+    # Plan and block table come from copies and torch's kernels, which end every PDL chain: read ahead of the wait.
+    after_previous_kernel(PDL)
+
+    # The group's heads are the rows of one tile, padded to what tl.dot takes.
+    m = tl.arange(0, BLOCK_M)
+    lane = tl.arange(0, HEAD_DIM_PAD)
+    query_head = head * GROUP + m
+    live = (m < GROUP)[:, None] & (lane < HEAD_DIM)[None, :]
+    q_tile = tl.load(q + row * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :], mask=live, other=0.0)
+
+    acc = tl.zeros([BLOCK_M, HEAD_DIM_PAD], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        # A score without a value, of weight 1 at its own height, in base 2 by log2(e). The first piece counts it.
+        sink = tl.load(sinks + query_head, mask=m < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.where(piece == 0, tl.maximum(sink, -3.0e38), top)
+        total = tl.where(piece == 0, 1.0, total)
+    for start in range(loop_begin, loop_end, BLOCK_N):
+        position = start + n
+        next_block = blocks_of(table_row, position + BLOCK_N, begin, loop_end, BLOCK_SIZE)
+        readable = (position >= begin) & (position < loop_end)
+        acc, top, total = attend_tile(
+            q_tile, acc, top, total, k_cache, v_cache, block, head, position, readable,
+            scale_log2, softcap_log2, HAS_SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE,
+        )  # fmt: skip
+        block = next_block
+
+    if pieces == 1:
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        offset = (row * (KV_HEADS * GROUP) + query_head)[:, None] * HEAD_DIM + lane[None, :]
+        tl.store(out + offset, result.to(out.dtype.element_ty), mask=live)
+    else:
+        if loop_begin < loop_end:
+            part = item * (KV_HEADS * GROUP) + query_head
+            tl.store(partial_acc + part[:, None] * HEAD_DIM + lane[None, :], acc, mask=live)
+            tl.store(partial_sums + part * 2, top, mask=m < GROUP)
+            tl.store(partial_sums + part * 2 + 1, total, mask=m < GROUP)
+        # Every thread's parts are written before the arrival is counted, and seen by whoever counts the last.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + row * KV_HEADS + head, 1, sem="acq_rel")
+        if arrived == pieces - 1:
+            used = tl.cdiv(num_tiles, tiles)
+            _join_pieces(
+                out, partial_acc, partial_sums, row, item - piece, used, head, GROUP, GROUP_PAD, KV_HEADS, HEAD_DIM,
+                HEAD_DIM_PAD, ALL_PIECES, TILE_PIECES,
+            )  # fmt: skip
+            tl.store(arrivals + row * KV_HEADS + head, 0)
+
+
+@jit()
+def _join_pieces(
+    out,
+    partial_acc,
+    partial_sums,
+    row,
+    first_item,
+    used,
+    head,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PAD: tl.constexpr,
+    ALL_PIECES: tl.constexpr,
+    TILE_PIECES: tl.constexpr,
+):
+    """Always in the order of the pieces, whoever came last: the result depends on the plan alone."""
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    group = tl.arange(0, GROUP_PAD)
+    lane = tl.arange(0, HEAD_DIM_PAD)
+    query_head = head * GROUP + group
+    first_part = first_item * HEADS + query_head
+
+    piece = tl.arange(0, ALL_PIECES)
+    part = first_part[None, :] + piece[:, None] * HEADS
+    inside = (piece < used)[:, None] & (group < GROUP)[None, :]
+    # Written by other multiprocessors: .cg reads past this one's own cache.
+    tops = tl.load(partial_sums + part * 2, mask=inside, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(tops, 0)
+    # A row of length 0 uses no piece: every weight is 0 and so is the result.
+    top = tl.where(top == float("-inf"), 0.0, top)
+    totals = tl.load(partial_sums + part * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
+    total = tl.sum(totals * tl.exp2(tops - top[None, :]), 0)
+
+    acc = tl.zeros([GROUP_PAD, HEAD_DIM_PAD], tl.float32)
+    for start in range(0, used, TILE_PIECES):
+        some = start + tl.arange(0, TILE_PIECES)
+        some_part = first_part[None, :] + some[:, None] * HEADS
+        here = (some < used)[:, None] & (group < GROUP)[None, :]
+        weight = tl.load(partial_sums + some_part * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
+        parts = tl.load(
+            partial_acc + some_part[:, :, None] * HEAD_DIM + lane[None, None, :],
+            mask=here[:, :, None] & (lane < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        acc += tl.sum(parts * tl.exp2(weight - top[None, :])[:, :, None], 0)
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    offset = (row * HEADS + query_head)[:, None] * HEAD_DIM + lane[None, :]
+    live = (group < GROUP)[:, None] & (lane < HEAD_DIM)[None, :]
+    tl.store(out + offset, result.to(out.dtype.element_ty), mask=live)
+
+
+def paged_attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    meta: PagedMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    config: DecodeConfig | None = None,
+) -> torch.Tensor:
+    """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` where every row has exactly one new token.
+
+    fp16, bf16 or fp32; head_dim up to 256. One Triton launch over ``meta.work``; without a plan every row is cut alike.
+    The grid depends on the number of items alone: a CUDA graph serves every plan that has as many.
+
+    Args:
+        out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
+        config: tile shape; None: by head size and number of programs.
+    """
+    require_triton()
+    num_rows, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if num_rows == 0:
+        return out
+    config = config or config_of(num_rows, num_kv_heads, head_dim, q.dtype, q.device)
+    work = meta.work
+    if work is None:
+        pieces = min(MAX_PIECES, max(1, places_of(config, num_kv_heads, q.device) // num_rows))
+        work = even_work(meta, num_kv_heads, pieces)
+    group = num_heads // num_kv_heads
+    group_pad = triton.next_power_of_2(group)
+    head_dim_pad = padded_head_dim(head_dim)
+    acc = torch.empty(len(work.items), num_heads, head_dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(len(work.items), num_heads, 2, dtype=torch.float32, device=q.device)
+    # Programs that come early are spread over what room there is, unevenly: only a step that has room for all may. They
+    # read the plan ahead of the wait, so it must not come from the kernel just before.
+    early = meta.work is not None and num_rows * num_kv_heads <= _FEW * num_multiprocessors(q.device)
+    options = pdl_options(q) if early else {"PDL": False}
+    with on_device_of(q):
+        _decode_kernel[(num_kv_heads, len(work.items))](
+            q,
+            k_cache,
+            v_cache,
+            out,
+            acc,
+            sums,
+            work.items,
+            work.arrivals,
+            meta.block_table,
+            sinks,
+            q.stride(0),
+            q.stride(1),
+            meta.block_table.stride(0),
+            sliding_window or 0,
+            scale * LOG2_E,
+            (softcap or 0.0) * LOG2_E,
+            HAS_WINDOW=sliding_window is not None,
+            HAS_SOFTCAP=softcap is not None,
+            HAS_SINKS=sinks is not None,
+            GROUP=group,
+            GROUP_PAD=group_pad,
+            KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            HEAD_DIM_PAD=head_dim_pad,
+            BLOCK_SIZE=block_size,
+            BLOCK_M=max(16, group_pad),
+            BLOCK_N=config.block_n,
+            MIN_TILES=-(-MIN_PIECE // config.block_n),
+            ITEM_FIELDS=ITEM_FIELDS,
+            ALL_PIECES=MAX_PIECES,
+            # 64 elements a thread of four warps.
+            TILE_PIECES=max(1, 8192 // (group_pad * head_dim_pad)),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **options,
+        )
+    return out

@@ -1,0 +1,266 @@
+"""Prefill attention by an installed FlashAttention package: an adapter for each of versions 2, 3 and 4.
+
+A package is imported when its adapter is first considered, never with this module. What an adapter cannot carry
+exactly is refused before the call, with a reason; then another adapter is taken, or Triton. Nothing waits for the
+device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_paged.kernels._triton import on_device_of
+from hf_paged.kernels.attention.metadata import PagedMetadata
+
+
+class AttentionShape(NamedTuple):
+    """What decides, besides the device, whether an adapter can carry a call."""
+
+    dtype: torch.dtype
+    head_dim: int
+    block_size: int
+    has_window: bool = False
+
+
+class FlashCall(NamedTuple):
+    """One call in the words that the three packages share. ``page_table`` [R, pages] int32: a line a row."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    meta: PagedMetadata
+    page_table: torch.Tensor
+    scale: float
+    window: int | None
+    softcap: float
+
+
+@dataclass(frozen=True)
+class FlashAdapter:
+    """How one package is found, what it takes, and how it is called."""
+
+    name: str
+    module: str
+    function: str
+    needs: tuple[str, ...]  # arguments that an older release may lack
+    majors: tuple[int, ...]  # major compute capabilities
+    refuse: Callable[[AttentionShape, int], str | None]  # the reason why not, given the major compute capability
+    call: Callable[[Callable[..., Any], FlashCall], Any]
+    small_pages: bool = False  # cut larger blocks into pages that the kernel gathers slot by slot
+
+
+def _refuse_common(shape: AttentionShape) -> str | None:
+    if shape.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes fp16 and bf16, not {shape.dtype}"
+    if shape.head_dim > 256 or shape.head_dim % 8:
+        return f"takes a head_dim up to 256 that is a multiple of 8, not {shape.head_dim}"
+    return None
+
+
+def _refuse_2(shape: AttentionShape, major: int) -> str | None:
+    if shape.block_size % 256:
+        return f"takes a block_size that is a multiple of 256, not {shape.block_size}"
+    return _refuse_common(shape)
+
+
+def _call_2(function: Callable[..., Any], c: FlashCall) -> Any:
+    lengths = c.meta.seq_lens
+    cu_seqlens_k = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return function(
+        c.q, c.k_cache, c.v_cache, cu_seqlens_q=c.meta.query_start, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=c.meta.max_query_len, max_seqlen_k=c.meta.max_seq_len, softmax_scale=c.scale, causal=True,
+        window_size=(-1, -1) if c.window is None else (c.window - 1, 0), softcap=c.softcap, block_table=c.page_table,
+    )  # fmt: skip
+
+
+def _refuse_3(shape: AttentionShape, major: int) -> str | None:
+    return _refuse_common(shape)
+
+
+def _call_3(function: Callable[..., Any], c: FlashCall) -> Any:
+    # One split: the result then does not depend on the rest of the batch.
+    return function(
+        c.q, c.k_cache, c.v_cache, cache_seqlens=c.meta.seq_lens, page_table=c.page_table,
+        cu_seqlens_q=c.meta.query_start, max_seqlen_q=c.meta.max_query_len, softmax_scale=c.scale, causal=True,
+        window_size=(-1, -1) if c.window is None else (c.window - 1, 0), softcap=c.softcap, num_splits=1,
+    )  # fmt: skip
+
+
+def _refuse_4(shape: AttentionShape, major: int) -> str | None:
+    if shape.head_dim % 16:
+        return f"takes a head_dim that is a multiple of 16 with pages, not {shape.head_dim}"
+    if major > 9 and 128 < shape.head_dim != 256:
+        return f"takes head_dim up to 128, or 256, on this GPU, not {shape.head_dim}"
+    return _refuse_common(shape)
+
+
+def _call_4(function: Callable[..., Any], c: FlashCall) -> Any:
+    return function(
+        c.q, c.k_cache, c.v_cache, cu_seqlens_q=c.meta.query_start, max_seqlen_q=c.meta.max_query_len,
+        max_seqlen_k=c.meta.max_seq_len, seqused_k=c.meta.seq_lens, page_table=c.page_table, softmax_scale=c.scale,
+        causal=True, window_size=(None, None) if c.window is None else (c.window - 1, 0), softcap=c.softcap,
+    )  # fmt: skip
+
+
+# In the order in which they are tried.
+ADAPTERS = (
+    FlashAdapter(
+        "flash-attn 3", "flash_attn_interface", "flash_attn_with_kvcache",
+        ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softcap", "num_splits"),
+        (9,), _refuse_3, _call_3, small_pages=True,
+    ),
+    FlashAdapter(
+        "flash-attn 4", "flash_attn.cute", "flash_attn_varlen_func",
+        ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table", "softcap"),
+        (9, 10, 11), _refuse_4, _call_4, small_pages=True,
+    ),
+    FlashAdapter(
+        "flash-attn 2", "flash_attn", "flash_attn_varlen_func", ("softcap", "block_table"),
+        (8, 9, 10, 11, 12), _refuse_2, _call_2,
+    ),
+)  # fmt: skip
+
+# By (adapter, major compute capability): the run that showed the adapter faster than the Triton kernel. Only such
+# adapters are taken by "auto". The run is one of benchmarks/flash_attn_speed.py, which also checks the results.
+MEASURED_FASTER: dict[tuple[str, int], str] = {
+    ("flash-attn 4", 9): "2026-11-21, H200: 256 / 359 / 560 TFLOP/s on 28x576, 16x1024, 2x8192; Triton 259 / 340 / 455",
+}
+
+
+@lru_cache(maxsize=64)
+def load(adapter: FlashAdapter) -> tuple[Callable[..., Any] | None, str | None]:
+    """The package's function, or None and why it cannot be had."""
+    try:
+        function = getattr(importlib.import_module(adapter.module), adapter.function, None)
+    except ModuleNotFoundError as error:
+        return None, f"not installed (no module {error.name!r})"
+    except Exception as error:  # a binary made for another torch or CUDA fails in many ways
+        return None, f"{adapter.module} cannot be imported ({type(error).__name__}: {error})"
+    if function is None:  # flash-attn 4 alone makes `flash_attn` a namespace without functions
+        return None, f"not installed ({adapter.module} has no {adapter.function})"
+    lacks = [name for name in adapter.needs if name not in inspect.signature(function).parameters]
+    if lacks:
+        return None, f"too old ({adapter.function} does not take {', '.join(lacks)})"
+    return function, None
+
+
+@lru_cache(maxsize=64)
+def _major(device: torch.device) -> int | None:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def why_not(adapter: FlashAdapter, device: torch.device, shape: AttentionShape) -> str | None:
+    """Why ``adapter`` cannot carry calls of ``shape`` on ``device``; None where it can."""
+    major = _major(device)
+    if major is None:
+        return f"needs a CUDA device, not {str(device)!r}"
+    if major not in adapter.majors:
+        return f"does not run on compute capability {major}.x"
+    return load(adapter)[1] or adapter.refuse(shape, major)
+
+
+@lru_cache(maxsize=256)
+def choose(device: torch.device, shape: AttentionShape, measured_only: bool) -> FlashAdapter | None:
+    """The first adapter that can carry ``shape``; with ``measured_only`` one that is known to be faster than Triton."""
+    major = _major(device)
+    for adapter in ADAPTERS:
+        if measured_only and (adapter.name, major) not in MEASURED_FASTER:
+            continue
+        if why_not(adapter, device, shape) is None:
+            return adapter
+    return None
+
+
+@lru_cache(maxsize=64)
+def is_preferred(device: torch.device) -> bool:
+    """True where an installed adapter is known to be faster than Triton on ``device``."""
+    major = _major(device)
+    return any(
+        (a.name, major) in MEASURED_FASTER and major in a.majors and load(a)[0] is not None for a in ADAPTERS
+    )
+
+
+def missing(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    """Why no adapter can carry a model's prefill, adapter by adapter; None where one can."""
+    shape = AttentionShape(dtype, head_dim, block_size)
+    reasons = [f"{adapter.name}: {why_not(adapter, device, shape)}" for adapter in ADAPTERS]
+    return None if choose(device, shape, False) else "; ".join(reasons)
+
+
+def flash_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    meta: PagedMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    measured_only: bool = False,
+) -> torch.Tensor | None:
+    """`paged_attention` by the first adapter that can carry it, else None.
+
+    With a sliding window the packages may load positions shortly before it and give them weight zero, so those must be
+    finite (the reference does not read them).
+    """
+    # A window that nobody reaches is none: the kernels for windows are slower.
+    window = sliding_window if sliding_window is not None and sliding_window < meta.max_seq_len else None
+    block_size = k_cache.shape[1]
+    shape = AttentionShape(q.dtype, q.shape[2], block_size, window is not None)
+    adapter = choose(q.device, shape, measured_only)
+    if adapter is None or not len(q):
+        return None
+    return run_adapter(adapter, q, k_cache, v_cache, meta, scale=scale, sliding_window=window, softcap=softcap)
+
+
+def _cut_pages(page_table: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same memory in pages below the kernels' tile.
+
+    flash-attn 3 and 4 load a page that holds whole tiles of keys by TMA, also what lies past the row's end, where a NaN
+    times a weight of zero is NaN. Smaller pages are gathered, and what lies past the end is zero. The smallest tile
+    that is a power of two: 64 (head_dim 256 with a window), else 128.
+    """
+    num_blocks, block_size, heads, head_dim = k_cache.shape
+    page = 32 if head_dim > 192 else 64
+    if block_size <= page:
+        return page_table, k_cache, v_cache
+    parts = block_size // page
+    part = torch.arange(parts, dtype=torch.int32, device=page_table.device)
+    shape = (num_blocks * parts, page, heads, head_dim)
+    return (page_table[:, :, None] * parts + part).flatten(1), k_cache.view(shape), v_cache.view(shape)
+
+
+def run_adapter(
+    adapter: FlashAdapter,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    meta: PagedMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """:func:`flash_prefill` by ``adapter``, which must be able to carry the call (:func:`why_not`)."""
+    function, reason = load(adapter)
+    if function is None:
+        raise RuntimeError(f"{adapter.name}: {reason}")
+    used = max(1, -(-meta.max_seq_len // k_cache.shape[1]))
+    page_table = meta.block_table[:, :used].index_select(0, meta.slots)
+    if adapter.small_pages:
+        page_table, k_cache, v_cache = _cut_pages(page_table, k_cache, v_cache)
+    with on_device_of(q):
+        call = FlashCall(q, k_cache, v_cache, meta, page_table, scale, sliding_window, softcap or 0.0)
+        out = adapter.call(function, call)
+    # Some releases return the log-sum-exp as well.
+    out = out[0] if isinstance(out, (tuple, list)) else out
+    return out.contiguous()

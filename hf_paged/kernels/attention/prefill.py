@@ -1,0 +1,350 @@
+# mypy: disallow-untyped-defs=False
+"""Paged attention for rows of any number of new tokens: tiles over packed queries, FlashAttention-2 style."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hf_paged.kernels._device import shared_memory
+from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
+from hf_paged.kernels.attention.metadata import PagedMetadata
+
+
+class PrefillConfig(NamedTuple):
+    """Tile shape and launch options: ``block_m`` queries times group heads, ``block_n`` positions."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int  # of K and V in shared memory
+    branch: bool = False  # tiles that every query sees jump over the mask
+    max_registers: int | None = None  # per thread, so that two programs fit a multiprocessor
+
+
+# Shared memory a block needs for the deep configurations: Hopper and later have it, Ampere and Ada do not.
+_DEEP_SHARED_MEMORY = 200 << 10
+
+# By padded head_dim. Jumping over masks pays on Hopper; two programs a multiprocessor hide each other's ends, and only
+# very long rows do better with one that holds more. Measured on an H200 for 64 and 128 (docs/performance.md).
+_DEEP = {
+    32: PrefillConfig(128, 64, 8, 3, branch=True),
+    64: PrefillConfig(128, 64, 8, 3, branch=True),
+    128: PrefillConfig(128, 32, 8, 3, branch=True, max_registers=128),
+    256: PrefillConfig(64, 32, 4, 2, branch=True),
+}
+_LONG, _DEEP_LONG = 4096, {128: PrefillConfig(128, 128, 8, 3, branch=True)}
+# Query tile plus K and V in flight stay under Ampere's 99 KiB of shared memory. No branch: Triton would no longer see
+# that one product feeds the next, and spread a row of scores over several warps.
+_SHALLOW = {
+    32: PrefillConfig(128, 64, 4, 2),
+    64: PrefillConfig(128, 64, 4, 2),
+    128: PrefillConfig(128, 64, 8, 2),
+    256: PrefillConfig(64, 32, 4, 2),
+}
+# An exact fp32 dot runs on the plain cores out of registers: larger tiles spill thousands of bytes a thread.
+_FLOAT = {
+    32: PrefillConfig(64, 32, 8, 2),
+    64: PrefillConfig(64, 32, 8, 2),
+    128: PrefillConfig(32, 32, 8, 2),
+    256: PrefillConfig(32, 16, 8, 2),
+}
+
+
+def prefill_config(
+    head_dim_pad: int, itemsize: int, group: int, max_query_len: int, max_seq_len: int, shared_memory: int
+) -> PrefillConfig:
+    """Tiles for a head size; no more rows than the longest row of the step fills, no fewer than the group.
+
+    `shared_memory`: bytes a block may have.
+    """
+    configs = _FLOAT if itemsize == 4 else _DEEP if shared_memory >= _DEEP_SHARED_MEMORY else _SHALLOW
+    config = configs[max(32, head_dim_pad)]
+    if configs is _DEEP and max_seq_len > _LONG:
+        config = _DEEP_LONG.get(head_dim_pad, config)
+    filled = triton.next_power_of_2(min(max_query_len, config.block_m) * group)
+    block_m = max(16, triton.next_power_of_2(group), min(config.block_m, filled))
+    if block_m < config.block_m and itemsize == 2:
+        if block_m < 64:  # too few rows for Hopper's instructions
+            config = config._replace(branch=False)
+        return config._replace(block_m=block_m, num_warps=4, max_registers=None)
+    return config._replace(block_m=block_m)
+
+
+@jit()
+def _row_of_tile(query_start, tile, num_rows, BLOCK_Q: tl.constexpr):
+    """Largest row whose first tile, ``query_start[row] // BLOCK_Q + row``, is not after ``tile``."""
+    low = 0
+    high = num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start + middle) // BLOCK_Q + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@jit()
+def _blocks_of(
+    table_row, start, begin, end, n, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """The block of each position ``start + n``, one for all where a block holds the tile.
+
+    Table entries outside ``begin .. end - 1`` are not read and count as block 0.
+    """
+    entry = start // BLOCK_SIZE
+    if BLOCK_SIZE < BLOCK_N:
+        entry += n // BLOCK_SIZE
+    used = entry < tl.cdiv(end, BLOCK_SIZE)
+    if HAS_WINDOW:
+        used &= entry >= begin // BLOCK_SIZE
+    return tl.load(table_row + entry, mask=used, other=0)
+
+
+@jit()
+def _cache_offset(
+    base, start, n, head, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """[N, D_PAD] element offsets of positions ``start + n``; inside a block int32 is enough."""
+    lane = tl.arange(0, HEAD_DIM_PAD)
+    ROW: tl.constexpr = STRIDE // BLOCK_SIZE
+    if BLOCK_SIZE >= BLOCK_N:
+        slot = start % BLOCK_SIZE + n
+    else:
+        slot = n % BLOCK_SIZE
+        base = base[:, None]
+    return base + ((slot * ROW)[:, None] + (head * HEAD_DIM + lane)[None, :])
+
+
+@jit()
+def _load_keys(
+    k_cache, base, start, n, head, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Keys of unread slots come as they are, NaN or not: their scores are replaced before anything looks at them."""
+    offset = _cache_offset(base, start, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N)
+    if HEAD_DIM == HEAD_DIM_PAD:
+        keys = tl.load(k_cache + offset)
+    else:
+        inside = tl.broadcast_to((tl.arange(0, HEAD_DIM_PAD) < HEAD_DIM)[None, :], offset.shape)
+        keys = tl.load(k_cache + offset, mask=inside, other=0.0)
+    return keys
+
+
+@jit()
+def _load_values(
+    v_cache, base, start, begin, end, n, head, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Unread slots may hold NaN, and a weight of zero would not silence it: their values are loaded as zero."""
+    offset = _cache_offset(base, start, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N)
+    readable = start + n < end
+    if HAS_WINDOW:
+        readable &= start + n >= begin
+    inside = readable[:, None]
+    if HEAD_DIM != HEAD_DIM_PAD:
+        inside = inside & (tl.arange(0, HEAD_DIM_PAD) < HEAD_DIM)[None, :]
+    return tl.load(v_cache + offset, mask=inside, other=0.0)
+
+
+@jit()
+def _mask_scores(score, query_position, start, n, window, HAS_WINDOW: tl.constexpr):
+    last = query_position - start
+    visible = n[None, :] <= last[:, None]
+    if HAS_WINDOW:
+        visible &= n[None, :] > (last - window)[:, None]
+    return tl.where(visible, score, float("-inf"))
+
+
+@jit(varying_ints=("num_rows",), varying_pointers=("query_start", "seq_lens", "slots"))
+def _prefill_kernel(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    query_start,
+    seq_lens,
+    block_table,
+    slots,
+    sinks,
+    num_rows,
+    q_stride_t,
+    q_stride_h,
+    table_stride,
+    window,
+    scale_log2,
+    softcap_log2,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BRANCH: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    STRIDE: tl.constexpr = BLOCK_SIZE * KV_HEADS * HEAD_DIM
+    head = tl.program_id(0) % KV_HEADS
+    tile = tl.program_id(0) // KV_HEADS
+    row = _row_of_tile(query_start, tile, num_rows, BLOCK_Q)
+    first_token = tl.load(query_start + row)
+    count = tl.load(query_start + row + 1) - first_token
+    seq_len = tl.load(seq_lens + row)
+    tile = tile - (first_token // BLOCK_Q + row)
+    num_tiles = tl.cdiv(count, BLOCK_Q)
+    if tile >= num_tiles:
+        return
+    # The last tile of a row sees the most: it starts first.
+    tile = num_tiles - 1 - tile
+
+    # Tile row m is query m // GROUP of query head m % GROUP; a GROUP that does not divide BLOCK_M leaves rows over.
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, HEAD_DIM_PAD)
+    query = tile * BLOCK_Q + m // GROUP
+    token = (first_token + query).to(tl.int64)
+    query_head = head * GROUP + m % GROUP
+    live = ((m < BLOCK_Q * GROUP) & (query < count))[:, None] & (lane < HEAD_DIM)[None, :]
+    q_tile = tl.load(
+        q + token[:, None] * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :], mask=live, other=0.0
+    )
+
+    # The tile reads positions begin .. end - 1, from first on; some query does not see all of a tile that starts at
+    # masked_from or later, or before masked_until.
+    first_position = seq_len - count + tile * BLOCK_Q
+    end = tl.minimum(first_position + BLOCK_Q, seq_len)
+    begin = 0
+    masked_until = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(first_position - window + 1, 0)
+        masked_until = end - window
+    masked_from = first_position + 2 - BLOCK_N
+    first = begin // BLOCK_N * BLOCK_N
+
+    table_row = block_table + tl.load(slots + row).to(tl.int64) * table_stride
+    acc = tl.zeros([BLOCK_M, HEAD_DIM_PAD], tl.float32)
+    # Finite and below every score: with -inf a row that has seen nothing yet would compute -inf - -inf.
+    top = tl.full([BLOCK_M], -3.0e38, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        # A score without a value, of weight 1 at its own height; log2(e) turns it to base 2.
+        sink = tl.load(sinks + query_head, mask=m < BLOCK_Q * GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(sink, top)
+        total += 1.0
+    # Each tile's blocks are looked up one tile ahead, so that its loads need not wait for the lookup.
+    blocks = _blocks_of(table_row, first, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
+    for start in range(first, end, BLOCK_N):
+        # int64: a cache may hold more than 2**31 elements.
+        base = blocks.to(tl.int64) * STRIDE
+        k = _load_keys(k_cache, base, start, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N)
+        v = _load_values(
+            v_cache, base, start, begin, end, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N, HAS_WINDOW
+        )
+        blocks = _blocks_of(table_row, start + BLOCK_N, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
+
+        score = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
+        scale = scale_log2
+        if HAS_SOFTCAP:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1), exact at both infinities; 2.885... is 2 log2(e).
+            score *= scale_log2 / softcap_log2 * 2.8853900817779268
+            score = softcap_log2 * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
+            scale = 1.0
+        if BRANCH:
+            if (start >= masked_from) | (start < masked_until):
+                # The length is loaded again because a branch without a load would be compiled to selects on every tile.
+                position = tl.load(seq_lens + row) - count + query
+                score = _mask_scores(score, position, start, n, window, HAS_WINDOW)
+        else:
+            score = _mask_scores(score, seq_len - count + query, start, n, window, HAS_WINDOW)
+        new_top = tl.maximum(top, tl.max(score, 1) * scale)
+        weight = tl.exp2(score * scale - new_top[:, None])
+        rescale = tl.exp2(top - new_top)
+        total = total * rescale + tl.sum(weight, 1)
+        top = new_top
+        acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_offset = (token[:, None] * (KV_HEADS * GROUP) + query_head[:, None]) * HEAD_DIM + lane[None, :]
+    tl.store(out + out_offset, result.to(out.dtype.element_ty), mask=live)
+
+
+def paged_attention_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    meta: PagedMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    config: PrefillConfig | None = None,
+) -> torch.Tensor:
+    """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` for rows of any length, one Triton launch.
+
+    fp16, bf16 or fp32; head_dim up to 256. Rows find their tiles on the device (a tile's row by binary search over
+    ``query_start``, as in vLLM's unified kernel), so the grid needs only T and R.
+
+    Args:
+        out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
+        config: tile shape; None: by head size and ``meta.max_query_len``.
+    """
+    require_triton()
+    num_tokens, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    num_rows = meta.seq_lens.numel()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if num_tokens == 0:
+        return out
+    group = num_heads // num_kv_heads
+    head_dim_pad = padded_head_dim(head_dim)
+    if config is None:
+        config = prefill_config(head_dim_pad, q.element_size(), group, meta.max_query_len, meta.max_seq_len,
+                                shared_memory(q.device))  # fmt: skip
+    if scale <= 0.0:  # the kernel takes the largest score before it scales
+        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+    # A row of n tokens that starts anywhere needs at most n // BLOCK_Q + 1 tiles.
+    num_tiles = num_tokens // (config.block_m // group) + num_rows
+    with on_device_of(q):
+        _prefill_kernel[(num_tiles * num_kv_heads,)](
+            q,
+            k_cache,
+            v_cache,
+            out,
+            meta.query_start,
+            meta.seq_lens,
+            meta.block_table,
+            meta.slots,
+            sinks,
+            num_rows,
+            q.stride(0),
+            q.stride(1),
+            meta.block_table.stride(0),
+            sliding_window or 0,
+            scale * LOG2_E,
+            (softcap or 0.0) * LOG2_E,
+            HAS_WINDOW=sliding_window is not None,
+            HAS_SOFTCAP=softcap is not None,
+            HAS_SINKS=sinks is not None,
+            GROUP=group,
+            KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            HEAD_DIM_PAD=head_dim_pad,
+            BLOCK_SIZE=block_size,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BRANCH=config.branch,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
+        )
+    return out

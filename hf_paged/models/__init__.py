@@ -1,0 +1,26 @@
+"""The model families that run on the paged cache: some fused, the others as stock modules around paged attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from transformers import PreTrainedModel
+
+from hf_paged.models.base import KVSpec, ModelAdapter, StepContext
+from hf_paged.models.families import FAMILIES, family_of
+from hf_paged.models.fused import FusedAdapter
+from hf_paged.models.generic import GenericAdapter
+
+SUPPORTED = tuple(family.model_name for family in FAMILIES)
+
+
+def find_adapter(model: PreTrainedModel) -> Callable[..., ModelAdapter] | None:
+    """What makes the adapter for the class of `model` or one it derives from, or None."""
+    family = family_of(model)
+    if family is None:
+        return None
+    return partial(FusedAdapter if family.fused else GenericAdapter, family=family)
+
+
+__all__ = ["SUPPORTED", "KVSpec", "ModelAdapter", "StepContext", "find_adapter"]

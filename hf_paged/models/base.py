@@ -1,0 +1,232 @@
+"""What the runner needs of a model family: its KV shapes, its layers on packed tokens, and what it recognises."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import xxhash
+from transformers import PreTrainedModel
+
+from hf_paged.models.guards.facts import Facts
+from hf_paged.models.guards.originals import of_class
+from hf_paged.models.guards.plain_tensors import plain_tensors
+from hf_paged.models.layer_ops import FUSED, PLAIN
+from hf_paged.models.tuners import adapter_state
+from hf_paged.parallel.group import ParallelGroup, group_of
+
+_KNOWN_LAYERS = (torch.nn.Linear, torch.nn.Embedding)  # of which `recognise` allows no other code
+
+
+class KVSpec(NamedTuple):
+    """Shape of the cache a model needs: per layer K and V of [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes that one block takes over all layers."""
+        return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class Look:
+    """What was read off a model's modules, and is so while `facts` hold. Keeps no tensor alive.
+
+    ``state``: constants and active adapters. ``called_kinds``: classes of the layers that are called as they stand, but
+    for torch's. ``found``: under what ambient state nothing spoke against the model, and what else that depends on.
+    """
+
+    def __init__(self, facts: Facts, state: str, called_kinds: tuple[type, ...], tensors: list[torch.Tensor]) -> None:
+        self.facts, self.state, self.called_kinds = facts, state, called_kinds
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self.found: Any = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The modules' plain tensors."""
+        return [tensor for reference in self._tensors if (tensor := reference()) is not None]
+
+
+class StepContext(Protocol):
+    """One step as a model's layers see it: where its T packed tokens stand, and attention over the pages."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[T] int64, of each token in its sequence."""
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """[T] int64, where its key and value go; -1: nowhere."""
+
+    def kv_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V pool of a layer."""
+        ...
+
+    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None,
+               softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+        """query [T, Hq, D] over the pages, the step's own keys and values being in them -> [T, Hq, D].
+
+        Options as in `hf_paged.kernels.attention.paged_attention`.
+        """
+        ...
+
+
+class ModelAdapter(ABC):
+    """Runs one family's own modules on packed tokens. Does not keep the model alive."""
+
+    def __init__(self, model: PreTrainedModel, model_class: type, *, merge_weights: bool = True,
+                 fused_kernels: bool = True) -> None:  # fmt: skip
+        self._model = weakref.ref(model)
+        self.model_class: Any = model_class  # transformers' own, which the model's class is or derives from
+        self._merge_weights = merge_weights
+        self._ops = FUSED if fused_kernels else PLAIN
+        self._look: Look | None = None
+        self._compares_once: int | None = None  # the thread inside of `compared_once`
+        self._is_compared = False
+
+    @property
+    def model(self) -> Any:
+        """The model; RuntimeError once it is gone."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model of this engine was garbage-collected")
+        return model
+
+    @property
+    def group(self) -> ParallelGroup:
+        """The ranks that hold the model together."""
+        return group_of(self.model)
+
+    @abstractmethod
+    def kv_spec(self) -> KVSpec:
+        """Shapes, dtype and device of this rank's cache, read off the modules."""
+
+    @abstractmethod
+    def max_length(self) -> int:
+        """Longest sequence in tokens for which a packed step gives what stock gives."""
+
+    @abstractmethod
+    def prepare(self, max_model_len: int) -> None:
+        """Between idle and busy: make or renew what the layers need besides the modules (merged weights, RoPE)."""
+
+    @abstractmethod
+    def is_current(self) -> bool:
+        """False where `prepare` would change what the layers compute."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give up all of that; every parameter has memory of its own afterwards."""
+
+    @abstractmethod
+    def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Token ids [T] int64 -> final normed hidden states [T, hidden_size]."""
+
+    @abstractmethod
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size] -> [R, vocab_size], on every rank."""
+
+    @abstractmethod
+    def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size] -> [R, rows], this rank's own columns (`VocabParallelHead`); with one rank all of them."""
+
+    @abstractmethod
+    def own_modules(self) -> Iterator[tuple[str, torch.nn.Module, type]]:
+        """(name, module, expected class) of every module whose forward the adapter replaces by its own code."""
+
+    @abstractmethod
+    def called_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """(name, module) of every module that the adapter calls as it stands, on packed tokens."""
+
+    @abstractmethod
+    def patched(self) -> str | None:
+        """The first of transformers' or torch's functions that stock would run here and that somebody replaced."""
+
+    @abstractmethod
+    def asked_of_model(self) -> frozenset[str]:
+        """Names for which stock's code asks the model's class: a class that derives from it may not have its own."""
+
+    @abstractmethod
+    def activations(self) -> tuple[type, ...]:
+        """Classes of the activation modules in the model."""
+
+    @abstractmethod
+    def registry_reason(self) -> str | None:
+        """Why an entry of transformers' registries that the model's modules ask for is not its own, or None."""
+
+    @abstractmethod
+    def constants(self) -> tuple:
+        """Numbers and names outside the tensors that its code reads: part of the prefix-cache key and of a graph's."""
+
+    @abstractmethod
+    def constants_reason(self) -> str | None:
+        """Why these constants, as they are now, are none that the adapter's code can run with, or None."""
+
+    def may_have_float_weight(self, module: torch.nn.Module) -> bool:
+        """True for an own module that hands on its input's dtype whatever the dtype of its weight."""
+        return False
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of tokens: rows of the embedding, over all ranks and without padding."""
+
+    @property
+    @abstractmethod
+    def num_logits(self) -> int:
+        """Number of logits of a token: columns of the head, over all ranks and without padding."""
+
+    def last_look(self) -> Look | None:
+        """What was last read off the modules, or None where anything is not as it was."""
+        once = self._compares_once == threading.get_ident()
+        if not (once and self._is_compared) and self._look is not None and not self._look.facts.hold(self.model):
+            self._look = None
+        self._is_compared |= once
+        return self._look
+
+    @contextmanager
+    def compared_once(self) -> Iterator[None]:
+        """In here this thread compares the modules with the last look once: none of the user's code runs between."""
+        self._compares_once, self._is_compared = threading.get_ident(), False
+        try:
+            yield
+        finally:
+            self._compares_once = None
+
+    def compare_again(self) -> None:
+        """Inside of `compared_once`: the user's code ran."""
+        self._is_compared = False
+
+    def look(self, facts: Facts | None = None) -> Look:
+        """The same, read anew where it has to be. `facts`: of before, to which what is read now belongs."""
+        look = self.last_look() if facts is None else None
+        if look is None:
+            facts = Facts(self.model) if facts is None else facts  # first: what changes meanwhile is seen next time
+            state = repr((self.constants(), adapter_state(self.model)))
+            kinds = {type(inner): None for _, module in self.called_modules() for inner in module.modules()}
+            look = Look(facts, state, tuple(kind for kind in kinds if kind not in _KNOWN_LAYERS),
+                        [tensor for _, tensor in plain_tensors(self.model.named_modules())])  # fmt: skip
+            self._look = look
+        return look
+
+    def plain_tensors(self) -> list[torch.Tensor]:
+        """Tensors of the modules that are neither parameters nor buffers, in a fixed order."""
+        return self.look().tensors()
+
+    def state_key(self) -> bytes:
+        """Digest of what a forward depends on besides tensors: constants, active adapters, code of what is called."""
+        look = self.look()
+        versions = [(kind.__qualname__, of_class(kind).version()) for kind in look.called_kinds]
+        return xxhash.xxh3_128_digest(f"{look.state}{versions}".encode())
+
+    def step_bytes(self, num_tokens: int, num_rows: int) -> int:
+        """Upper estimate of what one step allocates: hidden states, the MLP's inputs, fp32 logits and their copies."""
+        config, itemsize = self.model.config, self.kv_spec().dtype.itemsize
+        per_token = (8 * config.hidden_size + 3 * config.intermediate_size // self.group.size) * itemsize
+        return num_tokens * per_token + num_rows * config.vocab_size * 4 * 4

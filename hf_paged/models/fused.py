@@ -1,0 +1,214 @@
+"""Qwen3, Qwen3-MoE and Llama: the decoder's layers on packed tokens, with merged projections, fused ops and pages.
+
+Follows `Qwen3Model.forward`, `Qwen3DecoderLayer.forward` and `Qwen3Attention.forward` of transformers 5.17 to 5.23 and
+their like in the other families, rounding included. A projection that is not a plain layer (LoRA, quantized) is called
+as it stands, and so is a block of experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_paged.models.activations import SILU
+from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
+from hf_paged.models.base import StepContext
+from hf_paged.models.decoder import DecoderAdapter, plain_values
+from hf_paged.models.families import Family
+from hf_paged.models.layer_ops import FUSED, LayerOps
+from hf_paged.models.merged import MergedWeight, merge
+from hf_paged.models.plain_linear import (
+    all_columns,
+    apply_head,
+    apply_linear,
+    is_plain_product,
+    row_product,
+)
+from hf_paged.models.rope import RopeTable
+from hf_paged.parallel.group import SINGLE, ParallelGroup
+
+QKV = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+
+
+class Projections(NamedTuple):
+    """Linear layers over the same input, and their merged weight where there is one."""
+
+    linears: tuple[nn.Module, ...]
+    weight: torch.Tensor | None
+    ops: LayerOps
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, k] -> [T, sum of outputs]."""
+        if self.weight is not None:
+            return self.ops.linear(hidden, self.weight)
+        if hidden.device.type == "cpu" and all(map(is_plain_product, self.linears)):
+            return _side_by_side(hidden, self.linears)
+        return torch.cat([apply_linear(layer, hidden, self.ops.linear) for layer in self.linears], dim=-1)
+
+    def silu_mul(self, hidden: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]."""
+        if self.weight is None:
+            return self.ops.silu_mul(self(hidden))
+        return self.ops.linear_silu_mul(hidden, self.weight)
+
+
+def _side_by_side(hidden: torch.Tensor, linears: tuple[nn.Module, ...]) -> torch.Tensor:
+    """Each product in its columns of one tensor: on a CPU as fast as one product over merged weights."""
+    weights: list = [linear.weight for linear in linears]
+    sizes = [len(weight) for weight in weights]
+    products = hidden.new_empty((len(hidden), sum(sizes)))
+    for weight, columns in zip(weights, products.split(sizes, dim=1), strict=True):
+        torch.mm(hidden, weight.t(), out=columns)
+    return products
+
+
+class FusedAdapter(DecoderAdapter):
+    """Runs the layers of one family by code of its own; `MergedWeight` and `LayerOps` say with what."""
+
+    def __init__(self, model: PreTrainedModel, *, family: Family, **techniques: bool) -> None:
+        super().__init__(model, family=family, **techniques)
+        self._has_head_norms = "q_norm" in family.parts
+        self._rope = RopeTable()
+        self._memory: AdjacentMemory | None = None
+        self._merged: dict[str, MergedWeight] = {}
+        self._held: list[torch.Tensor] = []  # what merged tensors read stays allocated, whoever re-points a parameter
+        self._qkv: list[Projections] = []
+        self._gate_up: list[Projections | None] = []  # None: a block of experts
+
+    def prepare(self, max_model_len: int) -> None:
+        spec = self.kv_spec()
+        self._rope.update(self.model.model.rotary_emb, max_model_len, spec.dtype, spec.device)
+        if self._merge_weights:
+            self._merge(spec.device)
+        self._qkv, self._gate_up = self._collect()
+        self._held = [alias for merged in self._merged.values() for alias in merged.memory()]
+
+    def is_current(self) -> bool:
+        held = [*self._qkv, *filter(None, self._gate_up)]
+        found = [projections for group in self._collect() for projections in group if projections]
+        same = all(a.linears == b.linears and a.weight is b.weight for a, b in zip(held, found, strict=False))
+        return same and len(held) == len(found) and self._rope.is_made_from(self.model.model.rotary_emb)
+
+    def release(self) -> None:
+        self._qkv, self._gate_up, self._rope = [], [], RopeTable()
+        self._memory, self._merged, self._held = None, {}, []
+
+    def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
+        decoder, ops, cos, sin = self.model.model, self._ops, self._rope.cos, self._rope.sin
+        assert cos is not None and sin is not None, "prepare() comes first"
+        delta: torch.Tensor = decoder.embed_tokens(input_ids[None])[0]
+        residual: torch.Tensor | None = None
+        ranks = SINGLE  # over which delta has still to be added up
+        for i, layer in enumerate(self._layers()):
+            attention, mlp = layer.self_attn, layer.mlp
+            normed, residual = self._add_norm(delta, ranks, residual, layer.input_layernorm)
+            q_weight, k_weight, eps = self._head_norms(attention)
+            query = ops.qk_norm_rope_store(
+                self._qkv[i](normed), q_weight, k_weight, eps, cos, sin, step.positions, step.slot_mapping,
+                *step.kv_cache(i),
+            )  # fmt: skip
+            window = getattr(attention, "sliding_window", None)
+            mixed = step.attend(i, query, scale=attention.scaling, sliding_window=window)
+            delta, ranks = row_product(attention.o_proj, mixed.flatten(1), ops.linear)
+            normed, residual = self._add_norm(delta, ranks, residual, layer.post_attention_layernorm)
+            gate_up = self._gate_up[i]
+            if gate_up is None:
+                delta, ranks = mlp(normed[None])[0], SINGLE
+                continue
+            if isinstance(mlp.act_fn, SILU):
+                hidden = gate_up.silu_mul(normed)
+            else:
+                gate, up = gate_up(normed).chunk(2, dim=-1)
+                hidden = mlp.act_fn(gate) * up
+            delta, ranks = row_product(mlp.down_proj, hidden, ops.linear)
+        return self._add_norm(delta, ranks, residual, decoder.norm)[0]
+
+    def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None,
+                  norm: Any) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        args = residual, norm.weight, norm.variance_epsilon
+        if self._ops is FUSED and (fused := ranks.all_reduce_add_rms_norm(delta, *args)) is not None:
+            return fused
+        return self._ops.add_rms_norm(ranks.all_reduce(delta), *args)
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return all_columns(self.model.lm_head, self.shard_logits(hidden_states))
+
+    def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return apply_head(self.model.lm_head, hidden_states, self._ops.linear)
+
+    def constants(self) -> tuple:
+        decoder = self.model.model
+        layers = [
+            (a.scaling, getattr(a, "sliding_window", None), a.head_dim, self._epsilons(a),
+             layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon,
+             self._mlp_constants(layer.mlp))
+            for layer in self._layers() for a in (layer.self_attn,)
+        ]  # fmt: skip
+        return decoder.norm.variance_epsilon, decoder.rotary_emb.attention_scaling, tuple(layers)
+
+    def constants_reason(self) -> str | None:
+        if (reason := super().constants_reason()) is not None:
+            return reason
+        for i, layer in enumerate(self._layers()):
+            if len(set(self._epsilons(layer.self_attn))) > 1:
+                return f"layer {i}'s q_norm and k_norm have different epsilons"
+        return None
+
+    def _head_norms(self, attention: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+        """Weights and epsilon of the norms of query and key heads; without such norms None and 0."""
+        if not self._has_head_norms:
+            return None, None, 0.0
+        return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
+
+    def _epsilons(self, attention: Any) -> tuple[float, ...]:
+        if not self._has_head_norms:
+            return ()
+        return attention.q_norm.variance_epsilon, attention.k_norm.variance_epsilon
+
+    def _mlp_constants(self, mlp: Any) -> Any:
+        if not _has_experts(mlp):
+            return type(mlp.act_fn).__qualname__
+        implementation = self.model.config._experts_implementation
+        return implementation, type(mlp.experts.act_fn).__qualname__, *map(plain_values, (mlp.gate, mlp.experts))
+
+    def _merge(self, device: torch.device) -> None:
+        """Merge what never was, layer by layer: all weights twice may be more than the device has."""
+        if self._memory is None or self._memory.device != device:
+            self._memory = adjacent_memory(device)
+        if self._memory is None:
+            return
+        for i, layer in enumerate(self._layers()):
+            linears = {key: found for key, found in _groups(i, layer).items() if key not in self._merged}
+            found = zip(linears, merge(list(linears.values()), self._memory), strict=True)
+            self._merged |= {key: merged for key, merged in found if merged is not None}
+        self._memory.finish()
+
+    def _collect(self) -> tuple[list[Projections], list[Projections | None]]:
+        """Every layer's q, k, v and gate, up projections as they are now."""
+        found = [
+            {key: self._projections(key, linears) for key, linears in _groups(i, layer).items()}
+            for i, layer in enumerate(self._layers())
+        ]  # fmt: skip
+        return [of[f"{i}.qkv"] for i, of in enumerate(found)], [of.get(f"{i}.mlp") for i, of in enumerate(found)]
+
+    def _projections(self, key: str, linears: tuple[nn.Module, ...]) -> Projections:
+        """With the merged weight as long as the parameters are the merged ones and still lie there."""
+        merged = self._merged.get(key)
+        intact = merged is not None and merged.belongs_to(linears)
+        return Projections(linears, merged.current() if merged is not None and intact else None, self._ops)
+
+
+def _groups(i: int, layer: Any) -> dict[str, tuple[nn.Module, ...]]:
+    """The linear layers of a decoder layer that have the same input; experts are none."""
+    groups = {f"{i}.qkv": tuple(getattr(layer.self_attn, name) for name in QKV)}
+    if not _has_experts(layer.mlp):
+        groups[f"{i}.mlp"] = tuple(getattr(layer.mlp, name) for name in GATE_UP)
+    return groups
+
+
+def _has_experts(mlp: Any) -> bool:
+    return "experts" in mlp._modules

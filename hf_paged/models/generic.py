@@ -1,0 +1,66 @@
+"""Any family of `families.py`: its stock modules on packed tokens [1, T], with attention over the pages.
+
+Nothing of the model is replaced: the decoder's own forward runs, and its attention modules find `paged_calls`' function
+in their config. So what a family computes besides attention need not be known here, only that it looks at each token
+alone, which is so for transformers' own classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hf_paged.models.base import StepContext
+from hf_paged.models.decoder import CONFIG_CONSTANTS, DecoderAdapter, plain_values
+from hf_paged.models.paged_calls import STEP_ARGUMENT, implementation_of, paged_call
+from hf_paged.models.plain_linear import all_columns, apply_head
+
+
+class GenericAdapter(DecoderAdapter):
+    """Runs the decoder of one family as it stands; there are no weights to merge and no ops to fuse."""
+
+    def prepare(self, max_model_len: int) -> None:
+        """Nothing is kept besides the modules."""
+
+    def is_current(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        """Nothing is kept besides the modules."""
+
+    def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
+        decoder = self.model.model
+        # A mask of four dims is passed on as it is: no mask is made, and nothing is looked up in the positions.
+        no_mask = input_ids.new_empty((1, 1, 1, 1), dtype=torch.bool)
+        with paged_call(self._configs()):
+            output = decoder(
+                input_ids=input_ids[None], attention_mask=no_mask, position_ids=step.positions[None], use_cache=False,
+                output_attentions=False, output_hidden_states=False, output_router_logits=False, return_dict=True,
+                **{STEP_ARGUMENT: step},
+            )  # fmt: skip
+        result: torch.Tensor = output.last_hidden_state[0]
+        return result
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return all_columns(self.model.lm_head, self.shard_logits(hidden_states))
+
+    def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = apply_head(self.model.lm_head, hidden_states, F.linear)
+        cap = self.model.config.final_logit_softcapping if self._family.caps_logits else None
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def constants(self) -> tuple:
+        config = self.model.config
+        modules = [
+            type(part.module).__qualname__ if part.is_activation else plain_values(part.module)
+            for part in self._parts() if part.is_activation or part.expected is not None
+        ]  # fmt: skip
+        capped = self._family.beyond_sdpa, implementation_of(config) == "sdpa"
+        return [repr(getattr(config, name, None)) for name in CONFIG_CONSTANTS], capped, modules
+
+    def _configs(self) -> list[Any]:
+        """Every config that the decoder or an attention module looks into, each once."""
+        modules = (self.model.model, *(layer.self_attn for layer in self._layers()))
+        return list({id(module.config): module.config for module in modules}.values())

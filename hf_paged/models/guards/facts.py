@@ -1,0 +1,150 @@
+"""What the checks of a model, and the digest of its state, read off its modules: all alike, the answers are alike.
+
+The full checks take milliseconds on a large model, and most looks find what the last one found. `Facts` remembers the
+last look column by column and compares at the speed of C. It holds no module, no tensor and no object of the user's:
+what is no number, name or list of such is remembered by a weak reference.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hf_paged.models.guards.plain_tensors import ATOMS, STANDARD
+
+_PARAMETERS, _BUFFERS, _CHILDREN, _HOOKS, _PRE_HOOKS = map(
+    operator.itemgetter, ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+)
+_STORAGE, _NBYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
+_DTYPE, _DEVICE = operator.attrgetter("dtype"), operator.attrgetter("device")
+_MOST_MODULES = 100_000  # a module that contains itself is left to the full checks
+
+
+class _Same:
+    """Equal to one object only, which it does not keep alive."""
+
+    __slots__ = ("_reference",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self._reference = weakref.ref(value)
+
+    def __eq__(self, other: object) -> bool:
+        return self._reference() is other
+
+
+class _Never:
+    """Equal to nothing: what cannot be compared cheaply and safely."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+
+class Facts:
+    """What a model was at a look."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = _walk(model, _MOST_MODULES) or []
+        namespaces = list(map(vars, modules))
+        self._num_modules = len(modules)
+        names = [tuple(name for name in namespace if _is_own(name)) for namespace in namespaces]
+        # Two names at least, since a getter of one gives no tuple.
+        self._getters = [operator.itemgetter("training", "training", *own) for own in names]
+        self._values = [
+            tuple(map(_frozen, getter(namespace)))
+            for getter, namespace in zip(self._getters, namespaces, strict=True)
+        ]  # fmt: skip
+        self._columns = _columns(modules, namespaces)
+        self._hooks = list(map(dict, _hooks(namespaces)))
+        found = (value for namespace in namespaces for value in namespace.values())
+        configs = {id(value): value for value in found if isinstance(value, PreTrainedConfig)}
+        self._configs = [(weakref.ref(config), _frozen(vars(config))) for config in configs.values()]
+
+    def hold(self, model: nn.Module) -> bool:
+        """Is everything as it was? False also where that cannot be told."""
+        if not self._num_modules:
+            return False
+        try:
+            return self._compare(model)
+        except Exception:  # something is gone that was there, or what is there now cannot be compared
+            return False
+
+    def _compare(self, model: nn.Module) -> bool:
+        modules = _walk(model, self._num_modules)
+        if modules is None or len(modules) != self._num_modules:
+            return False
+        namespaces = list(map(vars, modules))
+        if self._columns != _columns(modules, namespaces) or self._hooks != _hooks(namespaces):
+            return False
+        # The remembered value on the left: it is asked whether it equals the other.
+        values = [getter(namespace) for getter, namespace in zip(self._getters, namespaces, strict=True)]
+        if self._values != values:
+            return False
+        return all((config := ref()) is not None and frozen == vars(config) for ref, frozen in self._configs)
+
+
+def _is_own(name: str) -> bool:
+    return name not in STANDARD
+
+
+def _walk(model: nn.Module, most: int) -> list[nn.Module] | None:
+    """All modules inside, shared ones again and again; None if there are more than `most`."""
+    modules = [model]
+    for module in modules:
+        if children := module.__dict__["_modules"]:
+            modules += [child for child in children.values() if child is not None]
+            if len(modules) > most:
+                return None
+    return modules
+
+
+def _columns(modules: list[nn.Module], namespaces: list[dict]) -> tuple:
+    """Classes, sizes and names of modules; of their tensors classes, dtypes, devices, added names and storages."""
+    tensors_by_module = [*map(_PARAMETERS, namespaces), *map(_BUFFERS, namespaces)]
+    full, children = list(filter(None, tensors_by_module)), list(map(_CHILDREN, namespaces))
+    tensors = [tensor for tensor in chain.from_iterable(map(dict.values, full)) if tensor is not None]
+    return (
+        list(map(type, modules)), list(map(len, namespaces)),
+        list(chain.from_iterable(full)), list(map(len, tensors_by_module)),
+        list(chain.from_iterable(filter(None, children))), list(map(len, children)),
+        list(map(type, tensors)), list(map(_DTYPE, tensors)), list(map(_DEVICE, tensors)),
+        [list(own) for own in map(vars, tensors) if own], _storage_sizes(tensors),
+    )  # fmt: skip
+
+
+def _storage_sizes(tensors: list[Any]) -> Any:
+    """Bytes of each; a storage may be resized, so that a tensor lies outside of it."""
+    try:
+        return list(map(_NBYTES, map(_STORAGE, tensors)))
+    except Exception:  # one has no storage
+        return _Never()
+
+
+def _hooks(namespaces: list[dict]) -> list[dict]:
+    return [*map(_HOOKS, namespaces), *map(_PRE_HOOKS, namespaces)]
+
+
+def _frozen(value: Any) -> Any:
+    """What is equal to `value` as long as that is as it is, and does not keep it alive."""
+    if type(value) in ATOMS:
+        return value
+    if type(value) in (list, tuple, set, frozenset, dict):
+        inside = chain(value, value.values()) if type(value) is dict else value
+        if not all(type(inner) in ATOMS or type(inner) in (list, tuple, dict) for inner in inside):
+            return _Never()
+        if type(value) is dict:
+            return {key: _frozen(inner) for key, inner in value.items()}
+        return type(value)(map(_frozen, value))
+    try:
+        return _Same(value)
+    except TypeError:
+        return _Never()

@@ -1,0 +1,116 @@
+"""Several linear layers' weights side by side in memory and read as one, while each stays a parameter of its own.
+
+Every weight has an ordinary storage of its own. A view of one merged tensor would share its storage, which accelerate
+and safetensors answer by dropping or refusing keys, and which offloading could not resize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_paged.models.adjacent import AdjacentMemory, are_adjacent
+from hf_paged.models.plain_linear import is_plain_product
+
+
+class MergedWeight:
+    """The weights [n_i, k] of linear layers as one [sum n_i, k], for one GEMM in place of several.
+
+    Keeps the parameters, but none of the memory that they are moved away from.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor], memory: AdjacentMemory) -> None:
+        """Move `weights` to `pieces`, which are adjacent, and may be where they are."""
+        self._weights = list(weights)
+        self._places = [_place(piece) for piece in pieces]
+        # Under inference mode the memory could not be written by an optimizer later.
+        with torch.inference_mode(False), torch.no_grad():
+            self._merged = memory.read_together(pieces)
+            for weight, piece in zip(weights, pieces, strict=True):
+                if weight.data_ptr() != piece.data_ptr():
+                    piece.copy_(weight.data)
+                    weight.data = piece
+
+    def current(self) -> torch.Tensor | None:
+        """The merged tensor, or None once one of the weights has other memory, or less than it needs.
+
+        It owns nothing: whoever reads it keeps the weights' memory meanwhile (`memory`).
+        """
+        intact = all(_place(weight) == place for weight, place in zip(self._weights, self._places, strict=True))
+        return self._merged if intact else None
+
+    def memory(self) -> list[torch.Tensor]:
+        """Aliases of the weights, which keep what the merged tensor reads, whoever re-points a parameter."""
+        return [weight.detach() for weight in self._weights]
+
+    def belongs_to(self, linears: Sequence[nn.Module]) -> bool:
+        """True while `linears` are plain layers that hold the very parameters that were merged."""
+        pairs = zip(linears, self._weights, strict=True)
+        return all(is_plain_product(linear) and linear.weight is weight for linear, weight in pairs)
+
+
+def merge(groups: Sequence[Sequence[nn.Module]], memory: AdjacentMemory) -> list[MergedWeight | None]:
+    """Merge the weights of each group of linear layers; all that have to move are placed at once, which wastes least.
+
+    None for a group with a layer that is not plain, whose weight is not alone with its memory, or that found no place.
+    """
+    groups_of_weights = [_mergeable(linears) for linears in groups]
+    moving = [weights for weights in groups_of_weights if weights and not are_adjacent(weights)]
+    with torch.inference_mode(False), torch.no_grad():
+        places = iter(_places(moving, memory))
+    merged: list[MergedWeight | None] = []
+    for weights in groups_of_weights:
+        pieces = None
+        if weights:
+            pieces = [weight.data for weight in weights] if are_adjacent(weights) else next(places)
+        merged.append(MergedWeight(weights, pieces, memory) if pieces else None)
+    return merged
+
+
+def _places(groups: list[list[nn.Parameter]], memory: AdjacentMemory) -> list[list[torch.Tensor] | None]:
+    together = memory.place([weight for weights in groups for weight in weights])
+    if together is None:
+        return [memory.place(weights) for weights in groups]
+    pieces = iter(together)
+    return [[next(pieces) for _ in weights] for weights in groups]
+
+
+def _mergeable(linears: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The weights, or none where one is not a plain layer's, is unlike the others or shares its memory."""
+    if not all(map(is_plain_product, linears)):
+        return []
+    weights: list[Any] = [linear.weight for linear in linears]
+    first = weights[0]
+    alike = all((w.dtype, w.device, w.shape[1:]) == (first.dtype, first.device, first.shape[1:]) for w in weights)
+    if not alike or not all(map(_fills_its_storage, weights)):
+        return []
+    # One with an alias has to stay, or whoever holds the alias would go on writing to the old place.
+    return weights if are_adjacent(weights) or not any(map(_has_alias, weights)) else []
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.untyped_storage().nbytes()
+
+
+def _has_alias(tensor: torch.Tensor) -> bool:
+    """Does anybody else (a state_dict, a `.data`, a numpy array) hold this tensor's storage?"""
+    fresh = torch.empty(1, dtype=torch.uint8, device="cpu")
+    users, alone = (torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (tensor, fresh))
+    return users > alone
+
+
+def _fills_its_storage(weight: torch.Tensor) -> bool:
+    """An ordinary parameter with a storage of exactly its size: no part of a flat buffer, nor other processes'."""
+    return (
+        type(weight) is nn.Parameter
+        and weight.numel() > 0
+        and weight.is_contiguous()
+        and weight.storage_offset() == 0
+        and weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+        and weight.device.type != "meta"
+        and not (weight.device.type == "cpu" and weight.is_shared())
+        and not weight.is_inference()
+    )

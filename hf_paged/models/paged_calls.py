@@ -1,0 +1,155 @@
+"""Stock attention modules on pages: an implementation of transformers' `AttentionInterface` for the length of a call.
+
+A module looks its implementation up in its config at every call. `paged_call` puts our name there and takes it out
+again; the step travels as a keyword argument of the decoder's forward. Whoever else meets the name meanwhile (another
+thread's plain forward, a copy or a pickle that it makes) has no step, and gets what the config said before.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_paged import at_fork
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.kernels.store_kv import store_kv
+from hf_paged.models.base import StepContext
+
+NAME = "hf_paged"
+STEP_ARGUMENT = "hf_paged_step"
+# Arguments that decoders hand down and attention over pages has no use for.
+_IGNORED = frozenset({
+    "position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
+})  # fmt: skip
+# Implementations that take their name from the config again while they run.
+_READS_CONFIG = ("flash", "paged|")
+
+_lock = threading.Lock()
+
+
+class _Switched(NamedTuple):
+    """A config that paged calls are inside of, and the thread of each of them."""
+
+    config: PreTrainedConfig
+    threads: list[int]
+
+
+_switched: dict[int, _Switched] = {}  # by id of the config
+
+
+class PagedName(str):
+    """Our name in a config, with what the config says otherwise; deep copies and pickles of it are the latter."""
+
+    stock: str | None
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return (type(None), ()) if self.stock is None else (str, (self.stock,))
+
+    def __deepcopy__(self, memo: dict) -> str | None:
+        return self.stock
+
+
+def _paged_name(stock: str | None) -> PagedName:
+    name = PagedName(NAME)
+    name.stock = stock
+    return name
+
+
+@contextmanager
+def paged_call(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
+    """Modules of these configs attend to pages in here where they are given a step; afterwards all is as before."""
+    held: list[PreTrainedConfig] = []
+    try:
+        for config in configs:
+            with _lock:
+                _switched.setdefault(id(config), _Switched(config, [])).threads.append(threading.get_ident())
+                held.append(config)
+                config._attn_implementation = _paged_name(implementation_of(config))
+        yield
+    finally:
+        for config in held:
+            with _lock:
+                threads = _switched[id(config)].threads
+                threads.remove(threading.get_ident())
+                if not threads:
+                    config._attn_implementation = implementation_of(config)
+                    del _switched[id(config)]  # last: a fork in between puts the name back by it
+
+
+def implementation_of(config: PreTrainedConfig) -> str | None:
+    """`config._attn_implementation` as it is outside of paged calls."""
+    name: str | None = config._attn_implementation
+    return name.stock if isinstance(name, PagedName) else name
+
+
+def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+               **kwargs: Any) -> tuple[torch.Tensor, Any]:  # fmt: skip
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D], rotated -> ([1, T, Hq, D], None), as stock's functions."""
+    step = kwargs.pop(STEP_ARGUMENT, None)
+    if step is None:
+        return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
+    return _paged_attention(module, query, key, value, step, **kwargs), None
+
+
+def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: StepContext, *,
+                     scaling: float, dropout: float = 0.0, sliding_window: int | None = None,
+                     softcap: float | None = None, s_aux: torch.Tensor | None = None,
+                     **others: Any) -> torch.Tensor:  # fmt: skip
+    unknown = [name for name, given in others.items() if given is not None and name not in _IGNORED]
+    if dropout or unknown:
+        raise UnsupportedModelError(f"{type(module).__name__} asks of its attention what pages do not have: "
+                                    f"{', '.join(unknown) or f'dropout={dropout}'}")  # fmt: skip
+    if softcap is not None and implementation_of(module.config) == "sdpa":
+        softcap = None  # sdpa, the default of Gemma 2 in transformers 5.17, leaves it out
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    layer = module.layer_idx
+    store_kv(key, value, *step.kv_cache(layer), step.slot_mapping)
+    return step.attend(layer, query, scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)[None]
+
+
+def _stock_attention(module: Any) -> Any:
+    name = _stock_name(module.config)
+    if name == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def _mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
+    """Only asked for by forwards that are not ours: a paged call brings a mask of its own."""
+    stock = ALL_MASK_ATTENTION_FUNCTIONS.get(_stock_name(config))
+    return None if stock is None else stock(*args, config=config, **kwargs)
+
+
+def _stock_name(config: PreTrainedConfig) -> str | None:
+    name = implementation_of(config)
+    if name == NAME or (name or "").startswith(_READS_CONFIG):
+        raise RuntimeError(
+            f"a plain forward with attention implementation {name!r} met a paged generate of the same config in "
+            "another thread; expected one after the other, or 'sdpa' or 'eager'"
+        )
+    return name
+
+
+@at_fork.in_child
+def _renew_in_child() -> None:
+    """Calls of threads that a fork has not never come to their end: put back the names of their configs."""
+    global _lock
+    _lock = threading.Lock()
+    for key, (config, threads) in list(_switched.items()):
+        threads[:] = [thread for thread in threads if thread == threading.get_ident()]
+        if not threads:
+            config._attn_implementation = implementation_of(config)
+            del _switched[key]
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)

@@ -1,0 +1,57 @@
+"""The modules of a model by what has to stand where: own ones of a family, and layers that are called as they stand."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+from hf_paged.models.families import Family
+from hf_paged.parallel.layers import sharded_class
+
+ACTIVATIONS = ("act_fn", "activation_fn")
+
+
+class Part(NamedTuple):
+    """A module; `expected` is the class that has to stand there, None for a layer of any known kind (linear, LoRA)."""
+
+    name: str
+    module: nn.Module
+    expected: type | None
+    is_activation: bool = False
+
+
+def parts_of(model: nn.Module, family: Family) -> list[Part]:
+    """All modules inside `model`; what is inside a layer that is called as it stands belongs to that layer."""
+    parts: list[Part] = []
+    classes = {name: family.classes(name) for name in family.parts}
+    if experts := classes.get("experts"):
+        classes["experts"] = (*experts, *map(sharded_class, experts))
+    _collect(parts, "", model, classes)
+    return parts
+
+
+def _collect(parts: list[Part], path: str, module: nn.Module, classes: dict[str, tuple[type, ...]]) -> None:
+    for key, child in module._modules.items():
+        if child is None:
+            continue
+        name = f"{path}.{key}" if path else key
+        if key == "layers" and type(child) is nn.ModuleList:
+            for i, layer in child._modules.items():
+                assert layer is not None
+                _add(parts, f"{name}.{i}", layer, classes["layers"], classes)
+        elif key in classes:
+            _add(parts, name, child, classes[key], classes)
+        elif key in ACTIVATIONS:
+            parts.append(Part(name, child, None, is_activation=True))
+        else:
+            parts.append(Part(name, child, nn.Dropout if type(child) is nn.Dropout else None))
+
+
+def _add(parts: list[Part], name: str, module: nn.Module, allowed: tuple[type, ...],
+         classes: dict[str, tuple[type, ...]]) -> None:  # fmt: skip
+    if type(module) in allowed:
+        parts.append(Part(name, module, type(module)))
+        _collect(parts, name, module, classes)
+    else:
+        parts.append(Part(name, module, allowed[0]))

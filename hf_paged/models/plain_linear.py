@@ -1,0 +1,62 @@
+"""Linear layers whose forward is nothing but a product with a float weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from hf_paged.parallel.group import SINGLE, ParallelGroup
+from hf_paged.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Exactly `torch.nn.Linear`, or a rank's rows of one, over a float parameter, without hooks.
+
+    Patched classes: see `recognise`.
+    """
+    return type(module) in (nn.Linear, ColumnParallelLinear) and _is_untouched(module)
+
+
+def is_plain_product(module: nn.Module) -> bool:
+    """`is_plain_linear`, and nothing is added to the product."""
+    return is_plain_linear(module) and module.bias is None
+
+
+def _is_untouched(module: nn.Module) -> bool:
+    if module._forward_hooks or module._forward_pre_hooks:
+        return False
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    return type(weight) is nn.Parameter and weight.is_floating_point() and "forward" not in vars(module)
+
+
+def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """[T, k] -> [T, n] by `linear`; a layer that is not plain (LoRA, quantized) is called as it stands."""
+    if is_plain_linear(module):
+        assert isinstance(module, nn.Linear)
+        return linear(hidden, module.weight, module.bias)
+    if type(module) is RowParallelLinear and module.group.is_parallel and _is_untouched(module):
+        return module.finish(linear(hidden, module.weight, None))
+    result: torch.Tensor = module(hidden[None])[0]
+    return result
+
+
+def row_product(module: nn.Module, hidden: torch.Tensor,
+                linear: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ParallelGroup]:  # fmt: skip
+    """`apply_linear`, and the ranks whose products have still to be added up; `SINGLE` where that is done."""
+    if type(module) is RowParallelLinear and module.bias is None and _is_untouched(module):
+        return linear(hidden, module.weight, None), module.group
+    return apply_linear(module, hidden, linear), SINGLE
+
+
+def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """[R, k] -> [R, this rank's own columns]; all columns of a head that is not sharded."""
+    if type(head) is VocabParallelHead:
+        return linear(hidden, head.weight, head.bias)
+    return apply_linear(head, hidden, linear)
+
+
+def all_columns(head: nn.Module, columns: torch.Tensor) -> torch.Tensor:
+    """What `apply_head` gives on every rank -> [R, vocab_size]."""
+    return head.gathered(columns) if type(head) is VocabParallelHead else columns

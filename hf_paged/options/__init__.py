@@ -1,0 +1,1 @@
+"""From a GenerationConfig to what a request asks for."""

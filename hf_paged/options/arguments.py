@@ -1,0 +1,207 @@
+"""Checks of what callers hand in: each error names the argument, the value and what is accepted."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, GenerationMixin
+
+from hf_paged.config import require_int
+from hf_paged.models.guards.originals import MERGING
+
+PLAIN = frozenset((int, float, bool, str, type(None)))  # types whose repr tells any two values apart
+
+
+def token_ids(prompt_token_ids: Any, vocab_size: int) -> list[int]:
+    """A prompt (sequence or 1-D tensor or array of ids) as a list of ints in [0, vocab_size), at least one.
+
+    Raises:
+        TypeError: no sequence of integers.
+        ValueError: empty, or an id outside the vocabulary.
+    """
+    if isinstance(prompt_token_ids, (torch.Tensor, np.ndarray)):
+        prompt_token_ids = prompt_token_ids.tolist()
+    if isinstance(prompt_token_ids, (str, bytes)) or not isinstance(prompt_token_ids, Sequence):
+        kind = type(prompt_token_ids).__name__
+        raise TypeError(f"prompt_token_ids={prompt_token_ids!r:.80}: expected token ids, got {kind}")
+    if not prompt_token_ids:
+        raise ValueError("prompt_token_ids=[]: expected at least one token id")
+    ids = np.array(prompt_token_ids)
+    in_range = ids.ndim == 1 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < vocab_size
+    if in_range and set(map(type, prompt_token_ids)).isdisjoint((bool, np.bool_)):
+        return ids.tolist()
+    for token in prompt_token_ids:  # find what to name
+        if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
+            raise TypeError(f"prompt_token_ids holds {token!r}: expected integers")
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"prompt_token_ids holds {token}: expected ids in [0, {vocab_size})")
+    raise TypeError(f"prompt_token_ids={prompt_token_ids!r:.80}: expected a flat sequence of integers")
+
+
+def token_id_lists(prompts: Sequence[Any], vocab_size: int) -> list[list[int]] | None:
+    """What `token_ids` makes of every prompt, looked at in one go; None: ask `token_ids` about each."""
+    if not all(type(prompt) in (list, tuple) and prompt for prompt in prompts):
+        return None
+    kinds: set[type] = set()
+    for prompt in prompts:
+        kinds.update(map(type, prompt))
+    if kinds != {int}:
+        return None
+    try:
+        ids = np.fromiter(itertools.chain.from_iterable(prompts), np.int64, sum(map(len, prompts)))
+    except OverflowError:
+        return None
+    return list(map(list, prompts)) if ids.min() >= 0 and ids.max() < vocab_size else None
+
+
+def base_seed(seed: int | None, default: int | None) -> int:
+    """`seed`, else `default`, else one drawn from torch's default generator; in [0, 2**63)."""
+    if seed is None:
+        seed = default
+    if seed is None:
+        seed = int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu"))
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"seed={seed!r}: expected None or an integer in [0, 2**63)")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed!r}: expected None or an integer in [0, 2**63)")
+    return seed
+
+
+def merge_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:
+    """`kwargs` over `config` over `model.generation_config` over stock's defaults, as stock generate merges.
+
+    Raises:
+        TypeError: `config` is no GenerationConfig.
+        ValueError: a keyword that is no field of one, or a value that its validation refuses.
+    """
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise TypeError(f"generation_config={config!r:.80}: expected a GenerationConfig or None")
+    try:
+        merged, unused = model._prepare_generation_config(config, **kwargs)
+    except ValueError:
+        raise
+    except Exception as error:  # transformers compares and calls before it checks types
+        text = f"generation settings {kwargs!r:.200}: expected a GenerationConfig's types ({error})"
+        raise TypeError(text) from error
+    if unused:
+        raise ValueError(f"generate_kwargs {sorted(unused)}: expected fields of a GenerationConfig")
+    lengths = (kwargs.get("max_length"), config and config.max_length, model.generation_config.max_length)
+    if merged.max_new_tokens is None and not any(length is not None for length in lengths):
+        merged.max_new_tokens = merged.max_length  # stock: the default length counts new tokens
+    return merged
+
+
+def _merges_as_stock(model: Any) -> bool:
+    merging = getattr(model._prepare_generation_config, "__func__", None)
+    return merging is GenerationMixin._prepare_generation_config and MERGING.patched() is None
+
+
+class ConfigMerger:
+    """`merge_config` for the configs of one call: those that differ in nothing but ``max_new_tokens`` merge once.
+
+    Stock compares ``max_new_tokens`` with 0 and otherwise hands it through, so a positive one may be put into the
+    result of another. Where any of the code that says so is not transformers' own, every config is merged by itself.
+    """
+
+    def __init__(self, model: Any, kwargs: dict[str, Any]) -> None:
+        self._model = model
+        self._kwargs = kwargs
+        self._by_id: dict[int, tuple[GenerationConfig | None, GenerationConfig]] = {}
+        self._by_others: dict[tuple, GenerationConfig] = {}  # by all fields but max_new_tokens
+        self._may_share = _merges_as_stock(model) and GenerationConfig.__setattr__ is object.__setattr__
+
+    def __call__(self, config: GenerationConfig | None) -> GenerationConfig:
+        """Raises what `merge_config` raises. The result is to be read only: others may hold values of it."""
+        if id(config) not in self._by_id:
+            self._by_id[id(config)] = config, self._merge(config)  # held, so that no other object gets its id
+        return self._by_id[id(config)][1]
+
+    def _merge(self, config: GenerationConfig | None) -> GenerationConfig:
+        key = self._others(config) if self._may_share else None
+        if key is None or key not in self._by_others:
+            merged = merge_config(self._model, config, self._kwargs)
+            if key is not None:
+                self._by_others[key] = merged
+            return merged
+        merged = copy.copy(self._by_others[key])
+        if "max_new_tokens" not in self._kwargs:
+            assert config is not None
+            merged.max_new_tokens = config.max_new_tokens
+        return merged
+
+    @staticmethod
+    def _others(config: GenerationConfig | None) -> tuple | None:
+        """All that `config` says besides a positive ``max_new_tokens``, or None where it says something else, too."""
+        said, count = _contents(config, but="max_new_tokens"), getattr(config, "max_new_tokens", None)
+        if said is None or type(count) is not int or count < 1:
+            return None
+        return tuple(vars(config)), said
+
+
+class RecentMerges:
+    """`merge_config` for the configs of calls that come one by one: equal ones merge once.
+
+    A config and the model's own are compared by what they say; where that cannot be told from their fields, or any of
+    the code that merges is not transformers' own, each is merged anew.
+    """
+
+    _MOST = 8
+
+    def __init__(self) -> None:
+        self._recent: dict[tuple, GenerationConfig] = {}
+
+    def __call__(self, model: Any, config: GenerationConfig | None) -> GenerationConfig:
+        """Raises what `merge_config` raises. The result is to be read only: later calls get it again."""
+        contents = _contents(config), _contents(model.generation_config)
+        if None in contents or not _merges_as_stock(model):
+            return merge_config(model, config, {})
+        if (merged := self._recent.get(contents)) is None:
+            merged = merge_config(model, config, {})
+            if len(self._recent) >= self._MOST:
+                self._recent.clear()
+            self._recent[contents] = merged
+        return merged
+
+
+def _contents(config: Any, but: str = "") -> str | None:
+    """What a config says, `but` for one field; None where it is of another class, or its values' texts do not tell."""
+    if type(config) is not GenerationConfig:
+        return None
+    said = {name: value for name, value in vars(config).items() if value is not None and name != but}
+    return repr(said) if all(map(_is_plain, said.values())) else None
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in PLAIN or (type(value) is list and all(type(item) in PLAIN for item in value))
+
+
+def salt_digest(cache_salt: Any) -> bytes:
+    """What tells the prefix cache whose blocks are whose: 32 bytes that are the salt's alone, none for None.
+
+    Raises:
+        TypeError, ValueError: it is neither None nor a non-empty str; the message does not repeat it.
+    """
+    if cache_salt is None:
+        return b""
+    if not isinstance(cache_salt, str):
+        raise TypeError(f"cache_salt of type {type(cache_salt).__name__}: expected None or a non-empty str")
+    if not cache_salt:
+        raise ValueError("cache_salt='': expected None or a non-empty str")
+    return hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest()
+
+
+MOST_COPIES = 1 << 20
+
+
+def num_copies(num_return_sequences: Any) -> int:
+    """How many requests a prompt becomes; ValueError for what is neither None nor an integer in [1, `MOST_COPIES`]."""
+    require_int("num_return_sequences", num_return_sequences, 1, optional=True)
+    if num_return_sequences is not None and num_return_sequences > MOST_COPIES:
+        raise ValueError(f"num_return_sequences={num_return_sequences!r}: expected at most {MOST_COPIES}")
+    return 1 if num_return_sequences is None else num_return_sequences

@@ -1,0 +1,288 @@
+"""From a transformers `GenerationConfig` to what one request of the engine needs, and what it cannot do natively.
+
+`NATIVE`, `INERT` and `FALLBACK` are the single source of both decisions and of the table in docs/options.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from hf_paged.errors import UnsupportedOptionError
+from hf_paged.options.logits_options import GREEDY_TOO, SAMPLING_ONLY, decay_overflows, edits_from_config
+from hf_paged.options.patched_options import patched_option
+from hf_paged.sampling.edits import NEUTRAL, Edits
+
+# Options that the engine carries out itself.
+NATIVE = (
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "min_new_tokens",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "eos_token_id",
+    "pad_token_id",
+    "num_return_sequences",
+    "max_time",
+    "stop_strings",
+    *GREEDY_TOO,
+    *SAMPLING_ONLY,
+)
+
+# Options that change nothing in greedy search or sampling, whatever their value.
+INERT = (
+    "bos_token_id",
+    "decoder_start_token_id",
+    "early_stopping",
+    "length_penalty",
+    "low_memory",
+    "max_cache_len",
+    "cache_config",
+    "disable_compile",
+    "continuous_batching_config",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "max_matching_ngram_size",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "assistant_ensemble_weight",
+    "speculation_type",
+    "transformers_version",
+)
+
+# Options with the values that leave the output alone; any other value needs stock generate.
+FALLBACK: dict[str, tuple] = {
+    "use_cache": (None, True),
+    "cache_implementation": (None, "dynamic"),
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "diversity_penalty": (None, 0.0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "guidance_scale": (None, 1, 1.0),
+    "token_healing": (None, False),
+    "use_mtp": (None, False),
+    "is_assistant": (None, False),
+    "return_dict_in_generate": (None, False),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+}
+
+# Options of `FALLBACK`, or unknown to it, that stock's decoding loop carries out over the engine's forwards (lockstep):
+# they become logits processors, stopping criteria, scores or beams.
+LOCKSTEP = (
+    "num_beams",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "top_h",
+    "guidance_scale",
+    "watermarking_config",
+    "prompt_lookup_num_tokens",
+    "return_dict_in_generate",
+    "output_scores",
+    "output_logits",
+)
+
+# For one look-up a field: what never decides, and every neutral value under its own type.
+_UNASKED = frozenset(NATIVE + INERT)
+_UNASKED_IN_LOCKSTEP = frozenset(NATIVE + INERT + LOCKSTEP)
+_NEUTRAL = frozenset((name, type(value), value) for name, values in FALLBACK.items() for value in values)
+_HASHABLE = (bool, int, float, str)
+
+FLOAT32 = torch.finfo(torch.float32)
+
+
+@dataclass(frozen=True)
+class RequestSettings:
+    """What the scheduler and the sampler know of one request. Neutral values: top_k 0, top_p 1.0, min_p 0.0."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    eos_token_ids: tuple[int, ...] = ()
+    edits: Edits = NEUTRAL
+    stop_strings: tuple[str, ...] = ()
+    max_time: float | None = None  # seconds from the start of the call
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    cache_salt: bytes = b""  # a digest (`salt_digest`): blocks of the prefix cache are shared under the same one
+
+
+def unsupported_option(config: GenerationConfig) -> str | None:
+    """The first option of `config` that only stock generate carries out, as "name=value", or None.
+
+    An option that this version of hf_paged has never heard of counts as unsupported unless it is None or False.
+    """
+    return _option_beyond(config, _UNASKED)
+
+
+def stock_only_option(config: GenerationConfig) -> str | None:
+    """As `unsupported_option`, but options that run in lockstep are supported."""
+    return _option_beyond(config, _UNASKED_IN_LOCKSTEP)
+
+
+def _option_beyond(config: GenerationConfig, carried_out: frozenset[str]) -> str | None:
+    for name, value in vars(config).items():
+        # None is neutral for every field.
+        if value is None or name in carried_out or name.startswith("_"):
+            continue
+        if type(value) in _HASHABLE and (name, type(value), value) in _NEUTRAL:
+            continue
+        if not any(_same(value, neutral) for neutral in FALLBACK.get(name, (None, False))):
+            return f"{name}={value!r}"
+    return None
+
+
+def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_size: int) -> RequestSettings:
+    """Read a fully merged config (user over model over defaults) for a prompt of `prompt_length` tokens.
+
+    Args:
+        vocab_size: number of logits of a token: ids in options must lie below it.
+
+    Raises:
+        UnsupportedOptionError: an option that is not native, or whose processor or criterion somebody patched.
+        ValueError: a value outside what stock generate accepts or the engine's tables hold, or no room for a new token.
+        TypeError: a value of another type than stock takes.
+    """
+    try:
+        settings = _read(config, prompt_length, vocab_size)
+    except OverflowError as error:  # an integer that no float holds
+        raise ValueError(f"generation settings: {error}, expected numbers that a float holds") from error
+    _check_numbers(settings)
+    if decay_overflows(settings.edits, settings.max_new_tokens):
+        raise ValueError(f"exponential_decay_length_penalty={config.exponential_decay_length_penalty!r:.200}: expected "
+                         "a penalty that stays a finite number for all new tokens")  # fmt: skip
+    return settings
+
+
+def _read(config: GenerationConfig, prompt_length: int, vocab_size: int) -> RequestSettings:
+    if (option := unsupported_option(config)) is not None:
+        raise UnsupportedOptionError(f"{option} is not carried out by the paged engine; use model.generate for it")
+    if (reason := patched_option(config)) is not None:
+        raise UnsupportedOptionError(f"{reason}; use model.generate for it")
+    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "top_k"):
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise TypeError(f"{name}={value!r}: expected None or an integer")
+    if not isinstance(config.do_sample, (bool, type(None))):
+        raise TypeError(f"do_sample={config.do_sample!r}: expected True or False")
+    max_new_tokens = config.max_new_tokens
+    if max_new_tokens is None:
+        if config.max_length is None:
+            raise ValueError("max_new_tokens=None: expected max_new_tokens or max_length to be set")
+        max_new_tokens = config.max_length - prompt_length
+    if max_new_tokens < 1:
+        raise ValueError(
+            f"max_new_tokens={config.max_new_tokens!r}, max_length={config.max_length!r} with a prompt of "
+            f"{prompt_length} tokens: expected room for at least one new token"
+        )
+    min_new_tokens = config.min_new_tokens
+    if min_new_tokens is None:  # stock: min_new_tokens takes precedence, whichever is larger
+        min_new_tokens = (config.min_length or 0) - prompt_length
+    eos = token_id_tuple(config.eos_token_id)
+    ends: dict[str, Any] = {"eos_token_ids": eos, "edits": edits_from_config(config, eos, vocab_size),
+            "stop_strings": _stop_strings(config.stop_strings), "max_time": _max_time(config.max_time)}  # fmt: skip
+    if not config.do_sample:
+        return RequestSettings(max_new_tokens, max(min_new_tokens, 0), **ends)
+    temperature = _number(config, "temperature", 1.0)
+    if not FLOAT32.tiny <= temperature <= FLOAT32.max:
+        raise ValueError(f"temperature={temperature!r}: expected a float32 number above 0 (do_sample=False for greedy)")
+    top_k = 0 if config.top_k is None else config.top_k
+    if top_k < 0:
+        raise ValueError(f"top_k={config.top_k!r}: expected None or an integer of at least 0 (0: off)")
+    top_p, min_p = _number(config, "top_p", 1.0), _number(config, "min_p", 0.0)
+    for name, value in (("top_p", top_p), ("min_p", min_p)):
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name}={value!r}: expected a number in [0, 1]")
+    return RequestSettings(max_new_tokens, max(min_new_tokens, 0), True, temperature, top_k, top_p, min_p, **ends)
+
+
+# Integers that only the host's Python reads: the length is cut to what there is room for, ids that no token has are
+# dropped.
+_UNBOUNDED = ("max_new_tokens", "eos_token_ids")
+_NAMES_IN_CONFIG = dict.fromkeys(("decay_start", "decay_factor"), "exponential_decay_length_penalty")
+
+
+def _check_numbers(settings: RequestSettings | Edits) -> None:
+    """ValueError naming the first field with a number that int32 or float32, as kernels read them, does not hold."""
+    for name, value in vars(settings).items():
+        if type(value) is Edits:
+            if value is not NEUTRAL:
+                _check_numbers(value)
+        elif value and name not in _UNBOUNDED and not _is_encodable(value):
+            option = _NAMES_IN_CONFIG.get(name, name)
+            raise ValueError(f"{option}={value!r:.200}: expected integers in [-2**31, 2**31), and no NaN")
+
+
+def _is_encodable(value: Any) -> bool:
+    """Do kernels hold this number, or all in this tuple? What is neither is no number of theirs."""
+    if isinstance(value, float):
+        return math.isinf(value) or abs(value) <= FLOAT32.max
+    if isinstance(value, int):
+        return -(2**31) <= value < 2**31
+    return not isinstance(value, tuple) or all(map(_is_encodable, value))
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise TypeError naming the first that is not True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: expected True or False")
+
+
+def token_id_tuple(value: Any) -> tuple[int, ...]:
+    """An EOS setting (None, int, list or tensor) as a tuple of ints."""
+    if value is None:
+        return ()
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    values = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(v, int) for v in values):
+        raise TypeError(f"eos_token_id={value!r}: expected None, an integer or a list of integers")
+    return tuple(values)
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    strings = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(text, str) and text for text in strings):
+        raise ValueError(f"stop_strings={value!r}: expected None, a string or a list of strings, none of them empty")
+    return strings
+
+
+def _max_time(value: Any) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"max_time={value!r}: expected None or a number of seconds")
+    return float(value)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equality, but 0 is not False and 1 is not True."""
+    if isinstance(neutral, bool) or isinstance(value, bool) or neutral is None:
+        return value is neutral
+    return isinstance(value, (int, float, str)) and value == neutral
+
+
+def _number(config: GenerationConfig, name: str, neutral: float) -> float:
+    value = getattr(config, name)
+    if value is None:
+        return neutral
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}")
+    return float(value)

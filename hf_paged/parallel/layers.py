@@ -1,0 +1,184 @@
+"""Layers of which each rank holds a part. They only generate: their collectives have no gradient.
+
+A layer is made from the stock layer that it replaces, on the stock layer's device (meta, in `loading`), and its
+parameters have stock's names. `group` are its ranks, and `shard_of(parameter)` says which part of the stock parameter
+it holds. With a group of one it holds all and is the stock layer.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_paged.parallel.group import ParallelGroup
+from hf_paged.parallel.shards import Shard, vocab_shard
+
+
+class Sharded:
+    """Mixed into the class of a layer of which a rank holds a part."""
+
+    group: ParallelGroup
+    _shards: dict[str, Shard]
+
+    def shard_of(self, parameter: str) -> Shard:
+        return self._shards[parameter]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """What `state_dict` and `save_pretrained` call: a part would be taken for the whole under its name."""
+        if self.group.is_parallel:
+            raise RuntimeError(
+                f"state_dict of {prefix.rstrip('.') or type(self).__name__}, of which rank {self.group.rank} of "
+                f"{self.group.size} holds a part: expected a model that is not sharded (tensor_parallel_size=1, or "
+                "transformers' from_pretrained) to save it; named_parameters() gives this rank's parts"
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+
+
+class ColumnParallelLinear(Sharded, nn.Linear):
+    """`rows` [start, stop) of the weight [n, k] and of the bias: [..., k] -> [..., stop - start]. No communication."""
+
+    def __init__(self, linear: nn.Linear, group: ParallelGroup, rows: tuple[int, int]) -> None:
+        full, width = linear.weight.shape
+        super().__init__(width, rows[1] - rows[0], linear.bias is not None, **_like(linear.weight))
+        self.group = group
+        self._shards = {"weight": Shard((full, width), 0, (rows,)), "bias": Shard((full,), 0, (rows,))}
+
+
+class RowParallelLinear(Sharded, nn.Linear):
+    """`columns` [start, stop) of the weight [n, k]: the ranks' [..., stop - start] -> [..., n], the same on each.
+
+    The sum over ranks comes first, then the bias, which every rank holds.
+    """
+
+    def __init__(self, linear: nn.Linear, group: ParallelGroup, columns: tuple[int, int]) -> None:
+        height, full = linear.weight.shape
+        super().__init__(columns[1] - columns[0], height, linear.bias is not None, **_like(linear.weight))
+        self.group = group
+        self._shards = {"weight": Shard((height, full), 1, (columns,)), "bias": Shard.whole((height,))}
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.group.is_parallel:
+            return F.linear(input, self.weight, self.bias)
+        return self.finish(F.linear(input, self.weight))
+
+    def finish(self, partial: torch.Tensor) -> torch.Tensor:
+        """From this rank's product to the layer's output, where there are several ranks."""
+        output = self.group.all_reduce(partial)
+        return output if self.bias is None else output + self.bias
+
+
+class VocabParallelEmbedding(Sharded, nn.Embedding):
+    """`vocab_rows` rows of the embedding: ids [...] -> [..., hidden_size], the same on each rank."""
+
+    def __init__(self, embedding: nn.Embedding, group: ParallelGroup) -> None:
+        shard = vocab_shard(tuple(embedding.weight.shape), group.rank, group.size)
+        rows = shard.ranges[0][1] - shard.ranges[0][0] + shard.padding
+        super().__init__(rows, embedding.embedding_dim, **_like(embedding.weight))
+        self.group = group
+        self.vocab_size = embedding.num_embeddings
+        self.first = group.rank * rows
+        self._shards = {"weight": shard}
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.group.is_parallel:
+            return F.embedding(input, self.weight)
+        local = input - self.first
+        elsewhere = (local < 0) | (local >= self.num_embeddings)
+        vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.group.all_reduce(vectors.masked_fill(elsewhere[..., None], 0.0))
+
+
+class VocabParallelHead(Sharded, nn.Linear):
+    """`vocab_rows` rows of the head: [..., hidden_size] -> all logits [..., vocab_size], the same on each rank.
+
+    `local` gives this rank's own columns, of which the first `num_real` are the tokens from `first` on. The others
+    are padding, whose logits mean nothing.
+    """
+
+    def __init__(self, linear: nn.Linear, group: ParallelGroup) -> None:
+        shard = vocab_shard(tuple(linear.weight.shape), group.rank, group.size)
+        start, stop = shard.ranges[0]
+        rows = stop - start + shard.padding
+        super().__init__(linear.in_features, rows, linear.bias is not None, **_like(linear.weight))
+        self.group = group
+        self.vocab_size = linear.out_features
+        self.first, self.num_real = group.rank * rows, stop - start
+        self._shards = {"weight": shard, "bias": vocab_shard((linear.out_features,), group.rank, group.size)}
+
+    def local(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] -> [..., rows], this rank's own."""
+        return F.linear(hidden, self.weight, self.bias)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.gathered(self.local(input))
+
+    def gathered(self, local: torch.Tensor) -> torch.Tensor:
+        """Own columns [..., rows] of every rank -> all logits [..., vocab_size]."""
+        if not self.group.is_parallel:
+            return local
+        columns = self.group.all_gather(local).movedim(0, -2)
+        return columns.flatten(-2)[..., : self.vocab_size]
+
+
+class ShardedExperts(Sharded):
+    """Mixed into a stock class of fused experts: each rank holds a part of every expert, and the outputs are added up.
+
+    Of gate_up_proj [experts, 2 * inner, hidden] gates and ups are sliced alike, and so is down_proj [experts, hidden,
+    inner].
+    """
+
+    stock: type[nn.Module]
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.group.all_reduce(super().forward(*args, **kwargs).contiguous())  # type: ignore[misc]
+
+
+@cache
+def sharded_class(stock: type[nn.Module]) -> type[nn.Module]:
+    """The class of the stock experts' sharded twin; always the same one."""
+    return type(f"Sharded{stock.__name__}", (ShardedExperts, stock), {"stock": stock, "__module__": __name__})
+
+
+def stock_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a sharded twin was made from; any other class itself."""
+    return kind.stock if issubclass(kind, ShardedExperts) else kind
+
+
+def shard_experts(experts: Any, group: ParallelGroup, inner: tuple[int, int]) -> None:
+    """Make a stock module of fused experts, on the meta device, hold `inner` [start, stop) of every expert.
+
+    Its attributes stay, since they differ from class to class, but for the inner size.
+    """
+    start, stop = inner
+    total, shape = experts.down_proj.shape[2], tuple(experts.gate_up_proj.shape)
+    shards = {
+        "gate_up_proj": Shard(shape, 1, ((start, stop), (total + start, total + stop))),
+        "down_proj": Shard(tuple(experts.down_proj.shape), 2, ((start, stop),)),
+    }
+    for name, shard in shards.items():
+        stock = getattr(experts, name)
+        setattr(experts, name, nn.Parameter(shard.take(stock.data), requires_grad=stock.requires_grad))
+    experts.intermediate_dim = stop - start
+    kind: Any = type(experts)
+    experts.__class__ = sharded_class(kind)
+    experts.group, experts._shards = group, shards
+
+
+def shard_of(module: nn.Module, parameter: str) -> Shard:
+    """Which part of the stock parameter a module's own one is: all of it, unless the module is one of this file's."""
+    if isinstance(module, Sharded):
+        return module.shard_of(parameter)
+    return Shard.whole(tuple(getattr(module, parameter).shape))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Does this module hold a part of a layer, the rest being on other ranks?"""
+    return isinstance(module, Sharded) and module.group.is_parallel
+
+
+def _like(weight: torch.Tensor) -> dict[str, Any]:
+    return {"device": weight.device, "dtype": weight.dtype}

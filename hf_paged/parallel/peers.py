@@ -1,0 +1,269 @@
+"""Memory that the GPUs of one host read and write in each other, for the all-reduce of `kernels/all_reduce.py`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_paged.kernels._peers import MAX_PROGRAMS, MAX_RANKS, Peers, buffer_bytes, empty_buffer
+from hf_paged.kernels._triton import triton
+from hf_paged.parallel.group import ENVIRONMENT, ParallelGroup
+
+# 6,144 rows of 8192 half-precision columns.
+CAPACITY = 96 << 20
+# How long an exchange waits for another rank's messages, which does not come where torch numbers them otherwise.
+_EXCHANGE_TIMEOUT = timedelta(seconds=60)
+# Of this process, None after one that failed: see `_catch_up`.
+_num_exchanges: int | None = 0
+
+
+class PeersUnavailable(RuntimeError):
+    """The GPUs cannot reach each other's memory, or not all of them: the message says why. NCCL is the way."""
+
+
+class PeerBuffers:
+    """One symmetric allocation per rank, mapped by all; made by :func:`open_peers`.
+
+    Attributes:
+        peers: what the kernels take.
+    """
+
+    def __init__(self, peers: Peers, memory: torch.Tensor, handle: Any) -> None:
+        self.peers = peers
+        self._keep = memory, handle
+
+    def abort(self) -> None:
+        """End this rank's waits for its peers, now and from now on; may be called from any thread.
+
+        Every all-reduce that was not complete returns garbage: raise an error, and do not use these buffers again.
+        """
+        self.peers.abort.fill_(1)
+
+    @property
+    def aborted(self) -> bool:
+        return bool(self.peers.abort)
+
+
+def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = CAPACITY) -> PeerBuffers:
+    """Allocate and exchange the buffers; all ranks call it together, and all succeed or all fail.
+
+    Args:
+        hosts: a gloo group of the ranks.
+        device: this rank's GPU.
+        capacity: bytes of the largest input of an all-reduce; `buffer_bytes` says how much is allocated.
+
+    Raises:
+        ValueError: a capacity that is no positive multiple of 16.
+        PeersUnavailable: on every rank, with the first rank's reason.
+    """
+    if capacity <= 0 or capacity % 16:
+        raise ValueError(f"capacity must be a positive multiple of 16, got {capacity}")
+    rank, size = dist.get_rank(hosts), dist.get_world_size(hosts)
+    _agree(_obstacle(device, size), hosts)
+    _agree(_obstacle_between(_of_all((socket.gethostname(), _uuid(device)), hosts)), hosts)
+    memory, handle, buffers = _share(capacity, device, hosts)
+    # A buffer that is not the one it should be is found here and not in a model's output.
+    memory[-1] = rank + 1
+    torch.cuda.synchronize(device)
+    dist.barrier(group=hosts)
+    stamps = [int(buffer[-1]) for buffer in buffers]
+    expected = list(range(1, size + 1))
+    _agree(None if stamps == expected else f"peers' memory reads {stamps}, expected {expected}", hosts)
+    peers = Peers(
+        buffers=buffers,
+        epochs=torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device),
+        abort=torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True),
+        rank=rank,
+        capacity=capacity,
+    )
+    torch.cuda.synchronize(device)
+    return PeerBuffers(peers, memory, handle)
+
+
+def connect(group: ParallelGroup, device: torch.device, wanted: str, num_bytes: int) -> None:
+    """Have `group` add up by peers' memory where it is faster, from now on; all ranks call it together.
+
+    Args:
+        wanted: "auto": where that can be had; "peers": it has to be; "nccl": not.
+        num_bytes: of the largest tensor; what is beyond `CAPACITY` is NCCL's.
+
+    Raises:
+        PeersUnavailable: "peers" is wanted, and cannot be had.
+    """
+    if not group.is_parallel or group.peers is not None or wanted == "nccl":
+        return
+    if wanted == "auto" and device.type != "cuda":
+        return
+    try:
+        group.use_peers(open_peers(group.hosts, device, min(CAPACITY, -(-num_bytes // 16) * 16)))
+    except PeersUnavailable as reason:
+        if wanted == "peers":
+            raise
+        logging.getLogger(__name__).info("all_reduce='auto' takes NCCL: %s", reason)
+
+
+def _share(capacity: int, device: torch.device, hosts: dist.ProcessGroup) -> tuple[torch.Tensor, Any, tuple]:
+    """An empty buffer on every rank: this rank's, torch's handle of all, and all of them by rank."""
+    num_bytes = buffer_bytes(capacity)
+    rank, size = dist.get_rank(hosts), dist.get_world_size(hosts)
+    counts = _of_all(_num_exchanges, hosts)
+    try:
+        _catch_up(counts, rank, device)
+        # It is empty on all ranks before any of them can be told of another's memory.
+        memory = _symmetric_memory(num_bytes, device)
+        empty_buffer(memory, capacity)
+        torch.cuda.synchronize(device)
+        problem = None
+    except Exception as error:  # a build without it, no memory, a driver that cannot share
+        problem = f"no symmetric memory: {error}"
+    _agree(problem, hosts)
+    with _folder_of_all(hosts) as folder:
+        try:
+            handle = _exchange(memory, folder, rank, size)
+            buffers = tuple(handle.get_buffer(r, (num_bytes,), torch.uint8) for r in range(size))
+            problem = _mismatch(memory, handle, buffers, rank)
+        except Exception:
+            problem = f"no exchange of symmetric memory: {traceback.format_exc(limit=1)}"
+        _agree(problem, hosts)
+    return memory, handle, buffers
+
+
+def _symmetric_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that can be exchanged, and is given back with the tensor.
+
+    `symmetric_memory.empty` takes it from a pool that keeps it, with the mappings of all exchanges, and hands it out
+    for less: a process that has had a larger buffer would come with another size than the others.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+
+
+def _catch_up(counts: list[int | None], rank: int, device: torch.device) -> None:
+    """Exchange memory with nobody else until this process has done so as often as that of any rank.
+
+    torch numbers the messages of exchanges by process, and ranks wait for messages of the same number: without this, a
+    process that held a model over ranks before would never meet fresh workers.
+    """
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        raise RuntimeError(f"an earlier exchange of rank {counts.index(None)}'s process failed")
+    for _ in range(max(known) - known[rank]):
+        with tempfile.TemporaryDirectory(prefix="hf_paged-") as folder:
+            _exchange(_symmetric_memory(16, device), folder, 0, 1)
+
+
+@contextmanager
+def _folder_of_all(hosts: dist.ProcessGroup) -> Iterator[str]:
+    """A new folder, the same on all ranks, which have to meet before any of them leaves the context."""
+    folder, problem = None, None
+    if dist.get_rank(hosts) == 0:
+        try:
+            folder = tempfile.mkdtemp(prefix="hf_paged-")
+        except OSError as error:
+            problem = f"no temporary folder: {error}"
+    try:
+        _agree(problem, hosts)
+        shared = _of_all(folder, hosts)[0]
+        # Where a rank does not see it, torch's store would try for 300 s.
+        _agree(None if os.path.isdir(shared) else f"does not see rank 0's folder {shared}", hosts)
+        yield shared
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _exchange(memory: torch.Tensor, folder: str, rank: int, size: int) -> Any:
+    """`symmetric_memory.rendezvous` over a group that is there for nothing else, by a name that no group had before.
+
+    torch keeps the store of a group by the group's name for the life of the process, while groups that come after a
+    `destroy_process_group` get the same names again; and a store of sockets would stay open.
+    """
+    from torch._C._distributed_c10d import (
+        ProcessGroup,
+        _register_process_group,
+        _SymmetricMemory,
+        _unregister_process_group,
+    )
+
+    global _num_exchanges
+    assert _num_exchanges is not None
+    before, _num_exchanges = _num_exchanges, None
+    store = dist.FileStore(os.path.join(folder, "store"), size)
+    store.set_timeout(_EXCHANGE_TIMEOUT)
+    name: Any = os.path.basename(folder)  # a str, for which newer torch has a type of its own
+    group = ProcessGroup(store, rank, size)  # torch's register does not keep it
+    _register_process_group(name, group)
+    try:
+        handle = _SymmetricMemory.rendezvous(memory, name)
+    finally:
+        _unregister_process_group(name)
+    _num_exchanges = before + 1
+    return handle
+
+
+def _agree(problem: str | None, hosts: dist.ProcessGroup) -> None:
+    """Raise on every rank where any of them has a problem."""
+    for rank, reason in enumerate(_of_all(problem, hosts)):
+        if reason is not None:
+            raise PeersUnavailable(f"rank {rank}: {reason}")
+
+
+def _of_all(thing: Any, hosts: dist.ProcessGroup) -> list[Any]:
+    """What each rank gives, by rank."""
+    things: list[Any] = [None] * dist.get_world_size(hosts)
+    dist.all_gather_object(things, thing, group=hosts)
+    return things
+
+
+def _obstacle(device: torch.device, size: int) -> str | None:
+    if device.type != "cuda" or torch.version.hip:
+        return f"expected an NVIDIA GPU, got {device}"
+    if triton is None:
+        return "triton is not installed"
+    if not 2 <= size <= MAX_RANKS:
+        return f"expected 2 to {MAX_RANKS} ranks, got {size}"
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return f"expected compute capability 9.0 or later, got {torch.cuda.get_device_capability(device)}"
+    # The exchange itself would create a multicast object otherwise.
+    if os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != ENVIRONMENT["TORCH_SYMM_MEM_DISABLE_MULTICAST"]:
+        return "TORCH_SYMM_MEM_DISABLE_MULTICAST is not 1"
+    others = [d for d in range(torch.cuda.device_count()) if d != device.index]
+    if not all(torch.cuda.can_device_access_peer(device, d) for d in others):
+        return f"{device} cannot reach the memory of all of {others}"
+    return None
+
+
+def _obstacle_between(hosts_and_devices: list[tuple[str, str]]) -> str | None:
+    if len({host for host, _ in hosts_and_devices}) > 1:
+        return f"expected ranks of one host, got {sorted({host for host, _ in hosts_and_devices})}"
+    if len(set(hosts_and_devices)) < len(hosts_and_devices):
+        return "several ranks share a GPU"
+    return None
+
+
+def _mismatch(memory: torch.Tensor, handle: Any, buffers: tuple[torch.Tensor, ...], rank: int) -> str | None:
+    if (handle.rank, handle.world_size) != (rank, len(buffers)):
+        return f"the exchange numbers ranks otherwise: {handle.rank} of {handle.world_size}, not {rank}"
+    if buffers[rank].data_ptr() != memory.data_ptr():
+        return "the exchange gave another address for this rank's own memory"
+    if any(buffer.data_ptr() % 16 for buffer in buffers):
+        return "peers' memory is not 16-byte aligned"
+    if handle.multicast_ptr:
+        return "the exchange mapped a multicast address"
+    return None
+
+
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,0 +1,125 @@
+"""From a stock model on the meta device to one rank's part of it, by transformers' own tensor-parallel plan."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.parallel.group import ParallelGroup
+from hf_paged.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    shard_experts,
+)
+from hf_paged.parallel.shards import even_range, kv_head_range, local_kv_heads
+
+# Whose forwards read no size from anywhere but their weights and what is made local here.
+SUPPORTED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+_VOCABULARY: dict[str, type[nn.Module]] = {"model.embed_tokens": nn.Embedding, "lm_head": nn.Linear}
+_EXPERTS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+_ACCEPTED = "linear layers of style colwise, rowwise or replicated..., and experts of style moe_tp_experts"
+
+
+def parallelize(model: PreTrainedModel, group: ParallelGroup) -> None:
+    """Replace a causal LM's layers in place by this rank's parts of them; parameters keep their names.
+
+    Over several ranks the model can neither be saved nor resized from then on.
+
+    Args:
+        model: stock, its parameters on the meta device.
+        group: the ranks that hold the model together.
+
+    Raises:
+        UnsupportedModelError: a class, a layer or a style of the plan that cannot be sharded here; names it.
+        ValueError: heads or an inner size that do not divide, named; parameters that are not on the meta device.
+    """
+    plan = _plan_of(model)
+    styled = [(name, module, plan.get(_generic(name))) for name, module in model.named_modules()]
+    for name, module, style in styled:
+        _check(name, module, style, plan)
+    if type(model).__name__ not in SUPPORTED:
+        raise _refused(model, "its class is another")
+    if (device := model.lm_head.weight.device).type != "meta":
+        raise ValueError(f"a model on device {device}: expected one on the meta device, whose weights are loaded after")
+    even_range(model.config.num_attention_heads, 0, group.size, "num_attention_heads")
+    for name, module, style in styled:
+        if style == "moe_tp_experts":
+            inner = module.down_proj.shape[2]
+            shard_experts(module, group, even_range(inner, group.rank, group.size, f"the inner size of {name}"))
+        elif style in ("colwise", "rowwise") and name not in _VOCABULARY:
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, _part_of(module, name, style, model.config, group))
+    kv_heads = local_kv_heads(model.config.num_key_value_heads, group.size)
+    for layer in model.model.layers:
+        layer.self_attn.num_key_value_groups = model.config.num_attention_heads // group.size // kv_heads
+    model.model.embed_tokens = VocabParallelEmbedding(model.model.embed_tokens, group)
+    model.lm_head = VocabParallelHead(model.lm_head, group)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    marked: Any = model
+    marked.parallel_group = group
+    if group.is_parallel:
+        marked.resize_token_embeddings = _refuse_resizing
+
+
+def _refuse_resizing(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        "resize_token_embeddings on a model that is sharded over several ranks: expected a checkpoint that was resized "
+        "before (tensor_parallel_size=1, or transformers' from_pretrained)"
+    )
+
+
+def _generic(name: str) -> str:
+    """The name under which a plan has a module: of all layers at once."""
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def _plan_of(model: PreTrainedModel) -> dict[str, str]:
+    """The class's plan for the head and the config's for the layers, merged by transformers in `post_init`."""
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    if not any("layers." in name for name in plan):
+        raise _refused(model, "transformers has no tensor-parallel plan for its layers (config.base_model_tp_plan)")
+    return plan
+
+
+def _check(name: str, module: nn.Module, style: str | None, plan: dict[str, str]) -> None:
+    if name in _VOCABULARY:
+        if type(module) is not _VOCABULARY[name]:
+            raise _refused(module, f"expected a torch.nn.{_VOCABULARY[name].__name__} in its place", name)
+    elif style in ("colwise", "rowwise"):
+        if type(module) is not nn.Linear:
+            raise _refused(module, f"style {style!r} of a layer that is no torch.nn.Linear", name)
+    elif style == "moe_tp_experts":
+        found = {key: plan.get(f"{_generic(name)}.{key}") for key, _ in module.named_parameters()}
+        if found != _EXPERTS:
+            raise _refused(module, f"experts whose parameters have the styles {found}", name)
+    elif style is not None and not style.startswith("replicated"):
+        raise _refused(module, f"style {style!r} of transformers' plan", name)
+    elif style is None and isinstance(module, nn.Linear):
+        raise _refused(module, "transformers' plan leaves it out", name)
+
+
+def _refused(module: nn.Module, why: str, name: str = "") -> UnsupportedModelError:
+    where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+    return UnsupportedModelError(
+        f"{where} cannot be sharded over several ranks: {why}. Expected one of {', '.join(SUPPORTED)}, "
+        f"with {_ACCEPTED}; or tensor_parallel_size=1"
+    )
+
+
+def _part_of(linear: Any, name: str, style: str, config: Any, group: ParallelGroup) -> nn.Linear:
+    if style == "rowwise":
+        columns = even_range(linear.in_features, group.rank, group.size, f"in_features of {name}")
+        return RowParallelLinear(linear, group, columns)
+    if name.endswith(("self_attn.k_proj", "self_attn.v_proj")):
+        head_dim = linear.out_features // config.num_key_value_heads
+        first, last = kv_head_range(config.num_key_value_heads, group.rank, group.size)
+        return ColumnParallelLinear(linear, group, (first * head_dim, last * head_dim))
+    rows = even_range(linear.out_features, group.rank, group.size, f"out_features of {name}")
+    return ColumnParallelLinear(linear, group, rows)

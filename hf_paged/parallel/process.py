@@ -1,0 +1,86 @@
+"""The process of one rank above 0, as rank 0 sees it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import IO, cast
+
+_TAIL = 40  # lines of a worker's stderr that an error quotes
+
+
+class WorkerProcess:
+    """One process of `worker.main`, and what it last said."""
+
+    def __init__(self, rank: int, environment: dict[str, str]) -> None:
+        # Relative entries of sys.path (a notebook's "") mean this directory, and "-m" must not put it in front.
+        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        safe_path = ["-P"] if sys.version_info >= (3, 11) else []
+        self.rank = rank
+        # A session of its own: Ctrl-C in the terminal is rank 0's to handle. Its stdout is not the user's.
+        self.process = subprocess.Popen(
+            [sys.executable, *safe_path, "-m", "hf_paged.parallel.worker"],
+            env={**environment, "PYTHONPATH": path}, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.tail: deque[str] = deque(maxlen=_TAIL)
+        self.ended = threading.Event()
+        self._lock = threading.RLock()
+        self.reader = threading.Thread(target=self._forward, name=f"hf_paged-stderr-{rank}", daemon=True)
+        self.reader.start()
+
+    def send(self, message: bytes) -> None:
+        """One that died in the meantime is `Workers.check`'s to report."""
+        with suppress(OSError):
+            self._stdin.write(len(message).to_bytes(8, "little") + message)
+            self._stdin.flush()
+
+    def end_input(self) -> None:
+        with suppress(OSError):
+            self._stdin.close()
+
+    def end_reading(self) -> None:
+        with suppress(RuntimeError):  # the collection of garbage may call this in the reader itself
+            self.reader.join(1.0)
+
+    def kill(self, number: signal.Signals) -> None:
+        with self._lock:
+            if not self.ended.is_set():
+                with suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, number)
+
+    def wait(self) -> int:
+        """Exit code, once the process is gone. Reaped under the lock: no signal meets an id that is used again."""
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # processes that it started
+            code = self.process.wait()
+            self.ended.set()
+        self.end_input()
+        self.end_reading()
+        return code
+
+    def obituary(self, size: int) -> str:
+        code = self.process.returncode
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        words = "".join(self.tail).rstrip() or "(nothing on stderr)"
+        return f"rank {self.rank} of {size} (process {self.process.pid}) ended with {how}:\n{words}"
+
+    @property
+    def _stdin(self) -> IO[bytes]:
+        return cast(IO[bytes], self.process.stdin)
+
+    def _forward(self) -> None:
+        with cast(IO[bytes], self.process.stdout) as output:
+            while line := output.readline(8192):
+                text = line.decode(errors="replace")
+                self.tail.append(text)
+                with suppress(OSError, ValueError, AttributeError):  # a closed or missing stderr of rank 0
+                    sys.stderr.write(f"[rank {self.rank}] {text}")

@@ -1,0 +1,213 @@
+"""Data parallel over a cluster by Ray Data: actors that hold a `PagedGenerator` each complete a dataset's rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_paged.config import require_int
+from hf_paged.errors import EngineClosedError, WorkerDiedError
+from hf_paged.generator import PagedGenerator
+from hf_paged.options.arguments import base_seed
+from hf_paged.options.prompts import as_prompt_list
+from hf_paged.options.settings import settings_from_config
+from hf_paged.outputs import Completion
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from ray.data import Dataset
+
+_BROKEN = (WorkerDiedError, EngineClosedError)  # nothing more can be generated in this process
+OUTPUTS = ("", "_token_ids", "_finish_reason", "_error")  # suffixes of the columns that are added
+
+
+def generate_dataset(dataset: Dataset, path: str, *, num_actors: int = 1, batch_size: int = 1024,
+                     tensor_parallel_size: int = 1, num_gpus: float | None = None,
+                     ray_options: dict[str, Any] | None = None, **actor_arguments: Any) -> Dataset:  # fmt: skip
+    """Complete every row of `dataset` on `num_actors` actors; lazy, as every operation of Ray Data.
+
+    An actor that dies is started anew, and what it had not delivered is generated again, to the same tokens (see
+    `PagedActor`): no row is lost, none comes twice. Rows come in no particular order.
+
+    Args:
+        dataset: with a column of prompts; see `PagedActor`.
+        path: a checkpoint that every node can read, or a model id.
+        num_actors: each holds the whole model, on `tensor_parallel_size` GPUs of one node.
+        batch_size: rows in one call of an actor, which ends with its longest completion: several times `max_num_seqs`
+            keep the engine full. Also what is generated again after an actor died.
+        tensor_parallel_size: GPUs of an actor.
+        num_gpus: what Ray reserves for an actor. None: `tensor_parallel_size`, or none where the cluster has no GPU.
+        ray_options: more arguments of `Dataset.map_batches`: num_cpus, resources, accelerator_type, runtime_env, ...
+        **actor_arguments: of `PagedActor`.
+
+    Returns:
+        A dataset with the columns of `dataset` and those that `PagedActor` adds.
+
+    Raises:
+        ImportError: Ray Data is not installed.
+        ValueError, TypeError: an argument, named with its value. What only an actor can see (no such checkpoint or
+            column, generation settings) ends the dataset's execution with Ray's error around it.
+    """
+    try:
+        import ray
+        from ray.data import ActorPoolStrategy
+    except ImportError as error:
+        raise ImportError("generate_dataset needs Ray Data: pip install 'hf-paged[ray]'") from error
+    counts = {"num_actors": num_actors, "batch_size": batch_size, "tensor_parallel_size": tensor_parallel_size}
+    for name, value in counts.items():
+        require_int(name, value, 1)
+    base_seed(actor_arguments.get("seed", 0), None)
+    if num_gpus is None and ray.cluster_resources().get("GPU", 0) > 0:
+        num_gpus = tensor_parallel_size
+    # Blocks of one batch each: a block is the unit that Ray hands to an actor and repeats after its death.
+    # Ray Data's defaults for actors (max_restarts=-1, max_task_retries=-1) are what repeats them.
+    return dataset.repartition(target_num_rows_per_block=batch_size, strict=True).map_batches(
+        PagedActor,
+        fn_constructor_args=(path,),
+        fn_constructor_kwargs={"tensor_parallel_size": tensor_parallel_size, **actor_arguments},
+        batch_size=batch_size,
+        batch_format="pyarrow",
+        compute=ActorPoolStrategy(size=num_actors),
+        num_gpus=num_gpus,
+        **(ray_options or {}),
+    )
+
+
+class PagedActor:
+    """A `PagedGenerator` as a callable class for `Dataset.map_batches(..., batch_format="pyarrow")`.
+
+    A row's tokens depend on its prompt, the settings and `row_seed` of its id (or prompt), not on its batch or actor.
+
+    Args:
+        path: a checkpoint that the actor's node can read, or a model id.
+        tensor_parallel_size: GPUs that hold the model together; the actor is rank 0 and starts the others on the GPUs
+            that Ray gave it.
+        prompt_column: of text, token ids, or chats (lists of structs with role and content).
+        output_column: the completion's text (null without a tokenizer). With its name in front: `_token_ids` (list of
+            int64), `_finish_reason` and `_error` (null, or what went wrong with this row: then `_finish_reason`
+            is "error"). A row that cannot run (an empty prompt, no id) ends alone.
+        id_column: of integers or strings, one for each row, from which its random numbers follow. None: they follow
+            from the prompt, so that equal prompts get equal completions.
+        generation_config, generate_kwargs: as for `PagedGenerator.generate`; one completion for a row.
+        seed: of all rows together; another seed, other draws.
+        **overrides: more arguments of `PagedGenerator.from_pretrained`.
+
+    Raises:
+        ValueError, TypeError, UnsupportedOptionError: settings that no row could run with.
+    """
+
+    def __init__(self, path: str, *, tensor_parallel_size: int = 1, prompt_column: str = "prompt",
+                 output_column: str = "completion", id_column: str | None = None, generation_config: Any = None,
+                 generate_kwargs: dict[str, Any] | None = None, seed: int = 0, **overrides: Any) -> None:  # fmt: skip
+        self._prompt_column, self._id_column = prompt_column, id_column or prompt_column
+        self._output_columns = [output_column + suffix for suffix in OUTPUTS]
+        self._config, self._kwargs = generation_config, generate_kwargs or {}
+        self._seed = base_seed(seed, None)
+        self._generator = PagedGenerator.from_pretrained(path, tensor_parallel_size=tensor_parallel_size, **overrides)
+        engine = self._generator.engine
+        self._merged = engine.merge_config(self._config, self._kwargs)
+        if self._merged.num_return_sequences not in (None, 1):
+            raise ValueError(f"num_return_sequences={self._merged.num_return_sequences!r}: expected 1; give a row for "
+                             "each, with an id of its own")  # fmt: skip
+        engine.stop_rule(settings_from_config(self._merged, 1, engine.num_logits), [])
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        """`batch` with the output columns appended.
+
+        Where a rank of the model died or its engine broke, an actor of Ray ends its own process: Ray starts actors that
+        died anew and repeats their blocks, and ends the dataset's execution for an exception.
+
+        Raises:
+            ValueError: a column is missing, or one of the output's is there already.
+            WorkerDiedError, EngineClosedError: outside of Ray, where a rank of the model died or its engine broke.
+        """
+        try:
+            return self._completed(batch)
+        except _BROKEN as error:
+            if _in_actor():
+                print(f"hf_paged: this actor ends, to be started anew: {type(error).__name__}: {error}",
+                      file=sys.stderr, flush=True)  # fmt: skip
+                with suppress(Exception):
+                    self._generator.close()  # the GPUs are free before the next one wants them
+                os._exit(1)
+            raise
+
+    def _completed(self, batch: pa.Table) -> pa.Table:
+        import pyarrow as pa
+
+        self._check_columns(batch.column_names)
+        prompts, keys = (batch.column(name).to_pylist() for name in (self._prompt_column, self._id_column))
+        rows = [self._request(prompt, key) for prompt, key in zip(prompts, keys, strict=True)]
+        requests = [row for row in rows if not isinstance(row, Completion)]
+        made = iter(self._generate(requests) if requests else ())
+        completions = [row if isinstance(row, Completion) else next(made) for row in rows]
+        columns = (
+            pa.array([c.text for c in completions], pa.string()),
+            pa.array([c.token_ids for c in completions], pa.list_(pa.int64())),
+            pa.array([c.finish_reason for c in completions], pa.string()),
+            pa.array([c.error for c in completions], pa.string()),
+        )
+        for name, column in zip(self._output_columns, columns, strict=True):
+            batch = batch.append_column(name, column)
+        return batch
+
+    def _check_columns(self, names: list[str]) -> None:
+        for argument, name in (("prompt_column", self._prompt_column), ("id_column", self._id_column)):
+            if name not in names:
+                raise ValueError(f"{argument}={name!r}: expected one of the dataset's columns, {names}")
+        if taken := [name for name in self._output_columns if name in names]:
+            raise ValueError(f"output_column={self._output_columns[0]!r}: the dataset has columns {taken} already")
+
+    def _request(self, prompt: Any, key: Any) -> tuple[list[int], int] | Completion:
+        """A row's token ids and its seed, or what becomes of a row that cannot run."""
+        engine = self._generator.engine
+        try:
+            ids = engine.check_prompt(as_prompt_list([prompt], self._generator.tokenizer)[0])
+            settings_from_config(self._merged, len(ids), engine.num_logits)
+            return ids, row_seed(key, self._seed)
+        except _BROKEN:
+            raise
+        except Exception as error:  # a chat template raises whatever it likes about one row
+            return Completion([], None, "error", [], error=f"{type(error).__name__}: {error}")
+
+    def _generate(self, requests: list[tuple[list[int], int]]) -> list[Completion]:
+        prompts, seeds = map(list, zip(*requests, strict=True))
+        return self._generator.generate(prompts, self._config, seed=seeds, use_tqdm=False, **self._kwargs)
+
+
+def _in_actor() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+
+
+def row_seed(key: Any, seed: int = 0) -> int:
+    """The seed with which `PagedActor` generates a row: ``PagedGenerator.generate(prompt, seed=row_seed(id, seed))``.
+
+    Args:
+        key: the row's id (an integer or a string) or, without ids, its prompt: a string, token ids or a chat.
+        seed: of the whole dataset, in [0, 2**63).
+
+    Returns:
+        A number in [0, 2**63), the same on every machine: BLAKE2b (RFC 7693) of the key as JSON, keyed by `seed`.
+
+    Raises:
+        TypeError: another key, such as the None or NaN of a missing id.
+    """
+    if key is None or isinstance(key, float):
+        raise TypeError(f"row id {key!r}: expected an integer or a string")
+    text = json.dumps(key, ensure_ascii=False, sort_keys=True, default=_plain)
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=seed.to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and NumPy's integers as what json writes them as, so that a column's type does not decide the seed."""
+    if isinstance(value, (np.ndarray, np.integer)):
+        return value.tolist()
+    raise TypeError(f"row id holds {value!r:.80}, {type(value).__name__}: expected an integer or a string")

@@ -1,0 +1,105 @@
+"""Makes, enlarges and drops what an engine keeps on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_paged.config import PagedConfig
+from hf_paged.models import ModelAdapter
+from hf_paged.runner.memory import owned_num_blocks, rehearse, shared_num_blocks
+from hf_paged.runner.model_runner import ModelRunner
+
+FIRST_POOL_BLOCKS = 65
+POOL_GROWTH = 1.5
+
+
+class DevicePool:
+    """The runner and its KV pool: a fixed number of blocks, all of the budget (`owns_device`), or growing on demand."""
+
+    def __init__(self, adapter: ModelAdapter, config: PagedConfig, *, owns_device: bool) -> None:
+        self._adapter = adapter
+        self._config = config
+        self._owns_device = owns_device
+        self.runner: ModelRunner | None = None
+        self.max_blocks = 0  # the pool will never have more
+        self.num_growths = 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens, prompt and output."""
+        length = self._adapter.max_length()
+        return min(length, self._config.max_model_len or length)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.runner.cache.num_blocks if self.runner else 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.runner.cache.nbytes if self.runner else 0
+
+    @property
+    def graph_counts(self) -> tuple[int, int]:
+        """CUDA graphs captured and dropped by the present runner."""
+        graphs = self.runner.graphs if self.runner else None
+        return (graphs.num_captured, graphs.num_dropped) if graphs else (0, 0)
+
+    def build(self) -> ModelRunner:
+        """Allocate; RuntimeError where the device has no room for two blocks."""
+        spec, config = self._adapter.kv_spec(), self._config
+        smallest = self._adapter.group.smallest  # ranks have the same blocks, whatever else is on their devices
+        if config.num_blocks is not None:
+            num_blocks = self.max_blocks = config.num_blocks
+        elif self._owns_device:
+            num_blocks = owned_num_blocks(self._adapter, spec, config, self.max_model_len)
+            num_blocks = self.max_blocks = smallest(num_blocks)
+        else:
+            most = shared_num_blocks(self._adapter, spec, config, self.max_model_len, held_blocks=0)
+            self.max_blocks = smallest(most)
+            num_blocks = min(FIRST_POOL_BLOCKS, self.max_blocks)
+        self.runner = ModelRunner(
+            self._adapter, spec, block_size=config.block_size, num_blocks=num_blocks,
+            max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens, attention_backend=config.attention_backend,
+            use_graphs=not config.enforce_eager,
+        )  # fmt: skip
+        return self.runner
+
+    def rehearse(self) -> None:
+        """Have the kernels compiled that `build` runs, if any, and allocate nothing that stays."""
+        on_gpu = self._adapter.kv_spec().device.type == "cuda"
+        if on_gpu and self._owns_device and self._config.num_blocks is None:
+            rehearse(self._adapter, self._config, self.max_model_len)
+
+    def grow(self, missing: int) -> int:
+        """The scheduler lacks `missing` blocks: enlarge the pool if the budget allows; returns its size in blocks."""
+        assert self.runner is not None
+        cache = self.runner.cache
+        if self._config.num_blocks is not None or self._owns_device:
+            return cache.num_blocks
+        most = shared_num_blocks(self._adapter, cache.spec, self._config, self.max_model_len,
+                                 held_blocks=cache.num_blocks)  # fmt: skip
+        self.max_blocks = self._adapter.group.smallest(most)
+        wanted = max(cache.num_blocks + missing, int(cache.num_blocks * POOL_GROWTH))
+        wanted = min(wanted, self.max_blocks)
+        if wanted > cache.num_blocks:
+            try:
+                cache.grow(wanted)
+            except torch.OutOfMemoryError:  # the budget was an estimate: the scheduler preempts instead
+                if self._adapter.group.is_parallel:  # other ranks' pools have grown
+                    raise
+                return cache.num_blocks
+            self.num_growths += 1
+        return cache.num_blocks
+
+    def moved(self) -> bool:
+        """True where the model has another device, dtype, shape or longest length than the pool was made for."""
+        made_for = self.runner and (self.runner.spec, self.runner.max_model_len)
+        return self.runner is not None and made_for != (self._adapter.kv_spec(), self.max_model_len)
+
+    def drop(self) -> None:
+        """Free the device's memory; parameters that were merged get memory of their own again."""
+        if self.runner is not None and self.runner.graphs is not None:
+            self.runner.graphs.drop()
+        self.runner = None
+        self._adapter.release()

@@ -1,0 +1,346 @@
+"""Steps as CUDA graphs: token ids, layers, final norm, head, sampling, state advance.
+
+A graph of decode rows per padded number of rows, a graph of prompts per padded number of tokens; a step that holds both
+replays one of each, so that decoding never waits for the launches of a prompt. Captured lazily, all in one memory pool.
+Padding rows have length 0 and a slot of their own. Steps that bring log-probabilities have graphs of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hf_paged.kernels.attention.decode import decode_places
+from hf_paged.kernels.attention.decode_work import plan_items
+from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
+from hf_paged.kernels.upload import upload
+from hf_paged.models import ModelAdapter
+from hf_paged.runner.kv_cache import KVCache
+from hf_paged.runner.request_state import RequestState
+from hf_paged.runner.step_context import PagedStep
+from hf_paged.scheduler import StepPlan
+
+# Prompts of more operations keep a GPU longer than their launches keep the host: nothing to gain from a graph, and one
+# forward of decode rows and prompts reads the weights once.
+_PROMPT_FLOPS = 17e12
+# Padding that costs more than this is not worth the launches that it saves.
+_WASTED_FLOPS = 5e12
+_MOST_PROMPT_ROWS = 256
+# Attention takes other tiles for longer sequences, so a graph is either for these or for all.
+_SHORT_SEQUENCE = 4096
+
+
+class Drawn(NamedTuple):
+    """Sampled ``tokens`` [rows] int64 and, of a graph that makes them, their log-probabilities [rows] float32."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor | None
+
+
+class Captured(NamedTuple):
+    """A graph, the device tensors that it reads its step from, and what it makes: `Drawn`, or logits [rows, V]."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[torch.Tensor, ...]
+    result: Any
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """Padded batch sizes: 1, 2, 4, 8, then steps of an eighth of the size, so that padding stays under 13 %."""
+    sizes, size = [1, 2, 4], 8
+    while size < max_num_seqs:
+        sizes.append(size)
+        size += max(8, size // 8 // 8 * 8)
+    return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
+
+
+def prompt_sizes(num_parameters: int, max_num_batched_tokens: int) -> list[int]:
+    """Padded numbers of prompt tokens, from 16 up to where the GPU takes longer than the host."""
+    most = min(max_num_batched_tokens, max(128, int(_PROMPT_FLOPS / (2 * num_parameters))))
+    sizes = [*(1 << i for i in range(4, 10)), *range(768, 2048, 256), *range(2048, most + 1, 1024)]
+    return [size for size in sizes if size <= most]
+
+
+@cache
+def _captures(device: torch.device) -> tuple[list[torch.cuda.Stream], threading.Lock]:
+    """Streams of a device that no engine captures on any more, and the lock that a capture holds."""
+    return [], threading.Lock()
+
+
+def capture_lock(device: torch.device) -> AbstractContextManager:
+    """For what a capture in another thread must not meet: memory pools that come and go, a cache that is emptied."""
+    return _captures(device)[1] if device.type == "cuda" else nullcontext()
+
+
+class StepGraphs:
+    """Captures and replays steps. A graph is valid while nothing it points to has moved (see `check`)."""
+
+    def __init__(self, adapter: ModelAdapter, kv_cache: KVCache, state: RequestState, max_model_len: int,
+                 max_num_batched_tokens: int, backend: str) -> None:  # fmt: skip
+        self._adapter, self._cache, self._state = adapter, kv_cache, state
+        self._max_model_len, self._backend = max_model_len, backend
+        self._device = kv_cache.spec.device
+        self._decode_sizes = np.array(decode_sizes(state.num_slots))
+        self._num_parameters = sum(p.numel() for p in adapter.model.parameters())
+        self._prompt_sizes = np.array(prompt_sizes(self._num_parameters, max_num_batched_tokens) or [0])
+        # Shared by all graphs: one runs at a time, and leaves zeros.
+        self._arrivals = torch.zeros(int(self._decode_sizes[-1]) * kv_cache.spec.num_kv_heads, dtype=torch.int32,
+                                     device=self._device)  # fmt: skip
+        self._captured: dict[tuple, Captured | None] = {}
+        self._graphs: list[torch.cuda.CUDAGraph] = []  # also those whose capture an error ended
+        self._pool: Any = None  # dies with its last graph
+        self._stream: torch.cuda.Stream | None = None
+        self._model_signature: tuple | None = None
+        self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
+        self._memory_signature: tuple | None = None
+        self.num_captured = 0
+        self.num_dropped = 0
+        adapter.group.holds(self)
+
+    def check(self) -> None:
+        """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""
+        signature = self._signature()
+        if signature != self._model_signature:
+            self.drop()
+        self._model_signature = signature
+        self._held = [tensor.detach() for tensor in self._tensors()]
+
+    def is_current(self) -> bool:
+        """False once a tensor of a module lies elsewhere, or another adapter is active, than at the last `check`."""
+        return self._model_signature == self._signature()
+
+    def _signature(self) -> tuple:
+        return tuple((tensor.data_ptr(), tensor.stride()) for tensor in self._tensors()), self._adapter.state_key()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        model = self._adapter.model
+        return [*model.parameters(), *model.buffers(), *self._adapter.plain_tensors()]
+
+    def drop(self) -> None:
+        """Destroy all graphs, also those that a traceback still refers to; does not wait for one that runs."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+        self.num_dropped += sum(captured is not None for captured in self._captured.values())
+        self._captured.clear()
+        self._pool = None
+
+    def launch(self, plan: StepPlan, result: torch.Tensor, logprobs: torch.Tensor | None = None) -> bool:
+        """Replay a step and start the copy of its sampled tokens to `result` [R]; False where no graph holds it.
+
+        `logprobs` [R] float32, where given, receives the tokens' log-probabilities.
+        """
+        scored = logprobs is not None
+        decodes = plan.num_decode_rows
+        num_new = plan.num_new_tokens[decodes:]
+        prompt_size = self._prompt_size(len(num_new), int(num_new.sum()))
+        if decodes > self._decode_sizes[-1] or prompt_size is None:
+            return False
+        self._drop_if_moved()
+        parts: list[tuple[slice, Captured | None, tuple[np.ndarray, ...]]] = []
+        inputs: tuple[np.ndarray, ...]
+        if decodes:
+            run: partial = partial(self._decode, stages=self._state.stages(plan.slots[:decodes]), scored=scored)
+            captured, inputs = self._decode_graph(run, plan)
+            parts.append((slice(0, decodes), captured, inputs))
+        if prompt_size:
+            inputs = self._prompt_inputs(plan, prompt_size)
+            long = int((plan.start + plan.num_new_tokens)[decodes:].max()) > _SHORT_SEQUENCE
+            run = partial(self._prompts, stages=self._state.stages(plan.slots[decodes:]), long=long, scored=scored)
+            parts.append((slice(decodes, len(plan.slots)), self._get(prompt_size, run, inputs), inputs))
+        if any(captured is None for _, captured, _ in parts):
+            return False
+        for rows, captured, inputs in parts:
+            assert captured is not None
+            # Fetched before the next replay: a graph that was captured earlier may use the memory of these tokens.
+            drawn = self._replay(captured, inputs)
+            result[rows].copy_(drawn.tokens[: rows.stop - rows.start], non_blocking=True)
+            if logprobs is not None and drawn.logprobs is not None:
+                logprobs[rows].copy_(drawn.logprobs[: rows.stop - rows.start], non_blocking=True)
+        return True
+
+    def logits(self, plan: StepPlan) -> torch.Tensor | None:
+        """Replay a step of decode rows up to the logits [R, V], valid until the next replay; None: no graph for it."""
+        decodes = plan.num_decode_rows
+        if not decodes or decodes < len(plan.slots) or decodes > self._decode_sizes[-1]:
+            return None
+        self._drop_if_moved()
+        captured, inputs = self._decode_graph(partial(self._logits), plan)
+        return None if captured is None else self._replay(captured, inputs)[:decodes]
+
+    def _drop_if_moved(self) -> None:
+        signature = (self._state.version, self._state.edits.generation, self._cache.version)
+        if signature != self._memory_signature:
+            self.drop()
+            self._memory_signature = signature
+
+    def _decode_graph(self, run: partial, plan: StepPlan) -> tuple[Captured | None, tuple[np.ndarray, ...]]:
+        size = int(self._decode_sizes[np.searchsorted(self._decode_sizes, plan.num_decode_rows)])
+        inputs = self._decode_inputs(plan, size)
+        return self._get(size, run, inputs), inputs
+
+    def _prompt_size(self, num_rows: int, num_tokens: int) -> int | None:
+        """Padded number of tokens of these prompts; 0: there are none, None: no graph is worth it."""
+        if not num_tokens:
+            return 0
+        if num_tokens > self._prompt_sizes[-1]:
+            return None
+        # As many rows as tokens, at most.
+        size = int(self._prompt_sizes[np.searchsorted(self._prompt_sizes, num_tokens)])
+        wasted = 2.0 * self._num_parameters * (size - num_tokens)
+        return None if num_rows > self._prompt_rows(size) or wasted > _WASTED_FLOPS else size
+
+    def _prompt_rows(self, size: int) -> int:
+        return min(size, self._state.num_slots, _MOST_PROMPT_ROWS)
+
+    def _get(self, size: int, run: partial, inputs: tuple[np.ndarray, ...]) -> Captured | None:
+        """The graph of `run`, captured on a step's inputs where it is new; None where it cannot be had."""
+        key = (size, run.func.__name__, *run.keywords.values())
+        if key not in self._captured:
+            self._captured[key] = self._capture(run, inputs)
+        return self._captured[key]
+
+    def _replay(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> Any:
+        for tensor, array in zip(captured.inputs, inputs, strict=True):
+            tensor.copy_(upload(array, self._device))
+        captured.graph.replay()
+        return captured.result
+
+    def _capture(self, run: partial, arrays: tuple[np.ndarray, ...]) -> Captured | None:
+        """Run on this step's inputs once, which compiles what is missing and is repeated by the replay; record it.
+
+        None where the device has no memory for it (a graph keeps memory for itself, the eager step shares what there
+        is), or the model does what no graph can hold.
+        """
+        inputs = tuple(upload(array, self._device) for array in arrays)
+        stream, current = self._own_stream(), torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                run(*inputs)  # here, or cuBLAS prepares its workspace anew in every replay: 2 % of a short step
+                with capture_lock(self._device):
+                    return self._record(run, inputs)
+        except torch.OutOfMemoryError:
+            if self._adapter.group.is_parallel:  # the other ranks would wait in collectives that never come
+                raise
+            return None
+        finally:
+            current.wait_stream(stream)  # also after an error: what was enqueued there writes blocks and history
+
+    def _own_stream(self) -> torch.cuda.Stream:
+        """The one this engine captures on, or takes over from an engine that is gone.
+
+        Graphs hold the cuBLAS workspace of their stream (32 MiB on Hopper, kept by torch for good), and products that
+        share one while they run beside each other spoil each other: no two engines use one stream.
+        """
+        if self._stream is None:
+            free, _ = _captures(self._device)
+            try:
+                self._stream = free.pop()
+                torch.cuda.synchronize(self._device)  # the other's last replay may still run
+            except IndexError:
+                self._stream = torch.cuda.Stream(self._device)
+            weakref.finalize(self, free.append, self._stream)
+        return self._stream
+
+    def _record(self, run: partial, inputs: tuple[torch.Tensor, ...]) -> Captured | None:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)
+        # Not torch.cuda.graph(): it collects garbage and empties the cache at every capture.
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        try:
+            result = run(*inputs)
+        except BaseException as error:
+            with suppress(RuntimeError):  # the first error is the one to see
+                graph.capture_end()
+            graph.reset()  # now, where it goes on without: `_graphs` keeps the object until the next drop
+            # A pool that a broken capture recorded to takes no other: later graphs get a new one.
+            self._pool = None
+            parallel = self._adapter.group.is_parallel  # ranks have to do the same
+            if isinstance(error, RuntimeError) and not parallel:  # the first run passed: only a graph does not hold it
+                return None
+            raise
+        graph.capture_end()
+        self.num_captured += 1
+        return Captured(graph, inputs, result)
+
+    def _places(self, size: int) -> int:
+        spec = self._cache.spec
+        return decode_places(size, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.device)
+
+    def _decode_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """rows [2, size] int64 (slots, positions), and the attention's plan."""
+        count = plan.num_decode_rows
+        rows = np.empty((2, size), dtype=np.int64)
+        rows[0], rows[1] = self._state.padding_slot, -1
+        rows[0, :count], rows[1, :count] = plan.slots[:count], plan.start[:count]
+        return rows, plan_items(rows[1] + 1, rows[0], self._places(size))
+
+    def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str], scored: bool) -> Drawn:
+        logits, (slots, positions) = self._adapter.shard_logits(self._decode_hidden(rows, items)), rows
+        # The sampled token's place is the length of what it follows.
+        return self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored)
+
+    def _logits(self, rows: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        return self._adapter.logits(self._decode_hidden(rows, items))
+
+    def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        state, (slots, positions) = self._state, rows
+        input_ids, at, slot_mapping = state.inputs(slots, positions)
+        seq_lens = (positions + 1).to(torch.int32)
+        meta = PagedMetadata(
+            query_start=torch.arange(len(slots) + 1, dtype=torch.int32, device=self._device), seq_lens=seq_lens,
+            block_table=state.block_table, slots=slots.to(torch.int32), slot_mapping=slot_mapping, max_query_len=1,
+            max_seq_len=self._max_model_len, work=DecodeWork(items, self._arrivals),
+        )  # fmt: skip
+        return self._adapter.hidden_states(input_ids, self._step(at, meta))
+
+    def _prompt_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64 (see `_prompts`)."""
+        rows = slice(plan.num_decode_rows, None)
+        slots, start, num_new = plan.slots[rows], plan.start[rows], plan.num_new_tokens[rows]
+        count, padding = len(slots), self._state.padding_slot
+        ends = np.cumsum(num_new)
+        tokens = np.empty((3, size), dtype=np.int64)
+        tokens[0], tokens[1], tokens[2] = padding, -1, 0
+        real = plan.token_columns(plan.num_decode_rows)
+        tokens[:, : real.shape[1]] = real
+
+        by_row = np.zeros((6, self._prompt_rows(size) + 1), dtype=np.int64)
+        starts, row_slots, seq_lens, last, sampled_slots, sampled_positions = by_row
+        starts[1 : count + 1], starts[count + 1 :] = ends, ends[-1]
+        row_slots[:] = sampled_slots[:] = padding
+        row_slots[:count], seq_lens[:count], last[:count] = slots, start + num_new, ends - 1
+        samples = np.flatnonzero(plan.samples[rows])
+        sampled_slots[samples], sampled_positions[samples] = slots[samples], (start + num_new)[samples]
+        return tokens, by_row
+
+    def _prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *, stages: frozenset[str], long: bool,
+                 scored: bool) -> Drawn:  # fmt: skip
+        state, (slots, positions, write_from) = self._state, tokens
+        input_ids, at, slot_mapping = state.inputs(slots, positions, write_from)
+        small = rows[:3].to(torch.int32)
+        meta = PagedMetadata(
+            query_start=small[0], seq_lens=small[2, :-1], block_table=state.block_table, slots=small[1, :-1],
+            slot_mapping=slot_mapping, max_query_len=max(128, len(slots)),
+            max_seq_len=self._max_model_len if long else _SHORT_SEQUENCE,
+        )  # fmt: skip
+        hidden = self._adapter.hidden_states(input_ids, self._step(at, meta))
+        _, _, _, last, sampled_slots, sampled_positions = rows[:, :-1]
+        logits = self._adapter.shard_logits(hidden[last])
+        return self._draw(logits, sampled_slots, sampled_positions.to(torch.int32), stages, scored)
+
+    def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
+              scored: bool) -> Drawn:  # fmt: skip
+        logprobs = torch.empty(len(slots), dtype=torch.float32, device=self._device) if scored else None
+        return Drawn(self._state.sample(logits, slots, positions, stages, logprobs), logprobs)
+
+    def _step(self, positions: torch.Tensor, meta: PagedMetadata) -> PagedStep:
+        return PagedStep(positions, meta.slot_mapping, self._cache, [(0, len(positions), meta)], self._backend)

@@ -1,0 +1,99 @@
+"""What the sampler's kernels leave out: typical, epsilon, eta, renormalisation, scores at the ends of fp32.
+
+Torch only, no host sync on CUDA. Filters are transformers', in their order and with their roundings.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_paged.sampling.edit_logits import EditTable
+from hf_paged.sampling.gumbel import exponential_noise
+from hf_paged.sampling.sampler import SamplingRows
+
+WARPERS = frozenset({"typical", "epsilon", "eta"})
+# A row of 150,000 tokens takes some 10 MB while it is sorted.
+_ROWS_AT_ONCE = 64
+
+
+def settle_extremes(scores: torch.Tensor, rows: SamplingRows) -> None:
+    """Sampled rows whose best score is the largest or smallest finite number, which `remove_invalid` leaves behind.
+
+    Stock adds no noise to such scores: ties are equally likely, so the row is moved to have its best at 0. Where the
+    temperature would make it infinite, stock trips: NaN says so.
+    """
+    top, largest = scores.amax(dim=-1), torch.finfo(torch.float32).max
+    extreme = rows.drawn & (top.abs() == largest)
+    scores.sub_(top.where(extreme, 0.0)[:, None])
+    trips = extreme & (top / rows.temperature).isinf()
+    scores[:, 0] = scores[:, 0].where(~trips, torch.nan)
+
+
+def renormalize_greedy(scores: torch.Tensor, rows: SamplingRows, wanted: torch.Tensor) -> torch.Tensor:
+    """log-softmax of the greedy rows among ``wanted`` [R]: its rounding makes ties. A draw does not depend on it."""
+    return torch.where(((wanted > 0) & ~rows.drawn)[:, None], scores.log_softmax(dim=-1), scores)
+
+
+def draw_warped(
+    scores: torch.Tensor, rows: SamplingRows, table: EditTable, slots: torch.Tensor, tokens: torch.Tensor,
+    logprob: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Replace ``tokens`` [R] (and ``logprob``) of sampled rows with typical, epsilon or eta filters; -1 stays."""
+    filters = torch.stack([table.typical_p[slots], table.epsilon_cutoff[slots], table.eta_cutoff[slots]])
+    wanted = rows.drawn & ((filters[0] < 1.0) | (filters[1] > 0.0) | (filters[2] > 0.0)) & (tokens >= 0)
+    rows = rows._replace(temperature=rows.temperature.where(rows.drawn, 1.0))
+    for start in range(0, len(tokens), _ROWS_AT_ONCE):
+        some = slice(start, start + _ROWS_AT_ONCE)
+        part = SamplingRows(*(column[some] for column in rows))
+        kept = cut_off(warped_scores(scores[some], part), *filters[:, some])
+        noise = exponential_noise(part.seed, part.position, scores.shape[1])
+        drawn = (kept - noise.log_()).argmax(dim=-1)
+        tokens[some] = drawn.where(wanted[some], tokens[some])
+        if logprob is not None:
+            known = kept.log_softmax(dim=-1).gather(1, drawn[:, None])[:, 0]
+            logprob[some] = known.where(wanted[some], logprob[some])
+
+
+def warped_scores(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """`processed_scores` without a look at the settings from the host: temperature, top-k, top-p, min-p."""
+    scores = scores / rows.temperature[:, None]
+    ascending, order = scores.sort(dim=-1, stable=True)
+    vocab_size = scores.shape[1]
+    kth = ascending.gather(1, (vocab_size - rows.top_k.clamp(max=vocab_size)).clamp(max=vocab_size - 1)[:, None])
+    kth = kth.where((rows.top_k > 0)[:, None], -torch.inf)
+    scores = scores.masked_fill(scores < kth, -torch.inf)
+    ascending = ascending.masked_fill(ascending < kth, -torch.inf)
+    tail = (ascending.softmax(dim=-1).cumsum(dim=-1) <= rows.tail[:, None]) & (rows.tail > 0.0)[:, None]
+    tail[:, -1] = False
+    scores = scores.masked_fill(torch.zeros_like(tail).scatter_(1, order, tail), -torch.inf)
+    probs = scores.softmax(dim=-1)
+    floor = rows.min_p[:, None] * probs.amax(dim=-1, keepdim=True)
+    return scores.masked_fill((probs < floor) & (rows.min_p > 0.0)[:, None], -torch.inf)
+
+
+def cut_off(
+    scores: torch.Tensor, typical_p: torch.Tensor, epsilon_cutoff: torch.Tensor, eta_cutoff: torch.Tensor
+) -> torch.Tensor:
+    """Typical, epsilon and eta filters over ``scores`` [R, V]; settings [R], 1, 0 and 0 where a row has none."""
+    normalized = scores.log_softmax(dim=-1)
+    entropy = -(normalized * normalized.exp()).nansum(dim=-1, keepdim=True)
+    surprise = (-normalized - entropy).abs()
+    ascending, order = surprise.sort(dim=-1)
+    mass = scores.gather(1, order).softmax(dim=-1).cumsum(dim=-1)
+    last = (mass < typical_p[:, None]).sum(dim=-1, keepdim=True).clamp_(max=scores.shape[1] - 1)
+    beyond = ascending > ascending.gather(1, last)
+    beyond[:, 0] = False
+    beyond &= (typical_p < 1.0)[:, None]
+    scores = scores.masked_fill(torch.zeros_like(beyond).scatter_(1, order, beyond), -torch.inf)
+
+    scores = _drop_below(scores, epsilon_cutoff)
+    normalized = scores - scores.logsumexp(dim=-1, keepdim=True)
+    least = torch.finfo(scores.dtype).min
+    entropy = -(normalized.clamp(min=least) * normalized.softmax(dim=-1)).sum(dim=-1)
+    return _drop_below(scores, torch.minimum(eta_cutoff, eta_cutoff.sqrt() * torch.exp(-entropy)))
+
+
+def _drop_below(scores: torch.Tensor, probability: torch.Tensor) -> torch.Tensor:
+    """-inf at less probable tokens, but for the best."""
+    unlikely = scores.softmax(dim=-1) < probability[:, None]
+    return scores.masked_fill(unlikely & (scores < scores.amax(dim=-1, keepdim=True)), -torch.inf)

@@ -1,0 +1,265 @@
+"""Stock's built-in logits processors for requests that each have their own: settings on the device, tokens from logits.
+
+Order and semantics are those of transformers' `_get_logits_processor`, in fp32. On CUDA the kernels of `edit_logits` do
+the work, without a host sync; `edit_reference` is what a CPU runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hf_paged.kernels.upload import upload
+from hf_paged.sampling.edit_lines import (
+    SharedLines,
+    encode_bars,
+    encode_rules,
+    encode_tokens,
+    float_line,
+    int_line,
+    stock_decays_finite_only,
+)
+from hf_paged.sampling.edit_logits import EditTable, edit_logits
+from hf_paged.sampling.edit_reference import edited_scores
+from hf_paged.sampling.edit_warpers import WARPERS, draw_warped, renormalize_greedy, settle_extremes
+from hf_paged.sampling.sample_tokens import SamplingTable, sample_tokens
+from hf_paged.sampling.sampler import SamplingRows, log_probs_reference, sample_reference
+
+_NEVER = 1 << 62
+_NAMES = ("sequence_bias", "bad_words", "also_seen", "forced_eos", "decay_eos", "suppress", "begin_suppress")
+_NEUTRAL_FLOATS, _NEUTRAL_NUMBERS = (1.0, 1.0, 0.0, 0.0), (_NEVER, 0, -1, -1, -1, 0, 0)
+
+
+@dataclass(frozen=True)
+class Edits:
+    """What one request does to its logits; the defaults do nothing. Lengths and starts are in tokens of the request."""
+
+    repetition_penalty: float = 1.0
+    also_seen: tuple[int, ...] = ()  # penalised as if they were in the sequence
+    no_repeat_ngram_size: int = 0
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # without single EOS tokens, which stock drops
+    forced_bos_token_id: int | None = None  # the token after a prompt of one
+    forced_eos_token_ids: tuple[int, ...] = ()  # the last allowed token
+    remove_invalid_values: bool = False
+    decay_start: int | None = None  # exponential_decay_length_penalty, in new tokens
+    decay_factor: float = 1.0
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    typical_p: float = 1.0  # this and the next two are for sampling requests only
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    renormalize_logits: bool = False
+
+    def features(self) -> frozenset[str]:
+        """Names of the stages that this request needs, to be given to `sample_edited`; empty for neutral settings."""
+        wanted = {
+            "sequence_bias": bool(self.sequence_bias),
+            "repetition_penalty": self.repetition_penalty != 1.0,
+            "no_repeat_ngram": self.no_repeat_ngram_size > 0,
+            "bad_words": bool(self.bad_words_ids),
+            "forced_bos": self.forced_bos_token_id is not None,
+            "forced_eos": bool(self.forced_eos_token_ids),
+            "remove_invalid": self.remove_invalid_values,
+            "decay": self.decay_start is not None,
+            "suppress": bool(self.suppress_tokens),
+            "begin_suppress": bool(self.begin_suppress_tokens),
+            "typical": self.typical_p < 1.0,
+            "epsilon": 0.0 < self.epsilon_cutoff < 1.0,
+            "eta": 0.0 < self.eta_cutoff < 1.0,
+            "renormalize": self.renormalize_logits,
+        }
+        return frozenset(name for name, on in wanted.items() if on)
+
+
+NEUTRAL = Edits()
+
+
+class EditLines(NamedTuple):
+    """`Edits` of one request, encoded as `EditState` keeps them (see `EditTable`), so that a step only copies them."""
+
+    features: frozenset[str]
+    floats: np.ndarray  # [4] float32
+    factor: float
+    numbers: np.ndarray  # [7] int64
+    lists: tuple[bytes, ...]  # of `_NAMES`, each int32
+
+
+def encode_edits(edits: Edits, prompt_length: int, max_length: int, eos: tuple[int, ...]) -> EditLines:
+    """The lines of one request.
+
+    Args:
+        prompt_length, max_length: of the whole sequence in tokens, the prompt as it was given.
+        eos: ids that the length penalty favours.
+
+    Raises:
+        ValueError: a number that the tables cannot hold, or a list that is too long for them; names the setting.
+    """
+    if edits == NEUTRAL:
+        return _NEUTRAL_LINES
+    cutoffs = _fraction(edits.epsilon_cutoff), _fraction(edits.eta_cutoff)
+    floats = float_line("repetition_penalty, typical_p", (edits.repetition_penalty, edits.typical_p, *cutoffs))
+    numbers = int_line("lengths and token ids", _numbers(edits, prompt_length, max_length))
+    return EditLines(edits.features(), floats, float(edits.decay_factor), numbers, _lists(edits, eos))
+
+
+class EditState:
+    """Settings of ``num_slots`` slots on the device, and of one more that stays neutral: rows that pad a graph.
+
+    ``generation`` grows when a table moved: graphs that were captured before read the old one.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._device = device
+        floats = torch.tensor(_NEUTRAL_FLOATS, dtype=torch.float32, device=device)[:, None]
+        numbers = torch.tensor(_NEUTRAL_NUMBERS + (0,) * len(_NAMES), dtype=torch.int64, device=device)[:, None]
+        self._neutral = floats, numbers
+        self._floats, self._ints = floats.repeat(1, num_slots + 1), numbers.repeat(1, num_slots + 1)
+        self._factors = torch.ones(num_slots + 1, dtype=torch.float64, device=device)
+        self._lists = {name: SharedLines(device) for name in _NAMES}
+        self._edited: set[int] = set()
+        self._half_written = False  # an exception, or an interrupt, left `put`
+
+    @property
+    def generation(self) -> int:
+        return sum(lists.moves for lists in self._lists.values())
+
+    @property
+    def in_use(self) -> bool:
+        """False while every slot is neutral: `put` has nothing to do for settings that are, too."""
+        return bool(self._edited) or self._half_written
+
+    @property
+    def table(self) -> EditTable:
+        numbers, lines = self._ints[: -len(_NAMES)], self._ints[-len(_NAMES) :]
+        lists = {name: lists.table for name, lists in self._lists.items()}
+        return EditTable._make(
+            (*self._floats, self._factors, *numbers, dict(zip(_NAMES, lines, strict=True)), lists)
+        )
+
+    def put(self, slots: np.ndarray, edits: Sequence[EditLines]) -> None:
+        """Settings of the requests that got ``slots`` [N], in place of those of the slots' former requests.
+
+        Nothing is waited for. After a call that an exception left, every slot is neutral but for those of this call:
+        whoever ran is admitted again.
+        """
+        if self._half_written:
+            self._forget()
+        every = zip(np.asarray(slots).tolist(), edits, strict=True)
+        changed = [(slot, e) for slot, e in every if e.features or slot in self._edited]
+        if not changed:
+            return
+        self._half_written = True
+        places = [slot for slot, _ in changed]
+        for slot, e in changed:
+            (self._edited.add if e.features else self._edited.discard)(slot)
+        lines = [self._lists[name].assign(places, [e.lists[i] for _, e in changed]) for i, name in enumerate(_NAMES)]
+        index = upload(np.array(places, dtype=np.int64), self._device)
+        self._floats[:, index] = upload(np.stack([e.floats for _, e in changed], axis=1), self._device)
+        self._factors[index] = upload(np.array([e.factor for _, e in changed], dtype=np.float64), self._device)
+        ints = np.concatenate([np.stack([e.numbers for _, e in changed], axis=1), np.array(lines, dtype=np.int64)])
+        self._ints[:, index] = upload(ints, self._device)
+        self._half_written = False
+
+    def _forget(self) -> None:
+        """Every slot neutral; graphs stay valid."""
+        floats, ints = self._neutral
+        self._floats.copy_(floats.expand_as(self._floats))
+        self._factors.fill_(1.0)
+        self._ints.copy_(ints.expand_as(self._ints))
+        for lists in self._lists.values():
+            lists.forget()
+        self._edited.clear()
+        self._half_written = False
+
+
+def _fraction(cutoff: float) -> float:
+    return cutoff if 0.0 < cutoff < 1.0 else 0.0
+
+
+def _numbers(edits: Edits, prompt_length: int, max_length: int) -> tuple[int, ...]:
+    bos = edits.forced_bos_token_id
+    return (
+        _NEVER if edits.decay_start is None else prompt_length + edits.decay_start,
+        edits.no_repeat_ngram_size,
+        -1 if bos is None else bos,
+        max_length - 1 if edits.forced_eos_token_ids else -1,
+        prompt_length + (prompt_length == 1 and bos is not None) if edits.begin_suppress_tokens else -1,
+        edits.remove_invalid_values,
+        edits.renormalize_logits,
+    )
+
+
+def _lists(edits: Edits, eos: tuple[int, ...]) -> tuple[bytes, ...]:
+    lists = {
+        "sequence_bias": encode_rules(edits.sequence_bias),
+        "bad_words": encode_bars(edits.bad_words_ids),
+        "also_seen": encode_tokens(edits.also_seen if edits.repetition_penalty != 1.0 else ()),
+        "forced_eos": encode_tokens(edits.forced_eos_token_ids),
+        # Once each: an id given twice is penalised once.
+        "decay_eos": encode_tokens(() if edits.decay_start is None else tuple(dict.fromkeys(eos))),
+        "suppress": encode_tokens(edits.suppress_tokens),
+        "begin_suppress": encode_tokens(edits.begin_suppress_tokens),
+    }
+    return tuple(lists[name].tobytes() for name in _NAMES)
+
+
+_NEUTRAL_LINES = EditLines(
+    frozenset(), np.array(_NEUTRAL_FLOATS, np.float32), 1.0, np.array(_NEUTRAL_NUMBERS, np.int64), _lists(NEUTRAL, ()),
+)  # fmt: skip
+
+
+def sample_edited(
+    logits: torch.Tensor, sampling_table: SamplingTable, edit_state: EditState, slots: torch.Tensor,
+    position: torch.Tensor, history: torch.Tensor, features: frozenset[str], logprob: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """One token per row from edited logits: `sample_tokens` behind the processors of each row's slot.
+
+    A row with neutral settings gets the token that it gets without this (on CUDA but for rounding, where fp32 scores
+    are summed in another order than bf16 logits).
+
+    Args:
+        logits: ``[R, V]``, not changed.
+        sampling_table: temperature, top-k, top-p, min-p, seed, minimum length of S slots.
+        edit_state: the other settings of S slots.
+        slots: ``[R]`` int64.
+        position: ``[R]`` int64 or int32, lengths of what the tokens follow.
+        history: ``[>= S, capacity]`` int32, tokens of the slots before `position`; receives the new ones.
+        features: what the rows' `Edits.features()` name together; other stages are not run.
+        logprob: ``[R]`` float32, as of `sample_tokens`.
+
+    Returns:
+        ``[R]`` int64, or -1 where stock's ``argmax`` or ``multinomial`` would trip over the edited scores.
+    """
+    edit = edit_state.table
+    settings = (sampling_table, edit, slots, position, history, features)
+    if logits.is_cuda:
+        scores = edit_logits(logits, *settings, decays_finite_only=stock_decays_finite_only())
+    else:
+        scores = edited_scores(logits, *settings)
+    # EOS was barred at its place in the order; what came after may have lifted the bar.
+    table = sampling_table._replace(eos=sampling_table.eos[:, :0])
+    on_cuda, torch_stages = logits.is_cuda, features & {"remove_invalid", "renormalize", *WARPERS}
+    if on_cuda and not torch_stages:
+        return sample_tokens(scores, table, slots, position, history=history, logprob=logprob)
+    rows, warped = SamplingRows.of(table, slots, position), bool(features & WARPERS)
+    if "remove_invalid" in features:
+        settle_extremes(scores, rows)
+    if "renormalize" in features:
+        scores = renormalize_greedy(scores, rows, edit.renormalize[slots])
+    if on_cuda:
+        tokens = sample_tokens(scores, table, slots, position, history=history, logprob=logprob)
+    else:
+        tokens = sample_reference(scores, rows)
+        if logprob is not None:
+            logprob.copy_(log_probs_reference(scores, rows, tokens))
+    if warped:
+        draw_warped(scores, rows, edit, slots, tokens, logprob)
+    if warped or not on_cuda:
+        # An invalid row (-1) ends at commit; its stand-in must still be a real token for a step that overlaps.
+        history[slots, rows.position] = tokens.clamp(min=0).to(torch.int32)
+    return tokens

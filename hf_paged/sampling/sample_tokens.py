@@ -1,0 +1,293 @@
+# mypy: disallow-untyped-defs=False
+"""One token per row of the logits: greedy, or temperature, top-k, top-p and min-p, in two launches and no sort.
+
+Without filters a draw is Gumbel-max in two levels (Maddison et al. 2014, "A* sampling"): the largest of a group's
+perturbed scores is Gumbel about the group's logsumexp, independent of where it is. So one number per group chooses the
+group, one per token of that group the token, and the pass over the logits is a maximum and a sum of exponentials.
+Rows with filters use the same group values to find the few tokens that can survive (`_filtered_token`).
+The reference is `hf_paged.sampling.sampler.sample_reference`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.sampling._filtered_token import (
+    filtered_token,
+    gather_candidates,
+    least_score,
+    load_scores,
+    weight_of,
+)
+from hf_paged.sampling.gumbel import GROUP_STREAM, gumbel_noise, row_keys
+
+# Tokens of a group. Part of what a seed means: another size draws other tokens.
+GROUP_SIZE = 1024
+# Programs of one warp that fill a large GPU twice; beyond that a program takes several groups.
+_PROGRAMS = 8192
+# Candidates of a filtered row; a row with more is searched in place, which is slower.
+_HELD = 4096
+_PIECE = 32
+# Elements that a program of 256 threads looks at together: of candidates, of pieces, of a row.
+_HELD_TILE, _PIECE_TILE, _ROW_TILE = 1024, 2048, 2048
+
+
+class SamplingTable(NamedTuple):
+    """Settings of S slots on the logits' device; of a greedy one (temperature 0) the filters are ignored."""
+
+    floats: torch.Tensor  # [S, 3] float32: temperature (0: greedy), 1 - top_p rounded once (0: off), min_p (0: off)
+    ints: torch.Tensor  # [S, 3] int64: seed, top_k (0: off), min_length (EOS is barred while position < min_length)
+    eos: torch.Tensor  # [S, E] int64, padded with -1
+
+
+@jit()
+def first_of_best(value, index, among):
+    """The lowest ``index`` whose value is the largest ``among`` the marked; 2**31 - 1 where none is marked."""
+    best = tl.max(tl.where(among, value, float("-inf")), 0)
+    return tl.min(tl.where(among & (value == best), index, 0x7FFFFFFF), 0)
+
+
+@jit()
+def _is_filtered(heat, k, tail, min_p):
+    return (heat != 0.0) & ((k > 0) | (tail > 0.0) | (min_p > 0.0))
+
+
+@jit()
+def _scale_of(heat):
+    """What scores are multiplied by for exp2; finite, so that a difference of 0 stays 0."""
+    return tl.minimum(1.4426950408889634 / tl.where(heat == 0.0, 1.0, heat), 1e38)
+
+
+@jit(varying_ints=("num_groups", "groups_each", "num_eos"), varying_pointers=("slots", "position"))
+def group_stats_kernel(
+    logits, floats, ints, eos, slots, position, group_top, group_mass, piece_top, row_stride, vocab_size, num_groups,
+    groups_each, num_eos, first, GROUP: tl.constexpr, PIECE: tl.constexpr, LOGPROB: tl.constexpr,
+):  # fmt: skip
+    """Of every group of a row: the maximum, and the sum of exponentials relative to it.
+
+    The sum is NaN where the group makes its row invalid. Of rows with filters also the maximum of every piece
+    (PIECE 0: not). A row's columns are the tokens ``first`` to ``vocab_size``.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    heat, tail, min_p = tl.load(floats + slot * 3), tl.load(floats + slot * 3 + 1), tl.load(floats + slot * 3 + 2)
+    filtered = _is_filtered(heat, tl.load(ints + slot * 3 + 1), tail, min_p)
+    bars = tl.load(position + row) < tl.load(ints + slot * 3 + 2)
+    scale = _scale_of(heat)
+    begin = tl.program_id(1) * groups_each
+    for group in range(begin, tl.minimum(begin + groups_each, num_groups)):
+        token = first + group * GROUP + tl.arange(0, GROUP)
+        columns = logits + row * row_stride - first
+        score = load_scores(columns, token, token < vocab_size, eos + slot * num_eos, num_eos, bars)
+        top = tl.max(score, 0)
+        if heat != 0.0:
+            mass = tl.sum(weight_of(score, tl.where(top == float("-inf"), 0.0, top), scale), 0)  # +inf makes it NaN
+        else:
+            mass = tl.full((), 1.0, tl.float32)
+            if LOGPROB:
+                mass = tl.sum(weight_of(score, tl.where(top == float("-inf"), 0.0, top), scale), 0)
+                mass = tl.where(top == float("inf"), 1.0, mass)
+            mass = tl.where(tl.max((score != score).to(tl.int32), 0) > 0, float("nan"), mass)
+        if PIECE > 0:  # noqa: SIM102  (decided when it is compiled)
+            if filtered:
+                piece = (row * num_groups + group) * (GROUP // PIECE) + tl.arange(0, GROUP // PIECE)
+                tops = tl.max(tl.reshape(score, [GROUP // PIECE, PIECE]), 1)
+                tl.store(piece_top + piece, tops.to(piece_top.dtype.element_ty))
+        tl.store(group_top + row * num_groups + group, top)
+        tl.store(group_mass + row * num_groups + group, mass)
+
+
+@jit(varying_ints=("num_groups", "num_eos", "history_stride"), varying_pointers=("slots", "position", "history"))
+def _choose_kernel(
+    logits, floats, ints, eos, slots, position, group_top, group_mass, piece_top, listed, held_score, held_token, out,
+    logprob, history, row_stride, vocab_size, num_groups, num_eos, history_stride,
+    GROUP: tl.constexpr, GROUPS_PAD: tl.constexpr, GROUP_STREAM: tl.constexpr, PIECE: tl.constexpr, HELD: tl.constexpr,
+    HELD_TILE: tl.constexpr, PIECE_TILE: tl.constexpr, ROW_TILE: tl.constexpr, SHIFT: tl.constexpr,
+    HISTORY: tl.constexpr, LOGPROB: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """The token of a row, from its groups' values and a second look at the groups that matter."""
+    row = tl.program_id(0).to(tl.int64)
+    slot, place = tl.load(slots + row), tl.load(position + row).to(tl.int64)
+    logits += row * row_stride
+    eos += slot * num_eos
+    heat, tail, min_p = tl.load(floats + slot * 3), tl.load(floats + slot * 3 + 1), tl.load(floats + slot * 3 + 2)
+    seed, k = tl.load(ints + slot * 3), tl.load(ints + slot * 3 + 1)
+    bars = place < tl.load(ints + slot * 3 + 2)
+    key0, key1 = row_keys(seed, place)
+    scale, drawn = _scale_of(heat), heat != 0.0
+
+    group = tl.arange(0, GROUPS_PAD)
+    tops = tl.load(group_top + row * num_groups + group, mask=group < num_groups, other=float("-inf"))
+    masses = tl.load(group_mass + row * num_groups + group, mask=group < num_groups, other=0.0)
+    live = tops > float("-inf")
+    top = tl.max(tops, 0)
+    top = tl.where(top == 0.0, 0.0, top)  # not -0.0, whose integer is below that of the other zero
+    bad = tl.max((masses != masses).to(tl.int32), 0) > 0
+    bad |= drawn & (top == float("-inf"))
+    token, score, total = tl.full((), -1, tl.int32), top, tl.full((), 1.0, tl.float32)
+    if not bad:
+        relative = tl.where(live, masses * weight_of(tops, top, scale), 0.0)
+        total = tl.sum(relative, 0)
+        if _is_filtered(heat, k, tail, min_p):
+            num_pieces = num_groups * (GROUP // PIECE)
+            piece_top += row * num_pieces
+            held_score += row * HELD
+            held_token += row * HELD
+            least = least_score(
+                piece_top, num_pieces, tops, relative, live, top, total, heat, scale, k, tail, min_p,
+                GROUP, PIECE_TILE, SHIFT,
+            )  # fmt: skip
+            size = gather_candidates(
+                logits, eos, num_eos, bars, piece_top, num_pieces, least, listed + row * HELD, held_score, held_token,
+                vocab_size, PIECE, HELD, PIECE_TILE, ROW_TILE // PIECE,
+            )  # fmt: skip
+            if size <= HELD:
+                token, score, total = filtered_token(
+                    held_score, held_token, size, eos, num_eos, bars, least, top, total, heat, scale, k, tail, min_p,
+                    key0, key1, HELD_TILE, False, SHIFT, INTERPRETED,
+                )  # fmt: skip
+            else:
+                token, score, total = filtered_token(
+                    logits, held_token, vocab_size, eos, num_eos, bars, least, top, total, heat, scale, k, tail, min_p,
+                    key0, key1, ROW_TILE, True, SHIFT, INTERPRETED,
+                )  # fmt: skip
+        else:
+            # Greedy takes the first of -inf, too; a draw what is above -inf, even where the division brings it there.
+            value, among = tops, group < num_groups
+            if drawn:
+                noise = gumbel_noise(group.to(tl.uint32) + GROUP_STREAM, key0, key1, INTERPRETED)
+                value, among = tl.div_rn(tops, heat) + tl.log(masses) + noise, live
+            at = first_of_best(value, group, among) * GROUP + tl.arange(0, GROUP)
+            scores = load_scores(logits, at, at < vocab_size, eos, num_eos, bars)
+            value, among = scores, at < vocab_size
+            if drawn:
+                value = tl.div_rn(scores, heat) + gumbel_noise(at, key0, key1, INTERPRETED)
+                among = scores > float("-inf")
+            token = first_of_best(value, at, among)
+            score = tl.max(tl.where(at == token, scores, float("-inf")), 0)
+    tl.store(out + row, token.to(tl.int64))
+    if LOGPROB:
+        known = (score - top) * scale * 0.6931471805599453 - tl.log(total)
+        tl.store(logprob + row, tl.where(bad, float("nan"), known))
+    if HISTORY:
+        # An invalid row ends at commit; its stand-in must still be a real token for a step that overlaps.
+        tl.store(history + slot * history_stride + place, tl.maximum(token, 0))
+
+
+def sample_tokens(
+    logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, position: torch.Tensor, *,
+    history: torch.Tensor | None = None, logprob: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """One token per row, a function of the row's logits, settings, seed and position alone.
+
+    The grid follows from shapes, and settings are read on the device: one CUDA graph serves every mix of rows. Tokens
+    are the reference's but where two perturbed scores, or a mass and its limit, are within rounding.
+
+    Args:
+        logits: ``[R, V]``, bfloat16, float16 or float32; rows may be strided, the last dim is contiguous.
+        table: settings of S slots, each tensor contiguous.
+        slots: ``[R]`` int64, the rows' lines of the table.
+        position: ``[R]`` int64 or int32, the tokens' places in their sequences, ``0 .. 2**32 - 1``.
+        history: ``[>= S, capacity]`` int32; the token is written at [slot, position], 0 for an invalid row.
+        logprob: ``[R]`` float32, receives the log-probability of the token under the distribution it was drawn from
+            (greedy: softmax of the logits, EOS barred); NaN for an invalid row.
+
+    Returns:
+        ``[R]`` int64; greedy ties go to the lowest index. -1 where stock's ``argmax`` or ``multinomial`` would trip:
+        NaN anywhere in the row; when sampling, also +inf or nothing above -inf.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that are not as above.
+        RuntimeError: Triton is not installed.
+    """
+    _check(logits, table, slots, position, history, logprob)
+    require_triton()
+    num_rows, vocab_size = logits.shape
+    device = logits.device
+    out = torch.empty(num_rows, dtype=torch.int64, device=device)
+    if num_rows == 0:
+        return out
+    num_groups = -(-vocab_size // GROUP_SIZE)
+    groups_each = min(num_groups, -(-num_rows * num_groups // _PROGRAMS))
+    group_top, group_mass = (torch.empty(num_rows, num_groups, dtype=torch.float32, device=device) for _ in range(2))
+    piece_top = torch.empty(num_rows, num_groups * (GROUP_SIZE // _PIECE), dtype=logits.dtype, device=device)
+    listed, held_token = (torch.empty(num_rows, _HELD, dtype=torch.int32, device=device) for _ in range(2))
+    held_score = torch.empty(num_rows, _HELD, dtype=logits.dtype, device=device)
+    settings = (logits, *table, slots, position, group_top, group_mass, piece_top)
+    with on_device_of(logits):
+        group_stats_kernel[(num_rows, -(-num_groups // groups_each))](
+            *settings,
+            logits.stride(0),
+            vocab_size,
+            num_groups,
+            groups_each,
+            table.eos.shape[1],
+            0,
+            GROUP=GROUP_SIZE,
+            PIECE=_PIECE,
+            LOGPROB=logprob is not None,
+            num_warps=1,  # a group of 1024 is four 16-byte loads a thread, and its sums need no barrier
+            enable_fp_fusion=False,
+        )
+        _choose_kernel[(num_rows,)](
+            *settings,
+            listed,
+            held_score,
+            held_token,
+            out,
+            out if logprob is None else logprob,
+            out if history is None else history,
+            logits.stride(0),
+            vocab_size,
+            num_groups,
+            table.eos.shape[1],
+            0 if history is None else history.stride(0),
+            GROUP=GROUP_SIZE,
+            GROUPS_PAD=triton.next_power_of_2(num_groups),
+            GROUP_STREAM=GROUP_STREAM,
+            PIECE=_PIECE,
+            HELD=_HELD,
+            HELD_TILE=_HELD_TILE,
+            PIECE_TILE=_PIECE_TILE,
+            ROW_TILE=_ROW_TILE,
+            SHIFT={torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[logits.dtype],
+            HISTORY=history is not None,
+            LOGPROB=logprob is not None,
+            INTERPRETED=triton.knobs.runtime.interpret,
+            num_warps=8,
+            maxnreg=128,  # two programs on a multiprocessor: 256 rows run at once on a large GPU
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+def _check(
+    logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, position: torch.Tensor,
+    history: torch.Tensor | None, logprob: torch.Tensor | None,
+) -> None:  # fmt: skip
+    if logits.dim() != 2 or logits.shape[1] == 0 or logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"logits must be [R, V], V > 0, bf16, fp16 or fp32, got {tuple(logits.shape)} {logits.dtype}")
+    if logits.stride(1) != 1:
+        raise ValueError(f"the last dim of logits must be contiguous: strides {logits.stride()}")
+    lines = len(table.floats)
+    for name, tensor, shape, dtypes in (
+        ("floats", table.floats, (lines, 3), (torch.float32,)),
+        ("ints", table.ints, (lines, 3), (torch.int64,)),
+        ("eos", table.eos, (lines, table.eos.shape[-1]), (torch.int64,)),
+        ("slots", slots, logits.shape[:1], (torch.int64,)),
+        ("position", position, logits.shape[:1], (torch.int64, torch.int32)),
+        ("logprob", logprob, logits.shape[:1], (torch.float32,)),
+    ):
+        if tensor is None:
+            continue
+        if tensor.shape != torch.Size(shape) or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be {list(shape)} {dtypes[0]}, contiguous, got {tuple(tensor.shape)} {tensor.dtype}"
+            )
+    if history is not None and (
+        history.dim() != 2 or len(history) < lines or history.dtype != torch.int32 or history.stride(1) != 1
+    ):
+        raise ValueError(f"history must be [>= {lines}, capacity] int32, got {tuple(history.shape)} {history.dtype}")

@@ -1,0 +1,155 @@
+"""From logits to tokens: greedy, or temperature, top-k, top-p and min-p in stock generate's order, then Gumbel-max.
+
+Random numbers come from (seed of the request, position of the token), hashed: a request draws the same numbers
+whatever else is in the batch, and again after it was preempted. On CUDA the Triton kernels of `sample_tokens` do the
+work; the torch code here is their reference, and what a CPU runs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hf_paged.sampling import sample_tokens as kernels
+from hf_paged.sampling.gumbel import GROUP_STREAM, exponential_noise, exponential_noise_at
+
+
+def sample(
+    logits: torch.Tensor, table: kernels.SamplingTable, slots: torch.Tensor, position: torch.Tensor,
+    history: torch.Tensor, logprob: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Tokens int64 [R] of the rows at ``slots`` [R] for ``position`` [R], also written to ``history`` there.
+
+    Arguments and result as `sample_tokens`, which see.
+    """
+    if logits.is_cuda:
+        return kernels.sample_tokens(logits, table, slots, position, history=history, logprob=logprob)
+    rows = SamplingRows.of(table, slots, position)
+    tokens = sample_reference(logits, rows)
+    if logprob is not None:
+        logprob.copy_(log_probs_reference(logits, rows, tokens))
+    # An invalid row (-1) ends at commit; its stand-in must still be a real token for a step that overlaps.
+    history[slots, position] = tokens.clamp(min=0).to(torch.int32)
+    return tokens
+
+
+class SamplingRows(NamedTuple):
+    """Settings of R rows, all tensors [R] on the logits' device."""
+
+    temperature: torch.Tensor  # float32, 0: greedy
+    top_k: torch.Tensor  # int64, 0: off
+    tail: torch.Tensor  # float32, 1 - top_p rounded once, as transformers compares it; 0: off
+    min_p: torch.Tensor  # float32
+    seed: torch.Tensor  # int64
+    position: torch.Tensor  # int64, index of the sampled token in its sequence
+    min_length: torch.Tensor  # int64, EOS is barred while position < min_length
+    eos: torch.Tensor  # [R, E] int64, padded with -1
+
+    @classmethod
+    def of(cls, table: kernels.SamplingTable, slots: torch.Tensor, position: torch.Tensor) -> SamplingRows:
+        temperature, tail, min_p = table.floats[slots].unbind(1)
+        seed, top_k, min_length = table.ints[slots].unbind(1)
+        return cls(temperature, top_k, tail, min_p, seed, position.long(), min_length, table.eos[slots])
+
+    @property
+    def drawn(self) -> torch.Tensor:
+        """[R] bool: not greedy."""
+        return self.temperature != 0.0
+
+    @property
+    def filtered(self) -> torch.Tensor:
+        """[R] bool: drawn with top-k, top-p or min-p."""
+        return self.drawn & ((self.top_k > 0) | (self.tail > 0.0) | (self.min_p > 0.0))
+
+    def at(self, index: torch.Tensor) -> SamplingRows:
+        """The rows at ``index``."""
+        return SamplingRows(*(column[index] for column in self))
+
+
+def sample_reference(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """One token per row of ``logits`` [R, V]; int64 [R], or -1 where the row holds no valid distribution.
+
+    Invalid is what stock's `argmax` or `multinomial` would trip over: NaN anywhere; when sampling, also +inf or
+    nothing above -inf. Greedy ties go to the lowest index.
+    """
+    scores = _bar_eos(logits.float(), rows)
+    top = scores.amax(dim=-1)
+    tokens = scores.argmax(dim=-1)
+    invalid = top.isnan() | (rows.drawn & top.isinf())
+    # Gumbel-max (Gumbel 1954): argmax(log p + g) draws from p, with g = -log(Exponential(1)).
+    filtered = rows.filtered.nonzero().flatten()
+    if len(filtered):
+        some = rows.at(filtered)
+        noise = exponential_noise(some.seed, some.position, scores.shape[-1])
+        tokens[filtered] = (processed_scores(scores[filtered], some) - noise.log_()).argmax(dim=-1)
+    plain = (rows.drawn & ~rows.filtered).nonzero().flatten()
+    if len(plain):
+        some = rows.at(plain)
+        tokens[plain] = _draw_in_groups(scores[plain] / some.temperature[:, None], some)
+    return tokens.masked_fill_(invalid, -1)
+
+
+def log_probs_reference(logits: torch.Tensor, rows: SamplingRows, tokens: torch.Tensor) -> torch.Tensor:
+    """Log-probability float32 [R] of ``tokens`` [R] under what they were drawn from; NaN for an invalid row (-1)."""
+    scores = _bar_eos(logits.float(), rows)
+    drawn = rows._replace(temperature=rows.temperature.where(rows.drawn, 1.0))
+    filtered = rows.filtered[:, None]
+    scores = processed_scores(scores, drawn).where(filtered, scores / drawn.temperature[:, None])
+    known = scores.log_softmax(dim=-1).gather(1, tokens.clamp(min=0)[:, None])[:, 0]
+    return known.masked_fill(tokens < 0, torch.nan)
+
+
+def processed_scores(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Temperature, top-k, top-p, min-p over float32 ``scores`` [R, V], as transformers' warpers in their order."""
+    scores = scores / rows.temperature[:, None]
+    if (rows.top_k > 0).any():
+        k = min(int(rows.top_k.max()), scores.shape[-1])
+        best = scores.topk(k, dim=-1).values
+        kth = best.gather(1, (rows.top_k.clamp(1, k) - 1)[:, None])
+        scores = scores.masked_fill((scores < kth) & (rows.top_k > 0)[:, None], -torch.inf)
+    if (rows.tail > 0.0).any():
+        ascending, order = scores.sort(dim=-1, stable=True)  # the kernel drops the same ones of equal tokens
+        tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= rows.tail[:, None]
+        tail &= (rows.tail > 0.0)[:, None]
+        tail[:, -1] = False
+        scores = scores.masked_fill(torch.zeros_like(tail).scatter_(1, order, tail), -torch.inf)
+    if (rows.min_p > 0.0).any():
+        probs = scores.softmax(dim=-1)
+        floor = rows.min_p[:, None] * probs.amax(dim=-1, keepdim=True)
+        scores = scores.masked_fill(probs < floor, -torch.inf)
+    return scores
+
+
+def _bar_eos(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """``scores`` with EOS at -inf in rows that are too short to end."""
+    barred = (rows.position < rows.min_length)[:, None] & (rows.eos >= 0)
+    if not barred.any():
+        return scores
+    # Padding columns all point at token 0: amax keeps a real bar on it. A minimum of the scores would keep NaN.
+    marks = torch.zeros(scores.shape, dtype=torch.uint8, device=scores.device)
+    marks = marks.scatter_reduce(1, rows.eos.clamp(min=0), barred.to(torch.uint8), reduce="amax")
+    return scores.masked_fill(marks.bool(), -torch.inf)
+
+
+def _draw_in_groups(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Gumbel-max over groups by their logsumexp, then over the tokens of the chosen group (see `sample_tokens`)."""
+    size = kernels.GROUP_SIZE
+    num_rows, vocab_size = scores.shape
+    num_groups = -(-vocab_size // size)
+    padded = torch.nn.functional.pad(scores, (0, num_groups * size - vocab_size), value=-torch.inf)
+    groups = padded.view(num_rows, num_groups, size)
+    noise = exponential_noise(rows.seed, rows.position, num_groups, GROUP_STREAM)
+    chosen = (groups.logsumexp(dim=-1) - noise.log_()).argmax(dim=-1)
+    tokens = chosen[:, None] * size + torch.arange(size, device=scores.device)
+    noise = exponential_noise_at(rows.seed, rows.position, tokens)
+    best = (groups[torch.arange(num_rows, device=scores.device), chosen] - noise.log_()).argmax(dim=-1)
+    return chosen * size + best
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The 63-bit seed of the ``index``-th request of a call with base ``seed`` (splitmix64, Steele et al. 2014)."""
+    z = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1342543DE82EF95) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (z ^ (z >> 31)) >> 1

@@ -1,0 +1,205 @@
+# mypy: disallow-untyped-defs=False
+"""Sampling where every rank holds some columns of the logits: each names its best token, and the best of those wins.
+
+A rank's best is one int64 a row, a key whose order is that of the (perturbed) scores, the lowest token first among
+equals: the maximum of the ranks' keys is the token that `sample_tokens` takes from the whole row, since both levels of
+its draw are maxima. For rows without filters. Ranks begin at multiples of the sampler's group size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.sampling.gumbel import GROUP_STREAM, exponential_noise, exponential_noise_at, gumbel_noise, row_keys
+from hf_paged.sampling.sample_tokens import GROUP_SIZE, SamplingTable, first_of_best, group_stats_kernel, load_scores
+
+NO_TOKEN = -(2**63)  # below every key: a rank without a token to offer
+INVALID = 2**63 - 1  # above every key: what was seen makes the whole row invalid
+_PROGRAMS = 8192
+_TOKEN_BITS = 0xFFFFFFFF
+
+
+class Columns(NamedTuple):
+    """A rank's columns: the tokens ``first`` to ``end`` of a vocabulary; further columns are padding."""
+
+    first: int
+    end: int
+
+
+def best_of_shard(logits: torch.Tensor, columns: Columns, table: SamplingTable, slots: torch.Tensor,
+                  position: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """Keys int64 [R] of the best token of each row among this rank's columns.
+
+    Args:
+        logits: ``[R, >= columns.end - columns.first]``, bfloat16, float16 or float32; the last dim is contiguous.
+        columns: ``first`` is a multiple of `GROUP_SIZE`.
+        table, slots, position: as for `sample_tokens`; filters are not looked at.
+
+    Raises:
+        ValueError: columns that start inside a group.
+    """
+    if columns.first % GROUP_SIZE:
+        raise ValueError(f"columns.first={columns.first}: expected a multiple of {GROUP_SIZE}")
+    if columns.end <= columns.first:
+        return torch.full((len(logits),), NO_TOKEN, dtype=torch.int64, device=logits.device)
+    run = best_of_shard_triton if logits.is_cuda else best_of_shard_reference
+    return run(logits, columns, table, slots, position)
+
+
+def settle_tokens(keys: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
+                  history: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """Tokens int64 [R] of the winning ``keys`` [R], -1 for invalid rows; in ``history``, too, as by `sample_tokens`."""
+    run = settle_tokens_triton if keys.is_cuda else settle_tokens_reference
+    return run(keys, slots, position, history)
+
+
+def keys_of(tokens: torch.Tensor) -> torch.Tensor:
+    """Keys of tokens [R] int64 (-1: an invalid row) that no other rank has a say in."""
+    return torch.where(tokens < 0, INVALID, _TOKEN_BITS - tokens)
+
+
+def best_of_shard_reference(logits: torch.Tensor, columns: Columns, table: SamplingTable, slots: torch.Tensor,
+                            position: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """:func:`best_of_shard` in plain torch."""
+    count, place = columns.end - columns.first, position.long()
+    scores = logits[:, :count].float()
+    seed, _, min_length = table.ints[slots].unbind(1)
+    eos = table.eos[slots]
+    tokens = torch.arange(columns.first, columns.end, device=logits.device)
+    barred = (place < min_length)[:, None, None] & (eos[:, :, None] == tokens)
+    scores = scores.masked_fill(barred.any(dim=1), -torch.inf)
+    heat = table.floats[slots][:, 0]
+    drawn = heat != 0.0
+    top, token = scores.amax(dim=-1), scores.argmax(dim=-1)
+    invalid = scores.isnan().any(dim=-1) | (drawn & (top == torch.inf))
+    value = top.clone()
+    if drawn.any():
+        rows = drawn.nonzero().flatten()
+        value[rows], token[rows] = _drawn_in_groups(scores[rows] / heat[rows, None], seed[rows], place[rows], columns)
+    keys = _packed(value, token + columns.first)
+    keys[drawn & (top == -torch.inf)] = NO_TOKEN
+    return keys.masked_fill_(invalid, INVALID)
+
+
+def _drawn_in_groups(scores: torch.Tensor, seed: torch.Tensor, place: torch.Tensor,
+                     columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Value of the best group's perturbed logsumexp and the column of the token drawn from that group."""
+    rows, count = scores.shape
+    num_groups = -(-count // GROUP_SIZE)
+    padded = torch.nn.functional.pad(scores, (0, num_groups * GROUP_SIZE - count), value=-torch.inf)
+    groups = padded.view(rows, num_groups, GROUP_SIZE)
+    noise = exponential_noise(seed, place, num_groups, GROUP_STREAM + columns.first // GROUP_SIZE)
+    value, chosen = (groups.logsumexp(dim=-1) - noise.log_()).max(dim=-1)
+    at = chosen[:, None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=scores.device)
+    noise = exponential_noise_at(seed, place, at + columns.first)
+    best = (groups[torch.arange(rows, device=scores.device), chosen] - noise.log_()).argmax(dim=-1)
+    return value, chosen * GROUP_SIZE + best
+
+
+def _packed(value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    bits = (value + 0.0).view(torch.int32).long()  # no -0.0, whose bits order below those of the other zero
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | (_TOKEN_BITS - token)
+
+
+def settle_tokens_reference(keys: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
+                            history: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """:func:`settle_tokens` in plain torch."""
+    invalid = (keys == INVALID) | (keys == NO_TOKEN)
+    tokens = (_TOKEN_BITS - (keys & _TOKEN_BITS)).masked_fill(invalid, -1)
+    history[slots, position.long()] = tokens.clamp(min=0).to(history.dtype)
+    return tokens
+
+
+@jit(varying_ints=("num_groups", "num_eos"), varying_pointers=("slots", "position"))
+def _best_of_shard_kernel(
+    logits, floats, ints, eos, slots, position, group_top, group_mass, out, row_stride, first, end, num_groups, num_eos,
+    GROUP: tl.constexpr, GROUPS_PAD: tl.constexpr, GROUP_STREAM: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot, place = tl.load(slots + row), tl.load(position + row).to(tl.int64)
+    heat, seed = tl.load(floats + slot * 3), tl.load(ints + slot * 3)
+    bars = place < tl.load(ints + slot * 3 + 2)
+    key0, key1 = row_keys(seed, place)
+    drawn = heat != 0.0
+
+    group = tl.arange(0, GROUPS_PAD)
+    inside = group < num_groups
+    tops = tl.load(group_top + row * num_groups + group, mask=inside, other=float("-inf"))
+    masses = tl.load(group_mass + row * num_groups + group, mask=inside, other=0.0)
+    value, among = tops, inside
+    if drawn:
+        noise = gumbel_noise((first // GROUP + group).to(tl.uint32) + GROUP_STREAM, key0, key1, INTERPRETED)
+        value, among = tl.div_rn(tops, heat) + tl.log(masses) + noise, tops > float("-inf")
+    best = tl.max(tl.where(among, value, float("-inf")), 0)
+    chosen = first_of_best(value, group, among)
+    at = first + chosen * GROUP + tl.arange(0, GROUP)
+    scores = load_scores(logits + row * row_stride - first, at, at < end, eos + slot * num_eos, num_eos, bars)
+    value, among = scores, at < end
+    if drawn:
+        value = tl.div_rn(scores, heat) + gumbel_noise(at, key0, key1, INTERPRETED)
+        among = scores > float("-inf")
+    token = first_of_best(value, at, among)
+
+    bits = (best + 0.0).to(tl.int32, bitcast=True)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    key = (ordered << 32) | (0xFFFFFFFF - token.to(tl.int64))
+    nothing = drawn & (tl.max(tops, 0) == float("-inf"))
+    key = tl.where(nothing, -9223372036854775807 - 1, key)
+    # A sum of exponentials that is NaN marks a row that stock could not draw from either.
+    bad = tl.max((masses != masses).to(tl.int32), 0) > 0
+    tl.store(out + row, tl.where(bad, 9223372036854775807, key))
+
+
+def best_of_shard_triton(logits: torch.Tensor, columns: Columns, table: SamplingTable, slots: torch.Tensor,
+                         position: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """:func:`best_of_shard` as two Triton launches."""
+    require_triton()
+    num_rows, device = len(logits), logits.device
+    out = torch.empty(num_rows, dtype=torch.int64, device=device)
+    if num_rows == 0:
+        return out
+    num_groups = -(-(columns.end - columns.first) // GROUP_SIZE)
+    groups_each = min(num_groups, -(-num_rows * num_groups // _PROGRAMS))
+    group_top, group_mass = (torch.empty(num_rows, num_groups, dtype=torch.float32, device=device) for _ in range(2))
+    with on_device_of(logits):
+        group_stats_kernel[(num_rows, -(-num_groups // groups_each))](
+            logits, *table, slots, position, group_top, group_mass, group_top, logits.stride(0), columns.end,
+            num_groups, groups_each, table.eos.shape[1], columns.first, GROUP=GROUP_SIZE, PIECE=0, LOGPROB=False,
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+        _best_of_shard_kernel[(num_rows,)](
+            logits, *table, slots, position, group_top, group_mass, out, logits.stride(0), columns.first, columns.end,
+            num_groups, table.eos.shape[1], GROUP=GROUP_SIZE, GROUPS_PAD=triton.next_power_of_2(num_groups),
+            GROUP_STREAM=GROUP_STREAM, INTERPRETED=triton.knobs.runtime.interpret, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+@jit(varying_ints=("num_rows", "history_stride"), varying_pointers=("slots", "position", "history"))
+def _settle_tokens_kernel(keys, slots, position, history, out, num_rows, history_stride, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    key = tl.load(keys + row, mask=inside, other=0)
+    slot = tl.load(slots + row, mask=inside, other=0)
+    place = tl.load(position + row, mask=inside, other=0).to(tl.int64)
+    token = 0xFFFFFFFF - (key & 0xFFFFFFFF)
+    token = tl.where((key == 9223372036854775807) | (key == -9223372036854775807 - 1), -1, token)
+    tl.store(out + row, token, mask=inside)
+    # A stand-in for an invalid row, which ends at commit: a step that overlaps reads it.
+    tl.store(history + slot * history_stride + place, tl.maximum(token, 0).to(tl.int32), mask=inside)
+
+
+def settle_tokens_triton(keys: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
+                         history: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """:func:`settle_tokens` as one Triton launch."""
+    require_triton()
+    out = torch.empty(len(keys), dtype=torch.int64, device=keys.device)
+    if len(keys):
+        with on_device_of(keys):
+            _settle_tokens_kernel[(-(-len(keys) // 128),)](
+                keys, slots, position, history, out, len(keys), history.stride(0), ROWS=128, num_warps=4
+            )
+    return out

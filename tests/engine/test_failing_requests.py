@@ -1,0 +1,220 @@
+"""Whatever raises in one request's own part of a step ends that request, and no other notices."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import typing
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+from support import assert_idle, byte_tokenizer, random_prompts, tiny_model
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+import hf_paged
+from hf_paged.engine import core, detokenizer, log_probs, session, stopping
+from hf_paged.engine.session import Request, Session
+from hf_paged.integration.continuous_batching.requests import BatchedRequest
+from hf_paged.options.settings import RequestSettings
+from hf_paged.runner.request_state import SlotParameters
+from hf_paged.scheduler import Sequence
+
+PROMPTS = random_prompts([20, 33, 9], seed=4)
+VICTIM = 1
+STOP = "\x00never\x00"
+# The functions that keep one request's exceptions from the others; a step calls what belongs to a request through them.
+GUARDS = {"add", "end", "refuse", "finish", "_attempt", "_fail", "_start_again", "ended", "_matched", "ask", "_asked",
+          "close", "shut_down", "_make_request", "_request"}  # fmt: skip
+
+
+class Broken(Exception):
+    """What a tokenizer or a criterion might raise."""
+
+
+def own_classes() -> set[type]:
+    """What a request holds for itself: the classes of its fields, but for those of the engine's own books."""
+    hints = typing.get_type_hints(Request, {**vars(session), **vars(stopping), **vars(detokenizer)})
+    found = {Request}
+    for field in dataclasses.fields(Request):
+        for kind in (hints[field.name], *typing.get_args(hints[field.name])):
+            if inspect.isclass(kind) and kind.__module__.startswith("hf_paged."):
+                found.add(kind)
+    return found - {Sequence, Session}
+
+
+def functions_of(kind: type) -> list[str]:
+    kinds = (FunctionType, property, cached_property)
+    return [name for name, value in vars(kind).items() if isinstance(value, kinds) and not name.startswith("__")]
+
+
+# What runs before a request is queued, in its caller's own thread: there it raises.
+AT_ADD = {(SlotParameters, "lines"), (SlotParameters, "filtered")}
+# The engine finds a request by these two, which read fields only.
+NAMES = {(Request, "request_id")}
+CASES = sorted(((kind, name) for kind in own_classes() for name in functions_of(kind)), key=str)
+CASES = [case for case in CASES if case not in AT_ADD | NAMES]
+
+
+@contextmanager
+def breaking(monkeypatch, kind, name, is_victims):
+    """The function raises when it is called for the victim; yields a list that grows with each such call."""
+    value, calls = vars(kind)[name], []
+    function = value.fget if isinstance(value, property) else value
+
+    def broken(self, *args, **kwargs):
+        if is_victims(self):
+            calls.append(name)
+            raise Broken(name)
+        return function(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, name, property(broken) if isinstance(value, property) else broken)
+        yield calls
+
+
+def run(engine, before_steps=lambda ids: nullcontext(), interrupt_at=None):
+    config = GenerationConfig(max_new_tokens=10, stop_strings=[STOP[0]], max_time=1e6)
+    ids = [engine.add_request(prompt, config, logprobs=True, prompt_logprobs=True) for prompt in PROMPTS]
+    made, emitted, steps = {}, {i: [] for i in ids}, 0
+    with before_steps(ids) as calls:
+        while engine.has_unfinished():
+            steps += 1
+            if steps == interrupt_at:
+                engine._loop.dirty = True  # as an interrupt leaves it
+            for output in engine.step():
+                emitted[output.request_id] += output.new_token_ids
+                if output.completion is not None:
+                    made[output.request_id] = output.completion
+    return [made[i] for i in ids], [emitted[i] for i in ids], calls
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("kind", "name"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_every_function_of_a_request_may_raise(monkeypatch, kind, name, overlap):
+    """Enumerated from the classes that a request holds, and each is really called for the victim in this run."""
+    model = tiny_model()
+    engine = hf_paged.Engine(model, hf_paged.PagedConfig(overlap=overlap), byte_tokenizer())
+    expected, _, _ = run(engine)
+
+    def arm(ids):
+        request = engine._loop.requests[ids[VICTIM]]
+        mine = {id(request), id(request.text), id(request.stop), id(request.parameters)}
+        return breaking(monkeypatch, kind, name, lambda owner: id(owner) in mine)
+
+    made, emitted, calls = run(engine, arm, interrupt_at=4)
+    assert calls, f"{kind.__name__}.{name} is not called in this test's steps"
+    for number, completion in enumerate(made):
+        if number == VICTIM:
+            assert completion.finish_reason == "error"
+            assert "Broken" in completion.error
+            assert emitted[number] == completion.token_ids == expected[number].token_ids[: len(completion.token_ids)]
+        else:
+            before = expected[number]
+            assert (completion.token_ids, completion.text) == (before.token_ids, before.text)
+            assert (completion.finish_reason, completion.error) == (before.finish_reason, None)
+            assert completion.logprobs == pytest.approx(before.logprobs, abs=1e-4)
+            assert completion.prompt_logprobs[1:] == pytest.approx(before.prompt_logprobs[1:], abs=1e-4)
+            assert emitted[number] == completion.token_ids
+    assert engine.stats().num_running == engine.stats().num_waiting == 0
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks - 1
+    assert [c.token_ids for c in run(engine)[0]] == [c.token_ids for c in expected]
+
+
+def test_what_a_step_does_for_one_request_is_a_method_of_it():
+    """No other function of the step takes a request, so that the test above sees everything."""
+    found = set()
+    for module in (core, log_probs, stopping, session, detokenizer):
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+            if isinstance(node, ast.FunctionDef):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                annotations = [argument.annotation for argument in arguments if argument.annotation]
+                if any(isinstance(n, ast.Name) and n.id == "Request" for a in annotations for n in ast.walk(a)):
+                    found.add(node.name)
+    assert found <= GUARDS | {"wanted_by", "keep"}, found - GUARDS
+
+
+def test_a_tokenizer_that_fails_at_some_token_ends_the_request_that_made_it():
+    tokenizer = byte_tokenizer()
+    model = tiny_model()
+    engine = hf_paged.Engine(model, hf_paged.PagedConfig(), tokenizer)
+    with engine.session() as whole:
+        ids = [whole.add(prompt, RequestSettings(8), seed=0) for prompt in PROMPTS]
+        made = {}
+        while whole.unfinished():
+            made |= {o.request_id: o.completion for o in whole.advance()}
+        bad, own = made[ids[VICTIM]].token_ids, tokenizer.decode
+
+        def decode(token_ids, **kwargs):
+            if list(token_ids) == bad:
+                raise Broken("this token")
+            return own(token_ids, **kwargs)
+
+        tokenizer.decode = decode
+        again = [whole.add(prompt, RequestSettings(8), seed=0) for prompt in PROMPTS]
+        while whole.unfinished():
+            made |= {o.request_id: o.completion for o in whole.advance()}
+    for number, (before, after) in enumerate(zip(ids, again, strict=True)):
+        assert made[after].token_ids == made[before].token_ids
+        assert (made[after].finish_reason == "error") == (number == VICTIM)
+
+
+@pytest.mark.parametrize("asks", [{}, {"logprobs": True, "prompt_logprobs": True}])
+def test_a_step_that_ran_ahead_says_nothing_of_who_has_the_id_next(asks):
+    """With overlap a finished request has a row in the step that is under way; its NaN and its scores are nobody's."""
+    model = tiny_model()
+    probe = hf_paged.Engine(model, hf_paged.PagedConfig())
+    greedy = GenerationConfig(max_new_tokens=6)
+    probe.add_request(PROMPTS[2], greedy, request_id="probe")
+    while not (outputs := [o for o in probe.step() if o.completion is not None]):
+        pass
+    tokens = outputs[0].completion.token_ids
+    eos = tokens[next(i for i in range(2, 6) if tokens[i] not in tokens[:i])]
+    model.get_input_embeddings().weight.data[eos] = float("nan")  # what follows an EOS is never looked at
+    engine = hf_paged.Engine(model, hf_paged.PagedConfig(overlap=True))
+    beside = GenerationConfig(max_new_tokens=40, suppress_tokens=[eos])
+    engine.add_request([token for token in PROMPTS[1] if token != eos], beside, request_id="background")
+    ending, found = GenerationConfig(max_new_tokens=6, eos_token_id=eos), []
+    engine.add_request(PROMPTS[2], ending, request_id="a", **asks)
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.completion is not None and output.request_id == "a":
+                found.append(output.completion)
+                if len(found) < 3:
+                    engine.add_request(PROMPTS[2], ending, request_id="a", **asks)
+    assert [(c.finish_reason, c.token_ids) for c in found] == [("eos", tokens[: tokens.index(eos) + 1])] * 3
+    assert all(c.logprobs is None or len(c.logprobs) == len(c.token_ids) for c in found)
+
+
+MANAGED = [name for name in functions_of(BatchedRequest) if name != "copies"]  # made in the caller's thread
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", MANAGED)
+def test_every_function_of_a_managers_request_may_raise(monkeypatch, name, streaming):
+    """The manager's thread lives, the victim is told, the others get their tokens."""
+    model = tiny_model()
+    hf_paged.enable(model)
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    expected = [out.generated_tokens for out in model.generate_batch(PROMPTS, config).values()]
+    manager = model.init_continuous_batching(config)
+    with breaking(monkeypatch, BatchedRequest, name, lambda request: request.request_id == "victim") as calls:
+        ids = [manager.add_request(prompt, request_id="victim" if number == VICTIM else None, streaming=streaming)
+               for number, prompt in enumerate(PROMPTS)]  # fmt: skip
+        manager.start()
+        for number, request_id in enumerate(ids):
+            *_, output = manager.request_id_iter(request_id)
+            if number == VICTIM and calls:
+                assert output.status is RequestStatus.FAILED
+                assert output.error
+            else:
+                assert output.generated_tokens == expected[number]
+        assert calls or (name == "output" and not streaming)
+        assert manager.is_running()
+        assert manager.background_thread_status.fatal_error is None
+    manager.stop()
+    assert_idle(model)

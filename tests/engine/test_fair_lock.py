@@ -1,0 +1,99 @@
+"""A loop lets in who waits, and goes on where that takes long; whatever is interrupted, the lock is free afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import threading
+import time
+
+import pytest
+
+from hf_paged.engine.fair_lock import _PATIENCE, WaitingLine
+
+
+def spin(seconds: float) -> None:
+    """Holds the interpreter, so that the threads that wait for the lock are not quick to take it."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+def in_threads(count, run):
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_loops_take_turns(count):
+    line, lock, begun, order = WaitingLine(), threading.RLock(), threading.Barrier(count), []
+
+    def loop(name):
+        begun.wait()
+        for _ in range(60):
+            with line.place(after_others=True) as place, lock:
+                place.leave()
+                order.append(name)
+                spin(0.002)
+
+    in_threads(count, loop)
+    assert sorted(order) == sorted([*range(count)] * 60)
+    changes = sum(a != b for a, b in itertools.pairwise(order))
+    assert changes > len(order) // 2, order
+    assert not line._waiting
+
+
+def test_the_lock_is_entered_again_and_an_exception_leaves_nothing():
+    line, lock = WaitingLine(), threading.RLock()
+    with line.place() as place, lock:
+        with line.place(), lock:
+            place.leave()
+        place.leave()
+    with pytest.raises(ValueError, match="inside"), line.place(), lock:
+        raise ValueError("inside")
+    assert not line._waiting
+    in_threads(1, lambda _: lock.acquire())
+
+
+def test_places_that_nobody_leaves_cost_one_wait():
+    """Of a call that was interrupted, or of threads that a fork has not."""
+    line = WaitingLine()
+    for _ in range(3):
+        line.place().__enter__()
+    begin = time.perf_counter()
+    with line.place(after_others=True):
+        assert time.perf_counter() - begin >= _PATIENCE
+        assert len(line._waiting) == 1
+    begin = time.perf_counter()
+    for _ in range(100):
+        with line.place(after_others=True):
+            pass
+    assert time.perf_counter() - begin < 100 * _PATIENCE / 2
+
+
+def test_after_an_interrupt_at_any_moment_another_thread_gets_the_lock():
+    """While the exception lives, too, as it does in a notebook."""
+    line, lock, kept = WaitingLine(), threading.RLock(), []
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    moments, stuck = random.Random(0), 0
+    try:
+        for _ in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-4, 4e-4))
+                while True:
+                    with line.place(after_others=True) as place, lock:
+                        place.leave()
+            except KeyboardInterrupt as error:
+                kept = [error]
+                got = []
+                in_threads(1, lambda _, got=got: got.append(lock.acquire(timeout=5.0)) or lock.release())
+                stuck += got != [True]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert stuck == 0 and kept

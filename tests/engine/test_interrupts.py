@@ -1,0 +1,394 @@
+"""A call can die at any point: its blocks are freed, other callers are unharmed, the next call is right."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import (
+    RecordingStreamer,
+    assert_idle,
+    assert_native_parity,
+    assert_same_tensor,
+    batch,
+    byte_tokenizer,
+    random_prompts,
+    stock_generate,
+    tiny_model,
+)
+from transformers import TextIteratorStreamer
+
+import hf_paged
+
+MODEL = tiny_model()
+INPUTS = batch([30, 17, 25, 9, 31])
+OPTIONS = {"max_new_tokens": 24, "eos_token_id": [stock_generate(MODEL, **INPUTS, max_new_tokens=8)[1, -1].item()]}
+EXPECTED = stock_generate(MODEL, **INPUTS, **OPTIONS)
+POOLS = {"wide": None, "tight": 7}  # tight: five rows of up to 4 blocks each in 6 blocks, with preemption
+SHORT = OPTIONS | {"max_new_tokens": 12}  # for hundreds of calls
+EXPECTED_SHORT = stock_generate(MODEL, **INPUTS, **SHORT)
+
+
+class Interrupt(BaseException):
+    """Stands for KeyboardInterrupt, which a test runner would take for its own."""
+
+
+class LaunchError(RuntimeError):
+    pass
+
+
+@pytest.fixture
+def model():
+    yield MODEL
+    hf_paged.disable(MODEL)
+
+
+@contextmanager
+def raising(owner, name, at, after, error):
+    """Make the `at`-th call of method `name` raise, before or after it did its work."""
+    method, calls = getattr(owner, name), 0
+
+    def wrapper(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == at and not after:
+            raise error
+        result = method(*args, **kwargs)
+        if calls == at:
+            raise error
+        return result
+
+    setattr(owner, name, wrapper)
+    try:
+        yield lambda: calls >= at
+    finally:
+        setattr(owner, name, method)
+
+
+def _targets(engine):
+    """Objects whose methods a step goes through; made by a first call."""
+    runner, scheduler = engine._loop.pool.runner, engine._loop.scheduler
+    return {
+        "runner.launch": (runner, "launch"),
+        "runner._sample": (runner, "_sample"),
+        "state.admit": (runner.state, "admit"),
+        "state.inputs": (runner.state, "inputs"),
+        "adapter.hidden_states": (runner.adapter, "hidden_states"),
+        "scheduler.schedule": (scheduler, "schedule"),
+        "scheduler.commit": (scheduler, "commit"),
+        "scheduler.add": (scheduler, "add"),
+        "loop.finish": (engine._loop, "finish"),
+        "loop._commit": (engine._loop, "_commit"),
+        "loop._receive": (engine._loop, "_receive"),
+        "manager.allocate_slots": (scheduler.kv_cache_manager, "allocate_slots"),
+        "manager.publish": (scheduler.kv_cache_manager, "publish"),
+        "manager.free": (scheduler.kv_cache_manager, "free"),
+        "pool.allocate": (scheduler.kv_cache_manager.block_pool, "allocate"),
+    }
+
+
+TARGETS = (
+    "runner.launch", "runner._sample", "state.admit", "state.inputs", "adapter.hidden_states", "scheduler.schedule",
+    "scheduler.commit", "scheduler.add", "loop.finish", "loop._commit", "loop._receive",
+    "manager.allocate_slots", "manager.publish", "manager.free", "pool.allocate",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pool", POOLS)
+@settings(max_examples=60)
+@given(
+    target=st.sampled_from(TARGETS),
+    at=st.integers(1, 25),
+    after=st.booleans(),
+    error=st.sampled_from([Interrupt, LaunchError, KeyboardInterrupt]),
+    warm=st.booleans(),
+)
+def test_a_call_that_dies_anywhere_leaves_a_working_engine(overlap, pool, target, at, after, error, warm):
+    model = hf_paged.enable(MODEL, strict=True, overlap=overlap, num_blocks=POOLS[pool])
+    try:
+        # The first call makes the pool; `warm` ones also leave a prefix cache behind, which the next may hit.
+        assert_native_parity(model, EXPECTED_SHORT, **INPUTS, **SHORT) if warm else model.generate(
+            **batch([3]), max_new_tokens=2
+        )
+        engine = hf_paged.get_engine(model)
+        owner, name = _targets(engine)[target]
+        died = False
+        with raising(owner, name, at, after, error("here")) as reached:
+            try:
+                output = model.generate(**INPUTS, **SHORT)
+            except error:
+                died = True
+            else:
+                assert not reached()
+                assert_same_tensor(output, EXPECTED_SHORT)
+        if died:
+            assert reached()
+        assert_idle(model)
+        assert_native_parity(model, EXPECTED_SHORT, **INPUTS, **SHORT)
+        assert_native_parity(model, EXPECTED_SHORT, **INPUTS, **SHORT)
+        assert (engine.stats().num_preemptions > 0) == (pool == "tight")
+    finally:
+        hf_paged.disable(model)
+
+
+class RaisingStreamer(RecordingStreamer):
+    def __init__(self, at, error):
+        super().__init__()
+        self.at, self.error = at, error
+
+    def put(self, value):
+        super().put(value)
+        if len(self.puts) == self.at:
+            raise self.error
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("at", [1, 2, 3, 9, 20])
+@pytest.mark.parametrize("error", [Interrupt, ValueError, KeyboardInterrupt])
+def test_a_raising_streamer(model, overlap, at, error):
+    hf_paged.enable(model, strict=True, overlap=overlap)
+    with pytest.raises(error):
+        model.generate(**INPUTS, **OPTIONS, streamer=RaisingStreamer(at, error("enough")))
+    engine = hf_paged.get_engine(model)
+    if engine.stats().num_blocks:  # the first put is the prompt, before anything was made
+        assert_idle(model)
+    assert_native_parity(model, EXPECTED, **INPUTS, **OPTIONS)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_raising_launch_in_the_first_call_of_all(model, overlap, monkeypatch):
+    from hf_paged.runner.model_runner import ModelRunner
+
+    hf_paged.enable(model, strict=True, overlap=overlap)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "launch", lambda *args: (_ for _ in ()).throw(LaunchError("no memory")))
+        with pytest.raises(LaunchError):
+            model.generate(**INPUTS, **OPTIONS)
+    assert_idle(model)
+    assert_native_parity(model, EXPECTED, **INPUTS, **OPTIONS)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_launch_that_fails_half_way_leaves_no_prefix_behind(model, overlap):
+    """The blocks of the failed step were promised to the prefix cache: a hit on them would read garbage."""
+    hf_paged.enable(model, strict=True, overlap=overlap)
+    model.generate(**batch([3]), max_new_tokens=2)
+    engine = hf_paged.get_engine(model)
+    for k, v in engine._loop.pool.runner.cache.layers:
+        k.fill_(float("nan"))
+        v.fill_(float("nan"))
+    with raising(engine._loop.pool.runner, "launch", 1, False, LaunchError("no memory")), pytest.raises(LaunchError):
+        model.generate(**INPUTS, **OPTIONS)
+    before = engine.stats().prefix_cache_hits
+    assert_native_parity(model, EXPECTED, **INPUTS, **OPTIONS)
+    assert engine.stats().prefix_cache_hits == before
+
+
+def test_an_interrupt_while_the_pool_is_made(model, monkeypatch):
+    import hf_paged.runner.device as pool_module
+
+    hf_paged.enable(model, strict=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool_module, "ModelRunner", lambda *args, **kwargs: (_ for _ in ()).throw(Interrupt()))
+        with pytest.raises(Interrupt):
+            model.generate(**INPUTS, **OPTIONS)
+    assert_native_parity(model, EXPECTED, **INPUTS, **OPTIONS)
+
+
+def test_an_interrupt_while_the_pool_grows(model):
+    hf_paged.enable(model, strict=True)
+    model.generate(**batch([3]), max_new_tokens=2)
+    engine = hf_paged.get_engine(model)
+    inputs = batch([100] * 12)
+    with raising(engine._loop.pool.runner.cache, "grow", 1, True, Interrupt()), pytest.raises(Interrupt):
+        model.generate(**inputs, max_new_tokens=30)
+    assert_idle(model)
+    assert_native_parity(model, **inputs, max_new_tokens=30)
+
+
+def test_other_callers_survive_an_interrupt(model):
+    """A request of the engine's own API runs on, from its start if need be, and each token is delivered once."""
+    hf_paged.enable(model, strict=True)
+    engine = hf_paged.get_engine(model)
+    prompt = random_prompts([20], seed=8)[0]
+    expected = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=12)[0, 20:].tolist()
+    config = type(model.generation_config)(max_new_tokens=12)
+    request_id = engine.add_request(prompt, config)
+    tokens = [t for _ in range(4) for output in engine.step() for t in output.new_token_ids]
+    with raising(engine._loop.pool.runner, "launch", 2, True, Interrupt()), pytest.raises(Interrupt):
+        model.generate(**INPUTS, **OPTIONS)
+    completion = None
+    while engine.has_unfinished():
+        for output in engine.step():
+            assert output.request_id == request_id
+            tokens += output.new_token_ids
+            completion = output.completion or completion
+    assert tokens == expected
+    assert completion.token_ids == expected
+    assert_idle(model)
+
+
+# -- threads and re-entrance ------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_streaming_text_from_a_thread(model, overlap):
+    tokenizer = byte_tokenizer()
+    stock, ours = TextIteratorStreamer(tokenizer), TextIteratorStreamer(tokenizer)
+    inputs = batch([17])
+    MODEL.generate(**inputs, max_new_tokens=24, streamer=stock)
+    hf_paged.enable(model, strict=True, overlap=overlap)
+    thread = threading.Thread(target=model.generate, kwargs={**inputs, "max_new_tokens": 24, "streamer": ours})
+    thread.start()
+    assert "".join(ours) == "".join(stock)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert_idle(model)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_streamer_gets_what_stock_puts(model, overlap):
+    stock, ours = RecordingStreamer(), RecordingStreamer()
+    MODEL.generate(**INPUTS, **OPTIONS, streamer=stock)
+    hf_paged.enable(model, strict=True, overlap=overlap)
+    assert_native_parity(model, EXPECTED, **INPUTS, **OPTIONS, streamer=ours)
+    assert ours.puts == stock.puts
+    assert ours.ended == stock.ended == 1
+
+
+def test_a_streamer_gets_columns_in_order_where_rows_are_preempted(model):
+    stock, ours = RecordingStreamer(), RecordingStreamer()
+    MODEL.generate(**INPUTS, max_new_tokens=40, streamer=stock)
+    hf_paged.enable(model, strict=True, num_blocks=9)
+    model.generate(**INPUTS, max_new_tokens=40, streamer=ours)
+    assert hf_paged.get_engine(model).stats().num_preemptions > 0
+    assert ours.puts == stock.puts
+
+
+def test_a_streamer_is_called_while_tokens_are_made_and_not_at_the_end(model):
+    hf_paged.enable(model, strict=True, overlap=True)
+    engine, made = hf_paged.get_engine(model), []
+
+    class Watching(RecordingStreamer):
+        def put(self, value):
+            made.append(engine.stats().num_generated_tokens)
+
+    model.generate(**batch([20]), max_new_tokens=10, streamer=Watching())
+    assert made[0] == 0
+    assert all(count <= i + 2 for i, count in enumerate(made)), made
+
+
+def _in_threads(calls):
+    results, barrier = [None] * len(calls), threading.Barrier(len(calls))
+
+    def run(i):
+        barrier.wait()
+        try:
+            results[i] = calls[i]()
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    return results
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_threads_at_once_on_one_model(model, pool, overlap):
+    batches = [batch([30, 17, 25], seed=i) for i in range(3)] + [INPUTS]
+    expected = [stock_generate(model, **b, max_new_tokens=24) for b in batches]
+    hf_paged.enable(model, strict=True, overlap=overlap, num_blocks=POOLS[pool])
+    engine = hf_paged.get_engine(model)
+    results = _in_threads([lambda b=b: model.generate(**b, max_new_tokens=24) for b in batches])
+    for actual, wanted in zip(results, expected, strict=True):
+        assert isinstance(actual, torch.Tensor), actual
+        assert_same_tensor(actual, wanted)
+    assert engine.stats().num_generated_tokens == (3 * 3 + 5) * 24
+    assert_idle(model)
+
+
+def test_threads_where_one_dies_do_not_hurt_the_other(model):
+    batches = [batch([30, 17, 25], seed=i) for i in range(2)]
+    expected = stock_generate(model, **batches[0], max_new_tokens=24)
+    hf_paged.enable(model, strict=True)
+    for at in (2, 5, 11):
+        good, bad = _in_threads([
+            lambda: model.generate(**batches[0], max_new_tokens=24),
+            lambda at=at: model.generate(**batches[1], max_new_tokens=24, streamer=RaisingStreamer(at, Interrupt())),
+        ])  # fmt: skip
+        assert isinstance(bad, Interrupt)
+        assert isinstance(good, torch.Tensor), good
+        assert_same_tensor(good, expected)
+        assert_idle(model)
+
+
+def test_threads_share_steps(model):
+    """Two callers at once are batched together: fewer steps than one after the other would take."""
+    hf_paged.enable(model, strict=True)
+    engine = hf_paged.get_engine(model)
+    model.generate(**batch([3]), max_new_tokens=2)
+    before = engine.stats().num_steps
+    _in_threads([lambda i=i: model.generate(**batch([20], seed=i), max_new_tokens=200) for i in range(2)])
+    assert engine.stats().num_steps - before < 350
+
+
+def test_generate_called_by_a_streamer_of_the_same_model(model):
+    inner_inputs = batch([12], seed=4)
+    inner_expected = stock_generate(model, **inner_inputs, max_new_tokens=6)
+    hf_paged.enable(model)
+    inner = []
+
+    class Nested(RecordingStreamer):
+        def put(self, value):
+            super().put(value)
+            if len(self.puts) == 4:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", hf_paged.FallbackWarning)
+                    inner.append(model.generate(**inner_inputs, max_new_tokens=6))
+
+    assert_same_tensor(model.generate(**INPUTS, **OPTIONS, streamer=Nested()), EXPECTED)
+    assert_same_tensor(inner[0], inner_expected)
+    assert_idle(model)
+
+
+def test_generate_called_inside_a_step_goes_to_stock(model):
+    """From a module that the step calls (a LoRA layer, a quantized linear): stock, since the step is not done."""
+    hf_paged.enable(model)
+    inputs = batch([12], seed=4)
+    inner_expected = stock_generate(model, **inputs, max_new_tokens=3)
+    model.generate(**batch([3]), max_new_tokens=2)
+    engine = hf_paged.get_engine(model)
+    launch, inner = engine._loop.pool.runner.launch, []
+
+    def nested_launch(*args):
+        if not inner:
+            inner.append(None)
+            inner[0] = model.generate(**inputs, max_new_tokens=3)
+        return launch(*args)
+
+    engine._loop.pool.runner.launch = nested_launch
+    with pytest.warns(hf_paged.FallbackWarning, match="inside a step"):
+        assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)
+    assert_same_tensor(inner[0], inner_expected)
+
+
+def test_disable_while_a_stream_is_open_ends_it(model):
+    hf_paged.enable(model)
+    engine = hf_paged.get_engine(model)
+    engine.add_request([1, 2, 3], type(model.generation_config)(max_new_tokens=20))
+    engine.step()
+    hf_paged.disable(model)
+    assert engine.stats().num_running == 0
+    assert engine.stats().kv_cache_bytes == 0
+    assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)

@@ -1,0 +1,309 @@
+"""The engine below lockstep calls: other callers, threads, interrupts, and the logits that come out."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from support import (
+    assert_idle,
+    assert_lockstep,
+    assert_native_parity,
+    assert_same_tensor,
+    batch,
+    random_prompts,
+    stock_copy,
+    stock_generate,
+    tiny_model,
+)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+import hf_paged
+from hf_paged.integration.paged_cache import PagedCache
+from hf_paged.runner.model_runner import ModelRunner
+
+MODEL = tiny_model()
+INPUTS = batch([20, 13, 5])
+OPTIONS = {"max_new_tokens": 12, "encoder_repetition_penalty": 1.2}
+EXPECTED = stock_generate(MODEL, **INPUTS, **OPTIONS)
+
+
+@pytest.fixture
+def model():
+    yield MODEL
+    hf_paged.disable(MODEL)
+
+
+def test_logits_are_those_of_the_models_own_forward(model):
+    engine = hf_paged.get_engine(hf_paged.enable(model))
+    prompts = random_prompts([20, 7])
+    with engine.lockstep(prompts, 5) as rows:
+        found = rows.prompts()
+        steps = torch.tensor([[3, 4], [5, 6]])
+        after = rows.decode(steps)
+    for row, prompt in enumerate(prompts):
+        with torch.no_grad():
+            expected = model(input_ids=torch.tensor([[*prompt, *steps[row].tolist()]])).logits[0]
+        assert torch.allclose(found[row], expected[-3], atol=1e-4)
+        assert torch.allclose(after[row], expected[-2:], atol=1e-4)
+    assert_idle(model)
+
+
+def test_no_rows_inside_rows(model):
+    engine = hf_paged.get_engine(hf_paged.enable(model))
+    with engine.lockstep([[1, 2]], 3), engine.lockstep([[1, 2]], 3) as inner:
+        assert "inside a step" in inner
+        with pytest.raises(RuntimeError, match="under way"):
+            engine.release_memory()
+    assert_idle(model)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_running_requests_of_others_survive(model, overlap, beams):
+    """They keep their slots and blocks, make the same tokens, and are not run meanwhile."""
+    engine = hf_paged.get_engine(hf_paged.enable(model, strict=True, overlap=overlap))
+    prompt = random_prompts([20], seed=8)[0]
+    expected = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=20)[0, 20:].tolist()
+    engine.add_request(prompt, GenerationConfig(max_new_tokens=20))
+    tokens = [t for _ in range(4) for output in engine.step() for t in output.new_token_ids]
+    preempted = engine.stats().num_preemptions
+    steps = engine.stats().num_steps
+    output = model.generate(**INPUTS, **OPTIONS, num_beams=beams)
+    assert engine.stats().num_steps - steps == 12
+    engine._loop.scheduler.check_invariants()
+    while engine.has_unfinished():
+        tokens += [t for output_ in engine.step() for t in output_.new_token_ids]
+    assert tokens == expected
+    assert engine.stats().num_preemptions == preempted
+    assert_same_tensor(output, stock_generate(model, **INPUTS, **OPTIONS, num_beams=beams))
+    assert_idle(model)
+
+
+def test_threads_in_lockstep_and_native_at_once(model):
+    native = stock_generate(model, **INPUTS, max_new_tokens=12)
+    hf_paged.enable(model, strict=True)
+    results = {}
+
+    def run(name, **kwargs):
+        results[name] = model.generate(**INPUTS, **kwargs)
+
+    threads = [threading.Thread(target=run, args=(i,), kwargs=OPTIONS if i % 2 else {"max_new_tokens": 12})
+               for i in range(4)]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    for i in range(4):
+        assert_same_tensor(results[i], EXPECTED if i % 2 else native)
+    assert_idle(model)
+
+
+@pytest.mark.parametrize("kwargs", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {}], ids=["beams", "lookup", ""])
+def test_another_thread_that_disables_the_model_waits_for_the_end(model, kwargs):
+    """Beam search and prompt lookup call the model itself in every step: it must stay what it is until then."""
+
+    class Disabling(LogitsProcessor):
+        thread = None
+
+        def __call__(self, input_ids, scores):
+            if self.thread is None:
+                self.thread = threading.Thread(target=hf_paged.disable, args=(model,))
+                self.thread.start()
+                self.thread.join(0.2)
+                assert self.thread.is_alive()
+            return scores
+
+    inputs, disabling = batch([20]), Disabling()
+    expected = stock_generate(model, **inputs, max_new_tokens=8, **kwargs)
+    hf_paged.enable(model, strict=True)
+    output = model.generate(**inputs, max_new_tokens=8, logits_processor=LogitsProcessorList([disabling]), **kwargs)
+    disabling.thread.join(60)
+    assert_same_tensor(output, expected)
+    assert not hf_paged.is_enabled(model) and type(model) is type(stock_copy(model))
+
+
+class Interrupt(BaseException):
+    """Stands for KeyboardInterrupt."""
+
+
+TARGETS = {
+    "logits": lambda engine: (engine._loop.pool.runner, "logits"),
+    "admit": lambda engine: (engine._loop.pool.runner.state, "admit"),
+    "set_tokens": lambda engine: (engine._loop.pool.runner.state, "set_tokens"),
+    "move": lambda engine: (engine._loop.pool.runner.state, "move"),
+    "copy_blocks": lambda engine: (engine._loop.pool.runner.cache, "copy_blocks"),
+    "allocate_slots": lambda engine: (engine._loop.scheduler.kv_cache_manager, "allocate_slots"),
+    "allocate": lambda engine: (engine._loop.scheduler.kv_cache_manager.block_pool, "allocate"),
+    "touch": lambda engine: (engine._loop.scheduler.kv_cache_manager.block_pool, "touch"),
+    "publish": lambda engine: (engine._loop.scheduler.kv_cache_manager, "publish"),
+    "free": lambda engine: (engine._loop.scheduler.kv_cache_manager, "free"),
+    "take_slots": lambda engine: (engine._loop.scheduler, "take_slots"),
+    "give_slots": lambda engine: (engine._loop.scheduler, "give_slots"),
+    "hidden_states": lambda engine: (engine._adapter, "hidden_states"),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("error", [Interrupt, RuntimeError])
+def test_a_call_that_dies_anywhere_leaves_a_working_engine(model, target, at, after, error):
+    hf_paged.enable(model, strict=True)
+    model.generate(**batch([3]), max_new_tokens=2)
+    engine = hf_paged.get_engine(model)
+    prompt = random_prompts([9], seed=8)[0]
+    expected = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=9)[0, 9:].tolist()
+    engine.add_request(prompt, GenerationConfig(max_new_tokens=9))
+    tokens = [t for _ in range(3) for output in engine.step() for t in output.new_token_ids]
+    owner, name = TARGETS[target](engine)
+    method, calls = getattr(owner, name), 0
+
+    def wrapper(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == at and not after:
+            raise error("here")
+        result = method(*args, **kwargs)
+        if calls == at:
+            raise error("here")
+        return result
+
+    try:
+        setattr(owner, name, wrapper)
+        died = False
+        try:
+            model.generate(**INPUTS, **OPTIONS, num_beams=3)
+        except error:
+            died = True
+    finally:
+        delattr(owner, name)
+    assert died == (calls >= at)
+    while engine.has_unfinished():
+        tokens += [t for output in engine.step() for t in output.new_token_ids]
+    assert tokens == expected
+    assert_idle(model)
+    engine._loop.scheduler.check_invariants()
+    assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)
+    assert_native_parity(model, **INPUTS, max_new_tokens=6)
+
+
+class Changing(LogitsProcessor):
+    """In its third call the model gets another epsilon."""
+
+    def __init__(self, model):
+        self.norm, self.calls = model.model.layers[0].input_layernorm, 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == 3:
+            self.norm.variance_epsilon = 4.0
+        return scores
+
+
+def test_a_model_that_changes_in_the_middle_leaves_nothing_stale_behind():
+    """Stock computes on with the old keys and values; nobody else may get to see what comes of that."""
+
+    def call(model, **kwargs):
+        model.model.layers[0].input_layernorm.variance_epsilon = 1e-6
+        return model.generate(logits_processor=LogitsProcessorList([Changing(model)]), **kwargs)
+
+    model = tiny_model()
+    prompt = random_prompts([20], seed=8)[0]
+    output = assert_lockstep(model, call=call, **batch([20]), max_new_tokens=40)
+    engine = hf_paged.get_engine(model)
+    assert_native_parity(model, input_ids=output, max_new_tokens=8)
+    model.model.layers[0].input_layernorm.variance_epsilon = 1e-6
+    engine.add_request(prompt, GenerationConfig(max_new_tokens=30))
+    for _ in range(3):
+        engine.step()
+    call(model, **batch([20]), max_new_tokens=40)
+    done = [output.completion for _ in range(60) for output in engine.step() if output.completion]
+    answer = stock_generate(model, input_ids=torch.tensor([prompt + done[0].token_ids[:3]]), max_new_tokens=27)
+    assert done[0].token_ids[3:] == answer[0, 23:].tolist()  # computed anew by the model as it is now
+    assert_idle(model)
+
+
+def test_a_pool_that_cannot_grow_in_the_middle_is_out_of_memory(model, monkeypatch):
+    hf_paged.enable(model, strict=True)
+    monkeypatch.setattr("hf_paged.runner.device.DevicePool.grow", lambda self, missing: self.num_blocks)
+    with pytest.raises(torch.OutOfMemoryError, match="blocks are missing"):
+        model.generate(**batch([100] * 6), max_new_tokens=120, encoder_repetition_penalty=1.2)
+    assert_idle(model)
+    assert_lockstep(model, **INPUTS, **OPTIONS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_captured_steps_give_what_eager_ones_give(beams, dtype):
+    """The decode graph that ends at the logits, over several padded sizes and a pool that moves in between."""
+    model, outputs = tiny_model().to("cuda", dtype), []
+    for eager in (True, False):
+        hf_paged.enable(model, strict=True, enforce_eager=eager)
+        outputs.append([
+            model.generate(**{k: v.cuda() for k, v in batch(lengths).items()}, max_new_tokens=40, num_beams=beams,
+                           encoder_repetition_penalty=1.2, return_dict_in_generate=True, output_scores=True)
+            for lengths in ([20], [20, 13, 5], [100] * 12, [7] * 3)
+        ])  # fmt: skip
+    assert hf_paged.get_engine(model).stats().num_graphs_captured >= 3
+    for eager, captured in zip(*outputs, strict=True):
+        assert_same_tensor(captured.sequences, eager.sequences)
+        for a, b in zip(captured.scores, eager.scores, strict=True):
+            assert torch.allclose(a, b, rtol=1e-3, atol=1e-3)
+
+
+class Noting(LogitsProcessor):
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(scores)
+        return scores
+
+
+@pytest.mark.gpu
+def test_scores_that_a_processor_keeps_are_not_overwritten_by_the_next_replay():
+    model = hf_paged.enable(tiny_model().to("cuda"), strict=True)
+    noting = Noting()
+    inputs = {k: v.cuda() for k, v in INPUTS.items()}
+    result = model.generate(**inputs, max_new_tokens=8, logits_processor=LogitsProcessorList([noting]),
+                            return_dict_in_generate=True, output_logits=True)  # fmt: skip
+    again = model.generate(**inputs, max_new_tokens=8)
+    assert_same_tensor(result.sequences, again)
+    for step, scores in enumerate(noting.seen):
+        assert torch.equal(scores.argmax(-1), again[:, 20 + step])
+
+
+@pytest.mark.gpu
+def test_prompt_lookup_on_a_gpu_gives_the_greedy_tokens():
+    """Drafts are counted on the device there."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = hf_paged.enable(tiny_model().cuda(), strict=True)
+    ids = torch.tensor(random_prompts([6])).repeat(1, 6).cuda()
+    plain = model.generate(input_ids=ids, max_new_tokens=24)
+    assert_same_tensor(model.generate(input_ids=ids, max_new_tokens=24, prompt_lookup_num_tokens=4), plain)
+    assert_idle(model)
+
+
+def test_a_cache_is_cropped_by_numbers_and_by_tensors(model):
+    engine = hf_paged.get_engine(hf_paged.enable(model, strict=True))
+    with engine.lockstep([[1, 2, 3, 4, 5, 6]], 4) as rows:
+        cache = PagedCache(rows, 6, model.config.num_hidden_layers)
+        model(input_ids=torch.tensor([[1, 2, 3, 4, 5, 6]]), past_key_values=cache, logits_to_keep=1)
+        length = cache.get_seq_length()
+        cache.crop(torch.tensor(-2))
+        cache.crop(-1)
+        assert type(cache.get_seq_length()) is int
+        assert cache.get_seq_length() == length - 3
+        assert rows.rows.lengths.tolist() == [3]
+    assert_idle(model)
+
+
+def test_launch_is_not_asked_for_lockstep(model, monkeypatch):
+    """Native steps sample on the device; these must not."""
+    hf_paged.enable(model, strict=True)
+    monkeypatch.setattr(ModelRunner, "launch", lambda *args: (_ for _ in ()).throw(AssertionError("sampled")))
+    assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)

@@ -1,0 +1,641 @@
+"""`enable` and `disable`: the object stays the caller's, and nothing but `generate` changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+from support import (
+    assert_falls_back,
+    assert_native_parity,
+    assert_native_tokens,
+    assert_same_tensor,
+    batch,
+    stock_copy,
+    stock_generate,
+    tiny_config,
+    tiny_model,
+)
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM, Qwen3Model
+
+import hf_paged
+from hf_paged import FallbackWarning, UnsupportedModelError
+from hf_paged.runner.request_state import FIRST_TOKEN_CAPACITY
+
+
+def logits(model, seed=1):
+    inputs = batch([20, 7], seed=seed)
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+# -- the object ------------------------------------------
+
+
+def test_enable_returns_the_very_object_and_disable_restores_it():
+    model = tiny_model()
+    attributes, before, forward = set(vars(model)), logits(model), type(model).forward
+    assert hf_paged.enable(model) is model
+    assert hf_paged.is_enabled(model)
+    assert set(vars(model)) == attributes
+    assert isinstance(model, Qwen3ForCausalLM)
+    assert (type(model).__name__, type(model).__module__) == ("Qwen3ForCausalLM", Qwen3ForCausalLM.__module__)
+    assert type(model).__qualname__ == "Qwen3ForCausalLM"
+    assert type(model).forward is forward
+    assert torch.equal(logits(model), before)
+    model.generate(**batch([20, 7]), max_new_tokens=5)
+    assert torch.equal(logits(model), before)
+    assert hf_paged.disable(model) is model
+    assert type(model) is Qwen3ForCausalLM
+    assert set(vars(model)) == attributes
+    assert not hf_paged.is_enabled(model)
+    assert torch.equal(logits(model), before)
+
+
+def test_enabling_and_generating_leaves_every_tensor_and_submodule_in_place():
+    model = tiny_model()
+    tensors = {n: (t, t.clone()) for n, t in model.state_dict(keep_vars=True).items()}
+    modules = {n: (m, type(m), set(vars(m))) for n, m in model.named_modules()}
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    hf_paged.enable(model, strict=True).generate(**batch([20, 7]), max_new_tokens=5)
+    hf_paged.disable(model)
+    after = model.state_dict(keep_vars=True)
+    assert list(after) == list(tensors)
+    for name, (tensor, content) in tensors.items():
+        assert after[name] is tensor
+        assert torch.equal(tensor, content)
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # nothing is left of merged memory
+    for name, module in model.named_modules():
+        assert (module, type(module), set(vars(module))) == modules[name]
+    assert all(torch.equal(b, buffers[n]) for n, b in model.named_buffers())
+
+
+def test_state_dict_keys_are_the_same_while_enabled():
+    model = tiny_model(tie_word_embeddings=True)
+    keys = list(model.state_dict())
+    hf_paged.enable(model)
+    assert list(model.state_dict()) == keys
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in stock_copy(model).named_parameters()]
+
+
+def test_generate_after_disable_is_stocks():
+    model = tiny_model()
+    inputs = batch([20, 7])
+    expected = model.generate(**inputs, max_new_tokens=9)
+    hf_paged.enable(model)
+    engine = hf_paged.get_engine(model)
+    hf_paged.disable(model)
+    assert_same_tensor(model.generate(**inputs, max_new_tokens=9), expected)
+    assert engine.stats().num_generated_tokens == 0
+
+
+def test_enabling_twice_keeps_the_engine_unless_settings_are_given():
+    model = hf_paged.enable(tiny_model())
+    engine = hf_paged.get_engine(model)
+    hf_paged.enable(model)
+    assert hf_paged.get_engine(model) is engine
+    hf_paged.enable(model, block_size=32)
+    assert hf_paged.get_engine(model) is not engine
+    assert hf_paged.get_engine(model).config.block_size == 32
+    assert_native_parity(model, **batch([20, 7]), max_new_tokens=5)
+    hf_paged.disable(model)
+    assert type(model) is Qwen3ForCausalLM
+
+
+def test_enable_disable_round_and_round():
+    model = tiny_model()
+    for _ in range(3):
+        hf_paged.enable(model, strict=True)
+        assert_native_parity(model, **batch([20, 7]), max_new_tokens=5)
+        hf_paged.disable(model)
+        hf_paged.disable(model)
+        assert type(model) is Qwen3ForCausalLM
+
+
+def test_two_models_have_two_engines_and_one_class():
+    first, second = hf_paged.enable(tiny_model(0), strict=True), hf_paged.enable(tiny_model(1), strict=True)
+    assert type(first) is type(second)
+    assert hf_paged.get_engine(first) is not hf_paged.get_engine(second)
+    assert_native_parity(first, **batch([20, 7]), max_new_tokens=5)
+    assert_native_parity(second, **batch([20, 7]), max_new_tokens=5)
+    hf_paged.disable(first)
+    assert hf_paged.is_enabled(second)
+
+
+def test_a_config_and_overrides_are_merged():
+    model = hf_paged.enable(tiny_model(), hf_paged.PagedConfig(block_size=32, strict=True), max_num_seqs=7)
+    config = hf_paged.get_engine(model).config
+    assert (config.block_size, config.strict, config.max_num_seqs) == (32, True, 7)
+
+
+@pytest.mark.parametrize(("kwargs", "error", "message"), [
+    ({"block_size": 17}, ValueError, "block_size=17"),
+    ({"blocksize": 16}, TypeError, "blocksize"),
+    ({"config": {"block_size": 16}}, TypeError, "PagedConfig"),
+])  # fmt: skip
+def test_a_wrong_setting_leaves_the_model_as_it_was(kwargs, error, message):
+    model = tiny_model()
+    with pytest.raises(error, match=message):
+        hf_paged.enable(model, **kwargs)
+    assert type(model) is Qwen3ForCausalLM
+    assert not hf_paged.is_enabled(model)
+
+
+def test_a_wrong_setting_leaves_an_enabled_model_enabled_as_it_was():
+    model = hf_paged.enable(tiny_model(), block_size=32)
+    engine = hf_paged.get_engine(model)
+    with pytest.raises(ValueError, match="block_size"):
+        hf_paged.enable(model, block_size=5)
+    assert hf_paged.get_engine(model) is engine
+
+
+@pytest.mark.parametrize("make", [
+    pytest.param(lambda: nn.Linear(3, 3), id="linear"),
+    pytest.param(lambda: "Qwen/Qwen3-8B", id="str"),
+    pytest.param(lambda: None, id="none"),
+    pytest.param(lambda: Qwen3ForCausalLM, id="class"),
+    pytest.param(lambda: Qwen3Model(tiny_config()), id="body without head"),
+    pytest.param(lambda: nn.Sequential(tiny_model()), id="unknown wrapper"),
+    pytest.param(lambda: nn.DataParallel(nn.Linear(3, 3)), id="wrapped linear"),
+    pytest.param(lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16)), id="gpt2"),
+])  # fmt: skip
+def test_anything_else_is_refused(make):
+    thing = make()
+    with pytest.raises(TypeError, match="Qwen3ForCausalLM"):
+        hf_paged.enable(thing)
+    with pytest.raises(UnsupportedModelError):
+        hf_paged.disable(thing)
+    with pytest.raises(TypeError):
+        hf_paged.get_engine(thing)
+    assert not hf_paged.is_enabled(thing)
+
+
+def test_get_engine_of_a_model_that_is_not_enabled():
+    with pytest.raises(ValueError, match=r"hf_paged\.enable"):
+        hf_paged.get_engine(tiny_model())
+
+
+# -- subclasses ------------------------------------------
+
+
+class Louder(Qwen3ForCausalLM):
+    """Overrides forward: what the engine would compute is not what this model computes."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = -output.logits
+        return output
+
+
+class Renamed(Qwen3ForCausalLM):
+    """Adds a method and nothing that matters to generation."""
+
+    def greet(self):
+        return "hello"
+
+
+def _of_class(cls):
+    model = cls(tiny_config()).eval()
+    model.load_state_dict(tiny_model().state_dict())
+    return model
+
+
+def test_a_subclass_with_its_own_forward_goes_to_stock():
+    model = _of_class(Louder)
+    expected = assert_falls_back(model, "Louder.forward", **batch([20, 7]), max_new_tokens=8)
+    assert not torch.equal(expected, tiny_model().generate(**batch([20, 7]), max_new_tokens=8))
+    assert type(model) is Louder
+
+
+def test_a_subclass_that_leaves_generation_alone_is_native():
+    model = hf_paged.enable(_of_class(Renamed), strict=True)
+    assert (type(model).__name__, type(model).__module__) == ("Renamed", __name__)
+    assert model.greet() == "hello"
+    assert_native_parity(model, **batch([20, 7]), max_new_tokens=8)
+    hf_paged.disable(model)
+    assert type(model) is Renamed
+
+
+def test_a_class_swapped_again_after_enable_is_not_undone():
+    """FSDP2's `fully_shard` makes a class of its own from the enabled one."""
+    model = hf_paged.enable(tiny_model())
+    enabled_class = type(model)
+    model.__class__ = type("FSDPQwen3ForCausalLM", (nn.Module, enabled_class)[1:], {})
+    with pytest.raises(RuntimeError, match="disable"):
+        hf_paged.disable(model)
+    assert hf_paged.is_enabled(model)
+    model.__class__ = enabled_class
+    hf_paged.disable(model)
+    assert type(model) is Qwen3ForCausalLM
+
+
+def test_a_class_made_from_the_enabled_one_works_as_stock_where_it_has_no_engine():
+    enabled = hf_paged.enable(tiny_model())
+    other = tiny_model(1)
+    expected = other.generate(**batch([20, 7]), max_new_tokens=5)
+    other.__class__ = type(enabled)
+    assert_same_tensor(other.generate(**batch([20, 7]), max_new_tokens=5), expected)
+
+
+# -- copies and checkpoints ------------------------------------------
+
+
+def _pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def _torch_saved(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, _pickled, _torch_saved])
+@pytest.mark.parametrize("used", [False, True])
+def test_copies_are_stock_objects(duplicate, used):
+    model = hf_paged.enable(tiny_model())
+    if used:
+        model.generate(**batch([20, 7]), max_new_tokens=5)
+    expected = logits(model)
+    copied = duplicate(model)
+    assert type(copied) is Qwen3ForCausalLM
+    assert not hf_paged.is_enabled(copied)
+    assert torch.equal(logits(copied), expected)
+    assert hf_paged.is_enabled(model)
+    assert_same_tensor(
+        copied.generate(**batch([20, 7]), max_new_tokens=5), model.generate(**batch([20, 7]), max_new_tokens=5)
+    )
+
+
+def test_a_pickle_does_not_need_hf_paged():
+    data = pickle.dumps(hf_paged.enable(tiny_model()))
+    assert b"hf_paged" not in data
+
+
+def test_a_copy_of_a_tied_model_stays_tied_and_can_be_enabled():
+    model = hf_paged.enable(tiny_model(tie_word_embeddings=True), strict=True)
+    copied = hf_paged.enable(copy.deepcopy(model), strict=True)
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight
+    assert_native_parity(copied, **batch([20, 7]), max_new_tokens=5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+def test_checkpoints_of_an_enabled_model_are_stocks(tmp_path, tied, used):
+    model = tiny_model(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "stock")
+    hf_paged.enable(model)
+    if used:
+        model.generate(**batch([20, 7]), max_new_tokens=5)
+    model.save_pretrained(tmp_path / "enabled")
+    files = sorted(p.name for p in (tmp_path / "stock").iterdir())
+    assert sorted(p.name for p in (tmp_path / "enabled").iterdir()) == files
+    for name in files:
+        assert (tmp_path / "stock" / name).read_bytes() == (tmp_path / "enabled" / name).read_bytes(), name
+    assert json.loads((tmp_path / "enabled" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "enabled").eval()
+    assert type(loaded) is Qwen3ForCausalLM
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_from_pretrained_through_the_class_of_an_enabled_model(tmp_path):
+    model = hf_paged.enable(tiny_model())
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(loaded), logits(model))
+    assert_same_tensor(
+        loaded.generate(**batch([20, 7]), max_new_tokens=5), model.generate(**batch([20, 7]), max_new_tokens=5)
+    )
+
+
+def test_an_enabled_model_is_garbage_collected():
+    model = hf_paged.enable(tiny_model())
+    model.generate(**batch([20, 7]), max_new_tokens=5)
+    gone, weight = weakref.ref(model), weakref.ref(model.lm_head.weight)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert weight() is None
+
+
+def test_a_kept_engine_does_not_keep_the_model():
+    model = hf_paged.enable(tiny_model())
+    model.generate(**batch([20, 7]), max_new_tokens=5)
+    engine, gone = hf_paged.get_engine(model), weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(RuntimeError, match="garbage-collected"):
+        engine.add_request([1, 2, 3])
+
+
+# -- dtypes ------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casting_while_enabled(dtype):
+    """The pool follows the weights; tokens equal stock's in that dtype."""
+    model = hf_paged.enable(tiny_model(), strict=True)
+    inputs = batch([20, 7, 33])
+    assert_native_parity(model, **inputs, max_new_tokens=8)
+    assert model.to(dtype) is model
+    assert hf_paged.is_enabled(model)
+    assert_native_parity(model, **inputs, max_new_tokens=8)
+    assert_native_parity(model.float(), **inputs, max_new_tokens=8)
+
+
+def test_weights_of_float64_go_to_stock():
+    assert_falls_back(tiny_model().double(), "float64", **batch([20, 7]), max_new_tokens=5)
+
+
+# -- training ------------------------------------------
+
+
+def _train(model, steps=3, generate=False, **optimizer_options):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **optimizer_options)
+    ids = batch([40, 40])["input_ids"]
+    losses = []
+    for _ in range(steps):
+        if generate:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FallbackWarning)
+                model.generate(**batch([20, 7]), max_new_tokens=4)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("generate", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_an_enabled_model_equals_training_a_stock_copy(options, generate, checkpointing):
+    model = tiny_model()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    model.train()
+    stock = stock_copy(model)
+    hf_paged.enable(model)
+    assert _train(model, generate=generate, **options) == _train(stock, **options)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), stock.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert model.training
+
+
+def test_gradients_are_stocks_and_generate_leaves_them_alone():
+    model = hf_paged.enable(tiny_model(), strict=True)
+    stock = stock_copy(model)
+    ids = batch([40, 40])["input_ids"]
+    for m in (model, stock):
+        m(input_ids=ids, labels=ids).loss.backward()
+    model.generate(**batch([20, 7]), max_new_tokens=4)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), stock.named_parameters(), strict=True):
+        assert ours.requires_grad
+        assert torch.equal(ours.grad, theirs.grad), name
+
+
+LONG = FIRST_TOKEN_CAPACITY + 50
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+@pytest.mark.parametrize(("lengths", "settings"), [([300] * 5, {}), ([LONG], {"num_blocks": 200}), ([LONG, LONG], {})],
+                         ids=["pool", "token history", "both"])  # fmt: skip
+def test_what_grows_in_inference_mode_is_used_and_trained_with_outside(lengths, settings, used_before):
+    """No tensor made under inference mode may be written, or needed by autograd, later."""
+    model = hf_paged.enable(tiny_model(max_position_embeddings=4096), strict=True, **settings)
+    loop, inputs = hf_paged.get_engine(model)._loop, batch([20, 7])
+    if used_before:
+        assert_native_parity(model, **inputs, max_new_tokens=4)
+    with torch.inference_mode():
+        model.generate(**batch(lengths), max_new_tokens=4)
+    assert (loop.pool.num_growths > 0) == (not settings)
+    assert (loop.pool.runner.state.tokens.shape[1] > FIRST_TOKEN_CAPACITY) == (LONG in lengths)
+    assert_native_parity(model, **inputs, max_new_tokens=6)
+    model.train()
+    _train(model, steps=1)
+    assert_native_parity(model.eval(), **inputs, max_new_tokens=6)
+
+
+# -- wrappers ------------------------------------------
+
+
+def test_a_compiled_model():
+    model = tiny_model()
+    inputs = batch([20, 7])
+    expected = model.generate(**inputs, max_new_tokens=6)
+    compiled = torch.compile(model, backend="eager")
+    assert hf_paged.enable(compiled, strict=True) is compiled
+    assert hf_paged.is_enabled(model)
+    assert_native_tokens(compiled, expected, inputs, max_new_tokens=6)
+    assert_native_tokens(model, expected, inputs, max_new_tokens=6)
+    assert torch.allclose(logits(compiled), logits(model), atol=1e-5)
+    hf_paged.disable(compiled)
+    assert type(model) is Qwen3ForCausalLM
+
+
+def test_a_model_compiled_in_place():
+    model = tiny_model()
+    inputs = batch([20, 7])
+    expected = model.generate(**inputs, max_new_tokens=6)
+    model.compile(backend="eager")
+    hf_paged.enable(model, strict=True)
+    assert_native_tokens(model, expected, inputs, max_new_tokens=6)
+
+
+def _compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def _compiled_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("change", [_compiled, _compiled_in_place, nn.parallel.DistributedDataParallel])
+def test_a_model_wrapped_after_it_was_used(change, process_group):
+    model = hf_paged.enable(tiny_model(), strict=True)
+    engine, inputs = hf_paged.get_engine(model), batch([40, 7])
+    expected = assert_native_parity(model, **inputs, max_new_tokens=6)
+    wrapped = change(model)
+    assert hf_paged.get_engine(wrapped) is engine
+    caller = getattr(wrapped, "module", wrapped)
+    assert_native_tokens(caller, expected, inputs, max_new_tokens=6)
+    ids = inputs["input_ids"]
+    wrapped(input_ids=ids, labels=ids).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    trained = stock_copy(model).generate(**inputs, max_new_tokens=6)
+    assert not torch.equal(trained, expected)
+    assert_native_tokens(caller, trained, inputs, max_new_tokens=6)
+    hf_paged.disable(wrapped)
+    assert type(model) is Qwen3ForCausalLM
+
+
+def test_a_model_in_ddp(process_group):
+    model = tiny_model()
+    inputs = batch([20, 7])
+    expected = model.generate(**inputs, max_new_tokens=6)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    assert hf_paged.enable(wrapped, strict=True) is wrapped
+    assert hf_paged.is_enabled(model)
+    assert_native_tokens(wrapped.module, expected, inputs, max_new_tokens=6)
+    ids = inputs["input_ids"]
+    wrapped(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    hf_paged.disable(wrapped)
+    assert type(model) is Qwen3ForCausalLM
+
+
+def test_synced_gpus_go_to_stock(process_group):
+    assert_falls_back(tiny_model(), "synced_gpus", **batch([20, 7]), max_new_tokens=6, synced_gpus=True)
+
+
+def test_fsdp2_after_enable(process_group):
+    fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
+    model = tiny_model()
+    inputs = batch([20, 7])
+    expected = model.generate(**inputs, max_new_tokens=6)
+    hf_paged.enable(model)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    fully_shard(model, mesh=mesh)
+    with pytest.warns(FallbackWarning):
+        assert_same_tensor(model.generate(**inputs, max_new_tokens=6), expected)
+    with pytest.raises(RuntimeError, match="disable"):
+        hf_paged.disable(model)
+
+
+
+def test_stock_generate_of_the_oracle_does_not_use_the_engine():
+    """The oracle of every test here is a deep copy: it must never run on the engine it is compared with."""
+    model = hf_paged.enable(tiny_model())
+    stock_generate(model, **batch([20, 7]), max_new_tokens=6)
+    assert hf_paged.get_engine(model).stats().num_generated_tokens == 0
+
+
+# -- settings that the model refuses ------------------------------------------
+
+
+@pytest.mark.parametrize(("setting", "message"), [
+    ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16'.*float32"),
+    ({"attention_backend": "triton"}, "attention_backend='triton'.*CPU"),
+])  # fmt: skip
+def test_settings_that_this_model_cannot_run_with(setting, message, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = tiny_model()
+    for call in (hf_paged.enable, hf_paged.PagedGenerator):
+        with pytest.raises(ValueError, match=message):
+            call(model, **setting)
+        assert type(model) is Qwen3ForCausalLM
+        assert not hf_paged.is_enabled(model)
+    hf_paged.enable(model, strict=True)
+    engine = hf_paged.get_engine(model)
+    with pytest.raises(ValueError, match=message):
+        hf_paged.enable(model, **setting)
+    assert hf_paged.is_enabled(model)
+    assert hf_paged.get_engine(model) is engine
+    assert_native_parity(model, **batch([20, 7]), max_new_tokens=5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_kv_cache_dtype_by_the_models_own_name(dtype):
+    model = hf_paged.enable(tiny_model().to(getattr(torch, dtype)), strict=True, kv_cache_dtype=dtype)
+    assert_native_parity(model, **batch([20, 7]), max_new_tokens=5)
+
+
+# -- models that are taken apart while enabled ------------------------------------------
+
+
+class ForeignEmbedding(nn.Module):
+    """An embedding without `.weight`."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids):
+        return self.inner(ids)
+
+
+def _foreign_embedding(model):
+    model.model.embed_tokens = ForeignEmbedding(model.model.embed_tokens)
+
+
+def _no_layers(model):
+    model.model.layers = nn.ModuleList()
+
+
+def _head_gone(model):
+    model.lm_head = nn.Identity()
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("change", [_foreign_embedding, _no_layers, _head_gone])
+def test_a_model_taken_apart_while_enabled_still_works_as_stock_and_can_be_disabled(change, used):
+    model, inputs = hf_paged.enable(tiny_model()), batch([20, 7])
+    weights = [p.detach().clone() for p in model.model.layers.parameters()]
+    layers = model.model.layers
+    if used:
+        model.generate(**inputs, max_new_tokens=3)
+    change(model)
+    expected = stock_generate(model, **inputs, max_new_tokens=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        assert_same_tensor(model.generate(**inputs, max_new_tokens=3), expected)
+    hf_paged.disable(model)
+    assert type(model) is Qwen3ForCausalLM
+    assert not hf_paged.is_enabled(model)
+    assert_same_tensor(model.generate(**inputs, max_new_tokens=3), expected)
+    assert all(torch.equal(p, w) for p, w in zip(layers.parameters(), weights, strict=True))
+
+
+def test_disable_gives_the_class_back_even_where_the_engine_fails(monkeypatch):
+    model = hf_paged.enable(tiny_model())
+    model.generate(**batch([20, 7]), max_new_tokens=3)
+
+    def broken(self):
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(hf_paged.engine.engine.Engine, "shutdown", broken)
+    with pytest.raises(RuntimeError, match="no device"):
+        hf_paged.disable(model)
+    assert type(model) is Qwen3ForCausalLM
+    assert not hf_paged.is_enabled(model)
+
+
+# -- memory ------------------------------------------
+
+
+@pytest.fixture
+def no_cycle_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_deleting_the_model_frees_the_pool_without_a_cycle_collection(no_cycle_collector):
+    model = hf_paged.enable(tiny_model())
+    engine = hf_paged.get_engine(model)
+    model.generate(**batch([20, 7]), max_new_tokens=5)
+    list(engine.step())
+    gone = [weakref.ref(x) for x in (model, engine, engine._loop.pool.runner, engine._loop.pool.runner.cache)]
+    del model, engine
+    assert [ref() for ref in gone] == [None] * 4
+
+
+def test_disabling_frees_the_pool_without_a_cycle_collection(no_cycle_collector):
+    model = hf_paged.enable(tiny_model())
+    model.generate(**batch([20, 7]), max_new_tokens=5)
+    gone = weakref.ref(hf_paged.get_engine(model)._loop.pool.runner.cache)
+    hf_paged.disable(model)
+    assert gone() is None

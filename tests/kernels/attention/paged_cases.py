@@ -1,0 +1,146 @@
+"""Random paged-attention cases with poison wherever nobody may read, and dense attention in float64 to compare with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from hf_paged.kernels.attention.metadata import PagedMetadata
+
+
+class Case(NamedTuple):
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    meta: PagedMetadata
+    rows: list[tuple[int, int]]  # (new tokens, visible tokens) of each row
+    options: dict  # scale, sliding_window, softcap; sinks where there are some
+
+
+def make_case(
+    rows: list[tuple[int, int]],
+    *,
+    seed: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    block_size: int = 16,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Case:
+    """Every slot is NaN except those some new token sees; block 0 and every undefined table entry's block are NaN."""
+    g = torch.Generator().manual_seed(seed)
+    blocks = [-(-length // block_size) for _, length in rows]
+    max_blocks = max([*blocks, 1]) + 2
+    num_blocks = sum(blocks) + 3
+    poison = num_blocks - 1
+    free = (torch.randperm(num_blocks - 2, generator=g) + 1).tolist()
+    lines = torch.randperm(len(rows) + 3, generator=g)[: len(rows)]
+    table = torch.full((len(rows) + 3, max_blocks), poison, dtype=torch.int32)
+    k_cache = torch.full((num_blocks, block_size, kv_heads, head_dim), float("nan"), dtype=dtype)
+    v_cache = k_cache.clone()
+    for line, (new, length) in zip(lines.tolist(), rows, strict=True):
+        first = 0 if window is None else max(0, length - new - window + 1)
+        for j in range(first // block_size, -(-length // block_size)):
+            table[line, j] = free.pop()
+        seen = torch.arange(first, length)
+        slot = table[line, seen // block_size].long() * block_size + seen % block_size
+        for cache in (k_cache, v_cache):
+            cache.flatten(0, 1)[slot] = torch.randn(len(seen), kv_heads, head_dim, generator=g).to(dtype)
+    total = sum(new for new, _ in rows)
+    # A slice of a wider tensor, as q is after a merged qkv projection: strided in its first dim.
+    wide = torch.randn(total, heads + 3, head_dim, generator=g).to(dtype)
+    starts = torch.tensor([0, *(new for new, _ in rows)]).cumsum(0).int()
+    meta = PagedMetadata(
+        query_start=starts.to(device),
+        seq_lens=torch.tensor([length for _, length in rows], dtype=torch.int32, device=device),
+        block_table=table.to(device),
+        slots=lines.int().to(device),
+        slot_mapping=torch.full((total,), -1, device=device),
+        max_query_len=max(new for new, _ in rows),
+        max_seq_len=max(length for _, length in rows) + 5,
+    )
+    options: dict = {"scale": head_dim**-0.5 * 1.7, "sliding_window": window, "softcap": softcap}
+    if sinks:  # some far below every score, some far above
+        options["sinks"] = (torch.randn(heads, generator=g) * 4).to(device, dtype)
+    return Case(wide.to(device)[:, :heads], k_cache.to(device), v_cache.to(device), meta, rows, options)
+
+
+def dense_rows(case: Case, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Per row: q ``[Hq, n, D]``, K and V ``[Hq, length, D]`` (0 where unseen) and the visibility ``[n, length]``."""
+    block_size = case.k_cache.shape[1]
+    group = case.q.shape[1] // case.k_cache.shape[2]
+    table, lines = case.meta.block_table.tolist(), case.meta.slots.tolist()
+    window = case.options["sliding_window"] or 10**9
+    result, begin = [], 0
+    for line, (new, length) in zip(lines, case.rows, strict=True):
+        q = case.q[begin : begin + new].to(dtype).transpose(0, 1)
+        begin += new
+        where = [table[line][p // block_size] * block_size + p % block_size for p in range(length)]
+        k, v = (
+            cache.flatten(0, 1)[where].to(dtype).nan_to_num(0.0).repeat_interleave(group, 1).transpose(0, 1)
+            for cache in (case.k_cache, case.v_cache)
+        )
+        seen = torch.zeros(new, length, dtype=torch.bool)
+        for i in range(new):
+            position = length - new + i
+            seen[i, max(0, position - window + 1) : max(0, position + 1)] = True
+        result.append((q, k, v, seen.to(q.device)))
+    return result
+
+
+def expected(case: Case) -> torch.Tensor:
+    """Attention in float64, row by row, ``[T, Hq, D]``; rows that see nothing are zero."""
+    out = []
+    softcap = case.options["softcap"]
+    for q, k, v, seen in dense_rows(case, torch.float64):
+        scores = q @ k.transpose(1, 2) * case.options["scale"]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if (sinks := case.options.get("sinks")) is not None:
+            scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(*scores.shape[:2], 1)], -1)
+        weights = scores.softmax(-1).nan_to_num(0.0)[..., : k.shape[1]]
+        out.append((weights @ v).transpose(0, 1))
+    return torch.cat(out)
+
+
+def sdpa(case: Case) -> torch.Tensor:
+    """torch's own attention in the case's dtype, row by row (no softcap, no empty rows)."""
+    out = []
+    for q, k, v, seen in dense_rows(case, case.q.dtype):
+        row = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen, scale=case.options["scale"])
+        out.append(row[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+def worst_error(actual: torch.Tensor, right: torch.Tensor) -> float:
+    """Largest relative error in norm over tokens and heads; rows that must be zero count absolutely."""
+    assert actual.shape == right.shape
+    assert bool(torch.isfinite(actual).all()), "NaN or inf reached the output"
+    norm = right.norm(dim=-1)
+    error = (actual.double() - right).norm(dim=-1) / torch.where(norm == 0, torch.ones_like(norm), norm)
+    return float(error.max())
+
+
+def run_poisoned(kernel: Callable[..., torch.Tensor], case: Case, **extra: object) -> torch.Tensor:
+    """Call a Triton entry point with a NaN-filled output, so that an element it skips shows."""
+    out = torch.full(case.q.shape, float("nan"), dtype=case.q.dtype, device=case.q.device)
+    assert kernel(*case[:4], **case.options, out=out, **extra) is out
+    return out
+
+
+def random_rows(r: random.Random, count: int, longest: int, longest_new: int) -> list[tuple[int, int]]:
+    """Rows without a prefix, with one, and of one new token, in random order."""
+    rows = []
+    for _ in range(count):
+        new = r.choice([1, r.randint(1, longest_new)])
+        rows.append((new, new + r.choice([0, r.randint(0, longest - new)])))
+    return rows

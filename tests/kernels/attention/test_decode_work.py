@@ -1,0 +1,97 @@
+"""The plan of a decode step covers every position once, is balanced and fits the fixed number of items."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_cases import expected, make_case, run_poisoned, worst_error
+
+from hf_paged.kernels.attention.decode import DecodeConfig, paged_attention_decode
+from hf_paged.kernels.attention.decode_work import MAX_PIECES, MIN_PIECE, even_work, num_items, piece_length, plan_items
+from hf_paged.kernels.attention.metadata import DecodeWork
+
+LENGTHS = st.lists(st.one_of(st.just(0), st.integers(1, 300), st.integers(1, 40000)), min_size=1, max_size=64)
+
+
+def plan(lengths, places=66):
+    lengths = np.array(lengths)
+    return plan_items(lengths, np.arange(len(lengths)) + 7, places)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, st.sampled_from([1, 2, 16, 49, 528]))
+def test_plan_holds_every_row_once_with_all_its_pieces(lengths, places):
+    items = plan(lengths, places)
+    assert len(items) == num_items(len(lengths), places)
+    used = items[items[:, 0] >= 0]
+    assert (items[len(used) :] == -1).all(), "unused items come last"
+    seen = []
+    at = 0
+    while at < len(used):
+        row, _, pieces, length, slot = used[at]
+        assert 1 <= pieces <= MAX_PIECES
+        mine = used[at : at + pieces]
+        assert mine[:, 0].tolist() == [row] * pieces, "the pieces of a row follow each other"
+        assert mine[:, 1].tolist() == list(range(pieces))
+        assert (mine[:, 2:] == (pieces, length, slot)).all()
+        assert length == lengths[row]
+        assert slot == row + 7
+        seen.append(row)
+        at += pieces
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS)
+def test_plan_starts_with_the_longest_pieces_and_cuts_no_shorter_than_worth_it(lengths):
+    used = plan(lengths)
+    used = used[used[:, 0] >= 0]
+    size = -(-used[:, 3] // used[:, 2])
+    assert (np.diff(size) <= 0).all()
+    assert (size[used[:, 2] > 1] > MIN_PIECE // 2).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, st.sampled_from([64, 66, 200]))
+def test_few_rows_run_at_the_same_time_in_pieces_as_short_as_that_allows(lengths, places):
+    lengths = np.maximum(np.array(lengths), 1)
+    piece = piece_length(lengths, places)
+    assert (-(-lengths // piece)).sum() <= places
+    assert piece == MIN_PIECE or piece <= -(-lengths.sum() // places) or (-(-lengths // (piece - 1))).sum() > places
+
+
+def test_plan_cuts_long_rows_and_leaves_short_ones():
+    assert plan([1000] * 256)[:, 2].max() == 1
+    assert plan([32768])[:, 2].max() == MAX_PIECES
+    few = plan([4000] + [100] * 20)
+    assert few[few[:, 3] == 4000][0, 2] > 4
+    assert few[few[:, 3] == 100][:, 2].max() <= 2
+    many = plan([100] * 99 + [20000])
+    assert many[many[:, 3] == 20000][0, 2] > 16, "one long row among many keeps nobody waiting"
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("window", [None, 70])
+def test_attention_over_a_plan(seed, window):
+    """Ragged rows, an empty one among them, some cut and some not, and items left over."""
+    r = np.random.default_rng(seed)
+    lengths = [0, 900, *r.integers(1, 300, 4).tolist()]
+    case = make_case([(1, n) for n in lengths], seed=seed, window=window)
+    items = plan_items(np.array(lengths), case.meta.slots.numpy(), 9)
+    assert 1 in items[:, 2]
+    assert items[:, 2].max() > 1
+    work = DecodeWork(torch.from_numpy(items), torch.zeros(12, dtype=torch.int32))
+    case = case._replace(meta=case.meta._replace(work=work))
+    for _ in range(2):  # the second call finds the counters as it needs them
+        out = run_poisoned(paged_attention_decode, case, config=DecodeConfig(16, 4, 1, 4))
+        assert worst_error(out, expected(case)) < 5e-6
+        assert not work.arrivals.any()
+
+
+def test_even_work_describes_the_rows():
+    case = make_case([(1, 5), (1, 90)], seed=0)
+    items = even_work(case.meta, 2, 3).items
+    slots = case.meta.slots.tolist()
+    assert items.tolist() == [[0, p, 3, 5, slots[0]] for p in range(3)] + [[1, p, 3, 90, slots[1]] for p in range(3)]

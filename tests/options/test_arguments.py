@@ -1,0 +1,148 @@
+"""Many prompts and configs in one go are checked and merged as each alone would be."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import tiny_model
+from transformers import GenerationConfig
+
+from hf_paged import PagedGenerator
+from hf_paged.options.arguments import ConfigMerger, merge_config, token_id_lists, token_ids
+
+FIELDS = {
+    "max_new_tokens": st.one_of(st.integers(1, 5), st.sampled_from([None, True, 0, -1, 2.0, "3", np.int64(4)])),
+    "max_length": st.sampled_from([None, 0, 8, 20]),
+    "min_new_tokens": st.sampled_from([None, 0, 2]),
+    "do_sample": st.sampled_from([None, False, True, 1]),
+    "temperature": st.sampled_from([None, 0.0, -0.0, 0.6, 1, 1.0, True, math.nan, "hot"]),
+    "top_k": st.sampled_from([None, 0, 50]),
+    "num_return_sequences": st.sampled_from([None, 1, 2]),
+    "num_beams": st.sampled_from([None, 1, 3]),
+    "use_cache": st.sampled_from([None, True, False]),
+    "eos_token_id": st.sampled_from([None, 3, [3], [3, 4], [True], (3,)]),
+    "early_stopping": st.sampled_from([None, False, "never", "yes"]),
+    "cache_implementation": st.sampled_from([None, "hybrid", "no such cache"]),
+    "bad_words_ids": st.sampled_from([None, [[1, 2]]]),
+    "of_my_own": st.sampled_from([None, 1]),
+}
+
+
+class OwnConfig(GenerationConfig):
+    """A user's subclass, which may merge in its own way."""
+
+
+@st.composite
+def some_fields(draw, most=4):
+    names = draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=most, unique=True))
+    return {name: draw(FIELDS[name]) for name in names}
+
+
+@st.composite
+def config_lists(draw):
+    """Configs that mostly share their fields, so that merges are shared; values put in past their validation."""
+    kinds = draw(st.lists(some_fields(), min_size=1, max_size=3))
+    configs = []
+    for _ in range(draw(st.integers(2, 6))):
+        config = draw(st.sampled_from([GenerationConfig, GenerationConfig, GenerationConfig, OwnConfig]))()
+        for name, value in draw(st.sampled_from(kinds)).items():
+            setattr(config, name, value)
+        if draw(st.booleans()):
+            config.max_new_tokens = draw(FIELDS["max_new_tokens"])
+        configs.append(config)
+    return [*configs, *draw(st.lists(st.sampled_from([None, configs[0]]), max_size=2))]
+
+
+def outcome(call, *args):
+    """What came out, with -0.0, 1.0, 1 and True told apart; or the exception's type and message."""
+    try:
+        merged = call(*args)
+    except Exception as error:
+        return type(error), str(error)
+    return type(merged), {name: (type(value), repr(value)) for name, value in vars(merged).items()}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@settings(max_examples=300)
+@given(configs=config_lists(), kwargs=some_fields(most=2), defaults=some_fields(most=2))
+def test_configs_of_one_call_merge_as_each_alone(model, configs, kwargs, defaults):
+    model.generation_config = GenerationConfig(eos_token_id=None)
+    vars(model.generation_config).update(defaults)
+    before = [None if config is None else repr(vars(config)) for config in configs]
+    merge = ConfigMerger(model, kwargs)
+    for config in configs:
+        assert outcome(merge, config) == outcome(merge_config, model, config, kwargs)
+    assert [None if config is None else repr(vars(config)) for config in configs] == before
+
+
+def count_merges(model, monkeypatch):
+    calls = []
+    own = type(model)._prepare_generation_config
+
+    def merge(model, config, kwargs):
+        calls.append(config)
+        return own(model, config)[0]
+
+    monkeypatch.setattr("hf_paged.options.arguments.merge_config", merge)
+    return calls
+
+
+def test_configs_that_differ_in_their_length_only_merge_once(model, monkeypatch):
+    calls = count_merges(model, monkeypatch)
+    merge = ConfigMerger(model, {})
+    made = [merge(GenerationConfig(max_new_tokens=n, do_sample=True)) for n in range(1, 9)]
+    assert len(calls) == 1
+    assert [config.max_new_tokens for config in made] == list(range(1, 9))
+
+
+def test_a_merge_that_is_not_transformers_own_is_asked_every_time(monkeypatch):
+    class Halving(type(tiny_model())):
+        def _prepare_generation_config(self, generation_config, **kwargs):
+            merged, unused = super()._prepare_generation_config(generation_config, **kwargs)
+            merged.max_new_tokens //= 2
+            return merged, unused
+
+    model = Halving(tiny_model().config)
+    merge = ConfigMerger(model, {})
+    assert [merge(GenerationConfig(max_new_tokens=n)).max_new_tokens for n in (8, 6)] == [4, 3]
+
+
+tokens = st.one_of(
+    st.integers(0, 9), st.integers(0, 9), st.sampled_from([-1, 10, 2**70, -(2**70), True, None, 1.0, "a", np.int32(3)])
+)
+prompts = st.one_of(
+    st.lists(st.integers(0, 9), min_size=1, max_size=5), st.lists(tokens, max_size=4), st.lists(tokens).map(tuple),
+    st.sampled_from([np.array([1, 2]), np.array([1.5]), "text", None, [[1, 2]], range(3)]),
+)  # fmt: skip
+
+
+@given(st.lists(prompts, max_size=4))
+def test_prompts_checked_in_one_go_pass_as_each_alone(many):
+    together = token_id_lists(many, 10)
+    if together is None:
+        return
+    assert together == [token_ids(prompt, 10) for prompt in many]
+    assert all(type(token) is int for prompt in together for token in prompt)
+    assert not any(ours is theirs for ours, theirs in zip(together, many, strict=True)), "the caller's own list"
+
+
+def test_plain_prompts_are_checked_in_one_go():
+    assert token_id_lists([[1, 2], (3,)], 10) == [[1, 2], [3]]
+    for bad in ([[1], []], [[1], [10]], [[1], [-1]], [[2**70]], [[True]], [[1.0]], ["12"], []):
+        assert token_id_lists(bad, 10) is None
+
+
+def test_the_first_bad_prompt_is_the_one_that_is_named():
+    with PagedGenerator(tiny_model()) as generator:
+        with pytest.raises(ValueError, match="max_model_len"):
+            generator.generate([[3], [5] * 512, [3, 256]], max_new_tokens=2)
+        with pytest.raises(ValueError, match="256"):
+            generator.generate([[3], [3, 256], [5] * 512], max_new_tokens=2)

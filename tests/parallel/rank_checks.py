@@ -1,0 +1,124 @@
+"""What the ranks of the several-process tests run; models and prompts come from the same seeds in every process."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from family_models import family_model
+from support import batch
+
+import hf_paged
+from hf_paged.errors import FallbackWarning
+from hf_paged.models import find_adapter
+from hf_paged.models.eligibility import unsupported_reason
+from hf_paged.parallel import checkpoint
+from hf_paged.parallel.group import ParallelGroup
+from hf_paged.parallel.loading import load
+
+NEW_TOKENS = 6
+
+
+def fails(group: ParallelGroup) -> None:
+    raise ValueError(f"on purpose by rank {group.rank}")
+
+
+def compare_with_stock(group: ParallelGroup, cases: list[tuple[str, dict[str, Any], str]]) -> list[dict[str, Any]]:
+    """For every (variant, overrides, checkpoint of that model): how this rank's model compares with the whole one."""
+    return [_compare(group, family_model(variant, **overrides), path) for variant, overrides, path in cases]
+
+
+@torch.no_grad()
+def _compare(group: ParallelGroup, whole: Any, path: str) -> dict[str, Any]:
+    sharded = load(path, group, device="cpu")
+    inputs = batch([5, 17, 30])
+    keep = inputs["attention_mask"].bool()
+    ours, stock = sharded(**inputs).logits[keep], whole(**inputs).logits[keep]
+
+    adapter = find_adapter(sharded)(sharded)  # type: ignore[misc]
+    hidden = sharded.model(inputs["input_ids"][:1]).last_hidden_state[0]
+    all_columns, own = adapter.logits(hidden), adapter.shard_logits(hidden)
+    head = sharded.lm_head
+    mine = all_columns[:, head.first : head.first + head.num_real]
+
+    expected = whole.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    hf_paged.enable(sharded, num_blocks=64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        tokens = sharded.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    hf_paged.disable(sharded)
+    return {
+        "error": float((ours - stock).abs().max() / stock.abs().max()),
+        "same_tokens": torch.equal(tokens, expected),
+        "new_tokens": tokens.shape[1] - inputs["input_ids"].shape[1],
+        "own_columns": torch.equal(own[:, : head.num_real], mine) and own.shape[1] == len(head.weight),
+        "logits_shape": tuple(all_columns.shape),
+        "vocab_size": adapter.vocab_size,
+        "group": (adapter.group.rank, adapter.group.size),
+        "kv_heads": adapter.kv_spec().num_kv_heads,
+    }
+
+
+def memory_of_loading(group: ParallelGroup, path: str, size: int) -> tuple[int, int]:
+    """(bytes of the parameters, growth of this process's resident memory at its peak) of the last of `size` ranks."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    checkpoint._CHUNK_BYTES, checkpoint._BATCH_BYTES = 4 << 20, 8 << 20
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _resident("VmRSS")
+    model = load(path, ParallelGroup(size - 1, size), device="cpu")
+    return sum(p.nbytes for p in model.parameters()), _resident("VmHWM") - before
+
+
+def _resident(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
+
+
+def compare_and_refuse(
+    group: ParallelGroup, cases: list[tuple[str, dict[str, Any], str]]
+) -> tuple[list, dict, list[tuple[Any, Any]]]:
+    return compare_with_stock(group, cases), sharded_by_others(), sampled_by_stock(group, *cases[-1])
+
+
+def sampled_by_stock(group: ParallelGroup, variant: str, overrides: dict[str, Any], path: str) -> list[tuple[Any, Any]]:
+    """What calls that go to stock draw on this rank, and what the whole model draws with rank 0's random numbers."""
+    sharded, whole = load(path, group, device="cpu"), family_model(variant, **overrides)
+    hf_paged.enable(sharded, num_blocks=64)
+    allowed = {"prefix_allowed_tokens_fn": lambda batch, tokens: list(range(250))}
+    made = []
+    for kwargs in ({"num_beams": 2}, allowed):
+        both = []
+        for model, seed in ((sharded, group.rank), (whole, 0)):
+            torch.manual_seed(seed)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FallbackWarning)
+                both.append(model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=NEW_TOKENS,
+                                           do_sample=True, **kwargs).tolist())  # fmt: skip
+        made.append((both[0], both[1]))
+    hf_paged.disable(sharded)
+    return made
+
+
+def sharded_by_others() -> dict[str, str | None]:
+    """What recognition says of models that FSDP, FSDP2 and transformers' own tensor parallelism sharded."""
+    # Imported here: they take the other ranks' processes a second.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+    reasons = {}
+    for name in ("flat", "original", "FSDP2", "DTensor"):
+        model = family_model("llama")
+        if name == "FSDP2":
+            fully_shard(model.model.layers[0], mesh=mesh)
+        elif name == "DTensor":
+            parallelize_module(model, mesh, {"model.layers.0.mlp.up_proj": ColwiseParallel()})
+        else:
+            FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"),
+                                     use_orig_params=name == "original")  # fmt: skip
+        reasons[name] = unsupported_reason(find_adapter(model)(model))  # type: ignore[misc]
+    return reasons

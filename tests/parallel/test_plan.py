@@ -1,0 +1,131 @@
+"""What `parallelize` makes of a model on the meta device, and which models it refuses, naming the module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import init_empty_weights
+from family_models import SHAPE, VARIANTS
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_paged.errors import UnsupportedModelError
+from hf_paged.parallel.group import SINGLE, ParallelGroup, group_of
+from hf_paged.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    ShardedExperts,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    shard_of,
+)
+from hf_paged.parallel.plan import parallelize
+
+SUPPORTED = ["llama", "llama-3", "mistral", "qwen2", "qwen3-moe", "qwen3-moe-mixed"]
+
+
+def meta_model(variant: str, **overrides: Any) -> PreTrainedModel:
+    name, settings = VARIANTS[variant]
+    with init_empty_weights():
+        return AutoModelForCausalLM.from_config(getattr(transformers, name)(**(SHAPE | settings | overrides)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("variant", SUPPORTED)
+def test_every_layer_has_its_parts_shape_and_stocks_name(variant: str, size: int) -> None:
+    stock = meta_model(variant)
+    model = meta_model(variant)
+    parallelize(model, ParallelGroup(size - 1, size))
+    names = [[name for name, _ in one.named_parameters(remove_duplicate=False)] for one in (model, stock)]
+    assert names[0] == names[1]
+    for name, parameter in model.named_parameters():
+        owner, _, key = name.rpartition(".")
+        assert shard_of(model.get_submodule(owner), key).take(stock.get_parameter(name)).shape == parameter.shape, name
+    assert {type(module) for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))} == {
+        ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, VocabParallelHead,
+    }  # fmt: skip
+    assert any(isinstance(m, ShardedExperts) for m in model.modules()) == variant.startswith("qwen3-moe")
+    # Gate and up of a dense layer are not the experts', whose inner size is another.
+    if variant != "qwen3-moe":
+        mlp, inner = model.model.layers[0].mlp, 96 // size
+        assert (mlp.gate_proj.out_features, mlp.down_proj.in_features) == (inner, inner)
+    assert group_of(model).size == size
+
+
+@pytest.mark.parametrize(("size", "heads", "groups"), [(1, 2, 2), (2, 1, 2), (4, 1, 1)])
+def test_kv_heads_fewer_than_ranks_are_held_by_several(size: int, heads: int, groups: int) -> None:
+    for rank in range(size):
+        model = meta_model("llama")
+        parallelize(model, ParallelGroup(rank, size))
+        attention = model.model.layers[0].self_attn
+        first = rank * 2 // size
+        assert attention.k_proj.shard_of("weight").ranges == ((first * 16, (first + heads) * 16),)
+        assert attention.v_proj.shard_of("weight") == attention.k_proj.shard_of("weight")
+        assert attention.num_key_value_groups == groups
+        assert attention.q_proj.out_features == 64 // size
+
+
+def test_tied_embedding_and_head_are_one_parameter() -> None:
+    model = meta_model("qwen2", tie_word_embeddings=True, vocab_size=250)
+    parallelize(model, ParallelGroup(1, 2))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.shard_of("weight") == model.model.embed_tokens.shard_of("weight")
+
+
+@pytest.mark.parametrize(("variant", "message"), [
+    ("phi3", r"model\.layers\.0\.self_attn\.o_proj \(Linear\) cannot.*style 'rowwise_split_input'"),
+    ("olmo2", r"model\.layers\.0\.self_attn\.q_proj \(Linear\) cannot.*style 'colwise_gather_output'"),
+    ("gemma2", r"model\.embed_tokens \(Gemma2TextScaledWordEmbedding\) cannot"),
+    ("gemma3", r"model\.embed_tokens \(Gemma3TextScaledWordEmbedding\) cannot"),
+    ("gpt-oss", r"GptOssForCausalLM cannot.*no tensor-parallel plan"),
+])  # fmt: skip
+def test_families_that_cannot_be_sharded(variant: str, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message) as error:
+        parallelize(meta_model(variant), ParallelGroup(0, 2))
+    assert "Qwen3ForCausalLM" in str(error.value) and "tensor_parallel_size=1" in str(error.value)
+
+
+def test_a_model_without_a_plan() -> None:
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64))
+    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel.*no tensor-parallel plan"):
+        parallelize(model, ParallelGroup(0, 2))
+
+
+def test_a_linear_layer_that_the_plan_leaves_out() -> None:
+    model = meta_model("llama")
+    model.model.layers[1].extra = nn.Linear(2, 2, device="meta")
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.extra.*leaves it out"):
+        parallelize(model, ParallelGroup(0, 2))
+
+
+def test_a_known_plan_of_an_unknown_class() -> None:
+    class Other(transformers.LlamaForCausalLM):
+        pass
+
+    with init_empty_weights():
+        model = Other(transformers.LlamaConfig(**SHAPE))
+    with pytest.raises(UnsupportedModelError, match=r"Other cannot be sharded.*its class is another"):
+        parallelize(model, ParallelGroup(0, 2))
+
+
+@pytest.mark.parametrize(("variant", "size", "overrides", "message"), [
+    ("llama", 3, {}, "num_attention_heads=4 does not divide by tensor_parallel_size=3"),
+    ("llama", 4, {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3}, "num_key_value_heads=3"),
+    ("llama", 4, {"intermediate_size": 98}, r"mlp\.gate_proj=98 does not divide by tensor_parallel_size=4"),
+    ("qwen3-moe", 4, {"moe_intermediate_size": 30}, r"mlp\.experts=30 does not divide by tensor_parallel_size=4"),
+])  # fmt: skip
+def test_numbers_that_do_not_divide_are_named(variant: str, size: int, overrides: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parallelize(meta_model(variant, **overrides), ParallelGroup(0, size))
+
+
+def test_weights_that_are_there_already() -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    before = model.lm_head.weight
+    with pytest.raises(ValueError, match="on device cpu: expected one on the meta device"):
+        parallelize(model, SINGLE)
+    assert model.lm_head.weight is before and isinstance(before, torch.Tensor)

@@ -1,0 +1,371 @@
+"""Steps as graphs: padded inputs give what the eager step gives. Without a GPU the same functions run uncaptured."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+from contextlib import nullcontext
+from functools import cache, partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import random_prompts, stock_generate, tiny_model
+from transformers import GenerationConfig
+
+import hf_paged
+from hf_paged.models.fused import FusedAdapter
+from hf_paged.runner import graphs as graphs_module
+from hf_paged.runner.graphs import Captured, Drawn, StepGraphs, decode_sizes, prompt_sizes
+from hf_paged.runner.model_runner import ModelRunner
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1024])
+def test_decode_sizes_pad_little_and_end_with_the_most(most):
+    sizes = decode_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for count in range(9, most + 1):
+        padded = sizes[np.searchsorted(sizes, count)]
+        assert padded - count < max(8, 0.13 * padded), count
+
+
+def test_prompt_sizes_shrink_with_the_model():
+    fine = [16, 32, 64, 128, 256, 512, 768, 1024, 1280, 1536, 1792]
+    assert prompt_sizes(750_000_000, 8192) == [*fine, *range(2048, 8193, 1024)]
+    assert prompt_sizes(8_000_000_000, 8192)[-1] == 1024
+    assert prompt_sizes(70_000_000_000, 8192)[-1] == 128
+    assert prompt_sizes(1_000, 100)[-1] == 64
+    assert prompt_sizes(1_000, 4) == []
+
+
+class Uncaptured:
+    """In place of a CUDA graph."""
+
+    is_destroyed = False
+
+    def reset(self):
+        self.is_destroyed = True
+
+
+def uncaptured(monkeypatch):
+    """Every runner gets graphs that run uncaptured; returns the list of what is replayed as (kind, size)."""
+    replayed: list[tuple[str, int]] = []
+
+    def capture(self, run, inputs):
+        self.num_captured += 1
+        self._graphs.append(Uncaptured())
+        return Captured(self._graphs[-1], inputs, run)
+
+    def get(self, size, run, inputs):
+        captured = own_get(self, size, run, inputs)
+        if captured is not None:
+            replayed.append(("decode" if run.func.__name__ == "_decode" else "prompt", size))
+        return captured
+
+    def replay(self, captured, inputs):
+        # Graphs share their memory: the next replay overwrites these tokens.
+        drawn = captured.result(*(torch.from_numpy(array) for array in inputs))
+        memory.tokens[: len(drawn.tokens)] = drawn.tokens
+        if drawn.logprobs is None:
+            return Drawn(memory.tokens, None)
+        memory.logprobs[: len(drawn.tokens)] = drawn.logprobs
+        return memory
+
+    memory = Drawn(torch.empty(10_000, dtype=torch.int64), torch.empty(10_000))
+    own_get = StepGraphs._get
+    own = ModelRunner.__init__
+
+    def init(self, adapter, spec, **options):
+        own(self, adapter, spec, **options)
+        self.graphs = StepGraphs(adapter, self.cache, self.state, options["max_model_len"],
+                                 options["max_num_batched_tokens"], "torch")  # fmt: skip
+
+    monkeypatch.setattr(ModelRunner, "__init__", init)
+    for name, function in (("_capture", capture), ("_get", get), ("_replay", replay)):
+        monkeypatch.setattr(StepGraphs, name, function)
+    return replayed
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    return uncaptured(monkeypatch)
+
+
+def generate(model, prompts, new_tokens, **options):
+    with hf_paged.PagedGenerator(model, num_blocks=200, **options) as generator:
+        configs = [GenerationConfig(max_new_tokens=n, do_sample=False, eos_token_id=None) for n in new_tokens]
+        return [c.token_ids for c in generator.generate(prompts, configs, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_mixed_steps_replay_a_graph_of_each_kind_and_make_stocks_tokens(steps, overlap):
+    """More prompts than slots, so that some are admitted while others decode."""
+    model = tiny_model()
+    prompts, new_tokens = random_prompts([5, 40, 17, 3, 60, 33, 1]), [12, 3, 9, 14, 5, 7, 11]
+    made = generate(model, prompts, new_tokens, max_num_seqs=3, max_num_batched_tokens=128, overlap=overlap)
+    for prompt, count, tokens in zip(prompts, new_tokens, made, strict=True):
+        output = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=count, eos_token_id=None,
+                                do_sample=False)  # fmt: skip
+        assert tokens == output[0, len(prompt) :].tolist()
+    kinds = [kind for kind, _ in steps]
+    assert ("decode", "prompt") in list(itertools.pairwise(kinds))
+    assert {size for kind, size in steps if kind == "prompt"} <= {16, 32, 64, 128}
+
+
+def test_chunks_and_shared_prefixes_go_through_prompt_graphs(steps):
+    """A prompt longer than a step is cut: its first chunks sample nothing. A cached prompt computes one token."""
+    model = tiny_model()
+    prompt = random_prompts([90])[0]
+    expected = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=6, eos_token_id=None,
+                              do_sample=False)[0, 90:].tolist()  # fmt: skip
+    with hf_paged.PagedGenerator(model, num_blocks=50, max_num_seqs=4, max_num_batched_tokens=32) as generator:
+        for _ in range(2):
+            completion = generator.generate([prompt], max_new_tokens=6, eos_token_id=None, do_sample=False)[0]
+            assert completion.token_ids == expected
+    assert completion.num_cached_tokens >= 80
+    assert [size for kind, size in steps if kind == "prompt"] == [32, 32, 32, 16]
+
+
+def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch):
+    """Mixed steps replay a graph of each kind; prompts that are scored run eagerly."""
+    options = {"num_blocks": 200, "max_num_seqs": 3, "max_num_batched_tokens": 64, "enable_prefix_caching": False}
+    prompts = random_prompts([5, 40, 17, 3, 60, 33, 2])
+    configs = [GenerationConfig(max_new_tokens=n, do_sample=n % 2 == 0) for n in (6, 3, 9, 4, 5, 7, 2)]
+    calls = [{}, {"logprobs": True}, {"logprobs": True, "prompt_logprobs": True}]
+
+    def run(generator, **flags):
+        completions = generator.generate(prompts, configs, seed=1, use_tqdm=False, **flags)
+        assert all((c.logprobs is not None) == ("logprobs" in flags) for c in completions)
+        scores = [score for c in completions for score in [*(c.logprobs or []), *(c.prompt_logprobs or [None])[1:]]]
+        return [c.token_ids for c in completions], torch.tensor(scores)
+
+    with hf_paged.PagedGenerator(tiny_model(), **options) as generator:
+        eager = [run(generator, **flags) for flags in calls]
+    replayed = uncaptured(monkeypatch)
+    kinds = []
+    with hf_paged.PagedGenerator(tiny_model(), **options) as generator:
+        for flags, (tokens, scores) in zip(calls, eager, strict=True):
+            del replayed[:]
+            made = run(generator, **flags)
+            kinds.append({kind for kind, _ in replayed})
+            assert made[0] == tokens
+            torch.testing.assert_close(made[1], scores, rtol=1e-4, atol=1e-4)
+        captured = {key[3] for key in generator.engine._loop.pool.runner.graphs._captured}
+    assert kinds[:2] == [{"decode", "prompt"}] * 2
+    assert "decode" in kinds[2]
+    assert captured == {False, True}
+
+
+@pytest.mark.parametrize("kind", ["decode", "prompt"])
+def test_a_step_is_eager_where_its_graph_cannot_be_had(steps, monkeypatch, kind):
+    capture, tried = StepGraphs._capture, []
+
+    def refuse(self, run, inputs):
+        of_prompts = "long" in run.keywords
+        tried.append((of_prompts, inputs[0].shape))
+        return None if of_prompts == (kind == "prompt") else capture(self, run, inputs)
+
+    monkeypatch.setattr(StepGraphs, "_capture", refuse)
+    model, prompts = tiny_model(), random_prompts([5, 40, 17, 3])
+    made = generate(model, prompts, [8] * 4, max_num_seqs=2)
+    monkeypatch.setattr(StepGraphs, "launch", lambda *_: False)
+    assert made == generate(model, prompts, [8] * 4, max_num_seqs=2)
+    assert len(tried) == len(set(tried)), "asked again for what cannot be had"
+    assert kind not in {replayed for replayed, _ in steps}
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_dropped_graphs_are_destroyed_whatever_refers_to_them(steps, how):
+    """Such as the traceback of an error in a step; NCCL waits for the end of every graph that holds its kernels."""
+    with hf_paged.PagedGenerator(tiny_model(), num_blocks=50) as generator:
+        expected = generator.generate([[1, 2, 3]], max_new_tokens=4, do_sample=False)[0].token_ids
+        graphs = generator.engine._loop.pool.runner.graphs
+        captured = list(graphs._captured.values())
+        assert len(captured) >= 2 and not any(kept.graph.is_destroyed for kept in captured)
+        if how == "drop":
+            graphs.drop()
+            assert generator.engine.stats().num_graphs_dropped == len(captured)
+            assert generator.generate([[1, 2, 3]], max_new_tokens=4, do_sample=False)[0].token_ids == expected
+            assert graphs.num_captured == 2 * len(captured)
+    assert all(kept.graph.is_destroyed for kept in captured)
+
+
+class Log(list):
+    """Stands in for torch.cuda's streams and graphs, and notes what happens."""
+
+    error_at_end = None
+
+    def end(self):
+        self.append("end")
+        if self.error_at_end is not None:
+            raise self.error_at_end
+
+    def stream(self, name):
+        return SimpleNamespace(wait_stream=lambda other: self.append(f"{name} waits for {other.name}"), name=name)
+
+    def graph(self):
+        return SimpleNamespace(capture_begin=lambda *_, **__: self.append("begin"),
+                               capture_end=self.end, reset=lambda: self.append("destroy"))  # fmt: skip
+
+
+@pytest.fixture
+def graphs():
+    """Graphs of a runner that never ran."""
+    with hf_paged.PagedGenerator(tiny_model(), num_blocks=50, max_num_seqs=8) as generator:
+        generator.generate([[1, 2, 3]], max_new_tokens=1, do_sample=False)
+        runner = generator.engine._loop.pool.runner
+        yield StepGraphs(runner.adapter, runner.cache, runner.state, 64, 256, "torch")
+
+
+@pytest.mark.parametrize(("fails_in", "error", "result"), [
+    ("warm-up", torch.OutOfMemoryError("no"), None), ("warm-up", ValueError("bad"), ValueError),
+    ("capture", torch.OutOfMemoryError("no"), None), ("capture", RuntimeError("cannot be captured"), None),
+    ("capture", KeyboardInterrupt(), KeyboardInterrupt), ("nothing", None, "a graph"),
+])  # fmt: skip
+def test_a_step_runs_and_is_captured_on_the_engines_own_stream(graphs, monkeypatch, fails_in, error, result):
+    """After what the caller's stream has to do, which in turn waits for it, whatever happens there."""
+    log, lock = Log(), threading.Lock()
+    monkeypatch.setattr(graphs_module, "capture_lock", lambda _: lock)
+    graphs._stream = log.stream("side")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: log.stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", log.graph)
+
+    def run(_):
+        assert lock.locked() == ("begin" in log), "what else allocates or frees memory would meet the capture"
+        log.append("run")
+        if error is not None and log.count("run") == {"warm-up": 1, "capture": 2}[fails_in]:
+            raise error
+        return torch.zeros(1)
+
+    call = partial(graphs._capture, run, (np.zeros(1),))
+    if isinstance(result, type):
+        with pytest.raises(result):
+            call()
+    else:
+        assert (call() is None) == (result is None)
+    assert log[:2] == ["side waits for main", "run"]
+    if fails_in != "warm-up":
+        assert log[2:4] == ["begin", "run"]
+    assert log[-1] == "main waits for side"
+    assert log.count("begin") == log.count("end") == (fails_in != "warm-up")
+    assert log.count("destroy") == (fails_in == "capture")
+    assert not lock.locked()
+
+
+def test_engines_capture_on_streams_of_their_own(graphs, monkeypatch):
+    """The cuBLAS workspace of a stream is its graphs'; the stream of an engine that is gone goes to the next."""
+    made, synchronized = [], []
+    monkeypatch.setattr(graphs_module, "_captures", cache(lambda _: ([], threading.Lock())))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: made.append(object()) or made[-1])
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+
+    def another():
+        return StepGraphs(graphs._adapter, graphs._cache, graphs._state, 64, 256, "torch")
+
+    first, second = another(), another()
+    streams = first._own_stream(), second._own_stream()
+    assert streams == tuple(made) and len(set(streams)) == 2 and not synchronized
+    assert first._own_stream() is streams[0]
+    del first
+    gc.collect()
+    assert another()._own_stream() is streams[0] and synchronized == [graphs._device]
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no memory to instantiate it")])
+def test_a_graph_that_an_error_in_the_end_of_its_capture_left_is_destroyed(graphs, monkeypatch, error):
+    """Only the traceback refers to it."""
+    log = Log()
+    log.error_at_end = error
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", log.graph)
+    with pytest.raises(type(error)):
+        graphs._record(lambda: torch.zeros(1), ())
+    graphs.drop()
+    assert log == ["begin", "end", "destroy"]
+
+
+def test_the_attentions_plan_holds_every_rows_visible_tokens(graphs):
+    """The token that is being computed sees itself; padding sees nothing."""
+    plan = SimpleNamespace(num_decode_rows=3, slots=np.array([4, 0, 7]), start=np.array([9, 300, 41]))
+    rows, items = graphs._decode_inputs(plan, 4)
+    assert rows.tolist() == [[4, 0, 7, 8], [9, 300, 41, -1]]
+    by_row = {row: (length, slot) for row, _, _, length, slot in items[items[:, 0] >= 0].tolist()}
+    assert by_row == {0: (10, 4), 1: (301, 0), 2: (42, 7), 3: (0, 8)}
+
+
+def test_prompts_get_a_graph_where_its_padding_is_worth_it(graphs):
+    assert [graphs._prompt_size(1, n) for n in (0, 1, 16, 17, 257)] == [0, 16, 16, 32, None]
+    assert graphs._prompt_size(8, 8) == 16
+    assert graphs._prompt_size(9, 20) is None, "more rows than slots"
+    graphs._num_parameters = 20_000_000_000
+    assert graphs._prompt_size(1, 100) == 128
+    assert graphs._prompt_size(1, 130) is None, "126 padding tokens of 20B parameters are 5 TFLOP"
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 70), st.integers(1, 8)), min_size=1, max_size=8), st.integers(1, 4))
+def test_any_mix_equals_the_eager_steps(requests, max_num_seqs):
+    model = tiny_model()
+    prompts, new_tokens = random_prompts([n for n, _ in requests]), [count for _, count in requests]
+    options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 64}
+    eager = generate(model, prompts, new_tokens, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        replayed = uncaptured(patch)
+        assert generate(model, prompts, new_tokens, **options) == eager
+    assert replayed
+
+
+@pytest.mark.gpu
+def test_gpu_mixed_steps_capture_few_graphs_and_make_the_eager_tokens():
+    """fp32, where the rounding of differently shaped products decides no token."""
+    prompts = random_prompts([5, 40, 17, 3, 60, 33, 1, 90, 12, 20])
+    new_tokens = [12, 3, 9, 14, 5, 7, 11, 4, 20, 6]
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 128}
+    eager = generate(tiny_model().cuda(), prompts, new_tokens, enforce_eager=True, **options)
+    with hf_paged.PagedGenerator(tiny_model().cuda(), num_blocks=200, **options) as generator:
+        configs = [GenerationConfig(max_new_tokens=n, do_sample=False, eos_token_id=None) for n in new_tokens]
+        captured = 0
+        for again in (False, True):
+            generator.engine.reset_prefix_cache()
+            assert [c.token_ids for c in generator.generate(prompts, configs, use_tqdm=False)] == eager
+            if again:
+                assert captured == generator.engine.stats().num_graphs_captured
+            captured = generator.engine.stats().num_graphs_captured
+    assert 2 <= captured <= 3 + 4
+
+
+def test_edits_get_graphs_of_their_own_and_leave_other_requests_alone(steps):
+    """Requests with and without edited logits share steps; each gets what it gets without graphs."""
+    model = tiny_model(4, initializer_range=0.05)
+    prompts = random_prompts([5, 40, 17, 3, 60, 33, 1])
+    configs = [GenerationConfig(max_new_tokens=9, repetition_penalty=1.0 + 0.4 * (i % 2), no_repeat_ngram_size=i % 3)
+               for i in range(len(prompts))]  # fmt: skip
+    with hf_paged.PagedGenerator(model, num_blocks=200, max_num_seqs=3, max_num_batched_tokens=128) as generator:
+        made = [c.token_ids for c in generator.generate(prompts, configs, use_tqdm=False)]
+    assert {kind for kind, _ in steps} == {"decode", "prompt"}
+    for prompt, config, tokens in zip(prompts, configs, made, strict=True):
+        output = stock_generate(model, input_ids=torch.tensor([prompt]), generation_config=config)
+        assert tokens == output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.gpu
+def test_gpu_steps_run_on_the_current_stream_and_are_only_recorded_on_another(monkeypatch):
+    """A step that ran on the capture's stream would share a cuBLAS workspace with other engines' replays."""
+    own, seen = FusedAdapter.hidden_states, set()
+
+    def hidden_states(self, *args):
+        seen.add((torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream() == torch.cuda.default_stream()))
+        return own(self, *args)
+
+    monkeypatch.setattr(FusedAdapter, "hidden_states", hidden_states)
+    with hf_paged.PagedGenerator(tiny_model().cuda(), num_blocks=50) as generator:
+        generator.generate([[1, 2, 3], [4, 5]], max_new_tokens=5, do_sample=False)
+    assert seen == {(False, True), (True, False)}
