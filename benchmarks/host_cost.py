@@ -103,10 +103,10 @@ def in_a_step(generator: PagedGenerator, prompts: list, stream: bool, steps: int
         with generator.engine.session(stream=stream) as session:
             config = GenerationConfig(max_new_tokens=2 * steps)
             for request in generator._requests(prompts, config, 0, {}, False, False, None):
-                session.add(request.prompt, request.settings, seed=request.seed)
+                generator.engine.add(session, request)
             while len(times) < steps:
                 start = time.thread_time()
-                session.advance()
+                generator.engine.advance(session)
                 times.append((time.thread_time() - start) * 1e6)
     finally:
         ModelRunner.launch = own  # type: ignore[method-assign]

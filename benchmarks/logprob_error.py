@@ -74,7 +74,7 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
         return taught
 
     runner.prepare()
-    greedy = SlotParameters(False, 1.0, 0, 1.0, 0.0, 0, 0, (), length)
+    greedy = SlotParameters(max_length=length)
     adapter.hidden_states, runner.state.sample = hidden_states, teacher  # type: ignore[method-assign, assignment]
     while scheduler.has_unfinished():
         step["plan"] = plan = scheduler.schedule()

@@ -32,20 +32,20 @@ def main() -> None:
         with engine.session() as session:
             requests = generator._requests(prompts, config, 0, {}, False, False, None)
             for request in requests:
-                session.add(request.prompt, request.settings, seed=request.seed)
+                engine.add(session, request)
             while engine.stats().num_generated_tokens < args.batch:
-                session.advance()
+                engine.advance(session)
             for _ in range(args.steps):  # the rest of the prompts, and what is compiled or captured
-                session.advance()
+                engine.advance(session)
             torch.cuda.synchronize()
             start, cpu = time.perf_counter(), time.process_time()
             for _ in range(args.steps):
-                session.advance()
+                engine.advance(session)
             torch.cuda.synchronize()
             wall, host = time.perf_counter() - start, time.process_time() - cpu
             with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
                 for _ in range(args.steps):
-                    session.advance()
+                    engine.advance(session)
                 torch.cuda.synchronize()
     kernels: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     spans = []

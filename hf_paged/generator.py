@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -19,14 +19,13 @@ from transformers.utils import cached_file
 from hf_paged.config import PagedConfig, require_int
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.follower import load_on_ranks
-from hf_paged.engine.session import Session
-from hf_paged.engine.stopping import StopRule
+from hf_paged.engine.session import NewRequest, Session
 from hf_paged.errors import EngineClosedError
-from hf_paged.integration import fallback
+from hf_paged.integration.call_context import call_salt, call_seed
 from hf_paged.integration.enable import disable, enable_with_engine, get_engine, is_enabled, merged_config, unwrap
-from hf_paged.options.arguments import num_copies, salt_digest
+from hf_paged.options.arguments import ConfigMerger, base_seed, num_copies, salt_digest
 from hf_paged.options.prompts import as_prompt_list
-from hf_paged.options.settings import RequestSettings, check_flags, settings_from_config
+from hf_paged.options.settings import check_flags, settings_from_config
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.parallel.launch import Workers
 from hf_paged.sampling.sampler import derive_seed
@@ -153,14 +152,14 @@ class PagedGenerator:
             check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
             if logprobs or prompt_logprobs:
                 raise ValueError("logprobs, prompt_logprobs: expected False where tensors come in; give token ids")
-            with fallback.call_salt(salt_digest(cache_salt)):
+            with call_salt(salt_digest(cache_salt)):
                 made = self._generate_tensor(prompts, generation_config, seed, generate_kwargs)
             return None if self._only_follows else made
         requests = self._requests(prompts, generation_config, seed, generate_kwargs, logprobs, prompt_logprobs,
                                   cache_salt)  # fmt: skip
         completions: dict[int, Completion] = {}
         with self.engine.session() as session, _Progress(len(requests), use_tqdm, self.engine) as progress:
-            for index, output in _drive(session, requests):
+            for index, output in self._drive(session, requests):
                 if output.completion is not None:
                     completions[index] = output.completion
                     progress.update(output.completion)
@@ -190,7 +189,7 @@ class PagedGenerator:
         def outputs() -> Iterator[tuple[int, StepOutput]]:
             self.engine.check_runnable()
             with self.engine.session(stream=True) as session:
-                for output in _drive(session, requests):
+                for output in self._drive(session, requests):
                     if not self._only_follows:
                         yield output
 
@@ -210,17 +209,17 @@ class PagedGenerator:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _requests(self, prompts: Any, generation_config: Any, seed: Any, generate_kwargs: dict[str, Any],
-                  logprobs: bool, prompt_logprobs: bool, cache_salt: Any) -> list[_Request]:  # fmt: skip
+                  logprobs: bool, prompt_logprobs: bool, cache_salt: Any) -> list[NewRequest]:  # fmt: skip
         """Check everything and settle everything, so that nothing runs if one argument is wrong."""
         self.engine.check_runnable()
         check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         ids = self.engine.check_prompts(as_prompt_list(prompts, self.tokenizer))
         configs = _one_per_prompt("generation_config", generation_config, len(ids))
         per_prompt = isinstance(seed, (list, tuple))
-        seeds = _one_per_prompt("seed", seed if per_prompt else self.engine.base_seed(seed), len(ids))
+        seeds = _one_per_prompt("seed", seed if per_prompt else self._base_seed(seed), len(ids))
         salts = [salt_digest(salt) for salt in _one_per_prompt("cache_salt", cache_salt, len(ids))]
-        merge = self.engine.config_merger(generate_kwargs)
-        requests: list[_Request] = []
+        merge = ConfigMerger(self._causal_lm, generate_kwargs)
+        requests: list[NewRequest] = []
         for prompt, config, own_seed, salt in zip(ids, configs, seeds, salts, strict=True):
             merged = merge(config)
             settings = settings_from_config(merged, len(prompt), self.engine.num_logits)
@@ -231,9 +230,19 @@ class PagedGenerator:
                 raise ValueError(f"num_return_sequences={copies!r}: expected 1, or more with do_sample=True")
             for copy in range(copies):
                 number = copy if per_prompt else len(requests)
-                seed_ = derive_seed(self.engine.base_seed(own_seed), number)
-                requests.append(_Request(prompt, settings, seed_, self.engine.stop_rule(settings, prompt)))
+                seed_ = derive_seed(self._base_seed(own_seed), number)
+                requests.append(NewRequest(prompt, settings, seed_, stop=self.engine.stop_rule(settings, prompt)))
         return requests
+
+    def _base_seed(self, seed: int | None) -> int:
+        return base_seed(seed, self.engine.config.seed)
+
+    def _drive(self, session: Session, requests: list[NewRequest]) -> Iterator[tuple[int, StepOutput]]:
+        """Run requests to their ends: every output with the number of its request."""
+        index = {self.engine.add(session, request): i for i, request in enumerate(requests)}
+        while session.unfinished():
+            for output in self.engine.advance(session):
+                yield index[output.request_id], output
 
     def _generate_tensor(self, prompts: Any, generation_config: Any, seed: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         if isinstance(prompts, torch.Tensor):
@@ -248,10 +257,10 @@ class PagedGenerator:
             raise TypeError("generation_config: expected one GenerationConfig for tensors")
         if seed is None:
             return self.model.generate(generation_config=generation_config, **kwargs)
-        seed = self.engine.base_seed(seed)
+        seed = self._base_seed(seed)
         device = self._causal_lm.device
         # For the engine, and in torch's generators for a call that goes to stock.
-        with fallback.call_seed(seed), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with call_seed(seed), torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             return self.model.generate(generation_config=generation_config, **kwargs)
 
@@ -274,15 +283,6 @@ def _end_between_steps(model: weakref.ref, engine: Engine, workers: list[Workers
             started.close(_PARTING_S)
 
 
-class _Request(NamedTuple):
-    """A checked prompt with its settings and its seed."""
-
-    prompt: list[int]
-    settings: RequestSettings
-    seed: int
-    stop: StopRule | None
-
-
 def _tokenizer_of(path_or_id: str | os.PathLike) -> Any:
     """The one beside the model; None where there is none, for which AutoTokenizer would make an empty one."""
     return AutoTokenizer.from_pretrained(path_or_id, padding_side="left") if _has_tokenizer(path_or_id) else None
@@ -296,13 +296,6 @@ def _has_tokenizer(path_or_id: str | os.PathLike) -> bool:
         except OSError:
             continue
     return False
-
-
-def _drive(session: Session, requests: list[_Request]) -> Iterator[tuple[int, StepOutput]]:
-    index = {session.add(r.prompt, r.settings, seed=r.seed, stop=r.stop): i for i, r in enumerate(requests)}
-    while session.unfinished():
-        for output in session.advance():
-            yield index[output.request_id], output
 
 
 def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:

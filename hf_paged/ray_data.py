@@ -14,7 +14,7 @@ import numpy as np
 from hf_paged.config import require_int
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.generator import PagedGenerator
-from hf_paged.options.arguments import base_seed
+from hf_paged.options.arguments import base_seed, merge_config
 from hf_paged.options.prompts import as_prompt_list
 from hf_paged.options.settings import settings_from_config
 from hf_paged.outputs import Completion
@@ -111,7 +111,7 @@ class PagedActor:
         self._seed = base_seed(seed, None)
         self._generator = PagedGenerator.from_pretrained(path, tensor_parallel_size=tensor_parallel_size, **overrides)
         engine = self._generator.engine
-        self._merged = engine.merge_config(self._config, self._kwargs)
+        self._merged = merge_config(engine.model, self._config, self._kwargs)
         if self._merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={self._merged.num_return_sequences!r}: expected 1; give a row for "
                              "each, with an id of its own")  # fmt: skip

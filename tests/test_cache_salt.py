@@ -8,7 +8,7 @@ from support import tiny_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_paged
-from hf_paged.integration.fallback import call_salt
+from hf_paged.integration.call_context import call_salt
 from hf_paged.options.arguments import salt_digest
 
 PROMPT = list(range(3, 3 + 5 * 16 + 4))

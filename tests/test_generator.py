@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3ForCausalL
 
 import hf_paged
 from hf_paged import PagedGenerator
-from hf_paged.options.settings import settings_from_config
+from hf_paged.engine.session import NewRequest
+from hf_paged.options.settings import RequestSettings, settings_from_config
 
 PROMPTS = random_prompts([20, 5, 33, 16])
 
@@ -541,7 +542,7 @@ def test_requests_added_to_a_closed_engine_are_refused():
     with engine.session() as session:
         generator.close()
         with pytest.raises(RuntimeError, match="closed"):
-            session.add([1, 2, 3], settings_from_config(engine.merge_config(None, {}), 3, 256), seed=0)
+            engine.add(session, NewRequest([1, 2, 3], RequestSettings(4), seed=0))
     assert engine.stats().kv_cache_bytes == 0
 
 

@@ -14,6 +14,8 @@ from support import assert_idle, assert_same_tensor, batch, byte_tokenizer, rand
 from transformers import GenerationConfig
 
 import hf_paged
+from hf_paged.engine.session import NewRequest
+from hf_paged.options.arguments import merge_config
 from hf_paged.options.settings import settings_from_config
 
 PACKAGE = Path(hf_paged.__file__).parent
@@ -111,7 +113,7 @@ def test_surroundings_of_one_caller_do_not_reach_another(ambient):
     kwargs = {"max_new_tokens": 24, "repetition_penalty": 1.2, "eos_token_id": 17, "suppress_tokens": [3]}
     expected = [stock.generate(**batch([n], seed=n), **kwargs) for n in (21, 9)]
     hf_paged.enable(model)
-    settings = settings_from_config(hf_paged.get_engine(model).merge_config(GenerationConfig(**kwargs), {}), 21, 256)
+    settings = settings_from_config(merge_config(model, GenerationConfig(**kwargs), {}), 21, 256)
     results = [[], []]
 
     def work(number, surroundings):
@@ -123,10 +125,10 @@ def test_surroundings_of_one_caller_do_not_reach_another(ambient):
     def run_odd(model, inputs, kwargs):
         engine = hf_paged.get_engine(model)
         with engine.session() as session:  # no code of stock's, which fails by itself in some of these
-            session.add(inputs["input_ids"][0].tolist(), settings, seed=0)
+            engine.add(session, NewRequest(inputs["input_ids"][0].tolist(), settings, seed=0))
             outputs = []
             while session.unfinished():
-                outputs += session.advance()
+                outputs += engine.advance(session)
         return outputs[-1].completion.token_ids
 
     threads = [threading.Thread(target=work, args=(0, AMBIENT[ambient])),

@@ -57,8 +57,8 @@ INTEGRATION = [
     PackageMutation(MANAGER, "self._stop = max(self._stop, HARD_STOP if hard_stop else FLUSH)", "self._stop = FLUSH",
                     BATCHING_TESTS, "hard_stop_fails"),
     PackageMutation("integration/continuous_batching/methods.py",
-                    "                manager.stop(block=block, timeout=timeout, hard_stop=True)\n",
-                    "                pass\n", BATCHING_TESTS, "stops_also_where_its_block_raises"),
+                    "            manager.stop(block=block, timeout=timeout, hard_stop=True)\n",
+                    "            pass\n", BATCHING_TESTS, "stops_also_where_its_block_raises"),
 ]  # fmt: skip
 
 # What a fork, another tokenizer, or memory that moved must not leave behind.

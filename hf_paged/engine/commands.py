@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,27 +17,14 @@ from typing import Any
 import torch
 
 from hf_paged.engine.core import StepLoop
-from hf_paged.engine.session import Request, Session
+from hf_paged.engine.session import NewRequest, Request, Session
 from hf_paged.engine.stopping import StopRule
 from hf_paged.errors import EngineClosedError, WorkerDiedError
-from hf_paged.options.settings import RequestSettings
 from hf_paged.parallel.group import ParallelGroup
 
 LOST = (
     "this engine's ranks lost each other (an interrupt, an error or a dead worker): expected a new PagedGenerator"
 )
-
-
-@dataclass(frozen=True)
-class Add:
-    """A checked request."""
-
-    request_id: str
-    prompt: list[int]
-    settings: RequestSettings
-    seed: int
-    priority: int
-    stop: StopRule | None
 
 
 @dataclass(frozen=True)
@@ -69,7 +55,7 @@ class Stop:
     """Rank 0 ends its engine: the ranks that follow it are done."""
 
 
-Event = Add | End | Build | ResetCache | Release | Stop
+Event = NewRequest | End | Build | ResetCache | Release | Stop
 
 
 class Events:
@@ -77,19 +63,17 @@ class Events:
 
     Not thread-safe: the engine holds its lock around every call.
 
-    Args:
-        make_request: the request of an `Add` for a session, or for one of another rank's caller.
-
     Attributes:
         around: entered for everything that waits for other ranks.
         on_break: called when an exception left a step that other ranks may have finished: they cannot go on together.
         busy_thread: steps or meets other ranks right now: an event from inside would mix two broadcasts.
+        followers: the session of requests that another rank's callers made.
         expected: requests of this rank's own callers that no event has brought yet.
         over: why this rank cannot go on with the others, if so.
         stopped: rank 0 has ended its engine.
     """
 
-    def __init__(self, group: ParallelGroup, loop: StepLoop, make_request: Callable[..., Request]) -> None:
+    def __init__(self, group: ParallelGroup, loop: StepLoop) -> None:
         self.group = group
         self.on_break: Callable[[], None] = lambda: None
         self.around: Callable[[], AbstractContextManager] = nullcontext
@@ -97,7 +81,7 @@ class Events:
         self.busy_thread: int | None = None
         self._loop = loop
         self.stopped = False
-        self._make_request = weakref.WeakMethod(make_request)  # no cycle with the engine
+        self.followers = Session(stream=False, text=False)
         self.expected: dict[str, Request] = {}
         self._queue: list[Event] = []
         self._deadlines: dict[str, float] = {}
@@ -148,11 +132,8 @@ class Events:
             request.session.open.clear()
             request.session.outbox.clear()
 
-    def step(self, *, look_at_model: bool = False) -> list[tuple[Event, Any]]:
-        """What waits, if nothing runs; one step; and what its ranks have to say to each other after it."""
-        if not self.group.is_parallel:
-            self._loop.step(look_at_model=look_at_model)
-            return []
+    def step(self) -> list[tuple[Event, Any]]:
+        """Of a sharded model: what waits, if nothing runs; one step; and what ranks tell each other after it."""
         carried_out: list[tuple[Event, Any]] = []
         with self._guarded():
             # Ranks > 0 that run the same script as rank 0 added what it added.
@@ -187,7 +168,7 @@ class Events:
     def _take_in(self, event: Event) -> Any:
         """What an event does on this rank."""
         loop = self._loop
-        if isinstance(event, Add):
+        if isinstance(event, NewRequest):
             loop.add(self._request(event))
         elif isinstance(event, End):
             loop.drain()
@@ -204,19 +185,20 @@ class Events:
             self.stopped |= isinstance(event, Stop)
         return None
 
-    def _request(self, event: Add) -> Request:
+    def _request(self, event: NewRequest) -> Request:
         """As rank 0 has it, but for its clock: other ranks would look at theirs after other tokens.
 
         Raises:
             ValueError: the caller of this rank asked for something else.
         """
-        make, own, stop = self._make_request(), self.expected.pop(event.request_id, None), event.stop
-        assert make is not None
+        assert event.request_id is not None
+        own, stop = self.expected.pop(event.request_id, None), event.stop
         if stop is not None and stop.deadline is not None:
             if self.group.rank == 0:
                 self._deadlines[event.request_id] = stop.deadline
             stop = StopRule(stop.strings, None, stop.before) if stop.strings is not None else None
-        request = make(replace(event, stop=stop), own and own.session)
+        session = self.followers if own is None else own.session
+        request = self._loop.make_request(replace(event, stop=stop), session)
         if own is not None and _asked(own, event.seed) != _asked(request, event.seed):
             raise ValueError(f"rank {self.group.rank} was given another prompt or other settings than rank 0: expected "
                              f"the same calls on all {self.group.size} ranks of a model")  # fmt: skip

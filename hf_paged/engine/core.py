@@ -13,7 +13,8 @@ import torch
 
 from hf_paged.config import PagedConfig
 from hf_paged.engine import log_probs
-from hf_paged.engine.session import Request, failed_output
+from hf_paged.engine.detokenizer import TextStream
+from hf_paged.engine.session import NewRequest, Request, Session, failed_output
 from hf_paged.engine.stopping import ended
 from hf_paged.errors import EngineClosedError
 from hf_paged.models import ModelAdapter
@@ -21,6 +22,7 @@ from hf_paged.models.guards.capturing import no_capturing
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.model_runner import StepHandle
 from hf_paged.runner.prompt_scores import NOTHING
+from hf_paged.runner.request_state import SlotParameters
 from hf_paged.runner.weights import WeightsGuard
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
 
@@ -52,6 +54,34 @@ class StepLoop:
         self._any_stream = self._any_stop = self._any_logprobs = False
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
         self.totals = dict.fromkeys(("preemptions", "generated", "prefill", "steps", "queries", "hits"), 0)
+
+    def make_request(self, new: NewRequest, session: Session) -> Request:
+        """What becomes of a request that is asked for, in its caller's session.
+
+        Raises:
+            ValueError: settings that the device's tables cannot hold.
+        """
+        assert new.request_id is not None
+        settings, prompt_length = new.settings, len(new.prompt)
+        eos = tuple(t for t in settings.eos_token_ids if 0 <= t < self._adapter.vocab_size)  # others never come
+        parameters = SlotParameters(
+            do_sample=settings.do_sample, temperature=settings.temperature, top_k=settings.top_k,
+            top_p=settings.top_p, min_p=settings.min_p, seed=new.seed,
+            min_length=prompt_length + settings.min_new_tokens, eos_token_ids=eos,
+            max_length=min(prompt_length + settings.max_new_tokens, self.pool.max_model_len),
+            prompt_length=prompt_length, edits=settings.edits,
+        )  # fmt: skip
+        _ = parameters.lines  # encoded here, where what cannot be encoded is its caller's error
+        sequence = Sequence(new.request_id, new.prompt, max_new_tokens=settings.max_new_tokens, eos_token_ids=eos,
+                            priority=new.priority, read_cache=not settings.prompt_logprobs,
+                            cache_salt=settings.cache_salt)  # fmt: skip
+        is_decoded = session.stream and session.text and self.tokenizer is not None
+        return Request(
+            sequence, parameters, session, stop=new.stop,
+            text=TextStream(self.tokenizer) if is_decoded else None,
+            logprobs=[] if settings.logprobs else None,
+            prompt_logprobs=[None] * prompt_length if settings.prompt_logprobs else None,
+        )  # fmt: skip
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -213,7 +243,8 @@ class StepLoop:
         """End the requests whose new token completes a stop string, or whose time is over."""
         assert self.scheduler is not None
         found = ((self._request_of(plan, row), int(tokens[row])) for row in rows.tolist())
-        for request_id, reason in ended((request, token) for request, token in found if request is not None).items():
+        accepted = ((request.request_id, request.stop, token) for request, token in found if request is not None)
+        for request_id, reason in ended(accepted).items():
             request = self.requests[request_id]
             if isinstance(reason, Exception):
                 self._fail(request, reason)

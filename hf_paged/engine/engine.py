@@ -16,34 +16,23 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_paged import at_fork
 from hf_paged.config import PagedConfig
-from hf_paged.engine.commands import Add, Build, End, Event, Events, Release, ResetCache
+from hf_paged.engine.commands import Build, End, Event, Events, Release, ResetCache
 from hf_paged.engine.core import StepLoop
-from hf_paged.engine.detokenizer import TextStream
 from hf_paged.engine.fair_lock import WaitingLine
 from hf_paged.engine.lockstep import LockstepBatch, refusal
-from hf_paged.engine.session import Request, Session
+from hf_paged.engine.session import NewRequest, Session
 from hf_paged.engine.stopping import CachedStopStrings, StopRule
 from hf_paged.errors import EngineClosedError, UnsupportedModelError
 from hf_paged.kernels.attention import flash_backend
 from hf_paged.models import ModelAdapter, find_adapter
 from hf_paged.models.eligibility import unsupported_reason
-from hf_paged.options.arguments import (
-    ConfigMerger,
-    RecentMerges,
-    base_seed,
-    merge_config,
-    salt_digest,
-    token_id_lists,
-    token_ids,
-)
+from hf_paged.options.arguments import RecentMerges, base_seed, salt_digest, token_id_lists, token_ids
 from hf_paged.options.settings import RequestSettings, check_flags, settings_from_config
 from hf_paged.outputs import EngineStats, StepOutput
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.peers import connect
 from hf_paged.runner.device import DevicePool
-from hf_paged.runner.request_state import SlotParameters
 from hf_paged.sampling.sampler import derive_seed
-from hf_paged.scheduler import Sequence
 
 _CANNOT_RUN = "the model cannot run on the paged engine as it is now: "
 _CLOSED = "this engine is closed: its model was disabled"
@@ -106,10 +95,9 @@ class Engine:
         self.config = config
         self.owns_device = owns_device
         self._loop = StepLoop(self._adapter, config, tokenizer, owns_device=owns_device)
-        self._events = Events(self._adapter.group, self._loop, self._request)
+        self._events = Events(self._adapter.group, self._loop)
         self._lock, self._line = threading.RLock(), WaitingLine()
-        self._public = Session(self, stream=True)
-        self._followers = Session(self, stream=False, text=False)  # of requests that rank 0's callers made
+        self._public = Session(stream=True)
         self._ids = itertools.count()
         self._is_shut_down = False
         self._stop_strings: CachedStopStrings | None = None  # the last one: calls ask for one over and over
@@ -160,16 +148,23 @@ class Engine:
         if logprobs or prompt_logprobs or cache_salt is not None:
             settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
                                cache_salt=salt_digest(cache_salt))  # fmt: skip
-        seed = derive_seed(self.base_seed(seed), 0)
+        if not isinstance(priority, int):
+            raise TypeError(f"priority={priority!r}: expected an integer")
+        if not isinstance(request_id, (str, type(None))):
+            raise TypeError(f"request_id={request_id!r}: expected None or a str")
+        # Other ranks may not know an enumeration of the user's script.
+        request_id = None if request_id is None else str.__str__(request_id)
+        new = NewRequest(prompt, settings, derive_seed(base_seed(seed, self.config.seed), 0), int(priority),
+                         request_id=request_id)  # fmt: skip
         with self._line.place(), self._lock:
-            made = self._public.add(prompt, settings, seed=seed, request_id=request_id, priority=priority)
+            made = self.add(self._public, new)
             self._arrived.append(made)
             self._has_looked = True
         return made
 
     def step(self) -> list[StepOutput]:
         """Run one step and return what it brought, together with what other callers' steps brought before."""
-        return self._advance(self._public, always_step=True)
+        return self.advance(self._public, always_step=True)
 
     def abort(self, request_id: str) -> None:
         """End a request of `add_request`; the next `step` returns its completion with ``finish_reason="abort"``.
@@ -189,11 +184,11 @@ class Engine:
     @contextmanager
     def session(self, *, stream: bool = False, text: bool = True) -> Iterator[Session]:
         """A session of one's own; leaving the block ends what is still running in it, whatever happened."""
-        session = Session(self, stream=stream, text=text)
+        session = Session(stream=stream, text=text)
         try:
             yield session
         finally:
-            session.close()
+            self._close(session)
 
     @contextmanager
     def lockstep(self, prompts: list[list[int]], max_new_tokens: int,
@@ -308,7 +303,7 @@ class Engine:
             place.leave()
             while not self._events.stopped:
                 self._events.follow()
-                self._followers.outbox.clear()
+                self._events.followers.outbox.clear()
 
     def lead(self, waiting: Callable[[], AbstractContextManager], on_break: Callable[[], None]) -> None:
         """For rank 0, whose other ranks `follow`.
@@ -401,18 +396,6 @@ class Engine:
             pool = self._pool()
             return min(pool.max_model_len, (pool.max_blocks - 1) * self.config.block_size + 1) - prompt_length
 
-    def base_seed(self, seed: int | None) -> int:
-        """A checked seed: `seed` itself, else the config's, else one from torch's default generator."""
-        return base_seed(seed, self.config.seed)
-
-    def merge_config(self, config: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:
-        """`kwargs` over `config` over `model.generation_config` over stock's defaults, as stock generate merges."""
-        return merge_config(self._adapter.model, config, kwargs)
-
-    def config_merger(self, kwargs: dict[str, Any]) -> ConfigMerger:
-        """`merge_config` for the many configs of one call."""
-        return ConfigMerger(self._adapter.model, kwargs)
-
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def after_fork_in_child(self) -> None:
@@ -459,17 +442,14 @@ class Engine:
         deadline = None if settings.max_time is None else time.time() + settings.max_time
         return StopRule(strings, deadline, prompt)
 
-    def _add(self, session: Session, prompt: list[int], settings: RequestSettings, seed: int, request_id: str | None,
-             priority: int, stop: StopRule | None) -> str:  # fmt: skip
-        if not isinstance(priority, int):
-            raise TypeError(f"priority={priority!r}: expected an integer")
-        if not isinstance(request_id, (str, type(None))):
-            raise TypeError(f"request_id={request_id!r}: expected None or a str")
-        # Other ranks may not know an enumeration of the user's script.
-        priority = int(priority)
-        request_id = None if request_id is None else str.__str__(request_id)
-        made = request_id is None
-        stop = self.stop_rule(settings, prompt) if stop is None else stop
+    def add(self, session: Session, new: NewRequest) -> str:
+        """Queue a request whose prompt is checked, for a session; returns its id.
+
+        Raises:
+            ValueError: an id in use, settings that cannot be encoded, or stop strings as for `stop_rule`.
+            EngineClosedError, UnsupportedModelError: nothing can be queued any more.
+        """
+        stop = self.stop_rule(new.settings, new.prompt) if new.stop is None else new.stop
         with self._line.place(), self._lock:
             if self.is_reentrant():
                 raise RuntimeError("a request cannot be added from inside a step of the same engine")
@@ -481,49 +461,33 @@ class Engine:
                 self._loop.drop_pool()
             if self._is_shut_down:
                 raise EngineClosedError(_CLOSED)
-            while request_id is None or (made and self._is_in_use(request_id)):
-                request_id = f"request-{next(self._ids)}"
-            if self._is_in_use(request_id):
-                raise ValueError(f"request_id={request_id!r}: expected an id that is not in use")
-            event = Add(request_id, prompt, settings, seed, priority, stop)
-            request = self._request(event, session)
+            new = replace(new, request_id=self._unused_id(new.request_id), stop=stop)
+            request = self._loop.make_request(new, session)
             if self.group.is_parallel:
-                session.open[request_id] = self._events.expected[request_id] = request
-                self._events.soon(event)
+                session.open[request.request_id] = self._events.expected[request.request_id] = request
+                self._events.soon(new)
             else:
                 self._loop.add(request)
-            return request_id
+            return request.request_id
+
+    def _unused_id(self, request_id: str | None) -> str:
+        """`request_id`, or one that is made; ValueError where it is in use."""
+        if request_id is None:
+            return next(made for i in self._ids if not self._is_in_use(made := f"request-{i}"))
+        if self._is_in_use(request_id):
+            raise ValueError(f"request_id={request_id!r}: expected an id that is not in use")
+        return request_id
 
     def _is_in_use(self, request_id: str) -> bool:
         return request_id in self._loop.requests or request_id in self._events.expected
-
-    def _request(self, event: Add, session: Session | None = None) -> Request:
-        """The request of an event; without a session it is one of another rank's caller."""
-        session = self._followers if session is None else session
-        prompt, settings = event.prompt, event.settings
-        eos = tuple(t for t in settings.eos_token_ids if 0 <= t < self._adapter.vocab_size)  # others never come
-        parameters = SlotParameters(
-            settings.do_sample, settings.temperature, settings.top_k, settings.top_p, settings.min_p, event.seed,
-            len(prompt) + settings.min_new_tokens, eos,
-            min(len(prompt) + settings.max_new_tokens, self._loop.pool.max_model_len), len(prompt), settings.edits,
-        )  # fmt: skip
-        _ = parameters.lines  # encoded here, where what cannot be encoded is its caller's error
-        sequence = Sequence(event.request_id, prompt, max_new_tokens=settings.max_new_tokens, eos_token_ids=eos,
-                            priority=event.priority, read_cache=not settings.prompt_logprobs,
-                            cache_salt=settings.cache_salt)  # fmt: skip
-        request = Request(sequence, parameters, session, stop=event.stop)
-        request.logprobs = [] if settings.logprobs else None
-        request.prompt_logprobs = [None] * len(prompt) if settings.prompt_logprobs else None
-        if session.stream and session.text and self.tokenizer is not None:
-            request.text = TextStream(self.tokenizer)
-        return request
 
     def _pool(self) -> DevicePool:
         if self._loop.scheduler is None:
             self._now(Build())
         return self._loop.pool
 
-    def _advance(self, session: Session, always_step: bool = False) -> list[StepOutput]:
+    def advance(self, session: Session, *, always_step: bool = False) -> list[StepOutput]:
+        """What came in for a session, after at most one step. [] says nothing; see `Session.unfinished`."""
         if self.is_reentrant():
             raise RuntimeError("step() was called from inside a step of the same engine")
         with self._line.place(after_others=True) as place, self._lock:
@@ -531,8 +495,10 @@ class Engine:
             if always_step or not session.outbox:
                 try:
                     self._look_for_arrivals()
-                    # A streaming caller's code runs between steps, and may have changed the model.
-                    self._events.step(look_at_model=session.stream)
+                    if self.group.is_parallel:
+                        self._events.step()
+                    else:  # a streaming caller's code runs between steps, and may have changed the model
+                        self._loop.step(look_at_model=session.stream)
                 finally:
                     self._run_deferred()
             outputs = list(session.outbox)

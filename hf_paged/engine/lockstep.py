@@ -45,8 +45,7 @@ class LockstepBatch:
         """Compute the prompts: logits [R, V] after the last token of each, in the model's dtype."""
         with self._loop.changing():
             runner = self._runner()
-            # No option of the sampler: nothing is sampled here.
-            settings = SlotParameters(False, 1.0, 0, 1.0, 0.0, 0, 0, (), self._max_tokens)
+            settings = SlotParameters(max_length=self._max_tokens)
             logits = []
             for plan in self.rows.prompt_plans():
                 logits.append(runner.logits(plan, [settings] * len(plan.admitted)))

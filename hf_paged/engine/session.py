@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_paged.engine.detokenizer import TextStream
 from hf_paged.engine.stopping import StopRule
@@ -16,8 +15,17 @@ from hf_paged.runner.prompt_scores import PromptSpan
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Sequence
 
-if TYPE_CHECKING:
-    from hf_paged.engine.engine import Engine
+
+@dataclass(frozen=True)
+class NewRequest:
+    """A request that is asked for: a checked prompt and all that is settled about it. None as the id: one is made."""
+
+    prompt: list[int]
+    settings: RequestSettings
+    seed: int
+    priority: int = 0
+    stop: StopRule | None = None
+    request_id: str | None = None
 
 
 @dataclass
@@ -124,35 +132,15 @@ def failed_output(sequence: Sequence, num_emitted: int, error: str) -> StepOutpu
     return StepOutput(sequence.request_id, token_ids[num_emitted:], None, "error", completion)
 
 
+@dataclass(eq=False)
 class Session:
     """With ``stream`` every token is delivered as it comes, otherwise only completions; ``text``: decoded, too."""
 
-    def __init__(self, engine: Engine, *, stream: bool, text: bool = True) -> None:
-        self._engine_ref = weakref.ref(engine)  # the engine keeps a session of its own: no cycle
-        self.stream = stream
-        self.text = text
-        self.outbox: deque[StepOutput] = deque()
-        self.open: dict[str, Request] = {}
-
-    @property
-    def _engine(self) -> Engine:
-        engine = self._engine_ref()
-        assert engine is not None
-        return engine
-
-    def add(self, prompt_token_ids: list[int], settings: RequestSettings, *, seed: int, request_id: str | None = None,
-            priority: int = 0, stop: StopRule | None = None) -> str:  # fmt: skip
-        """Queue a checked prompt; returns the request's id. `stop`: None: made from the settings."""
-        return self._engine._add(self, prompt_token_ids, settings, seed, request_id, priority, stop)
-
-    def advance(self) -> list[StepOutput]:
-        """What came in for this session, after at most one engine step. [] says nothing; see `unfinished`."""
-        return self._engine._advance(self)
+    stream: bool
+    text: bool = True
+    outbox: deque[StepOutput] = field(default_factory=deque)
+    open: dict[str, Request] = field(default_factory=dict)
 
     def unfinished(self) -> bool:
         """True while a request is open or an output was not fetched."""
         return bool(self.open or self.outbox)
-
-    def close(self) -> None:
-        """End what is still open; every block of it is free afterwards."""
-        self._engine._close(self)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import StopStringCriteria
-
-if TYPE_CHECKING:
-    from hf_paged.engine.session import Request
 
 
 class CachedStopStrings:
@@ -67,36 +64,36 @@ class StopRule:
         return self.deadline is not None and now > self.deadline
 
 
-def ended(accepted: Iterable[tuple[Request, int]]) -> dict[str, str | Exception]:
-    """Which requests end with the token that they just got: {request_id: finish_reason, or what its check raised}."""
+def ended(accepted: Iterable[tuple[str, StopRule | None, int]]) -> dict[str, str | Exception]:
+    """Which of (request id, rule, its new token) end: {request_id: finish_reason, or what the rule raised}."""
     result: dict[str, str | Exception] = {}
-    groups: dict[tuple[int, int], list[Request]] = {}
+    groups: dict[tuple[int, int], list[tuple[str, StopRule]]] = {}
     now = time.time()
-    for request, token in accepted:
-        if (rule := request.stop) is None:
+    for request_id, rule, token in accepted:
+        if rule is None:
             continue
         try:
             key = rule.push(token)
             if rule.is_late(now):
-                result[request.request_id] = "length"
+                result[request_id] = "length"
         except Exception as error:
-            result[request.request_id] = error
+            result[request_id] = error
             continue
         if key is not None:
-            groups.setdefault(key, []).append(request)
-    for requests in groups.values():
-        result |= _matched(requests)
+            groups.setdefault(key, []).append((request_id, rule))
+    for watched in groups.values():
+        result |= _matched(watched)
     return result
 
 
-def _matched(requests: list[Request]) -> dict[str, str | Exception]:
+def _matched(watched: list[tuple[str, StopRule]]) -> dict[str, str | Exception]:
     """Those of rows with one criterion and tails of one length that it stops; where it raises, row by row."""
-    rules: list[Any] = [request.stop for request in requests]
+    criterion: Any = watched[0][1].strings
     try:
-        tails = torch.tensor([list(rule.tail) for rule in rules], dtype=torch.int64, device="cpu")
-        hits = rules[0].strings(tails, None).tolist()
+        tails = torch.tensor([list(rule.tail) for _, rule in watched], dtype=torch.int64, device="cpu")
+        hits = criterion(tails, None).tolist()
     except Exception as error:
-        if len(requests) == 1:
-            return {requests[0].request_id: error}
-        return {key: end for request in requests for key, end in _matched([request]).items()}
-    return {request.request_id: "stop" for request, hit in zip(requests, hits, strict=True) if hit}
+        if len(watched) == 1:
+            return {watched[0][0]: error}
+        return {key: end for one in watched for key, end in _matched([one]).items()}
+    return {request_id: "stop" for (request_id, _), hit in zip(watched, hits, strict=True) if hit}

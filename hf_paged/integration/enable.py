@@ -5,7 +5,6 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +17,10 @@ from hf_paged.engine.engine import Engine
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration import fallback, generate, stock_loop
 from hf_paged.integration.continuous_batching import methods
+from hf_paged.integration.engines import ENGINES, engine_of
 from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.models import SUPPORTED, find_adapter
 from hf_paged.parallel.group import group_of
-
-# The engine is not kept on the model: state_dict, pickles, copies and `vars(model)` stay stock's.
-_ENGINES: weakref.WeakKeyDictionary[PreTrainedModel, Engine] = weakref.WeakKeyDictionary()
 
 
 def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any) -> nn.Module:
@@ -43,7 +40,7 @@ def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any
     """
     causal_lm = unwrap(model)
     settings = merged_config(config, overrides)
-    if causal_lm in _ENGINES and config is None and not overrides:
+    if causal_lm in ENGINES and config is None and not overrides:
         return model
     if group_of(causal_lm).driven:
         raise ValueError("model: its other ranks follow the PagedGenerator that loaded it; give the settings to "
@@ -67,7 +64,7 @@ def enable_with_engine(causal_lm: PreTrainedModel, config: PagedConfig, **engine
     disable(causal_lm)
     stock: Any = type(causal_lm)
     causal_lm.__class__ = _enabled_class(stock)
-    _ENGINES[causal_lm] = engine
+    ENGINES[causal_lm] = engine
     return engine
 
 
@@ -79,27 +76,27 @@ def disable(model: nn.Module) -> nn.Module:
         UnsupportedModelError: no causal LM is inside.
     """
     causal_lm = unwrap(model)
-    if causal_lm not in _ENGINES:
+    if causal_lm not in ENGINES:
         return model
     if "_hf_paged_stock_class" not in type(causal_lm).__dict__:
         raise RuntimeError(
             f"disable: somebody made the model's class, {type(causal_lm).__name__}, from the enabled one; undo that "
             "first (for FSDP2: disable before fully_shard)"
         )
-    engine = _ENGINES[causal_lm]
+    engine = ENGINES[causal_lm]
     try:
         engine.shutdown()  # waits for a call in lockstep, whose forwards need the class as it is
     finally:
-        if _ENGINES.get(causal_lm) is engine:  # not disabled by another thread in the meantime
+        if ENGINES.get(causal_lm) is engine:  # not disabled by another thread in the meantime
             causal_lm.__class__ = type(causal_lm).__dict__["_hf_paged_stock_class"]
-            del _ENGINES[causal_lm]
+            del ENGINES[causal_lm]
     return model
 
 
 def is_enabled(model: nn.Module) -> bool:
     """True while `model`, or the causal LM inside it, is enabled."""
     try:
-        return unwrap(model) in _ENGINES
+        return unwrap(model) in ENGINES
     except UnsupportedModelError:
         return False
 
@@ -111,9 +108,9 @@ def get_engine(model: nn.Module) -> Engine:
         ValueError: the model is not enabled.
     """
     causal_lm = unwrap(model)
-    if causal_lm not in _ENGINES:
+    if causal_lm not in ENGINES:
         raise ValueError(f"model={type(causal_lm).__name__}: expected a model that hf_paged.enable was called on")
-    return _ENGINES[causal_lm]
+    return ENGINES[causal_lm]
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -145,12 +142,12 @@ def _enabled_class(stock: Any) -> type:
         "__doc__": stock.__doc__,
         "_hf_paged_stock_class": stock,
         "__reduce_ex__": _reduce_to_stock(stock),
-        "_sample": _native_sample(stock),
+        "_sample": generate.sample_method(stock),
         "_beam_search": _lockstep_beam_search(stock),
         "_assisted_decoding": _lockstep_assisted_decoding(stock),
         "generate": _announcing_generate(stock),
         "__call__": _paged_call(stock),
-        **methods.overrides(stock, _ENGINES.get, enable_with_engine),
+        **methods.overrides(stock),
     }
     return type(stock.__name__, (stock,), namespace)
 
@@ -168,19 +165,11 @@ def _reduce_to_stock(stock: Any) -> Callable:
     return __reduce_ex__
 
 
-def _native_sample(stock: Any) -> Callable:
-    @functools.wraps(stock._sample)  # generate reads the signature
-    def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return generate.sample(_ENGINES.get(self), functools.partial(stock._sample, self), self, *args, **kwargs)
-
-    return _sample
-
-
 def _announcing_generate(stock: Any) -> Callable:
     @functools.wraps(stock.generate)
     def generate_(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock generate; says so where it never comes to `_sample`."""
-        engine = _ENGINES.get(self)
+        engine = engine_of(self)
         for name, values in (("custom_generate", None), ("cache_implementation", ("paged",))):
             value = kwargs.get(name)
             if engine is not None and value is not None and (values is None or value in values):
@@ -193,7 +182,7 @@ def _announcing_generate(stock: Any) -> Callable:
 def _lockstep_beam_search(stock: Any) -> Callable:
     @functools.wraps(stock._beam_search)
     def _beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return stock_loop.beam_search(_ENGINES.get(self), stock._beam_search, self, *args, **kwargs)
+        return stock_loop.beam_search(engine_of(self), stock._beam_search, self, *args, **kwargs)
 
     return _beam_search
 
@@ -201,7 +190,7 @@ def _lockstep_beam_search(stock: Any) -> Callable:
 def _lockstep_assisted_decoding(stock: Any) -> Callable:
     @functools.wraps(stock._assisted_decoding)  # generate reads the signature
     def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return stock_loop.assisted_decoding(_ENGINES.get(self), stock._assisted_decoding, self, *args, **kwargs)
+        return stock_loop.assisted_decoding(engine_of(self), stock._assisted_decoding, self, *args, **kwargs)
 
     return _assisted_decoding
 

@@ -1,22 +1,18 @@
-"""What every way of carrying out a call shares: the warning that it goes to stock, its seed and its cache salt."""
+"""Calls that go to stock generate: the warning, and the contexts in which they run there."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import TypeVar
-
-import torch
 
 from hf_paged.engine.engine import Engine
 from hf_paged.errors import FallbackError, FallbackWarning
+from hf_paged.integration.call_context import within
+from hf_paged.integration.same_draws import same_draws
 from hf_paged.parallel.intact import broken_part
 
-T = TypeVar("T")
-_CALL_SEED: ContextVar[int | None] = ContextVar("hf_paged_call_seed", default=None)
-_CALL_SALT: ContextVar[bytes] = ContextVar("hf_paged_call_salt", default=b"")
 _IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines whose call runs in stock
 
 
@@ -48,53 +44,6 @@ def fallback_engines() -> tuple:
 def quiet_fallbacks(engine: Engine | None) -> Iterator[None]:
     """Calls that stock makes in here (assisted decoding calls generate for every draft) go to stock without a word."""
     inside = engine is None or in_fallback(engine)
-    draws = nullcontext() if engine is None or inside else _same_draws(engine)
+    draws = nullcontext() if engine is None or inside else same_draws(engine)
     with within(_IN_FALLBACK, (*_IN_FALLBACK.get(), engine)), draws:
         yield
-
-
-@contextmanager
-def _same_draws(engine: Engine) -> Iterator[None]:
-    """Ranks that run the same script draw in here what rank 0 draws: other tokens would make other sums."""
-    group, device = engine.group, engine.model.device
-    if not group.is_parallel:
-        yield
-        return
-    on_gpu = device.type == "cuda"
-    host, gpu = group.broadcast((torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None))
-    with torch.random.fork_rng([device] if on_gpu else [], enabled=group.rank > 0):
-        if group.rank > 0:
-            torch.set_rng_state(host)
-            if gpu is not None:
-                torch.cuda.set_rng_state(gpu, device)
-        yield
-
-
-@contextmanager
-def within(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """`variable` has this value in here."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-def call_seed(seed: int) -> AbstractContextManager[None]:
-    """Calls in here take `seed` in place of the config's or of one drawn from torch's generator."""
-    return within(_CALL_SEED, seed)
-
-
-def seed_of_call() -> int | None:
-    """The seed of the innermost `call_seed`."""
-    return _CALL_SEED.get()
-
-
-def call_salt(digest: bytes) -> AbstractContextManager[None]:
-    """Calls in here share cached prefixes with those under the same digest (see `salt_digest`) alone."""
-    return within(_CALL_SALT, digest)
-
-
-def salt_of_call() -> bytes:
-    """The digest of the innermost `call_salt`."""
-    return _CALL_SALT.get()

@@ -1,7 +1,7 @@
 """`model.generate` of an enabled model: stock generate has prepared everything; the decoding loop is ours.
 
-`sample` stands in for `GenerationMixin._sample`. It recognises, from the finished pieces that stock hands over, what
-the engine carries out exactly as stock would; the rest goes on to `lockstep`, and from there maybe to stock.
+`sample_method` stands in for `GenerationMixin._sample`. It recognises, from the finished pieces that stock hands over,
+what the engine carries out exactly as stock would; the rest goes on to `stock_loop`, and from there maybe to stock.
 """
 
 from __future__ import annotations
@@ -16,79 +16,78 @@ import torch
 from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.session import NewRequest
 from hf_paged.engine.stopping import StopRule
 from hf_paged.errors import EngineClosedError
-from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, salt_of_call, seed_of_call
+from hf_paged.integration.call_context import salt_of_call, seed_of_call
+from hf_paged.integration.engines import engine_of
+from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks
 from hf_paged.integration.inputs import check_token_ids, paged_prompts
 from hf_paged.integration.stock_loop import run_or_fall_back
 from hf_paged.integration.stock_pieces import EndOfCall, Stops, criteria_reason, processor_reason
+from hf_paged.options.arguments import base_seed
 from hf_paged.options.settings import RequestSettings, settings_from_config, token_id_tuple, unsupported_option
 from hf_paged.sampling.edits import Edits
 from hf_paged.sampling.sampler import derive_seed
 
 
 class NativeCall(NamedTuple):
-    """A call as the engine runs it: a prompt, its settings and its stop rule per row."""
+    """A call as the engine runs it: a request per row, whose seed is drawn when it runs."""
 
-    prompts: list[list[int]]
-    settings: list[RequestSettings]
-    stops: list[StopRule | None]
+    requests: list[NewRequest]
     pad_token_id: int
     ends: list[EndOfCall]
 
 
-def sample(engine: Engine | None, stock_sample: Callable, model: Any, input_ids: torch.LongTensor,
-           logits_processor: Any, stopping_criteria: Any, generation_config: GenerationConfig,
-           synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any) -> Any:  # fmt: skip
-    """`GenerationMixin._sample` on the engine; `stock_sample` where the engine does not do what was asked for."""
+def sample_method(stock: Any) -> Callable:
+    """`_sample` of the enabled subclass of `stock`: on the engine, or stock's where the call asks for more."""
 
-    def stock(streamer: Any) -> Any:
-        with quiet_fallbacks(engine):
-            return stock_sample(input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
-                                generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer,
-                                **model_kwargs)  # fmt: skip
-
-    if engine is None or in_fallback(engine):
-        return stock(streamer)
-    try:
-        call = _recognise(engine, model, input_ids, logits_processor, stopping_criteria, generation_config,
-                          synced_gpus, model_kwargs)  # fmt: skip
-    except Exception as error:  # what cannot be read, stock may carry out, or it raises what it raises
-        call = f"this call cannot be read: {error!r:.200}"
-    if isinstance(call, str):
+    @functools.wraps(stock._sample)  # generate reads the signature
+    def _sample(self: Any, input_ids: torch.LongTensor, logits_processor: Any, stopping_criteria: Any,
+                generation_config: GenerationConfig, synced_gpus: bool = False, streamer: Any = None,
+                **model_kwargs: Any) -> Any:  # fmt: skip
+        engine = engine_of(self)
         in_stock = functools.partial(
-            stock_sample, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
-            generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer,
+            stock._sample, self, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+            generation_config=generation_config, synced_gpus=synced_gpus,
         )  # fmt: skip
-        return run_or_fall_back(engine, model, in_stock, input_ids, stopping_criteria, generation_config,
-                                         synced_gpus, model_kwargs)  # fmt: skip
-    check_token_ids(input_ids, engine.vocab_size)
-    columns = _Columns(len(call.prompts), call, streamer)
-    if (reason := _run(engine, call, columns)) is not None:
-        announce_fallback(engine, reason)
-        return stock(_SkippingStreamer(streamer, columns.num_put) if streamer is not None else None)
-    if streamer is not None:
-        streamer.end()
-    new_tokens = columns.tensor().to(input_ids.device)
-    return torch.cat([input_ids, new_tokens], dim=-1)
+        if engine is None or in_fallback(engine):
+            with quiet_fallbacks(engine):
+                return in_stock(streamer=streamer, **model_kwargs)
+        call = _recognised(engine, self, input_ids, logits_processor, stopping_criteria, generation_config,
+                           synced_gpus, model_kwargs)  # fmt: skip
+        if call is None:
+            return run_or_fall_back(engine, self, functools.partial(in_stock, streamer=streamer), input_ids,
+                                    stopping_criteria, generation_config, synced_gpus, model_kwargs)  # fmt: skip
+        check_token_ids(input_ids, engine.vocab_size)
+        columns = _Columns(call, streamer)
+        if (reason := _run(engine, call, columns)) is not None:
+            announce_fallback(engine, reason)
+            with quiet_fallbacks(engine):
+                return in_stock(streamer=columns.rest_of_streamer(), **model_kwargs)
+        if streamer is not None:
+            streamer.end()
+        return torch.cat([input_ids, columns.tensor().to(input_ids.device)], dim=-1)
+
+    return _sample
 
 
 def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
     """Drive the engine until every row of the call is done; returns why it cannot be done natively, if so."""
-    seed = engine.base_seed(seed_of_call()) if call.settings[0].do_sample else 0
+    is_sampled = call.requests[0].settings.do_sample
+    seed = base_seed(seed_of_call(), engine.config.seed) if is_sampled else 0
     with engine.session(stream=columns.streamer is not None, text=False) as session:
         try:
-            each = enumerate(zip(call.prompts, call.settings, call.stops, strict=True))
             rows = {
-                session.add(prompt, settings, seed=derive_seed(seed, row), stop=stop): row
-                for row, (prompt, settings, stop) in each
+                engine.add(session, replace(request, seed=derive_seed(seed, row))): row
+                for row, request in enumerate(call.requests)
             }
         except (EngineClosedError, ValueError) as error:  # closed meanwhile, or settings that cannot be encoded
             return str(error)
         while session.unfinished():
             for end in call.ends:
                 end.check()
-            for output in session.advance():
+            for output in engine.advance(session):
                 if output.finish_reason == "error":
                     assert output.completion is not None
                     return f"row {rows[output.request_id]} failed: {output.completion.error}"
@@ -102,9 +101,9 @@ def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
 class _Columns:
     """Rows of new tokens as they come, and stock's view of them: columns in lockstep, finished rows padded."""
 
-    def __init__(self, num_rows: int, call: NativeCall, streamer: Any) -> None:
-        self.rows: list[list[int]] = [[] for _ in range(num_rows)]
-        self.open = set(range(num_rows))
+    def __init__(self, call: NativeCall, streamer: Any) -> None:
+        self.rows: list[list[int]] = [[] for _ in call.requests]
+        self.open = set(range(len(call.requests)))
         self.streamer = streamer
         self.num_put = 0
         self._pad = call.pad_token_id
@@ -123,6 +122,10 @@ class _Columns:
             column = [row[self.num_put] if self.num_put < len(row) else self._pad for row in self.rows]
             self.num_put += 1
             self.streamer.put(torch.tensor(column, dtype=torch.int64, device="cpu"))
+
+    def rest_of_streamer(self) -> _SkippingStreamer | None:
+        """What stock may stream to, which makes all columns again."""
+        return None if self.streamer is None else _SkippingStreamer(self.streamer, self.num_put)
 
     def tensor(self) -> torch.Tensor:
         """int64 [rows, longest], padded on the right."""
@@ -146,6 +149,15 @@ class _SkippingStreamer:
 
     def end(self) -> None:
         self._streamer.end()
+
+
+def _recognised(*call: Any) -> NativeCall | None:
+    """The call of `_recognise` as the engine runs it; None: lockstep or stock has to, and says why."""
+    try:
+        recognised = _recognise(*call)
+    except Exception:  # what cannot be read, stock may carry out, or it raises what it raises
+        return None
+    return None if isinstance(recognised, str) else recognised
 
 
 def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_processor: Any,
@@ -189,12 +201,12 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
     if input_ids.shape[1] > 1 and settings.edits.forced_bos_token_id is not None:  # never comes to be
         settings = replace(settings, edits=replace(settings.edits, forced_bos_token_id=None))
     watched = stops != Stops(None, None)
-    return NativeCall(
-        prompts, [_with_padding(settings, padding, logits_processor) for padding in paddings],
-        [StopRule(*stops, padding + prompt) if watched else None
-         for padding, prompt in zip(paddings, prompts, strict=True)], pad,
-        [criterion for criterion in stopping_criteria if type(criterion) is EndOfCall],
-    )  # fmt: skip
+    requests = [
+        NewRequest(prompt, _with_padding(settings, padding, logits_processor), seed=0,
+                   stop=StopRule(*stops, padding + prompt) if watched else None)
+        for padding, prompt in zip(paddings, prompts, strict=True)
+    ]  # fmt: skip
+    return NativeCall(requests, pad, [criterion for criterion in stopping_criteria if type(criterion) is EndOfCall])
 
 
 def _paddings(input_ids: torch.Tensor, prompts: list[list[int]]) -> list[list[int]]:

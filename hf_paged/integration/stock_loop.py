@@ -16,7 +16,8 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.utils import ModelOutput
 
 from hf_paged.engine.engine import Engine
-from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks, salt_of_call, seed_of_call
+from hf_paged.integration.call_context import salt_of_call, seed_of_call
+from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks
 from hf_paged.integration.inputs import check_token_ids, paged_prompts
 from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.models.guards.at_home import is_method_of_mixin

@@ -94,7 +94,7 @@ def _largest_step(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig,
                          max_num_batched_tokens=config.max_num_batched_tokens,
                          attention_backend=config.attention_backend)  # fmt: skip
     # Every option of the sampler at once.
-    parameters = SlotParameters(True, 0.7, 50, 0.9, 0.05, 0, 0, (), length + 1)
+    parameters = SlotParameters(do_sample=True, temperature=0.7, top_k=50, top_p=0.9, min_p=0.05, max_length=length + 1)
     runner.prepare()
     return lambda: runner.launch(plan, [parameters] * len(plan.admitted)).wait()
 

@@ -33,19 +33,19 @@ class SlotLines(NamedTuple):
     edits: EditLines
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SlotParameters:
-    """Sampling settings of one request, as the device keeps them (see `SamplingTable`)."""
+    """Sampling settings of one request, as the device keeps them (see `SamplingTable`). Defaults: greedy search."""
 
-    do_sample: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    min_length: int
-    eos_token_ids: tuple[int, ...]
     max_length: int
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    min_length: int = 0
+    eos_token_ids: tuple[int, ...] = ()
     prompt_length: int = 0
     edits: Edits = NEUTRAL
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from hf_paged.scheduler.block_pool import NULL_BLOCK_ID, BlockPool
+from hf_paged.scheduler.request_book import RequestBook
 from hf_paged.scheduler.sequence import Status
-
-if TYPE_CHECKING:
-    from hf_paged.scheduler.request_book import RequestBook
 
 
 def check_pool(pool: BlockPool, uses: Counter[int]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from hf_paged.scheduler import invariants
 from hf_paged.scheduler.kv_cache_manager import KVCacheManager
 from hf_paged.scheduler.plan import SchedulerConfig, StepPlan
 from hf_paged.scheduler.running_table import RunningTable
@@ -127,10 +126,6 @@ class RequestBook:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, changing nothing, while a block is in use."""
         return self.kv_cache_manager.block_pool.reset()
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if the books don't agree. Slow: for tests."""
-        invariants.check(self)
 
     def _finish(self, seq: Sequence, reason: str) -> None:
         if seq.status is Status.WAITING:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+import numpy as np
 
 from hf_paged.scheduler.block_pool import ROOT_DIGEST, ROOT_PREFIX_ID
-
-if TYPE_CHECKING:
-    from hf_paged.scheduler.running_table import RunningTable
 
 
 class Status(enum.IntEnum):
@@ -17,6 +16,15 @@ class Status(enum.IntEnum):
     WAITING = 0
     RUNNING = 1
     FINISHED = 2
+
+
+class RunningColumns(Protocol):
+    """What a sequence asks the `RunningTable` that holds its output, by slot."""
+
+    scheduled: np.ndarray
+    known: np.ndarray
+
+    def read_tokens(self, slot: int, first: int) -> list[int]: ...
 
 
 class Sequence:
@@ -107,7 +115,7 @@ class Sequence:
         self._prompt = list(prompt_token_ids)
         self._output: list[int] = []
         self._num_computed = 0
-        self._table: RunningTable | None = None
+        self._table: RunningColumns | None = None
 
     def use_model_key(self, model_key: bytes) -> None:
         """From now on the prefix cache keeps its blocks under this state of the model and its own salt."""
@@ -168,7 +176,7 @@ class Sequence:
             return "length"
         return None
 
-    def attach(self, table: RunningTable, slot: int) -> None:
+    def attach(self, table: RunningColumns, slot: int) -> None:
         """From now on the running table holds the output and the lengths."""
         self.slot = slot
         self._table = table

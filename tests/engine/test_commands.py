@@ -7,33 +7,26 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_paged.engine.commands import Add, End, Events
-from hf_paged.engine.session import Request
+from hf_paged.engine.commands import End, Events
+from hf_paged.engine.session import NewRequest, Request
 from hf_paged.options.settings import RequestSettings
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Sequence
 
 
-class Maker:
-    def make_request(self, event, session=None):
-        raise AssertionError(f"nobody waits for {event}")
-
-
 def test_the_end_of_what_has_ended_is_not_told():
     """Ranks of one script all call `step`; with nothing running, those without such an end would not meet rank 0."""
     loop = SimpleNamespace(is_idle=True, heard=False, requests={}, failed_here=[], step=lambda **_: None)
-    maker = Maker()
-    events = Events(ParallelGroup(0, 2), loop, maker.make_request)
+    events = Events(ParallelGroup(0, 2), loop)
     events.soon(End(("gone",), "length"))
     assert events.step() == []
     assert events.step() == []
 
 
-def made(event, session=None):
+def made(event, session):
     sequence = Sequence(event.request_id, event.prompt, max_new_tokens=event.settings.max_new_tokens)
-    parameters = SlotParameters(False, 1.0, 0, 1.0, 0.0, event.seed, 0, (), 10)
-    return Request(sequence, parameters, session)
+    return Request(sequence, SlotParameters(seed=event.seed, max_length=10), session)
 
 
 class Rank1(Events):
@@ -41,16 +34,12 @@ class Rank1(Events):
 
     def __init__(self):
         self.added = []
-        loop = SimpleNamespace(add=self.added.append)
-        super().__init__(ParallelGroup(1, 2), loop, self.make)
-
-    def make(self, event, session=None):
-        return made(event, session)
+        super().__init__(ParallelGroup(1, 2), SimpleNamespace(add=self.added.append, make_request=made))
 
 
 def test_ranks_of_one_script_have_to_ask_for_the_same():
     """Other prompts or settings would part the ranks later; the seed of a call without one is rank 0's."""
-    event = Add("a", [1, 2], RequestSettings(max_new_tokens=4), 5, 0, None)
+    event = NewRequest([1, 2], RequestSettings(max_new_tokens=4), seed=5, request_id="a")
     session = SimpleNamespace()
     for other in (replace(event, prompt=[1, 3]), replace(event, settings=RequestSettings(max_new_tokens=5))):
         rank = Rank1()

@@ -3,7 +3,7 @@
 import pytest
 from fake_model import Driver, config
 
-from hf_paged.scheduler import Sequence, Status, block_pool
+from hf_paged.scheduler import Sequence, Status, block_pool, invariants
 
 both = pytest.mark.parametrize("overlap", [False, True])
 
@@ -370,7 +370,7 @@ def test_b22_an_older_plan_in_flight_is_dropped_with_it():
     tokens = driver.model.launch(plan)
     second = driver.add("b", prompt(9), max_new_tokens=9)
     scheduler.rollback(scheduler.schedule())
-    scheduler.check_invariants()
+    invariants.check(scheduler)
     assert not scheduler.kv_cache_manager.block_pool.cached
     with pytest.raises(ValueError, match="once each"):
         scheduler.commit(plan, tokens)
@@ -387,6 +387,6 @@ def test_b22_a_finished_sequence_in_flight_is_let_go():
     assert driver.scheduler.num_free_blocks < driver.scheduler.num_blocks - 1
     driver.scheduler.preempt_all()
     driver.pending = None
-    driver.scheduler.check_invariants()
+    invariants.check(driver.scheduler)
     assert driver.scheduler.num_free_blocks == driver.scheduler.num_blocks - 1
     assert seq.num_output_tokens == 0

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from fake_model import Driver, alone, config
 
-from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, Status, StepPlan
+from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, Status, StepPlan, invariants
 from hf_paged.scheduler.plan import BlockUpdates
 
 both = pytest.mark.parametrize("overlap", [False, True])
@@ -281,7 +281,7 @@ def test_preempt_all_keeps_output_and_cache():
     for _ in range(3):
         driver.step()
     driver.scheduler.preempt_all()
-    driver.scheduler.check_invariants()
+    invariants.check(driver.scheduler)
     assert driver.scheduler.num_free_blocks == driver.scheduler.num_blocks - 1
     assert [(seq.status, seq.num_output_tokens) for seq in seqs] == [(Status.WAITING, 3)] * 3
     plan = driver.step()

@@ -17,11 +17,12 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from hf_paged import at_fork
 from hf_paged.engine.engine import Engine
+from hf_paged.integration.call_context import within
 from hf_paged.integration.continuous_batching.board import RequestBoard
 from hf_paged.integration.continuous_batching.requests import BatchedRequest
 from hf_paged.integration.continuous_batching.worker import BatchingWorker
-from hf_paged.integration.fallback import within
-from hf_paged.options.arguments import num_copies, salt_digest
+from hf_paged.integration.engines import engine_of
+from hf_paged.options.arguments import base_seed, num_copies, salt_digest
 from hf_paged.sampling.sampler import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -61,11 +62,10 @@ class PagedBatchingManager:
 
     batch_processor = None  # `transformers serve` asks for it
 
-    def __init__(self, model: Any, engine_of: Callable[[Any], Engine | None], generation_config: GenerationConfig,
+    def __init__(self, model: Any, generation_config: GenerationConfig,
                  batching_config: ContinuousBatchingConfig) -> None:  # fmt: skip
         self._model: Any = model
         self._model_ref = weakref.ref(model)
-        self._engine_of = engine_of
         self.generation_config = generation_config
         self.continuous_batching_config = batching_config
         self.warmed_up = False
@@ -93,7 +93,7 @@ class PagedBatchingManager:
         Raises:
             RuntimeError: the model is not enabled any more.
         """
-        engine = None if self.model is None else self._engine_of(self.model)
+        engine = None if self.model is None else engine_of(self.model)
         if engine is None:
             raise RuntimeError("this manager's model was disabled; call hf_paged.enable(model) first")
         return engine
@@ -115,7 +115,7 @@ class PagedBatchingManager:
             logger.warning("hf_paged: the continuous batching manager is running already")
             return
         self._model = self.model
-        worker = BatchingWorker(self, self.engine)
+        worker = BatchingWorker(self.engine, self.board, self.wait_for_work, self.end)
         with self._changed:
             self._stop, self._is_over, self.background_thread_status.fatal_error = RUN, False, None
         thread = threading.Thread(target=worker.run, name="hf_paged continuous batching", daemon=True)
@@ -345,9 +345,9 @@ class PagedBatchingManager:
         seed = self.continuous_batching_config.seed
         engine_seed = self.engine.config.seed
         if seed is None and engine_seed is None:
-            return self.engine.base_seed(None) if is_sampled else 0
+            return base_seed(None, None) if is_sampled else 0
         self._num_seeds += 1
-        return derive_seed(self.engine.base_seed(seed), self._num_seeds - 1)
+        return derive_seed(base_seed(seed, engine_seed), self._num_seeds - 1)
 
 
 def request_config(config: GenerationConfig, least_room: int = 0) -> AbstractContextManager[None]:
@@ -362,7 +362,7 @@ def request_config(config: GenerationConfig, least_room: int = 0) -> AbstractCon
 
 def runs_on(engine: Engine) -> bool:
     """Whether the thread of some manager uses `engine`."""
-    return any(m.is_running() and m._engine_of(m.model) is engine for m in list(_RUNNING))
+    return any(m.is_running() and engine_of(m.model) is engine for m in list(_RUNNING))
 
 
 @atexit.register

@@ -24,114 +24,115 @@ from hf_paged.integration import fallback
 from hf_paged.integration.continuous_batching.manager import KEPT, PagedBatchingManager, runs_on
 from hf_paged.integration.continuous_batching.requests import batching_config, paged_config, stock_reason
 from hf_paged.integration.continuous_batching.worker import BROKE
+from hf_paged.integration.engines import engine_of, renew_engine
 from hf_paged.options.arguments import num_copies
 
 logger = logging.getLogger(__name__)
 
-EngineOf = Callable[[Any], Engine | None]
-NewEngine = Callable[..., Engine]
+
+def overrides(stock: Any) -> dict[str, Callable]:
+    """The continuous batching methods for a subclass of `stock`, by name, with stock's signatures."""
+
+    def method(name: str, function: Callable) -> Callable:
+        @functools.wraps(getattr(stock, name))
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(stock, self, *args, **kwargs)
+
+        return call
+
+    return {name: method(name, function) for name, function in _METHODS.items()}
 
 
-def overrides(stock: Any, engine_of: EngineOf, new_engine: NewEngine) -> dict[str, Callable]:
-    """The continuous batching methods for a subclass of `stock`, by name, with stock's signatures.
+def _init_continuous_batching(stock: Any, model: Any, generation_config: GenerationConfig | None = None,
+                              continuous_batching_config: ContinuousBatchingConfig | None = None,
+                              workload_hints: Any = None) -> Any:  # fmt: skip
+    engine = _native_engine(model)
+    if engine is None:
+        return stock.init_continuous_batching(model, generation_config, continuous_batching_config, workload_hints)
+    config = batching_config(model, generation_config, {})
+    batching = _batching(generation_config or model.generation_config, continuous_batching_config)
+    if (reason := _stock_reason(model, engine, config, batching)) is not None:
+        fallback.announce_fallback(engine, reason)
+        with fallback.quiet_fallbacks(engine):
+            return stock.init_continuous_batching(model, config, batching, workload_hints)
+    _resize(model, engine, batching)
+    kept = KEPT.get(model)
+    if kept is not None and not kept.is_running():
+        kept.generation_config, kept.continuous_batching_config = config, batching
+        return kept
+    return PagedBatchingManager(model, config, batching)
 
-    Args:
-        stock: the model's class.
-        engine_of: a model's engine, or None where it is not enabled.
-        new_engine: enables a model anew: (model, config, tokenizer=...).
-    """
 
-    def native_engine(model: Any) -> Engine | None:
-        engine = engine_of(model)
-        return None if engine in fallback.fallback_engines() else engine
+def _destroy_cached_manager(stock: Any, model: Any) -> None:
+    if (kept := KEPT.pop(model, None)) is not None:
+        kept.destroy()
+    stock.destroy_cached_continuous_batching_manager(model)
 
-    @functools.wraps(stock.init_continuous_batching)
-    def init_continuous_batching(self: Any, generation_config: GenerationConfig | None = None,
-                                 continuous_batching_config: ContinuousBatchingConfig | None = None,
-                                 workload_hints: Any = None) -> Any:  # fmt: skip
-        engine = native_engine(self)
-        if engine is None:
-            return stock.init_continuous_batching(self, generation_config, continuous_batching_config, workload_hints)
-        config = batching_config(self, generation_config, {})
-        batching = _batching(generation_config or self.generation_config, continuous_batching_config)
-        if (reason := _stock_reason(self, engine, config, batching)) is not None:
-            fallback.announce_fallback(engine, reason)
-            with fallback.quiet_fallbacks(engine):
-                return stock.init_continuous_batching(self, config, batching, workload_hints)
-        _resize(self, engine, batching, new_engine)
-        kept = KEPT.get(self)
-        if kept is not None and not kept.is_running():
-            kept.generation_config, kept.continuous_batching_config = config, batching
-            return kept
-        return PagedBatchingManager(self, engine_of, config, batching)
 
-    @functools.wraps(stock.destroy_cached_continuous_batching_manager)
-    def destroy_cached_continuous_batching_manager(self: Any) -> None:
-        if (kept := KEPT.pop(self, None)) is not None:
-            kept.destroy()
-        stock.destroy_cached_continuous_batching_manager(self)
+@contextmanager
+def _manager_context(stock: Any, model: Any, generation_config: GenerationConfig | None = None, block: bool = True,
+                     timeout: float | None = None,
+                     continuous_batching_config: ContinuousBatchingConfig | None = None,
+                     persistent_manager: bool = False, warmup: bool = True,
+                     workload_hints: Any = None) -> Iterator[Any]:  # fmt: skip
+    manager = model.init_continuous_batching(generation_config=generation_config,
+                                             continuous_batching_config=continuous_batching_config,
+                                             workload_hints=workload_hints)  # fmt: skip
+    if warmup and not manager.warmed_up:
+        manager.warmup()
+    manager.start()
+    try:
+        yield manager
+    except BaseException:
+        if isinstance(manager, PagedBatchingManager):  # what still runs is not fetched any more
+            manager.stop(block=block, timeout=timeout, hard_stop=True)
+        raise
+    finally:
+        if manager.is_running():
+            manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
+        if not persistent_manager:
+            manager.destroy()
 
-    @contextmanager
-    def manager_context(self: Any, generation_config: GenerationConfig | None = None, block: bool = True,
-                        timeout: float | None = None,
-                        continuous_batching_config: ContinuousBatchingConfig | None = None,
-                        persistent_manager: bool = False, warmup: bool = True,
-                        workload_hints: Any = None) -> Iterator[Any]:  # fmt: skip
-        manager = self.init_continuous_batching(generation_config=generation_config,
-                                                continuous_batching_config=continuous_batching_config,
-                                                workload_hints=workload_hints)  # fmt: skip
-        if warmup and not manager.warmed_up:
-            manager.warmup()
-        manager.start()
-        try:
-            yield manager
-        except BaseException:
-            if isinstance(manager, PagedBatchingManager):  # nobody will fetch what still runs
-                manager.stop(block=block, timeout=timeout, hard_stop=True)
-            raise
-        finally:
-            if manager.is_running():
-                manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
-            if not persistent_manager:
-                manager.destroy()
 
-    @functools.wraps(stock.continuous_batching_context_manager)
-    def continuous_batching_context_manager(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return manager_context(self, *args, **kwargs)
+def _generate_batch(stock: Any, model: Any, inputs: list[Any], generation_config: GenerationConfig | None = None,
+                    continuous_batching_config: ContinuousBatchingConfig | None = None,
+                    record_timestamps: bool = False, progress_bar: bool = False, persistent_manager: bool = False,
+                    warmup: bool = True, **kwargs: Any) -> dict[str, GenerationOutput]:  # fmt: skip
+    engine = _native_engine(model)
+    in_stock = functools.partial(stock.generate_batch, model, inputs, record_timestamps=record_timestamps,
+                                 progress_bar=progress_bar, persistent_manager=persistent_manager,
+                                 warmup=warmup)  # fmt: skip
+    if engine is None:
+        return in_stock(generation_config=generation_config, **kwargs,
+                        continuous_batching_config=continuous_batching_config)  # fmt: skip
+    if len(inputs) == 0:
+        return {}
+    config = batching_config(model, generation_config, kwargs)
+    batching = _batching(generation_config or model.generation_config, continuous_batching_config)
+    reason = _stock_reason(model, engine, config, batching) or _too_long(engine, config, inputs)
+    if reason is not None:
+        fallback.announce_fallback(engine, reason)
+        with fallback.quiet_fallbacks(engine):
+            return in_stock(generation_config=config, continuous_batching_config=batching)
+    with model.continuous_batching_context_manager(
+        generation_config=config, continuous_batching_config=batching, timeout=5,
+        persistent_manager=persistent_manager, warmup=warmup,
+    ) as manager:  # fmt: skip
+        return _run_batch(manager, inputs, record_timestamps, progress_bar)
 
-    @functools.wraps(stock.generate_batch)
-    def generate_batch(self: Any, inputs: list[Any], generation_config: GenerationConfig | None = None,
-                       continuous_batching_config: ContinuousBatchingConfig | None = None,
-                       record_timestamps: bool = False, progress_bar: bool = False, persistent_manager: bool = False,
-                       warmup: bool = True, **kwargs: Any) -> dict[str, GenerationOutput]:  # fmt: skip
-        engine = native_engine(self)
-        stock_call = functools.partial(stock.generate_batch, self, inputs, record_timestamps=record_timestamps,
-                                       progress_bar=progress_bar, persistent_manager=persistent_manager,
-                                       warmup=warmup)  # fmt: skip
-        if engine is None:
-            return stock_call(generation_config=generation_config, **kwargs,
-                              continuous_batching_config=continuous_batching_config)  # fmt: skip
-        if len(inputs) == 0:
-            return {}
-        config = batching_config(self, generation_config, kwargs)
-        batching = _batching(generation_config or self.generation_config, continuous_batching_config)
-        reason = _stock_reason(self, engine, config, batching) or _too_long(engine, config, inputs)
-        if reason is not None:
-            fallback.announce_fallback(engine, reason)
-            with fallback.quiet_fallbacks(engine):
-                return stock_call(generation_config=config, continuous_batching_config=batching)
-        with self.continuous_batching_context_manager(
-            generation_config=config, continuous_batching_config=batching, timeout=5,
-            persistent_manager=persistent_manager, warmup=warmup,
-        ) as manager:  # fmt: skip
-            return _run_batch(manager, inputs, record_timestamps, progress_bar)
 
-    return {
-        "init_continuous_batching": init_continuous_batching,
-        "destroy_cached_continuous_batching_manager": destroy_cached_continuous_batching_manager,
-        "continuous_batching_context_manager": continuous_batching_context_manager,
-        "generate_batch": generate_batch,
-    }
+_METHODS: dict[str, Callable] = {
+    "init_continuous_batching": _init_continuous_batching,
+    "destroy_cached_continuous_batching_manager": _destroy_cached_manager,
+    "continuous_batching_context_manager": _manager_context,
+    "generate_batch": _generate_batch,
+}
+
+
+def _native_engine(model: Any) -> Engine | None:
+    """The model's engine; None inside a call that runs in stock."""
+    engine = engine_of(model)
+    return None if engine in fallback.fallback_engines() else engine
 
 
 def _run_batch(manager: PagedBatchingManager, inputs: list[Any], record_timestamps: bool,
@@ -186,8 +187,8 @@ def _too_long(engine: Engine, config: GenerationConfig, inputs: list[Any]) -> st
     return engine.too_long(config.max_length, 0) if isinstance(config.max_length, int) else None
 
 
-def _resize(model: Any, engine: Engine, batching: ContinuousBatchingConfig, new_engine: NewEngine) -> None:
-    """Enable the model anew where `batching` asks for other sizes than the engine has, and nobody uses it."""
+def _resize(model: Any, engine: Engine, batching: ContinuousBatchingConfig) -> None:
+    """Make a new engine where `batching` asks for other sizes than the present one has, which has no request."""
     wanted: PagedConfig = paged_config(batching, engine.config)
     if wanted == engine.config:
         return
@@ -196,4 +197,4 @@ def _resize(model: Any, engine: Engine, batching: ContinuousBatchingConfig, new_
         warnings.warn(f"hf_paged: the model's engine is in use and keeps its sizes; asked for: {wanted}", UserWarning,
                       stacklevel=3)  # fmt: skip
         return
-    new_engine(model, wanted, tokenizer=engine.tokenizer)
+    renew_engine(model, wanted)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.session import Session
+from hf_paged.engine.session import NewRequest, Session
+from hf_paged.integration.continuous_batching.board import RequestBoard
 from hf_paged.integration.continuous_batching.requests import (
     BatchedRequest,
     NoRoom,
@@ -19,22 +20,28 @@ from hf_paged.integration.continuous_batching.requests import (
 )
 from hf_paged.outputs import StepOutput
 
-if TYPE_CHECKING:
-    from hf_paged.integration.continuous_batching.manager import PagedBatchingManager
-
 logger = logging.getLogger(__name__)
 
 BROKE = "the engine broke while this request ran: "
 
 
 class BatchingWorker:
-    """The loop over one engine. Requests whose tokens are looked at one by one have a session that streams."""
+    """The loop over one engine. Requests whose tokens are looked at one by one have a session that streams.
 
-    def __init__(self, manager: PagedBatchingManager, engine: Engine) -> None:
-        self._manager = manager
-        self._board = manager.board
+    Args:
+        engine: that runs the requests.
+        board: where they come from and their outputs go.
+        wait_for_work: waits, and calls its argument before a pause; False: the loop shall end.
+        on_end: called once with what ended the loop before its time, or None.
+    """
+
+    def __init__(self, engine: Engine, board: RequestBoard, wait_for_work: Callable[[Callable[[], None]], bool],
+                 on_end: Callable[[BaseException | None], None]) -> None:  # fmt: skip
         self._engine = engine
-        self._device = manager.model.device
+        self._board = board
+        self._wait_for_work = wait_for_work
+        self._on_end = on_end
+        self._device = engine.model.device
         self._running: dict[str, tuple[BatchedRequest, Session]] = {}  # by the engine's id
         self._arrived: list[BatchedRequest] = []  # and not given to the engine yet
 
@@ -48,13 +55,13 @@ class BatchingWorker:
             error = raised
             logger.error("hf_paged: continuous batching ended by %r", raised, exc_info=raised)
         finally:
-            self._manager.end(error)
+            self._on_end(error)
 
     def _run_until_it_breaks(self) -> bool:
         """True once the manager says that it is over; False where the engine raised: new sessions have to be made."""
         try:
             with self._engine.session(stream=True, text=False) as streams, self._engine.session(text=False) as others:
-                while self._manager.wait_for_work(self._settle):
+                while self._wait_for_work(self._settle):
                     arrivals, cancelled = self._board.take_news()
                     self._arrived = arrivals
                     self._abort(cancelled)
@@ -63,7 +70,7 @@ class BatchingWorker:
                     self._step(others)
                 self._abort(self._running_requests())
                 for session in (streams, others):
-                    self._collect(session.advance() if session.unfinished() else [])
+                    self._collect(self._engine.advance(session) if session.unfinished() else [])
         except Exception as error:
             if not self._running and not self._arrived:
                 raise  # no request is to blame, and nothing would be different the next time
@@ -92,7 +99,8 @@ class BatchingWorker:
                 settings = request_settings(self._engine, request)
                 session = streams if request.needs_tokens else others
                 request.start()
-                self._running[session.add(prompt, settings, seed=request.seed)] = request, session
+                engine_id = self._engine.add(session, NewRequest(prompt, settings, request.seed))
+                self._running[engine_id] = request, session
             except Exception as error:
                 refused.append((request, failed_output(request, Refused(error))))
         self._arrived = []
@@ -111,7 +119,7 @@ class BatchingWorker:
 
     def _step(self, session: Session) -> None:
         if session.unfinished():
-            self._collect(session.advance())
+            self._collect(self._engine.advance(session))
         if self._running and not session.unfinished():
             self._fail_lost(session)
 

@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from hf_paged.errors import UnsupportedOptionError
-from hf_paged.integration.fallback import call_salt
+from hf_paged.integration.call_context import call_salt
 from hf_paged.integration.serving.errors import settings_error
 from hf_paged.integration.stock_pieces import CallEndedError, EndOfCall
 from hf_paged.options.arguments import merge_config, salt_digest

@@ -13,6 +13,7 @@ from support import tiny_model
 from torch import nn
 
 import hf_paged
+from hf_paged.engine.session import NewRequest
 from hf_paged.models import eligibility
 from hf_paged.models.guards.facts import Facts
 from hf_paged.options.settings import RequestSettings
@@ -184,9 +185,9 @@ def test_a_step_that_takes_in_requests_compares_once(monkeypatch):
     monkeypatch.setattr(Facts, "hold", lambda *args: asked.append(0) or hold(*args))
     with engine.session() as session:
         for token in (3, 4):  # idle, then busy
-            session.add([token] * 20, RequestSettings(50), seed=0)
+            engine.add(session, NewRequest([token] * 20, RequestSettings(50), seed=0))
             asked.clear()
-            session.advance()
+            engine.advance(session)
             assert len(asked) == 1
         assert session.unfinished()
 
@@ -203,11 +204,11 @@ def test_code_of_the_user_between_two_looks_of_a_step_is_noticed(monkeypatch):
         commit()
 
     with engine.session(stream=True) as session:
-        session.add([3] * 20, RequestSettings(50), seed=0)
-        session.advance()
+        engine.add(session, NewRequest([3] * 20, RequestSettings(50), seed=0))
+        engine.advance(session)
         norm.variance_epsilon = 0.5
         monkeypatch.setattr(loop, "_commit_in_flight", commits_and_changes)
-        session.advance()
+        engine.advance(session)
         monkeypatch.undo()
         assert norm.variance_epsilon == 0.25
         assert loop._state_key == loop._adapter.state_key()
