@@ -23,7 +23,7 @@ from transformers import GenerationConfig, Qwen3ForCausalLM
 from workloads import qwen3_config
 
 from hf_paged import PagedGenerator
-from hf_paged.engine.core import StepLoop
+from hf_paged.engine.core import EngineCore
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
 
 
@@ -33,13 +33,13 @@ class _FirstStep(Exception):
 
 def before_the_first_step(generator: PagedGenerator, prompts: list, configs: list, repeats: int = 15) -> list[float]:
     """Milliseconds of each repeat."""
-    own, reached = StepLoop.step, []
+    own, reached = EngineCore.step, []
 
-    def step(self: StepLoop, **options: Any) -> None:
+    def step(self: EngineCore, **options: Any) -> None:
         reached.append(time.thread_time())
         raise _FirstStep
 
-    StepLoop.step, times = step, []  # type: ignore[method-assign]
+    EngineCore.step, times = step, []  # type: ignore[method-assign]
     try:
         for _ in range(repeats):
             start = time.thread_time()
@@ -48,7 +48,7 @@ def before_the_first_step(generator: PagedGenerator, prompts: list, configs: lis
             except _FirstStep:
                 times.append((reached.pop() - start) * 1e3)
     finally:
-        StepLoop.step = own  # type: ignore[method-assign]
+        EngineCore.step = own  # type: ignore[method-assign]
     return times
 
 
@@ -81,7 +81,7 @@ def of_an_arrival(generator: PagedGenerator, repeats: int = 100) -> list[float]:
             engine.step()
             times.append((time.thread_time() - start) * 1e3)
             engine.abort(request_id)
-        for request_id in list(engine._loop.requests):
+        for request_id in list(engine._core.requests):
             engine.abort(request_id)
         while engine.has_unfinished():
             engine.step()

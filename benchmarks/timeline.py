@@ -15,7 +15,7 @@ import torch
 from model_arguments import add_model_arguments, open_generator
 from workloads import WORKLOADS, generation_configs
 
-from hf_paged.engine.core import StepLoop
+from hf_paged.engine.core import EngineCore
 from hf_paged.scheduler import Scheduler
 
 
@@ -26,14 +26,14 @@ def main() -> None:
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]()
     events: list[tuple[float, float, str]] = []  # start, end, what
-    own_step, own_schedule = StepLoop.step, Scheduler.schedule
+    own_step, own_schedule = EngineCore.step, Scheduler.schedule
     last: list = [None]
 
     def schedule(self: Scheduler) -> object:
         last[0] = own_schedule(self)
         return last[0]
 
-    def step(self: StepLoop, **options: bool) -> None:
+    def step(self: EngineCore, **options: bool) -> None:
         start = time.perf_counter()
         own_step(self, **options)
         plan = last[0]
@@ -43,7 +43,7 @@ def main() -> None:
             kind = "with prompts" if plan.num_decode_rows < rows else f"decode <= {max(1, -(-rows // 32) * 32):4}"
         events.append((start, time.perf_counter(), kind))
 
-    StepLoop.step, Scheduler.schedule = step, schedule  # type: ignore[method-assign, assignment]
+    EngineCore.step, Scheduler.schedule = step, schedule  # type: ignore[method-assign, assignment]
     with open_generator(args) as generator:
         for _ in range(2):
             generator.engine.reset_prefix_cache()

@@ -83,7 +83,7 @@ class PagedGenerator:
         Raises:
             ValueError: tensor_parallel_size that the model, the devices or the processes at hand do not allow.
             OSError: transformers finds no model there.
-            WorkerDiedError: a rank ended before all were ready, with what it said.
+            WorkerDiedError: a rank ended before all were ready; the message holds its error.
         """
         settings = merged_config(config, overrides)
         if device is None:
@@ -132,10 +132,10 @@ class PagedGenerator:
             seed: of the random numbers; one for the call, or one per prompt. None: the config's, else drawn from
                 torch's default generator.
             use_tqdm: show progress. None: once the work takes longer than two seconds.
-            logprobs, prompt_logprobs: fill in these fields of every `Completion`, which see; not for tensors. Prompts
-                that are scored fill the prefix cache and do not read it.
+            logprobs, prompt_logprobs: fill in these fields of every `Completion`; not for tensors. Prompts that are
+                scored fill the prefix cache and do not read it.
             cache_salt: one for the call, or one per prompt. Cached prefixes are shared among prompts of the same salt
-                (None: of none), in this and in other calls, and with nobody else.
+                alone (None: those without one), in this and in other calls.
             **generate_kwargs: fields of a `GenerationConfig`.
 
         Returns:

@@ -301,7 +301,7 @@ def locks():
         "hf_paged._importing": lambda: hf_paged._importing,
         "hf_paged.integration.install._enabling_one": lambda: install._enabling_one,
         "hf_paged.models.paged_calls._lock": lambda: paged_calls._lock,
-        "hf_paged.engine.engine.Engine._lock": lambda: hf_paged.get_engine(model)._lock,
+        "hf_paged.engine.fair_lock.FairLock.rlock": lambda: hf_paged.get_engine(model)._lock.rlock,
         "hf_paged.integration.continuous_batching.board.RequestBoard.changed": lambda: manager.board.changed,
         # The same condition by other names.
         "manager": lambda: manager._changed,

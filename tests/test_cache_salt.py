@@ -111,7 +111,7 @@ def test_salts_outlast_a_restart(generator, change):
     for _ in range(3):
         engine.step()
     if change == "interrupt":
-        engine._loop.dirty = True
+        engine._core.dirty = True
     else:
         generator.model.model.norm.variance_epsilon *= 2
     while engine.has_unfinished():

@@ -550,7 +550,7 @@ def test_a_generator_that_is_dropped_gives_the_model_and_the_memory_back():
     model = tiny_model()
     generator = PagedGenerator(model)
     generator.generate(PROMPTS[:1], max_new_tokens=3)
-    pool = weakref.ref(generator.engine._loop.pool.runner)
+    pool = weakref.ref(generator.engine._core.pool.runner)
     del generator
     gc.collect()
     assert pool() is None

@@ -65,8 +65,8 @@ INTEGRATION = [
 STALENESS = [
     PackageMutation("engine/stopping.py", "return id(tokenizer), size,", "return id(tokenizer),", "test_generator.py",
                     "tokens_that_are_added"),
-    PackageMutation("engine/engine.py", "            self._lock = threading.RLock()\n", "            pass\n",
-                    "test_at_fork.py", "every_lock"),
+    PackageMutation("engine/fair_lock.py", "        self.rlock = threading.RLock()\n        return True\n",
+                    "        return True\n", "test_at_fork.py", "every_lock"),
     PackageMutation("models/merged.py", "tensor.dtype, tensor.untyped_storage().nbytes()", "tensor.dtype",
                     "models/test_merged.py", "has_less_memory"),
     PackageMutation("models/fused.py", "for alias in merged.memory()]", "for alias in ()]",

@@ -1,8 +1,8 @@
-"""What comes to the engine from outside, and how all ranks of a sharded model take it in after the same step.
+"""Commands to the engine, and how all ranks of a sharded model carry them out after the same step.
 
-Every rank runs the same scheduler on the same requests, so that nothing need be sent while they run. Rank 0 keeps what
-comes from outside in a queue. While nothing runs, the other ranks wait for it; otherwise rank 0 says so in the next
-step that it launches (`ShardedSampling.said`), every rank hears it at the commit of that step, and there they meet.
+Every rank runs the same scheduler on the same requests, so that nothing need be sent while they run. Rank 0 keeps
+commands in a queue. While nothing runs, the other ranks wait for its broadcast. Otherwise rank 0 sets a control flag in
+the next step that it launches; every rank reads the flag at the commit of that step, and rank 0 broadcasts there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_paged.engine.core import StepLoop
+from hf_paged.engine.core import EngineCore
 from hf_paged.engine.session import NewRequest, Request, Session
 from hf_paged.engine.stopping import StopRule
 from hf_paged.errors import EngineClosedError, WorkerDiedError
@@ -55,161 +55,161 @@ class Stop:
     """Rank 0 ends its engine: the ranks that follow it are done."""
 
 
-Event = NewRequest | End | Build | ResetCache | Release | Stop
+Command = NewRequest | End | Build | ResetCache | Release | Stop
 
 
-class Events:
-    """Steps a loop and has events carried out, on every rank alike. With one rank `now` is at once, `soon` not used.
+class CommandQueue:
+    """Steps an engine core and carries commands out, on every rank alike. With one rank, commands alone go through it.
 
     Not thread-safe: the engine holds its lock around every call.
 
     Attributes:
         around: entered for everything that waits for other ranks.
         on_break: called when an exception left a step that other ranks may have finished: they cannot go on together.
-        busy_thread: steps or meets other ranks right now: an event from inside would mix two broadcasts.
+        busy_thread: the thread that steps or takes part in a broadcast right now; a command from inside would mix two.
         followers: the session of requests that another rank's callers made.
-        expected: requests of this rank's own callers that no event has brought yet.
+        expected: requests of this rank's own callers that no command has brought yet.
         over: why this rank cannot go on with the others, if so.
         stopped: rank 0 has ended its engine.
     """
 
-    def __init__(self, group: ParallelGroup, loop: StepLoop) -> None:
+    def __init__(self, group: ParallelGroup, core: EngineCore) -> None:
         self.group = group
         self.on_break: Callable[[], None] = lambda: None
         self.around: Callable[[], AbstractContextManager] = nullcontext
         self.over: str | None = None
         self.busy_thread: int | None = None
-        self._loop = loop
+        self._core = core
         self.stopped = False
         self.followers = Session(stream=False, text=False)
         self.expected: dict[str, Request] = {}
-        self._queue: list[Event] = []
+        self._queue: list[Command] = []
         self._deadlines: dict[str, float] = {}
 
-    def soon(self, event: Event) -> None:
-        """Carry an event of rank 0 out before the next step, or after one that is launched from now on."""
+    def enqueue(self, command: Command) -> None:
+        """Carry a command of rank 0 out before the next step, or after one that is launched from now on."""
         if self.group.rank == 0:
-            self._queue.append(event)
+            self._queue.append(command)
 
-    def now(self, event: Event) -> Any:
-        """Carry an event out before this returns, if need be by running steps; returns what it gives.
+    def carry_out(self, command: Command) -> Any:
+        """Carry a command out before this returns, if need be by running steps; returns what it gives.
 
-        Ranks > 0 that run the same script as rank 0 wait for rank 0's event of the same kind.
+        Ranks > 0 that run the same script as rank 0 wait for rank 0's command of the same kind.
         """
         if not self.group.is_parallel:
-            return self._take_in(event)
+            return self._apply(command)
         if self.group.rank == 0:
-            self._queue.append(event)
+            self._queue.append(command)
         results: list[Any] = []
         while not results:
             carried_out = self.follow()
-            results = [result for done, result in carried_out if type(done) is type(event)]
+            results = [result for done, result in carried_out if type(done) is type(command)]
         return results[-1]
 
-    def close(self, session: Session, now: Callable[[Event], Any]) -> None:
-        """End what is open in a session; `now` is the engine's, which does more than ours."""
+    def close(self, session: Session, carry_out: Callable[[Command], Any]) -> None:
+        """End what is open in a session; `carry_out` is the engine's, which also runs what was deferred."""
         if self.over is None:
-            now(End(tuple(session.open), "abort"))
+            carry_out(End(tuple(session.open), "abort"))
         for request_id in session.open:
             self.expected.pop(request_id, None)
         session.open.clear()
         session.outbox.clear()
 
-    def shut_down(self, now: Callable[[Event], Any], why: str) -> None:
+    def shut_down(self, carry_out: Callable[[Command], Any], why: str) -> None:
         """Free what this rank has; where the others only follow, tell them that it is over."""
-        requests = {**self._loop.requests, **self.expected}
+        requests = {**self._core.requests, **self.expected}
         try:
             if self.group.driven and self.group.rank == 0 and self.over is None:
-                now(End(tuple(requests), "abort"))
-                now(Stop())
+                carry_out(End(tuple(requests), "abort"))
+                carry_out(Stop())
         except WorkerDiedError:
             pass  # it is over in any case
         finally:
-            self._loop.abandon()
+            self._core.abandon()
             self.over = self.over or why
         self.expected.clear()
         for request in requests.values():
             request.session.open.clear()
             request.session.outbox.clear()
 
-    def step(self) -> list[tuple[Event, Any]]:
-        """Of a sharded model: what waits, if nothing runs; one step; and what ranks tell each other after it."""
-        carried_out: list[tuple[Event, Any]] = []
+    def step(self) -> list[tuple[Command, Any]]:
+        """Step a sharded model once: commands before it, if nothing runs, and after it, if its control flag is set."""
+        carried_out: list[tuple[Command, Any]] = []
         with self._guarded():
             # Ranks > 0 that run the same script as rank 0 added what it added.
-            if self._loop.is_idle and self.expected:
-                carried_out += self._meet()
-            elif self._loop.is_idle:
+            if self._core.is_idle and self.expected:
+                carried_out += self._exchange()
+            elif self._core.is_idle:
                 self._queue = []  # ends of requests that have ended: other ranks may know nothing of them
-            self._loop.step(says=bool(self._queue))
-            if self._loop.heard:
-                carried_out += self._meet()
+            self._core.step(control_flag=bool(self._queue))
+            if self._core.control_flag:
+                carried_out += self._exchange()
             self._look_after_requests()
         return carried_out
 
-    def follow(self) -> list[tuple[Event, Any]]:
+    def follow(self) -> list[tuple[Command, Any]]:
         """Wait for rank 0 where nothing runs, else step."""
-        if not self._loop.is_idle:
+        if not self._core.is_idle:
             return self.step()
         with self._guarded():
-            return self._meet()
+            return self._exchange()
 
-    def _meet(self) -> list[tuple[Event, Any]]:
-        """Take part in one broadcast, and again while carrying it out commits a step in which rank 0 says more."""
-        carried_out: list[tuple[Event, Any]] = []
+    def _exchange(self) -> list[tuple[Command, Any]]:
+        """Take part in one broadcast, and again while carrying it out commits a step whose control flag is set."""
+        carried_out: list[tuple[Command, Any]] = []
         while True:
-            self._loop.heard = False
-            events, self._queue = self._queue, []
-            for event in self.group.broadcast(events):
-                carried_out.append((event, self._take_in(event)))
-            if not self._loop.heard:
+            self._core.control_flag = False
+            commands, self._queue = self._queue, []
+            for command in self.group.broadcast(commands):
+                carried_out.append((command, self._apply(command)))
+            if not self._core.control_flag:
                 return carried_out
 
-    def _take_in(self, event: Event) -> Any:
-        """What an event does on this rank."""
-        loop = self._loop
-        if isinstance(event, NewRequest):
-            loop.add(self._request(event))
-        elif isinstance(event, End):
-            loop.drain()
-            for request in [loop.requests[i] for i in event.request_ids if i in loop.requests]:
-                loop.end(request, event.reason)
-        elif isinstance(event, Build):
-            loop.scheduler_or_build()
-        elif isinstance(event, ResetCache):
-            return loop.scheduler.reset_prefix_cache() if loop.scheduler else True
+    def _apply(self, command: Command) -> Any:
+        """What a command does on this rank."""
+        core = self._core
+        if isinstance(command, NewRequest):
+            core.add(self._request(command))
+        elif isinstance(command, End):
+            core.drain()
+            for request in [core.requests[i] for i in command.request_ids if i in core.requests]:
+                core.end(request, command.reason)
+        elif isinstance(command, Build):
+            core.scheduler_or_build()
+        elif isinstance(command, ResetCache):
+            return core.scheduler.reset_prefix_cache() if core.scheduler else True
         else:
-            loop.drop_pool()
+            core.drop_pool()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
-            self.stopped |= isinstance(event, Stop)
+            self.stopped |= isinstance(command, Stop)
         return None
 
-    def _request(self, event: NewRequest) -> Request:
-        """As rank 0 has it, but for its clock: other ranks would look at theirs after other tokens.
+    def _request(self, command: NewRequest) -> Request:
+        """The request as rank 0 has it, without its deadline: other ranks' clocks would end it after other tokens.
 
         Raises:
             ValueError: the caller of this rank asked for something else.
         """
-        assert event.request_id is not None
-        own, stop = self.expected.pop(event.request_id, None), event.stop
+        assert command.request_id is not None
+        own, stop = self.expected.pop(command.request_id, None), command.stop
         if stop is not None and stop.deadline is not None:
             if self.group.rank == 0:
-                self._deadlines[event.request_id] = stop.deadline
+                self._deadlines[command.request_id] = stop.deadline
             stop = StopRule(stop.strings, None, stop.before) if stop.strings is not None else None
         session = self.followers if own is None else own.session
-        request = self._loop.make_request(replace(event, stop=stop), session)
-        if own is not None and _asked(own, event.seed) != _asked(request, event.seed):
+        request = self._core.make_request(replace(command, stop=stop), session)
+        if own is not None and _asked(own, command.seed) != _asked(request, command.seed):
             raise ValueError(f"rank {self.group.rank} was given another prompt or other settings than rank 0: expected "
                              f"the same calls on all {self.group.size} ranks of a model")  # fmt: skip
         return request
 
     def _look_after_requests(self) -> None:
         """End, on every rank, what only this one knows to be over."""
-        requests, now = self._loop.requests, time.time()
-        if self._loop.failed_here:
-            self._queue.append(End(tuple(self._loop.failed_here), "error"))
-            self._loop.failed_here = []
+        requests, now = self._core.requests, time.time()
+        if self._core.failed_here:
+            self._queue.append(End(tuple(self._core.failed_here), "error"))
+            self._core.failed_here = []
         for request_id in [i for i, deadline in self._deadlines.items() if i not in requests or now > deadline]:
             if request_id not in requests:
                 del self._deadlines[request_id]
@@ -237,7 +237,7 @@ class Events:
 
 
 def _asked(request: Request, seed: int) -> tuple:
-    """What has to be the same on all ranks; the seed of a call without one is rank 0's."""
+    """The part of a request that has to be the same on all ranks; the seed of a call without one is rank 0's."""
     sequence = request.sequence
     return (sequence.token_ids, sequence.max_new_tokens, sequence.priority, sequence.cache_salt,
             replace(request.parameters, seed=seed))  # fmt: skip

@@ -1,4 +1,4 @@
-"""The loop of schedule, launch and commit, and how it gets back on its feet after an interrupt."""
+"""The engine core: schedule, launch and commit a step at a time, and recovery after an interrupt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 NAN_ERROR = "the model's logits hold NaN, or no finite value to sample from"
 
 
-class StepLoop:
+class EngineCore:
     """Scheduler and device pool of one engine. Not thread-safe: the engine holds its lock around every call."""
 
     def __init__(self, adapter: ModelAdapter, config: PagedConfig, tokenizer: Any, *, owns_device: bool) -> None:
@@ -46,7 +46,7 @@ class StepLoop:
         # True while scheduler or runner may be half-way through a change: an interrupt leaves it set.
         self.dirty = False
         self.stepping_thread: int | None = None
-        self.heard = False  # of a sharded model: a committed step said that rank 0 has something to say
+        self.control_flag = False  # of a sharded model: a committed step announced commands of rank 0
         self.failed_here: list[str] = []  # requests of a sharded model that fail on this rank alone
         self._state_key = b""  # of the model, when the runner was prepared
         self._arrivals: list[Request] = []  # since the last step
@@ -114,7 +114,7 @@ class StepLoop:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """For whoever runs the device beside `step`: an exception in here makes the next entry start afresh."""
+        """For code that runs the device beside `step`: an exception in here makes the next entry start afresh."""
         self.dirty = True
         with torch.inference_mode(False), torch.no_grad(), _ambient(self._adapter.kv_spec().device):
             yield
@@ -151,12 +151,12 @@ class StepLoop:
 
     @torch.inference_mode(False)  # tensors made under inference mode could not be written outside it later
     @torch.no_grad()
-    def step(self, *, look_at_model: bool = False, says: bool = False) -> None:
+    def step(self, *, look_at_model: bool = False, control_flag: bool = False) -> None:
         """Schedule, launch and commit once.
 
         Args:
             look_at_model: has it changed under the running requests?
-            says: the step that is launched carries to all ranks that rank 0 has something to say.
+            control_flag: the step that is launched announces to all ranks that rank 0 has commands.
         """
         self.recover_if_dirty()
         if self.is_idle:
@@ -176,7 +176,7 @@ class StepLoop:
                         self._prepare()
                 plan = scheduler.schedule()
                 if self.pool.runner is not None and self.pool.runner.sharded is not None:
-                    self.pool.runner.sharded.say(says)
+                    self.pool.runner.sharded.say(control_flag)
                 launched = self._launch(plan) if plan is not None else None
                 if launched is None or not self._overlaps(device):
                     self._commit_in_flight()
@@ -188,7 +188,7 @@ class StepLoop:
                 for sequence in scheduler.take_failed():
                     self.finish(self.requests[sequence.request_id])
                 if not self.requests:
-                    self._commit_in_flight()  # nobody will ask for the step that ran ahead: its blocks go back now
+                    self._commit_in_flight()  # no request needs the step that ran ahead: its blocks go back now
             self.dirty = False
         finally:
             self.stepping_thread = None
@@ -219,7 +219,7 @@ class StepLoop:
         assert self.scheduler is not None
         plan, handle = launched
         tokens = handle.wait()
-        self.heard |= handle.heard is not None and bool(handle.heard)
+        self.control_flag |= handle.heard is not None and bool(handle.heard)
         if self._guard.pending:
             self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
         for row in np.flatnonzero(plan.samples & (tokens < 0)).tolist():
@@ -253,7 +253,7 @@ class StepLoop:
                 self.finish(request)
 
     def _request_of(self, plan: StepPlan, row: int) -> Request | None:
-        """The request of a row, unless it ended meanwhile: another may have its id by now."""
+        """The request of a row, unless it has ended: another may have its id by now."""
         sequence = plan.sequences[row]
         request = self.requests.get(sequence.request_id)
         return request if request is not None and request.sequence is sequence else None
@@ -284,8 +284,8 @@ class StepLoop:
         try:
             output = request.completed(self.tokenizer)
         except Exception as error:
-            said = request.error or f"this request failed at its end: {error!r}"
-            output = failed_output(sequence, request.num_emitted if session.stream else 0, said)
+            message = request.error or f"this request failed at its end: {error!r}"
+            output = failed_output(sequence, request.num_emitted if session.stream else 0, message)
         session.outbox.append(output)
         del self.requests[sequence.request_id]
         del session.open[sequence.request_id]

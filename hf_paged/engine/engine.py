@@ -16,9 +16,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_paged import at_fork
 from hf_paged.config import PagedConfig
-from hf_paged.engine.commands import Build, End, Event, Events, Release, ResetCache
-from hf_paged.engine.core import StepLoop
-from hf_paged.engine.fair_lock import WaitingLine
+from hf_paged.engine.commands import Build, Command, CommandQueue, End, Release, ResetCache
+from hf_paged.engine.core import EngineCore
+from hf_paged.engine.fair_lock import FairLock
 from hf_paged.engine.lockstep import LockstepBatch, refusal
 from hf_paged.engine.session import NewRequest, Session
 from hf_paged.engine.stopping import CachedStopStrings, StopRule
@@ -46,9 +46,9 @@ def rehearse(model: PreTrainedModel, config: PagedConfig) -> None:
         UnsupportedModelError: the model's class is not supported.
         ValueError: a field of the config that does not suit the model, as from `Engine`.
     """
-    loop = StepLoop(_adapter_of(model, config), config, None, owns_device=True)
-    with loop.changing():
-        loop.pool.rehearse()
+    core = EngineCore(_adapter_of(model, config), config, None, owns_device=True)
+    with core.changing():
+        core.pool.rehearse()
 
 
 def _adapter_of(model: PreTrainedModel, config: PagedConfig) -> ModelAdapter:
@@ -94,9 +94,9 @@ class Engine:
         connect(self._adapter.group, spec.device, config.all_reduce, largest)
         self.config = config
         self.owns_device = owns_device
-        self._loop = StepLoop(self._adapter, config, tokenizer, owns_device=owns_device)
-        self._events = Events(self._adapter.group, self._loop)
-        self._lock, self._line = threading.RLock(), WaitingLine()
+        self._core = EngineCore(self._adapter, config, tokenizer, owns_device=owns_device)
+        self._commands = CommandQueue(self._adapter.group, self._core)
+        self._lock = FairLock()
         self._public = Session(stream=True)
         self._ids = itertools.count()
         self._is_shut_down = False
@@ -122,9 +122,9 @@ class Engine:
             priority: lower runs earlier; equal ones in order of arrival.
             seed: of this request's random numbers, in [0, 2**63). None: the config's `seed`, else drawn from torch's
                 default generator.
-            logprobs, prompt_logprobs: fill in these fields of the `Completion`, which see. A prompt that is scored is
-                computed as a whole: it fills the prefix cache and does not read it.
-            cache_salt: cached prefixes are shared among requests of the same salt (None: of none) and with nobody else.
+            logprobs, prompt_logprobs: fill in these fields of the `Completion`. A prompt that is scored is computed as
+                a whole: it fills the prefix cache and does not read it.
+            cache_salt: cached prefixes are shared among requests of the same salt alone (None: those without one).
 
         Returns:
             The request's id.
@@ -156,7 +156,7 @@ class Engine:
         request_id = None if request_id is None else str.__str__(request_id)
         new = NewRequest(prompt, settings, derive_seed(base_seed(seed, self.config.seed), 0), int(priority),
                          request_id=request_id)  # fmt: skip
-        with self._line.place(), self._lock:
+        with self._lock.turn(), self._lock.rlock:
             made = self.add(self._public, new)
             self._arrived.append(made)
             self._has_looked = True
@@ -172,10 +172,10 @@ class Engine:
         Raises:
             KeyError: no unfinished request has this id.
         """
-        with self._line.place(), self._lock:
-            if request_id not in self._events.expected:
-                self._loop.requests[request_id]  # KeyError
-            self._now(End((request_id,), "abort"))
+        with self._lock.turn(), self._lock.rlock:
+            if request_id not in self._commands.expected:
+                self._core.requests[request_id]  # KeyError
+            self._carry_out(End((request_id,), "abort"))
 
     def has_unfinished(self) -> bool:
         """True while a request of `add_request` runs or its outputs were not fetched by `step`."""
@@ -195,15 +195,15 @@ class Engine:
                  cache_salt: bytes = b"") -> Iterator[LockstepBatch | str]:  # fmt: skip
         """Rows that step together, all to themselves until the block ends; or the reason why they cannot now.
 
-        Other callers wait meanwhile; what they have running goes on afterwards.
+        Other callers wait until then; what they have running goes on afterwards.
 
         Args:
             prompts: checked token ids.
             max_new_tokens: tokens that each row may get at most.
             cache_salt: as in `RequestSettings`, of all rows.
         """
-        with self._line.place() as place, self._lock:
-            place.leave()
+        with self._lock.turn() as turn, self._lock.rlock:
+            turn.leave()
             if self.is_reentrant():
                 yield "it was called from inside a step of the same engine"
                 return
@@ -213,27 +213,27 @@ class Engine:
             if self.group.is_parallel:
                 yield "the model is sharded over several ranks"
                 return
-            self._loop.stepping_thread = threading.get_ident()
+            self._core.stepping_thread = threading.get_ident()
             try:
-                if (reason := refusal(self._loop, prompts, max_new_tokens)) is not None:
+                if (reason := refusal(self._core, prompts, max_new_tokens)) is not None:
                     yield reason
                     return
-                batch = LockstepBatch(self._loop, prompts, max_new_tokens, cache_salt)
+                batch = LockstepBatch(self._core, prompts, max_new_tokens, cache_salt)
                 try:
                     yield batch
                 finally:
                     batch.close()
             finally:
-                self._loop.stepping_thread = None
-                self._loop.recover_if_dirty()
+                self._core.stepping_thread = None
+                self._core.recover_if_dirty()
                 self._run_deferred()
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Counters and present state; see `EngineStats`."""
-        with self._line.place(), self._lock:
-            s, p, pool = self._loop.scheduler, self._loop.totals, self._loop.pool
+        with self._lock.turn(), self._lock.rlock:
+            s, p, pool = self._core.scheduler, self._core.totals, self._core.pool
             return EngineStats(
                 num_running=s.num_running if s else 0,
                 num_waiting=s.num_waiting if s else 0,
@@ -253,8 +253,8 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False (and nothing done) while a request is unfinished."""
-        with self._line.place(), self._lock:
-            return self._now(ResetCache())
+        with self._lock.turn(), self._lock.rlock:
+            return self._carry_out(ResetCache())
 
     def release_memory(self, graphs: bool = False) -> None:
         """Give the KV pool and the request state back to the device; the next request makes them anew.
@@ -265,24 +265,24 @@ class Engine:
         Raises:
             RuntimeError: while requests are unfinished.
         """
-        with self._line.place(), self._lock:
-            if unfinished := len(self._loop.requests) + len(self._events.expected):
+        with self._lock.turn(), self._lock.rlock:
+            if unfinished := len(self._core.requests) + len(self._commands.expected):
                 raise RuntimeError(f"release_memory: {unfinished} requests are unfinished")
             if self.is_reentrant():
                 raise RuntimeError("release_memory: a generate call is under way in this thread")
-            self._now(Release())
+            self._carry_out(Release())
 
     def shutdown(self) -> None:
-        """End every request, whoever asked for it, give all memory back, and refuse new requests."""
-        with self._line.place(), self._lock:
+        """End the requests of all callers, give all memory back, and refuse new requests."""
+        with self._lock.turn(), self._lock.rlock:
             self._is_shut_down = True
             if self.is_reentrant():  # garbage collection in the middle of a step
                 self._deferred.append(self.shutdown)
                 return
             if self.group.is_parallel:
-                self._events.shut_down(self._now, _CLOSED)
+                self._commands.shut_down(self._carry_out, _CLOSED)
                 return
-            for request in list(self._loop.requests.values()):
+            for request in list(self._core.requests.values()):
                 self._close(request.session)
             self.release_memory()
 
@@ -299,11 +299,11 @@ class Engine:
         Raises:
             EngineClosedError: an earlier step was interrupted.
         """
-        with self._line.place() as place, self._lock:
-            place.leave()
-            while not self._events.stopped:
-                self._events.follow()
-                self._events.followers.outbox.clear()
+        with self._lock.turn() as turn, self._lock.rlock:
+            turn.leave()
+            while not self._commands.stopped:
+                self._commands.follow()
+                self._commands.followers.outbox.clear()
 
     def lead(self, waiting: Callable[[], AbstractContextManager], on_break: Callable[[], None]) -> None:
         """For rank 0, whose other ranks `follow`.
@@ -312,7 +312,7 @@ class Engine:
             waiting: entered for everything that waits for the other ranks.
             on_break: called when this rank cannot go on with them (an interrupt, an error in a step).
         """
-        self._events.around, self._events.on_break = waiting, on_break
+        self._commands.around, self._commands.on_break = waiting, on_break
 
     @property
     def group(self) -> ParallelGroup:
@@ -322,11 +322,11 @@ class Engine:
     @property
     def tokenizer(self) -> Any:
         """What decodes tokens and makes stop strings; another one may be set between calls."""
-        return self._loop.tokenizer
+        return self._core.tokenizer
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
-        self._loop.tokenizer = tokenizer
+        self._core.tokenizer = tokenizer
 
     @property
     def model(self) -> PreTrainedModel:
@@ -335,7 +335,7 @@ class Engine:
 
     def is_reentrant(self) -> bool:
         """True in the thread that is inside a step of this engine right now."""
-        return threading.get_ident() in (self._loop.stepping_thread, self._events.busy_thread)
+        return threading.get_ident() in (self._core.stepping_thread, self._commands.busy_thread)
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
@@ -379,7 +379,7 @@ class Engine:
 
     def too_long(self, prompt_length: int, max_new_tokens: int) -> str | None:
         """Why a sequence of this length can never run here, or None."""
-        with self._line.place(), self._lock:
+        with self._lock.turn(), self._lock.rlock:
             pool = self._pool()
             length = prompt_length + max_new_tokens
             if length > pool.max_model_len:
@@ -392,34 +392,30 @@ class Engine:
 
     def room(self, prompt_length: int) -> int:
         """The most new tokens that `too_long` allows after a prompt of this length; below 1 where it has no room."""
-        with self._line.place(), self._lock:
+        with self._lock.turn(), self._lock.rlock:
             pool = self._pool()
             return min(pool.max_model_len, (pool.max_blocks - 1) * self.config.block_size + 1) - prompt_length
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def after_fork_in_child(self) -> None:
-        """Nobody else waits here or holds the lock; a step that this thread is inside of goes on."""
-        self._line = WaitingLine()
+        """No other thread waits here or holds the lock; a step that this thread is inside of goes on."""
+        self._lock.forget_waiting()
         if self.group.is_parallel:
-            self._events.over = _FORKED  # the other ranks listen to the parent
+            self._commands.over = _FORKED  # the other ranks' connections are the parent's
         if self.is_reentrant():
             self._deferred.append(self._forget_threads_that_are_gone)
             return
-        was_held = not self._lock.acquire(blocking=False)
-        if was_held:  # by a thread that is gone, at an unknown point
-            self._loop.dirty = True
-            self._lock = threading.RLock()
-        else:
-            self._lock.release()
-        self._loop.stepping_thread = self._events.busy_thread = None
+        if self._lock.after_fork_in_child():  # a thread that is gone held it, at an unknown point
+            self._core.dirty = True
+        self._core.stepping_thread = self._commands.busy_thread = None
         self._forget_threads_that_are_gone()
 
     def _forget_threads_that_are_gone(self) -> None:
-        """After a fork: their requests hold blocks, and nobody waits for their tokens."""
-        for requests in (self._loop.requests, self._events.expected):
+        """After a fork: their requests hold blocks, and no thread waits for their tokens."""
+        for requests in (self._core.requests, self._commands.expected):
             for request in [r for r in requests.values() if r.thread != threading.get_ident()]:
-                self._loop.dirty = True
+                self._core.dirty = True
                 del requests[request.request_id]
                 request.session.open.pop(request.request_id, None)
 
@@ -450,24 +446,24 @@ class Engine:
             EngineClosedError, UnsupportedModelError: nothing can be queued any more.
         """
         stop = self.stop_rule(new.settings, new.prompt) if new.stop is None else new.stop
-        with self._line.place(), self._lock:
+        with self._lock.turn(), self._lock.rlock:
             if self.is_reentrant():
                 raise RuntimeError("a request cannot be added from inside a step of the same engine")
-            self._loop.recover_if_dirty()
-            if not self._loop.requests and self._loop.pool.moved():
+            self._core.recover_if_dirty()
+            if not self._core.requests and self._core.pool.moved():
                 if self.group.driven:
                     raise UnsupportedModelError("the model's dtype, device, shape or longest length changed on rank 0, "
                                                 "and the other ranks' did not: expected a new PagedGenerator")
-                self._loop.drop_pool()
+                self._core.drop_pool()
             if self._is_shut_down:
                 raise EngineClosedError(_CLOSED)
             new = replace(new, request_id=self._unused_id(new.request_id), stop=stop)
-            request = self._loop.make_request(new, session)
+            request = self._core.make_request(new, session)
             if self.group.is_parallel:
-                session.open[request.request_id] = self._events.expected[request.request_id] = request
-                self._events.soon(new)
+                session.open[request.request_id] = self._commands.expected[request.request_id] = request
+                self._commands.enqueue(new)
             else:
-                self._loop.add(request)
+                self._core.add(request)
             return request.request_id
 
     def _unused_id(self, request_id: str | None) -> str:
@@ -479,26 +475,26 @@ class Engine:
         return request_id
 
     def _is_in_use(self, request_id: str) -> bool:
-        return request_id in self._loop.requests or request_id in self._events.expected
+        return request_id in self._core.requests or request_id in self._commands.expected
 
     def _pool(self) -> DevicePool:
-        if self._loop.scheduler is None:
-            self._now(Build())
-        return self._loop.pool
+        if self._core.scheduler is None:
+            self._carry_out(Build())
+        return self._core.pool
 
     def advance(self, session: Session, *, always_step: bool = False) -> list[StepOutput]:
-        """What came in for a session, after at most one step. [] says nothing; see `Session.unfinished`."""
+        """The outputs that wait for a session, after at most one step. It may be unfinished after an empty list."""
         if self.is_reentrant():
             raise RuntimeError("step() was called from inside a step of the same engine")
-        with self._line.place(after_others=True) as place, self._lock:
-            place.leave()
+        with self._lock.turn(after_others=True) as turn, self._lock.rlock:
+            turn.leave()
             if always_step or not session.outbox:
                 try:
                     self._look_for_arrivals()
                     if self.group.is_parallel:
-                        self._events.step()
+                        self._commands.step()
                     else:  # a streaming caller's code runs between steps, and may have changed the model
-                        self._loop.step(look_at_model=session.stream)
+                        self._core.step(look_at_model=session.stream)
                 finally:
                     self._run_deferred()
             outputs = list(session.outbox)
@@ -517,12 +513,12 @@ class Engine:
         with torch.autocast(self._device_type, enabled=False):  # as the step runs
             reason = self.unsupported_reason()
         if reason is not None:
-            for request in [self._loop.requests[i] for i in arrived if i in self._loop.requests]:
-                self._loop.refuse(request, _CANNOT_RUN + reason)
+            for request in [self._core.requests[i] for i in arrived if i in self._core.requests]:
+                self._core.refuse(request, _CANNOT_RUN + reason)
 
-    def _now(self, event: Event) -> Any:
+    def _carry_out(self, command: Command) -> Any:
         try:
-            return self._events.now(event)
+            return self._commands.carry_out(command)
         finally:
             if not self.is_reentrant():
                 self._run_deferred()
@@ -532,25 +528,25 @@ class Engine:
             self._deferred.pop()()
 
     def _close(self, session: Session) -> None:
-        with self._line.place(), self._lock:
+        with self._lock.turn(), self._lock.rlock:
             if not session.open:
                 return
             if self.is_reentrant():  # an abandoned stream is garbage-collected in the middle of a step
                 self._deferred.append(lambda: self._close(session))
                 return
             if self.group.is_parallel:
-                self._events.close(session, self._now)
+                self._commands.close(session, self._carry_out)
                 return
             try:
-                self._loop.drain()
+                self._core.drain()
             except Exception:
-                self._loop.dirty = True
-            if self._loop.dirty:
+                self._core.dirty = True
+            if self._core.dirty:
                 for request_id in session.open:
-                    self._loop.requests.pop(request_id, None)
+                    self._core.requests.pop(request_id, None)
                 session.open.clear()
-                self._loop.recover_if_dirty()
+                self._core.recover_if_dirty()
                 return
             for request in list(session.open.values()):
-                self._loop.end(request, "abort")
+                self._core.end(request, "abort")
             session.outbox.clear()

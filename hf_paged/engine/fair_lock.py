@@ -1,7 +1,8 @@
-"""Who waits for an engine's lock, so that threads that step it in a loop let the others in."""
+"""A lock for which threads wait in order of arrival, so that threads that step the engine in a loop let others in."""
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import suppress
 from types import TracebackType
@@ -10,32 +11,45 @@ from types import TracebackType
 _PATIENCE, _NAP = 0.01, 50e-6
 
 
-class WaitingLine:
-    """The threads that wait for a lock, in order of arrival.
+class FairLock:
+    """A `threading.RLock` and the turns of the threads that wait for it.
 
-        with line.place(after_others=True) as place, lock:
-            place.leave()
+        with lock.turn(after_others=True) as turn, lock.rlock:
+            turn.leave()
 
-    A `threading.RLock` alone goes to the loop that has just let go of it: who waits is not awake yet. The lock stays in
-    a `with` of its own, which no exception can come into: a lock that was taken or released in Python would now and
-    then stay locked after a Ctrl-C. A place that is left behind (Ctrl-C, a fork) costs one loop its patience, once.
+    An RLock alone goes to the loop that has just released it: the threads that wait are not awake yet. It is taken in a
+    `with` of its own, which no exception can come into: a lock that was taken or released in Python would now and then
+    stay locked after a Ctrl-C. A turn that is left behind (Ctrl-C, a fork) costs one loop its patience, once.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[Place] = []
+        self.rlock = threading.RLock()
+        self._waiting: list[Turn] = []
 
-    def place(self, *, after_others: bool = False) -> Place:
-        """A context: in line from its start to `leave` or its end. `after_others`: it starts when those before left."""
-        return Place(self._waiting, after_others)
+    def turn(self, *, after_others: bool = False) -> Turn:
+        """A context: waits from its start to `leave` or its end. `after_others`: starts when earlier ones have left."""
+        return Turn(self._waiting, after_others)
+
+    def forget_waiting(self) -> None:
+        """In the child of a fork, where the threads that waited do not exist."""
+        self._waiting = []
+
+    def after_fork_in_child(self) -> bool:
+        """Free the lock where a thread of the parent held it; True in that case."""
+        if self.rlock.acquire(blocking=False):
+            self.rlock.release()
+            return False
+        self.rlock = threading.RLock()
+        return True
 
 
-class Place:
-    """A place in a `WaitingLine`."""
+class Turn:
+    """A thread's turn in a `FairLock`."""
 
-    def __init__(self, waiting: list[Place], after_others: bool) -> None:
+    def __init__(self, waiting: list[Turn], after_others: bool) -> None:
         self._waiting, self._after_others = waiting, after_others
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> Turn:
         self._waiting.append(self)
         if self._after_others:
             deadline = time.monotonic() + _PATIENCE
@@ -47,7 +61,7 @@ class Place:
         return self
 
     def leave(self) -> None:
-        """For who has the lock. Again: nothing."""
+        """Called once the lock is held, so that the next turn may start; a second call does nothing."""
         with suppress(ValueError):  # a loop out of patience was first
             self._waiting.remove(self)
 

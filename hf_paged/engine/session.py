@@ -1,4 +1,4 @@
-"""One caller's requests and what waits for that caller, whoever drives the engine."""
+"""Requests as they are asked for and as they run, and the session of the caller who waits for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Request:
     """One request of a session; `sequence` is replaced by a fresh one when the engine recovers from an interrupt.
 
     What a step does for one request alone is a method of this class, so that its exceptions are this request's: the
-    engine core calls them through `StepLoop._attempt`.
+    engine core calls them through `EngineCore._attempt`.
     """
 
     sequence: Sequence

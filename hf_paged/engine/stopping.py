@@ -1,4 +1,4 @@
-"""Ends of a request that the scheduler knows nothing of: stop strings and the end of a call's time."""
+"""Ends of a request that the scheduler does not decide: stop strings and the end of a call's time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class CachedStopStrings:
 
     def __init__(self, tokenizer: Any, strings: tuple[str, ...]) -> None:
         self._made_from = _traits(tokenizer), strings
-        self._held = tokenizer, getattr(tokenizer, "backend_tokenizer", None)  # whose ids nobody else may get
+        # Held, so that no other object gets their ids.
+        self._held = tokenizer, getattr(tokenizer, "backend_tokenizer", None)
         with torch.device("cpu"):  # its tensors take the default device
             self.criterion = StopStringCriteria(tokenizer, list(strings))
 

@@ -1,4 +1,4 @@
-"""What a call of `model.generate` has besides its arguments: a seed and a cache salt, set by who makes it."""
+"""What a call of `model.generate` has besides its arguments: a seed and a cache salt, set around the call."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def _reduce_to_stock(stock: Any) -> Callable:
 def _announcing_generate(stock: Any) -> Callable:
     @functools.wraps(stock.generate)
     def generate_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stock generate; says so where it never comes to `_sample`."""
+        """Stock generate, with the warning where it never comes to `_sample`."""
         engine = engine_of(self)
         for name, values in (("custom_generate", None), ("cache_implementation", ("paged",))):
             value = kwargs.get(name)

@@ -42,7 +42,7 @@ def fallback_engines() -> tuple:
 
 @contextmanager
 def quiet_fallbacks(engine: Engine | None) -> Iterator[None]:
-    """Calls that stock makes in here (assisted decoding calls generate for every draft) go to stock without a word."""
+    """Calls that stock makes in here (assisted decoding generates every draft) go to stock without a warning."""
     inside = engine is None or in_fallback(engine)
     draws = nullcontext() if engine is None or inside else same_draws(engine)
     with within(_IN_FALLBACK, (*_IN_FALLBACK.get(), engine)), draws:

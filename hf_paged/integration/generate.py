@@ -82,7 +82,7 @@ def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
                 engine.add(session, replace(request, seed=derive_seed(seed, row))): row
                 for row, request in enumerate(call.requests)
             }
-        except (EngineClosedError, ValueError) as error:  # closed meanwhile, or settings that cannot be encoded
+        except (EngineClosedError, ValueError) as error:  # closed by another thread, or settings that cannot be encoded
             return str(error)
         while session.unfinished():
             for end in call.ends:
@@ -152,7 +152,7 @@ class _SkippingStreamer:
 
 
 def _recognised(*call: Any) -> NativeCall | None:
-    """The call of `_recognise` as the engine runs it; None: lockstep or stock has to, and says why."""
+    """The call of `_recognise` as the engine runs it; None: lockstep or stock has to."""
     try:
         recognised = _recognise(*call)
     except Exception:  # what cannot be read, stock may carry out, or it raises what it raises

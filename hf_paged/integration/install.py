@@ -1,4 +1,4 @@
-"""Process-wide switch: every supported model is enabled when somebody first generates with it."""
+"""Process-wide switch: every supported model is enabled at its first generation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _enabling_one = threading.RLock()  # threads that meet in a model's first call: 
 
 def install(config: PagedConfig | None = None, **overrides: Any) -> None:
     """From now on a supported model is enabled at its first `generate`, `generate_batch` or
-    `init_continuous_batching`, wherever it came from and whoever calls (`transformers serve`, pipelines, TRL, lm-eval).
+    `init_continuous_batching`, wherever it and its caller came from (`transformers serve`, pipelines, TRL, lm-eval).
 
     Only these methods of `GenerationMixin` are replaced. Models that hf_paged does not support stay stock's; one that
     is disabled afterwards stays disabled. Installing again changes the config of models to come.
@@ -53,7 +53,7 @@ def uninstall() -> None:
     """Put the methods back and disable what `install` enabled. Nothing happens where it is not installed.
 
     Raises:
-        RuntimeError: somebody replaced one of the methods after `install`; undo that first.
+        RuntimeError: one of the methods was replaced after `install`; undo that first.
     """
     for name, (_, hook) in _replaced.items():
         if GenerationMixin.__dict__.get(name) is not hook:
@@ -75,7 +75,7 @@ def is_installed() -> bool:
 
 
 def enable_once(model: Any) -> bool:
-    """Enable a model that is supported and was not enabled here before; True if that was done meanwhile."""
+    """Enable a model that is supported and was not enabled here before; True if this call or another thread did it."""
     if model in _enabled or is_enabled(model) or fallback.fallback_engines() or find_adapter(model) is None:
         return False  # inside a fallback: a draft model belongs to the stock call that runs it
     with _enabling_one:
@@ -97,6 +97,6 @@ def _enabling(name: str, original: Callable) -> Callable:
 
 @at_fork.in_child
 def _renew_in_child() -> None:
-    """Who was enabling a model when another thread forked is gone."""
+    """The thread that was enabling a model when another one forked does not exist in the child."""
     global _enabling_one
     _enabling_one = at_fork.renewed(_enabling_one)

@@ -46,7 +46,7 @@ class PagedCache(Cache):
         return CausalLMOutputWithPast(logits=logits[:, -logits_to_keep:], past_key_values=self)
 
     def to_dynamic(self, config: PreTrainedConfig) -> DynamicCache:
-        """What stock would have in its cache; zeros under the left padding, which no mask lets anyone see."""
+        """What stock would have in its cache; zeros under the left padding, which every mask hides."""
         cache = DynamicCache(config=config.get_text_config(decoder=True))
         for layer, (keys, values) in enumerate(self._batch.keys_and_values(self._length)):
             cache.update(keys, values, layer)

@@ -1,7 +1,7 @@
 """Calls whose tokens only stock's own decoding loop can pick: that loop, unchanged, over the engine's forwards.
 
-Logits processors, stopping criteria, scores, streamers and beams are then stock's by construction. Whoever looks sees
-what stock shows: all rows in step, finished ones fed with padding, fp32 scores, torch's own draws.
+Logits processors, stopping criteria, scores, streamers and beams are then stock's by construction. They see what
+stock shows: all rows in step, finished ones fed with padding, fp32 scores, torch's own draws.
 """
 
 from __future__ import annotations

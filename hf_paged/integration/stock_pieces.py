@@ -15,7 +15,7 @@ from hf_paged.options.settings import token_id_tuple
 
 
 class CallEndedError(Exception):
-    """Whoever made this call of `generate` does not wait for it any more."""
+    """The caller of this `generate` does not wait for it any more."""
 
 
 class EndOfCall(criteria.StoppingCriteria):
@@ -61,7 +61,7 @@ def processor_reason(model: Any, config: GenerationConfig, given: Any, input_ids
         return f"the logits processors ({found}) are not those that stock makes of the generation config"
     for processor, made in zip(given, expected, strict=True):
         attributes = vars(processor)
-        # The first two are what no config can say: somebody patched the place where stock makes it.
+        # No config sets the first two: the code where stock makes the processor was patched.
         own = attributes.get("filter_value", -torch.inf) != -torch.inf or attributes.get("min_tokens_to_keep", 1) != 1
         if own or not _same(attributes, vars(made)):
             return f"a {type(processor).__name__} of the caller's own"

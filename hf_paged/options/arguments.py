@@ -73,6 +73,12 @@ def base_seed(seed: int | None, default: int | None) -> int:
     return seed
 
 
+def check_is_config(config: Any) -> None:
+    """Raise TypeError for what is neither a GenerationConfig nor None."""
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise TypeError(f"generation_config={config!r:.80}: expected a GenerationConfig or None")
+
+
 def merge_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:
     """`kwargs` over `config` over `model.generation_config` over stock's defaults, as stock generate merges.
 
@@ -80,8 +86,7 @@ def merge_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, 
         TypeError: `config` is no GenerationConfig.
         ValueError: a keyword that is no field of one, or a value that its validation refuses.
     """
-    if config is not None and not isinstance(config, GenerationConfig):
-        raise TypeError(f"generation_config={config!r:.80}: expected a GenerationConfig or None")
+    check_is_config(config)
     try:
         merged, unused = model._prepare_generation_config(config, **kwargs)
     except ValueError:
@@ -138,10 +143,10 @@ class ConfigMerger:
     @staticmethod
     def _others(config: GenerationConfig | None) -> tuple | None:
         """All that `config` says besides a positive ``max_new_tokens``, or None where it says something else, too."""
-        said, count = _contents(config, but="max_new_tokens"), getattr(config, "max_new_tokens", None)
-        if said is None or type(count) is not int or count < 1:
+        others, count = _contents(config, but="max_new_tokens"), getattr(config, "max_new_tokens", None)
+        if others is None or type(count) is not int or count < 1:
             return None
-        return tuple(vars(config)), said
+        return tuple(vars(config)), others
 
 
 class RecentMerges:
@@ -173,8 +178,8 @@ def _contents(config: Any, but: str = "") -> str | None:
     """What a config says, `but` for one field; None where it is of another class, or its values' texts do not tell."""
     if type(config) is not GenerationConfig:
         return None
-    said = {name: value for name, value in vars(config).items() if value is not None and name != but}
-    return repr(said) if all(map(_is_plain, said.values())) else None
+    values = {name: value for name, value in vars(config).items() if value is not None and name != but}
+    return repr(values) if all(map(_is_plain, values.values())) else None
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Does stock carry out an option by code of its own still, or has somebody patched the class that it makes for it?"""
+"""Does stock carry out an option by code of its own still, or was the class that it makes for it patched?"""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def _made_for(config: GenerationConfig) -> Iterator[type]:
 def _is_asked(name: str, value: Any) -> bool:
     try:
         return name not in _IS_ASKED or bool(_IS_ASKED[name](value))
-    except (TypeError, ValueError, RuntimeError):  # not a value for this option, which others say better
+    except (TypeError, ValueError, RuntimeError):  # not a value for this option; `settings_from_config` names it
         return True

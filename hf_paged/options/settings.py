@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -155,7 +155,7 @@ def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_siz
         vocab_size: number of logits of a token: ids in options must lie below it.
 
     Raises:
-        UnsupportedOptionError: an option that is not native, or whose processor or criterion somebody patched.
+        UnsupportedOptionError: an option that is not native, or whose processor or criterion was patched.
         ValueError: a value outside what stock generate accepts or the engine's tables hold, or no room for a new token.
         TypeError: a value of another type than stock takes.
     """
@@ -195,10 +195,15 @@ def _read(config: GenerationConfig, prompt_length: int, vocab_size: int) -> Requ
     if min_new_tokens is None:  # stock: min_new_tokens takes precedence, whichever is larger
         min_new_tokens = (config.min_length or 0) - prompt_length
     eos = token_id_tuple(config.eos_token_id)
-    ends: dict[str, Any] = {"eos_token_ids": eos, "edits": edits_from_config(config, eos, vocab_size),
-            "stop_strings": _stop_strings(config.stop_strings), "max_time": _max_time(config.max_time)}  # fmt: skip
-    if not config.do_sample:
-        return RequestSettings(max_new_tokens, max(min_new_tokens, 0), **ends)
+    settings = RequestSettings(
+        max_new_tokens=max_new_tokens, min_new_tokens=max(min_new_tokens, 0), eos_token_ids=eos,
+        edits=edits_from_config(config, eos, vocab_size), stop_strings=_stop_strings(config.stop_strings),
+        max_time=_max_time(config.max_time),
+    )  # fmt: skip
+    return _with_sampling(settings, config) if config.do_sample else settings
+
+
+def _with_sampling(settings: RequestSettings, config: GenerationConfig) -> RequestSettings:
     temperature = _number(config, "temperature", 1.0)
     if not FLOAT32.tiny <= temperature <= FLOAT32.max:
         raise ValueError(f"temperature={temperature!r}: expected a float32 number above 0 (do_sample=False for greedy)")
@@ -209,7 +214,7 @@ def _read(config: GenerationConfig, prompt_length: int, vocab_size: int) -> Requ
     for name, value in (("top_p", top_p), ("min_p", min_p)):
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"{name}={value!r}: expected a number in [0, 1]")
-    return RequestSettings(max_new_tokens, max(min_new_tokens, 0), True, temperature, top_k, top_p, min_p, **ends)
+    return replace(settings, do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 # Integers that only the host's Python reads: the length is cut to what there is room for, ids that no token has are

@@ -1,4 +1,4 @@
-"""Events where nothing runs; over ranks they are tested in `parallel/test_generator_over_ranks.py`."""
+"""Commands where nothing runs; over ranks they are tested in `parallel/test_generator_over_ranks.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_paged.engine.commands import End, Events
+from hf_paged.engine.commands import CommandQueue, End
 from hf_paged.engine.session import NewRequest, Request
 from hf_paged.options.settings import RequestSettings
 from hf_paged.parallel.group import ParallelGroup
@@ -17,19 +17,19 @@ from hf_paged.scheduler import Sequence
 
 def test_the_end_of_what_has_ended_is_not_told():
     """Ranks of one script all call `step`; with nothing running, those without such an end would not meet rank 0."""
-    loop = SimpleNamespace(is_idle=True, heard=False, requests={}, failed_here=[], step=lambda **_: None)
-    events = Events(ParallelGroup(0, 2), loop)
-    events.soon(End(("gone",), "length"))
-    assert events.step() == []
-    assert events.step() == []
+    core = SimpleNamespace(is_idle=True, control_flag=False, requests={}, failed_here=[], step=lambda **_: None)
+    commands = CommandQueue(ParallelGroup(0, 2), core)
+    commands.enqueue(End(("gone",), "length"))
+    assert commands.step() == []
+    assert commands.step() == []
 
 
-def made(event, session):
-    sequence = Sequence(event.request_id, event.prompt, max_new_tokens=event.settings.max_new_tokens)
-    return Request(sequence, SlotParameters(seed=event.seed, max_length=10), session)
+def made(command, session):
+    sequence = Sequence(command.request_id, command.prompt, max_new_tokens=command.settings.max_new_tokens)
+    return Request(sequence, SlotParameters(seed=command.seed, max_length=10), session)
 
 
-class Rank1(Events):
+class Rank1(CommandQueue):
     """A rank that runs the same script as rank 0."""
 
     def __init__(self):
@@ -39,14 +39,14 @@ class Rank1(Events):
 
 def test_ranks_of_one_script_have_to_ask_for_the_same():
     """Other prompts or settings would part the ranks later; the seed of a call without one is rank 0's."""
-    event = NewRequest([1, 2], RequestSettings(max_new_tokens=4), seed=5, request_id="a")
+    command = NewRequest([1, 2], RequestSettings(max_new_tokens=4), seed=5, request_id="a")
     session = SimpleNamespace()
-    for other in (replace(event, prompt=[1, 3]), replace(event, settings=RequestSettings(max_new_tokens=5))):
+    for other in (replace(command, prompt=[1, 3]), replace(command, settings=RequestSettings(max_new_tokens=5))):
         rank = Rank1()
         rank.expected["a"] = made(other, session)
         with pytest.raises(ValueError, match="rank 1 was given another prompt or other settings than rank 0"):
-            rank._take_in(event)
+            rank._apply(command)
     rank = Rank1()
-    rank.expected["a"] = made(replace(event, seed=6), session)
-    rank._take_in(event)
+    rank.expected["a"] = made(replace(command, seed=6), session)
+    rank._apply(command)
     assert rank.added[0].session is session and rank.added[0].parameters.seed == 5 and not rank.expected

@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import PagedGenerator
-from hf_paged.engine.core import StepLoop
+from hf_paged.engine.core import EngineCore
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.scheduler import Scheduler
 
@@ -566,8 +566,8 @@ def _answers_with_swap(engine, tokenizer, prompts, column):
     ids = [engine.add_request(prompt, GenerationConfig(max_new_tokens=24)) for prompt in prompts]
     engine.step()
     if column is not None:
-        table = engine._loop.pool.runner.state.block_table
-        slots = [engine._loop.requests[request_id].sequence.slot for request_id in ids]
+        table = engine._core.pool.runner.state.block_table
+        slots = [engine._core.requests[request_id].sequence.slot for request_id in ids]
         table[slots, column] = table[slots[::-1], column].clone()
     _, completions = run(engine)
     return [tokenizer.decode(completions[i].token_ids, skip_special_tokens=True) for i in ids]
@@ -632,7 +632,7 @@ def test_eos_ids_that_no_tensor_could_hold(model, engine):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("owner", "name"), [
-    (Scheduler, "schedule"), (Scheduler, "commit"), (ModelRunner, "launch"), (StepLoop, "finish"),
+    (Scheduler, "schedule"), (Scheduler, "commit"), (ModelRunner, "launch"), (EngineCore, "finish"),
 ], ids=["schedule", "commit", "launch", "finish"])  # fmt: skip
 def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(overlap, owner, name, monkeypatch):
     """The cycle collector runs wherever something is allocated: also in a step, by the thread that holds the lock."""

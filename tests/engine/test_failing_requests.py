@@ -85,7 +85,7 @@ def run(engine, before_steps=lambda ids: nullcontext(), interrupt_at=None):
         while engine.has_unfinished():
             steps += 1
             if steps == interrupt_at:
-                engine._loop.dirty = True  # as an interrupt leaves it
+                engine._core.dirty = True  # as an interrupt leaves it
             for output in engine.step():
                 emitted[output.request_id] += output.new_token_ids
                 if output.completion is not None:
@@ -102,7 +102,7 @@ def test_every_function_of_a_request_may_raise(monkeypatch, kind, name, overlap)
     expected, _, _ = run(engine)
 
     def arm(ids):
-        request = engine._loop.requests[ids[VICTIM]]
+        request = engine._core.requests[ids[VICTIM]]
         mine = {id(request), id(request.text), id(request.stop), id(request.parameters)}
         return breaking(monkeypatch, kind, name, lambda owner: id(owner) in mine)
 

@@ -1,4 +1,4 @@
-"""A loop lets in who waits, and goes on where that takes long; whatever is interrupted, the lock is free afterwards."""
+"""A loop lets waiting threads in, and goes on where that takes long; after any interrupt the lock is free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hf_paged.engine.fair_lock import _PATIENCE, WaitingLine
+from hf_paged.engine.fair_lock import _PATIENCE, FairLock
 
 
 def spin(seconds: float) -> None:
@@ -31,13 +31,13 @@ def in_threads(count, run):
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_loops_take_turns(count):
-    line, lock, begun, order = WaitingLine(), threading.RLock(), threading.Barrier(count), []
+    lock, begun, order = FairLock(), threading.Barrier(count), []
 
     def loop(name):
         begun.wait()
         for _ in range(60):
-            with line.place(after_others=True) as place, lock:
-                place.leave()
+            with lock.turn(after_others=True) as turn, lock.rlock:
+                turn.leave()
                 order.append(name)
                 spin(0.002)
 
@@ -45,40 +45,40 @@ def test_loops_take_turns(count):
     assert sorted(order) == sorted([*range(count)] * 60)
     changes = sum(a != b for a, b in itertools.pairwise(order))
     assert changes > len(order) // 2, order
-    assert not line._waiting
+    assert not lock._waiting
 
 
 def test_the_lock_is_entered_again_and_an_exception_leaves_nothing():
-    line, lock = WaitingLine(), threading.RLock()
-    with line.place() as place, lock:
-        with line.place(), lock:
-            place.leave()
-        place.leave()
-    with pytest.raises(ValueError, match="inside"), line.place(), lock:
+    lock = FairLock()
+    with lock.turn() as turn, lock.rlock:
+        with lock.turn(), lock.rlock:
+            turn.leave()
+        turn.leave()
+    with pytest.raises(ValueError, match="inside"), lock.turn(), lock.rlock:
         raise ValueError("inside")
-    assert not line._waiting
-    in_threads(1, lambda _: lock.acquire())
+    assert not lock._waiting
+    in_threads(1, lambda _: lock.rlock.acquire())
 
 
-def test_places_that_nobody_leaves_cost_one_wait():
+def test_turns_that_are_left_behind_cost_one_wait():
     """Of a call that was interrupted, or of threads that a fork has not."""
-    line = WaitingLine()
+    lock = FairLock()
     for _ in range(3):
-        line.place().__enter__()
+        lock.turn().__enter__()
     begin = time.perf_counter()
-    with line.place(after_others=True):
+    with lock.turn(after_others=True):
         assert time.perf_counter() - begin >= _PATIENCE
-        assert len(line._waiting) == 1
+        assert len(lock._waiting) == 1
     begin = time.perf_counter()
     for _ in range(100):
-        with line.place(after_others=True):
+        with lock.turn(after_others=True):
             pass
     assert time.perf_counter() - begin < 100 * _PATIENCE / 2
 
 
 def test_after_an_interrupt_at_any_moment_another_thread_gets_the_lock():
     """While the exception lives, too, as it does in a notebook."""
-    line, lock, kept = WaitingLine(), threading.RLock(), []
+    lock, kept = FairLock(), []
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     moments, stuck = random.Random(0), 0
     try:
@@ -86,12 +86,12 @@ def test_after_an_interrupt_at_any_moment_another_thread_gets_the_lock():
             try:
                 signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-4, 4e-4))
                 while True:
-                    with line.place(after_others=True) as place, lock:
-                        place.leave()
+                    with lock.turn(after_others=True) as turn, lock.rlock:
+                        turn.leave()
             except KeyboardInterrupt as error:
                 kept = [error]
                 got = []
-                in_threads(1, lambda _, got=got: got.append(lock.acquire(timeout=5.0)) or lock.release())
+                in_threads(1, lambda _, got=got: got.append(lock.rlock.acquire(timeout=5.0)) or lock.rlock.release())
                 stuck += got != [True]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

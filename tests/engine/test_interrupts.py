@@ -72,7 +72,7 @@ def raising(owner, name, at, after, error):
 
 def _targets(engine):
     """Objects whose methods a step goes through; made by a first call."""
-    runner, scheduler = engine._loop.pool.runner, engine._loop.scheduler
+    runner, scheduler = engine._core.pool.runner, engine._core.scheduler
     return {
         "runner.launch": (runner, "launch"),
         "runner._sample": (runner, "_sample"),
@@ -82,9 +82,9 @@ def _targets(engine):
         "scheduler.schedule": (scheduler, "schedule"),
         "scheduler.commit": (scheduler, "commit"),
         "scheduler.add": (scheduler, "add"),
-        "loop.finish": (engine._loop, "finish"),
-        "loop._commit": (engine._loop, "_commit"),
-        "loop._receive": (engine._loop, "_receive"),
+        "loop.finish": (engine._core, "finish"),
+        "loop._commit": (engine._core, "_commit"),
+        "loop._receive": (engine._core, "_receive"),
         "manager.allocate_slots": (scheduler.kv_cache_manager, "allocate_slots"),
         "manager.publish": (scheduler.kv_cache_manager, "publish"),
         "manager.free": (scheduler.kv_cache_manager, "free"),
@@ -180,10 +180,10 @@ def test_a_launch_that_fails_half_way_leaves_no_prefix_behind(model, overlap):
     hf_paged.enable(model, strict=True, overlap=overlap)
     model.generate(**batch([3]), max_new_tokens=2)
     engine = hf_paged.get_engine(model)
-    for k, v in engine._loop.pool.runner.cache.layers:
+    for k, v in engine._core.pool.runner.cache.layers:
         k.fill_(float("nan"))
         v.fill_(float("nan"))
-    with raising(engine._loop.pool.runner, "launch", 1, False, LaunchError("no memory")), pytest.raises(LaunchError):
+    with raising(engine._core.pool.runner, "launch", 1, False, LaunchError("no memory")), pytest.raises(LaunchError):
         model.generate(**INPUTS, **OPTIONS)
     before = engine.stats().prefix_cache_hits
     assert_native_parity(model, EXPECTED, **INPUTS, **OPTIONS)
@@ -206,7 +206,7 @@ def test_an_interrupt_while_the_pool_grows(model):
     model.generate(**batch([3]), max_new_tokens=2)
     engine = hf_paged.get_engine(model)
     inputs = batch([100] * 12)
-    with raising(engine._loop.pool.runner.cache, "grow", 1, True, Interrupt()), pytest.raises(Interrupt):
+    with raising(engine._core.pool.runner.cache, "grow", 1, True, Interrupt()), pytest.raises(Interrupt):
         model.generate(**inputs, max_new_tokens=30)
     assert_idle(model)
     assert_native_parity(model, **inputs, max_new_tokens=30)
@@ -221,7 +221,7 @@ def test_other_callers_survive_an_interrupt(model):
     config = type(model.generation_config)(max_new_tokens=12)
     request_id = engine.add_request(prompt, config)
     tokens = [t for _ in range(4) for output in engine.step() for t in output.new_token_ids]
-    with raising(engine._loop.pool.runner, "launch", 2, True, Interrupt()), pytest.raises(Interrupt):
+    with raising(engine._core.pool.runner, "launch", 2, True, Interrupt()), pytest.raises(Interrupt):
         model.generate(**INPUTS, **OPTIONS)
     completion = None
     while engine.has_unfinished():
@@ -369,7 +369,7 @@ def test_generate_called_inside_a_step_goes_to_stock(model):
     inner_expected = stock_generate(model, **inputs, max_new_tokens=3)
     model.generate(**batch([3]), max_new_tokens=2)
     engine = hf_paged.get_engine(model)
-    launch, inner = engine._loop.pool.runner.launch, []
+    launch, inner = engine._core.pool.runner.launch, []
 
     def nested_launch(*args):
         if not inner:
@@ -377,7 +377,7 @@ def test_generate_called_inside_a_step_goes_to_stock(model):
             inner[0] = model.generate(**inputs, max_new_tokens=3)
         return launch(*args)
 
-    engine._loop.pool.runner.launch = nested_launch
+    engine._core.pool.runner.launch = nested_launch
     with pytest.warns(hf_paged.FallbackWarning, match="inside a step"):
         assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)
     assert_same_tensor(inner[0], inner_expected)

@@ -73,7 +73,7 @@ def test_running_requests_of_others_survive(model, overlap, beams):
     steps = engine.stats().num_steps
     output = model.generate(**INPUTS, **OPTIONS, num_beams=beams)
     assert engine.stats().num_steps - steps == 12
-    invariants.check(engine._loop.scheduler)
+    invariants.check(engine._core.scheduler)
     while engine.has_unfinished():
         tokens += [t for output_ in engine.step() for t in output_.new_token_ids]
     assert tokens == expected
@@ -131,18 +131,18 @@ class Interrupt(BaseException):
 
 
 TARGETS = {
-    "logits": lambda engine: (engine._loop.pool.runner, "logits"),
-    "admit": lambda engine: (engine._loop.pool.runner.state, "admit"),
-    "set_tokens": lambda engine: (engine._loop.pool.runner.state, "set_tokens"),
-    "move": lambda engine: (engine._loop.pool.runner.state, "move"),
-    "copy_blocks": lambda engine: (engine._loop.pool.runner.cache, "copy_blocks"),
-    "allocate_slots": lambda engine: (engine._loop.scheduler.kv_cache_manager, "allocate_slots"),
-    "allocate": lambda engine: (engine._loop.scheduler.kv_cache_manager.block_pool, "allocate"),
-    "touch": lambda engine: (engine._loop.scheduler.kv_cache_manager.block_pool, "touch"),
-    "publish": lambda engine: (engine._loop.scheduler.kv_cache_manager, "publish"),
-    "free": lambda engine: (engine._loop.scheduler.kv_cache_manager, "free"),
-    "take_slots": lambda engine: (engine._loop.scheduler, "take_slots"),
-    "give_slots": lambda engine: (engine._loop.scheduler, "give_slots"),
+    "logits": lambda engine: (engine._core.pool.runner, "logits"),
+    "admit": lambda engine: (engine._core.pool.runner.state, "admit"),
+    "set_tokens": lambda engine: (engine._core.pool.runner.state, "set_tokens"),
+    "move": lambda engine: (engine._core.pool.runner.state, "move"),
+    "copy_blocks": lambda engine: (engine._core.pool.runner.cache, "copy_blocks"),
+    "allocate_slots": lambda engine: (engine._core.scheduler.kv_cache_manager, "allocate_slots"),
+    "allocate": lambda engine: (engine._core.scheduler.kv_cache_manager.block_pool, "allocate"),
+    "touch": lambda engine: (engine._core.scheduler.kv_cache_manager.block_pool, "touch"),
+    "publish": lambda engine: (engine._core.scheduler.kv_cache_manager, "publish"),
+    "free": lambda engine: (engine._core.scheduler.kv_cache_manager, "free"),
+    "take_slots": lambda engine: (engine._core.scheduler, "take_slots"),
+    "give_slots": lambda engine: (engine._core.scheduler, "give_slots"),
     "hidden_states": lambda engine: (engine._adapter, "hidden_states"),
 }
 
@@ -186,7 +186,7 @@ def test_a_call_that_dies_anywhere_leaves_a_working_engine(model, target, at, af
         tokens += [t for output in engine.step() for t in output.new_token_ids]
     assert tokens == expected
     assert_idle(model)
-    invariants.check(engine._loop.scheduler)
+    invariants.check(engine._core.scheduler)
     assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)
     assert_native_parity(model, **INPUTS, max_new_tokens=6)
 

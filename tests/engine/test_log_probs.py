@@ -311,7 +311,7 @@ def test_preemption_in_the_middle_of_a_prompt(stock, overlap):
         for prompt in short:
             engine.add_request(prompt, GenerationConfig(max_new_tokens=30))
         last = engine.add_request(long, GenerationConfig(max_new_tokens=3), logprobs=True, prompt_logprobs=True)
-        request, half_way, completion = engine._loop.requests[last], False, None
+        request, half_way, completion = engine._core.requests[last], False, None
         while engine.has_unfinished():
             before = request.sequence.num_preemptions
             begun = request.prompt_logprobs[1] is not None and request.awaits_prompt_logprobs
@@ -338,7 +338,7 @@ def test_a_recovery_after_an_interrupt(stock, overlap, at, point):
         generator.generate([prompt], max_new_tokens=2)
         engine.add_request(prompt, GenerationConfig(max_new_tokens=12))
         scored = engine.add_request(prompt, GenerationConfig(max_new_tokens=9), logprobs=True, prompt_logprobs=True)
-        owner = engine._loop.pool.runner if point == "launch" else engine._loop.scheduler
+        owner = engine._core.pool.runner if point == "launch" else engine._core.scheduler
         outputs = []
         with raising(owner, point, at, True, Interrupt()), pytest.raises(Interrupt):
             run(engine, outputs)
@@ -359,9 +359,9 @@ def test_a_recovery_forgets_what_was_known(stock, generator):
     engine = generator.engine
     request_id = engine.add_request(PROMPTS[0], GenerationConfig(max_new_tokens=5), logprobs=True, prompt_logprobs=True)
     outputs = [*engine.step(), *engine.step()]
-    engine._loop.dirty = True
-    engine._loop.recover_if_dirty()
-    request = engine._loop.requests[request_id]
+    engine._core.dirty = True
+    engine._core.recover_if_dirty()
+    request = engine._core.requests[request_id]
     assert (request.logprobs, request.prompt_logprobs) == ([], [None] * 20)
     run(engine, outputs)
     assert_scored(stock, outputs[-1].completion)
@@ -373,7 +373,7 @@ def test_a_launch_that_raises(stock, generator):
     generator.generate([PROMPTS[1]], max_new_tokens=2)
     engine.add_request(PROMPTS[0], GenerationConfig(max_new_tokens=6), logprobs=True, prompt_logprobs=True)
     outputs = []
-    with raising(engine._loop.pool.runner, "launch", 3, True, RuntimeError("here")), pytest.raises(RuntimeError):
+    with raising(engine._core.pool.runner, "launch", 3, True, RuntimeError("here")), pytest.raises(RuntimeError):
         run(engine, outputs)
     run(engine, outputs)
     assert_scored(stock, outputs[-1].completion)

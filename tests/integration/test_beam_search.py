@@ -121,7 +121,7 @@ def test_a_processor_that_raises_in_the_middle_of_beams(model):
     with pytest.raises(KeyError):
         model.generate(**INPUTS, max_new_tokens=30, num_beams=3, logits_processor=LogitsProcessorList([Raising()]))
     assert_idle(model)
-    pool = hf_paged.get_engine(model)._loop.scheduler.kv_cache_manager.block_pool
+    pool = hf_paged.get_engine(model)._core.scheduler.kv_cache_manager.block_pool
     assert all(block.ref_count == 0 for block in pool.blocks)
     assert_lockstep(model, **INPUTS, max_new_tokens=30, num_beams=3)
 

@@ -414,7 +414,7 @@ LONG = FIRST_TOKEN_CAPACITY + 50
 def test_what_grows_in_inference_mode_is_used_and_trained_with_outside(lengths, settings, used_before):
     """No tensor made under inference mode may be written, or needed by autograd, later."""
     model = hf_paged.enable(tiny_model(max_position_embeddings=4096), strict=True, **settings)
-    loop, inputs = hf_paged.get_engine(model)._loop, batch([20, 7])
+    loop, inputs = hf_paged.get_engine(model)._core, batch([20, 7])
     if used_before:
         assert_native_parity(model, **inputs, max_new_tokens=4)
     with torch.inference_mode():
@@ -628,7 +628,7 @@ def test_deleting_the_model_frees_the_pool_without_a_cycle_collection(no_cycle_c
     engine = hf_paged.get_engine(model)
     model.generate(**batch([20, 7]), max_new_tokens=5)
     list(engine.step())
-    gone = [weakref.ref(x) for x in (model, engine, engine._loop.pool.runner, engine._loop.pool.runner.cache)]
+    gone = [weakref.ref(x) for x in (model, engine, engine._core.pool.runner, engine._core.pool.runner.cache)]
     del model, engine
     assert [ref() for ref in gone] == [None] * 4
 
@@ -636,6 +636,6 @@ def test_deleting_the_model_frees_the_pool_without_a_cycle_collection(no_cycle_c
 def test_disabling_frees_the_pool_without_a_cycle_collection(no_cycle_collector):
     model = hf_paged.enable(tiny_model())
     model.generate(**batch([20, 7]), max_new_tokens=5)
-    gone = weakref.ref(hf_paged.get_engine(model)._loop.pool.runner.cache)
+    gone = weakref.ref(hf_paged.get_engine(model)._core.pool.runner.cache)
     hf_paged.disable(model)
     assert gone() is None

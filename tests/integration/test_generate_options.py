@@ -290,15 +290,15 @@ def test_a_stop_string_is_not_found_across_a_recovery(monkeypatch):
     text = tokenizer.decode(expected[0, 20:])
     at = next(i for i in range(4, 12) if text[i] + text[0] not in text)
     engine, steps = hf_paged.get_engine(model), 0
-    step = engine._loop.step
+    step = engine._core.step
 
     def interrupted_once(**kwargs):
         nonlocal steps
         steps += 1
-        engine._loop.dirty |= steps == at + 2  # the token at `at` is the last one
+        engine._core.dirty |= steps == at + 2  # the token at `at` is the last one
         step(**kwargs)
 
-    monkeypatch.setattr(engine._loop, "step", interrupted_once)
+    monkeypatch.setattr(engine._core, "step", interrupted_once)
     kwargs |= {"stop_strings": [text[at] + text[0]], "tokenizer": tokenizer}
     assert_same_tensor(model.generate(**inputs, **kwargs), expected)
     assert steps > 12

@@ -110,7 +110,7 @@ def test_a_killed_worker_and_an_interrupt(checkpoint, monkeypatch):
     with PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2) as generator:
         processes = generator._workers[0].processes
         expected = [completion.token_ids for completion in generator.generate(PROMPTS, max_new_tokens=8)]
-        runner = generator.engine._loop.pool.runner
+        runner = generator.engine._core.pool.runner
         launch, calls = runner.launch, []
 
         def interrupted(*args):
@@ -160,7 +160,7 @@ class Nccl:
 
     def __init__(self, monkeypatch, generator, patience):
         self.began, self.dropped, self.patience, self.waits = threading.Event(), threading.Event(), patience, []
-        self.state, self.runner = generator._workers[0]._state, generator.engine._loop.pool.runner
+        self.state, self.runner = generator._workers[0]._state, generator.engine._core.pool.runner
         self.state.device_type = "cuda"
         self.graphs = self.runner.graphs = Graphs()
         self.graphs.drop = self.dropped.set

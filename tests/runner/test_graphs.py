@@ -155,7 +155,7 @@ def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch)
             kinds.append({kind for kind, _ in replayed})
             assert made[0] == tokens
             torch.testing.assert_close(made[1], scores, rtol=1e-4, atol=1e-4)
-        captured = {key[3] for key in generator.engine._loop.pool.runner.graphs._captured}
+        captured = {key[3] for key in generator.engine._core.pool.runner.graphs._captured}
     assert kinds[:2] == [{"decode", "prompt"}] * 2
     assert "decode" in kinds[2]
     assert captured == {False, True}
@@ -184,7 +184,7 @@ def test_dropped_graphs_are_destroyed_whatever_refers_to_them(steps, how):
     """Such as the traceback of an error in a step; NCCL waits for the end of every graph that holds its kernels."""
     with hf_paged.PagedGenerator(tiny_model(), num_blocks=50) as generator:
         expected = generator.generate([[1, 2, 3]], max_new_tokens=4, do_sample=False)[0].token_ids
-        graphs = generator.engine._loop.pool.runner.graphs
+        graphs = generator.engine._core.pool.runner.graphs
         captured = list(graphs._captured.values())
         assert len(captured) >= 2 and not any(kept.graph.is_destroyed for kept in captured)
         if how == "drop":
@@ -218,7 +218,7 @@ def graphs():
     """Graphs of a runner that never ran."""
     with hf_paged.PagedGenerator(tiny_model(), num_blocks=50, max_num_seqs=8) as generator:
         generator.generate([[1, 2, 3]], max_new_tokens=1, do_sample=False)
-        runner = generator.engine._loop.pool.runner
+        runner = generator.engine._core.pool.runner
         yield StepGraphs(runner.adapter, runner.cache, runner.state, 64, 256, "torch")
 
 

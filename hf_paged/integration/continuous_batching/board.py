@@ -60,14 +60,14 @@ class RequestBoard:
             self.changed.notify_all()
 
     def renew(self) -> None:
-        """In the child of a fork: a condition that nobody holds, and no handler, whose event loop is the parent's."""
+        """In the child of a fork: a condition that no thread holds; no handlers: their event loops are the parent's."""
         self.changed = at_fork.renewed(self.changed)
         self.outputs.renew(self.changed)
 
     def has_work(self) -> bool:
         return bool(self.open or self._cancelled)
 
-    def take_news(self) -> tuple[list[BatchedRequest], list[BatchedRequest]]:
+    def take_changes(self) -> tuple[list[BatchedRequest], list[BatchedRequest]]:
         """Requests that arrived and requests that were cancelled since the last call."""
         with self.changed:
             arrivals = [request for request in self._arrivals if not request.is_cancelled]
@@ -77,7 +77,7 @@ class RequestBoard:
         return arrivals, cancelled
 
     def deliver(self, outputs: list[tuple[BatchedRequest, GenerationOutput]]) -> None:
-        """Hand over outputs, but for requests that were cancelled meanwhile; finished requests are open no more."""
+        """Hand over outputs, except of cancelled requests; finished requests are open no more."""
         with self.changed:
             kept = [output for request, output in outputs if self.open.get(request.request_id) is request]
             for output in kept:
@@ -116,7 +116,7 @@ class OutputBox:
             for loop, batch in calls.items():
                 try:
                     loop.call_soon_threadsafe(_call_all, batch)
-                except RuntimeError:  # the loop is closed: nobody is there any more
+                except RuntimeError:  # the loop is closed: no handler will run
                     logger.warning("hf_paged: dropped %d outputs, whose event loop is closed", len(batch))
             self._changed.notify_all()
 
@@ -137,7 +137,7 @@ class OutputBox:
         self._handlers.clear()
 
     def forget(self, request_id: str) -> None:
-        """The request was cancelled: nobody will hear of it again, neither its handler nor who uses its id next."""
+        """The request was cancelled: neither its handler nor the next request of its id gets its outputs."""
         with self._changed:
             self._handlers.pop(request_id, None)
             self._waiting = deque(output for output in self._waiting if output.request_id != request_id)

@@ -101,7 +101,7 @@ class PagedBatchingManager:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def warmup(self) -> None:
-        """Make the KV pool; CUDA graphs are captured when their sizes first come up, whoever asks for them."""
+        """Make the KV pool; CUDA graphs are captured when a step first needs their sizes."""
         self.engine.room(0)
         self.warmed_up = True
 
@@ -160,7 +160,7 @@ class PagedBatchingManager:
             self._generation_thread = None
 
     def destroy(self) -> None:
-        """Finish what runs and end the thread; nobody is given this manager any more. Safe to call twice."""
+        """Finish what runs and end the thread; no later call gets this manager. Safe to call twice."""
         if self.is_running():
             self.stop(block=True)
         model = self.model
@@ -204,7 +204,7 @@ class PagedBatchingManager:
                     streaming: bool = False, record_timestamps: bool = False,
                     eos_token_id: int | list[int] | None = None, cache_salt: str | None = None,
                     **options: Any) -> str | None:  # fmt: skip
-        """Queue a request, also before `start`. What is wrong with it is said by its output, which is then FAILED.
+        """Queue a request, also before `start`. One that cannot run gets a FAILED output with its error.
 
         Args:
             input_ids: token ids, at least one; a list or a 1-D tensor.
@@ -212,7 +212,7 @@ class PagedBatchingManager:
             max_new_tokens, eos_token_id: None: the manager's. A negative EOS id means none.
             streaming: an output for every step that brings tokens, besides the last one.
             record_timestamps: note when each token came (`time.perf_counter`).
-            cache_salt: cached prefixes are shared among requests of the same salt (None: of none) and with nobody else.
+            cache_salt: cached prefixes are shared among requests of the same salt alone (None: those without one).
             **options: further fields of a `GenerationConfig`, for this request alone.
 
         Returns:
@@ -263,7 +263,7 @@ class PagedBatchingManager:
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The oldest output that was not fetched (of `request_id`); None after `timeout` seconds, where the thread
-        does not run, where the request is cancelled meanwhile, or, without a timeout, where no such request is open."""
+        does not run, where the request gets cancelled, or, without a timeout, where no such request is open."""
         may_wait_for_it = timeout is not None and request_id not in self.board.open
 
         def may_come() -> bool:
@@ -316,12 +316,12 @@ class PagedBatchingManager:
                 self._changed.wait()
 
     def end(self, error: BaseException | None) -> None:
-        """The thread is over: fail what is left and wake everybody who waits."""
+        """The thread is over: fail what is left and wake all waiting threads."""
         with self._changed:
             self._stop, self._is_over = max(self._stop, FLUSH), True
-            self.background_thread_status.fatal_error = error  # first: who gets a failed output looks here
-            said = f"generation stopped before this request was done{f': {error!r}' if error is not None else ''}"
-            self.board.fail_all(said)
+            self.background_thread_status.fatal_error = error  # first: callers with a failed output look here
+            message = f"generation stopped before this request was done{f': {error!r}' if error is not None else ''}"
+            self.board.fail_all(message)
             self._let_model_go()
             self._changed.notify_all()
 

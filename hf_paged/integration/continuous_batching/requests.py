@@ -17,9 +17,10 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from hf_paged.config import PagedConfig
 from hf_paged.engine.engine import Engine
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.options.arguments import check_is_config
 from hf_paged.options.settings import RequestSettings, settings_from_config, token_id_tuple, unsupported_option
 
-# Options that say how the cache is kept: whatever they are, continuous batching keeps its own.
+# Options of how the cache is kept: continuous batching keeps its own, whatever their values.
 CACHE_OPTIONS = ("use_cache", "cache_implementation")
 # Options that come to transformers' continuous batching as logits processors; it looks at no other that we lack.
 SEEN_BY_STOCK = (
@@ -121,8 +122,7 @@ def batching_config(model: Any, config: GenerationConfig | None, kwargs: dict[st
         TypeError: `config` is no GenerationConfig.
         ValueError: a keyword that is no field of one, or a value that its validation refuses.
     """
-    if config is not None and not isinstance(config, GenerationConfig):
-        raise TypeError(f"generation_config={config!r:.80}: expected a GenerationConfig or None")
+    check_is_config(config)
     merged = copy.copy(model.generation_config if config is None else config)
     for name in CACHE_OPTIONS:
         setattr(merged, name, None)

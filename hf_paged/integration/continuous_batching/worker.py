@@ -46,7 +46,7 @@ class BatchingWorker:
         self._arrived: list[BatchedRequest] = []  # and not given to the engine yet
 
     def run(self) -> None:
-        """Until the manager says that it is over. A step that breaks fails what was running, and the loop goes on."""
+        """Until `wait_for_work` returns False. A step that breaks fails what was running, and the loop goes on."""
         error: BaseException | None = None
         try:
             while not self._run_until_it_breaks():
@@ -58,11 +58,11 @@ class BatchingWorker:
             self._on_end(error)
 
     def _run_until_it_breaks(self) -> bool:
-        """True once the manager says that it is over; False where the engine raised: new sessions have to be made."""
+        """True once `wait_for_work` returned False; False where the engine raised: new sessions have to be made."""
         try:
             with self._engine.session(stream=True, text=False) as streams, self._engine.session(text=False) as others:
                 while self._wait_for_work(self._settle):
-                    arrivals, cancelled = self._board.take_news()
+                    arrivals, cancelled = self._board.take_changes()
                     self._arrived = arrivals
                     self._abort(cancelled)
                     self._admit(streams, others)
@@ -115,7 +115,7 @@ class BatchingWorker:
             try:
                 self._engine.abort(engine_id)
             except KeyError:
-                continue  # it ended meanwhile: its completion is on the way
+                continue  # it has ended: its completion is on the way
 
     def _step(self, session: Session) -> None:
         if session.unfinished():
@@ -151,7 +151,7 @@ class BatchingWorker:
         return request.output() if request.streaming else None
 
     def _fail_lost(self, session: Session) -> None:
-        """`disable` ends requests without a word to their callers."""
+        """`disable` ends requests without an output."""
         lost = [key for key, (_, its_session) in self._running.items() if its_session is session]
         failed = [self._running.pop(key)[0] for key in lost]
         self._fail(failed, "the model was disabled, or enabled anew, while this request ran")

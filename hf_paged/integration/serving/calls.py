@@ -40,7 +40,7 @@ class ServedCall:
     Attributes:
         over: set when the HTTP request has ended, answered or abandoned by its client.
         streams: a streamed answer was started, whose status depends on `verdict`.
-        settings: what its body says about how to generate, as reasons name it.
+        settings: the generation settings of its body, as reasons name them.
     """
 
     def __init__(self, cache_salt: str | None = None) -> None:
@@ -55,7 +55,7 @@ class ServedCall:
 
     @classmethod
     def current(cls) -> ServedCall:
-        """The HTTP request that is being answered in this context, or a new one where nobody noted it."""
+        """The HTTP request that is being answered in this context, or a new one where none was noted."""
         return CURRENT.get() or cls()
 
     def at_end(self, action: Callable[[], None]) -> None:
@@ -63,7 +63,7 @@ class ServedCall:
         self._at_end.append(action)
 
     def end(self) -> None:
-        """Nobody waits for the answer any more."""
+        """The client does not wait for the answer any more."""
         self.over.set()
         while self._at_end:
             self._at_end.pop()()
@@ -105,7 +105,7 @@ class GeneratesFor:
         """`model.generate` under the request's salt.
 
         Raises:
-            CallEndedError: the HTTP request ended meanwhile.
+            CallEndedError: the HTTP request ended.
             RefusedRequestError: the settings are such that `model.generate` cannot carry them out.
         """
         call = self._call
@@ -137,7 +137,7 @@ class GeneratesFor:
 
 
 def _expected(model: Any, config: GenerationConfig, inputs: dict[str, Any]) -> str:
-    """What the engine, which names options and accepted values where transformers may not, says of these settings."""
+    """The engine's error for these settings: it names options and accepted values where transformers may not."""
     try:
         merged = merge_config(model, tokens_only(config), {})
         settings_from_config(merged, inputs["input_ids"].shape[1], model.config.vocab_size)

@@ -49,9 +49,9 @@ _DECODING = ("_sample", "_beam_search", "_assisted_decoding", "_prefill")
 
 
 def settings_of(body: dict[str, Any]) -> str:
-    """What a request says about how to generate, as its reasons name it."""
-    said = ", ".join(f"{name}={body[name]!s:.200}" for name in _SETTINGS if body.get(name) is not None)
-    return f"generation settings {said}" if said else "generation settings"
+    """The generation settings of a request, as its reasons name them."""
+    settings = ", ".join(f"{name}={body[name]!s:.200}" for name in _SETTINGS if body.get(name) is not None)
+    return f"generation settings {settings}" if settings else "generation settings"
 
 
 def reading_error(error: Exception, settings: str) -> str | None:
@@ -109,8 +109,8 @@ def error_body(reason: str, status: int) -> dict[str, Any]:
 
 
 def _reason(expected: str, error: Exception) -> str:
-    said = str(error)
-    return _printable(f"{expected} ({type(error).__name__}{': ' if said else ''}{said})")
+    text = str(error)
+    return _printable(f"{expected} ({type(error).__name__}{': ' if text else ''}{text})")
 
 
 def _printable(text: str) -> str:

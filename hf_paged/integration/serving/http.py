@@ -23,8 +23,8 @@ def furnish(app: Any) -> None:
 
     async def unreadable(request: Any, error: RequestValidationError) -> JSONResponse:
         # Not with the input, which FastAPI would repeat: it may hold what JSON cannot, as NaN.
-        said = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        return JSONResponse(error_body(f"{said} (expected a JSON object)", 422), 422)
+        found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        return JSONResponse(error_body(f"{found} (expected a JSON object)", 422), 422)
 
     app.add_exception_handler(HTTPException, with_status)
     app.add_exception_handler(RequestValidationError, unreadable)

@@ -174,7 +174,7 @@ def _requests(manager: Any, model: Any, processor: Any, config: GenerationConfig
         manager._hf_paged_thread = InferenceThread()
     settings, told = None, tokens_only(config)
     if _is_native(model, told, manager._cb.continuous_batching_config):
-        with suppress(ValueError, TypeError):  # `model.generate` says what is wrong with them
+        with suppress(ValueError, TypeError):  # `model.generate` raises its own error for them
             # The server returns one sequence, whatever the settings say.
             settings = batching_config(model, told, {"num_return_sequences": None})
     return ServedRequests(manager._cb, manager._hf_paged_thread, model, processor, config, settings)

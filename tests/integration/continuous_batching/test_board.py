@@ -19,7 +19,7 @@ def test_cancelling_a_request_cancels_its_children_and_nobody_elses():
     board.add([*wanted, *other], limit=0)
     board.cancel("a")
     assert set(board.open) == {"ab", "ab__child#0"}
-    arrivals, cancelled = board.take_news()
+    arrivals, cancelled = board.take_changes()
     assert arrivals == other
     assert cancelled == [wanted[-1], *wanted[:-1]] and all(request.is_cancelled for request in wanted)
     board.deliver([(request, request.finish()) for request in [*wanted, *other]])
@@ -31,9 +31,9 @@ def test_children_that_run_are_cancelled_too():
     board = RequestBoard()
     requests = _request("a").copies(2)
     board.add(requests, limit=0)
-    assert board.take_news() == (requests, [])
+    assert board.take_changes() == (requests, [])
     board.cancel("a")
-    assert board.take_news() == ([], [requests[1], requests[0]]) and not board.has_work()
+    assert board.take_changes() == ([], [requests[1], requests[0]]) and not board.has_work()
 
 
 def test_outputs_of_a_cancelled_request_are_gone_and_nobody_with_its_id_gets_them():

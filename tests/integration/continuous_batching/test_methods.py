@@ -75,7 +75,7 @@ def running(model, config=None, **kwargs):
 def held_back(model):
     """The engine makes no step in here."""
     engine = hf_paged.get_engine(model)
-    with engine._lock:
+    with engine._lock.rlock:
         yield
 
 
@@ -476,7 +476,7 @@ class Death(BaseException):
 
 def break_engine(monkeypatch, model, after=3, error=Death):
     """The engine's loop raises at its n-th step."""
-    loop, steps = hf_paged.get_engine(model)._loop, []
+    loop, steps = hf_paged.get_engine(model)._core, []
 
     def step(**kwargs):
         steps.append(1)

@@ -210,7 +210,7 @@ def test_an_error_of_the_server_stays_one(trained_path, monkeypatch):
         def broken(**kwargs):
             raise ValueError("the roof is on fire")
 
-        monkeypatch.setattr(server.engine()._loop, "step", broken)
+        monkeypatch.setattr(server.engine()._core, "step", broken)
         for path in (CHAT, TEXT, RESPONSES):
             status, said = server.post(path, body(path, max_new_tokens=1))
             assert status == 500

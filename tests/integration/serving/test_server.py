@@ -132,7 +132,7 @@ def test_an_engine_that_breaks_fails_its_requests_and_a_dead_thread_is_a_503(con
         raise error("the roof is on fire")
 
     with monkeypatch.context() as patch:
-        patch.setattr(hf_paged.get_engine(continuous.model)._loop, "step", broken)
+        patch.setattr(hf_paged.get_engine(continuous.model)._core, "step", broken)
         for number in range(2):
             with pytest.raises(openai.InternalServerError) as caught:
                 continuous.chat(QUESTIONS[0], max_tokens=2)

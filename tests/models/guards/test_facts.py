@@ -196,7 +196,7 @@ def test_code_of_the_user_between_two_looks_of_a_step_is_noticed(monkeypatch):
     """Where the model changed, what is in flight is committed first: stop rules and tokenizers run there."""
     model = hf_paged.enable(tiny_model())
     engine = hf_paged.get_engine(model)
-    loop, norm = engine._loop, model.model.norm
+    loop, norm = engine._core, model.model.norm
     commit = loop._commit_in_flight
 
     def commits_and_changes():
