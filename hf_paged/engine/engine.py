@@ -529,7 +529,8 @@ class Engine:
 
     def _close(self, session: Session) -> None:
         with self._lock.turn(), self._lock.rlock:
-            if not session.open:
+            # A call that died before its first request was taken in may have left half of it in the scheduler.
+            if not session.open and (self.group.is_parallel or not self._core.dirty):
                 return
             if self.is_reentrant():  # an abandoned stream is garbage-collected in the middle of a step
                 self._deferred.append(lambda: self._close(session))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import (
     RecordingStreamer,
@@ -109,6 +109,7 @@ TARGETS = (
     error=st.sampled_from([Interrupt, LaunchError, KeyboardInterrupt]),
     warm=st.booleans(),
 )
+@example(target="scheduler.add", at=1, after=True, error=Interrupt, warm=False)  # nothing of the call is open yet
 def test_a_call_that_dies_anywhere_leaves_a_working_engine(overlap, pool, target, at, after, error, warm):
     model = hf_paged.enable(MODEL, strict=True, overlap=overlap, num_blocks=POOLS[pool])
     try:
