@@ -231,7 +231,7 @@ class PagedGenerator:
             for copy in range(copies):
                 number = copy if per_prompt else len(requests)
                 seed_ = derive_seed(self._base_seed(own_seed), number)
-                requests.append(NewRequest(prompt, settings, seed_, stop=self.engine.stop_rule(settings, prompt)))
+                requests.append(NewRequest(prompt, settings, seed=seed_, stop=self.engine.stop_rule(settings, prompt)))
         return requests
 
     def _base_seed(self, seed: int | None) -> int:

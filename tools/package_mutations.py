@@ -89,7 +89,7 @@ REQUESTS = [
     PackageMutation("engine/core.py",
                     "return request if request is not None and request.sequence is sequence else None",
                     "return request", FAILING_TESTS, "ran_ahead"),
-    PackageMutation("engine/stopping.py", "        if len(requests) == 1:\n", "        if True:\n", FAILING_TESTS,
+    PackageMutation("engine/stopping.py", "        if len(watched) == 1:\n", "        if True:\n", FAILING_TESTS,
                     "StopRule"),
     PackageMutation("integration/continuous_batching/worker.py",
                     "            if not self._running and not self._arrived:\n",

@@ -154,8 +154,8 @@ class Engine:
             raise TypeError(f"request_id={request_id!r}: expected None or a str")
         # Other ranks may not know an enumeration of the user's script.
         request_id = None if request_id is None else str.__str__(request_id)
-        new = NewRequest(prompt, settings, derive_seed(base_seed(seed, self.config.seed), 0), int(priority),
-                         request_id=request_id)  # fmt: skip
+        seed = derive_seed(base_seed(seed, self.config.seed), 0)
+        new = NewRequest(prompt, settings, seed=seed, priority=int(priority), request_id=request_id)
         with self._lock.turn(), self._lock.rlock:
             made = self.add(self._public, new)
             self._arrived.append(made)

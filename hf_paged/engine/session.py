@@ -118,8 +118,11 @@ class Request:
         if self.text is not None and text is not None:
             piece = self.text.push(fresh) + self.text.finish(text)
         prompt_logprobs = None if self.awaits_prompt_logprobs else self.prompt_logprobs
-        completion = Completion(token_ids, text, reason, sequence.prompt_token_ids, self.logprobs,
-                                sequence.num_cached_tokens, error, prompt_logprobs)  # fmt: skip
+        completion = Completion(
+            token_ids=token_ids, text=text, finish_reason=reason, prompt_token_ids=sequence.prompt_token_ids,
+            logprobs=self.logprobs, num_cached_tokens=sequence.num_cached_tokens, error=error,
+            prompt_logprobs=prompt_logprobs,
+        )  # fmt: skip
         logprobs = None if self.logprobs is None else self.logprobs[len(token_ids) - len(fresh) :]
         return StepOutput(self.request_id, fresh, piece, reason, completion, logprobs)
 

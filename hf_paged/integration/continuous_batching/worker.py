@@ -99,7 +99,7 @@ class BatchingWorker:
                 settings = request_settings(self._engine, request)
                 session = streams if request.needs_tokens else others
                 request.start()
-                engine_id = self._engine.add(session, NewRequest(prompt, settings, request.seed))
+                engine_id = self._engine.add(session, NewRequest(prompt, settings, seed=request.seed))
                 self._running[engine_id] = request, session
             except Exception as error:
                 refused.append((request, failed_output(request, Refused(error))))

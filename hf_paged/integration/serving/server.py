@@ -50,12 +50,6 @@ def install_serving() -> None:
     _replace(GenerateManager, "generate_non_streaming", _answering_alone)
 
 
-def uninstall_serving() -> None:
-    """Put everything back. Nothing happens where nothing was replaced."""
-    while _replaced:
-        setattr(*_replaced.pop())
-
-
 def _replace(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
     stock = getattr(owner, name)
     setattr(owner, name, functools.wraps(stock)(make(stock)))

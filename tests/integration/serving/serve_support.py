@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import pytest
 
 import hf_paged
-from hf_paged.integration.serving.server import install_serving, uninstall_serving
+from hf_paged.integration.serving import server as serving_module
+from hf_paged.integration.serving.server import install_serving
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -96,6 +97,12 @@ class Server:
     def close(self):
         self.client.close()
         self._serve.kill_server()
+
+
+def uninstall_serving():
+    """Put back what `install_serving` replaced, which lasts as long as a server's process."""
+    while serving_module._replaced:
+        setattr(*serving_module._replaced.pop())
 
 
 @contextmanager

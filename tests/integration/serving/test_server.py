@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from serve_support import openai, served
+from serve_support import openai, served, uninstall_serving
 from support import lookup_chat, lookup_facts
 from transformers import AutoModelForCausalLM, GenerationMixin, Qwen3ForCausalLM
 
 import hf_paged
 from hf_paged.integration import install as install_module
-from hf_paged.integration.serving.server import uninstall_serving
 
 FACTS = lookup_facts(12)
 QUESTIONS = [lookup_chat(FACTS, name) for name in list(FACTS)[:4]]
