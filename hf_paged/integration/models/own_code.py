@@ -47,18 +47,29 @@ class Originals:
 
     def __init__(self, roots: Iterable[tuple[Any, str]] = (), functions: Iterable[Any] = (),
                  packages: tuple[str, ...] = ()) -> None:  # fmt: skip
-        walk = _Walk((*_ENTERED, *packages))
-        for holder, name in roots:
+        self._roots, self._functions, self._packages = tuple(roots), tuple(functions), packages
+        self._held: list[Place] = []
+        self._nothing: list[Place] = []
+        self._values: list[Any] = []
+        self._versions: list[list[Any]] = []
+        self._take()
+
+    def _take(self) -> None:
+        """Watch what the code reaches now, besides what is watched already, where what was taken before stays."""
+        walk = _Walk((*_ENTERED, *self._packages))
+        for holder, name in self._roots:
             walk.watch(holder, name)
-        for function in functions:
+        for function in self._functions:
             walk.enter(function, None)
         walk.close()
-        held = [place for place in walk.places.values() if value_of(place) is not ABSENT]
-        nothing = [place for place in walk.places.values() if value_of(place) is ABSENT]
-        self._table = _Table(held, nothing)
-        self._held, self._nothing = self._table.held, nothing
-        self._values = [value if is_at_home(place, value := value_of(place)) else _MISSING for place in self._held]
-        self._versions: list[list[Any]] = []
+        expected = [*self._values, *itertools.repeat(ABSENT, len(self._nothing))]
+        places = {_key(place): place for place in self.places} | walk.places
+        known = {_key(p): value for p, value in zip(self.places, expected, strict=True) if value is not _MISSING}
+        values = {key: known[key] if key in known else _own_value(place) for key, place in places.items()}
+        held = [place for key, place in places.items() if values[key] is not ABSENT]
+        self._table = _Table(held, [place for key, place in places.items() if values[key] is ABSENT])
+        self._held, self._nothing = self._table.held, self._table.nothing
+        self._values = [values[_key(place)] for place in self._held]
 
     @property
     def places(self) -> list[Place]:
@@ -71,28 +82,40 @@ class Originals:
 
     def patched(self) -> str | None:
         """The first place that holds something else than it did, or that never held its own; None: all is as it was."""
-        if self._table.holds(self._values):
+        if self._holds():
             return None
-        for i, place in enumerate(self._held):
-            value = value_of(place)
-            if value is self._values[i]:
-                continue
-            if self._values[i] is _MISSING and is_at_home(place, value):  # a patch that was there first is gone
-                self._values[i] = value
-                continue
-            return str(place)
+        for place, value in zip(self._held, self._values, strict=True):
+            if value_of(place) is not value:
+                return str(place)
         return next((str(place) for place in self._nothing if value_of(place) is not ABSENT), None)
 
     def version(self) -> int:
         """A number that is the same whenever the places hold the very same; 0 as long as they are as they were."""
-        if self._table.holds(self._values):
+        if self._holds():
             return 0
         now = list(map(value_of, self.places))
         for number, values in enumerate(self._versions):
-            if all(map(operator.is_, now, values)):
+            if len(values) == len(now) and all(map(operator.is_, now, values)):
                 return number + 1
         self._versions.append(now)  # held, so that no other function gets its id
         return len(self._versions)
+
+    def _holds(self) -> bool:
+        if self._table.holds(self._values):
+            return True
+        patched_first = (place for place, value in zip(self._held, self._values, strict=True) if value is _MISSING)
+        if not any(is_at_home(place, value_of(place)) for place in patched_first):
+            return False
+        self._take()  # a patch that was there first is gone: nobody knew what the code behind it reaches
+        return self._table.holds(self._values)
+
+
+def _key(place: Place) -> tuple[int, str]:
+    return id(place.holder), place.name
+
+
+def _own_value(place: Place) -> Any:
+    return value if is_at_home(place, value := value_of(place)) else _MISSING
 
 
 class _Table:
@@ -106,6 +129,7 @@ class _Table:
         self.held = [Place(holder, name) for holder, names in spaces for name in names] + parts
         # What is put where nothing is would come before what the code gets at otherwise.
         empty = _by_holder(nothing)
+        self.nothing = nothing
         self._keys, self._missing = [_space(holder).keys() for holder, _ in empty], [frozenset(n) for _, n in empty]
 
     def holds(self, values: list[Any]) -> bool:
