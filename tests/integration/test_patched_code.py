@@ -583,12 +583,21 @@ def test_undone_a_patch_that_was_there_first_leaves_nothing_unwatched(family):
 
 
 def test_a_patch_after_one_that_was_there_first_was_undone(monkeypatch):
+    stock = modeling_qwen3.Qwen3Attention.forward
     with monkeypatch.context() as patch:
         patch.setattr(modeling_qwen3.Qwen3Attention, "forward", _own)
         originals = Originals([(modeling_qwen3.Qwen3Attention, "forward")])
     with monkeypatch.context() as patch:  # also one that is there while all is looked at again
         patch.setattr(modeling_qwen3, "apply_rotary_pos_emb", _own)
         assert originals.patched() == "transformers.models.qwen3.modeling_qwen3.apply_rotary_pos_emb"
+    assert originals.patched() is None
+    with monkeypatch.context() as patch:  # what is known stays known, whatever is there when all is looked at again
+        patch.setattr(modeling_qwen3.Qwen3Attention, "forward", _own)
+        originals = Originals([(modeling_qwen3.Qwen3Attention, "forward"), (modeling_qwen3.Qwen3MLP, "forward")])
+        patch.setattr(modeling_qwen3.Qwen3MLP, "__len__", 3, raising=False)
+        patch.delattr(modeling_qwen3.Qwen3Attention, "forward")
+        patch.setattr(modeling_qwen3.Qwen3Attention, "forward", stock, raising=False)
+        assert originals.patched() == "Qwen3MLP.__len__"
     assert originals.patched() is None
     monkeypatch.setattr(modeling_qwen3, "rotate_half", _own)
     assert originals.patched() == "transformers.models.qwen3.modeling_qwen3.rotate_half"
