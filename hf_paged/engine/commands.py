@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,7 +181,8 @@ class CommandQueue:
         else:
             core.drop_pool()
             if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+                with suppress(RuntimeError):  # while another engine's thread captures a graph, torch refuses to
+                    torch.cuda.empty_cache()
             self.stopped |= isinstance(command, Stop)
         return None
 
