@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import hf_paged
+from hf_paged.integration.call_context import salt_of_call
 from hf_paged.integration.continuous_batching import worker
-from hf_paged.integration.fallback import salt_of_call
 from hf_paged.integration.serving import requests
 from hf_paged.integration.serving.calls import GeneratesFor, RefusedRequestError, ServedCall
 from hf_paged.integration.stock_pieces import EndOfCall
