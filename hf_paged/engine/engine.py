@@ -190,6 +190,53 @@ class Engine:
         finally:
             self._close(session)
 
+    def add(self, session: Session, new: NewRequest) -> str:
+        """Queue a request whose prompt is checked, for a session; returns its id.
+
+        Raises:
+            ValueError: an id in use, settings that cannot be encoded, or stop strings as for `stop_rule`.
+            EngineClosedError, UnsupportedModelError: nothing can be queued any more.
+        """
+        stop = self.stop_rule(new.settings, new.prompt) if new.stop is None else new.stop
+        with self._lock.turn(), self._lock.rlock:
+            if self.is_reentrant():
+                raise RuntimeError("a request cannot be added from inside a step of the same engine")
+            self._core.recover_if_dirty()
+            if not self._core.requests and self._core.pool.moved():
+                if self.group.driven:
+                    raise UnsupportedModelError("the model's dtype, device, shape or longest length changed on rank 0, "
+                                                "and the other ranks' did not: expected a new PagedGenerator")
+                self._core.drop_pool()
+            if self._is_shut_down:
+                raise EngineClosedError(_CLOSED)
+            new = replace(new, request_id=self._unused_id(new.request_id), stop=stop)
+            request = self._core.make_request(new, session)
+            if self.group.is_parallel:
+                session.open[request.request_id] = self._commands.expected[request.request_id] = request
+                self._commands.enqueue(new)
+            else:
+                self._core.add(request)
+            return request.request_id
+
+    def advance(self, session: Session, *, always_step: bool = False) -> list[StepOutput]:
+        """The outputs that wait for a session, after at most one step. It may be unfinished after an empty list."""
+        if self.is_reentrant():
+            raise RuntimeError("step() was called from inside a step of the same engine")
+        with self._lock.turn(after_others=True) as turn, self._lock.rlock:
+            turn.leave()
+            if always_step or not session.outbox:
+                try:
+                    self._look_for_arrivals()
+                    if self.group.is_parallel:
+                        self._commands.step()
+                    else:  # a streaming caller's code runs between steps, and may have changed the model
+                        self._core.step(look_at_model=session.stream)
+                finally:
+                    self._run_deferred()
+            outputs = list(session.outbox)
+            session.outbox.clear()
+            return outputs
+
     @contextmanager
     def lockstep(self, prompts: list[list[int]], max_new_tokens: int,
                  cache_salt: bytes = b"") -> Iterator[LockstepBatch | str]:  # fmt: skip
@@ -438,34 +485,6 @@ class Engine:
         deadline = None if settings.max_time is None else time.time() + settings.max_time
         return StopRule(strings, deadline, prompt)
 
-    def add(self, session: Session, new: NewRequest) -> str:
-        """Queue a request whose prompt is checked, for a session; returns its id.
-
-        Raises:
-            ValueError: an id in use, settings that cannot be encoded, or stop strings as for `stop_rule`.
-            EngineClosedError, UnsupportedModelError: nothing can be queued any more.
-        """
-        stop = self.stop_rule(new.settings, new.prompt) if new.stop is None else new.stop
-        with self._lock.turn(), self._lock.rlock:
-            if self.is_reentrant():
-                raise RuntimeError("a request cannot be added from inside a step of the same engine")
-            self._core.recover_if_dirty()
-            if not self._core.requests and self._core.pool.moved():
-                if self.group.driven:
-                    raise UnsupportedModelError("the model's dtype, device, shape or longest length changed on rank 0, "
-                                                "and the other ranks' did not: expected a new PagedGenerator")
-                self._core.drop_pool()
-            if self._is_shut_down:
-                raise EngineClosedError(_CLOSED)
-            new = replace(new, request_id=self._unused_id(new.request_id), stop=stop)
-            request = self._core.make_request(new, session)
-            if self.group.is_parallel:
-                session.open[request.request_id] = self._commands.expected[request.request_id] = request
-                self._commands.enqueue(new)
-            else:
-                self._core.add(request)
-            return request.request_id
-
     def _unused_id(self, request_id: str | None) -> str:
         """`request_id`, or one that is made; ValueError where it is in use."""
         if request_id is None:
@@ -481,25 +500,6 @@ class Engine:
         if self._core.scheduler is None:
             self._carry_out(Build())
         return self._core.pool
-
-    def advance(self, session: Session, *, always_step: bool = False) -> list[StepOutput]:
-        """The outputs that wait for a session, after at most one step. It may be unfinished after an empty list."""
-        if self.is_reentrant():
-            raise RuntimeError("step() was called from inside a step of the same engine")
-        with self._lock.turn(after_others=True) as turn, self._lock.rlock:
-            turn.leave()
-            if always_step or not session.outbox:
-                try:
-                    self._look_for_arrivals()
-                    if self.group.is_parallel:
-                        self._commands.step()
-                    else:  # a streaming caller's code runs between steps, and may have changed the model
-                        self._core.step(look_at_model=session.stream)
-                finally:
-                    self._run_deferred()
-            outputs = list(session.outbox)
-            session.outbox.clear()
-            return outputs
 
     @property
     def _device_type(self) -> str:
