@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import batch, tiny_model
 
 import hf_paged
 
@@ -85,3 +86,25 @@ def test_every_link_of_a_page_leads_somewhere(page):
             headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
             anchors = [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings]
             assert heading in anchors, f"{page.name}: {target}#{heading}"
+
+
+# Files of the walk that a greedy call of a Qwen3 on a CPU passes by: other paths, other families, CUDA, other callers.
+PASSED_BY = {
+    "integration/stock_loop.py", "models/generic.py", "kernels/attention/decode.py", "kernels/attention/prefill.py",
+    "sampling/sample_tokens.py", "engine/stopping.py", "options/arguments.py",
+}  # fmt: skip
+
+
+def test_a_call_enters_the_files_that_the_life_of_a_request_names():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`(\w+/[\w/]+\.py)`", page[page.index("## The life") : page.index("## Glossary")]))
+    model = hf_paged.enable(tiny_model(), strict=True)
+    package = str(Path(hf_paged.__file__).parent) + "/"
+    entered = set()
+    sys.setprofile(lambda frame, event, argument: entered.add(frame.f_code.co_filename.removeprefix(package)))
+    try:
+        model.generate(**batch([50, 19]), max_new_tokens=3)
+    finally:
+        sys.setprofile(None)
+    assert sorted(named - entered - PASSED_BY) == []
+    assert len(named & entered) > 20
