@@ -111,8 +111,7 @@ class FusedAdapter(DecoderAdapter):
                 self._qkv[i](normed), q_weight, k_weight, eps, cos, sin, step.positions, step.slot_mapping,
                 *step.kv_cache(i),
             )  # fmt: skip
-            window = getattr(attention, "sliding_window", None)
-            mixed = step.attend(i, query, scale=attention.scaling, sliding_window=window)
+            mixed = step.attend(i, query, scale=attention.scaling, sliding_window=self._mask_window(i))
             delta, ranks = row_product(attention.o_proj, mixed.flatten(1), ops.linear)
             normed, residual = self._add_norm(delta, ranks, residual, layer.post_attention_layernorm)
             gate_up = self._gate_up[i]
@@ -143,10 +142,10 @@ class FusedAdapter(DecoderAdapter):
     def constants(self) -> tuple:
         decoder = self.model.model
         layers = [
-            (a.scaling, getattr(a, "sliding_window", None), a.head_dim, self._epsilons(a),
+            (a.scaling, self._mask_window(i), a.head_dim, self._epsilons(a),
              layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon,
              self._mlp_constants(layer.mlp))
-            for layer in self._layers() for a in (layer.self_attn,)
+            for i, layer in enumerate(self._layers()) for a in (layer.self_attn,)
         ]  # fmt: skip
         return decoder.norm.variance_epsilon, decoder.rotary_emb.attention_scaling, tuple(layers)
 

@@ -26,14 +26,22 @@ from hf_paged.models.base import StepContext
 
 NAME = "hf_paged"
 STEP_ARGUMENT = "hf_paged_step"
-# Arguments that decoders hand down and attention over pages has no use for.
+# Arguments that decoders hand down and attention over pages has no use for: not every module hands down its window.
 _IGNORED = frozenset({
     "position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
+    "sliding_window",
 })  # fmt: skip
 # Implementations that take their name from the config again while they run.
 _READS_CONFIG = ("flash", "paged|")
 
 _lock = threading.Lock()
+
+
+class WindowedStep(NamedTuple):
+    """A step, and by layer the window of the mask that stock would make."""
+
+    step: StepContext
+    windows: tuple[int | None, ...]
 
 
 class _Switched(NamedTuple):
@@ -100,10 +108,9 @@ def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
     return _paged_attention(module, query, key, value, step, **kwargs), None
 
 
-def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: StepContext, *,
-                     scaling: float, dropout: float = 0.0, sliding_window: int | None = None,
-                     softcap: float | None = None, s_aux: torch.Tensor | None = None,
-                     **others: Any) -> torch.Tensor:  # fmt: skip
+def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windowed: WindowedStep,
+                     *, scaling: float, dropout: float = 0.0, softcap: float | None = None,
+                     s_aux: torch.Tensor | None = None, **others: Any) -> torch.Tensor:  # fmt: skip
     unknown = [name for name, given in others.items() if given is not None and name not in _IGNORED]
     if dropout or unknown:
         raise UnsupportedModelError(f"{type(module).__name__} asks of its attention what pages do not have: "
@@ -111,9 +118,9 @@ def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
     if softcap is not None and implementation_of(module.config) == "sdpa":
         softcap = None  # sdpa, the default of Gemma 2 in transformers 5.17, leaves it out
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    layer = module.layer_idx
+    (step, windows), layer = windowed, module.layer_idx
     store_kv(key, value, *step.kv_cache(layer), step.slot_mapping)
-    return step.attend(layer, query, scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)[None]
+    return step.attend(layer, query, scale=scaling, sliding_window=windows[layer], softcap=softcap, sinks=s_aux)[None]
 
 
 def _stock_attention(module: Any) -> Any:
