@@ -31,7 +31,7 @@ import triton
 from hf_paged.kernels.add_rms_norm import add_rms_norm
 from hf_paged.kernels.attention.decode import DecodeConfig, config_of, paged_attention_decode, places_of
 from hf_paged.kernels.attention.decode_work import plan_items
-from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, DecodeWork, PagedMetadata
 from hf_paged.kernels.attention.paged_attention import paged_attention
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.linear import linear
@@ -123,7 +123,7 @@ def graph_time(calls: list[Callable[[], object]], replays: int = 15) -> float:
 
 
 def attention_time(kernel: Callable[..., object], inputs: Inputs, **options: object) -> float:
-    run = partial(kernel, scale=HEAD_DIM**-0.5, **options)
+    run = partial(kernel, options=AttentionOptions(HEAD_DIM**-0.5), **options)
     return graph_time([partial(run, inputs.q, k, v, inputs.meta) for k, v in inputs.caches])
 
 
@@ -279,7 +279,7 @@ def cpu_rows() -> Iterable[dict[str, Any]]:
         times = []
         for i in range(80):
             begin = time.perf_counter()
-            paged_attention(q, caches[i % 8][0], caches[i % 8][1], meta, scale=0.125, backend="torch")
+            paged_attention(q, caches[i % 8][0], caches[i % 8][1], meta, AttentionOptions(0.125), backend="torch")
             times.append((time.perf_counter() - begin) * 1e6)
         yield {"row": name, "us": statistics.median(times[8:]), "fastest us": min(times)}
 

@@ -13,6 +13,7 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
+from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.models.guards.facts import Facts
 from hf_paged.models.guards.originals import of_class
 from hf_paged.models.guards.plain_tensors import plain_tensors
@@ -69,12 +70,8 @@ class StepContext(Protocol):
         """K and V pool of a layer."""
         ...
 
-    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None,
-               softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
-        """query [T, Hq, D] over the pages, the step's own keys and values being in them -> [T, Hq, D].
-
-        Options as in `hf_paged.kernels.attention.paged_attention`.
-        """
+    def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        """query [T, Hq, D] over the pages, the step's own keys and values being in them -> [T, Hq, D]."""
         ...
 
 

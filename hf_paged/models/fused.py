@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.models.activations import SILU
 from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.models.base import StepContext
@@ -111,7 +112,7 @@ class FusedAdapter(DecoderAdapter):
                 self._qkv[i](normed), q_weight, k_weight, eps, cos, sin, step.positions, step.slot_mapping,
                 *step.kv_cache(i),
             )  # fmt: skip
-            mixed = step.attend(i, query, scale=attention.scaling, sliding_window=self._mask_window(i))
+            mixed = step.attend(i, query, AttentionOptions(attention.scaling, self._mask_window(i)))
             delta, ranks = row_product(attention.o_proj, mixed.flatten(1), ops.linear)
             normed, residual = self._add_norm(delta, ranks, residual, layer.post_attention_layernorm)
             gate_up = self._gate_up[i]

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged import at_fork
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.kernels.store_kv import store_kv
 from hf_paged.models.base import StepContext
 
@@ -120,7 +121,7 @@ def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     (step, windows), layer = windowed, module.layer_idx
     store_kv(key, value, *step.kv_cache(layer), step.slot_mapping)
-    return step.attend(layer, query, scale=scaling, sliding_window=windows[layer], softcap=softcap, sinks=s_aux)[None]
+    return step.attend(layer, query, AttentionOptions(scaling, windows[layer], softcap, s_aux))[None]
 
 
 def _stock_attention(module: Any) -> Any:

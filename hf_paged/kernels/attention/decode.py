@@ -16,7 +16,7 @@ from hf_paged.kernels._device import num_multiprocessors, shared_memory
 from hf_paged.kernels._triton import after_previous_kernel, jit, on_device_of, pdl_options, require_triton, tl, triton
 from hf_paged.kernels.attention._tile import LOG2_E, attend_tile, blocks_of, padded_head_dim
 from hf_paged.kernels.attention.decode_work import MAX_PIECES, MIN_PIECE, even_work
-from hf_paged.kernels.attention.metadata import ITEM_FIELDS, PagedMetadata
+from hf_paged.kernels.attention.metadata import ITEM_FIELDS, AttentionOptions, PagedMetadata
 
 # Shared memory a block needs for the deep configurations; smaller GPUs (sm_86, sm_89: 99 KiB) take the shallow ones.
 _DEEP_SHARED_MEMORY = 160 << 10
@@ -278,11 +278,8 @@ def paged_attention_decode(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     meta: PagedMetadata,
+    options: AttentionOptions,
     *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
 ) -> torch.Tensor:
@@ -314,7 +311,7 @@ def paged_attention_decode(
     # Programs that come early are spread over what room there is, unevenly: only a step that has room for all may. They
     # read the plan ahead of the wait, so it must not come from the kernel just before.
     early = meta.work is not None and num_rows * num_kv_heads <= _FEW * num_multiprocessors(q.device)
-    options = pdl_options(q) if early else {"PDL": False}
+    launch = pdl_options(q) if early else {"PDL": False}
     with on_device_of(q):
         _decode_kernel[(num_kv_heads, len(work.items))](
             q,
@@ -326,16 +323,16 @@ def paged_attention_decode(
             work.items,
             work.arrivals,
             meta.block_table,
-            sinks,
+            options.sinks,
             q.stride(0),
             q.stride(1),
             meta.block_table.stride(0),
-            sliding_window or 0,
-            scale * LOG2_E,
-            (softcap or 0.0) * LOG2_E,
-            HAS_WINDOW=sliding_window is not None,
-            HAS_SOFTCAP=softcap is not None,
-            HAS_SINKS=sinks is not None,
+            options.window or 0,
+            options.scale * LOG2_E,
+            (options.softcap or 0.0) * LOG2_E,
+            HAS_WINDOW=options.window is not None,
+            HAS_SOFTCAP=options.softcap is not None,
+            HAS_SINKS=options.sinks is not None,
             GROUP=group,
             GROUP_PAD=group_pad,
             KV_HEADS=num_kv_heads,
@@ -351,6 +348,6 @@ def paged_attention_decode(
             TILE_PIECES=max(1, 8192 // (group_pad * head_dim_pad)),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            **options,
+            **launch,
         )
     return out

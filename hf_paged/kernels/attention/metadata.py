@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How scores become weights; the same for every token of a call.
+
+    Attributes:
+        scale: factor of the scores before softcap and softmax.
+        window: number of visible tokens, the token itself included; None: all.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: unchanged.
+        sinks: ``[Hq]`` contiguous, floats: per query head one more score, neither scaled nor capped, that takes part in
+            the softmax and has no value (gpt-oss); None: none.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
 
 # row, piece, number of pieces of the row, visible tokens of the row, slot of the row
 ITEM_FIELDS = 5
