@@ -26,7 +26,7 @@ import torch
 from kernel_speed import HEAD_DIM, KV_HEADS, L2_BYTES, PREFILL, Inputs, graph_time
 
 from hf_paged.kernels.attention import flash_backend
-from hf_paged.kernels.attention.metadata import PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels" / "attention"))

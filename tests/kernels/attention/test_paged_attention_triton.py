@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,13 @@ from hf_paged.kernels.attention.backends import BACKENDS, resolve_backend
 from hf_paged.kernels.attention.decode import DecodeConfig, decode_config, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import even_work
 from hf_paged.kernels.attention.paged_attention import paged_attention
-from hf_paged.kernels.attention.prefill import PrefillConfig, paged_attention_prefill, prefill_config
+from hf_paged.kernels.attention.prefill import (
+    FULL_TILE,
+    SHORT_SEQUENCE,
+    PrefillConfig,
+    paged_attention_prefill,
+    prefill_config,
+)
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3}
 HEAD_DIMS = [32, 64, 80, 96, 128, 256]
@@ -177,6 +184,19 @@ def test_configs_cover_every_head_size():
                     assert group > 8 or itemsize == 4 or in_flight * head_dim_pad * itemsize <= shared
             for programs, shared in itertools.product((1, 4, 16), (99 << 10, 227 << 10)):
                 assert decode_config(head_dim_pad, itemsize, programs, shared).block_n >= 16
+
+
+def test_a_graph_takes_the_tiles_of_every_prompt_that_it_serves():
+    """From a full tile of new tokens on, and up to the longest short sequence, nothing about the rows matters."""
+    for head_dim_pad, itemsize, group in itertools.product((16, 64, 128, 256), (2, 4), (1, 3, 8, 200)):
+        for shared in (99 << 10, 227 << 10):
+            chosen = partial(prefill_config, head_dim_pad, itemsize, group, shared_memory=shared)
+            full = chosen(FULL_TILE, SHORT_SEQUENCE)
+            assert {chosen(new, SHORT_SEQUENCE) for new in (FULL_TILE + 1, 5000)} == {full}
+            assert {chosen(FULL_TILE, length) for length in (1, SHORT_SEQUENCE - 1)} == {full}
+    deep = partial(prefill_config, 128, 2, 1, FULL_TILE, shared_memory=227 << 10)
+    assert deep(SHORT_SEQUENCE + 1) == deep(9000) != deep(SHORT_SEQUENCE)
+    assert deep(SHORT_SEQUENCE).block_m == FULL_TILE
 
 
 def _bounded(case, out):
