@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.models.activations import SILU
 from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
-from hf_paged.models.base import StepContext
+from hf_paged.models.base import KVSpec, Look, StepContext
 from hf_paged.models.decoder import DecoderAdapter, plain_values
 from hf_paged.models.families import Family
 from hf_paged.models.layer_ops import FUSED, LayerOps
@@ -25,10 +25,12 @@ from hf_paged.models.plain_linear import (
     all_columns,
     apply_head,
     apply_linear,
+    apply_module,
     is_plain_product,
     row_product,
 )
 from hf_paged.models.rope import RopeTable
+from hf_paged.models.weight_shapes import check_weights
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -74,6 +76,7 @@ class FusedAdapter(DecoderAdapter):
         super().__init__(model, family=family, **techniques)
         self._has_head_norms = "q_norm" in family.parts
         self._rope = RopeTable()
+        self._checked: Look | None = None  # the state of the modules whose weights passed
         self._memory: AdjacentMemory | None = None
         self._merged: dict[str, MergedWeight] = {}
         self._held: list[torch.Tensor] = []  # what merged tensors read stays allocated, whoever re-points a parameter
@@ -82,11 +85,20 @@ class FusedAdapter(DecoderAdapter):
 
     def prepare(self, max_model_len: int) -> None:
         spec = self.kv_spec()
+        self._check_weights(spec)
         self._rope.update(self.model.model.rotary_emb, max_model_len, spec.dtype, spec.device)
         if self._merge_weights:
             self._merge(spec.device)
         self._qkv, self._gate_up = self._collect()
         self._held = [alias for merged in self._merged.values() for alias in merged.memory()]
+
+    def _check_weights(self, spec: KVSpec) -> None:
+        """Once for every state of the modules: kernels do not look at shapes in every step."""
+        look = self.look()
+        if look is not self._checked:
+            heads = self.model.config.num_attention_heads // self.group.size
+            check_weights(self.model, self._layers(), spec, heads)
+            self._checked = look
 
     def is_current(self) -> bool:
         held = [*self._qkv, *filter(None, self._gate_up)]
@@ -117,7 +129,7 @@ class FusedAdapter(DecoderAdapter):
             normed, residual = self._add_norm(delta, ranks, residual, layer.post_attention_layernorm)
             gate_up = self._gate_up[i]
             if gate_up is None:
-                delta, ranks = mlp(normed[None])[0], SINGLE
+                delta, ranks = apply_module(mlp, normed), SINGLE
                 continue
             if isinstance(mlp.act_fn, SILU):
                 hidden = gate_up.silu_mul(normed)

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_paged import at_fork
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.kernels.attention.paged_attention import check_attention
 from hf_paged.kernels.store_kv import store_kv
 from hf_paged.models.base import StepContext
 
@@ -120,8 +121,10 @@ def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
         softcap = None  # sdpa, the default of Gemma 2 in transformers 5.17, leaves it out
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     (step, windows), layer = windowed, module.layer_idx
-    store_kv(key, value, *step.kv_cache(layer), step.slot_mapping)
-    return step.attend(layer, query, AttentionOptions(scaling, windows[layer], softcap, s_aux))[None]
+    caches, options = step.kv_cache(layer), AttentionOptions(scaling, windows[layer], softcap, s_aux)
+    store_kv(key, value, *caches, step.slot_mapping)
+    check_attention(query, *caches, options)  # what stock's own modules made
+    return step.attend(layer, query, options)[None]
 
 
 def _stock_attention(module: Any) -> Any:

@@ -39,11 +39,14 @@ def paged_attention(
         ValueError: an unknown backend, or shapes, dtypes or numbers that are not as above.
     """
     found = resolve_backend(backend, q.device)
-    _check(q, k_cache, v_cache, options)
+    check_attention(q, k_cache, v_cache, options)
     return found.run(q, k_cache, v_cache, meta, options, out)
 
 
-def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, options: AttentionOptions) -> None:
+def check_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, options: AttentionOptions
+) -> None:
+    """Raise ValueError for arguments that are not as :func:`paged_attention` says."""
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape or q.shape[2] != k_cache.shape[3]:
         raise ValueError(
             "q must be [T, Hq, D] and the caches [num_blocks, block_size, Hkv, D], got "
