@@ -39,7 +39,8 @@ from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
 from hf_paged.kernels.silu_mul import silu_mul
 from hf_paged.kernels.store_kv import store_kv
 from hf_paged.kernels.weights_checksum import ChecksumPlan, weights_checksum
-from hf_paged.sampling.sample_tokens import SamplingTable, sample_tokens
+from hf_paged.sampling.sample_tokens import sample_tokens
+from hf_paged.sampling.table import SamplingTable
 
 HEAD_DIM, KV_HEADS, BLOCK_SIZE = 128, 8, 16
 L2_BYTES = 400 << 20
