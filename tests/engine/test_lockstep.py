@@ -22,6 +22,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 import hf_paged
 from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.runner.model_runner import ModelRunner
+from hf_paged.scheduler import invariants
 
 MODEL = tiny_model()
 INPUTS = batch([20, 13, 5])
@@ -72,7 +73,7 @@ def test_running_requests_of_others_survive(model, overlap, beams):
     steps = engine.stats().num_steps
     output = model.generate(**INPUTS, **OPTIONS, num_beams=beams)
     assert engine.stats().num_steps - steps == 12
-    engine._loop.scheduler.check_invariants()
+    invariants.check(engine._loop.scheduler)
     while engine.has_unfinished():
         tokens += [t for output_ in engine.step() for t in output_.new_token_ids]
     assert tokens == expected
@@ -185,7 +186,7 @@ def test_a_call_that_dies_anywhere_leaves_a_working_engine(model, target, at, af
         tokens += [t for output in engine.step() for t in output.new_token_ids]
     assert tokens == expected
     assert_idle(model)
-    engine._loop.scheduler.check_invariants()
+    invariants.check(engine._loop.scheduler)
     assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)
     assert_native_parity(model, **INPUTS, max_new_tokens=6)
 

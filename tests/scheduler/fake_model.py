@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, Status, StepPlan
+from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, Status, StepPlan, invariants
+
+
+def abort(scheduler: Scheduler, request_id: str) -> Sequence | None:
+    """End a request by its id; None where no unfinished one has it."""
+    seq = scheduler._requests.get(request_id)
+    if seq is not None:
+        scheduler.finish(seq, "abort")
+    return seq
 
 VOCAB = 97
 MASK = (1 << 63) - 1
@@ -160,7 +168,7 @@ class Driver:
             needed = -(-seq.num_tokens // self.config.block_size)
             assert needed > max(self.scheduler.num_blocks, self.max_blocks) - 1, "it would have fitted alone"
             self.finished.append(seq)
-        self.scheduler.check_invariants()
+        invariants.check(self.scheduler)
         launched = None
         if plan is not None:
             self.plans.append(plan)
@@ -171,7 +179,7 @@ class Driver:
                     self.drain()
                 self.scheduler.rollback(plan)
                 self.pending = None
-                self.scheduler.check_invariants()
+                invariants.check(self.scheduler)
                 return plan
         if not self.overlap and launched is not None:
             self.commit(*launched)
@@ -183,7 +191,7 @@ class Driver:
     def commit(self, plan: StepPlan, tokens: np.ndarray) -> None:
         before = {id(seq): seq.num_output_tokens for seq in plan.sequences}
         result = self.scheduler.commit(plan, tokens)
-        self.scheduler.check_invariants()
+        invariants.check(self.scheduler)
         accepted = {id(plan.sequences[row]) for row in result.accepted.tolist()}
         assert result.accepted.tolist() == sorted(set(result.accepted.tolist()))
         for row, seq in enumerate(plan.sequences):
@@ -201,7 +209,7 @@ class Driver:
 
     def run(self) -> None:
         """Until nothing is left; then all blocks must be free."""
-        while self.scheduler.has_unfinished():
+        while (self.scheduler.num_waiting + self.scheduler.num_running):
             self.step()
         self.drain()
         assert self.scheduler.num_free_blocks == self.scheduler.num_blocks - 1

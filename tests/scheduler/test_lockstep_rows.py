@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
+from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, invariants
 from hf_paged.scheduler.invariants import check_pool
 from hf_paged.scheduler.lockstep_rows import LockstepRows, OutOfBlocksError, too_many_rows
 
@@ -95,7 +95,7 @@ def test_rows_hold_what_they_computed_whoever_they_descend_from(data):
         rows.free()
         book.content = pages.content
         assert book.num_free_slots == 16
-        book.check_invariants()
+        invariants.check(book)
         if caching:
             seq = Sequence("again", [*tokens[0], 1], max_new_tokens=1, cache_key=b"key")
             assert book.kv_cache_manager.get_computed_blocks(seq)[1] == len(tokens[0]) // SIZE * SIZE

@@ -2,12 +2,12 @@
 
 from collections import Counter
 
-from fake_model import Driver, config
+from fake_model import Driver, abort, config
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hf_paged.scheduler import BlockPool, block_pool
+from hf_paged.scheduler import BlockPool, block_pool, invariants
 from hf_paged.scheduler.block_pool import ROOT_DIGEST, ROOT_PREFIX_ID
 from hf_paged.scheduler.invariants import check_pool
 
@@ -227,7 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif how == "stop":
             self.driver.scheduler.finish(seq, "stop")
         else:
-            self.driver.scheduler.abort(seq.request_id)
+            abort(self.driver.scheduler, seq.request_id)
 
     @rule()
     def start_over(self):
@@ -262,7 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def books_agree(self):
         if hasattr(self, "driver"):
-            self.driver.scheduler.check_invariants()
+            invariants.check(self.driver.scheduler)
 
     def finish_all(self):
         self.driver.run()
