@@ -86,7 +86,7 @@ class FusedAdapter(DecoderAdapter):
     def prepare(self, max_model_len: int) -> None:
         spec = self.kv_spec()
         self._check_weights(spec)
-        self._rope.update(self.model.model.rotary_emb, max_model_len, spec.dtype, spec.device)
+        self._rope.update(self.model.model.rotary_emb, max_model_len, spec.compute_dtype, spec.device)
         if self._merge_weights:
             self._merge(spec.device)
         self._qkv, self._gate_up = self._collect()

@@ -28,7 +28,7 @@ class AttentionInputs:
     def split_plan(self, seq_lens: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
         """How rows of one new token are cut; its size depends on their number alone."""
         spec = self._spec
-        return self.backend.plan(seq_lens, slots, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.device)
+        return self.backend.plan(seq_lens, slots, spec.num_kv_heads, spec.head_dim, spec.cache_dtype, spec.device)
 
     def parts(self, plan: StepPlan, query_start: np.ndarray,
               slot_mapping: torch.Tensor) -> list[tuple[int, int, PagedMetadata]]:  # fmt: skip
