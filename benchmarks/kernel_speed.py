@@ -29,7 +29,7 @@ import torch
 import triton
 
 from hf_paged.kernels.add_rms_norm import add_rms_norm
-from hf_paged.kernels.attention.decode import DecodeConfig, config_of, paged_attention_decode, places_of
+from hf_paged.kernels.attention.decode import DecodeConfig, config_of, cta_slots_of, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
 from hf_paged.kernels.attention.metadata import AttentionOptions, DecodeWork, PagedMetadata
 from hf_paged.kernels.attention.paged_attention import paged_attention
@@ -93,7 +93,7 @@ def make_inputs(rows: int, length: int, heads: int, new: int) -> Inputs:
 def decode_work(rows: int, length: int, config: DecodeConfig) -> DecodeWork:
     """The plan of a step, as the runner makes it."""
     device = torch.device("cuda", torch.cuda.current_device())
-    items = plan_items(np.full(rows, length), np.arange(rows), places_of(config, KV_HEADS, device))
+    items = plan_items(np.full(rows, length), np.arange(rows), cta_slots_of(config, KV_HEADS, device))
     arrivals = torch.zeros(rows * KV_HEADS, dtype=torch.int32, device=device)
     return DecodeWork(torch.from_numpy(items).to(device), arrivals)
 

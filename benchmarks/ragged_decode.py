@@ -18,7 +18,7 @@ import torch
 from kernel_speed import BLOCK_SIZE, HEAD_DIM, KV_HEADS, graph_time
 from workloads import nano
 
-from hf_paged.kernels.attention.decode import DecodeConfig, config_of, paged_attention_decode, places_of
+from hf_paged.kernels.attention.decode import DecodeConfig, config_of, cta_slots_of, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
 from hf_paged.kernels.attention.metadata import AttentionOptions, DecodeWork, PagedMetadata
 
@@ -65,7 +65,7 @@ def main() -> None:
             return size / graph_time([partial(run, q, k, v, **options) for k, v in calls], 5) / 1e12
 
         def work(config: DecodeConfig, lengths: np.ndarray = lengths) -> DecodeWork:
-            items = plan_items(lengths, np.arange(len(lengths)), places_of(config, KV_HEADS, device))
+            items = plan_items(lengths, np.arange(len(lengths)), cta_slots_of(config, KV_HEADS, device))
             arrivals = torch.zeros(len(lengths) * KV_HEADS, dtype=torch.int32, device=device)
             return DecodeWork(torch.from_numpy(items).to(device), arrivals)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hf_paged.kernels.attention import flash_backend
-from hf_paged.kernels.attention.decode import decode_places, paged_attention_decode
+from hf_paged.kernels.attention.decode import decode_cta_slots, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
@@ -61,7 +61,7 @@ class TritonBackend(AttentionBackend):
 
     def plan(self, seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
              device: torch.device) -> np.ndarray:  # fmt: skip
-        return plan_items(seq_lens, slots, decode_places(len(slots), num_kv_heads, head_dim, dtype, device))
+        return plan_items(seq_lens, slots, decode_cta_slots(len(slots), num_kv_heads, head_dim, dtype, device))
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip

@@ -26,15 +26,15 @@ class AttentionOptions:
     sinks: torch.Tensor | None = None
 
 
-# row, piece, number of pieces of the row, visible tokens of the row, slot of the row
+# row, split, number of splits of the row, visible tokens of the row, slot of the row
 ITEM_FIELDS = 5
 
 
 class DecodeWork(NamedTuple):
-    """The pieces of a step's rows: a program of the decode kernel computes one of them for one KV head."""
+    """The splits of a step's rows: a program of the decode kernel computes one of them for one KV head."""
 
-    items: torch.Tensor  # [N, ITEM_FIELDS] int32; row -1: nothing to do; the pieces of a row follow each other
-    arrivals: torch.Tensor  # [at least R * Hkv] int32, all 0: counts finished pieces, and is 0 again afterwards
+    items: torch.Tensor  # [N, ITEM_FIELDS] int32; row -1: nothing to do; the splits of a row follow each other
+    arrivals: torch.Tensor  # [at least R * Hkv] int32, all 0: counts finished splits, and is 0 again afterwards
 
 
 class PagedMetadata(NamedTuple):

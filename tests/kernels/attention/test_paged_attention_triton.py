@@ -25,9 +25,9 @@ TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3}
 HEAD_DIMS = [32, 64, 80, 96, 128, 256]
 
 
-def cut(case, pieces):
-    """The case with every row cut into that many pieces."""
-    return case._replace(meta=case.meta._replace(work=even_work(case.meta, case.k_cache.shape[2], pieces)))
+def cut(case, splits):
+    """The case with every row cut into that many splits."""
+    return case._replace(meta=case.meta._replace(work=even_work(case.meta, case.k_cache.shape[2], splits)))
 
 
 @pytest.mark.interpreted
@@ -78,12 +78,12 @@ def test_decode_random(seed):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("pieces", [1, 2, 3, 64])
+@pytest.mark.parametrize("splits", [1, 2, 3, 64])
 @pytest.mark.parametrize("window", [None, 64, 65])
-def test_decode_at_split_boundaries(pieces, window):
+def test_decode_at_split_boundaries(splits, window):
     """Lengths around multiples of the smallest split (64), where a position could be read twice or not at all."""
     case = make_case([(1, n) for n in (63, 64, 65, 128, 129, 193)], seed=11, heads=2, kv_heads=1, window=window)
-    out = run_poisoned(paged_attention_decode, cut(case, pieces))
+    out = run_poisoned(paged_attention_decode, cut(case, splits))
     assert worst_error(out, expected(case)) < TOLERANCE[torch.float32]
 
 
@@ -105,10 +105,10 @@ def test_padding_of_the_head_dim_reads_nothing(head_dim, seed):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("pieces", [1, 5])
-def test_decode_rows_without_tokens_give_zeros(pieces):
+@pytest.mark.parametrize("splits", [1, 5])
+def test_decode_rows_without_tokens_give_zeros(splits):
     case = make_case([(1, 0), (1, 100), (1, 0)], seed=1)
-    out = run_poisoned(paged_attention_decode, cut(case, pieces))
+    out = run_poisoned(paged_attention_decode, cut(case, splits))
     assert worst_error(out, expected(case)) < TOLERANCE[torch.float32]
     assert not out[0].any()
 
