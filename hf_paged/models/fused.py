@@ -155,12 +155,16 @@ class FusedAdapter(DecoderAdapter):
     def constants(self) -> tuple:
         decoder = self.model.model
         layers = [
-            (a.scaling, self._mask_window(i), a.head_dim, self._epsilons(a),
+            (a.scaling, a.head_dim, self._epsilons(a),
              layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon,
              self._mlp_constants(layer.mlp))
-            for i, layer in enumerate(self._layers()) for a in (layer.self_attn,)
+            for layer in self._layers() for a in (layer.self_attn,)
         ]  # fmt: skip
-        return decoder.norm.variance_epsilon, decoder.rotary_emb.attention_scaling, tuple(layers)
+        # What the windows are made of, as it is: this is asked of models that were not looked at, too.
+        config = self.model.config
+        windows: list[Any] = [repr(getattr(config, name, None)) for name in ("sliding_window", "layer_types")]
+        windows += [getattr(layer.self_attn, "sliding_window", None) for layer in self._layers()]
+        return decoder.norm.variance_epsilon, decoder.rotary_emb.attention_scaling, windows, tuple(layers)
 
     def constants_reason(self) -> str | None:
         if (reason := super().constants_reason()) is not None:

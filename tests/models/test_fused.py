@@ -80,6 +80,9 @@ def test_a_generic_family_marked_fused_keeps_the_window_of_its_masks(variant, mo
     model = hf_paged.enable(family_model(variant), strict=True, max_num_batched_tokens=19, max_num_seqs=6)
     assert isinstance(hf_paged.get_engine(model)._adapter, FusedAdapter)
     assert_native_parity(model, **batch([3, 17, 40]), max_new_tokens=24)
+    key = hf_paged.get_engine(model)._adapter.state_key()
+    model.config.sliding_window = 7
+    assert hf_paged.get_engine(model)._adapter.state_key() != key
 
 
 def test_some_generic_families_with_a_window_are_fusable():
