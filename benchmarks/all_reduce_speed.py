@@ -1,4 +1,4 @@
-"""Microseconds of an all-reduce inside a CUDA graph: NCCL and our ways, alone and with add + RMSNorm.
+"""Microseconds of an all-reduce inside a CUDA graph: NCCL and our algorithms, alone and with add + RMSNorm.
 
     python benchmarks/all_reduce_speed.py --size N [--out all_reduce.json] [--seconds 120]
 
@@ -155,7 +155,7 @@ class Bench:
         import torch.distributed as dist
 
         from hf_paged.kernels.add_rms_norm import add_rms_norm
-        from hf_paged.kernels.all_reduce import ALL_WAYS, all_reduce, all_reduce_add_rms_norm, all_reduce_reference
+        from hf_paged.kernels.all_reduce import ALGORITHMS, all_reduce, all_reduce_add_rms_norm, all_reduce_reference
 
         def randn(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=self.generator, device="cuda").bfloat16()
@@ -165,8 +165,8 @@ class Bench:
             dist.broadcast(same, src=0, group=self.group._devices)
         expected = all_reduce_reference(list(self.group.all_gather(x)))
         normed, summed = add_rms_norm(expected, residual, weight, EPS)
-        ways = {name_of(how): how for how in ALL_WAYS if self.peers.takes(x.nbytes, *how)}
-        for how in ways.values():
+        algorithms = {name_of(how): how for how in ALGORITHMS if self.peers.takes(x.nbytes, *how)}
+        for how in algorithms.values():
             fused = all_reduce_add_rms_norm(x, residual, weight, EPS, self.peers, how)
             for name, actual, right in (
                 ("all_reduce", all_reduce(x, self.peers, how), expected),
@@ -185,7 +185,7 @@ class Bench:
         figures: dict[str, Any] = {"rows": rows, "width": width, "bytes": x.numel() * x.element_size()}
         figures["nccl"] = self.time([partial(self.group.all_reduce, y)] * CALLS, reset)
         figures["nccl + norm"] = self.time([nccl_and_norm] * CALLS, reset)
-        for name, how in ways.items():
+        for name, how in algorithms.items():
             figures[name] = self.time([partial(all_reduce, x, self.peers, how)] * CALLS)
             call = partial(all_reduce_add_rms_norm, x, residual, weight, EPS, self.peers, how)
             figures[f"{name} + norm"] = self.time([call] * CALLS)

@@ -26,13 +26,14 @@ import torch
 from kernel_speed import HEAD_DIM, KV_HEADS, L2_BYTES, PREFILL, Inputs, graph_time
 
 from hf_paged.kernels.attention import flash_backend
-from hf_paged.kernels.attention.metadata import PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels" / "attention"))
 from paged_cases import expected, make_case, worst_error
 
 SCALE = HEAD_DIM**-0.5
+OPTIONS = AttentionOptions(SCALE)
 PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels",
             "apache-tvm-ffi", "cuda-bindings")  # fmt: skip
 ROWS = [(5, 5), (1, 40), (300, 1100), (129, 129), (7, 260), (64, 64), (2, 513), (1024, 2048)]
@@ -111,13 +112,13 @@ def check(adapter: flash_backend.FlashAdapter, page: int, **options: Any) -> str
     """Worst relative error of a token and head against float64, NaN in every slot past a row's end."""
     window = options.pop("window", None)
     case = make_case(ROWS, seed=1, dtype=torch.bfloat16, device="cuda", block_size=page, **options)
-    case = case._replace(options={**case.options, "sliding_window": window})
+    case = case._replace(options=replace(case.options, window=window))
     begin = time.perf_counter()
-    out = flash_backend.run_adapter(adapter, *case[:4], **case.options)
+    out = flash_backend.run_adapter(adapter, *case[:5])
     torch.cuda.synchronize()
     first = time.perf_counter() - begin
     error = worst_error(out, expected(case))
-    triton = worst_error(paged_attention_prefill(*case[:4], **case.options), expected(case))
+    triton = worst_error(paged_attention_prefill(*case[:5]), expected(case))
     verdict = "ok" if error < 2 * triton + 1e-3 else "WRONG"
     return f"{verdict}, worst error {error:.4f} (Triton {triton:.4f}), first call {first:.1f} s"
 
@@ -128,8 +129,8 @@ def check_clean(adapter: flash_backend.FlashAdapter, page: int) -> str:
                      dtype=torch.bfloat16, device="cuda")  # fmt: skip
     nan = torch.full_like(case.k_cache, float("nan"))
     for _ in range(3):
-        flash_backend.run_adapter(adapter, case.q, nan, nan, case.meta, **case.options)
-        error = worst_error(flash_backend.run_adapter(adapter, *case[:4], **case.options), expected(case))
+        flash_backend.run_adapter(adapter, case.q, nan, nan, case.meta, case.options)
+        error = worst_error(flash_backend.run_adapter(adapter, *case[:5]), expected(case))
     return f"worst error {error:.4f}"
 
 
@@ -177,7 +178,7 @@ def main() -> None:
         for rows, length, heads, _ in PREFILL:
             shape_name = f"{rows} x {length}, {heads}/{KV_HEADS}"
             inputs = prefill_inputs(rows, length, heads, 16)
-            calls = [partial(paged_attention_prefill, inputs.q, k, v, inputs.meta, scale=SCALE)
+            calls = [partial(paged_attention_prefill, inputs.q, k, v, inputs.meta, OPTIONS)
                      for k, v in inputs.caches]  # fmt: skip
             attempt(f"{shape_name}: Triton", partial(rate, calls, rows, length, heads))
             calls = [partial(torch_fa2, inputs, length, k, v) for k, v in packed(inputs)]
@@ -190,7 +191,7 @@ def main() -> None:
                     # Uncut pages of 128 may go by TMA, which the backend avoids: what that costs.
                     chosen = replace(adapter, small_pages=False) if pages == 128 else adapter
                     inputs = prefill_inputs(rows, length, heads, pages)
-                    calls = [partial(flash_backend.run_adapter, chosen, inputs.q, k, v, inputs.meta, scale=SCALE)
+                    calls = [partial(flash_backend.run_adapter, chosen, inputs.q, k, v, inputs.meta, OPTIONS)
                              for k, v in inputs.caches]  # fmt: skip
                     attempt(f"{rows} x {length}, {heads}/{KV_HEADS}: {adapter.name}, page {pages}",
                             partial(rate, calls, rows, length, heads))  # fmt: skip

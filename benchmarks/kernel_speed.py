@@ -29,9 +29,9 @@ import torch
 import triton
 
 from hf_paged.kernels.add_rms_norm import add_rms_norm
-from hf_paged.kernels.attention.decode import DecodeConfig, config_of, paged_attention_decode, places_of
+from hf_paged.kernels.attention.decode import DecodeConfig, config_of, cta_slots_of, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
-from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, DecodeWork, PagedMetadata
 from hf_paged.kernels.attention.paged_attention import paged_attention
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.linear import linear
@@ -39,7 +39,8 @@ from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
 from hf_paged.kernels.silu_mul import silu_mul
 from hf_paged.kernels.store_kv import store_kv
 from hf_paged.kernels.weights_checksum import ChecksumPlan, weights_checksum
-from hf_paged.sampling.sample_tokens import SamplingTable, sample_tokens
+from hf_paged.sampling.sample_tokens import sample_tokens
+from hf_paged.sampling.table import SamplingTable
 
 HEAD_DIM, KV_HEADS, BLOCK_SIZE = 128, 8, 16
 L2_BYTES = 400 << 20
@@ -92,7 +93,7 @@ def make_inputs(rows: int, length: int, heads: int, new: int) -> Inputs:
 def decode_work(rows: int, length: int, config: DecodeConfig) -> DecodeWork:
     """The plan of a step, as the runner makes it."""
     device = torch.device("cuda", torch.cuda.current_device())
-    items = plan_items(np.full(rows, length), np.arange(rows), places_of(config, KV_HEADS, device))
+    items = plan_items(np.full(rows, length), np.arange(rows), cta_slots_of(config, KV_HEADS, device))
     arrivals = torch.zeros(rows * KV_HEADS, dtype=torch.int32, device=device)
     return DecodeWork(torch.from_numpy(items).to(device), arrivals)
 
@@ -123,7 +124,7 @@ def graph_time(calls: list[Callable[[], object]], replays: int = 15) -> float:
 
 
 def attention_time(kernel: Callable[..., object], inputs: Inputs, **options: object) -> float:
-    run = partial(kernel, scale=HEAD_DIM**-0.5, **options)
+    run = partial(kernel, options=AttentionOptions(HEAD_DIM**-0.5), **options)
     return graph_time([partial(run, inputs.q, k, v, inputs.meta) for k, v in inputs.caches])
 
 
@@ -279,7 +280,7 @@ def cpu_rows() -> Iterable[dict[str, Any]]:
         times = []
         for i in range(80):
             begin = time.perf_counter()
-            paged_attention(q, caches[i % 8][0], caches[i % 8][1], meta, scale=0.125, backend="torch")
+            paged_attention(q, caches[i % 8][0], caches[i % 8][1], meta, AttentionOptions(0.125), backend="torch")
             times.append((time.perf_counter() - begin) * 1e6)
         yield {"row": name, "us": statistics.median(times[8:]), "fastest us": min(times)}
 

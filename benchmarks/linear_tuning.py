@@ -30,7 +30,7 @@ from hf_paged.kernels._linear_dot import MAX_ROWS, DotConfig
 from hf_paged.kernels._triton import pdl_supported
 from hf_paged.kernels.add_rms_norm import add_rms_norm
 from hf_paged.kernels.attention.decode import config_of, paged_attention_decode
-from hf_paged.kernels.attention.metadata import PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 from hf_paged.kernels.linear import fastest_config, linear, linear_silu_mul, linear_silu_mul_triton, linear_triton
 from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
 from hf_paged.kernels.silu_mul import silu_mul
@@ -148,7 +148,7 @@ class Step:
                 product(normed, weights["qkv"]), self.head_norm, self.head_norm, EPS, self.cos, self.sin,
                 self.positions, self.meta.slot_mapping, k_cache, v_cache,
             )  # fmt: skip
-            query = paged_attention_decode(query, k_cache, v_cache, self.meta, scale=HEAD_DIM**-0.5)
+            query = paged_attention_decode(query, k_cache, v_cache, self.meta, AttentionOptions(HEAD_DIM**-0.5))
             delta = product(query.flatten(1), weights["o"])
             normed, residual = add_rms_norm(delta, residual, self.norms[2 * i + 1], EPS)
             up = linear_silu_mul if fuse_silu else partial(_then_silu_mul, product)

@@ -76,7 +76,7 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
     runner.prepare()
     greedy = SlotParameters(max_length=length)
     adapter.hidden_states, runner.state.sample = hidden_states, teacher  # type: ignore[method-assign, assignment]
-    while scheduler.has_unfinished():
+    while scheduler.num_waiting + scheduler.num_running:
         step["plan"] = plan = scheduler.schedule()
         scheduler.commit(plan, runner.launch(plan, [greedy] * len(plan.admitted)).wait())
     adapter.release()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from kernel_speed import BLOCK_SIZE, KV_HEADS, L2_BYTES, Inputs, graph_time
 
-from hf_paged.kernels.attention.metadata import PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 from hf_paged.kernels.attention.prefill import PrefillConfig, paged_attention_prefill
 
 _RAGGED = random.Random(0)
@@ -122,7 +122,7 @@ def tune(name: str, deadline: float) -> None:
         if time.monotonic() > deadline:
             print(f"  out of time before {label}")
             break
-        run = partial(paged_attention_prefill, scale=head_dim**-0.5, config=config)
+        run = partial(paged_attention_prefill, options=AttentionOptions(head_dim**-0.5), config=config)
         try:
             wrong = error(run(inputs.q, *inputs.caches[0], inputs.meta), inputs, rows)
             if wrong > MAX_ERROR:

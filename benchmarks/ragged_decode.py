@@ -18,9 +18,9 @@ import torch
 from kernel_speed import BLOCK_SIZE, HEAD_DIM, KV_HEADS, graph_time
 from workloads import nano
 
-from hf_paged.kernels.attention.decode import DecodeConfig, config_of, paged_attention_decode, places_of
+from hf_paged.kernels.attention.decode import DecodeConfig, config_of, cta_slots_of, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
-from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, DecodeWork, PagedMetadata
 
 CONFIGS = tuple(DecodeConfig(*c) for c in ((32, 2, 3, 5), (64, 4, 2, 4), (64, 4, 3, 3), (64, 4, 4, 2)))
 PROGRAMS = (1, 2, 3, 4, 6, 8)
@@ -60,11 +60,12 @@ def main() -> None:
 
         def rate(work: DecodeWork, calls: list = caches, q: torch.Tensor = query, size: int = nbytes,
                  meta: PagedMetadata = plain, **options: Any) -> float:  # fmt: skip
-            run = partial(paged_attention_decode, meta=meta._replace(work=work), scale=HEAD_DIM**-0.5)
+            scaled = AttentionOptions(HEAD_DIM**-0.5)
+            run = partial(paged_attention_decode, meta=meta._replace(work=work), options=scaled)
             return size / graph_time([partial(run, q, k, v, **options) for k, v in calls], 5) / 1e12
 
         def work(config: DecodeConfig, lengths: np.ndarray = lengths) -> DecodeWork:
-            items = plan_items(lengths, np.arange(len(lengths)), places_of(config, KV_HEADS, device))
+            items = plan_items(lengths, np.arange(len(lengths)), cta_slots_of(config, KV_HEADS, device))
             arrivals = torch.zeros(len(lengths) * KV_HEADS, dtype=torch.int32, device=device)
             return DecodeWork(torch.from_numpy(items).to(device), arrivals)
 

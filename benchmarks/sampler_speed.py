@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from kernel_speed import L2_BYTES, ceilings, graph_time, show
 
-from hf_paged.sampling.sample_tokens import SamplingTable, sample_tokens
+from hf_paged.sampling.sample_tokens import sample_tokens
 from hf_paged.sampling.sampler import SamplingRows, sample_reference
+from hf_paged.sampling.table import SamplingTable
 
 # temperature, top_p, min_p, top_k
 SETTINGS = {

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch")
 ALL_REDUCES = ("auto", "nccl", "peers")
-KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class PagedConfig:
         attention_backend: one of "auto", "triton", "flash_attn", "torch". "flash_attn": prompts by an installed
             flash-attn 2, 3 or 4, the rest by "triton"; an error where none can be used. "torch" waits for the device in
             every step, so it runs without CUDA graphs.
-        kv_cache_dtype: "auto" (the model's dtype) or that dtype's name.
         strict: raise `FallbackError` where a call would go to stock `generate`.
         seed: base seed of calls that bring none. None: drawn from torch's default generator, call by call.
         merge_weights: on a GPU lay q, k, v (and gate, up) side by side in memory, each still a parameter of its own
@@ -50,7 +48,6 @@ class PagedConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     attention_backend: str = "auto"
-    kv_cache_dtype: str = "auto"
     strict: bool = False
     seed: int | None = None
     merge_weights: bool = True
@@ -78,7 +75,6 @@ class PagedConfig:
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0.0 < share <= 1.0:
             raise ValueError(f"gpu_memory_utilization={share!r}: expected a number in (0, 1]")
         _require_one_of(self, "attention_backend", ATTENTION_BACKENDS)
-        _require_one_of(self, "kv_cache_dtype", KV_CACHE_DTYPES)
         for name in ("enable_prefix_caching", "enforce_eager", "strict", "merge_weights", "fused_kernels"):
             _require_one_of(self, name, (True, False))
         _require_one_of(self, "all_reduce", ALL_REDUCES)

@@ -13,7 +13,7 @@ def test_the_documented_defaults():
     config = PagedConfig()
     assert (config.block_size, config.num_blocks, config.gpu_memory_utilization) == (16, None, 0.9)
     assert (config.enable_prefix_caching, config.enforce_eager, config.strict) == (True, False, False)
-    assert (config.attention_backend, config.kv_cache_dtype, config.seed) == ("auto", "auto", None)
+    assert (config.attention_backend, config.seed) == ("auto", None)
 
 
 def test_it_is_frozen_and_hashable():
@@ -37,7 +37,7 @@ def test_powers_of_two_are_block_sizes(block_size):
     ("max_num_seqs", 0), ("max_num_seqs", None), ("max_num_seqs", 1.0),
     ("max_num_batched_tokens", 255), ("max_num_batched_tokens", 0),
     ("max_model_len", 0), ("max_model_len", "long"),
-    ("attention_backend", "sdpa"), ("attention_backend", None), ("kv_cache_dtype", "int3"),
+    ("attention_backend", "sdpa"), ("attention_backend", None),
     ("seed", -1), ("seed", 1.5), ("strict", 1), ("strict", None), ("enable_prefix_caching", "yes"),
     ("enforce_eager", 0), ("overlap", 1), ("overlap", "auto"),
 ])  # fmt: skip

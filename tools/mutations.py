@@ -17,7 +17,7 @@ class Mutation(NamedTuple):
     tests: str = ""
 
 
-POOL, MANAGER, BOOK = "block_pool.py", "kv_cache_manager.py", "request_book.py"
+POOL, MANAGER, BOOK = "block_pool.py", "kv_cache_manager.py", "scheduler.py"
 SCHEDULER, TABLE, QUEUE = "scheduler.py", "running_table.py", "waiting_queue.py"
 
 MUTATIONS = [
@@ -145,8 +145,8 @@ MUTATIONS = [
              tests="no_admission_in_a_step_that_preempted"),
     Mutation(SCHEDULER, "                    return  # it fits", "                    pass  # it fits",
              tests="nobody_overtakes"),
-    Mutation(SCHEDULER, "_Prefills(self.config.max_num_batched_tokens - len(slots))",
-             "_Prefills(self.config.max_num_batched_tokens)", tests="decode_never_starves"),
+    Mutation(SCHEDULER, "PrefillRows(self.config.max_num_batched_tokens - len(slots))",
+             "PrefillRows(self.config.max_num_batched_tokens)", tests="decode_never_starves"),
     Mutation(SCHEDULER, "~table.draining[slots])", "True)", tests="abort_in_every_state or extra_token_is_dropped"),
     Mutation(SCHEDULER, "self.kv_cache_manager.unpublish(seq)", "pass", tests="invalid_logits"),
     Mutation(SCHEDULER, "            self._fail(seq)\n            return True", "            return False",

@@ -58,13 +58,11 @@ def _adapter_of(model: PreTrainedModel, config: PagedConfig) -> ModelAdapter:
         raise UnsupportedModelError(f"model={type(model).__name__}: expected a class that hf_paged supports")
     adapter = adapter_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels)
     spec = adapter.kv_spec()
-    if config.kv_cache_dtype not in ("auto", str(spec.dtype).removeprefix("torch.")):
-        raise ValueError(f"kv_cache_dtype={config.kv_cache_dtype!r}: expected 'auto' or the model's, {spec.dtype}")
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.attention_backend == "triton" and spec.device.type == "cpu" and not interpreted:
         raise ValueError("attention_backend='triton': expected 'auto' or 'torch' for a model on a CPU")
     if config.attention_backend == "flash_attn":
-        missing = flash_backend.missing(spec.device, spec.dtype, spec.head_dim, config.block_size)
+        missing = flash_backend.missing(spec.device, spec.cache_dtype, spec.head_dim, config.block_size)
         if missing is not None:
             raise ValueError(f"attention_backend='flash_attn': expected a package that can be used here; {missing}")
     return adapter
@@ -90,7 +88,7 @@ class Engine:
                  owns_device: bool = False) -> None:  # fmt: skip
         self._adapter = _adapter_of(model, config)
         spec = self._adapter.kv_spec()
-        largest = config.max_num_batched_tokens * model.config.hidden_size * spec.dtype.itemsize
+        largest = config.max_num_batched_tokens * model.config.hidden_size * spec.compute_dtype.itemsize
         connect(self._adapter.group, spec.device, config.all_reduce, largest)
         self.config = config
         self.owns_device = owns_device

@@ -35,6 +35,13 @@ def add_rms_norm(
         ValueError: shapes, dtypes or strides that are not as above.
     """
     check_norm(x, residual, weight)
+    return add_rms_norm_unchecked(x, residual, weight, eps)
+
+
+def add_rms_norm_unchecked(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`add_rms_norm` for tensors that are known to be as it says."""
     run = add_rms_norm_triton if x.is_cuda else add_rms_norm_reference
     return run(x, residual, weight, eps)
 

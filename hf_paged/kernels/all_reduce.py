@@ -44,21 +44,21 @@ from hf_paged.kernels._triton import (
 from hf_paged.kernels.add_rms_norm import add_rms_norm_reference, check_norm, normed_row
 
 
-class Way(NamedTuple):
+class Algorithm(NamedTuple):
     """How to all-reduce: in 1 or 2 shots, posted or signalled."""
 
     shots: int
     posted: bool
 
 
-ALL_WAYS = tuple(Way(shots, posted) for shots in (1, 2) for posted in (True, False))
-# By number of ranks: the way up to that many bytes of an input; beyond the last, NCCL is the faster one. Measured on
-# H200s for two, four and eight ranks (benchmarks/all_reduce_speed.py); between two, NCCL is never, of the 80 MiB that
-# were tried. Others lie between their neighbours.
-WAYS = {
-    2: ((1536 << 10, Way(1, True)), (96 << 20, Way(1, False))),
-    **{size: ((8 << 20, Way(2, True)), (48 << 20, Way(2, False))) for size in (3, 4)},
-    **{size: ((8 << 20, Way(2, True)), (28 << 20, Way(2, False))) for size in (5, 6, 7, 8)},
+ALGORITHMS = tuple(Algorithm(shots, posted) for shots in (1, 2) for posted in (True, False))
+# By number of ranks: the algorithm up to that many bytes of an input; beyond the last, NCCL is the faster one. Measured
+# on H200s for two, four and eight ranks (benchmarks/all_reduce_speed.py); between two, NCCL never is, of the 80 MiB
+# that were tried. Others lie between their neighbours.
+FASTEST = {
+    2: ((1536 << 10, Algorithm(1, True)), (96 << 20, Algorithm(1, False))),
+    **{size: ((8 << 20, Algorithm(2, True)), (48 << 20, Algorithm(2, False))) for size in (3, 4)},
+    **{size: ((8 << 20, Algorithm(2, True)), (28 << 20, Algorithm(2, False))) for size in (5, 6, 7, 8)},
 }
 # Programs that post for a row with its norm, where there are few rows, and up to how many in all. One of them waits for
 # the others, so more multiprocessors are needed than there are rows here.
@@ -67,21 +67,21 @@ _SPREAD, _MAX_SPREAD = 4, 64
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def way(size: int, num_bytes: int) -> Way | None:
+def choose_algorithm(size: int, num_bytes: int) -> Algorithm | None:
     """How to all-reduce `num_bytes` over `size` ranks by :func:`all_reduce`; None: NCCL is faster."""
-    return next((found for limit, found in WAYS.get(size, ()) if num_bytes <= limit), None)
+    return next((found for limit, found in FASTEST.get(size, ()) if num_bytes <= limit), None)
 
 
-def way_for(x: torch.Tensor, peers: Peers) -> Way | None:
-    """:func:`way` for a tensor; None also where the kernels here do not take it in rows of whole 16-byte vectors."""
+def choose_algorithm_for(x: torch.Tensor, peers: Peers) -> Algorithm | None:
+    """:func:`choose_algorithm` for a tensor; None also where it is not in rows of whole 16-byte vectors."""
     if x.dtype not in _DTYPES or not x.is_cuda or not x.is_contiguous():
         return None
     aligned = x.data_ptr() % 16 == 0 and x.shape[-1] * x.element_size() % 16 == 0
     return _fastest(x, peers) if aligned else None
 
 
-def _fastest(x: torch.Tensor, peers: Peers) -> Way | None:
-    found = way(peers.size, x.nbytes)
+def _fastest(x: torch.Tensor, peers: Peers) -> Algorithm | None:
+    found = choose_algorithm(peers.size, x.nbytes)
     return found if found and peers.takes(x.nbytes, *found) else None
 
 
@@ -100,19 +100,19 @@ def all_reduce_add_rms_norm_reference(
     return add_rms_norm_reference(all_reduce_reference(parts), residual, weight, eps)
 
 
-def all_reduce(x: torch.Tensor, peers: Peers, how: Way | None = None) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, peers: Peers, algorithm: Algorithm | None = None) -> torch.Tensor:
     """The sum over ranks of `x`, as a new tensor; all ranks call it with the same shape, on one stream each.
 
     Args:
         x: contiguous, 16-byte aligned, bfloat16, float16 or float32, at most ``peers.capacity`` bytes.
         peers: this rank's view of the others.
-        how: one of `ALL_WAYS` for which ``peers.takes`` the input; None: what :func:`way` says, and signals where that
-            prefers NCCL.
+        algorithm: one of `ALGORITHMS` for which ``peers.takes`` the input; None: what
+            :func:`choose_algorithm` says, and signals where that prefers NCCL.
 
     Raises:
-        ValueError: an x that is not as above, or too large for the way.
+        ValueError: an x that is not as above, or too large for the algorithm.
     """
-    how = _check(x, peers, how)
+    algorithm = _check(x, peers, algorithm)
     require_triton()
     out = torch.empty_like(x)
     numel = x.numel()
@@ -125,7 +125,8 @@ def all_reduce(x: torch.Tensor, peers: Peers, how: Way | None = None) -> torch.T
     with on_device_of(x):
         _all_reduce_kernel[(num_programs,)](
             x, out, peers.buffers, peers.epochs, peers.abort, peers.rank, numel,
-            triton.cdiv(triton.cdiv(numel, num_programs), 64) * 64, TILE=tile, num_warps=16, **_options(x, peers, how),
+            triton.cdiv(triton.cdiv(numel, num_programs), 64) * 64, TILE=tile, num_warps=16,
+            **_options(x, peers, algorithm),
         )  # fmt: skip
     return out
 
@@ -136,7 +137,7 @@ def all_reduce_add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     peers: Peers,
-    how: Way | None = None,
+    algorithm: Algorithm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``summed = residual + all_reduce(x)`` and ``normed = RMSNorm(summed)``, as (normed, summed), in one launch.
 
@@ -147,12 +148,12 @@ def all_reduce_add_rms_norm(
         residual: ``[T, H]`` of x's dtype, rows may be strided; None: nothing is added. The same on all ranks.
         weight: ``[H]``, x's dtype, contiguous.
         eps: added to the mean square.
-        peers, how: as for :func:`all_reduce`.
+        peers, algorithm: as for :func:`all_reduce`.
 
     Raises:
         ValueError: tensors that are not as above.
     """
-    how = _check(x, peers, how)
+    algorithm = _check(x, peers, algorithm)
     _check_norm(x, residual, weight)
     require_triton()
     num_rows, width = x.shape
@@ -164,7 +165,7 @@ def all_reduce_add_rms_norm(
     num_warps = max(1, min(16, width_pad // 256))
     rows = triton.cdiv(num_rows, MAX_PROGRAMS)
     num_programs, vectors = triton.cdiv(num_rows, rows), rows * width * x.element_size() // 16
-    if how.posted and num_programs * _SPREAD <= _MAX_SPREAD:
+    if algorithm.posted and num_programs * _SPREAD <= _MAX_SPREAD:
         num_programs *= _SPREAD
         vectors = triton.cdiv(x.nbytes // 16, num_programs)
     with on_device_of(x):
@@ -172,14 +173,14 @@ def all_reduce_add_rms_norm(
             x, x if residual is None else residual, weight, normed, summed, peers.buffers, peers.epochs, peers.abort,
             peers.rank, num_rows, rows, vectors, 0 if residual is None else residual.stride(0), eps,
             HAS_RESIDUAL=residual is not None, WIDTH=width, WIDTH_PAD=width_pad,
-            TILE=num_warps * 32 * 16 // x.element_size(), num_warps=num_warps, **_options(x, peers, how),
+            TILE=num_warps * 32 * 16 // x.element_size(), num_warps=num_warps, **_options(x, peers, algorithm),
         )  # fmt: skip
     return normed, summed
 
 
-def _options(x: torch.Tensor, peers: Peers, how: Way) -> dict[str, Any]:
+def _options(x: torch.Tensor, peers: Peers, algorithm: Algorithm) -> dict[str, Any]:
     return {
-        "SIZE": peers.size, "SHOTS": how.shots, "POSTED": how.posted, "DATA": SIGNAL_BYTES,
+        "SIZE": peers.size, "SHOTS": algorithm.shots, "POSTED": algorithm.posted, "DATA": SIGNAL_BYTES,
         "MAILBOX": peers.mailbox_bytes, "STAGE": peers.stage_bytes, "MAX_PROGRAMS": MAX_PROGRAMS,
         "COMPILED": x.is_cuda, "enable_fp_fusion": False, **pdl_options(x),
     }  # fmt: skip
@@ -315,20 +316,20 @@ def _sum_at(
     return total
 
 
-def _check(x: torch.Tensor, peers: Peers, how: Way | None) -> Way:
+def _check(x: torch.Tensor, peers: Peers, algorithm: Algorithm | None) -> Algorithm:
     if x.dtype not in _DTYPES:
         raise ValueError(f"x must be one of {', '.join(map(str, _DTYPES))}, got {x.dtype}")
     if not x.is_contiguous() or x.data_ptr() % 16:
         raise ValueError(f"x must be contiguous and 16-byte aligned, got strides {x.stride()} at {x.data_ptr():#x}")
     if x.nbytes > peers.capacity:
         raise ValueError(f"x must have at most {peers.capacity} bytes (the peers' capacity), got {x.nbytes}")
-    if how is None:
-        return _fastest(x, peers) or Way(2, False)
-    if how not in ALL_WAYS:
-        raise ValueError(f"how must be one of {', '.join(map(str, ALL_WAYS))} or None, got {how}")
-    if not peers.takes(x.nbytes, *how):
-        raise ValueError(f"x is too long for {how} over these peers: got {x.nbytes} bytes")
-    return how
+    if algorithm is None:
+        return _fastest(x, peers) or Algorithm(2, False)
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(map(str, ALGORITHMS))} or None, got {algorithm}")
+    if not peers.takes(x.nbytes, *algorithm):
+        raise ValueError(f"x is too long for {algorithm} over these peers: got {x.nbytes} bytes")
+    return algorithm
 
 
 def _check_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from hf_paged.kernels._device import shared_memory
 from hf_paged.kernels._gemv import GemvConfig, gemv
 from hf_paged.kernels._linear_dot import DotConfig, dot_linear
 from hf_paged.kernels._triton import triton
-from hf_paged.kernels.silu_mul import silu_mul
+from hf_paged.kernels.silu_mul import silu_mul_unchecked
 
 # Shared memory a block must be allowed for the tiles below, which take up to 96 KiB: with 99 KiB (sm_86, sm_89, sm_120)
 # there would be one on a multiprocessor, and none is measured.
@@ -36,6 +36,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         ValueError: shapes or dtypes that are not as above.
     """
     _check(x, weight, bias)
+    return linear_unchecked(x, weight, bias)
+
+
+def linear_unchecked(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """:func:`linear` for tensors that are known to be as it says."""
     config = choose_config(x, weight) if bias is None or bias.is_contiguous() else None
     return linear_reference(x, weight, bias) if config is None else linear_triton(x, weight, bias, config)
 
@@ -59,8 +64,15 @@ def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     _check(x, weight, None)
     if len(weight) % 2:
         raise ValueError(f"weight must be [2 * I, K], got {tuple(weight.shape)}")
+    return linear_silu_mul_unchecked(x, weight)
+
+
+def linear_silu_mul_unchecked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """:func:`linear_silu_mul` for tensors that are known to be as it says."""
     config = choose_config(x, weight)
-    return linear_silu_mul_triton(x, weight, config) if isinstance(config, GemvConfig) else silu_mul(linear(x, weight))
+    if isinstance(config, GemvConfig):
+        return linear_silu_mul_triton(x, weight, config)
+    return silu_mul_unchecked(linear_unchecked(x, weight))
 
 
 def linear_silu_mul_triton(x: torch.Tensor, weight: torch.Tensor, config: GemvConfig) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from hf_paged.kernels._checks import Expected, check_tensors
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
@@ -56,6 +57,24 @@ def qk_norm_rope_store(
             wait).
     """
     _check(qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k_cache, v_cache)
+    return qk_norm_rope_store_unchecked(
+        qkv, q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache
+    )
+
+
+def qk_norm_rope_store_unchecked(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> torch.Tensor:
+    """:func:`qk_norm_rope_store` for tensors that are known to be as it says."""
     run = qk_norm_rope_store_triton if qkv.is_cuda else qk_norm_rope_store_reference
     return run(qkv, q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache)
 
@@ -259,30 +278,24 @@ def _check(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> None:
-    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.shape[3] % 2:
-        raise ValueError(
-            "k_cache and v_cache must be [num_blocks, block_size, Hkv, D] with D even, got "
-            f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
-        )
-    kv_heads, head_dim = k_cache.shape[2:]
-    if qkv.dim() != 2 or qkv.shape[1] % head_dim or qkv.shape[1] <= 2 * kv_heads * head_dim:
-        raise ValueError(
-            f"qkv must be [T, (Hq + 2 * Hkv) * D] with Hkv = {kv_heads} and D = {head_dim}, got {tuple(qkv.shape)}"
-        )
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight and k_weight: expected two tensors or None twice")
-    weights = [] if q_weight is None or k_weight is None else [q_weight, k_weight]
-    if any(weight.shape != (head_dim,) for weight in weights):
-        raise ValueError(f"q_weight and k_weight must be [{head_dim}], got {[tuple(w.shape) for w in weights]}")
-    if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[1] != head_dim:
-        raise ValueError(f"cos and sin must be [P, {head_dim}], got {tuple(cos.shape)} and {tuple(sin.shape)}")
-    for name, index in (("positions", positions), ("slot_mapping", slot_mapping)):
-        if index.dtype != torch.int64 or index.shape != qkv.shape[:1] or not index.is_contiguous():
-            raise ValueError(f"{name} must be [{qkv.shape[0]}] int64, got {tuple(index.shape)} {index.dtype}")
-    dtypes = {t.dtype for t in (qkv, *weights, cos, sin, k_cache, v_cache)}
-    if len(dtypes) > 1:
-        raise ValueError(f"qkv, weights, tables and caches must share a dtype, got {sorted(map(str, dtypes))}")
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("k_cache and v_cache must be contiguous")
-    if any(t.stride(-1) != 1 for t in (qkv, *weights, cos, sin)):
-        raise ValueError("the last dim of qkv, q_weight, k_weight, cos and sin must be contiguous")
+    dtype = qkv.dtype
+    check_tensors(
+        Expected("qkv", qkv, (None, None), dtype),
+        Expected("k_cache", k_cache, (None, None, None, None), dtype, contiguous=True),
+    )
+    (tokens, width), (kv_heads, head_dim) = qkv.shape, k_cache.shape[2:]
+    if head_dim % 2 or width % head_dim or width <= 2 * kv_heads * head_dim:
+        raise ValueError(
+            f"qkv: [{tokens}, {width}]; expected [T, (Hq + 2 * Hkv) * D] with Hkv = {kv_heads} and D = {head_dim}, even"
+        )
+    weights = {"q_weight": q_weight, "k_weight": k_weight}
+    check_tensors(
+        *(Expected(name, weight, (head_dim,), dtype) for name, weight in weights.items() if weight is not None),
+        Expected("cos", cos, (None, head_dim), dtype),
+        Expected("sin", sin, tuple(cos.shape), dtype),
+        Expected("positions", positions, (tokens,), torch.int64, contiguous=True),
+        Expected("slot_mapping", slot_mapping, (tokens,), torch.int64, contiguous=True),
+        Expected("v_cache", v_cache, tuple(k_cache.shape), dtype, contiguous=True),
+    )

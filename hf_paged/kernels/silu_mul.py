@@ -27,6 +27,11 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"gate_up must be a float tensor, got {gate_up.dtype}")
     if gate_up.stride(1) != 1:
         raise ValueError(f"the last dim of gate_up must be contiguous: strides {gate_up.stride()}")
+    return silu_mul_unchecked(gate_up)
+
+
+def silu_mul_unchecked(gate_up: torch.Tensor) -> torch.Tensor:
+    """:func:`silu_mul` for a tensor that is known to be as it says."""
     return silu_mul_triton(gate_up) if gate_up.is_cuda else silu_mul_reference(gate_up)
 
 

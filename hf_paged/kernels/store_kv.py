@@ -27,6 +27,17 @@ def store_kv(
         ValueError: shapes, dtypes or strides that are not as above. Slots are not checked (that would wait).
     """
     _check(key, value, k_cache, v_cache, slot_mapping)
+    store_kv_unchecked(key, value, k_cache, v_cache, slot_mapping)
+
+
+def store_kv_unchecked(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """:func:`store_kv` for tensors that are known to be as it says."""
     if key.is_cuda:
         store_kv_triton(key, value, k_cache, v_cache, slot_mapping)
     else:

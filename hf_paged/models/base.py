@@ -13,6 +13,7 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
+from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.models.guards.facts import Facts
 from hf_paged.models.guards.originals import of_class
 from hf_paged.models.guards.plain_tensors import plain_tensors
@@ -24,17 +25,21 @@ _KNOWN_LAYERS = (torch.nn.Linear, torch.nn.Embedding)  # of which `recognise` al
 
 
 class KVSpec(NamedTuple):
-    """Shape of the cache a model needs: per layer K and V of [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """Shape of the cache a model needs: per layer K and V of [num_blocks, block_size, num_kv_heads, head_dim].
+
+    ``cache_dtype`` is theirs, ``compute_dtype`` that of weights and hidden states. So far they are one.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    compute_dtype: torch.dtype
     device: torch.device
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes that one block takes over all layers."""
-        return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * self.cache_dtype.itemsize
 
 
 class Look:
@@ -69,12 +74,8 @@ class StepContext(Protocol):
         """K and V pool of a layer."""
         ...
 
-    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None,
-               softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
-        """query [T, Hq, D] over the pages, the step's own keys and values being in them -> [T, Hq, D].
-
-        Options as in `hf_paged.kernels.attention.paged_attention`.
-        """
+    def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        """query [T, Hq, D] over the pages, the step's own keys and values being in them -> [T, Hq, D]."""
         ...
 
 
@@ -228,6 +229,6 @@ class ModelAdapter(ABC):
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Upper estimate of what one step allocates: hidden states, the MLP's inputs, fp32 logits and their copies."""
-        config, itemsize = self.model.config, self.kv_spec().dtype.itemsize
+        config, itemsize = self.model.config, self.kv_spec().compute_dtype.itemsize
         per_token = (8 * config.hidden_size + 3 * config.intermediate_size // self.group.size) * itemsize
         return num_tokens * per_token + num_rows * config.vocab_size * 4 * 4

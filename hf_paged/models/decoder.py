@@ -40,7 +40,7 @@ class DecoderAdapter(ModelAdapter):
         config, weight = self.model.config, self.model.model.embed_tokens.weight
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = local_kv_heads(config.num_key_value_heads, self.group.size)
-        return KVSpec(len(self._layers()), kv_heads, head_dim, weight.dtype, weight.device)
+        return KVSpec(len(self._layers()), kv_heads, head_dim, weight.dtype, weight.dtype, weight.device)
 
     def max_length(self) -> int:
         return longest_unchanged(self.model.config)
@@ -65,7 +65,8 @@ class DecoderAdapter(ModelAdapter):
         config = self.model.config
         experts = getattr(config, "num_experts_per_tok", None) or 0
         inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        per_token = experts * (3 * inner // self.group.size + 2 * config.hidden_size) * self.kv_spec().dtype.itemsize
+        per_token = experts * (3 * inner // self.group.size + 2 * config.hidden_size)
+        per_token *= self.kv_spec().compute_dtype.itemsize
         return super().step_bytes(num_tokens, num_rows) + num_tokens * per_token
 
     def own_modules(self) -> Iterator[tuple[str, nn.Module, type]]:
@@ -181,7 +182,7 @@ class DecoderAdapter(ModelAdapter):
         """Experts are of the model's dtype, like the inputs that they get."""
         if "experts" not in self._family.parts:
             return None
-        dtype: torch.dtype = self.kv_spec().dtype
+        dtype: torch.dtype = self.kv_spec().compute_dtype
         kinds = self._family.classes("experts")
         for path, module, expected in self.own_modules():
             if stock_class(expected) in kinds:

@@ -230,13 +230,13 @@ def _hook_reason(seen: Seen) -> str | None:
 
 def _dtype_reason(seen: Seen) -> str | None:
     spec = seen.adapter.kv_spec()
-    if spec.dtype not in COMPUTE_DTYPES:
-        return f"weights of dtype {spec.dtype}"
+    if spec.compute_dtype not in COMPUTE_DTYPES:
+        return f"weights of dtype {spec.compute_dtype}"
     norms = [(name, m) for name, m, _ in seen.own if not seen.adapter.may_have_float_weight(m)]
     for name, module in norms + seen.called:
         weight = getattr(getattr(module, "base_layer", module), "weight", None)
-        if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dtype != spec.dtype:
-            return f"mixed dtypes: {name} is {weight.dtype}, the embedding {spec.dtype}"
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dtype != spec.compute_dtype:
+            return f"mixed dtypes: {name} is {weight.dtype}, the embedding {spec.compute_dtype}"
     device = spec.device.type
     if torch.is_autocast_enabled(device):
         # Adapters too: autocast would round what an fp32 adapter on bf16 weights computes.

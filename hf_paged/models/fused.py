@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.models.activations import SILU
 from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
-from hf_paged.models.base import StepContext
+from hf_paged.models.base import KVSpec, Look, StepContext
 from hf_paged.models.decoder import DecoderAdapter, plain_values
 from hf_paged.models.families import Family
 from hf_paged.models.layer_ops import FUSED, LayerOps
@@ -24,10 +25,12 @@ from hf_paged.models.plain_linear import (
     all_columns,
     apply_head,
     apply_linear,
+    apply_module,
     is_plain_product,
     row_product,
 )
 from hf_paged.models.rope import RopeTable
+from hf_paged.models.weight_shapes import check_weights
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -73,6 +76,7 @@ class FusedAdapter(DecoderAdapter):
         super().__init__(model, family=family, **techniques)
         self._has_head_norms = "q_norm" in family.parts
         self._rope = RopeTable()
+        self._checked: Look | None = None  # the state of the modules whose weights passed
         self._memory: AdjacentMemory | None = None
         self._merged: dict[str, MergedWeight] = {}
         self._held: list[torch.Tensor] = []  # what merged tensors read stays allocated, whoever re-points a parameter
@@ -81,11 +85,20 @@ class FusedAdapter(DecoderAdapter):
 
     def prepare(self, max_model_len: int) -> None:
         spec = self.kv_spec()
-        self._rope.update(self.model.model.rotary_emb, max_model_len, spec.dtype, spec.device)
+        self._check_weights(spec)
+        self._rope.update(self.model.model.rotary_emb, max_model_len, spec.compute_dtype, spec.device)
         if self._merge_weights:
             self._merge(spec.device)
         self._qkv, self._gate_up = self._collect()
         self._held = [alias for merged in self._merged.values() for alias in merged.memory()]
+
+    def _check_weights(self, spec: KVSpec) -> None:
+        """Once for every state of the modules: kernels do not look at shapes in every step."""
+        look = self.look()
+        if look is not self._checked:
+            heads = self.model.config.num_attention_heads // self.group.size
+            check_weights(self.model, self._layers(), spec, heads)
+            self._checked = look
 
     def is_current(self) -> bool:
         held = [*self._qkv, *filter(None, self._gate_up)]
@@ -111,13 +124,12 @@ class FusedAdapter(DecoderAdapter):
                 self._qkv[i](normed), q_weight, k_weight, eps, cos, sin, step.positions, step.slot_mapping,
                 *step.kv_cache(i),
             )  # fmt: skip
-            window = getattr(attention, "sliding_window", None)
-            mixed = step.attend(i, query, scale=attention.scaling, sliding_window=window)
+            mixed = step.attend(i, query, AttentionOptions(attention.scaling, self._mask_window(i)))
             delta, ranks = row_product(attention.o_proj, mixed.flatten(1), ops.linear)
             normed, residual = self._add_norm(delta, ranks, residual, layer.post_attention_layernorm)
             gate_up = self._gate_up[i]
             if gate_up is None:
-                delta, ranks = mlp(normed[None])[0], SINGLE
+                delta, ranks = apply_module(mlp, normed), SINGLE
                 continue
             if isinstance(mlp.act_fn, SILU):
                 hidden = gate_up.silu_mul(normed)
@@ -143,12 +155,16 @@ class FusedAdapter(DecoderAdapter):
     def constants(self) -> tuple:
         decoder = self.model.model
         layers = [
-            (a.scaling, getattr(a, "sliding_window", None), a.head_dim, self._epsilons(a),
+            (a.scaling, a.head_dim, self._epsilons(a),
              layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon,
              self._mlp_constants(layer.mlp))
             for layer in self._layers() for a in (layer.self_attn,)
         ]  # fmt: skip
-        return decoder.norm.variance_epsilon, decoder.rotary_emb.attention_scaling, tuple(layers)
+        # What the windows are made of, as it is: this is asked of models that were not looked at, too.
+        config = self.model.config
+        windows: list[Any] = [repr(getattr(config, name, None)) for name in ("sliding_window", "layer_types")]
+        windows += [getattr(layer.self_attn, "sliding_window", None) for layer in self._layers()]
+        return decoder.norm.variance_epsilon, decoder.rotary_emb.attention_scaling, windows, tuple(layers)
 
     def constants_reason(self) -> str | None:
         if (reason := super().constants_reason()) is not None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from hf_paged.models.base import StepContext
 from hf_paged.models.decoder import CONFIG_CONSTANTS, DecoderAdapter, plain_values
-from hf_paged.models.paged_calls import STEP_ARGUMENT, implementation_of, paged_call
+from hf_paged.models.paged_calls import STEP_ARGUMENT, WindowedStep, implementation_of, paged_call
 from hf_paged.models.plain_linear import all_columns, apply_head
 
 
@@ -34,11 +34,12 @@ class GenericAdapter(DecoderAdapter):
         decoder = self.model.model
         # A mask of four dims is passed on as it is: no mask is made, and nothing is looked up in the positions.
         no_mask = input_ids.new_empty((1, 1, 1, 1), dtype=torch.bool)
+        windows = tuple(map(self._mask_window, range(len(self._layers()))))
         with paged_call(self._configs()):
             output = decoder(
                 input_ids=input_ids[None], attention_mask=no_mask, position_ids=step.positions[None], use_cache=False,
                 output_attentions=False, output_hidden_states=False, output_router_logits=False, return_dict=True,
-                **{STEP_ARGUMENT: step},
+                **{STEP_ARGUMENT: WindowedStep(step, windows)},
             )  # fmt: skip
         result: torch.Tensor = output.last_hidden_state[0]
         return result

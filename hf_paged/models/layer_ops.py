@@ -9,15 +9,18 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hf_paged.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
-from hf_paged.kernels.linear import linear, linear_silu_mul
-from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store, qk_norm_rope_store_reference
-from hf_paged.kernels.silu_mul import silu_mul, silu_mul_reference
-from hf_paged.kernels.store_kv import store_kv
+from hf_paged.kernels.add_rms_norm import add_rms_norm_reference, add_rms_norm_unchecked
+from hf_paged.kernels.linear import linear_silu_mul_unchecked, linear_unchecked
+from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store_reference, qk_norm_rope_store_unchecked
+from hf_paged.kernels.silu_mul import silu_mul_reference, silu_mul_unchecked
+from hf_paged.kernels.store_kv import store_kv_unchecked
 
 
 class LayerOps(NamedTuple):
-    """One function an op; arguments and results as in `hf_paged.kernels`."""
+    """One function an op; arguments and results as in `hf_paged.kernels`, unchecked.
+
+    What comes from outside is looked at before: weights in `FusedAdapter.prepare`, what called modules return there.
+    """
 
     linear: Callable[..., torch.Tensor]
     linear_silu_mul: Callable[..., torch.Tensor]
@@ -30,7 +33,8 @@ def _linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return silu_mul_reference(F.linear(x, weight))
 
 
-FUSED = LayerOps(linear, linear_silu_mul, silu_mul, add_rms_norm, qk_norm_rope_store)
+FUSED = LayerOps(linear_unchecked, linear_silu_mul_unchecked, silu_mul_unchecked, add_rms_norm_unchecked,
+                 qk_norm_rope_store_unchecked)  # fmt: skip
 # The cache is written by a kernel in any case: torch would have to ask the device which tokens are to be written.
 PLAIN = LayerOps(F.linear, _linear_silu_mul, silu_mul_reference, add_rms_norm_reference,
-                 partial(qk_norm_rope_store_reference, store=store_kv))  # fmt: skip
+                 partial(qk_norm_rope_store_reference, store=store_kv_unchecked))  # fmt: skip

@@ -21,19 +21,29 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged import at_fork
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.kernels.attention.paged_attention import check_attention
 from hf_paged.kernels.store_kv import store_kv
 from hf_paged.models.base import StepContext
 
 NAME = "hf_paged"
 STEP_ARGUMENT = "hf_paged_step"
-# Arguments that decoders hand down and attention over pages has no use for.
+# Arguments that decoders hand down and attention over pages has no use for: not every module hands down its window.
 _IGNORED = frozenset({
     "position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
+    "sliding_window",
 })  # fmt: skip
 # Implementations that take their name from the config again while they run.
 _READS_CONFIG = ("flash", "paged|")
 
 _lock = threading.Lock()
+
+
+class WindowedStep(NamedTuple):
+    """A step, and by layer the window of the mask that stock would make."""
+
+    step: StepContext
+    windows: tuple[int | None, ...]
 
 
 class _Switched(NamedTuple):
@@ -100,10 +110,9 @@ def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
     return _paged_attention(module, query, key, value, step, **kwargs), None
 
 
-def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: StepContext, *,
-                     scaling: float, dropout: float = 0.0, sliding_window: int | None = None,
-                     softcap: float | None = None, s_aux: torch.Tensor | None = None,
-                     **others: Any) -> torch.Tensor:  # fmt: skip
+def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windowed: WindowedStep,
+                     *, scaling: float, dropout: float = 0.0, softcap: float | None = None,
+                     s_aux: torch.Tensor | None = None, **others: Any) -> torch.Tensor:  # fmt: skip
     unknown = [name for name, given in others.items() if given is not None and name not in _IGNORED]
     if dropout or unknown:
         raise UnsupportedModelError(f"{type(module).__name__} asks of its attention what pages do not have: "
@@ -111,9 +120,11 @@ def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
     if softcap is not None and implementation_of(module.config) == "sdpa":
         softcap = None  # sdpa, the default of Gemma 2 in transformers 5.17, leaves it out
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    layer = module.layer_idx
-    store_kv(key, value, *step.kv_cache(layer), step.slot_mapping)
-    return step.attend(layer, query, scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)[None]
+    (step, windows), layer = windowed, module.layer_idx
+    caches, options = step.kv_cache(layer), AttentionOptions(scaling, windows[layer], softcap, s_aux)
+    store_kv(key, value, *caches, step.slot_mapping)
+    check_attention(query, *caches, options)  # what stock's own modules made
+    return step.attend(layer, query, options)[None]
 
 
 def _stock_attention(module: Any) -> Any:

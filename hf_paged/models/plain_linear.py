@@ -38,7 +38,15 @@ def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., 
         return linear(hidden, module.weight, module.bias)
     if type(module) is RowParallelLinear and module.group.is_parallel and _is_untouched(module):
         return module.finish(linear(hidden, module.weight, None))
+    return apply_module(module, hidden)
+
+
+def apply_module(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """[T, k] -> [T, n] by a module as it stands; ValueError where it returns what the kernels do not take."""
     result: torch.Tensor = module(hidden[None])[0]
+    if result.dtype != hidden.dtype or result.dim() != 2 or result.stride(1) != 1:
+        found = f"{result.dtype} {list(result.shape)} with strides {list(result.stride())}"
+        raise ValueError(f"{type(module).__name__} returned {found}: expected {hidden.dtype} [T, n], rows contiguous")
     return result
 
 

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _world
 from hf_paged import at_fork
 from hf_paged.errors import EngineClosedError
 from hf_paged.kernels._peers import Peers
-from hf_paged.kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, way_for
+from hf_paged.kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, choose_algorithm_for
 
 # Multicast of NVLink switches can take a shared host down, and nothing here gains from it.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -174,17 +174,18 @@ class ParallelGroup:
         """The sum over ranks of a contiguous tensor; may be written in place, use what is returned."""
         if not self._others_come(tensor):
             return tensor
-        if self.peers is not None and (how := way_for(tensor, self.peers)):
-            return all_reduce(tensor, self.peers, how)
+        if self.peers is not None and (algorithm := choose_algorithm_for(tensor, self.peers)):
+            return all_reduce(tensor, self.peers, algorithm)
         dist.all_reduce(tensor, group=self._met(self._devices))
         return tensor
 
     def all_reduce_add_rms_norm(self, tensor: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
                                 eps: float) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
         """`add_rms_norm` of the sum over ranks, which see, in one kernel; None where it cannot be had, or is slower."""
-        if self.peers is None or not (how := way_for(tensor, self.peers)) or not self._others_come(tensor):
+        algorithm = None if self.peers is None else choose_algorithm_for(tensor, self.peers)
+        if self.peers is None or algorithm is None or not self._others_come(tensor):
             return None
-        return all_reduce_add_rms_norm(tensor, residual, weight, eps, self.peers, how)
+        return all_reduce_add_rms_norm(tensor, residual, weight, eps, self.peers, algorithm)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         """The maximum over ranks, in place."""

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from hf_paged.sampling.sample_tokens import GROUP_SIZE
+
 # Vocabulary rows of a rank are whole groups of the sampler's first level where there are that many.
-_SAMPLER_GROUP, _FEW_ROWS = 1024, 16
+_FEW_ROWS = 16
 
 
 class Shard(NamedTuple):
@@ -75,7 +77,7 @@ def vocab_rows(vocab_size: int, size: int) -> int:
     """Rows of the embedding and of the head on each rank, the last ranks' padding included; one rank has no padding."""
     if size == 1:
         return vocab_size
-    multiple = _SAMPLER_GROUP if vocab_size > size * _SAMPLER_GROUP else _FEW_ROWS
+    multiple = GROUP_SIZE if vocab_size > size * GROUP_SIZE else _FEW_ROWS
     return -(-vocab_size // (size * multiple)) * multiple
 
 

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.kernels.attention.decode import decode_places
-from hf_paged.kernels.attention.decode_work import plan_items
 from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
 from hf_paged.kernels.upload import upload
 from hf_paged.models import ModelAdapter
+from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
 from hf_paged.runner.step_context import PagedStep
@@ -32,8 +31,6 @@ _PROMPT_FLOPS = 17e12
 # Padding that costs more than this is not worth the launches that it saves.
 _WASTED_FLOPS = 5e12
 _MOST_PROMPT_ROWS = 256
-# Attention takes other tiles for longer sequences, so a graph is either for these or for all.
-_SHORT_SEQUENCE = 4096
 
 
 class Drawn(NamedTuple):
@@ -81,17 +78,15 @@ def capture_lock(device: torch.device) -> AbstractContextManager:
 class StepGraphs:
     """Captures and replays steps. A graph is valid while nothing it points to has moved (see `check`)."""
 
-    def __init__(self, adapter: ModelAdapter, kv_cache: KVCache, state: RequestState, max_model_len: int,
-                 max_num_batched_tokens: int, backend: str) -> None:  # fmt: skip
-        self._adapter, self._cache, self._state = adapter, kv_cache, state
-        self._max_model_len, self._backend = max_model_len, backend
+    def __init__(self, adapter: ModelAdapter, kv_cache: KVCache, state: RequestState, attention: AttentionInputs,
+                 max_num_batched_tokens: int) -> None:  # fmt: skip
+        self._adapter, self._cache, self._state, self._attention = adapter, kv_cache, state, attention
         self._device = kv_cache.spec.device
         self._decode_sizes = np.array(decode_sizes(state.num_slots))
         self._num_parameters = sum(p.numel() for p in adapter.model.parameters())
         self._prompt_sizes = np.array(prompt_sizes(self._num_parameters, max_num_batched_tokens) or [0])
         # Shared by all graphs: one runs at a time, and leaves zeros.
-        self._arrivals = torch.zeros(int(self._decode_sizes[-1]) * kv_cache.spec.num_kv_heads, dtype=torch.int32,
-                                     device=self._device)  # fmt: skip
+        self._arrivals = attention.arrivals(int(self._decode_sizes[-1]))
         self._captured: dict[tuple, Captured | None] = {}
         self._graphs: list[torch.cuda.CUDAGraph] = []  # also those whose capture an error ended
         self._pool: Any = None  # dies with its last graph
@@ -151,7 +146,7 @@ class StepGraphs:
             parts.append((slice(0, decodes), captured, inputs))
         if prompt_size:
             inputs = self._prompt_inputs(plan, prompt_size)
-            long = int((plan.start + plan.num_new_tokens)[decodes:].max()) > _SHORT_SEQUENCE
+            long = self._attention.is_long((plan.start + plan.num_new_tokens)[decodes:])
             run = partial(self._prompts, stages=self._state.stages(plan.slots[decodes:]), long=long, scored=scored)
             parts.append((slice(decodes, len(plan.slots)), self._get(prompt_size, run, inputs), inputs))
         if any(captured is None for _, captured, _ in parts):
@@ -274,17 +269,15 @@ class StepGraphs:
         self.num_captured += 1
         return Captured(graph, inputs, result)
 
-    def _places(self, size: int) -> int:
-        spec = self._cache.spec
-        return decode_places(size, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.device)
-
     def _decode_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
         """rows [2, size] int64 (slots, positions), and the attention's plan."""
         count = plan.num_decode_rows
         rows = np.empty((2, size), dtype=np.int64)
         rows[0], rows[1] = self._state.padding_slot, -1
         rows[0, :count], rows[1, :count] = plan.slots[:count], plan.start[:count]
-        return rows, plan_items(rows[1] + 1, rows[0], self._places(size))
+        items = self._attention.split_plan(rows[1] + 1, rows[0])
+        assert items is not None, "a backend that runs in graphs plans"
+        return rows, items
 
     def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str], scored: bool) -> Drawn:
         logits, (slots, positions) = self._adapter.shard_logits(self._decode_hidden(rows, items)), rows
@@ -297,12 +290,7 @@ class StepGraphs:
     def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         state, (slots, positions) = self._state, rows
         input_ids, at, slot_mapping = state.inputs(slots, positions)
-        seq_lens = (positions + 1).to(torch.int32)
-        meta = PagedMetadata(
-            query_start=torch.arange(len(slots) + 1, dtype=torch.int32, device=self._device), seq_lens=seq_lens,
-            block_table=state.block_table, slots=slots.to(torch.int32), slot_mapping=slot_mapping, max_query_len=1,
-            max_seq_len=self._max_model_len, work=DecodeWork(items, self._arrivals),
-        )  # fmt: skip
+        meta = self._attention.decode_rows(slots, positions, slot_mapping, DecodeWork(items, self._arrivals))
         return self._adapter.hidden_states(input_ids, self._step(at, meta))
 
     def _prompt_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -330,11 +318,7 @@ class StepGraphs:
         state, (slots, positions, write_from) = self._state, tokens
         input_ids, at, slot_mapping = state.inputs(slots, positions, write_from)
         small = rows[:3].to(torch.int32)
-        meta = PagedMetadata(
-            query_start=small[0], seq_lens=small[2, :-1], block_table=state.block_table, slots=small[1, :-1],
-            slot_mapping=slot_mapping, max_query_len=max(128, len(slots)),
-            max_seq_len=self._max_model_len if long else _SHORT_SEQUENCE,
-        )  # fmt: skip
+        meta = self._attention.prompts(small[0], small[2, :-1], small[1, :-1], slot_mapping, long=long)
         hidden = self._adapter.hidden_states(input_ids, self._step(at, meta))
         _, _, _, last, sampled_slots, sampled_positions = rows[:, :-1]
         logits = self._adapter.shard_logits(hidden[last])
@@ -346,4 +330,5 @@ class StepGraphs:
         return Drawn(self._state.sample(logits, slots, positions, stages, logprobs), logprobs)
 
     def _step(self, positions: torch.Tensor, meta: PagedMetadata) -> PagedStep:
-        return PagedStep(positions, meta.slot_mapping, self._cache, [(0, len(positions), meta)], self._backend)
+        parts = [(0, len(positions), meta)]
+        return PagedStep(positions, meta.slot_mapping, self._cache, parts, self._attention.backend)

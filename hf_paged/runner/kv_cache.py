@@ -41,4 +41,4 @@ class KVCache:
 
     def _empty(self, num_blocks: int) -> torch.Tensor:
         shape = (num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
-        return torch.empty(shape, dtype=self.spec.dtype, device=self.spec.device)
+        return torch.empty(shape, dtype=self.spec.cache_dtype, device=self.spec.device)

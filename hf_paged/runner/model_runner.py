@@ -7,12 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.kernels.attention.decode import decode_places
-from hf_paged.kernels.attention.decode_work import plan_items
-from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
-from hf_paged.kernels.attention.paged_attention import resolve_backend
+from hf_paged.kernels.attention.backends import resolve_backend
 from hf_paged.kernels.upload import upload
 from hf_paged.models import KVSpec, ModelAdapter
+from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.graphs import StepGraphs, capture_lock
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.prompt_scores import NOTHING, PromptSpan, Wanted, prompt_log_probs
@@ -56,17 +54,16 @@ class ModelRunner:
         self.device = spec.device
         self.block_size = block_size
         self.max_model_len = max_model_len
-        self.attention_backend = attention_backend
         self.cache = KVCache(spec, block_size, num_blocks)
         self.sharded = None
         if adapter.group.is_parallel:
             self.sharded = ShardedSampling(adapter, spec.device)
         self.state = RequestState(max_num_seqs, max_model_len, block_size, spec.device, self.sharded)
+        backend = resolve_backend(attention_backend, spec.device)
+        self.attention = AttentionInputs(backend, spec, self.state, max_model_len)
         self.graphs = None
-        # The torch backend reads lengths on the host, which no graph can.
-        if use_graphs and spec.device.type == "cuda" and resolve_backend(attention_backend, spec.device) != "torch":
-            self.graphs = StepGraphs(adapter, self.cache, self.state, max_model_len, max_num_batched_tokens,
-                                     attention_backend)  # fmt: skip
+        if use_graphs and spec.device.type == "cuda" and not backend.waits:
+            self.graphs = StepGraphs(adapter, self.cache, self.state, self.attention, max_num_batched_tokens)
 
     def prepare(self) -> None:
         """Between idle and busy: let the adapter renew what it keeps, and drop graphs that point to other memory."""
@@ -120,39 +117,9 @@ class ModelRunner:
         token_slots, token_positions, write_from = upload(plan.token_columns(), self.device)
         input_ids, token_positions, slot_mapping = self.state.inputs(token_slots, token_positions, write_from)
 
-        step = PagedStep(token_positions, slot_mapping, self.cache, self._parts(plan, query_start, slot_mapping),
-                         self.attention_backend)  # fmt: skip
+        parts = self.attention.parts(plan, query_start, slot_mapping)
+        step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend)
         return self.adapter.hidden_states(input_ids, step), query_start
-
-    def _parts(self, plan: StepPlan, query_start: np.ndarray,
-               slot_mapping: torch.Tensor) -> list[tuple[int, int, PagedMetadata]]:  # fmt: skip
-        """Decode rows and prefill rows are separate parts, each with its own attention kernel."""
-        rows, decodes = len(plan.slots), plan.num_decode_rows
-        bounds = [(a, b) for a, b in ((0, decodes), (decodes, rows)) if a < b]
-        seq_lens = plan.start + plan.num_new_tokens
-        packed = upload(np.concatenate([plan.slots, seq_lens, query_start]).astype(np.int32), self.device)
-        slots, lens, starts = packed[:rows], packed[rows : 2 * rows], packed[2 * rows :]
-        parts = []
-        for a, b in bounds:
-            decoding = a < decodes and resolve_backend(self.attention_backend, self.device) != "torch"
-            first, last = int(query_start[a]), int(query_start[b])
-            meta = PagedMetadata(
-                query_start=starts[a : b + 1] - first,
-                seq_lens=lens[a:b],
-                block_table=self.state.block_table,
-                slots=slots[a:b],
-                slot_mapping=slot_mapping[first:last],
-                max_query_len=int(plan.num_new_tokens[a:b].max()),
-                max_seq_len=int(seq_lens[a:b].max()),
-                work=self._work(seq_lens[a:b], plan.slots[a:b]) if decoding else None,
-            )
-            parts.append((first, last, meta))
-        return parts
-
-    def _work(self, seq_lens: np.ndarray, slots: np.ndarray) -> DecodeWork:
-        places = decode_places(len(slots), self.spec.num_kv_heads, self.spec.head_dim, self.spec.dtype, self.device)
-        arrivals = torch.zeros(len(slots) * self.spec.num_kv_heads, dtype=torch.int32, device=self.device)
-        return DecodeWork(upload(plan_items(seq_lens, slots, places), self.device), arrivals)
 
     def _sample(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor, result: torch.Tensor,
                 logprobs: torch.Tensor | None) -> None:  # fmt: skip

@@ -17,8 +17,8 @@ from hf_paged.kernels.upload import upload
 from hf_paged.runner.sharded_sampling import FILTERS, ShardedSampling
 from hf_paged.sampling.edit_lines import float_line, int_line
 from hf_paged.sampling.edits import NEUTRAL, EditLines, Edits, EditState, encode_edits, sample_edited
-from hf_paged.sampling.sample_tokens import SamplingTable
 from hf_paged.sampling.sampler import sample
+from hf_paged.sampling.table import FloatSettings, IntSettings, SamplingTable
 
 FIRST_TOKEN_CAPACITY = 2048
 _MOST_STAGE_SETS = 6
@@ -61,9 +61,12 @@ class SlotParameters:
         Raises:
             ValueError: naming a setting that the device's tables cannot hold.
         """
-        names = "temperature, 1 - top_p, min_p", "seed, top_k, min_new_tokens"
-        floats = float_line(names[0], (self.temperature * self.do_sample, 1.0 - self.top_p, self.min_p))
-        ints = int_line(names[1], (self.seed, self.top_k, self.min_length))
+        floats = float_line("temperature, 1 - top_p, min_p", FloatSettings(
+            temperature=self.temperature * self.do_sample, one_minus_top_p=1.0 - self.top_p, min_p=self.min_p,
+        ))  # fmt: skip
+        ints = int_line("seed, top_k, min_new_tokens", IntSettings(
+            seed=self.seed, top_k=self.top_k, min_length=self.min_length,
+        ))  # fmt: skip
         eos = int_line("eos_token_id", self.eos_token_ids)
         edits = encode_edits(self.edits, self.prompt_length, self.max_length, self.eos_token_ids)
         return SlotLines(floats, ints, eos, edits)

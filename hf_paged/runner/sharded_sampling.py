@@ -13,8 +13,9 @@ import torch
 from torch.nn.functional import pad
 
 from hf_paged.models import ModelAdapter
-from hf_paged.sampling.sample_tokens import GROUP_SIZE, SamplingTable
+from hf_paged.sampling.sample_tokens import GROUP_SIZE
 from hf_paged.sampling.shard_best import NO_TOKEN, Columns, best_of_shard, keys_of, settle_tokens
+from hf_paged.sampling.table import SamplingTable
 
 # A stage of `RequestState.stages` that only sharded logits need.
 FILTERS = "filters"

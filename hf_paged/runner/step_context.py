@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels.attention.metadata import PagedMetadata
-from hf_paged.kernels.attention.paged_attention import paged_attention
+from hf_paged.kernels.attention.backends import AttentionBackend
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 from hf_paged.runner.kv_cache import KVCache
 
 
@@ -18,20 +18,16 @@ class PagedStep(NamedTuple):
     slot_mapping: torch.Tensor
     cache: KVCache
     parts: list[tuple[int, int, PagedMetadata]]
-    backend: str
+    backend: AttentionBackend
 
     def kv_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.cache.layers[layer]
 
-    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None,
-               softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+    def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         k_cache, v_cache = self.cache.layers[layer]
         if len(self.parts) == 1:
-            return paged_attention(query, k_cache, v_cache, self.parts[0][2], scale=scale,
-                                   sliding_window=sliding_window, softcap=softcap, sinks=sinks,
-                                   backend=self.backend)  # fmt: skip
+            return self.backend.run(query, k_cache, v_cache, self.parts[0][2], options)
         mixed = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for first, last, meta in self.parts:
-            paged_attention(query[first:last], k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window,
-                            softcap=softcap, sinks=sinks, backend=self.backend, out=mixed[first:last])  # fmt: skip
+            self.backend.run(query[first:last], k_cache, v_cache, meta, options, mixed[first:last])
         return mixed

@@ -17,10 +17,10 @@ from hf_paged.sampling.gumbel import gumbel_noise
 
 
 @jit()
-def load_scores(row, token, inside, eos, num_eos, bars):
-    """Logits of a row as float32, -inf outside and at end-of-sequence ids where ``bars``."""
+def load_scores(row, token, inside, eos, num_eos, eos_barred):
+    """Logits of a row as float32, -inf outside and at end-of-sequence ids where ``eos_barred``."""
     score = tl.load(row + token, mask=inside, other=float("-inf")).to(tl.float32)
-    if bars:
+    if eos_barred:
         for i in range(num_eos):
             score = tl.where(token == tl.load(eos + i).to(tl.int32), float("-inf"), score)
     return score
@@ -48,13 +48,13 @@ def _value_of(key, SHIFT: tl.constexpr):
 
 @jit()
 def least_score(
-    piece_top, num_pieces, tops, masses, live, top, total, heat, scale, k, tail, min_p,
+    piece_top, num_pieces, tops, masses, live, top, total, temperature, scale, k, one_minus_top_p, min_p,
     GROUP: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """A score below which no token survives, from each group's maximum ``tops`` and mass ``masses``.
 
     The k-th largest of all groups' (or pieces') maxima has k tokens at or above it. Without top-k, tokens below x weigh
-    at most sum(min(mass of the group, GROUP * weight of x)): top-p drops them where that is within the tail.
+    at most sum(min(mass of the group, GROUP * weight of x)): top-p drops them where that is within 1 - top_p.
     """
     least = tl.full((), float("-inf"), tl.float32)
     low, high = _key_of(least, SHIFT), _key_of(top, SHIFT) + 1
@@ -76,8 +76,8 @@ def least_score(
                 else:
                     high = middle
             least = _value_of(low, SHIFT)
-    elif tail > 0.0:
-        limit = tl.minimum(tail, 1.0) * total * 0.9999  # rounding stays on the safe side
+    elif one_minus_top_p > 0.0:
+        limit = tl.minimum(one_minus_top_p, 1.0) * total * 0.9999  # rounding stays on the safe side
         while high - low > 1:
             middle = (low + high) >> 1
             most = GROUP * weight_of(_value_of(middle, SHIFT), top, scale)
@@ -87,7 +87,7 @@ def least_score(
                 high = middle
         least = _value_of(low, SHIFT)
     else:
-        least = top + (tl.log(min_p) * 1.0001 - 0.001) * heat
+        least = top + (tl.log(min_p) * 1.0001 - 0.001) * temperature
     return least
 
 
@@ -102,7 +102,7 @@ def _count_from(source, size, least, TILE: tl.constexpr):
 
 @jit()
 def gather_candidates(
-    row, eos, num_eos, bars, piece_top, num_pieces, least, listed, held_score, held_token, vocab_size,
+    row, eos, num_eos, eos_barred, piece_top, num_pieces, least, listed, held_score, held_token, vocab_size,
     PIECE: tl.constexpr, HELD: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Copy scores and ids of a row's tokens at or above ``least``, in order; how many there are, more than HELD at
@@ -124,7 +124,7 @@ def gather_candidates(
             which = first + tl.arange(0, AT_ONCE)
             chosen = tl.load(listed + which, mask=which < num_listed, other=num_pieces)
             token = chosen[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
-            score = load_scores(row, token, token < vocab_size, eos, num_eos, bars)
+            score = load_scores(row, token, token < vocab_size, eos, num_eos, eos_barred)
             taken = (score >= least) & (score > float("-inf"))
             counts = tl.sum(taken.to(tl.int32), 1)
             before = found + tl.cumsum(counts, 0) - counts
@@ -138,22 +138,24 @@ def gather_candidates(
 
 
 @jit()
-def _scores_at(source, at, size, eos, num_eos, bars, IS_ROW: tl.constexpr):
+def _scores_at(source, at, size, eos, num_eos, eos_barred, IS_ROW: tl.constexpr):
     if IS_ROW:
-        score = load_scores(source, at, at < size, eos, num_eos, bars)
+        score = load_scores(source, at, at < size, eos, num_eos, eos_barred)
     else:
         score = tl.load(source + at, mask=at < size, other=float("-inf")).to(tl.float32)
     return score
 
 
 @jit()
-def _between(source, size, eos, num_eos, bars, least, below, top, scale, TILE: tl.constexpr, IS_ROW: tl.constexpr):
+def _between(
+    source, size, eos, num_eos, eos_barred, least, below, top, scale, TILE: tl.constexpr, IS_ROW: tl.constexpr
+):
     """How many tokens score in [least, below), and what they weigh together."""
     # A row is long and these sums need few registers: more loads in flight.
     WIDTH: tl.constexpr = 2 * TILE if IS_ROW else TILE
     count, mass = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.float32)
     for start in range(0, size, WIDTH):
-        score = _scores_at(source, start + tl.arange(0, WIDTH), size, eos, num_eos, bars, IS_ROW)
+        score = _scores_at(source, start + tl.arange(0, WIDTH), size, eos, num_eos, eos_barred, IS_ROW)
         counted = (score >= least) & (score < below) & (score > float("-inf"))
         count += counted.to(tl.int32)
         mass += tl.where(counted, weight_of(score, top, scale), 0.0)
@@ -162,7 +164,8 @@ def _between(source, size, eos, num_eos, bars, least, below, top, scale, TILE: t
 
 @jit()
 def filtered_token(
-    source, ids, size, eos, num_eos, bars, least, top, total, heat, scale, k, tail, min_p, key0, key1,
+    source, ids, size, eos, num_eos, eos_barred, least, top, total, temperature, scale, k, one_minus_top_p, min_p,
+    key0, key1,
     TILE: tl.constexpr, IS_ROW: tl.constexpr, SHIFT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Token drawn from the survivors, its score, and the survivors' mass.
@@ -176,7 +179,7 @@ def filtered_token(
         while high - low > 1:
             middle = (low + high) >> 1
             count, _ = _between(
-                source, size, eos, num_eos, bars, _value_of(middle, SHIFT), infinity, top, scale, TILE, IS_ROW
+                source, size, eos, num_eos, eos_barred, _value_of(middle, SHIFT), infinity, top, scale, TILE, IS_ROW
             )
             if count >= k:
                 low = middle
@@ -184,18 +187,18 @@ def filtered_token(
                 high = middle
         least = _value_of(low, SHIFT)
     dropped = 0
-    if tail > 0.0:
-        _, mass = _between(source, size, eos, num_eos, bars, least, infinity, top, scale, TILE, IS_ROW)
+    if one_minus_top_p > 0.0:
+        _, mass = _between(source, size, eos, num_eos, eos_barred, least, infinity, top, scale, TILE, IS_ROW)
         rest = tl.maximum(total - mass, 0.0)  # below `least`
         if k > 0:
             rest, total = rest * 0.0, mass
-        limit = tail * total
+        limit = one_minus_top_p * total
         # `high` becomes the first key with more than the limit at or below it, `under` the mass below that key.
         low, high, under = _key_of(least, SHIFT) - 1, _key_of(top, SHIFT), rest
         while high - low > 1:
             middle = (low + high) >> 1
             _, mass = _between(
-                source, size, eos, num_eos, bars, least, _value_of(middle + 1, SHIFT), top, scale, TILE, IS_ROW
+                source, size, eos, num_eos, eos_barred, least, _value_of(middle + 1, SHIFT), top, scale, TILE, IS_ROW
             )
             if rest + mass > limit:
                 high = middle
@@ -203,7 +206,7 @@ def filtered_token(
                 low, under = middle, rest + mass
         least = _value_of(high, SHIFT)
         count, mass = _between(
-            source, size, eos, num_eos, bars, least, _value_of(high + 1, SHIFT), top, scale, TILE, IS_ROW
+            source, size, eos, num_eos, eos_barred, least, _value_of(high + 1, SHIFT), top, scale, TILE, IS_ROW
         )
         each = tl.maximum(mass / tl.maximum(count, 1), 1e-37)
         dropped = tl.minimum(tl.maximum((limit - under) / each, 0.0), (count - 1).to(tl.float32)).to(tl.int32)
@@ -215,7 +218,7 @@ def filtered_token(
     tied_before = 0
     for start in range(0, size, TILE):
         at = start + tl.arange(0, TILE)
-        score = _scores_at(source, at, size, eos, num_eos, bars, IS_ROW)
+        score = _scores_at(source, at, size, eos, num_eos, eos_barred, IS_ROW)
         kept = (score >= least) & (score > float("-inf"))
         if dropped > 0:
             tied = kept & (score < above)
@@ -229,7 +232,7 @@ def filtered_token(
             else:
                 token = tl.load(ids + at, mask=at < size, other=0)
             kept_mass += tl.where(kept, weight, 0.0)
-            noisy = tl.div_rn(score, heat) + gumbel_noise(token, key0, key1, INTERPRETED)
+            noisy = tl.div_rn(score, temperature) + gumbel_noise(token, key0, key1, INTERPRETED)
             taken = kept & ((noisy > best) | (where == 0x7FFFFFFF))
             best = tl.where(taken, noisy, best)
             where = tl.where(taken, token, where)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
-from hf_paged.sampling.sample_tokens import SamplingTable
+from hf_paged.sampling.table import MIN_LENGTH, SamplingTable, setting
 
 # Programs that share a row's history or list, and what one looks at together; of a pass over the whole row.
 _PROGRAMS, _TILE = 8, 512
@@ -138,7 +138,7 @@ def _bar_repeated_ngrams_kernel(
 def _bar_eos_kernel(scores, ints, eos, slots, position, vocab_size, num_eos):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    if tl.load(position + row) < tl.load(ints + slot * 3 + 2):
+    if tl.load(position + row) < setting(ints, slot, MIN_LENGTH):
         for i in range(num_eos):
             token = tl.load(eos + slot * num_eos + i)
             tl.store(scores + row * vocab_size + token, float("-inf"), mask=(token >= 0) & (token < vocab_size))

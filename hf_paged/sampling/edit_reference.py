@@ -10,7 +10,7 @@ import torch
 
 from hf_paged.sampling.edit_lines import stock_decays_finite_only
 from hf_paged.sampling.edit_logits import EditTable, decay_strength
-from hf_paged.sampling.sample_tokens import SamplingTable
+from hf_paged.sampling.table import SamplingTable
 
 
 def edited_scores(
@@ -27,7 +27,7 @@ def edited_scores(
         bar_repeated_ngrams(scores, table, slots, position, history)
     if "bad_words" in features:
         add_biases(scores, table, "bad_words", slots, position, history)
-    bar(scores, sampling.eos[slots], position < sampling.ints[slots, 2])
+    bar(scores, sampling.eos[slots], position < sampling.int_settings(slots).min_length)
     if features & {"forced_bos", "forced_eos"}:
         force(scores, table, slots, position)
     if "remove_invalid" in features:

@@ -9,7 +9,7 @@ import torch
 
 from hf_paged.sampling.edit_logits import EditTable
 from hf_paged.sampling.gumbel import exponential_noise
-from hf_paged.sampling.sampler import SamplingRows
+from hf_paged.sampling.sampler import SamplingRows, min_p_filtered, top_p_filtered
 
 WARPERS = frozenset({"typical", "epsilon", "eta"})
 # A row of 150,000 tokens takes some 10 MB while it is sorted.
@@ -55,7 +55,7 @@ def draw_warped(
 
 
 def warped_scores(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """`processed_scores` without a look at the settings from the host: temperature, top-k, top-p, min-p."""
+    """`processed_scores` without a look at the settings from the host, which would wait for the device."""
     scores = scores / rows.temperature[:, None]
     ascending, order = scores.sort(dim=-1, stable=True)
     vocab_size = scores.shape[1]
@@ -63,12 +63,7 @@ def warped_scores(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     kth = kth.where((rows.top_k > 0)[:, None], -torch.inf)
     scores = scores.masked_fill(scores < kth, -torch.inf)
     ascending = ascending.masked_fill(ascending < kth, -torch.inf)
-    tail = (ascending.softmax(dim=-1).cumsum(dim=-1) <= rows.tail[:, None]) & (rows.tail > 0.0)[:, None]
-    tail[:, -1] = False
-    scores = scores.masked_fill(torch.zeros_like(tail).scatter_(1, order, tail), -torch.inf)
-    probs = scores.softmax(dim=-1)
-    floor = rows.min_p[:, None] * probs.amax(dim=-1, keepdim=True)
-    return scores.masked_fill((probs < floor) & (rows.min_p > 0.0)[:, None], -torch.inf)
+    return min_p_filtered(top_p_filtered(scores, ascending, order, rows), rows)
 
 
 def cut_off(

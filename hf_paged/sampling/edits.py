@@ -26,8 +26,9 @@ from hf_paged.sampling.edit_lines import (
 from hf_paged.sampling.edit_logits import EditTable, edit_logits
 from hf_paged.sampling.edit_reference import edited_scores
 from hf_paged.sampling.edit_warpers import WARPERS, draw_warped, renormalize_greedy, settle_extremes
-from hf_paged.sampling.sample_tokens import SamplingTable, sample_tokens
+from hf_paged.sampling.sample_tokens import sample_tokens
 from hf_paged.sampling.sampler import SamplingRows, log_probs_reference, sample_reference
+from hf_paged.sampling.table import SamplingTable
 
 _NEVER = 1 << 62
 _NAMES = ("sequence_bias", "bad_words", "also_seen", "forced_eos", "decay_eos", "suppress", "begin_suppress")

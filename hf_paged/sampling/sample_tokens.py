@@ -10,8 +10,6 @@ The reference is `hf_paged.sampling.sampler.sample_reference`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
@@ -23,24 +21,26 @@ from hf_paged.sampling._filtered_token import (
     weight_of,
 )
 from hf_paged.sampling.gumbel import GROUP_STREAM, gumbel_noise, row_keys
+from hf_paged.sampling.table import (
+    MIN_LENGTH,
+    MIN_P,
+    ONE_MINUS_TOP_P,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    SamplingTable,
+    setting,
+)
 
 # Tokens of a group. Part of what a seed means: another size draws other tokens.
 GROUP_SIZE = 1024
 # Programs of one warp that fill a large GPU twice; beyond that a program takes several groups.
-_PROGRAMS = 8192
+PROGRAMS = 8192
 # Candidates of a filtered row; a row with more is searched in place, which is slower.
 _HELD = 4096
 _PIECE = 32
 # Elements that a program of 256 threads looks at together: of candidates, of pieces, of a row.
 _HELD_TILE, _PIECE_TILE, _ROW_TILE = 1024, 2048, 2048
-
-
-class SamplingTable(NamedTuple):
-    """Settings of S slots on the logits' device; of a greedy one (temperature 0) the filters are ignored."""
-
-    floats: torch.Tensor  # [S, 3] float32: temperature (0: greedy), 1 - top_p rounded once (0: off), min_p (0: off)
-    ints: torch.Tensor  # [S, 3] int64: seed, top_k (0: off), min_length (EOS is barred while position < min_length)
-    eos: torch.Tensor  # [S, E] int64, padded with -1
 
 
 @jit()
@@ -51,14 +51,14 @@ def first_of_best(value, index, among):
 
 
 @jit()
-def _is_filtered(heat, k, tail, min_p):
-    return (heat != 0.0) & ((k > 0) | (tail > 0.0) | (min_p > 0.0))
+def _is_filtered(temperature, k, one_minus_top_p, min_p):
+    return (temperature != 0.0) & ((k > 0) | (one_minus_top_p > 0.0) | (min_p > 0.0))
 
 
 @jit()
-def _scale_of(heat):
+def _scale_of(temperature):
     """What scores are multiplied by for exp2; finite, so that a difference of 0 stays 0."""
-    return tl.minimum(1.4426950408889634 / tl.where(heat == 0.0, 1.0, heat), 1e38)
+    return tl.minimum(1.4426950408889634 / tl.where(temperature == 0.0, 1.0, temperature), 1e38)
 
 
 @jit(varying_ints=("num_groups", "groups_each", "num_eos"), varying_pointers=("slots", "position"))
@@ -73,17 +73,17 @@ def group_stats_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    heat, tail, min_p = tl.load(floats + slot * 3), tl.load(floats + slot * 3 + 1), tl.load(floats + slot * 3 + 2)
-    filtered = _is_filtered(heat, tl.load(ints + slot * 3 + 1), tail, min_p)
-    bars = tl.load(position + row) < tl.load(ints + slot * 3 + 2)
-    scale = _scale_of(heat)
+    temperature, one_minus_top_p = setting(floats, slot, TEMPERATURE), setting(floats, slot, ONE_MINUS_TOP_P)
+    filtered = _is_filtered(temperature, setting(ints, slot, TOP_K), one_minus_top_p, setting(floats, slot, MIN_P))
+    eos_barred = tl.load(position + row) < setting(ints, slot, MIN_LENGTH)
+    scale = _scale_of(temperature)
     begin = tl.program_id(1) * groups_each
     for group in range(begin, tl.minimum(begin + groups_each, num_groups)):
         token = first + group * GROUP + tl.arange(0, GROUP)
         columns = logits + row * row_stride - first
-        score = load_scores(columns, token, token < vocab_size, eos + slot * num_eos, num_eos, bars)
+        score = load_scores(columns, token, token < vocab_size, eos + slot * num_eos, num_eos, eos_barred)
         top = tl.max(score, 0)
-        if heat != 0.0:
+        if temperature != 0.0:
             mass = tl.sum(weight_of(score, tl.where(top == float("-inf"), 0.0, top), scale), 0)  # +inf makes it NaN
         else:
             mass = tl.full((), 1.0, tl.float32)
@@ -113,11 +113,11 @@ def _choose_kernel(
     slot, place = tl.load(slots + row), tl.load(position + row).to(tl.int64)
     logits += row * row_stride
     eos += slot * num_eos
-    heat, tail, min_p = tl.load(floats + slot * 3), tl.load(floats + slot * 3 + 1), tl.load(floats + slot * 3 + 2)
-    seed, k = tl.load(ints + slot * 3), tl.load(ints + slot * 3 + 1)
-    bars = place < tl.load(ints + slot * 3 + 2)
-    key0, key1 = row_keys(seed, place)
-    scale, drawn = _scale_of(heat), heat != 0.0
+    temperature, one_minus_top_p = setting(floats, slot, TEMPERATURE), setting(floats, slot, ONE_MINUS_TOP_P)
+    min_p, k = setting(floats, slot, MIN_P), setting(ints, slot, TOP_K)
+    eos_barred = place < setting(ints, slot, MIN_LENGTH)
+    key0, key1 = row_keys(setting(ints, slot, SEED), place)
+    scale, drawn = _scale_of(temperature), temperature != 0.0
 
     group = tl.arange(0, GROUPS_PAD)
     tops = tl.load(group_top + row * num_groups + group, mask=group < num_groups, other=float("-inf"))
@@ -131,40 +131,40 @@ def _choose_kernel(
     if not bad:
         relative = tl.where(live, masses * weight_of(tops, top, scale), 0.0)
         total = tl.sum(relative, 0)
-        if _is_filtered(heat, k, tail, min_p):
+        if _is_filtered(temperature, k, one_minus_top_p, min_p):
             num_pieces = num_groups * (GROUP // PIECE)
             piece_top += row * num_pieces
             held_score += row * HELD
             held_token += row * HELD
             least = least_score(
-                piece_top, num_pieces, tops, relative, live, top, total, heat, scale, k, tail, min_p,
+                piece_top, num_pieces, tops, relative, live, top, total, temperature, scale, k, one_minus_top_p, min_p,
                 GROUP, PIECE_TILE, SHIFT,
             )  # fmt: skip
             size = gather_candidates(
-                logits, eos, num_eos, bars, piece_top, num_pieces, least, listed + row * HELD, held_score, held_token,
-                vocab_size, PIECE, HELD, PIECE_TILE, ROW_TILE // PIECE,
+                logits, eos, num_eos, eos_barred, piece_top, num_pieces, least, listed + row * HELD, held_score,
+                held_token, vocab_size, PIECE, HELD, PIECE_TILE, ROW_TILE // PIECE,
             )  # fmt: skip
             if size <= HELD:
                 token, score, total = filtered_token(
-                    held_score, held_token, size, eos, num_eos, bars, least, top, total, heat, scale, k, tail, min_p,
-                    key0, key1, HELD_TILE, False, SHIFT, INTERPRETED,
+                    held_score, held_token, size, eos, num_eos, eos_barred, least, top, total, temperature, scale, k,
+                    one_minus_top_p, min_p, key0, key1, HELD_TILE, False, SHIFT, INTERPRETED,
                 )  # fmt: skip
             else:
                 token, score, total = filtered_token(
-                    logits, held_token, vocab_size, eos, num_eos, bars, least, top, total, heat, scale, k, tail, min_p,
-                    key0, key1, ROW_TILE, True, SHIFT, INTERPRETED,
+                    logits, held_token, vocab_size, eos, num_eos, eos_barred, least, top, total, temperature, scale, k,
+                    one_minus_top_p, min_p, key0, key1, ROW_TILE, True, SHIFT, INTERPRETED,
                 )  # fmt: skip
         else:
             # Greedy takes the first of -inf, too; a draw what is above -inf, even where the division brings it there.
             value, among = tops, group < num_groups
             if drawn:
                 noise = gumbel_noise(group.to(tl.uint32) + GROUP_STREAM, key0, key1, INTERPRETED)
-                value, among = tl.div_rn(tops, heat) + tl.log(masses) + noise, live
+                value, among = tl.div_rn(tops, temperature) + tl.log(masses) + noise, live
             at = first_of_best(value, group, among) * GROUP + tl.arange(0, GROUP)
-            scores = load_scores(logits, at, at < vocab_size, eos, num_eos, bars)
+            scores = load_scores(logits, at, at < vocab_size, eos, num_eos, eos_barred)
             value, among = scores, at < vocab_size
             if drawn:
-                value = tl.div_rn(scores, heat) + gumbel_noise(at, key0, key1, INTERPRETED)
+                value = tl.div_rn(scores, temperature) + gumbel_noise(at, key0, key1, INTERPRETED)
                 among = scores > float("-inf")
             token = first_of_best(value, at, among)
             score = tl.max(tl.where(at == token, scores, float("-inf")), 0)
@@ -211,7 +211,7 @@ def sample_tokens(
     if num_rows == 0:
         return out
     num_groups = -(-vocab_size // GROUP_SIZE)
-    groups_each = min(num_groups, -(-num_rows * num_groups // _PROGRAMS))
+    groups_each = min(num_groups, -(-num_rows * num_groups // PROGRAMS))
     group_top, group_mass = (torch.empty(num_rows, num_groups, dtype=torch.float32, device=device) for _ in range(2))
     piece_top = torch.empty(num_rows, num_groups * (GROUP_SIZE // _PIECE), dtype=logits.dtype, device=device)
     listed, held_token = (torch.empty(num_rows, _HELD, dtype=torch.int32, device=device) for _ in range(2))

@@ -13,10 +13,11 @@ import torch
 
 from hf_paged.sampling import sample_tokens as kernels
 from hf_paged.sampling.gumbel import GROUP_STREAM, exponential_noise, exponential_noise_at
+from hf_paged.sampling.table import SamplingTable
 
 
 def sample(
-    logits: torch.Tensor, table: kernels.SamplingTable, slots: torch.Tensor, position: torch.Tensor,
+    logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, position: torch.Tensor,
     history: torch.Tensor, logprob: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Tokens int64 [R] of the rows at ``slots`` [R] for ``position`` [R], also written to ``history`` there.
@@ -39,7 +40,7 @@ class SamplingRows(NamedTuple):
 
     temperature: torch.Tensor  # float32, 0: greedy
     top_k: torch.Tensor  # int64, 0: off
-    tail: torch.Tensor  # float32, 1 - top_p rounded once, as transformers compares it; 0: off
+    one_minus_top_p: torch.Tensor  # float32, 1 - top_p rounded once, as transformers compares it; 0: off
     min_p: torch.Tensor  # float32
     seed: torch.Tensor  # int64
     position: torch.Tensor  # int64, index of the sampled token in its sequence
@@ -47,10 +48,10 @@ class SamplingRows(NamedTuple):
     eos: torch.Tensor  # [R, E] int64, padded with -1
 
     @classmethod
-    def of(cls, table: kernels.SamplingTable, slots: torch.Tensor, position: torch.Tensor) -> SamplingRows:
-        temperature, tail, min_p = table.floats[slots].unbind(1)
-        seed, top_k, min_length = table.ints[slots].unbind(1)
-        return cls(temperature, top_k, tail, min_p, seed, position.long(), min_length, table.eos[slots])
+    def of(cls, table: SamplingTable, slots: torch.Tensor, position: torch.Tensor) -> SamplingRows:
+        temperature, one_minus_top_p, min_p = table.float_settings(slots)
+        seed, top_k, min_length = table.int_settings(slots)
+        return cls(temperature, top_k, one_minus_top_p, min_p, seed, position.long(), min_length, table.eos[slots])
 
     @property
     def drawn(self) -> torch.Tensor:
@@ -60,7 +61,7 @@ class SamplingRows(NamedTuple):
     @property
     def filtered(self) -> torch.Tensor:
         """[R] bool: drawn with top-k, top-p or min-p."""
-        return self.drawn & ((self.top_k > 0) | (self.tail > 0.0) | (self.min_p > 0.0))
+        return self.drawn & ((self.top_k > 0) | (self.one_minus_top_p > 0.0) | (self.min_p > 0.0))
 
     def at(self, index: torch.Tensor) -> SamplingRows:
         """The rows at ``index``."""
@@ -86,7 +87,8 @@ def sample_reference(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     plain = (rows.drawn & ~rows.filtered).nonzero().flatten()
     if len(plain):
         some = rows.at(plain)
-        tokens[plain] = _draw_in_groups(scores[plain] / some.temperature[:, None], some)
+        scaled = scores[plain] / some.temperature[:, None]
+        tokens[plain] = drawn_in_groups(scaled, some.seed, some.position)[1]
     return tokens.masked_fill_(invalid, -1)
 
 
@@ -101,24 +103,37 @@ def log_probs_reference(logits: torch.Tensor, rows: SamplingRows, tokens: torch.
 
 
 def processed_scores(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Temperature, top-k, top-p, min-p over float32 ``scores`` [R, V], as transformers' warpers in their order."""
+    """Temperature, top-k, top-p, min-p over float32 ``scores`` [R, V], as transformers' warpers in their order.
+
+    Looks at the settings on the host, to leave out what no row asks for.
+    """
     scores = scores / rows.temperature[:, None]
     if (rows.top_k > 0).any():
         k = min(int(rows.top_k.max()), scores.shape[-1])
         best = scores.topk(k, dim=-1).values
         kth = best.gather(1, (rows.top_k.clamp(1, k) - 1)[:, None])
         scores = scores.masked_fill((scores < kth) & (rows.top_k > 0)[:, None], -torch.inf)
-    if (rows.tail > 0.0).any():
+    if (rows.one_minus_top_p > 0.0).any():
         ascending, order = scores.sort(dim=-1, stable=True)  # the kernel drops the same ones of equal tokens
-        tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= rows.tail[:, None]
-        tail &= (rows.tail > 0.0)[:, None]
-        tail[:, -1] = False
-        scores = scores.masked_fill(torch.zeros_like(tail).scatter_(1, order, tail), -torch.inf)
-    if (rows.min_p > 0.0).any():
-        probs = scores.softmax(dim=-1)
-        floor = rows.min_p[:, None] * probs.amax(dim=-1, keepdim=True)
-        scores = scores.masked_fill(probs < floor, -torch.inf)
-    return scores
+        scores = top_p_filtered(scores, ascending, order, rows)
+    return min_p_filtered(scores, rows) if (rows.min_p > 0.0).any() else scores
+
+
+def top_p_filtered(
+    scores: torch.Tensor, ascending: torch.Tensor, order: torch.Tensor, rows: SamplingRows
+) -> torch.Tensor:
+    """``scores`` [R, V] without the least likely tokens of mass 1 - top_p; ``ascending`` and ``order``: sorted."""
+    tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= rows.one_minus_top_p[:, None]
+    tail &= (rows.one_minus_top_p > 0.0)[:, None]
+    tail[:, -1] = False
+    return scores.masked_fill(torch.zeros_like(tail).scatter_(1, order, tail), -torch.inf)
+
+
+def min_p_filtered(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """``scores`` [R, V] without tokens less likely than min_p times the likeliest; 0 leaves a row as it is."""
+    probs = scores.softmax(dim=-1)
+    floor = rows.min_p[:, None] * probs.amax(dim=-1, keepdim=True)
+    return scores.masked_fill(probs < floor, -torch.inf)
 
 
 def _bar_eos(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -132,19 +147,24 @@ def _bar_eos(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     return scores.masked_fill(marks.bool(), -torch.inf)
 
 
-def _draw_in_groups(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Gumbel-max over groups by their logsumexp, then over the tokens of the chosen group (see `sample_tokens`)."""
-    size = kernels.GROUP_SIZE
-    num_rows, vocab_size = scores.shape
-    num_groups = -(-vocab_size // size)
-    padded = torch.nn.functional.pad(scores, (0, num_groups * size - vocab_size), value=-torch.inf)
-    groups = padded.view(num_rows, num_groups, size)
-    noise = exponential_noise(rows.seed, rows.position, num_groups, GROUP_STREAM)
-    chosen = (groups.logsumexp(dim=-1) - noise.log_()).argmax(dim=-1)
-    tokens = chosen[:, None] * size + torch.arange(size, device=scores.device)
-    noise = exponential_noise_at(rows.seed, rows.position, tokens)
-    best = (groups[torch.arange(num_rows, device=scores.device), chosen] - noise.log_()).argmax(dim=-1)
-    return chosen * size + best
+def drawn_in_groups(
+    scores: torch.Tensor, seed: torch.Tensor, position: torch.Tensor, first: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gumbel-max over groups by their logsumexp, then over the tokens of the chosen group (see `sample_tokens`).
+
+    Value of the best group's perturbed logsumexp [R], and the column of the token drawn from that group [R]. Columns of
+    ``scores`` [R, n] are the tokens from ``first`` on, a multiple of the group size.
+    """
+    (rows, count), size = scores.shape, kernels.GROUP_SIZE
+    num_groups = -(-count // size)
+    padded = torch.nn.functional.pad(scores, (0, num_groups * size - count), value=-torch.inf)
+    groups = padded.view(rows, num_groups, size)
+    noise = exponential_noise(seed, position, num_groups, GROUP_STREAM + first // size)
+    value, chosen = (groups.logsumexp(dim=-1) - noise.log_()).max(dim=-1)
+    at = chosen[:, None] * size + torch.arange(size, device=scores.device)
+    noise = exponential_noise_at(seed, position, at + first)
+    best = (groups[torch.arange(rows, device=scores.device), chosen] - noise.log_()).argmax(dim=-1)
+    return value, chosen * size + best
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
-from hf_paged.sampling.gumbel import GROUP_STREAM, exponential_noise, exponential_noise_at, gumbel_noise, row_keys
-from hf_paged.sampling.sample_tokens import GROUP_SIZE, SamplingTable, first_of_best, group_stats_kernel, load_scores
+from hf_paged.sampling.gumbel import GROUP_STREAM, gumbel_noise, row_keys
+from hf_paged.sampling.sample_tokens import GROUP_SIZE, PROGRAMS, first_of_best, group_stats_kernel, load_scores
+from hf_paged.sampling.sampler import drawn_in_groups
+from hf_paged.sampling.table import MIN_LENGTH, SEED, TEMPERATURE, SamplingTable, setting
 
 NO_TOKEN = -(2**63)  # below every key: a rank without a token to offer
 INVALID = 2**63 - 1  # above every key: what was seen makes the whole row invalid
-_PROGRAMS = 8192
 _TOKEN_BITS = 0xFFFFFFFF
 
 
@@ -66,37 +67,24 @@ def best_of_shard_reference(logits: torch.Tensor, columns: Columns, table: Sampl
     """:func:`best_of_shard` in plain torch."""
     count, place = columns.end - columns.first, position.long()
     scores = logits[:, :count].float()
-    seed, _, min_length = table.ints[slots].unbind(1)
+    seed, _, min_length = table.int_settings(slots)
     eos = table.eos[slots]
     tokens = torch.arange(columns.first, columns.end, device=logits.device)
     barred = (place < min_length)[:, None, None] & (eos[:, :, None] == tokens)
     scores = scores.masked_fill(barred.any(dim=1), -torch.inf)
-    heat = table.floats[slots][:, 0]
-    drawn = heat != 0.0
+    temperature = table.float_settings(slots).temperature
+    drawn = temperature != 0.0
     top, token = scores.amax(dim=-1), scores.argmax(dim=-1)
     invalid = scores.isnan().any(dim=-1) | (drawn & (top == torch.inf))
     value = top.clone()
     if drawn.any():
         rows = drawn.nonzero().flatten()
-        value[rows], token[rows] = _drawn_in_groups(scores[rows] / heat[rows, None], seed[rows], place[rows], columns)
+        value[rows], token[rows] = drawn_in_groups(
+            scores[rows] / temperature[rows, None], seed[rows], place[rows], columns.first
+        )
     keys = _packed(value, token + columns.first)
     keys[drawn & (top == -torch.inf)] = NO_TOKEN
     return keys.masked_fill_(invalid, INVALID)
-
-
-def _drawn_in_groups(scores: torch.Tensor, seed: torch.Tensor, place: torch.Tensor,
-                     columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Value of the best group's perturbed logsumexp and the column of the token drawn from that group."""
-    rows, count = scores.shape
-    num_groups = -(-count // GROUP_SIZE)
-    padded = torch.nn.functional.pad(scores, (0, num_groups * GROUP_SIZE - count), value=-torch.inf)
-    groups = padded.view(rows, num_groups, GROUP_SIZE)
-    noise = exponential_noise(seed, place, num_groups, GROUP_STREAM + columns.first // GROUP_SIZE)
-    value, chosen = (groups.logsumexp(dim=-1) - noise.log_()).max(dim=-1)
-    at = chosen[:, None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=scores.device)
-    noise = exponential_noise_at(seed, place, at + columns.first)
-    best = (groups[torch.arange(rows, device=scores.device), chosen] - noise.log_()).argmax(dim=-1)
-    return value, chosen * GROUP_SIZE + best
 
 
 def _packed(value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -120,10 +108,10 @@ def _best_of_shard_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot, place = tl.load(slots + row), tl.load(position + row).to(tl.int64)
-    heat, seed = tl.load(floats + slot * 3), tl.load(ints + slot * 3)
-    bars = place < tl.load(ints + slot * 3 + 2)
-    key0, key1 = row_keys(seed, place)
-    drawn = heat != 0.0
+    temperature = setting(floats, slot, TEMPERATURE)
+    eos_barred = place < setting(ints, slot, MIN_LENGTH)
+    key0, key1 = row_keys(setting(ints, slot, SEED), place)
+    drawn = temperature != 0.0
 
     group = tl.arange(0, GROUPS_PAD)
     inside = group < num_groups
@@ -132,14 +120,14 @@ def _best_of_shard_kernel(
     value, among = tops, inside
     if drawn:
         noise = gumbel_noise((first // GROUP + group).to(tl.uint32) + GROUP_STREAM, key0, key1, INTERPRETED)
-        value, among = tl.div_rn(tops, heat) + tl.log(masses) + noise, tops > float("-inf")
+        value, among = tl.div_rn(tops, temperature) + tl.log(masses) + noise, tops > float("-inf")
     best = tl.max(tl.where(among, value, float("-inf")), 0)
     chosen = first_of_best(value, group, among)
     at = first + chosen * GROUP + tl.arange(0, GROUP)
-    scores = load_scores(logits + row * row_stride - first, at, at < end, eos + slot * num_eos, num_eos, bars)
+    scores = load_scores(logits + row * row_stride - first, at, at < end, eos + slot * num_eos, num_eos, eos_barred)
     value, among = scores, at < end
     if drawn:
-        value = tl.div_rn(scores, heat) + gumbel_noise(at, key0, key1, INTERPRETED)
+        value = tl.div_rn(scores, temperature) + gumbel_noise(at, key0, key1, INTERPRETED)
         among = scores > float("-inf")
     token = first_of_best(value, at, among)
 
@@ -162,7 +150,7 @@ def best_of_shard_triton(logits: torch.Tensor, columns: Columns, table: Sampling
     if num_rows == 0:
         return out
     num_groups = -(-(columns.end - columns.first) // GROUP_SIZE)
-    groups_each = min(num_groups, -(-num_rows * num_groups // _PROGRAMS))
+    groups_each = min(num_groups, -(-num_rows * num_groups // PROGRAMS))
     group_top, group_mass = (torch.empty(num_rows, num_groups, dtype=torch.float32, device=device) for _ in range(2))
     with on_device_of(logits):
         group_stats_kernel[(num_rows, -(-num_groups // groups_each))](

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from hf_paged.scheduler.block_pool import NULL_BLOCK_ID, BlockPool
-from hf_paged.scheduler.request_book import RequestBook
+from hf_paged.scheduler.scheduler import Scheduler
 from hf_paged.scheduler.sequence import Status
 
 
@@ -33,7 +33,7 @@ def check_pool(pool: BlockPool, uses: Counter[int]) -> None:
         assert not pool.cached
 
 
-def check(scheduler: RequestBook) -> None:
+def check(scheduler: Scheduler) -> None:
     """Pool, slots, queues and sequences agree. Raises AssertionError."""
     table, manager = scheduler._table, scheduler.kv_cache_manager
     size = scheduler.config.block_size

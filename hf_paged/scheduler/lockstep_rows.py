@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_paged.scheduler.block_pool import KVBlock
-from hf_paged.scheduler.plan import BlockUpdates, StepPlan
+from hf_paged.scheduler.plan import BlockUpdates, PrefillRows, StepPlan
 from hf_paged.scheduler.scheduler import NO_UPDATES, Scheduler
 from hf_paged.scheduler.sequence import Sequence
 
@@ -82,7 +82,7 @@ class LockstepRows:
 
         Rows whose last token a plan computes are those with ``samples``; over all plans every row once, in order.
         """
-        plan = _PromptPlan(self._scheduler.config.max_num_batched_tokens)
+        plan = PrefillRows(self._scheduler.config.max_num_batched_tokens)
         for row, seq in enumerate(self.sequences):
             hits, num_hit = self._manager.get_computed_blocks(seq)
             self._allocate(seq, seq.num_prompt_tokens, hits)
@@ -93,14 +93,14 @@ class LockstepRows:
             start = num_hit
             while start < len(tokens):
                 if not plan.room:
-                    yield plan.finish()
-                    plan = _PromptPlan(self._scheduler.config.max_num_batched_tokens)
+                    yield _plan_of(plan)
+                    plan = PrefillRows(self._scheduler.config.max_num_batched_tokens)
                 end = min(len(tokens), start + plan.room)
-                plan.add(seq, start, end, max(start, seq.num_published * self._size))
+                plan.add(seq, start, end, max(start, seq.num_published * self._size), end == len(tokens))
                 # At once, so that the next prompt hits what this plan computes.
                 plan.published += self._manager.publish(seq, tokens, end)
                 self.lengths[row] = start = end
-        yield plan.finish()
+        yield _plan_of(plan)
 
     def fork(self) -> RowMoves | None:
         """Once the prompts are computed: a row for every prompt again. None where all of them differ."""
@@ -132,8 +132,9 @@ class LockstepRows:
         self.lengths = start + np.int32(num_new)
         count = len(self)
         return StepPlan(
-            self.sequences, self.slots, np.full(count, num_new, np.int32), start, start, np.ones(count, bool),
-            count if num_new == 1 else 0, [], updates, np.zeros(count, np.int64), [],
+            sequences=self.sequences, slots=self.slots, num_new_tokens=np.full(count, num_new, np.int32), start=start,
+            write_from=start, samples=np.ones(count, bool), num_decode_rows=count if num_new == 1 else 0, admitted=[],
+            block_updates=updates, tenancy=np.zeros(count, np.int64), published=[],
         )  # fmt: skip
 
     def reorder(self, parents: list[int]) -> RowMoves:
@@ -212,23 +213,9 @@ class LockstepRows:
             raise OutOfBlocksError(f"{missing} blocks are missing, and the KV pool cannot grow")
 
 
-class _PromptPlan:
-    """A plan of prompt chunks in the making; ``room``: tokens that it may still take."""
-
-    def __init__(self, room: int) -> None:
-        self.room = room
-        self.admitted: list[Sequence] = []
-        self.published: list[KVBlock] = []
-        self._sequences: list[Sequence] = []
-        self._columns: list[tuple[int, int, int, int, bool]] = []
-
-    def add(self, seq: Sequence, start: int, end: int, write_from: int) -> None:
-        self.room -= end - start
-        self._sequences.append(seq)
-        self._columns.append((seq.slot, end - start, start, write_from, end == seq.num_prompt_tokens))
-
-    def finish(self) -> StepPlan:
-        slots, num_new, start, write_from = np.array([column[:4] for column in self._columns], np.int32).T
-        samples = np.array([column[4] for column in self._columns])
-        return StepPlan(self._sequences, slots, num_new, start, write_from, samples, 0, self.admitted, NO_UPDATES,
-                        np.zeros(len(slots), np.int64), self.published)  # fmt: skip
+def _plan_of(prompts: PrefillRows) -> StepPlan:
+    columns = prompts.columns()
+    return StepPlan(
+        **columns._asdict(), sequences=prompts.sequences, num_decode_rows=0, admitted=prompts.admitted,
+        block_updates=NO_UPDATES, tenancy=np.zeros(len(columns.slots), np.int64), published=prompts.published,
+    )  # fmt: skip

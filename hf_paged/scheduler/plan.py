@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +57,7 @@ class BlockUpdates(NamedTuple):
     block_ids: np.ndarray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepPlan:
     """One step over R rows, decode rows first. Arrays are [R] and int32 unless said otherwise.
 
@@ -98,6 +98,39 @@ class StepPlan:
         row = np.repeat(np.arange(first_row, first_row + len(num_new)), num_new)
         place = np.arange(len(row)) - np.repeat(np.cumsum(num_new) - num_new, num_new)
         return np.stack([self.slots[row], self.start[row] + place, self.write_from[row]]).astype(np.int64)
+
+
+class PrefillColumns(NamedTuple):
+    """Columns of a `StepPlan` for its prefill rows."""
+
+    slots: np.ndarray
+    num_new_tokens: np.ndarray
+    start: np.ndarray
+    write_from: np.ndarray
+    samples: np.ndarray
+
+
+@dataclass(slots=True)
+class PrefillRows:
+    """The prefill rows of a plan in the making."""
+
+    room: int  # tokens the step may still take
+    sequences: list[Sequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    published: list[KVBlock] = field(default_factory=list)
+    _rows: list[tuple[int, int, int, int, bool]] = field(default_factory=list)
+
+    def add(self, seq: Sequence, start: int, end: int, write_from: int, samples: bool) -> None:
+        """One row: positions `start` to `end` of a sequence."""
+        self.room -= end - start
+        self.sequences.append(seq)
+        self._rows.append((seq.slot, end - start, start, write_from, samples))
+
+    def columns(self) -> PrefillColumns:
+        """Of the rows added so far, one at least."""
+        *numbers, samples = zip(*self._rows, strict=True)
+        slots, num_new, start, write_from = (np.array(column, np.int32) for column in numbers)
+        return PrefillColumns(slots, num_new, start, write_from, np.array(samples, bool))
 
 
 class CommitResult(NamedTuple):

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from hf_paged.scheduler.block_pool import KVBlock
-from hf_paged.scheduler.plan import BlockUpdates, CommitResult, SchedulerConfig, StepPlan
-from hf_paged.scheduler.request_book import RequestBook
+from hf_paged.scheduler.kv_cache_manager import KVCacheManager
+from hf_paged.scheduler.plan import BlockUpdates, CommitResult, PrefillRows, SchedulerConfig, StepPlan
+from hf_paged.scheduler.running_table import RunningTable
 from hf_paged.scheduler.sequence import Sequence, Status
+from hf_paged.scheduler.waiting_queue import WaitingQueue
 
 _NONE = np.empty(0, np.int32)
 NO_UPDATES = BlockUpdates(_NONE, _NONE, _NONE)
 
 
-@dataclass(slots=True)
-class _Prefills:
-    """The prefill part of a plan in the making."""
+class Scheduler:
+    """Continuous batching over a paged KV cache: who is waiting, running and finished, and what a step computes.
 
-    budget: int  # tokens the step may still take
-    sequences: list[Sequence] = field(default_factory=list)
-    columns: list[tuple[int, int, int, int, bool]] = field(default_factory=list)  # see `_make_plan`
-    admitted: list[Sequence] = field(default_factory=list)
-    published: list[KVBlock] = field(default_factory=list)
-
-
-class Scheduler(RequestBook):
-    """Continuous batching over a paged KV cache.
+    A call that an exception from outside (Ctrl-C) cuts short leaves the books in doubt: make a new scheduler then.
 
     `schedule` may run one step ahead of `commit`: the input token of a decode row then still is on its way. Plans are
     committed in the order they were made.
@@ -40,12 +32,109 @@ class Scheduler(RequestBook):
     """
 
     def __init__(self, config: SchedulerConfig, on_shortage: Callable[[int], int] | None = None) -> None:
-        super().__init__(config)
+        self.config = config
+        self.kv_cache_manager = KVCacheManager(
+            config.block_size, config.num_blocks, config.enable_prefix_caching, config.max_model_len
+        )
+        self.num_preemptions = 0  # for want of blocks
+        self._table = RunningTable(config.max_num_seqs)
+        self._waiting = WaitingQueue()
+        self._requests: dict[str, Sequence] = {}  # unfinished ones
+        self._partial: Sequence | None = None  # prefill under way; two at once can't be, the first takes the budget
+        self._in_flight: deque[StepPlan] = deque()
+        self._failed: list[Sequence] = []
+        self._num_arrived = 0
         self._on_shortage = on_shortage
         # Columns of a plan that only decodes: shared by all such plans, so nobody may write to them.
         self._ones = np.ones(config.max_num_seqs, np.int32)
         self._trues = np.ones(config.max_num_seqs, bool)
         self._ones.flags.writeable = self._trues.flags.writeable = False
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence. Raises ValueError if its id is taken or its prompt leaves no room for a token."""
+        if seq.request_id in self._requests:
+            raise ValueError(f"request_id {seq.request_id!r} belongs to an unfinished request")
+        if seq.num_prompt_tokens >= self.config.max_model_len:
+            raise ValueError(
+                f"request {seq.request_id!r}: the prompt has {seq.num_prompt_tokens} tokens; max_model_len "
+                f"({self.config.max_model_len}) must leave room for at least one more"
+            )
+        seq.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._requests[seq.request_id] = seq
+        self._waiting.push(seq)
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End a sequence now. Tokens in flight are dropped; blocks go back once the plans naming it are committed."""
+        if seq.status is not Status.FINISHED:
+            self._finish(seq, reason)
+
+    def take_failed(self) -> list[Sequence]:
+        """Sequences that `schedule` finished with ``"error"`` since the last call: the pool is too small for them."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def preempt_all(self) -> None:
+        """Send every running sequence back to waiting and drop the plans in flight (their blocks are not hit)."""
+        pool, table = self.kv_cache_manager.block_pool, self._table
+        for plan in self._in_flight:
+            pool.unpublish(plan.published)
+            for seq in plan.sequences:
+                seq.num_in_flight = 0
+        self._in_flight.clear()
+        table.in_flight[:] = 0
+        # Newest first: the oldest keep their cached blocks longest.
+        for seq in sorted(table.tenants(), key=lambda seq: seq.rank, reverse=True):
+            if seq.status is Status.FINISHED:
+                self._release(seq.slot)
+            else:
+                self._send_back(seq)
+
+    def rollback(self, plan: StepPlan) -> None:
+        """The launch of this plan raised: nothing it promised to compute may be hit, and all start over.
+
+        An older plan that is not committed is dropped with it. Raises ValueError if this plan is not in flight.
+        """
+        if not any(plan is other for other in self._in_flight):
+            raise ValueError("the plan is not in flight")
+        self.preempt_all()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests) - len(self._waiting)
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._table.num_free_slots
+
+    def take_slots(self, count: int) -> list[int]:
+        """Lend slots to rows that are none of the scheduler's; nothing may be scheduled until `give_slots`."""
+        return self._table.take(count)
+
+    def give_slots(self, slots: list[int]) -> None:
+        """Take them back."""
+        self._table.give(slots)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, the null block included."""
+        return self.kv_cache_manager.block_pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.kv_cache_manager.block_pool.num_free
+
+    def grow(self, num_blocks: int) -> None:
+        """Raise the number of blocks to this total; never lowers it."""
+        self.kv_cache_manager.block_pool.grow(num_blocks)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, changing nothing, while a block is in use."""
+        return self.kv_cache_manager.block_pool.reset()
 
     def schedule(self) -> StepPlan | None:
         """Plan a step, or None if there is nothing to compute before a commit (or at all).
@@ -72,8 +161,8 @@ class Scheduler(RequestBook):
         table.scheduled[slots] = start + 1
         table.decoding[slots] = start + 2 < table.limit[slots]
 
-        prefills = _Prefills(self.config.max_num_batched_tokens - len(slots))
-        if self._partial is not None and prefills.budget:
+        prefills = PrefillRows(self.config.max_num_batched_tokens - len(slots))
+        if self._partial is not None and prefills.room:
             self._add_chunk(self._partial, prefills)
         if not short:
             self._admit(prefills)
@@ -84,30 +173,31 @@ class Scheduler(RequestBook):
         self._in_flight.append(plan)
         return plan
 
-    def _make_plan(self, slots: np.ndarray, start: np.ndarray, updates: BlockUpdates, prefills: _Prefills) -> StepPlan:
+    def _make_plan(
+        self, slots: np.ndarray, start: np.ndarray, updates: BlockUpdates, prefills: PrefillRows
+    ) -> StepPlan:
         n = len(slots)
         sequences: list[Sequence] = [self._table.sequences[slot] for slot in slots.tolist()]
         slots = slots.astype(np.int32)
         num_new, write_from, samples = self._ones[:n], start, self._trues[:n]
-        if prefills.columns:
-            more_slots, more_new, more_start, more_write_from, more_samples = zip(*prefills.columns, strict=True)
+        if prefills.sequences:
             sequences += prefills.sequences
-            slots = np.concatenate([slots, np.array(more_slots, np.int32)])
-            num_new = np.concatenate([num_new, np.array(more_new, np.int32)])
-            write_from = np.concatenate([start, np.array(more_write_from, np.int32)])
-            start = np.concatenate([start, np.array(more_start, np.int32)])
-            samples = np.concatenate([samples, np.array(more_samples, bool)])
-        tenancy = self._table.tenancy[slots]
+            columns = prefills.columns()
+            slots, num_new = np.concatenate([slots, columns.slots]), np.concatenate([num_new, columns.num_new_tokens])
+            write_from = np.concatenate([start, columns.write_from])
+            start = np.concatenate([start, columns.start])
+            samples = np.concatenate([samples, columns.samples])
         return StepPlan(
-            sequences, slots, num_new, start, write_from, samples, n,
-            prefills.admitted, updates, tenancy, prefills.published,
+            sequences=sequences, slots=slots, num_new_tokens=num_new, start=start, write_from=write_from,
+            samples=samples, num_decode_rows=n, admitted=prefills.admitted, block_updates=updates,
+            tenancy=self._table.tenancy[slots], published=prefills.published,
         )  # fmt: skip
 
-    def _add_chunk(self, seq: Sequence, prefills: _Prefills) -> None:
+    def _add_chunk(self, seq: Sequence, prefills: PrefillRows) -> None:
         """Schedule as much of a prefill as the budget allows."""
         table, slot = self._table, seq.slot
         start, target = int(table.scheduled[slot]), int(table.target[slot])
-        count = min(target - start, prefills.budget)
+        count = min(target - start, prefills.room)
         end = start + count
         write_from = max(start, seq.num_published * self.config.block_size)
         table.scheduled[slot] = end
@@ -115,14 +205,12 @@ class Scheduler(RequestBook):
         done = end == target
         table.decoding[slot] = done and end + 1 < int(table.limit[slot])
         self._partial = None if done else seq
-        prefills.sequences.append(seq)
-        prefills.columns.append((slot, count, start, write_from, done))
-        prefills.budget -= count
+        prefills.add(seq, start, end, write_from, done)
 
-    def _admit(self, prefills: _Prefills) -> None:
+    def _admit(self, prefills: PrefillRows) -> None:
         """Give slots and blocks to waiting sequences, first come first served, while everything lasts."""
         manager, table = self.kv_cache_manager, self._table
-        while prefills.budget and table.num_free_slots:
+        while prefills.room and table.num_free_slots:
             seq = self._waiting.peek()
             if seq is None or seq.num_in_flight:
                 return
@@ -294,3 +382,47 @@ class Scheduler(RequestBook):
         self.kv_cache_manager.unpublish(seq)  # KV that gave invalid logits is not worth a hit
         self._finish(seq, "error")
         finished.append(seq)
+
+    def _finish(self, seq: Sequence, reason: str) -> None:
+        if seq.status is Status.WAITING:
+            self._waiting.count_out()
+        seq.finish_reason = reason
+        seq.status = Status.FINISHED
+        del self._requests[seq.request_id]
+        if seq is self._partial:
+            self._partial = None
+        slot = seq.slot
+        if slot >= 0:
+            seq.detach(seq.num_computed_tokens)
+            self._table.decoding[slot] = False
+            self._table.draining[slot] = True
+            if not self._table.in_flight[slot]:
+                self._release(slot)
+
+    def _fail(self, seq: Sequence) -> None:
+        self._finish(seq, "error")
+        self._failed.append(seq)
+
+    def _release(self, slot: int) -> None:
+        """Blocks and slot of a finished sequence go back."""
+        seq = self._table.sequences[slot]
+        assert seq is not None
+        self.kv_cache_manager.free(seq)
+        self._table.vacate(slot)
+
+    def _preempt(self, seq: Sequence) -> None:
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self._send_back(seq)
+
+    def _send_back(self, seq: Sequence) -> None:
+        """From running to waiting: output kept, everything computed given up."""
+        if seq is self._partial:
+            self._partial = None
+        slot = seq.slot
+        seq.num_in_flight = int(self._table.in_flight[slot])
+        self.kv_cache_manager.free(seq)
+        seq.detach(0)
+        self._table.vacate(slot)
+        seq.status = Status.WAITING
+        self._waiting.push(seq)

@@ -526,7 +526,6 @@ def test_stock_generate_of_the_oracle_does_not_use_the_engine():
 
 
 @pytest.mark.parametrize(("setting", "message"), [
-    ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16'.*float32"),
     ({"attention_backend": "triton"}, "attention_backend='triton'.*CPU"),
 ])  # fmt: skip
 def test_settings_that_this_model_cannot_run_with(setting, message, monkeypatch):
@@ -547,8 +546,8 @@ def test_settings_that_this_model_cannot_run_with(setting, message, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_kv_cache_dtype_by_the_models_own_name(dtype):
-    model = hf_paged.enable(tiny_model().to(getattr(torch, dtype)), strict=True, kv_cache_dtype=dtype)
+def test_models_of_every_dtype(dtype):
+    model = hf_paged.enable(tiny_model().to(getattr(torch, dtype)), strict=True)
     assert_native_parity(model, **batch([20, 7]), max_new_tokens=5)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_paged.kernels.add_rms_norm import add_rms_norm
-from hf_paged.kernels.all_reduce import ALL_WAYS, Way, all_reduce, all_reduce_add_rms_norm, all_reduce_reference
+from hf_paged.kernels.all_reduce import ALGORITHMS, Algorithm, all_reduce, all_reduce_add_rms_norm, all_reduce_reference
 from hf_paged.parallel.group import join
 from hf_paged.parallel.peers import open_peers
 
@@ -65,7 +65,7 @@ def exact(rank: Rank) -> None:
                 x = rank.randn((rows, width), dtype, scale=3.0 ** (rank.rank % 3))
                 wide = rank.randn((rows, width + 64), dtype, shared=True)
                 expected = rank.expected(x)
-                for how in (how for how in ALL_WAYS if rank.peers.takes(x.nbytes, *how)):
+                for how in (how for how in ALGORITHMS if rank.peers.takes(x.nbytes, *how)):
                     what = f"{dtype} {rows} x {width}, {how}"
                     poisoned(x.shape, dtype=dtype, device=rank.device)
                     check(all_reduce(x, rank.peers, how), expected, what)
@@ -80,7 +80,7 @@ def exact(rank: Rank) -> None:
     for numel in (1, 7, 8, 4097, 524289, 1000003):
         x = rank.randn((numel,), torch.bfloat16)
         expected = rank.expected(x)
-        for how in ALL_WAYS:
+        for how in ALGORITHMS:
             poisoned(x.shape, dtype=x.dtype, device=rank.device)
             check(all_reduce(x, rank.peers, how), expected, f"{numel} values, {how}")
 
@@ -94,7 +94,7 @@ def edges(rank: Rank) -> None:
     x.view(torch.int16)[0, 100:200] = -1  # as an empty place of a mailbox
     expected = rank.expected(x)
     assert expected.isnan().any() and expected.isinf().any()
-    for how in ALL_WAYS:
+    for how in ALGORITHMS:
         result = all_reduce(x, rank.peers, how)
         check(result.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0), "edges")
         check(result.signbit() & ~result.isnan(), expected.signbit() & ~expected.isnan(), "signs")
@@ -117,7 +117,7 @@ class Cases:
     def call(self, number, kind):
         """`kind`: a number below `KINDS`, of a way, alone or fused."""
         x, residual, weight, expected, normed = self.cases[number]
-        how = ALL_WAYS[kind // 2] if self.rank.peers.takes(x.nbytes, *ALL_WAYS[kind // 2]) else Way(2, False)
+        how = ALGORITHMS[kind // 2] if self.rank.peers.takes(x.nbytes, *ALGORITHMS[kind // 2]) else Algorithm(2, False)
         if kind % 2:
             actual, _ = all_reduce_add_rms_norm(x, residual, weight, EPS, self.rank.peers, how)
         else:
@@ -125,7 +125,7 @@ class Cases:
         self.wrong += (actual != (normed if kind % 2 else expected)).sum()
 
 
-KINDS = 2 * len(ALL_WAYS)
+KINDS = 2 * len(ALGORITHMS)
 SHAPES = [(1, 5120), (3, 4096), (64, 5120), (130, 1024), (256, 5120)]
 
 
@@ -148,9 +148,9 @@ def same_input_rewritten(rank: Rank) -> None:
         by_two = []
         for call in range(40):
             x_then = x
-            how = ALL_WAYS[call % len(ALL_WAYS)]
+            how = ALGORITHMS[call % len(ALGORITHMS)]
             for _ in range(2):
-                x = all_reduce(x, rank.peers, how if rank.peers.takes(x.nbytes, *how) else Way(2, False))
+                x = all_reduce(x, rank.peers, how if rank.peers.takes(x.nbytes, *how) else Algorithm(2, False))
             by_two.append((x_then, x))
             x = x * (1.0 / rank.size**2)
         for before, after in by_two:
@@ -185,7 +185,7 @@ def giving_up(rank: Rank) -> None:
     if rank.rank < rank.size - 1:
         x = rank.randn((64, 5120), torch.bfloat16)
         done = torch.cuda.Event()
-        for how in (Way(1, True), *ALL_WAYS):
+        for how in (Algorithm(1, True), *ALGORITHMS):
             all_reduce(x, rank.peers, how)
         done.record()
         time.sleep(0.5)

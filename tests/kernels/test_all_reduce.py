@@ -17,20 +17,22 @@ from exactness import assert_equal
 from hf_paged.kernels._peers import MAX_PROGRAMS, SIGNAL_BYTES, Peers, buffer_bytes, empty_buffer
 from hf_paged.kernels.add_rms_norm import add_rms_norm_reference, add_rms_norm_triton
 from hf_paged.kernels.all_reduce import (
-    ALL_WAYS,
-    WAYS,
-    Way,
+    ALGORITHMS,
+    FASTEST,
+    Algorithm,
     all_reduce,
     all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_reference,
     all_reduce_reference,
-    way,
-    way_for,
+    choose_algorithm,
+    choose_algorithm_for,
 )
 
 EPS = 1e-6
 POISON = 0x5A
-every_way = pytest.mark.parametrize("how", ALL_WAYS, ids=["one-posted", "one-signalled", "two-posted", "two-signalled"])
+every_algorithm = pytest.mark.parametrize(
+    "how", ALGORITHMS, ids=["one-posted", "one-signalled", "two-posted", "two-signalled"]
+)
 
 
 def peers_in_one_process(size, capacity, programs=MAX_PROGRAMS):
@@ -83,7 +85,7 @@ def test_the_fused_reference_rounds_the_sum_before_the_residual():
 
 
 @pytest.mark.interpreted
-@every_way
+@every_algorithm
 @pytest.mark.parametrize(("size", "shape", "dtype", "programs"), [
     (2, (1, 40), torch.float16, 128), (3, (17, 1111), torch.float16, 2), (4, (3, 1000), torch.float32, 128),
     (8, (1, 300), torch.float16, 128),
@@ -104,7 +106,7 @@ def test_interpreted_sum(size, shape, dtype, programs, how, monkeypatch):
 
 
 @pytest.mark.interpreted
-@every_way
+@every_algorithm
 @pytest.mark.parametrize(("size", "rows", "width", "dtype", "with_residual", "programs"), [
     (2, 1, 64, torch.float16, True, 128), (3, 5, 72, torch.float16, True, 2), (4, 5, 1000, torch.float32, False, 2),
     (8, 3, 64, torch.float32, True, 2), (3, 3, 72, torch.float16, False, 128),
@@ -128,7 +130,7 @@ def test_interpreted_sum_and_norm(size, rows, width, dtype, with_residual, progr
 
 @pytest.mark.interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities
-@every_way
+@every_algorithm
 def test_interpreted_values_at_the_edges(how):
     """NaN, infinities of both signs, overflow of the sum, sums that cancel, negative zeros."""
     parts = make(6, 3, (2, 48), torch.float16)
@@ -157,27 +159,27 @@ def test_no_rows_are_no_call():
 
 
 def test_ways_by_size():
-    assert set(WAYS) == set(range(2, 9))
-    for size, rising in WAYS.items():
+    assert set(FASTEST) == set(range(2, 9))
+    for size, rising in FASTEST.items():
         limits = [limit for limit, _ in rising]
         assert limits == sorted(set(limits))
-        assert [way(size, limit) for limit in limits] == [how for _, how in rising]
-        assert [way(size, limit + 1) for limit in limits] == [*(how for _, how in rising[1:]), None]
-        assert way(size, 1).posted
+        assert [choose_algorithm(size, limit) for limit in limits] == [how for _, how in rising]
+        assert [choose_algorithm(size, limit + 1) for limit in limits] == [*(how for _, how in rising[1:]), None]
+        assert choose_algorithm(size, 1).posted
         # What peers of the largest capacity take.
         mine = Peers((torch.empty(0),) * size, torch.empty(0), torch.empty(0), 0, max(limits))
         assert all(mine.takes(limit, *how) for limit, how in rising)
-    assert way(16, 0) is way(16, 1) is None
+    assert choose_algorithm(16, 0) is choose_algorithm(16, 1) is None
 
 
 def test_a_way_for_a_tensor():
     """None here: not on a GPU."""
     (mine, _) = peers_in_one_process(2, 4096)
-    assert way_for(torch.zeros(4, 64), mine) is None
+    assert choose_algorithm_for(torch.zeros(4, 64), mine) is None
 
 
 @pytest.mark.interpreted
-@every_way
+@every_algorithm
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_full_input_stays_in_its_place(size, how, monkeypatch):
     """Nothing of the first call, in as many programs as there can be, is where the next one's goes, or past the end."""
@@ -186,7 +188,7 @@ def test_a_full_input_stays_in_its_place(size, how, monkeypatch):
     monkeypatch.setattr("hf_paged.kernels._peers._PADDING", 8 * size * 16 * 4)
     parts, weight = make(8, size, (15, 136), torch.float32), torch.ones(136)
     capacity = parts[0].nbytes
-    if how == Way(1, True):  # a mailbox holds size inputs
+    if how == Algorithm(1, True):  # a mailbox holds size inputs
         capacity = max(16, -(-(size * 64 * -(-parts[0].nbytes // 64) // 2 - 8 * size * 64) // 16) * 16, capacity)
     peers = peers_in_one_process(size, capacity, 8)
     stage, mailbox = peers[0].stage_bytes, peers[0].mailbox_bytes
@@ -202,8 +204,8 @@ def test_a_full_input_stays_in_its_place(size, how, monkeypatch):
         for other in (mail_even, even, unused, past):
             assert (other == POISON).all()
         written += (used != POISON).sum()
-        assert (gathered == POISON).all() == (how != Way(2, False))
-    copies = {Way(1, True): size, Way(1, False): 1, Way(2, True): 2, Way(2, False): 1}[how]
+        assert (gathered == POISON).all() == (how != Algorithm(2, False))
+    copies = {Algorithm(1, True): size, Algorithm(1, False): 1, Algorithm(2, True): 2, Algorithm(2, False): 1}[how]
     assert written > 0.9 * size * parts[0].nbytes * copies
 
 
@@ -216,7 +218,7 @@ def test_what_was_taken_leaves_its_place_empty(num_shots, monkeypatch):
     for buffer in peers[0].buffers:
         empty_buffer(buffer, 1 << 14)
     parts, weight = make(9, 3, (3, 136), torch.float16), torch.ones(136, dtype=torch.float16)
-    how = Way(num_shots, True)
+    how = Algorithm(num_shots, True)
     for _ in range(2):
         on_all_ranks(peers, lambda r, mine: all_reduce_add_rms_norm(parts[r], None, weight, EPS, mine, how))
         on_all_ranks(peers, lambda r, mine: all_reduce(parts[r], mine, how))
@@ -231,7 +233,7 @@ def test_what_was_taken_leaves_its_place_empty(num_shots, monkeypatch):
 def test_a_nan_that_looks_like_an_empty_place_is_posted_as_another(num_shots, dtype):
     """Nobody would ever take it: what peers find is some NaN of other bits."""
     peers, integer = peers_in_one_process(2, 4096), torch.int32 if dtype == torch.float32 else torch.int16
-    all_reduce(torch.full((1, 64), -1, dtype=integer).view(dtype), peers[0], Way(num_shots, True))
+    all_reduce(torch.full((1, 64), -1, dtype=integer).view(dtype), peers[0], Algorithm(num_shots, True))
     mail = peers[0].buffers[1][SIGNAL_BYTES:][: 2 * peers[0].mailbox_bytes].view(integer)
     posted = mail[mail != torch.full((4,), POISON, dtype=torch.uint8).view(integer)[0]]
     assert len(posted) == 64 and not (posted == -1).any() and posted.view(dtype).isnan().all()
@@ -241,15 +243,15 @@ def test_how_much_a_way_takes():
     for size in range(2, 9):
         for capacity in (4096, 3 << 20):
             mine = Peers((torch.empty(0),) * size, torch.empty(0), torch.empty(0), 0, capacity)
-            for how in ALL_WAYS:
+            for how in ALGORITHMS:
                 assert mine.takes(4096 // size, *how)
                 assert not mine.takes(capacity + 1, *how)  # where there is room for more in a mailbox, too
             assert mine.takes(capacity, 1, False) and mine.takes(capacity, 2, False) and mine.takes(capacity, 2, True)
     (mine, *_) = peers_in_one_process(3, 24 << 20)
     assert mine.takes(8 << 20, 2, True) and not mine.takes((8 << 20) + 1, 2, True)
     assert mine.takes(24 << 20, 2, False) and mine.takes(5 << 20, 1, True) and not mine.takes(6 << 20, 1, True)
-    with pytest.raises(ValueError, match=r"too long for Way\(shots=1, posted=True\).*got 6291520 bytes"):
-        all_reduce(torch.zeros((6 << 20) // 64 + 1, 16), mine, Way(1, True))
+    with pytest.raises(ValueError, match=r"too long for Algorithm\(shots=1, posted=True\).*got 6291520 bytes"):
+        all_reduce(torch.zeros((6 << 20) // 64 + 1, 16), mine, Algorithm(1, True))
 
 
 def test_bad_arguments():
@@ -260,7 +262,7 @@ def test_bad_arguments():
         ((x.t(), mine), "contiguous"),
         ((torch.zeros(257)[1:], mine), "aligned"),
         ((torch.zeros(1025), mine), "4096 bytes"),
-        ((x, mine, Way(3, True)), "how"),
+        ((x, mine, Algorithm(3, True)), "algorithm"),
     ]:
         with pytest.raises(ValueError, match=message):
             all_reduce(*arguments)

@@ -9,7 +9,7 @@ import torch
 from hf_paged.kernels._triton import pdl_options, pdl_supported
 from hf_paged.kernels.add_rms_norm import add_rms_norm
 from hf_paged.kernels.attention.decode import paged_attention_decode
-from hf_paged.kernels.attention.metadata import PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 from hf_paged.kernels.linear import linear, linear_silu_mul
 from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
 from hf_paged.kernels.silu_mul import silu_mul
@@ -79,7 +79,7 @@ class Chain:
                 linear(normed, qkv_w), self.head_norm, self.head_norm, EPS, self.cos, self.sin, self.positions,
                 self.meta.slot_mapping, *self.caches[i],
             )  # fmt: skip
-            mixed = paged_attention_decode(query, *self.caches[i], self.meta, scale=128**-0.5)
+            mixed = paged_attention_decode(query, *self.caches[i], self.meta, AttentionOptions(128**-0.5))
             delta = linear(mixed.flatten(1), o_w)
             normed, residual = add_rms_norm(delta, residual, self.norms[2 * i + 1], EPS)
             hidden = linear_silu_mul(normed, gate_up_w) if fused else silu_mul(linear(normed, gate_up_w))

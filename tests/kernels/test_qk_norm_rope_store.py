@@ -226,18 +226,18 @@ def test_bad_arguments():
             "v_cache": case.v_cache}  # fmt: skip
     qk_norm_rope_store(**good)
     for name, value, message in [
-        ("qkv", case.qkv[:, :-1], "qkv must"),
-        ("qkv", case.qkv[:, : 4 * 64], "qkv must"),
-        ("qkv", case.qkv.t().contiguous().t(), "last dim"),
+        ("qkv", case.qkv[:, :-1], "qkv: "),
+        ("qkv", case.qkv[:, : 4 * 64], "qkv: "),
+        ("qkv", case.qkv.t().contiguous().t(), "qkv: .* strides .* last dim contiguous"),
         ("q_weight", case.q_weight[:-1], "q_weight"),
         ("q_weight", None, "None twice"),
-        ("k_weight", case.k_weight.half(), "dtype"),
-        ("cos", case.cos[:, :-2], "cos and sin"),
-        ("sin", case.sin[1:], "cos and sin"),
+        ("k_weight", case.k_weight.half(), "k_weight: torch.float16"),
+        ("cos", case.cos[:, :-2], "cos: "),
+        ("sin", case.sin[1:], "sin: "),
         ("positions", case.positions.int(), "positions"),
         ("slot_mapping", case.slots[1:], "slot_mapping"),
-        ("v_cache", case.v_cache[1:], "num_blocks"),
-        ("k_cache", case.k_cache.transpose(1, 2).contiguous().transpose(1, 2), "contiguous"),
+        ("v_cache", case.v_cache[1:], "v_cache: "),
+        ("k_cache", case.k_cache.transpose(1, 2).contiguous().transpose(1, 2), "k_cache: .* contiguous"),
     ]:
         with pytest.raises(ValueError, match=message):
             qk_norm_rope_store(**good | {name: value})

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-from family_models import family_model
+from family_models import VARIANTS, family_model
 from support import HostMemory, assert_native_parity, batch, stock_generate
 
 import hf_paged
-from hf_paged.models import find_adapter
+from hf_paged.models import families, find_adapter
 from hf_paged.models import fused as fused_adapter
 from hf_paged.models.fused import FusedAdapter
 from hf_paged.models.generic import GenericAdapter
 
-VARIANTS = ["llama", "llama-3", "qwen3-moe", "qwen3-moe-mixed"]
+FUSED = ["llama", "llama-3", "qwen3-moe", "qwen3-moe-mixed"]
 
 
 @pytest.mark.parametrize(("variant", "adapter"), [
-    *((variant, FusedAdapter) for variant in VARIANTS), ("gemma3", GenericAdapter), ("gpt-oss", GenericAdapter),
+    *((variant, FusedAdapter) for variant in FUSED), ("gemma3", GenericAdapter), ("gpt-oss", GenericAdapter),
 ])  # fmt: skip
 def test_which_adapter_a_family_gets(variant, adapter):
     assert find_adapter(family_model(variant)).func is adapter
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", FUSED)
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
 def test_with_and_without_each_technique(variant, merge, fused):
@@ -56,6 +56,37 @@ def test_projections_lie_side_by_side_while_enabled(variant, dense_layers, monke
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     hf_paged.disable(model)
     assert torch.equal(model.generate(**inputs, max_new_tokens=4), expected)
+
+
+def fusable() -> list[str]:
+    """Variants that run generic and have the parts and projections that `FusedAdapter` asks for."""
+    known = [family.parts for family in families.FAMILIES if family.fused]
+    found = []
+    for variant in VARIANTS:
+        model = family_model(variant)
+        family, layer = families.family_of(model), model.model.layers[0]
+        has_all = all(hasattr(layer.self_attn, name) for name in fused_adapter.QKV)
+        has_all &= all(hasattr(layer.mlp, name) for name in fused_adapter.GATE_UP)
+        if not family.fused and family.parts in known and has_all:
+            found.append(variant)
+    return found
+
+
+@pytest.mark.parametrize("variant", fusable())
+def test_a_generic_family_marked_fused_keeps_the_window_of_its_masks(variant, monkeypatch):
+    """Some attention modules keep their window, others leave it to the config: the masks decide in all of them."""
+    marked = tuple(family._replace(fused=True) for family in families.FAMILIES)
+    monkeypatch.setattr(families, "FAMILIES", marked)
+    model = hf_paged.enable(family_model(variant), strict=True, max_num_batched_tokens=19, max_num_seqs=6)
+    assert isinstance(hf_paged.get_engine(model)._adapter, FusedAdapter)
+    assert_native_parity(model, **batch([3, 17, 40]), max_new_tokens=24)
+    key = hf_paged.get_engine(model)._adapter.state_key()
+    model.config.sliding_window = 7
+    assert hf_paged.get_engine(model)._adapter.state_key() != key
+
+
+def test_some_generic_families_with_a_window_are_fusable():
+    assert {"mistral", "qwen2-sliding"} <= set(fusable())
 
 
 def test_head_norms_with_different_epsilons():

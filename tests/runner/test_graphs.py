@@ -18,8 +18,10 @@ from support import random_prompts, stock_generate, tiny_model
 from transformers import GenerationConfig
 
 import hf_paged
+from hf_paged.kernels.attention.backends import TorchBackend, TritonBackend
 from hf_paged.models.fused import FusedAdapter
 from hf_paged.runner import graphs as graphs_module
+from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.graphs import Captured, Drawn, StepGraphs, decode_sizes, prompt_sizes
 from hf_paged.runner.model_runner import ModelRunner
 
@@ -41,6 +43,17 @@ def test_prompt_sizes_shrink_with_the_model():
     assert prompt_sizes(70_000_000_000, 8192)[-1] == 128
     assert prompt_sizes(1_000, 100)[-1] == 64
     assert prompt_sizes(1_000, 4) == []
+
+
+class PlannedTorch(TorchBackend):
+    """The reference, for steps that are planned as on a GPU."""
+
+    plan = TritonBackend.plan
+
+
+def graphs_of(runner, max_num_batched_tokens):
+    attention = AttentionInputs(PlannedTorch(), runner.spec, runner.state, runner.max_model_len)
+    return StepGraphs(runner.adapter, runner.cache, runner.state, attention, max_num_batched_tokens)
 
 
 class Uncaptured:
@@ -82,8 +95,7 @@ def uncaptured(monkeypatch):
 
     def init(self, adapter, spec, **options):
         own(self, adapter, spec, **options)
-        self.graphs = StepGraphs(adapter, self.cache, self.state, options["max_model_len"],
-                                 options["max_num_batched_tokens"], "torch")  # fmt: skip
+        self.graphs = graphs_of(self, options["max_num_batched_tokens"])
 
     monkeypatch.setattr(ModelRunner, "__init__", init)
     for name, function in (("_capture", capture), ("_get", get), ("_replay", replay)):
@@ -219,7 +231,7 @@ def graphs():
     with hf_paged.PagedGenerator(tiny_model(), num_blocks=50, max_num_seqs=8) as generator:
         generator.generate([[1, 2, 3]], max_new_tokens=1, do_sample=False)
         runner = generator.engine._core.pool.runner
-        yield StepGraphs(runner.adapter, runner.cache, runner.state, 64, 256, "torch")
+        yield graphs_of(runner, 256)
 
 
 @pytest.mark.parametrize(("fails_in", "error", "result"), [
@@ -273,7 +285,7 @@ def test_engines_capture_on_streams_of_their_own(graphs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
 
     def another():
-        return StepGraphs(graphs._adapter, graphs._cache, graphs._state, 64, 256, "torch")
+        return StepGraphs(graphs._adapter, graphs._cache, graphs._state, graphs._attention, 256)
 
     first, second = another(), another()
     streams = first._own_stream(), second._own_stream()

@@ -8,10 +8,11 @@ from support import tiny_model
 
 import hf_paged.engine.engine
 from hf_paged import PagedConfig
-from hf_paged.models import find_adapter
+from hf_paged.models import KVSpec, find_adapter
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.loading import load
 from hf_paged.runner.device import DevicePool
+from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.memory import rehearse
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -54,11 +55,19 @@ def test_without_the_others_it_has_to_be_said_to_be_a_rehearsal(path):
         rehearse(find_adapter(model)(model), CONFIG, 100)
 
 
-@pytest.mark.parametrize("field", [{"kv_cache_dtype": "float16"}, {"attention_backend": "flash_attn"}])
+@pytest.mark.parametrize("field", [{"attention_backend": "flash_attn"}])
 def test_a_config_that_does_not_suit_the_model_is_said_before_anything_runs(path, field):
     """As by the engine, which comes later than a rehearsal."""
     with pytest.raises(ValueError, match=f"{next(iter(field))}=.*: expected"):
         hf_paged.engine.engine.rehearse(load(path, ParallelGroup(0, 1), device="cpu"), PagedConfig(**field))
+
+
+def test_the_pool_is_of_the_caches_dtype_and_not_of_the_weights():
+    spec = KVSpec(2, 3, 16, cache_dtype=torch.bfloat16, compute_dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(spec, block_size=16, num_blocks=5)
+    tensors = [tensor for pair in cache.layers for tensor in pair]
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+    assert cache.nbytes == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_a_pool_on_a_cpu_compiles_nothing_beforehand(path, monkeypatch):

@@ -11,8 +11,8 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 
 from hf_paged.sampling.edits import Edits, EditState, encode_edits, sample_edited
-from hf_paged.sampling.sample_tokens import SamplingTable
 from hf_paged.sampling.sampler import SamplingRows, derive_seed
+from hf_paged.sampling.table import SamplingTable
 
 DRAWN = {"do_sample": True, "top_k": 0}
 
@@ -82,8 +82,8 @@ class Batch:
         for slot, row in zip(self.slots.tolist(), rows, strict=True):
             s = row.settings
             history[slot, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int32)
-            heat = s.get("temperature", 1.0) if s.get("do_sample") else 0.0
-            floats[slot] = torch.tensor([heat, 1.0 - s.get("top_p", 1.0), s.get("min_p", 0.0)])
+            temperature = s.get("temperature", 1.0) if s.get("do_sample") else 0.0
+            floats[slot] = torch.tensor([temperature, 1.0 - s.get("top_p", 1.0), s.get("min_p", 0.0)])
             least = max(s.get("min_length", 0), row.prompt_length + s["min_new_tokens"] if "min_new_tokens" in s else 0)
             ints[slot] = torch.tensor([row.seed, s.get("top_k", 0), least])
             eos[slot, : len(row.eos)] = torch.tensor(row.eos)

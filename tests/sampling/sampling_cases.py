@@ -8,8 +8,9 @@ import torch
 
 from hf_paged.sampling import sample_tokens as module
 from hf_paged.sampling.gumbel import GROUP_STREAM, exponential_noise
-from hf_paged.sampling.sample_tokens import SamplingTable, sample_tokens
+from hf_paged.sampling.sample_tokens import sample_tokens
 from hf_paged.sampling.sampler import SamplingRows, log_probs_reference, processed_scores, sample_reference
+from hf_paged.sampling.table import SamplingTable
 
 NEUTRAL = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_length": 0, "eos": ()}
 
@@ -66,14 +67,14 @@ def shortfall(logits, rows, tokens):
     """How far each token's perturbed score is from the best, [R]; infinite where it is not allowed."""
     index = torch.arange(len(tokens), device=tokens.device)
     token = tokens.clamp(min=0)
-    heat = rows.temperature.where(rows.drawn, 1.0)
+    temperature = rows.temperature.where(rows.drawn, 1.0)
     scores = logits.float()
-    flat = processed_scores(scores, rows._replace(temperature=heat))
+    flat = processed_scores(scores, rows._replace(temperature=temperature))
     flat = flat - exponential_noise(rows.seed, rows.position, flat.shape[1]).log()
     flat_gap = flat.amax(1) - flat[index, token]
 
     size = module.GROUP_SIZE
-    scores = scores / heat[:, None]
+    scores = scores / temperature[:, None]
     padded = torch.nn.functional.pad(scores, (0, -scores.shape[1] % size), value=-torch.inf)
     groups = padded.view(len(scores), -1, size).logsumexp(2)
     groups = groups - exponential_noise(rows.seed, rows.position, groups.shape[1], GROUP_STREAM).log()
@@ -97,8 +98,9 @@ def assert_as_reference(tokens, logits, rows, logprob=None):
     assert torch.equal(tokens < 0, expected < 0)
     good = torch.zeros_like(tokens, dtype=torch.bool)
     for by_p, by_min in itertools.product((0.0, -2e-6, 2e-6), repeat=2):
+        mass = expected_rows.one_minus_top_p
         moved = expected_rows._replace(
-            tail=(expected_rows.tail + by_p).clamp(min=1e-12).where(expected_rows.tail > 0, 0.0),
+            one_minus_top_p=(mass + by_p).clamp(min=1e-12).where(mass > 0, 0.0),
             min_p=(expected_rows.min_p * (1 + by_min)).clamp(max=1.0),
         )
         reference = expected if by_p == by_min == 0.0 else sample_reference(logits, moved)

@@ -154,7 +154,7 @@ def test_other_shapes_and_dtypes_are_refused(wrong):
 
 # -- on a GPU ------------------------------------------
 
-SETTINGS = [s | heat for s, heat in zip(STAGES, [{}, DRAWN, DRAWN | {"top_k": 5}] * 9, strict=False)]
+SETTINGS = [s | drawn for s, drawn in zip(STAGES, [{}, DRAWN, DRAWN | {"top_k": 5}] * 9, strict=False)]
 WARPED = [DRAWN | {"typical_p": 0.8, "temperature": 0.7}, DRAWN | {"epsilon_cutoff": 0.01, "top_p": 0.9},
           DRAWN | {"eta_cutoff": 0.02, "top_k": 9, "min_p": 0.01}, {"renormalize_logits": True}]  # fmt: skip
 

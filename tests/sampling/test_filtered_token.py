@@ -89,7 +89,7 @@ def test_rows_of_every_kind_have_the_references_survivors(small, device, rows, s
 def test_from_candidates_and_over_the_row(small, monkeypatch, device, dtype, options, scale):
     """The same tokens with room for every candidate and for none."""
     logits = make_logits(5, 2, 100, dtype, device, scale)
-    rows = Rows([options | {"temperature": heat} for heat in (0.7, 2.0)], device)
+    rows = Rows([options | {"temperature": temperature} for temperature in (0.7, 2.0)], device)
     tokens = []
     for held in (1, 128):
         monkeypatch.setattr(module, "_HELD", held)

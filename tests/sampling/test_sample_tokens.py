@@ -23,7 +23,7 @@ def small_groups(monkeypatch):
     monkeypatch.setattr(module, "_PIECE", 8)
 
 
-def mixed_heat(rows):
+def mixed_temperatures(rows):
     """Every third row is greedy."""
     return [0.0 if i % 3 == 0 and rows > 1 else 0.1 + 1.5 * (i * 0.37 % 1.0) for i in range(rows)]
 
@@ -33,7 +33,7 @@ def mixed_heat(rows):
 @pytest.mark.parametrize(("rows", "vocab_size"), [(1, 1), (13, 5), (1, 1000), (3, 1024), (1, 4999), (13, 2050)])
 def test_tokens_and_log_probs_are_the_references(run, device, dtype, vocab_size, rows):
     logits = make_logits(vocab_size + rows, rows, vocab_size, dtype, device)
-    settings = plain_rows(mixed_heat(rows), device)
+    settings = plain_rows(mixed_temperatures(rows), device)
     logprob = torch.zeros(rows, device=device)
     tokens = run(settings, logits, logprob=logprob)
     assert_as_reference(tokens, logits, settings, logprob)
@@ -44,8 +44,8 @@ def test_tokens_and_log_probs_are_the_references(run, device, dtype, vocab_size,
 @pytest.mark.parametrize("programs", [1, 12, 8192])
 def test_any_grid_gives_the_same_tokens(run, device, monkeypatch, small_groups, programs):
     """A program for a group, for several, and for a whole row; every part holds some row's token."""
-    monkeypatch.setattr(module, "_PROGRAMS", programs)
-    logits, settings = make_logits(7, 6, 500, torch.float16, device), plain_rows(mixed_heat(6), device)
+    monkeypatch.setattr(module, "PROGRAMS", programs)
+    logits, settings = make_logits(7, 6, 500, torch.float16, device), plain_rows(mixed_temperatures(6), device)
     assert_as_reference(run(settings, logits), logits, settings)
     winners = torch.arange(6, device=device) * 80 + 10
     logits[torch.arange(6), winners] = 200.0
@@ -135,11 +135,11 @@ def test_a_tiny_temperature_is_greedy(run, device):
 
 
 @pytest.mark.parametrize(("run", "device"), RUNS)
-@pytest.mark.parametrize("heat", [0.0, 0.9])
-def test_end_of_sequence_is_barred_below_the_minimum_length(run, device, heat):
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_end_of_sequence_is_barred_below_the_minimum_length(run, device, temperature):
     logits = torch.full((5, 2100), -30.0, device=device)
     logits[:, 2080], logits[:, 0], logits[:, 9] = 50.0, 40.0, 20.0
-    common = {"temperature": heat, "eos": (2080, 0), "min_length": 10}
+    common = {"temperature": temperature, "eos": (2080, 0), "min_length": 10}
     settings = Rows([common, common, common | {"eos": (2080,)}, common | {"eos": ()}, common],
                     device, positions=torch.tensor([9, 10, 2, 2, 0], dtype=torch.int32))  # fmt: skip
     assert run(settings, logits).tolist() == [9, 2080, 0, 2080, 9]
@@ -149,11 +149,11 @@ def test_end_of_sequence_is_barred_below_the_minimum_length(run, device, heat):
 def test_a_row_does_not_see_its_batch(run, device):
     logits, count = make_logits(4, 9, 3000, torch.float16, device), 9
     seeds, positions = torch.arange(count) * 2**40, torch.arange(count) * 1000
-    heat = mixed_heat(count)
-    together = run(plain_rows(heat, device, seeds=seeds, positions=positions), logits)
+    temperature = mixed_temperatures(count)
+    together = run(plain_rows(temperature, device, seeds=seeds, positions=positions), logits)
     alone = [
-        run(plain_rows([heat[i]], device, seeds=seeds[i : i + 1], positions=positions[i : i + 1]), logits[i : i + 1])
-        for i in range(count)
+        run(plain_rows([one], device, seeds=seeds[i : i + 1], positions=positions[i : i + 1]), logits[i : i + 1])
+        for i, one in enumerate(temperature)
     ]
     assert torch.equal(together, torch.cat(alone))
 
@@ -222,7 +222,7 @@ def test_bad_arguments():
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rows", [1, 33, 256])
 def test_gpu_full_vocabulary(dtype, rows):
-    logits, settings = make_logits(6, rows, 151_936, dtype, "cuda"), plain_rows(mixed_heat(rows), "cuda")
+    logits, settings = make_logits(6, rows, 151_936, dtype, "cuda"), plain_rows(mixed_temperatures(rows), "cuda")
     logprob = torch.zeros(rows, device="cuda")
     assert_as_reference(settings.sample(logits, logprob=logprob), logits, settings, logprob)
 
@@ -230,8 +230,8 @@ def test_gpu_full_vocabulary(dtype, rows):
 @pytest.mark.gpu
 def test_gpu_tokens_of_a_seed_are_the_cpus():
     logits = make_logits(8, 64, 20_000, torch.bfloat16, "cpu")
-    tokens = plain_rows(mixed_heat(64), "cuda").sample(logits.cuda())
-    assert_as_reference(tokens.cpu(), logits, plain_rows(mixed_heat(64), "cpu"))
+    tokens = plain_rows(mixed_temperatures(64), "cuda").sample(logits.cuda())
+    assert_as_reference(tokens.cpu(), logits, plain_rows(mixed_temperatures(64), "cpu"))
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from hf_paged.sampling import sample_tokens as kernels
 from hf_paged.sampling.gumbel import exponential_noise
 from hf_paged.sampling.sampler import SamplingRows, derive_seed, log_probs_reference, processed_scores, sample
 from hf_paged.sampling.sampler import sample_reference as draw
+from hf_paged.sampling.table import SamplingTable
 
 NEUTRAL = {
     "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "position": 0,
@@ -35,7 +36,7 @@ def make_rows(*rows: dict) -> SamplingRows:
             [t * d for t, d in zip(column["temperature"], column["do_sample"], strict=True)], dtype=torch.float32
         ),
         top_k=torch.tensor(column["top_k"]),
-        tail=torch.tensor([1.0 - p for p in column["top_p"]], dtype=torch.float32),
+        one_minus_top_p=torch.tensor([1.0 - p for p in column["top_p"]], dtype=torch.float32),
         min_p=torch.tensor(column["min_p"], dtype=torch.float32),
         seed=torch.tensor(column["seed"]),
         position=torch.tensor(column["position"]),
@@ -170,7 +171,7 @@ def test_eos_comes_out_of_the_range_of_top_k_too():
 
 
 def test_a_step_reads_its_slots_and_writes_the_history():
-    table = kernels.SamplingTable(
+    table = SamplingTable(
         floats=torch.tensor([[torch.nan] * 3, [0.0, 0.5, 0.5], [1.0, 0.0, 0.0], [1.0, 0.5, 0.0]]),
         ints=torch.tensor([[-1, -1, -1], [5, 3, 9], [6, 0, 0], [7, 0, 0]]),
         eos=torch.tensor([[0, 1], [4, -1], [-1, -1], [-1, -1]]),
@@ -223,7 +224,7 @@ def test_sampled_tokens_follow_the_probabilities(monkeypatch, setting, vary):
     numbers = torch.tensor([derive_seed(1, i) for i in range(draws)]) if vary == "seed" else torch.arange(draws)
     rows = rows._replace(**{
         name: numbers if name == vary else getattr(rows, name).expand(draws, *getattr(rows, name).shape[1:])
-        for name in ("temperature", "top_k", "tail", "min_p", "seed", "position", "min_length", "eos")
+        for name in ("temperature", "top_k", "one_minus_top_p", "min_p", "seed", "position", "min_length", "eos")
     })  # fmt: skip
     counts = draw(scores.expand(draws, -1), rows).bincount(minlength=12)
     assert counts[probabilities == 0].sum() == 0

@@ -58,8 +58,8 @@ def whole(logits, settings):
 @pytest.mark.parametrize(("dtype", "width"), zip(FLOATS, (1024, 2048, 3072), strict=True))
 def test_ranks_agree_on_the_token_of_the_whole_row(run, settle, device, dtype, width):
     logits = make_logits(3, 24, 5000, dtype, device)
-    heats = [0.0 if row % 3 == 0 else 0.3 + 0.1 * row for row in range(24)]
-    settings = plain_rows(heats, device)
+    temperatures = [0.0 if row % 3 == 0 else 0.3 + 0.1 * row for row in range(24)]
+    settings = plain_rows(temperatures, device)
     tokens = agreed(run, settle, logits, settings, width)
     assert torch.equal(tokens, whole(logits, settings))
     assert len({int(token) // 1024 for token in tokens}) > 3  # the winners are spread over the ranks
@@ -79,24 +79,24 @@ def test_of_equal_scores_the_lowest_token_wins_on_whatever_rank(run, settle, dev
 
 @pytest.mark.parametrize(("run", "settle", "device"), RUNS)
 @pytest.mark.parametrize("column", [5, 4999])
-@pytest.mark.parametrize("heat", [0.0, 0.8])
-def test_a_row_that_is_invalid_on_one_rank_is_invalid(run, settle, device, column, heat):
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_that_is_invalid_on_one_rank_is_invalid(run, settle, device, column, temperature):
     """NaN always; +inf, or nothing above -inf, where a token is drawn. Other rows are left alone."""
     logits = make_logits(2, 5, 5000, torch.float32, device)
     logits[1, column], logits[2, column], logits[3] = torch.nan, torch.inf, -torch.inf
-    tokens = agreed(run, settle, logits, settings := plain_rows([heat] * 5, device), 1024)
+    tokens = agreed(run, settle, logits, settings := plain_rows([temperature] * 5, device), 1024)
     assert tokens.tolist() == whole(logits, settings).tolist()
-    assert tokens.tolist()[1] == -1 and tokens.tolist()[2] == (-1 if heat else column)
+    assert tokens.tolist()[1] == -1 and tokens.tolist()[2] == (-1 if temperature else column)
     logits[4] = -torch.inf
     logits[4, column] = 1.0  # the only token there is, on one rank
     assert agreed(run, settle, logits, settings, 1024).tolist()[4] == column
 
 
 @pytest.mark.parametrize(("run", "settle", "device"), RUNS)
-@pytest.mark.parametrize("heat", [0.0, 0.8])
-def test_eos_is_barred_by_its_id_not_by_its_column(run, settle, device, heat):
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_eos_is_barred_by_its_id_not_by_its_column(run, settle, device, temperature):
     eos = (3, 4100)
-    settings = Rows([{"temperature": heat, "eos": eos, "min_length": length} for length in (0, 50_000)], device,
+    settings = Rows([{"temperature": temperature, "eos": eos, "min_length": length} for length in (0, 50_000)], device,
                     positions=torch.tensor([5, 5]))  # fmt: skip
     logits = make_logits(4, 2, 5000, torch.float32, device)
     logits[:, 4100], logits[:, 3], logits[:, 3 + 1024] = 90.0, 80.0, 70.0

@@ -10,6 +10,14 @@ import numpy as np
 
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, Status, StepPlan, invariants
 
+
+def abort(scheduler: Scheduler, request_id: str) -> Sequence | None:
+    """End a request by its id; None where no unfinished one has it."""
+    seq = scheduler._requests.get(request_id)
+    if seq is not None:
+        scheduler.finish(seq, "abort")
+    return seq
+
 VOCAB = 97
 MASK = (1 << 63) - 1
 
@@ -201,7 +209,7 @@ class Driver:
 
     def run(self) -> None:
         """Until nothing is left; then all blocks must be free."""
-        while self.scheduler.has_unfinished():
+        while (self.scheduler.num_waiting + self.scheduler.num_running):
             self.step()
         self.drain()
         assert self.scheduler.num_free_blocks == self.scheduler.num_blocks - 1

@@ -1,7 +1,7 @@
 """The numbered behaviours of docs/design.md that take a whole scheduler; those of the pool alone are tested there."""
 
 import pytest
-from fake_model import Driver, config
+from fake_model import Driver, abort, config
 
 from hf_paged.scheduler import Sequence, Status, block_pool, invariants
 
@@ -51,7 +51,7 @@ def test_b11_a_written_block_table_entry_never_changes(overlap):
     driver = Driver(config(num_blocks=40), overlap=overlap)
     seqs = [driver.add(str(i), prompt(7), max_new_tokens=12) for i in range(3)]  # equal output, too
     tables = {seq.request_id: [] for seq in seqs}
-    while driver.scheduler.has_unfinished():
+    while (driver.scheduler.num_waiting + driver.scheduler.num_running):
         driver.step()
         for seq in seqs:
             if seq.status is Status.RUNNING:
@@ -200,7 +200,7 @@ def test_a_preempted_sequence_still_takes_in_its_token_in_flight():
     scheduler = driver.scheduler
     old, new = driver.add("old", prompt(8), max_new_tokens=16), driver.add("new", prompt(7, 50), max_new_tokens=16)
     taken_in = 0
-    while scheduler.has_unfinished():
+    while (scheduler.num_waiting + scheduler.num_running):
         before = new.num_output_tokens
         driver.step()
         if new.status is Status.WAITING and new.num_preemptions:
@@ -288,7 +288,7 @@ def test_b18_after_all_end_or_abort_every_block_is_free(overlap):
         driver.add(str(i), prompt(1 + i, 5 * (i % 3)), max_new_tokens=1 + 2 * i)
     for i in range(0, 12, 2):
         driver.step()
-        driver.scheduler.abort(str(i))
+        abort(driver.scheduler, str(i))
     driver.run()  # asserts it, block by block
     assert driver.scheduler.num_preemptions > 0
 
@@ -383,7 +383,7 @@ def test_b22_a_finished_sequence_in_flight_is_let_go():
     driver = Driver(config(), overlap=True)
     seq = driver.add("a", prompt(9), max_new_tokens=9)
     driver.step()
-    driver.scheduler.abort("a")
+    abort(driver.scheduler, "a")
     assert driver.scheduler.num_free_blocks < driver.scheduler.num_blocks - 1
     driver.scheduler.preempt_all()
     driver.pending = None

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from fake_model import Driver, config
+from fake_model import Driver, abort, config
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -227,7 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif how == "stop":
             self.driver.scheduler.finish(seq, "stop")
         else:
-            self.driver.scheduler.abort(seq.request_id)
+            abort(self.driver.scheduler, seq.request_id)
 
     @rule()
     def start_over(self):

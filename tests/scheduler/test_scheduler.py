@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from fake_model import Driver, alone, config
+from fake_model import Driver, abort, alone, config
 
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, Status, StepPlan, invariants
 from hf_paged.scheduler.plan import BlockUpdates
@@ -171,7 +171,7 @@ def test_with_overlap_the_extra_token_is_dropped_and_the_blocks_stay_until_it_is
     result = scheduler.commit(second, more)
     assert result.finished == [seq]
     assert seq.status is Status.FINISHED
-    assert not scheduler.has_unfinished()
+    assert not (scheduler.num_waiting + scheduler.num_running)
     assert scheduler.schedule() is None
     assert scheduler.num_free_blocks < scheduler.num_blocks - 1
     result = scheduler.commit(third, extra)
@@ -221,13 +221,13 @@ def test_abort_in_every_state(overlap):
     driver = Driver(config(max_num_seqs=2, max_num_batched_tokens=8), overlap=overlap)
     seqs = [driver.add(str(i), [i] * 12, max_new_tokens=9) for i in range(4)]
     driver.step()
-    assert driver.scheduler.abort("0") is seqs[0]  # in the middle of its prefill
-    assert driver.scheduler.abort("3") is seqs[3]  # waiting
+    assert abort(driver.scheduler, "0") is seqs[0]  # in the middle of its prefill
+    assert abort(driver.scheduler, "3") is seqs[3]  # waiting
     for _ in range(4):
         driver.step()
     driver.scheduler.finish(seqs[1], "stop")  # decoding
     driver.scheduler.finish(seqs[1], "again")
-    assert driver.scheduler.abort("1") is None
+    assert abort(driver.scheduler, "1") is None
     driver.run()
     assert [seq.finish_reason for seq in seqs] == ["abort", "stop", "length", "abort"]
     assert driver.finished == [seqs[2]]  # the others ended by the caller's own hand
@@ -298,7 +298,7 @@ def test_counts():
     for i in range(3):
         driver.add(str(i), [i] * 5)
     scheduler = driver.scheduler
-    assert (scheduler.num_waiting, scheduler.num_running, scheduler.has_unfinished()) == (3, 0, True)
+    assert (scheduler.num_waiting, scheduler.num_running, len(scheduler._requests)) == (3, 0, 3)
     driver.step()
     assert (scheduler.num_waiting, scheduler.num_running) == (1, 2)
     assert (scheduler.num_blocks, scheduler.num_free_blocks) == (20, 15)
@@ -307,8 +307,11 @@ def test_counts():
 def test_token_columns_of_a_plan_are_its_tokens_row_after_row():
     """A decode row, a chunk from inside a prompt, and a cached prompt whose one token is computed but not written."""
     none = np.empty(0, np.int32)
-    plan = StepPlan([], np.array([3, 1, 2]), np.array([1, 3, 1]), np.array([7, 4, 31]), np.array([7, 5, 32]),
-                    np.ones(3, bool), 1, [], BlockUpdates(none, none, none), np.zeros(3, np.int64), [])  # fmt: skip
+    plan = StepPlan(
+        sequences=[], slots=np.array([3, 1, 2]), num_new_tokens=np.array([1, 3, 1]), start=np.array([7, 4, 31]),
+        write_from=np.array([7, 5, 32]), samples=np.ones(3, bool), num_decode_rows=1, admitted=[],
+        block_updates=BlockUpdates(none, none, none), tenancy=np.zeros(3, np.int64), published=[],
+    )  # fmt: skip
     expected = [[3, 1, 1, 1, 2], [7, 4, 5, 6, 31], [7, 5, 5, 5, 32]]
     assert plan.token_columns().tolist() == expected
     assert plan.token_columns(1).tolist() == [line[1:] for line in expected]

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False
-"""Paged attention for rows of one new token: split-KV (flash-decoding) over planned pieces of work, in one launch.
+"""Paged attention for rows of one new token: split-KV (flash-decoding) over planned splits of work, in one launch.
 
 Source of the method: Dao et al., "Flash-Decoding for long-context inference" (2023). The program that finishes a row's
-last piece joins them all (as stream-K's fix-up does, Osama et al. 2023, arXiv 2301.03598).
+last split joins them all (as stream-K's fix-up does, Osama et al. 2023, arXiv 2301.03598).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from hf_paged.kernels._device import num_multiprocessors, shared_memory
 from hf_paged.kernels._triton import after_previous_kernel, jit, on_device_of, pdl_options, require_triton, tl, triton
 from hf_paged.kernels.attention._tile import LOG2_E, attend_tile, blocks_of, padded_head_dim
-from hf_paged.kernels.attention.decode_work import MAX_PIECES, MIN_PIECE, even_work
-from hf_paged.kernels.attention.metadata import ITEM_FIELDS, PagedMetadata
+from hf_paged.kernels.attention.decode_work import MAX_SPLITS, MIN_SPLIT, even_work
+from hf_paged.kernels.attention.metadata import ITEM_FIELDS, AttentionOptions, PagedMetadata
 
 # Shared memory a block needs for the deep configurations; smaller GPUs (sm_86, sm_89: 99 KiB) take the shallow ones.
 _DEEP_SHARED_MEMORY = 160 << 10
@@ -100,14 +100,14 @@ def config_of(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtyp
     return decode_config(padded_head_dim(head_dim), dtype.itemsize, programs_per_sm, shared_memory(device))
 
 
-def places_of(config: DecodeConfig, num_kv_heads: int, device: torch.device) -> int:
-    """Pieces of one KV head that run at the same time, for :func:`~.decode_work.plan_items`."""
+def cta_slots_of(config: DecodeConfig, num_kv_heads: int, device: torch.device) -> int:
+    """Splits of one KV head that run at the same time, for :func:`~.decode_work.plan_items`."""
     return max(1, config.programs_per_sm * num_multiprocessors(device) // num_kv_heads)
 
 
-def decode_places(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """:func:`places_of` the configuration that is chosen for that many rows."""
-    return places_of(config_of(num_rows, num_kv_heads, head_dim, dtype, device), num_kv_heads, device)
+def decode_cta_slots(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
+    """:func:`cta_slots_of` the configuration that is chosen for that many rows."""
+    return cta_slots_of(config_of(num_rows, num_kv_heads, head_dim, dtype, device), num_kv_heads, device)
 
 
 @jit(varying_pointers=("items",))
@@ -141,8 +141,8 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     MIN_TILES: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
-    ALL_PIECES: tl.constexpr,
-    TILE_PIECES: tl.constexpr,
+    ALL_SPLITS: tl.constexpr,
+    TILE_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -152,8 +152,8 @@ def _decode_kernel(
     if row < 0:
         after_previous_kernel(PDL)
         return
-    piece = tl.load(record + 1)
-    pieces = tl.load(record + 2)
+    split = tl.load(record + 1)
+    splits = tl.load(record + 2)
     end = tl.load(record + 3)
     slot = tl.load(record + 4).to(tl.int64)
     begin = 0
@@ -161,8 +161,8 @@ def _decode_kernel(
         begin = tl.maximum(end - window, 0)
     first_tile = begin // BLOCK_N
     num_tiles = tl.cdiv(end, BLOCK_N) - first_tile
-    tiles = tl.maximum(tl.cdiv(num_tiles, pieces), MIN_TILES)
-    loop_begin = (first_tile + piece * tiles) * BLOCK_N
+    tiles = tl.maximum(tl.cdiv(num_tiles, splits), MIN_TILES)
+    loop_begin = (first_tile + split * tiles) * BLOCK_N
     loop_end = tl.minimum(loop_begin + tiles * BLOCK_N, end)
 
     table_row = block_table + slot * table_stride
@@ -183,10 +183,10 @@ def _decode_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
-        # A score without a value, of weight 1 at its own height, in base 2 by log2(e). The first piece counts it.
+        # A score without a value, of weight 1 at its own height, in base 2 by log2(e). The first split counts it.
         sink = tl.load(sinks + query_head, mask=m < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
-        top = tl.where(piece == 0, tl.maximum(sink, -3.0e38), top)
-        total = tl.where(piece == 0, 1.0, total)
+        top = tl.where(split == 0, tl.maximum(sink, -3.0e38), top)
+        total = tl.where(split == 0, 1.0, total)
     for start in range(loop_begin, loop_end, BLOCK_N):
         position = start + n
         next_block = blocks_of(table_row, position + BLOCK_N, begin, loop_end, BLOCK_SIZE)
@@ -197,7 +197,7 @@ def _decode_kernel(
         )  # fmt: skip
         block = next_block
 
-    if pieces == 1:
+    if splits == 1:
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         offset = (row * (KV_HEADS * GROUP) + query_head)[:, None] * HEAD_DIM + lane[None, :]
         tl.store(out + offset, result.to(out.dtype.element_ty), mask=live)
@@ -210,17 +210,17 @@ def _decode_kernel(
         # Every thread's parts are written before the arrival is counted, and seen by whoever counts the last.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals + row * KV_HEADS + head, 1, sem="acq_rel")
-        if arrived == pieces - 1:
+        if arrived == splits - 1:
             used = tl.cdiv(num_tiles, tiles)
-            _join_pieces(
-                out, partial_acc, partial_sums, row, item - piece, used, head, GROUP, GROUP_PAD, KV_HEADS, HEAD_DIM,
-                HEAD_DIM_PAD, ALL_PIECES, TILE_PIECES,
+            _join_splits(
+                out, partial_acc, partial_sums, row, item - split, used, head, GROUP, GROUP_PAD, KV_HEADS, HEAD_DIM,
+                HEAD_DIM_PAD, ALL_SPLITS, TILE_SPLITS,
             )  # fmt: skip
             tl.store(arrivals + row * KV_HEADS + head, 0)
 
 
 @jit()
-def _join_pieces(
+def _join_splits(
     out,
     partial_acc,
     partial_sums,
@@ -233,30 +233,30 @@ def _join_pieces(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
-    ALL_PIECES: tl.constexpr,
-    TILE_PIECES: tl.constexpr,
+    ALL_SPLITS: tl.constexpr,
+    TILE_SPLITS: tl.constexpr,
 ):
-    """Always in the order of the pieces, whoever came last: the result depends on the plan alone."""
+    """Always in the order of the splits, whoever came last: the result depends on the plan alone."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     group = tl.arange(0, GROUP_PAD)
     lane = tl.arange(0, HEAD_DIM_PAD)
     query_head = head * GROUP + group
     first_part = first_item * HEADS + query_head
 
-    piece = tl.arange(0, ALL_PIECES)
-    part = first_part[None, :] + piece[:, None] * HEADS
-    inside = (piece < used)[:, None] & (group < GROUP)[None, :]
+    split = tl.arange(0, ALL_SPLITS)
+    part = first_part[None, :] + split[:, None] * HEADS
+    inside = (split < used)[:, None] & (group < GROUP)[None, :]
     # Written by other multiprocessors: .cg reads past this one's own cache.
     tops = tl.load(partial_sums + part * 2, mask=inside, other=float("-inf"), cache_modifier=".cg")
     top = tl.max(tops, 0)
-    # A row of length 0 uses no piece: every weight is 0 and so is the result.
+    # A row of length 0 uses no split: every weight is 0 and so is the result.
     top = tl.where(top == float("-inf"), 0.0, top)
     totals = tl.load(partial_sums + part * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
     total = tl.sum(totals * tl.exp2(tops - top[None, :]), 0)
 
     acc = tl.zeros([GROUP_PAD, HEAD_DIM_PAD], tl.float32)
-    for start in range(0, used, TILE_PIECES):
-        some = start + tl.arange(0, TILE_PIECES)
+    for start in range(0, used, TILE_SPLITS):
+        some = start + tl.arange(0, TILE_SPLITS)
         some_part = first_part[None, :] + some[:, None] * HEADS
         here = (some < used)[:, None] & (group < GROUP)[None, :]
         weight = tl.load(partial_sums + some_part * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
@@ -278,11 +278,8 @@ def paged_attention_decode(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     meta: PagedMetadata,
+    options: AttentionOptions,
     *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
 ) -> torch.Tensor:
@@ -304,8 +301,8 @@ def paged_attention_decode(
     config = config or config_of(num_rows, num_kv_heads, head_dim, q.dtype, q.device)
     work = meta.work
     if work is None:
-        pieces = min(MAX_PIECES, max(1, places_of(config, num_kv_heads, q.device) // num_rows))
-        work = even_work(meta, num_kv_heads, pieces)
+        splits = min(MAX_SPLITS, max(1, cta_slots_of(config, num_kv_heads, q.device) // num_rows))
+        work = even_work(meta, num_kv_heads, splits)
     group = num_heads // num_kv_heads
     group_pad = triton.next_power_of_2(group)
     head_dim_pad = padded_head_dim(head_dim)
@@ -314,7 +311,7 @@ def paged_attention_decode(
     # Programs that come early are spread over what room there is, unevenly: only a step that has room for all may. They
     # read the plan ahead of the wait, so it must not come from the kernel just before.
     early = meta.work is not None and num_rows * num_kv_heads <= _FEW * num_multiprocessors(q.device)
-    options = pdl_options(q) if early else {"PDL": False}
+    launch = pdl_options(q) if early else {"PDL": False}
     with on_device_of(q):
         _decode_kernel[(num_kv_heads, len(work.items))](
             q,
@@ -326,16 +323,16 @@ def paged_attention_decode(
             work.items,
             work.arrivals,
             meta.block_table,
-            sinks,
+            options.sinks,
             q.stride(0),
             q.stride(1),
             meta.block_table.stride(0),
-            sliding_window or 0,
-            scale * LOG2_E,
-            (softcap or 0.0) * LOG2_E,
-            HAS_WINDOW=sliding_window is not None,
-            HAS_SOFTCAP=softcap is not None,
-            HAS_SINKS=sinks is not None,
+            options.window or 0,
+            options.scale * LOG2_E,
+            (options.softcap or 0.0) * LOG2_E,
+            HAS_WINDOW=options.window is not None,
+            HAS_SOFTCAP=options.softcap is not None,
+            HAS_SINKS=options.sinks is not None,
             GROUP=group,
             GROUP_PAD=group_pad,
             KV_HEADS=num_kv_heads,
@@ -344,13 +341,13 @@ def paged_attention_decode(
             BLOCK_SIZE=block_size,
             BLOCK_M=max(16, group_pad),
             BLOCK_N=config.block_n,
-            MIN_TILES=-(-MIN_PIECE // config.block_n),
+            MIN_TILES=-(-MIN_SPLIT // config.block_n),
             ITEM_FIELDS=ITEM_FIELDS,
-            ALL_PIECES=MAX_PIECES,
+            ALL_SPLITS=MAX_SPLITS,
             # 64 elements a thread of four warps.
-            TILE_PIECES=max(1, 8192 // (group_pad * head_dim_pad)),
+            TILE_SPLITS=max(1, 8192 // (group_pad * head_dim_pad)),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            **options,
+            **launch,
         )
     return out

@@ -1,4 +1,4 @@
-"""How the rows of a decode step are cut into pieces of work, longest first, so that all multiprocessors end together.
+"""How the rows of a decode step are cut into splits of work, longest first, so that all multiprocessors end together.
 
 The host knows every length before a step is launched, so it plans; the kernel's grid has a fixed number of items, and a
 CUDA graph reads another plan at every replay. Planning on the host as in FlashInfer (Ye et al. 2025, arXiv 2501.01005).
@@ -11,65 +11,65 @@ import torch
 
 from hf_paged.kernels.attention.metadata import ITEM_FIELDS, DecodeWork, PagedMetadata
 
-# A row is never cut further: its pieces are joined by one program.
-MAX_PIECES = 64
-# A shorter piece costs more in its start and its part of the joining than it gains.
-MIN_PIECE = 64
+# A row is never cut further: its splits are joined by one program.
+MAX_SPLITS = 64
+# A shorter split costs more in its start and its part of the joining than it gains.
+MIN_SPLIT = 64
 
 
-def piece_length(lengths: np.ndarray, places: int) -> int:
-    """Length to cut rows of ``lengths`` [R] to, for `places` pieces that run at the same time.
+def split_length(lengths: np.ndarray, cta_slots: int) -> int:
+    """Length to cut rows of ``lengths`` [R] to, for `cta_slots` splits that run at the same time.
 
-    Few rows become at most `places` pieces, as short as that allows; of many rows, only those longer than a place's
-    share of the whole are cut.
+    Few rows become at most `cta_slots` splits, as short as that allows; of many rows, only those longer than a CTA
+    slot's share of the whole are cut.
     """
-    lengths = np.maximum(lengths, 1)  # an empty row takes a place, too
-    share = max(MIN_PIECE, -(-int(lengths.sum()) // places))
-    if len(lengths) > places:
+    lengths = np.maximum(lengths, 1)  # an empty row takes a CTA slot, too
+    share = max(MIN_SPLIT, -(-int(lengths.sum()) // cta_slots))
+    if len(lengths) > cta_slots:
         return share
     low, high = share, max(share, int(lengths.max()))
     while low < high:
         middle = (low + high) // 2
-        if int((-(-lengths // middle)).sum()) <= places:
+        if int((-(-lengths // middle)).sum()) <= cta_slots:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def num_items(num_rows: int, places: int) -> int:
+def num_items(num_rows: int, cta_slots: int) -> int:
     """Length of the plan of `num_rows` rows, whatever their lengths."""
-    return places if num_rows <= places else num_rows + places
+    return cta_slots if num_rows <= cta_slots else num_rows + cta_slots
 
 
-def plan_items(seq_lens: np.ndarray, slots: np.ndarray, places: int) -> np.ndarray:
-    """Cut R rows into pieces of about equal length, longest first; int32 [num_items, ITEM_FIELDS], unused rows -1.
+def plan_items(seq_lens: np.ndarray, slots: np.ndarray, cta_slots: int) -> np.ndarray:
+    """Cut R rows into splits of about equal length, longest first; int32 [num_items, ITEM_FIELDS], unused rows -1.
 
     Args:
         seq_lens, slots: [R] integers, visible tokens and slot of each row.
-        places: pieces of one KV head that run at the same time.
+        cta_slots: splits of one KV head that run at the same time.
     """
     lengths = seq_lens.astype(np.int64)
-    pieces = np.clip(-(-lengths // piece_length(lengths, places)), 1, MAX_PIECES)
-    order = np.argsort(lengths // -pieces, kind="stable")
-    counts = pieces[order]
+    splits = np.clip(-(-lengths // split_length(lengths, cta_slots)), 1, MAX_SPLITS)
+    order = np.argsort(lengths // -splits, kind="stable")
+    counts = splits[order]
     row = np.repeat(order, counts)
-    items = np.full((num_items(len(lengths), places), ITEM_FIELDS), -1, dtype=np.int32)
+    items = np.full((num_items(len(lengths), cta_slots), ITEM_FIELDS), -1, dtype=np.int32)
     used = items[: len(row)]
     used[:, 0] = row
     used[:, 1] = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    used[:, 2] = pieces[row]
+    used[:, 2] = splits[row]
     used[:, 3] = lengths[row]
     used[:, 4] = slots[row]
     return items
 
 
-def even_work(meta: PagedMetadata, num_kv_heads: int, pieces: int) -> DecodeWork:
+def even_work(meta: PagedMetadata, num_kv_heads: int, splits: int) -> DecodeWork:
     """Every row cut alike, for callers without a plan; made on the device, without waiting for it."""
     device = meta.seq_lens.device
     num_rows = meta.seq_lens.numel()
-    row = torch.arange(num_rows, device=device, dtype=torch.int32).repeat_interleave(pieces)
-    piece = torch.arange(pieces, device=device, dtype=torch.int32).repeat(num_rows)
-    items = torch.stack([row, piece, torch.full_like(row, pieces), meta.seq_lens.repeat_interleave(pieces),
-                         meta.slots.repeat_interleave(pieces)], dim=1)  # fmt: skip
+    row = torch.arange(num_rows, device=device, dtype=torch.int32).repeat_interleave(splits)
+    split = torch.arange(splits, device=device, dtype=torch.int32).repeat(num_rows)
+    items = torch.stack([row, split, torch.full_like(row, splits), meta.seq_lens.repeat_interleave(splits),
+                         meta.slots.repeat_interleave(splits)], dim=1)  # fmt: skip
     return DecodeWork(items, torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device))

@@ -10,14 +10,14 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from hf_paged.kernels._triton import on_device_of
-from hf_paged.kernels.attention.metadata import PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 
 
 class AttentionShape(NamedTuple):
@@ -37,9 +37,12 @@ class FlashCall(NamedTuple):
     v_cache: torch.Tensor
     meta: PagedMetadata
     page_table: torch.Tensor
-    scale: float
-    window: int | None
-    softcap: float
+    options: AttentionOptions
+
+    def window_size(self, unbounded: int | None) -> tuple[int | None, int | None]:
+        """Visible positions before and after a token, itself not counted; `unbounded` stands for all."""
+        window = self.options.window
+        return (unbounded, unbounded) if window is None else (window - 1, 0)
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,8 @@ def _call_2(function: Callable[..., Any], c: FlashCall) -> Any:
     cu_seqlens_k = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return function(
         c.q, c.k_cache, c.v_cache, cu_seqlens_q=c.meta.query_start, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=c.meta.max_query_len, max_seqlen_k=c.meta.max_seq_len, softmax_scale=c.scale, causal=True,
-        window_size=(-1, -1) if c.window is None else (c.window - 1, 0), softcap=c.softcap, block_table=c.page_table,
+        max_seqlen_q=c.meta.max_query_len, max_seqlen_k=c.meta.max_seq_len, softmax_scale=c.options.scale, causal=True,
+        window_size=c.window_size(-1), softcap=c.options.softcap or 0.0, block_table=c.page_table,
     )  # fmt: skip
 
 
@@ -88,8 +91,8 @@ def _call_3(function: Callable[..., Any], c: FlashCall) -> Any:
     # One split: the result then does not depend on the rest of the batch.
     return function(
         c.q, c.k_cache, c.v_cache, cache_seqlens=c.meta.seq_lens, page_table=c.page_table,
-        cu_seqlens_q=c.meta.query_start, max_seqlen_q=c.meta.max_query_len, softmax_scale=c.scale, causal=True,
-        window_size=(-1, -1) if c.window is None else (c.window - 1, 0), softcap=c.softcap, num_splits=1,
+        cu_seqlens_q=c.meta.query_start, max_seqlen_q=c.meta.max_query_len, softmax_scale=c.options.scale, causal=True,
+        window_size=c.window_size(-1), softcap=c.options.softcap or 0.0, num_splits=1,
     )  # fmt: skip
 
 
@@ -104,8 +107,8 @@ def _refuse_4(shape: AttentionShape, major: int) -> str | None:
 def _call_4(function: Callable[..., Any], c: FlashCall) -> Any:
     return function(
         c.q, c.k_cache, c.v_cache, cu_seqlens_q=c.meta.query_start, max_seqlen_q=c.meta.max_query_len,
-        max_seqlen_k=c.meta.max_seq_len, seqused_k=c.meta.seq_lens, page_table=c.page_table, softmax_scale=c.scale,
-        causal=True, window_size=(None, None) if c.window is None else (c.window - 1, 0), softcap=c.softcap,
+        max_seqlen_k=c.meta.max_seq_len, seqused_k=c.meta.seq_lens, page_table=c.page_table,
+        softmax_scale=c.options.scale, causal=True, window_size=c.window_size(None), softcap=c.options.softcap or 0.0,
     )  # fmt: skip
 
 
@@ -201,10 +204,8 @@ def flash_prefill(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     meta: PagedMetadata,
+    options: AttentionOptions,
     *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     measured_only: bool = False,
 ) -> torch.Tensor | None:
     """`paged_attention` by the first adapter that can carry it, else None.
@@ -213,13 +214,14 @@ def flash_prefill(
     finite (the reference does not read them).
     """
     # A window that nobody reaches is none: the kernels for windows are slower.
-    window = sliding_window if sliding_window is not None and sliding_window < meta.max_seq_len else None
+    if options.window is not None and options.window >= meta.max_seq_len:
+        options = replace(options, window=None)
     block_size = k_cache.shape[1]
-    shape = AttentionShape(q.dtype, q.shape[2], block_size, window is not None)
+    shape = AttentionShape(q.dtype, q.shape[2], block_size, options.window is not None)
     adapter = choose(q.device, shape, measured_only)
     if adapter is None or not len(q):
         return None
-    return run_adapter(adapter, q, k_cache, v_cache, meta, scale=scale, sliding_window=window, softcap=softcap)
+    return run_adapter(adapter, q, k_cache, v_cache, meta, options)
 
 
 def _cut_pages(page_table: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -245,10 +247,7 @@ def run_adapter(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     meta: PagedMetadata,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """:func:`flash_prefill` by ``adapter``, which must be able to carry the call (:func:`why_not`)."""
     function, reason = load(adapter)
@@ -259,8 +258,7 @@ def run_adapter(
     if adapter.small_pages:
         page_table, k_cache, v_cache = _cut_pages(page_table, k_cache, v_cache)
     with on_device_of(q):
-        call = FlashCall(q, k_cache, v_cache, meta, page_table, scale, sliding_window, softcap or 0.0)
-        out = adapter.call(function, call)
+        out = adapter.call(function, FlashCall(q, k_cache, v_cache, meta, page_table, options))
     # Some releases return the log-sum-exp as well.
     out = out[0] if isinstance(out, (tuple, list)) else out
     return out.contiguous()

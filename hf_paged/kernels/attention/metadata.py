@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-# row, piece, number of pieces of the row, visible tokens of the row, slot of the row
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How scores become weights; the same for every token of a call.
+
+    Attributes:
+        scale: factor of the scores before softcap and softmax.
+        window: number of visible tokens, the token itself included; None: all.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: unchanged.
+        sinks: ``[Hq]`` contiguous, floats: per query head one more score, neither scaled nor capped, that takes part in
+            the softmax and has no value (gpt-oss); None: none.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+# row, split, number of splits of the row, visible tokens of the row, slot of the row
 ITEM_FIELDS = 5
 
 
 class DecodeWork(NamedTuple):
-    """The pieces of a step's rows: a program of the decode kernel computes one of them for one KV head."""
+    """The splits of a step's rows: a program of the decode kernel computes one of them for one KV head."""
 
-    items: torch.Tensor  # [N, ITEM_FIELDS] int32; row -1: nothing to do; the pieces of a row follow each other
-    arrivals: torch.Tensor  # [at least R * Hkv] int32, all 0: counts finished pieces, and is 0 again afterwards
+    items: torch.Tensor  # [N, ITEM_FIELDS] int32; row -1: nothing to do; the splits of a row follow each other
+    arrivals: torch.Tensor  # [at least R * Hkv] int32, all 0: counts finished splits, and is 0 again afterwards
 
 
 class PagedMetadata(NamedTuple):

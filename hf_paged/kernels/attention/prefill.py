@@ -10,7 +10,7 @@ import torch
 from hf_paged.kernels._device import shared_memory
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
-from hf_paged.kernels.attention.metadata import PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 
 
 class PrefillConfig(NamedTuple):
@@ -35,7 +35,9 @@ _DEEP = {
     128: PrefillConfig(128, 32, 8, 3, branch=True, max_registers=128),
     256: PrefillConfig(64, 32, 4, 2, branch=True),
 }
-_LONG, _DEEP_LONG = 4096, {128: PrefillConfig(128, 128, 8, 3, branch=True)}
+_DEEP_LONG = {128: PrefillConfig(128, 128, 8, 3, branch=True)}
+# Longest sequence for which the tiles of long ones are not taken: a CUDA graph is for these or for all.
+SHORT_SEQUENCE = 4096
 # Query tile plus K and V in flight stay under Ampere's 99 KiB of shared memory. No branch: Triton would no longer see
 # that one product feeds the next, and spread a row of scores over several warps.
 _SHALLOW = {
@@ -51,6 +53,8 @@ _FLOAT = {
     128: PrefillConfig(32, 32, 8, 2),
     256: PrefillConfig(32, 16, 8, 2),
 }
+# Where the longest row of a step has as many new tokens, the tiles are those of any longer one.
+FULL_TILE = max(c.block_m for configs in (_DEEP, _DEEP_LONG, _SHALLOW, _FLOAT) for c in configs.values())
 
 
 def prefill_config(
@@ -62,7 +66,7 @@ def prefill_config(
     """
     configs = _FLOAT if itemsize == 4 else _DEEP if shared_memory >= _DEEP_SHARED_MEMORY else _SHALLOW
     config = configs[max(32, head_dim_pad)]
-    if configs is _DEEP and max_seq_len > _LONG:
+    if configs is _DEEP and max_seq_len > SHORT_SEQUENCE:
         config = _DEEP_LONG.get(head_dim_pad, config)
     filled = triton.next_power_of_2(min(max_query_len, config.block_m) * group)
     block_m = max(16, triton.next_power_of_2(group), min(config.block_m, filled))
@@ -281,11 +285,8 @@ def paged_attention_prefill(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     meta: PagedMetadata,
+    options: AttentionOptions,
     *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
@@ -310,6 +311,7 @@ def paged_attention_prefill(
     if config is None:
         config = prefill_config(head_dim_pad, q.element_size(), group, meta.max_query_len, meta.max_seq_len,
                                 shared_memory(q.device))  # fmt: skip
+    scale = options.scale
     if scale <= 0.0:  # the kernel takes the largest score before it scales
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     # A row of n tokens that starts anywhere needs at most n // BLOCK_Q + 1 tiles.
@@ -324,17 +326,17 @@ def paged_attention_prefill(
             meta.seq_lens,
             meta.block_table,
             meta.slots,
-            sinks,
+            options.sinks,
             num_rows,
             q.stride(0),
             q.stride(1),
             meta.block_table.stride(0),
-            sliding_window or 0,
+            options.window or 0,
             scale * LOG2_E,
-            (softcap or 0.0) * LOG2_E,
-            HAS_WINDOW=sliding_window is not None,
-            HAS_SOFTCAP=softcap is not None,
-            HAS_SINKS=sinks is not None,
+            (options.softcap or 0.0) * LOG2_E,
+            HAS_WINDOW=options.window is not None,
+            HAS_SOFTCAP=options.softcap is not None,
+            HAS_SINKS=options.sinks is not None,
             GROUP=group,
             KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,

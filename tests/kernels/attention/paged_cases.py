@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from hf_paged.kernels.attention.metadata import PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 
 
 class Case(NamedTuple):
@@ -17,8 +18,8 @@ class Case(NamedTuple):
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     meta: PagedMetadata
+    options: AttentionOptions
     rows: list[tuple[int, int]]  # (new tokens, visible tokens) of each row
-    options: dict  # scale, sliding_window, softcap; sinks where there are some
 
 
 def make_case(
@@ -67,10 +68,10 @@ def make_case(
         max_query_len=max(new for new, _ in rows),
         max_seq_len=max(length for _, length in rows) + 5,
     )
-    options: dict = {"scale": head_dim**-0.5 * 1.7, "sliding_window": window, "softcap": softcap}
+    options = AttentionOptions(head_dim**-0.5 * 1.7, window, softcap)
     if sinks:  # some far below every score, some far above
-        options["sinks"] = (torch.randn(heads, generator=g) * 4).to(device, dtype)
-    return Case(wide.to(device)[:, :heads], k_cache.to(device), v_cache.to(device), meta, rows, options)
+        options = replace(options, sinks=(torch.randn(heads, generator=g) * 4).to(device, dtype))
+    return Case(wide.to(device)[:, :heads], k_cache.to(device), v_cache.to(device), meta, options, rows)
 
 
 def dense_rows(case: Case, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -78,7 +79,7 @@ def dense_rows(case: Case, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch
     block_size = case.k_cache.shape[1]
     group = case.q.shape[1] // case.k_cache.shape[2]
     table, lines = case.meta.block_table.tolist(), case.meta.slots.tolist()
-    window = case.options["sliding_window"] or 10**9
+    window = case.options.window or 10**9
     result, begin = [], 0
     for line, (new, length) in zip(lines, case.rows, strict=True):
         q = case.q[begin : begin + new].to(dtype).transpose(0, 1)
@@ -99,13 +100,13 @@ def dense_rows(case: Case, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch
 def expected(case: Case) -> torch.Tensor:
     """Attention in float64, row by row, ``[T, Hq, D]``; rows that see nothing are zero."""
     out = []
-    softcap = case.options["softcap"]
+    softcap = case.options.softcap
     for q, k, v, seen in dense_rows(case, torch.float64):
-        scores = q @ k.transpose(1, 2) * case.options["scale"]
+        scores = q @ k.transpose(1, 2) * case.options.scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~seen, float("-inf"))
-        if (sinks := case.options.get("sinks")) is not None:
+        if (sinks := case.options.sinks) is not None:
             scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(*scores.shape[:2], 1)], -1)
         weights = scores.softmax(-1).nan_to_num(0.0)[..., : k.shape[1]]
         out.append((weights @ v).transpose(0, 1))
@@ -116,7 +117,7 @@ def sdpa(case: Case) -> torch.Tensor:
     """torch's own attention in the case's dtype, row by row (no softcap, no empty rows)."""
     out = []
     for q, k, v, seen in dense_rows(case, case.q.dtype):
-        row = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen, scale=case.options["scale"])
+        row = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen, scale=case.options.scale)
         out.append(row[0].transpose(0, 1))
     return torch.cat(out)
 
@@ -133,7 +134,7 @@ def worst_error(actual: torch.Tensor, right: torch.Tensor) -> float:
 def run_poisoned(kernel: Callable[..., torch.Tensor], case: Case, **extra: object) -> torch.Tensor:
     """Call a Triton entry point with a NaN-filled output, so that an element it skips shows."""
     out = torch.full(case.q.shape, float("nan"), dtype=case.q.dtype, device=case.q.device)
-    assert kernel(*case[:4], **case.options, out=out, **extra) is out
+    assert kernel(*case[:5], out=out, **extra) is out
     return out
 
 

@@ -8,37 +8,37 @@ from hypothesis import strategies as st
 from paged_cases import expected, make_case, run_poisoned, worst_error
 
 from hf_paged.kernels.attention.decode import DecodeConfig, paged_attention_decode
-from hf_paged.kernels.attention.decode_work import MAX_PIECES, MIN_PIECE, even_work, num_items, piece_length, plan_items
+from hf_paged.kernels.attention.decode_work import MAX_SPLITS, MIN_SPLIT, even_work, num_items, plan_items, split_length
 from hf_paged.kernels.attention.metadata import DecodeWork
 
 LENGTHS = st.lists(st.one_of(st.just(0), st.integers(1, 300), st.integers(1, 40000)), min_size=1, max_size=64)
 
 
-def plan(lengths, places=66):
+def plan(lengths, cta_slots=66):
     lengths = np.array(lengths)
-    return plan_items(lengths, np.arange(len(lengths)) + 7, places)
+    return plan_items(lengths, np.arange(len(lengths)) + 7, cta_slots)
 
 
 @settings(max_examples=200, deadline=None)
 @given(LENGTHS, st.sampled_from([1, 2, 16, 49, 528]))
-def test_plan_holds_every_row_once_with_all_its_pieces(lengths, places):
-    items = plan(lengths, places)
-    assert len(items) == num_items(len(lengths), places)
+def test_plan_holds_every_row_once_with_all_its_pieces(lengths, cta_slots):
+    items = plan(lengths, cta_slots)
+    assert len(items) == num_items(len(lengths), cta_slots)
     used = items[items[:, 0] >= 0]
     assert (items[len(used) :] == -1).all(), "unused items come last"
     seen = []
     at = 0
     while at < len(used):
-        row, _, pieces, length, slot = used[at]
-        assert 1 <= pieces <= MAX_PIECES
-        mine = used[at : at + pieces]
-        assert mine[:, 0].tolist() == [row] * pieces, "the pieces of a row follow each other"
-        assert mine[:, 1].tolist() == list(range(pieces))
-        assert (mine[:, 2:] == (pieces, length, slot)).all()
+        row, _, splits, length, slot = used[at]
+        assert 1 <= splits <= MAX_SPLITS
+        mine = used[at : at + splits]
+        assert mine[:, 0].tolist() == [row] * splits, "the splits of a row follow each other"
+        assert mine[:, 1].tolist() == list(range(splits))
+        assert (mine[:, 2:] == (splits, length, slot)).all()
         assert length == lengths[row]
         assert slot == row + 7
         seen.append(row)
-        at += pieces
+        at += splits
     assert sorted(seen) == list(range(len(lengths)))
 
 
@@ -49,21 +49,22 @@ def test_plan_starts_with_the_longest_pieces_and_cuts_no_shorter_than_worth_it(l
     used = used[used[:, 0] >= 0]
     size = -(-used[:, 3] // used[:, 2])
     assert (np.diff(size) <= 0).all()
-    assert (size[used[:, 2] > 1] > MIN_PIECE // 2).all()
+    assert (size[used[:, 2] > 1] > MIN_SPLIT // 2).all()
 
 
 @settings(max_examples=200, deadline=None)
 @given(LENGTHS, st.sampled_from([64, 66, 200]))
-def test_few_rows_run_at_the_same_time_in_pieces_as_short_as_that_allows(lengths, places):
+def test_few_rows_run_at_the_same_time_in_splits_as_short_as_that_allows(lengths, cta_slots):
     lengths = np.maximum(np.array(lengths), 1)
-    piece = piece_length(lengths, places)
-    assert (-(-lengths // piece)).sum() <= places
-    assert piece == MIN_PIECE or piece <= -(-lengths.sum() // places) or (-(-lengths // (piece - 1))).sum() > places
+    split = split_length(lengths, cta_slots)
+    assert (-(-lengths // split)).sum() <= cta_slots
+    share = -(-lengths.sum() // cta_slots)
+    assert split == MIN_SPLIT or split <= share or (-(-lengths // (split - 1))).sum() > cta_slots
 
 
 def test_plan_cuts_long_rows_and_leaves_short_ones():
     assert plan([1000] * 256)[:, 2].max() == 1
-    assert plan([32768])[:, 2].max() == MAX_PIECES
+    assert plan([32768])[:, 2].max() == MAX_SPLITS
     few = plan([4000] + [100] * 20)
     assert few[few[:, 3] == 4000][0, 2] > 4
     assert few[few[:, 3] == 100][:, 2].max() <= 2

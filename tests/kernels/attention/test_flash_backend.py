@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -12,13 +13,10 @@ from paged_cases import Case, expected, make_case, worst_error
 
 import hf_paged
 from hf_paged.kernels.attention import flash_backend as fb
-from hf_paged.kernels.attention.metadata import PagedMetadata
-from hf_paged.kernels.attention.paged_attention import (
-    paged_attention,
-    paged_attention_flash,
-    paged_attention_reference,
-    resolve_backend,
-)
+from hf_paged.kernels.attention.backends import BACKENDS, resolve_backend
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.paged_attention import paged_attention
+from hf_paged.kernels.attention.reference import paged_attention_reference
 
 CPU = torch.device("cpu")
 FLASH_3, FLASH_4, FLASH_2 = fb.ADAPTERS
@@ -32,10 +30,8 @@ def attend(q, k_cache, v_cache, starts, lengths, page_table, scale, causal, wind
     left, right = window
     assert right in (None, -1, 0) and (right == 0) == (left not in (None, -1))
     meta = PagedMetadata(starts, lengths, page_table, torch.arange(len(lengths)), None, 0, 0)
-    return paged_attention_reference(
-        q, k_cache, v_cache, meta, scale=scale, softcap=softcap or None,
-        sliding_window=None if left in (None, -1) else left + 1,
-    )  # fmt: skip
+    options = AttentionOptions(scale, window=None if left in (None, -1) else left + 1, softcap=softcap or None)
+    return paged_attention_reference(q, k_cache, v_cache, meta, options)
 
 
 def fake_2(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
@@ -125,7 +121,7 @@ def machine(monkeypatch):
 def half_case(rows=((5, 5), (1, 40), (17, 300), (3, 64)), *, block_size=16, head_dim=32, seed=0, **options) -> Case:
     case = make_case(list(rows), seed=seed, heads=4, kv_heads=2, head_dim=head_dim, block_size=block_size,
                      dtype=torch.float16, **options)  # fmt: skip
-    if case.options["sliding_window"] is not None:
+    if case.options.window is not None:
         # Positions before the window must be finite (and have a block) here.
         for cache in case.k_cache, case.v_cache:
             cache.nan_to_num_(0.0)
@@ -137,7 +133,7 @@ def half_case(rows=((5, 5), (1, 40), (17, 300), (3, 64)), *, block_size=16, head
 def test_arguments_say_what_the_reference_computes(machine, adapter, window, softcap):
     machine.install(adapter)
     case = half_case(block_size=BLOCK_SIZE[adapter.name], window=window, softcap=softcap)
-    out = paged_attention(*case[:4], **case.options, backend="flash_attn")
+    out = paged_attention(*case[:5], backend="flash_attn")
     assert machine.calls == [adapter.name]
     assert out.is_contiguous() and out.dtype == case.q.dtype
     assert worst_error(out, expected(case)) < 4e-3
@@ -149,7 +145,7 @@ def test_rows_without_tokens_and_long_tables(machine, adapter):
     case = half_case([(3, 0), (2, 20), (1, 0)], block_size=BLOCK_SIZE[adapter.name])
     wide = torch.nn.functional.pad(case.meta.block_table, (0, 50), value=10**6)  # undefined past a row's end
     case = case._replace(meta=case.meta._replace(block_table=wide))
-    out = paged_attention(*case[:4], **case.options, backend="flash_attn")
+    out = paged_attention(*case[:5], backend="flash_attn")
     assert machine.calls == [adapter.name]
     assert worst_error(out, expected(case)) < 4e-3
 
@@ -166,7 +162,8 @@ def test_a_window_that_reaches_everything_is_none(machine):
     case = half_case(block_size=32)
     longest = case.meta.max_seq_len
     for window, passed in ((longest, (None, None)), (longest - 1, (longest - 2, 0))):
-        paged_attention(*case[:4], **{**case.options, "sliding_window": window}, backend="flash_attn")
+        options = replace(case.options, window=window)
+        paged_attention(*case[:4], options, backend="flash_attn")
         assert seen["window_size"] == passed
 
 
@@ -183,7 +180,7 @@ def test_large_blocks_are_cut_into_pages_that_are_gathered(machine, adapter, hea
     machine.install(adapter, function=spy)
     for block_size in (16, page, 2 * page, 256):
         case = half_case(block_size=block_size, head_dim=head_dim)
-        assert worst_error(paged_attention(*case[:4], **case.options, backend="flash_attn"), expected(case)) < 4e-3
+        assert worst_error(paged_attention(*case[:5], backend="flash_attn"), expected(case)) < 4e-3
     assert pages == [(16, 16)] + [(page, page)] * 3
 
 
@@ -198,7 +195,7 @@ def test_large_blocks_are_cut_into_pages_that_are_gathered(machine, adapter, hea
 def test_what_the_package_does_not_take_goes_to_triton(machine, change, rows):
     machine.install(FLASH_4)
     case = half_case(rows, **{"block_size": 16, **change})
-    out = paged_attention(*case[:4], **case.options, backend="flash_attn")
+    out = paged_attention(*case[:5], backend="flash_attn")
     assert machine.calls == []
     assert worst_error(out, expected(case)) < 4e-3
 
@@ -207,7 +204,7 @@ def test_what_the_package_does_not_take_goes_to_triton(machine, change, rows):
 def test_fp32_goes_to_triton(machine):
     machine.install(FLASH_2, FLASH_3, FLASH_4)
     case = make_case([(5, 9)], seed=0, block_size=256)
-    assert worst_error(paged_attention(*case[:4], **case.options, backend="flash_attn"), expected(case)) < 5e-6
+    assert worst_error(paged_attention(*case[:5], backend="flash_attn"), expected(case)) < 5e-6
     assert machine.calls == []
 
 
@@ -275,28 +272,27 @@ def test_order(machine):
     assert fb.choose(CPU, shape(), False) is None
 
 
-def test_auto_takes_only_what_was_measured(machine, monkeypatch):
+def test_auto_takes_only_what_was_measured(machine):
     gpu = torch.device("cuda", 0)
     machine.install(FLASH_3, FLASH_4)
     machine.measured()
-    assert resolve_backend("auto", gpu) == "triton"
+    assert resolve_backend("auto", gpu).name == "triton"
     machine.measured((FLASH_4.name, 10))
-    assert resolve_backend("auto", gpu) == "triton"
+    assert resolve_backend("auto", gpu).name == "triton"
     machine.measured((FLASH_4.name, 9))
-    assert resolve_backend("auto", gpu) == "flash_attn"
-    assert resolve_backend("auto", CPU) == "torch"
+    automatic = resolve_backend("auto", gpu)
+    assert automatic.name == "flash_attn"
+    assert resolve_backend("auto", CPU).name == "torch"
 
     case = half_case()
-    resolve = "hf_paged.kernels.attention.paged_attention.resolve_backend"
-    monkeypatch.setattr(resolve, lambda backend, device: "flash_attn")
-    paged_attention(*case[:4], **case.options, backend="auto")
-    paged_attention(*case[:4], **case.options, backend="flash_attn")
+    automatic.run(*case[:5])
+    paged_attention(*case[:5], backend="flash_attn")
     assert machine.calls == [FLASH_4.name, FLASH_3.name]
 
 
 def test_auto_does_not_import_what_was_not_measured(machine):
     machine.measured((FLASH_3.name, 9))
-    assert resolve_backend("auto", torch.device("cuda", 0)) == "triton"
+    assert resolve_backend("auto", torch.device("cuda", 0)).name == "triton"
     assert fb.load.cache_info().currsize == 1
 
 
@@ -338,10 +334,10 @@ def test_gpu_package_agrees(real, heads, kv_heads, head_dim, window, softcap, dt
     """Poisoned like the Triton tests: NaN in every slot that no token sees (with a window: only past a row's end)."""
     case = make_case(GPU_ROWS, seed=3, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device="cuda",
                      block_size=BLOCK_SIZE[real.name], softcap=softcap)  # fmt: skip
-    case = case._replace(options={**case.options, "sliding_window": window})
-    out = fb.run_adapter(real, *case[:4], **case.options)
+    case = case._replace(options=replace(case.options, window=window))
+    out = fb.run_adapter(real, *case[:5])
     right = expected(case)
-    triton = paged_attention(*case[:4], **case.options, backend="triton")
+    triton = paged_attention(*case[:5], backend="triton")
     error = float((out.double() - right).norm() / right.norm())
     bound = 1.5 * float((triton.double() - right).norm() / right.norm()) + 1e-6
     assert out.is_contiguous() and worst_error(out, right) < 20 * bound
@@ -352,7 +348,7 @@ def test_gpu_package_agrees(real, heads, kv_heads, head_dim, window, softcap, dt
 def test_gpu_package_rows_without_tokens_give_zeros(real):
     case = make_case([(3, 0), (2, 20), (1, 0)], seed=1, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16,
                      block_size=BLOCK_SIZE[real.name], device="cuda")  # fmt: skip
-    assert worst_error(fb.run_adapter(real, *case[:4], **case.options), expected(case)) < 2e-2
+    assert worst_error(fb.run_adapter(real, *case[:5]), expected(case)) < 2e-2
 
 
 @pytest.mark.gpu
@@ -362,8 +358,8 @@ def test_gpu_package_keeps_no_nan_of_an_earlier_call(real):
                      block_size=BLOCK_SIZE[real.name], device="cuda")  # fmt: skip
     nan = torch.full_like(case.k_cache, float("nan"))
     for _ in range(3):
-        assert fb.run_adapter(real, case.q, nan, nan, case.meta, **case.options).isnan().all()
-        assert worst_error(fb.run_adapter(real, *case[:4], **case.options), expected(case)) < 3e-2
+        assert fb.run_adapter(real, case.q, nan, nan, case.meta, case.options).isnan().all()
+        assert worst_error(fb.run_adapter(real, *case[:5]), expected(case)) < 3e-2
 
 
 @pytest.mark.gpu
@@ -373,4 +369,4 @@ def test_gpu_backend_agrees_on_mixed_sizes(real):
                                         (64, 256, torch.bfloat16), (64, 16, torch.float32)):  # fmt: skip
         case = make_case(GPU_ROWS, seed=5, heads=8, kv_heads=2, head_dim=head_dim, dtype=dtype, device="cuda",
                          block_size=block_size)  # fmt: skip
-        assert worst_error(paged_attention_flash(*case[:4], **case.options), expected(case)) < 3e-2
+        assert worst_error(BACKENDS["flash_attn"].run(*case[:5]), expected(case)) < 3e-2

@@ -5,16 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from paged_cases import expected, make_case, random_rows, sdpa, worst_error
 
-from hf_paged.kernels.attention.paged_attention import (
-    attention_backends,
-    paged_attention,
-    register_backend,
-    resolve_backend,
-)
+from hf_paged.config import ATTENTION_BACKENDS
+from hf_paged.kernels.attention.backends import BACKENDS, resolve_backend
+from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.kernels.attention.paged_attention import paged_attention
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -33,7 +32,7 @@ def test_torch_backend_random(seed):
         sinks=seed % 3 == 1,
         dtype=r.choice([torch.float32, torch.float64]),
     )
-    out = paged_attention(*case[:4], **case.options)
+    out = paged_attention(*case[:5])
     assert out.dtype == case.q.dtype
     assert out.is_contiguous()
     assert worst_error(out, expected(case)) < (1e-12 if out.dtype == torch.float64 else 5e-6)
@@ -44,86 +43,71 @@ def test_torch_backend_random(seed):
 )
 def test_torch_backend_is_as_exact_as_stock(rows):
     case = make_case(rows, seed=3, heads=8, kv_heads=4, head_dim=64)
-    out, stock = paged_attention(*case[:4], **case.options, backend="torch"), sdpa(case)
+    out, stock = paged_attention(*case[:5], backend="torch"), sdpa(case)
     assert float((out - stock).norm() / stock.norm()) < 1e-6
 
 
 @pytest.mark.parametrize("limit", [1, 2000, 10**9])
 def test_torch_backend_groups(limit, monkeypatch):
     """However the rows of one new token are cut into groups, each gets its own result at its own place."""
-    monkeypatch.setattr("hf_paged.kernels.attention.paged_attention._GROUP_ELEMENTS", limit)
+    monkeypatch.setattr("hf_paged.kernels.attention.reference._GROUP_ELEMENTS", limit)
     case = make_case([(1, n) for n in (70, 3, 41, 41, 1, 90, 16, 17)], seed=5)
-    assert worst_error(paged_attention(*case[:4], **case.options), expected(case)) < 5e-6
+    assert worst_error(paged_attention(*case[:5]), expected(case)) < 5e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_torch_backend_half(dtype):
     case = make_case([(1, 40), (20, 33), (1, 7), (9, 9)], seed=7, dtype=dtype, softcap=20.0)
-    out = paged_attention(*case[:4], **case.options)
+    out = paged_attention(*case[:5])
     assert out.dtype == dtype
     assert worst_error(out, expected(case)) < 3e-2
 
 
 def test_rows_without_tokens_give_zeros():
     case = make_case([(1, 0), (1, 20), (1, 0)], seed=1)
-    out = paged_attention(*case[:4], **case.options)
+    out = paged_attention(*case[:5])
     assert worst_error(out, expected(case)) < 5e-6
     assert not out[0].any()
     case = make_case([(1, 0), (3, 0)], seed=1)
-    assert not paged_attention(*case[:4], **case.options).any()
+    assert not paged_attention(*case[:5]).any()
 
 
-def test_registry():
-    assert {"torch", "triton"} <= set(attention_backends())
-    assert resolve_backend("auto", torch.device("cpu")) == "torch"
-    assert resolve_backend("auto", torch.device("cuda", 1)) == "triton"
-    assert resolve_backend("triton", torch.device("cpu")) == "triton"
+def test_backends_by_name():
+    names = set(ATTENTION_BACKENDS) - {"auto"}
+    assert {name: backend.name for name, backend in BACKENDS.items()} == {name: name for name in names}
+    assert resolve_backend("auto", torch.device("cpu")).name == "torch"
+    assert resolve_backend("auto", torch.device("cuda", 1)).name == "triton"
+    assert resolve_backend("triton", torch.device("cpu")).name == "triton"
     with pytest.raises(ValueError, match=r"'flashy'.*auto, .*torch, triton"):
         resolve_backend("flashy", torch.device("cpu"))
-    with pytest.raises(ValueError, match="auto"):
-        register_backend("auto", lambda *args, **kwargs: args[0])
 
 
-def test_a_registered_backend_is_called(monkeypatch):
-    monkeypatch.setattr("hf_paged.kernels.attention.paged_attention._BACKENDS", {})
-    seen = {}
-
-    def double(q, k_cache, v_cache, meta, **options):
-        seen.update(options)
-        return q * 2
-
-    register_backend("double", double)
-    case = make_case([(1, 3)], seed=0, window=4)
-    assert torch.equal(paged_attention(*case[:4], **case.options, backend="double"), case.q * 2)
-    assert seen == {**case.options, "out": None}
-    out = torch.empty(case.q.shape)
-    assert paged_attention(*case[:4], **case.options, backend="double", out=out) is out
-    assert torch.equal(out, case.q * 2)
+def test_a_backend_that_waits_for_the_device_plans_nothing():
+    """Only such a one may read lengths on the host, and no CUDA graph holds it."""
+    arguments = np.array([300, 5]), np.array([0, 1]), 2, 32, torch.float32, torch.device("cpu")
+    for backend in BACKENDS.values():
+        assert (backend.plan(*arguments) is None) == backend.waits == (backend.name == "torch")
 
 
-def test_sinks_reach_a_backend_only_where_there_are_some(monkeypatch):
-    """A backend written before sinks serves calls without; with them it fails instead of leaving them out."""
-    monkeypatch.setattr("hf_paged.kernels.attention.paged_attention._BACKENDS", {})
-
-    def old(q, k_cache, v_cache, meta, *, scale, sliding_window, softcap, out):
-        return q
-
-    register_backend("old", old)
-    case = make_case([(1, 3)], seed=0)
-    assert paged_attention(*case[:4], **case.options, backend="old") is case.q
-    with pytest.raises(TypeError, match="sinks"):
-        paged_attention(*case[:4], **case.options, sinks=torch.zeros(4), backend="old")
+def test_a_result_lands_where_it_is_wanted(monkeypatch):
+    """Also that of a package, which makes a tensor of its own."""
+    case = make_case([(2, 3)], seed=0)
+    monkeypatch.setattr("hf_paged.kernels.attention.flash_backend.flash_prefill", lambda q, *_, **__: q * 2)
+    for name, right in (("torch", expected(case)), ("flash_attn", case.q * 2)):
+        out = torch.empty(case.q.shape)
+        assert paged_attention(*case[:5], backend=name, out=out) is out
+        assert worst_error(out, right) < 5e-6
 
 
 def test_flash_leaves_sinks_to_triton(monkeypatch):
     """No package here carries them: its adapter must not be asked."""
-    called = {}
+    called = []
     monkeypatch.setattr("hf_paged.kernels.attention.flash_backend.flash_prefill", lambda *args, **kwargs: 1 / 0)
-    monkeypatch.setattr("hf_paged.kernels.attention.paged_attention.paged_attention_triton",
-                        lambda q, *args, **options: called.update(options) or q)  # fmt: skip
+    monkeypatch.setattr("hf_paged.kernels.attention.backends.paged_attention_prefill",
+                        lambda q, k_cache, v_cache, meta, options, out: called.append(options) or q)  # fmt: skip
     case = make_case([(3, 5)], seed=0, sinks=True)
-    paged_attention(*case[:4], **case.options, backend="flash_attn")
-    assert called["sinks"] is case.options["sinks"]
+    paged_attention(*case[:5], backend="flash_attn")
+    assert called == [case.options]
 
 
 def test_bad_arguments():
@@ -136,18 +120,18 @@ def test_bad_arguments():
         ({"v_cache": v.double()}, "dtype"),
         ({"q": q.transpose(0, 2).contiguous().transpose(0, 2)}, "contiguous"),
         ({"k_cache": k.transpose(1, 2).contiguous().transpose(1, 2)}, "contiguous"),
-        ({"sliding_window": 0}, "sliding_window"),
-        ({"softcap": 0.0}, "softcap"),
-        ({"sinks": torch.zeros(3)}, "sinks"),
-        ({"sinks": torch.zeros(4, dtype=torch.int64)}, "sinks"),
-        ({"sinks": torch.zeros(8)[::2]}, "sinks"),
+        ({"options": AttentionOptions(1.0, window=0)}, "window"),
+        ({"options": AttentionOptions(1.0, softcap=0.0)}, "softcap"),
+        ({"options": AttentionOptions(1.0, sinks=torch.zeros(3))}, "sinks"),
+        ({"options": AttentionOptions(1.0, sinks=torch.zeros(4, dtype=torch.int64))}, "sinks"),
+        ({"options": AttentionOptions(1.0, sinks=torch.zeros(8)[::2])}, "sinks"),
         ({"backend": "nope"}, "nope"),
     ]:
-        arguments = {"q": q, "k_cache": k, "v_cache": v, "meta": meta, **case.options, **change}
+        arguments = {"q": q, "k_cache": k, "v_cache": v, "meta": meta, "options": case.options, **change}
         with pytest.raises(ValueError, match=message):
             paged_attention(**arguments)
     with pytest.raises(ValueError, match="float64"):
-        paged_attention(q.double(), k.double(), v.double(), meta, **case.options, backend="triton")
+        paged_attention(q.double(), k.double(), v.double(), meta, case.options, backend="triton")
 
 
 def test_kernels_import_and_run_without_triton():
@@ -157,8 +141,8 @@ def test_kernels_import_and_run_without_triton():
         "from hf_paged.kernels import store_kv, weights_checksum\n"
         "from hf_paged.kernels.attention.paged_attention import paged_attention\n"
         "case = c.make_case([(1, 9), (4, 5)], seed=0)\n"
-        "assert c.worst_error(paged_attention(*case[:4], **case.options), c.expected(case)) < 1e-5\n"
-        "try: paged_attention(*case[:4], **case.options, backend='triton')\n"
+        "assert c.worst_error(paged_attention(*case[:5]), c.expected(case)) < 1e-5\n"
+        "try: paged_attention(*case[:5], backend='triton')\n"
         "except RuntimeError as e: assert 'triton' in str(e)\n"
         "else: raise SystemExit(1)\n"
     )

@@ -2,23 +2,32 @@
 
 import itertools
 import random
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from paged_cases import expected, make_case, random_rows, run_poisoned, sdpa, worst_error
 
+from hf_paged.kernels.attention.backends import BACKENDS, resolve_backend
 from hf_paged.kernels.attention.decode import DecodeConfig, decode_config, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import even_work
-from hf_paged.kernels.attention.paged_attention import paged_attention, paged_attention_triton, resolve_backend
-from hf_paged.kernels.attention.prefill import PrefillConfig, paged_attention_prefill, prefill_config
+from hf_paged.kernels.attention.paged_attention import paged_attention
+from hf_paged.kernels.attention.prefill import (
+    FULL_TILE,
+    SHORT_SEQUENCE,
+    PrefillConfig,
+    paged_attention_prefill,
+    prefill_config,
+)
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3}
 HEAD_DIMS = [32, 64, 80, 96, 128, 256]
 
 
-def cut(case, pieces):
-    """The case with every row cut into that many pieces."""
-    return case._replace(meta=case.meta._replace(work=even_work(case.meta, case.k_cache.shape[2], pieces)))
+def cut(case, splits):
+    """The case with every row cut into that many splits."""
+    return case._replace(meta=case.meta._replace(work=even_work(case.meta, case.k_cache.shape[2], splits)))
 
 
 @pytest.mark.interpreted
@@ -69,12 +78,12 @@ def test_decode_random(seed):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("pieces", [1, 2, 3, 64])
+@pytest.mark.parametrize("splits", [1, 2, 3, 64])
 @pytest.mark.parametrize("window", [None, 64, 65])
-def test_decode_at_split_boundaries(pieces, window):
+def test_decode_at_split_boundaries(splits, window):
     """Lengths around multiples of the smallest split (64), where a position could be read twice or not at all."""
     case = make_case([(1, n) for n in (63, 64, 65, 128, 129, 193)], seed=11, heads=2, kv_heads=1, window=window)
-    out = run_poisoned(paged_attention_decode, cut(case, pieces))
+    out = run_poisoned(paged_attention_decode, cut(case, splits))
     assert worst_error(out, expected(case)) < TOLERANCE[torch.float32]
 
 
@@ -96,10 +105,10 @@ def test_padding_of_the_head_dim_reads_nothing(head_dim, seed):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("pieces", [1, 5])
-def test_decode_rows_without_tokens_give_zeros(pieces):
+@pytest.mark.parametrize("splits", [1, 5])
+def test_decode_rows_without_tokens_give_zeros(splits):
     case = make_case([(1, 0), (1, 100), (1, 0)], seed=1)
-    out = run_poisoned(paged_attention_decode, cut(case, pieces))
+    out = run_poisoned(paged_attention_decode, cut(case, splits))
     assert worst_error(out, expected(case)) < TOLERANCE[torch.float32]
     assert not out[0].any()
 
@@ -130,7 +139,7 @@ def test_prefill_tiles_with_and_without_masks(branch, block_size, window):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_prefill_scale_may_be_negative_or_zero(scale, softcap):
     case = make_case([(9, 40), (20, 20)], seed=7, softcap=softcap)
-    case = case._replace(options={**case.options, "scale": scale})
+    case = case._replace(options=replace(case.options, scale=scale))
     assert worst_error(run_poisoned(paged_attention_prefill, case), expected(case)) < TOLERANCE[torch.float32]
 
 
@@ -148,20 +157,19 @@ def test_dispatch_by_query_length(monkeypatch):
     called = []
     for name in ("prefill", "decode"):
         monkeypatch.setattr(
-            f"hf_paged.kernels.attention.paged_attention.paged_attention_{name}",
+            f"hf_paged.kernels.attention.backends.paged_attention_{name}",
             lambda *_, _name=name, **__: called.append(_name),
         )
     for rows in ([(1, 4), (1, 9)], [(1, 4), (2, 9)]):
         case = make_case(rows, seed=0)
-        paged_attention(*case[:4], **case.options, backend="triton")
+        paged_attention(*case[:5], backend="triton")
     assert called == ["decode", "prefill"]
 
 
 @pytest.mark.interpreted
 def test_scores_far_apart_do_not_overflow():
     case = make_case([(1, 70), (5, 40)], seed=4)
-    options = {**case.options, "scale": 200.0}
-    case = case._replace(options=options)
+    case = case._replace(options=replace(case.options, scale=200.0))
     assert worst_error(run_poisoned(paged_attention_prefill, case), expected(case)) < 1e-4
 
 
@@ -178,11 +186,24 @@ def test_configs_cover_every_head_size():
                 assert decode_config(head_dim_pad, itemsize, programs, shared).block_n >= 16
 
 
+def test_a_graph_takes_the_tiles_of_every_prompt_that_it_serves():
+    """From a full tile of new tokens on, and up to the longest short sequence, nothing about the rows matters."""
+    for head_dim_pad, itemsize, group in itertools.product((16, 64, 128, 256), (2, 4), (1, 3, 8, 200)):
+        for shared in (99 << 10, 227 << 10):
+            chosen = partial(prefill_config, head_dim_pad, itemsize, group, shared_memory=shared)
+            full = chosen(FULL_TILE, SHORT_SEQUENCE)
+            assert {chosen(new, SHORT_SEQUENCE) for new in (FULL_TILE + 1, 5000)} == {full}
+            assert {chosen(FULL_TILE, length) for length in (1, SHORT_SEQUENCE - 1)} == {full}
+    deep = partial(prefill_config, 128, 2, 1, FULL_TILE, shared_memory=227 << 10)
+    assert deep(SHORT_SEQUENCE + 1) == deep(9000) != deep(SHORT_SEQUENCE)
+    assert deep(SHORT_SEQUENCE).block_m == FULL_TILE
+
+
 def _bounded(case, out):
     """Error at most twice that of torch's own attention in the same dtype (softcap: a plain tolerance)."""
     right = expected(case)
     error = float((out.double() - right).norm() / right.norm())
-    if case.options["softcap"] is None:
+    if case.options.softcap is None:
         stock = sdpa(case)
         bound = 2 * float((stock.double() - right).norm() / right.norm()) + 1e-6
     else:
@@ -235,11 +256,11 @@ def test_gpu_random(kind, head_dim, dtype):
 def test_gpu_auto_backend_agrees_with_torch_backend():
     for rows in ([(1, 300), (1, 1), (1, 77)], [(50, 60), (1, 300), (128, 128)]):
         case = make_case(rows, seed=1, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda")
-        out = paged_attention(*case[:4], **case.options)
-        if resolve_backend("auto", case.q.device) == "triton":
-            assert torch.equal(out, paged_attention_triton(*case[:4], **case.options))
+        out = paged_attention(*case[:5])
+        if resolve_backend("auto", case.q.device).name == "triton":
+            assert torch.equal(out, BACKENDS["triton"].run(*case[:5]))
         _bounded(case, out)
-        assert worst_error(paged_attention(*case[:4], **case.options, backend="torch"), expected(case)) < 3e-2
+        assert worst_error(paged_attention(*case[:5], backend="torch"), expected(case)) < 3e-2
 
 
 @pytest.mark.gpu
@@ -251,12 +272,12 @@ def test_gpu_graph_captured_for_long_rows_serves_short_ones():
     lengths = case.meta.seq_lens.clone()
     meta = case.meta._replace(max_seq_len=40960)
     out = torch.empty(case.q.shape, dtype=case.q.dtype, device="cuda")
-    paged_attention_decode(*case[:3], meta, **case.options, out=out)
+    paged_attention_decode(*case[:3], meta, case.options, out=out)
     case.meta.seq_lens.zero_()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        paged_attention_decode(*case[:3], meta, **case.options, out=out)
+        paged_attention_decode(*case[:3], meta, case.options, out=out)
     case.meta.seq_lens.copy_(lengths)
     out.fill_(float("nan"))
     graph.replay()
@@ -279,7 +300,7 @@ def test_gpu_no_new_compilation_from_step_to_step():
             if extra % 2:  # 4 bytes off the alignment of a fresh tensor
                 shifted = torch.cat([case.meta.seq_lens[:1], case.meta.seq_lens])[1:]
                 case = case._replace(meta=case.meta._replace(seq_lens=shifted))
-            paged_attention(*case[:4], **case.options)
+            paged_attention(*case[:5])
         sizes.append(compiled())
     assert sizes[0] == sizes[-1], sizes
 
@@ -298,10 +319,10 @@ def test_gpu_cache_past_two_billion_elements():
         big[moved:] = cache
         caches.append(big)
     meta = small.meta._replace(block_table=small.meta.block_table + moved)
-    right = paged_attention(*small[:4], **small.options)
-    assert torch.equal(right, paged_attention(small.q, *caches, meta, **small.options))
+    right = paged_attention(*small[:5])
+    assert torch.equal(right, paged_attention(small.q, *caches, meta, small.options))
     one = make_case([(1, 40)], seed=3, heads=16, kv_heads=8, head_dim=128, dtype=torch.float16, device="cuda")
     for cache, source in zip(caches, (one.k_cache, one.v_cache), strict=True):
         cache[num_blocks - source.shape[0] :] = source
     meta = one.meta._replace(block_table=one.meta.block_table + num_blocks - one.k_cache.shape[0])
-    assert torch.equal(paged_attention(*one[:4], **one.options), paged_attention(one.q, *caches, meta, **one.options))
+    assert torch.equal(paged_attention(*one[:5]), paged_attention(one.q, *caches, meta, one.options))

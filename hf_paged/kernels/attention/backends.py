@@ -1,0 +1,118 @@
+"""Who computes the attention of a step: each backend plans on the host, then runs on the device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+
+from hf_paged.kernels.attention import flash_backend
+from hf_paged.kernels.attention.decode import decode_cta_slots, paged_attention_decode
+from hf_paged.kernels.attention.decode_work import plan_items
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.prefill import paged_attention_prefill
+from hf_paged.kernels.attention.reference import paged_attention_reference
+
+_TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class AttentionBackend(ABC):
+    """Attention of a step's new tokens over the pages.
+
+    Attributes:
+        name: what a config calls it.
+        waits: reads on the host what lies on the device, so no CUDA graph can hold it.
+    """
+
+    name: str
+    waits = False
+
+    @abstractmethod
+    def plan(self, seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+             device: torch.device) -> np.ndarray | None:  # fmt: skip
+        """`DecodeWork.items` of rows of one new token, or None where the backend runs without a plan."""
+
+    @abstractmethod
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
+            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+        """As :func:`~hf_paged.kernels.attention.paged_attention.paged_attention`, arguments unchecked."""
+
+
+class TorchBackend(AttentionBackend):
+    """The reference."""
+
+    name = "torch"
+    waits = True
+
+    def plan(self, seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+             device: torch.device) -> None:  # fmt: skip
+        return None
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
+            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+        return paged_attention_reference(q, k_cache, v_cache, meta, options, out=out)
+
+
+class TritonBackend(AttentionBackend):
+    """The split-KV kernel where every row has one new token, else the tiled one."""
+
+    name = "triton"
+
+    def plan(self, seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+             device: torch.device) -> np.ndarray:  # fmt: skip
+        return plan_items(seq_lens, slots, decode_cta_slots(len(slots), num_kv_heads, head_dim, dtype, device))
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
+            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+        """Raises ValueError for what the kernels do not take, RuntimeError where triton is not installed."""
+        if q.dtype not in _TRITON_DTYPES or q.shape[2] > 256:
+            raise ValueError(
+                f"the triton backend takes fp16, bf16 or fp32 and head_dim up to 256, got {q.dtype} and {q.shape[2]}"
+            )
+        run = paged_attention_decode if meta.max_query_len == 1 else paged_attention_prefill
+        return run(q, k_cache, v_cache, meta, options, out=out)
+
+
+class FlashBackend(TritonBackend):
+    """An installed FlashAttention package for steps with a row of several new tokens.
+
+    Rows of one new token always take the Triton kernel, which reads faster than FlashAttention-3 (docs/performance.md)
+    and needs no page table a row. What no installed package carries (fp32, sinks, a head size, a block size: see
+    `flash_backend`) goes to Triton as well, call by call; with ``measured_only`` so does every package that was not
+    measured to be faster.
+    """
+
+    name = "flash_attn"
+
+    def __init__(self, *, measured_only: bool = False) -> None:
+        self.measured_only = measured_only
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
+            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+        if meta.max_query_len > 1 and options.sinks is None:
+            result = flash_backend.flash_prefill(q, k_cache, v_cache, meta, options, measured_only=self.measured_only)
+            if result is not None:  # the packages do not write where they are told to
+                return result if out is None else out.copy_(result)
+        return super().run(q, k_cache, v_cache, meta, options, out)
+
+
+BACKENDS: dict[str, AttentionBackend] = {b.name: b for b in (FlashBackend(), TorchBackend(), TritonBackend())}
+
+
+def resolve_backend(name: str, device: torch.device) -> AttentionBackend:
+    """The backend that ``name`` stands for on ``device``.
+
+    ``"auto"`` is torch off CUDA. On CUDA it is flash_attn where a FlashAttention package is installed that has been
+    measured to be faster on such a GPU (`flash_backend.MEASURED_FASTER`), else triton.
+
+    Raises:
+        ValueError: an unknown name; the message lists the accepted ones.
+    """
+    if name == "auto":
+        if device.type != "cuda":
+            return BACKENDS["torch"]
+        return FlashBackend(measured_only=True) if flash_backend.is_preferred(device) else BACKENDS["triton"]
+    if name not in BACKENDS:
+        raise ValueError(f"attention backend {name!r} is unknown; accepted: {', '.join(('auto', *BACKENDS))}")
+    return BACKENDS[name]

@@ -1,0 +1,83 @@
+"""What attention has to know of a step, in one place for eager steps and for captured ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hf_paged.kernels.attention.backends import AttentionBackend
+from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
+from hf_paged.kernels.attention.prefill import FULL_TILE, SHORT_SEQUENCE
+from hf_paged.kernels.upload import upload
+from hf_paged.models import KVSpec
+from hf_paged.runner.request_state import RequestState
+from hf_paged.scheduler import StepPlan
+
+
+class AttentionInputs:
+    """Makes `PagedMetadata` for the steps of one runner."""
+
+    def __init__(self, backend: AttentionBackend, spec: KVSpec, state: RequestState, max_model_len: int) -> None:
+        self.backend = backend
+        self._spec, self._state, self._max_model_len = spec, state, max_model_len
+
+    def arrivals(self, num_rows: int) -> torch.Tensor:
+        """The counters of `DecodeWork` for as many rows."""
+        return torch.zeros(num_rows * self._spec.num_kv_heads, dtype=torch.int32, device=self._spec.device)
+
+    def split_plan(self, seq_lens: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
+        """How rows of one new token are cut; its size depends on their number alone."""
+        spec = self._spec
+        return self.backend.plan(seq_lens, slots, spec.num_kv_heads, spec.head_dim, spec.cache_dtype, spec.device)
+
+    def parts(self, plan: StepPlan, query_start: np.ndarray,
+              slot_mapping: torch.Tensor) -> list[tuple[int, int, PagedMetadata]]:  # fmt: skip
+        """An eager step: decode rows and prefill rows are parts of their own, each with its own attention kernel."""
+        rows, decodes = len(plan.slots), plan.num_decode_rows
+        seq_lens = plan.start + plan.num_new_tokens
+        packed = np.concatenate([plan.slots, seq_lens, query_start]).astype(np.int32)
+        slots, lens, starts = upload(packed, self._spec.device).split((rows, rows, rows + 1))
+        parts = []
+        for a, b in ((0, decodes), (decodes, rows)):
+            if a == b:
+                continue
+            first, last = int(query_start[a]), int(query_start[b])
+            meta = self._metadata(
+                starts[a : b + 1] - first, lens[a:b], slots[a:b], slot_mapping[first:last],
+                int(plan.num_new_tokens[a:b].max()), int(seq_lens[a:b].max()),
+                self._work(seq_lens[a:b], plan.slots[a:b]) if a < decodes else None,
+            )  # fmt: skip
+            parts.append((first, last, meta))
+        return parts
+
+    def decode_rows(self, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
+                    work: DecodeWork) -> PagedMetadata:  # fmt: skip
+        """A captured step of one new token a row, at `positions` [R] of `slots` [R]; any length may come."""
+        starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=self._spec.device)
+        seq_lens = (positions + 1).to(torch.int32)
+        return self._metadata(starts, seq_lens, slots.to(torch.int32), slot_mapping, 1, self._max_model_len, work)
+
+    def prompts(self, query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
+                slot_mapping: torch.Tensor, *, long: bool) -> PagedMetadata:  # fmt: skip
+        """A captured step of prompts, all int32; `long` as `is_long` says."""
+        # Replays bring rows of any length up to all tokens: the tiles are those of full ones.
+        most = max(FULL_TILE, len(slot_mapping))
+        longest = self._max_model_len if long else SHORT_SEQUENCE
+        return self._metadata(query_start, seq_lens, slots, slot_mapping, most, longest)
+
+    @staticmethod
+    def is_long(seq_lens: np.ndarray) -> bool:
+        """Do these prompts need a graph with the tiles of long sequences?"""
+        return int(seq_lens.max()) > SHORT_SEQUENCE
+
+    def _work(self, seq_lens: np.ndarray, slots: np.ndarray) -> DecodeWork | None:
+        items = self.split_plan(seq_lens, slots)
+        return None if items is None else DecodeWork(upload(items, self._spec.device), self.arrivals(len(slots)))
+
+    def _metadata(self, query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
+                  slot_mapping: torch.Tensor, max_query_len: int, max_seq_len: int,
+                  work: DecodeWork | None = None) -> PagedMetadata:  # fmt: skip
+        return PagedMetadata(
+            query_start=query_start, seq_lens=seq_lens, block_table=self._state.block_table, slots=slots,
+            slot_mapping=slot_mapping, max_query_len=max_query_len, max_seq_len=max_seq_len, work=work,
+        )  # fmt: skip

@@ -1,0 +1,57 @@
+"""Sampling settings of the slots on the device: one definition of their columns for host and kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_paged.kernels._triton import jit, tl
+
+
+class FloatSettings(NamedTuple):
+    """Columns of `SamplingTable.floats`; on the host numbers of one slot or tensors of many."""
+
+    temperature: Any  # 0: greedy
+    one_minus_top_p: Any  # rounded once, as transformers compares it; 0: off
+    min_p: Any  # 0: off
+
+
+class IntSettings(NamedTuple):
+    """Columns of `SamplingTable.ints`."""
+
+    seed: Any
+    top_k: Any  # 0: off
+    min_length: Any  # EOS is barred while position < min_length
+
+
+class SamplingTable(NamedTuple):
+    """Settings of S slots on the logits' device; of a greedy one (temperature 0) the filters are ignored."""
+
+    floats: torch.Tensor  # [S, 3] float32, see `FloatSettings`
+    ints: torch.Tensor  # [S, 3] int64, see `IntSettings`
+    eos: torch.Tensor  # [S, E] int64, padded with -1
+
+    def float_settings(self, slots: torch.Tensor) -> FloatSettings:
+        return FloatSettings(*self.floats[slots].unbind(1))
+
+    def int_settings(self, slots: torch.Tensor) -> IntSettings:
+        return IntSettings(*self.ints[slots].unbind(1))
+
+
+def _constants(settings: type) -> list[Any]:
+    """A column number for each field, as kernels take them from outside."""
+    fields: tuple = settings._fields  # type: ignore[attr-defined]
+    return [i if tl is None else tl.constexpr(i) for i in range(len(fields))]
+
+
+TEMPERATURE, ONE_MINUS_TOP_P, MIN_P = _constants(FloatSettings)
+SEED, TOP_K, MIN_LENGTH = _constants(IntSettings)
+_WIDTH = 3 if tl is None else tl.constexpr(3)
+assert len(FloatSettings._fields) == len(IntSettings._fields) == 3
+
+
+@jit()
+def setting(table, slot, COLUMN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A slot's number in a column of ``floats`` or ``ints``."""
+    return tl.load(table + slot * _WIDTH + COLUMN)
