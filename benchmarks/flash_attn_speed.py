@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:<folder with the packages> python benchmarks/flash_attn_speed.py [--out flash.json]
 
-Every importable adapter of `kernels.attention.flash_backend` is compared with float64 on ragged, poisoned cases, then
+Every importable package of `kernels.attention.flash_backend` is compared with float64 on ragged, poisoned cases, then
 timed beside the Triton kernel and FlashAttention-2 as torch ships it. Times are medians of CUDA-graph replays, or of
 events where a call cannot be captured. A step that fails is printed and skipped.
 """
@@ -108,13 +108,13 @@ def rate(calls: list[Callable[[], object]], rows: int, length: int, heads: int) 
     return f"{flops / took / 1e12:.0f} TFLOP/s by {how}"
 
 
-def check(adapter: flash_backend.FlashAdapter, page: int, **options: Any) -> str:
+def check(package: flash_backend.FlashPackage, page: int, **options: Any) -> str:
     """Worst relative error of a token and head against float64, NaN in every slot past a row's end."""
     window = options.pop("window", None)
     case = make_case(ROWS, seed=1, dtype=torch.bfloat16, device="cuda", block_size=page, **options)
     case = case._replace(options=replace(case.options, window=window))
     begin = time.perf_counter()
-    out = flash_backend.run_adapter(adapter, *case[:5])
+    out = flash_backend.run_package(package, *case[:5])
     torch.cuda.synchronize()
     first = time.perf_counter() - begin
     error = worst_error(out, expected(case))
@@ -123,27 +123,27 @@ def check(adapter: flash_backend.FlashAdapter, page: int, **options: Any) -> str
     return f"{verdict}, worst error {error:.4f} (Triton {triton:.4f}), first call {first:.1f} s"
 
 
-def check_clean(adapter: flash_backend.FlashAdapter, page: int) -> str:
+def check_clean(package: flash_backend.FlashPackage, page: int) -> str:
     """NaN left in shared memory by one call must not show in the next."""
     case = make_case([(3, n) for n in range(3, 131)], seed=1, heads=16, kv_heads=8, head_dim=128, block_size=page,
                      dtype=torch.bfloat16, device="cuda")  # fmt: skip
     nan = torch.full_like(case.k_cache, float("nan"))
     for _ in range(3):
-        flash_backend.run_adapter(adapter, case.q, nan, nan, case.meta, case.options)
-        error = worst_error(flash_backend.run_adapter(adapter, *case[:5]), expected(case))
+        flash_backend.run_package(package, case.q, nan, nan, case.meta, case.options)
+        error = worst_error(flash_backend.run_package(package, *case[:5]), expected(case))
     return f"worst error {error:.4f}"
 
 
-def check_adapter(adapter: flash_backend.FlashAdapter, page: int) -> None:
+def check_package(package: flash_backend.FlashPackage, page: int) -> None:
     for heads, kv_heads, head_dim in ((16, 8, 128), (32, 8, 128), (4, 4, 64), (4, 2, 256)):
         shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-        attempt(f"check {adapter.name}, page {page}, {heads}/{kv_heads} x {head_dim}",
-                partial(check, adapter, page, **shape))  # fmt: skip
+        attempt(f"check {package.name}, page {page}, {heads}/{kv_heads} x {head_dim}",
+                partial(check, package, page, **shape))  # fmt: skip
     shape = {"heads": 16, "kv_heads": 8, "head_dim": 128}
-    attempt(f"check {adapter.name}, window 100", partial(check, adapter, page, window=100, **shape))
-    attempt(f"check {adapter.name}, softcap 30", partial(check, adapter, page, softcap=30.0, **shape))
-    attempt(f"check {adapter.name}, page 256", partial(check, adapter, 256, **shape))
-    attempt(f"check {adapter.name}, NaN of an earlier call", partial(check_clean, adapter, page))
+    attempt(f"check {package.name}, window 100", partial(check, package, page, window=100, **shape))
+    attempt(f"check {package.name}, softcap 30", partial(check, package, page, softcap=30.0, **shape))
+    attempt(f"check {package.name}, page 256", partial(check, package, 256, **shape))
+    attempt(f"check {package.name}, NaN of an earlier call", partial(check_clean, package, page))
 
 
 def packed(inputs: Inputs) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -167,12 +167,12 @@ def main() -> None:
     print(torch.cuda.get_device_name(), report["versions"], flush=True)
 
     usable = []
-    for adapter in flash_backend.ADAPTERS:
-        page = 256 if adapter.name == "flash-attn 2" else 16
+    for package in flash_backend.PACKAGES:
+        page = 256 if package.name == "flash-attn 2" else 16
         shape = flash_backend.AttentionShape(torch.bfloat16, HEAD_DIM, page)
-        reason = attempt(f"import {adapter.name}", lambda a=adapter, s=shape: flash_backend.why_not(a, device, s))
-        if reason is None and flash_backend.load(adapter)[0] is not None:
-            usable.append((adapter, page))
+        reason = attempt(f"import {package.name}", lambda a=package, s=shape: flash_backend.why_not(a, device, s))
+        if reason is None and flash_backend.load(package)[0] is not None:
+            usable.append((package, page))
 
     with torch.inference_mode():
         for rows, length, heads, _ in PREFILL:
@@ -183,17 +183,17 @@ def main() -> None:
             attempt(f"{shape_name}: Triton", partial(rate, calls, rows, length, heads))
             calls = [partial(torch_fa2, inputs, length, k, v) for k, v in packed(inputs)]
             attempt(f"{shape_name}: FA2 in torch", partial(rate, calls, rows, length, heads))
-        for adapter, page in usable:
-            check_adapter(adapter, page)
+        for package, page in usable:
+            check_package(package, page)
         for rows, length, heads, _ in PREFILL:
-            for adapter, page in usable:
+            for package, page in usable:
                 for pages in (page, 128) if page == 16 else (page,):
                     # Uncut pages of 128 may go by TMA, which the backend avoids: what that costs.
-                    chosen = replace(adapter, small_pages=False) if pages == 128 else adapter
+                    chosen = replace(package, small_pages=False) if pages == 128 else package
                     inputs = prefill_inputs(rows, length, heads, pages)
-                    calls = [partial(flash_backend.run_adapter, chosen, inputs.q, k, v, inputs.meta, OPTIONS)
+                    calls = [partial(flash_backend.run_package, chosen, inputs.q, k, v, inputs.meta, OPTIONS)
                              for k, v in inputs.caches]  # fmt: skip
-                    attempt(f"{rows} x {length}, {heads}/{KV_HEADS}: {adapter.name}, page {pages}",
+                    attempt(f"{rows} x {length}, {heads}/{KV_HEADS}: {package.name}, page {pages}",
                             partial(rate, calls, rows, length, heads))  # fmt: skip
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")

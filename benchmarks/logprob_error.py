@@ -18,7 +18,7 @@ from transformers import Qwen3ForCausalLM
 from workloads import QWEN3_SHAPES, qwen3
 
 from hf_paged import PagedConfig
-from hf_paged.models import StepContext, find_adapter
+from hf_paged.models import StepContext, find_executor
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
@@ -40,19 +40,19 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
     """The same through scheduler and runner."""
     rows, length = tokens.shape
     half, config = length // 2, PagedConfig()
-    adapter_class = find_adapter(model)
-    assert adapter_class is not None
-    adapter = adapter_class(model)
+    executor_class = find_executor(model)
+    assert executor_class is not None
+    executor = executor_class(model)
     num_blocks = rows * -(-length // config.block_size) + 1
     scheduler = Scheduler(SchedulerConfig(block_size=config.block_size, num_blocks=num_blocks, max_num_seqs=rows,
                                           max_num_batched_tokens=4096, max_model_len=length))  # fmt: skip
-    runner = ModelRunner(adapter, adapter.kv_spec(), block_size=config.block_size, num_blocks=num_blocks,
+    runner = ModelRunner(executor, executor.kv_spec(), block_size=config.block_size, num_blocks=num_blocks,
                          max_num_seqs=rows, max_model_len=length, max_num_batched_tokens=4096,
                          attention_backend="auto")  # fmt: skip
     result = torch.full((rows, length - 1), torch.nan, dtype=torch.float64, device=tokens.device)
     for row in range(rows):
         scheduler.add(Sequence(str(row), tokens[row, :half].tolist(), max_new_tokens=length - half))
-    own_hidden_states = adapter.hidden_states
+    own_hidden_states = executor.hidden_states
     step: dict = {}
 
     def hidden_states(input_ids: torch.Tensor, context: StepContext) -> torch.Tensor:
@@ -63,7 +63,7 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
             row, start, count = int(sequence.request_id), int(plan.start[i]), int(plan.num_new_tokens[i])
             own = hidden[ends[i] - count : ends[i]]
             result[row, start : start + count] = token_log_probs(
-                adapter.logits(own), tokens[row, start + 1 : start + count + 1]
+                executor.logits(own), tokens[row, start + 1 : start + count + 1]
             )
         return hidden
 
@@ -75,11 +75,11 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
 
     runner.prepare()
     greedy = SlotParameters(max_length=length)
-    adapter.hidden_states, runner.state.sample = hidden_states, teacher  # type: ignore[method-assign, assignment]
+    executor.hidden_states, runner.state.sample = hidden_states, teacher  # type: ignore[method-assign, assignment]
     while scheduler.num_waiting + scheduler.num_running:
         step["plan"] = plan = scheduler.schedule()
         scheduler.commit(plan, runner.launch(plan, [greedy] * len(plan.admitted)).wait())
-    adapter.release()
+    executor.release()
     assert not result.isnan().any()
     return result
 

@@ -101,7 +101,7 @@ REQUESTS = [
 
 # Weights, own code and keys of the prefix cache.
 RECOGNITION = [
-    PackageMutation("runner/weights.py", "buffers, self._adapter.plain_tensors())]", "buffers)]",
+    PackageMutation("runner/weights.py", "buffers, self._executor.plain_tensors())]", "buffers)]",
                     "models/guards/test_plain_tensors.py", "changed_in_place"),
     PackageMutation(OWN_CODE, "        if table.holds():\n            return None\n",
                     "        return None\n", PATCHED_TESTS, "attention_of_torch"),
@@ -128,7 +128,7 @@ RECOGNITION = [
     PackageMutation("models/guards/surroundings.py", "if type(mode) is not DeviceContext:", "if True:",
                     PATCHED_TESTS, "a_default_device"),
     PackageMutation("models/eligibility.py",
-                    "takewhile(lambda kind: kind is not adapter.model_class, cls.__mro__)", "()", PATCHED_TESTS,
+                    "takewhile(lambda kind: kind is not executor.model_class, cls.__mro__)", "()", PATCHED_TESTS,
                     "helper_of_a_subclass"),
     PackageMutation("models/guards/capturing.py", "        _CODE is not None\n", "        False\n",
                     "models/guards/test_capturing.py", "auxiliary_loss"),

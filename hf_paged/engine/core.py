@@ -17,7 +17,7 @@ from hf_paged.engine.detokenizer import TextStream
 from hf_paged.engine.session import NewRequest, Request, Session, failed_output
 from hf_paged.engine.stopping import ended
 from hf_paged.errors import EngineClosedError
-from hf_paged.models import ModelAdapter
+from hf_paged.models import ModelExecutor
 from hf_paged.models.guards.capturing import no_capturing
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.model_runner import StepHandle
@@ -34,12 +34,12 @@ NAN_ERROR = "the model's logits hold NaN, or no finite value to sample from"
 class EngineCore:
     """Scheduler and device pool of one engine. Not thread-safe: the engine holds its lock around every call."""
 
-    def __init__(self, adapter: ModelAdapter, config: PagedConfig, tokenizer: Any, *, owns_device: bool) -> None:
-        self._adapter = adapter
+    def __init__(self, executor: ModelExecutor, config: PagedConfig, tokenizer: Any, *, owns_device: bool) -> None:
+        self._executor = executor
         self._config = config
         self.tokenizer = tokenizer
-        self.pool = DevicePool(adapter, config, owns_device=owns_device)
-        self._guard = WeightsGuard(adapter)
+        self.pool = DevicePool(executor, config, owns_device=owns_device)
+        self._guard = WeightsGuard(executor)
         self.scheduler: Scheduler | None = None
         self.requests: dict[str, Request] = {}
         self._in_flight: tuple[StepPlan, StepHandle] | None = None
@@ -63,7 +63,7 @@ class EngineCore:
         """
         assert new.request_id is not None
         settings, prompt_length = new.settings, len(new.prompt)
-        eos = tuple(t for t in settings.eos_token_ids if 0 <= t < self._adapter.vocab_size)  # others never come
+        eos = tuple(t for t in settings.eos_token_ids if 0 <= t < self._executor.vocab_size)  # others never come
         parameters = SlotParameters(
             do_sample=settings.do_sample, temperature=settings.temperature, top_k=settings.top_k,
             top_p=settings.top_p, min_p=settings.min_p, seed=new.seed,
@@ -116,7 +116,7 @@ class EngineCore:
     def changing(self) -> Iterator[None]:
         """For code that runs the device beside `step`: an exception in here makes the next entry start afresh."""
         self.dirty = True
-        with torch.inference_mode(False), torch.no_grad(), _ambient(self._adapter.kv_spec().device):
+        with torch.inference_mode(False), torch.no_grad(), _ambient(self._executor.kv_spec().device):
             yield
         self.dirty = False
 
@@ -133,7 +133,7 @@ class EngineCore:
 
     def model_changed(self) -> bool:
         """Prepare the runner anew where the model computes something else than when prompts were last received."""
-        if self._adapter.state_key() == self._state_key:
+        if self._executor.state_key() == self._state_key:
             return False
         self._recompute_all(self.scheduler_or_build())
         self._prepare()
@@ -164,14 +164,14 @@ class EngineCore:
         if self.pool.moved():
             self._restart_over_a_new_pool()
         runner = self.pool.runner  # its device is the model's: that was just compared
-        device = runner.device if runner is not None else self._adapter.kv_spec().device
+        device = runner.device if runner is not None else self._executor.kv_spec().device
         self.dirty, self.stepping_thread = True, threading.get_ident()
         try:
             with _ambient(device):
                 scheduler = self.scheduler_or_build()
-                with self._adapter.compared_once():
+                with self._executor.compared_once():
                     self._receive(scheduler)
-                    if look_at_model and self._adapter.state_key() != self._state_key:
+                    if look_at_model and self._executor.state_key() != self._state_key:
                         self._recompute_all(scheduler)
                         self._prepare()
                 plan = scheduler.schedule()
@@ -272,7 +272,7 @@ class EngineCore:
             return  # of a sharded model, and on its way to the other ranks already
         logger.warning("hf_paged: request %s ends: %r", request.sequence.request_id, error, exc_info=error)
         request.error, request.text = f"this request failed: {error!r}", None
-        if self._adapter.group.is_parallel:  # to be ended on every rank
+        if self._executor.group.is_parallel:  # to be ended on every rank
             self.failed_here.append(request.sequence.request_id)
             return
         self.scheduler.finish(request.sequence, "error")
@@ -298,7 +298,7 @@ class EngineCore:
 
     def _receive_sequences(self, scheduler: Scheduler, arrivals: list[Sequence]) -> None:
         manager, caching = scheduler.kv_cache_manager, self._config.enable_prefix_caching
-        key = self._adapter.state_key()
+        key = self._executor.state_key()
         for sequence in arrivals:
             sequence.use_model_key(key)
         if scheduler.num_running or self._in_flight is not None:
@@ -306,7 +306,7 @@ class EngineCore:
             assert self.pool.runner is not None
             changed = key != self._state_key or not self.pool.runner.is_current()
             changed = changed or (caching and self._guard.changed(full=would_hit))
-            if not self._adapter.group.any(changed):  # all ranks compute anew, or none
+            if not self._executor.group.any(changed):  # all ranks compute anew, or none
                 return
             self._recompute_all(scheduler)
         self._prepare()
@@ -319,19 +319,19 @@ class EngineCore:
     def _recompute_all(self, scheduler: Scheduler) -> None:
         """The model changed under running requests: they compute their keys and values again, like everyone after."""
         self._commit_in_flight()
-        self._adapter.compare_again()  # a tokenizer or a stop rule may have run
+        self._executor.compare_again()  # a tokenizer or a stop rule may have run
         scheduler.preempt_all()
 
     def _prepare(self) -> None:
         assert self.pool.runner is not None
         self.pool.runner.prepare()
-        self._state_key = self._adapter.state_key()
+        self._state_key = self._executor.state_key()
         for request in self.requests.values():
             request.sequence.use_model_key(self._state_key)
 
     def scheduler_or_build(self) -> Scheduler:
         if self.scheduler is None:
-            device = self._adapter.kv_spec().device
+            device = self._executor.kv_spec().device
             with torch.inference_mode(False), torch.no_grad(), _ambient(device):
                 runner = self.pool.build()
             self.scheduler = self._new_scheduler(runner.cache.num_blocks)
@@ -370,7 +370,7 @@ class EngineCore:
         """
         if not self.dirty:
             return
-        if self._adapter.group.is_parallel:
+        if self._executor.group.is_parallel:
             raise EngineClosedError("a step of a sharded model was interrupted: expected a new PagedGenerator")
         self._in_flight = None
         self._guard.forget()

@@ -24,7 +24,7 @@ from hf_paged.engine.session import NewRequest, Session
 from hf_paged.engine.stopping import CachedStopStrings, StopRule
 from hf_paged.errors import EngineClosedError, UnsupportedModelError
 from hf_paged.kernels.attention import flash_backend
-from hf_paged.models import ModelAdapter, find_adapter
+from hf_paged.models import ModelExecutor, find_executor
 from hf_paged.models.eligibility import unsupported_reason
 from hf_paged.options.arguments import RecentMerges, base_seed, salt_digest, token_id_lists, token_ids
 from hf_paged.options.settings import RequestSettings, check_flags, settings_from_config
@@ -46,18 +46,18 @@ def rehearse(model: PreTrainedModel, config: PagedConfig) -> None:
         UnsupportedModelError: the model's class is not supported.
         ValueError: a field of the config that does not suit the model, as from `Engine`.
     """
-    core = EngineCore(_adapter_of(model, config), config, None, owns_device=True)
+    core = EngineCore(_executor_of(model, config), config, None, owns_device=True)
     with core.changing():
         core.pool.rehearse()
 
 
-def _adapter_of(model: PreTrainedModel, config: PagedConfig) -> ModelAdapter:
-    """The adapter, once it is known that the config suits the model."""
-    adapter_class = find_adapter(model)
-    if adapter_class is None:
+def _executor_of(model: PreTrainedModel, config: PagedConfig) -> ModelExecutor:
+    """The executor, once it is known that the config suits the model."""
+    executor_class = find_executor(model)
+    if executor_class is None:
         raise UnsupportedModelError(f"model={type(model).__name__}: expected a class that hf_paged supports")
-    adapter = adapter_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels)
-    spec = adapter.kv_spec()
+    executor = executor_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels)
+    spec = executor.kv_spec()
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.attention_backend == "triton" and spec.device.type == "cpu" and not interpreted:
         raise ValueError("attention_backend='triton': expected 'auto' or 'torch' for a model on a CPU")
@@ -65,7 +65,7 @@ def _adapter_of(model: PreTrainedModel, config: PagedConfig) -> ModelAdapter:
         missing = flash_backend.missing(spec.device, spec.cache_dtype, spec.head_dim, config.block_size)
         if missing is not None:
             raise ValueError(f"attention_backend='flash_attn': expected a package that can be used here; {missing}")
-    return adapter
+    return executor
 
 
 class Engine:
@@ -86,14 +86,14 @@ class Engine:
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig, tokenizer: Any = None, *,
                  owns_device: bool = False) -> None:  # fmt: skip
-        self._adapter = _adapter_of(model, config)
-        spec = self._adapter.kv_spec()
+        self._executor = _executor_of(model, config)
+        spec = self._executor.kv_spec()
         largest = config.max_num_batched_tokens * model.config.hidden_size * spec.compute_dtype.itemsize
-        connect(self._adapter.group, spec.device, config.all_reduce, largest)
+        connect(self._executor.group, spec.device, config.all_reduce, largest)
         self.config = config
         self.owns_device = owns_device
-        self._core = EngineCore(self._adapter, config, tokenizer, owns_device=owns_device)
-        self._commands = CommandQueue(self._adapter.group, self._core)
+        self._core = EngineCore(self._executor, config, tokenizer, owns_device=owns_device)
+        self._commands = CommandQueue(self._executor.group, self._core)
         self._lock = FairLock()
         self._public = Session(stream=True)
         self._ids = itertools.count()
@@ -138,7 +138,7 @@ class Engine:
         if not self._has_looked or self.group.is_parallel or torch.is_autocast_enabled(self._device_type):
             self.check_runnable()
         prompt = self.check_prompt(prompt_token_ids)
-        merged = self._merged(self._adapter.model, generation_config)
+        merged = self._merged(self._executor.model, generation_config)
         if merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
         check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
@@ -362,7 +362,7 @@ class Engine:
     @property
     def group(self) -> ParallelGroup:
         """The ranks over which the model is sharded."""
-        return self._adapter.group
+        return self._executor.group
 
     @property
     def tokenizer(self) -> Any:
@@ -376,7 +376,7 @@ class Engine:
     @property
     def model(self) -> PreTrainedModel:
         """The model that this is the engine of."""
-        return self._adapter.model
+        return self._executor.model
 
     def is_reentrant(self) -> bool:
         """True in the thread that is inside a step of this engine right now."""
@@ -386,17 +386,17 @@ class Engine:
 
     def unsupported_reason(self) -> str | None:
         """Why the model cannot run natively as it is now, or None."""
-        return unsupported_reason(self._adapter)
+        return unsupported_reason(self._executor)
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids that the model's embedding takes."""
-        return self._adapter.vocab_size
+        return self._executor.vocab_size
 
     @property
     def num_logits(self) -> int:
         """Number of logits that the model makes of a token: ids in generation options must lie below it."""
-        return self._adapter.num_logits
+        return self._executor.num_logits
 
     def check_runnable(self) -> None:
         """Raise UnsupportedModelError where `unsupported_reason` gives one; EngineClosedError after `shutdown`."""
@@ -410,14 +410,14 @@ class Engine:
 
     def check_prompt(self, prompt_token_ids: Any) -> list[int]:
         """A prompt that can run, as a list of ints, or ValueError / TypeError naming what is wrong with it."""
-        prompt = token_ids(prompt_token_ids, self._adapter.vocab_size)
+        prompt = token_ids(prompt_token_ids, self._executor.vocab_size)
         if (reason := self.too_long(len(prompt), 1)) is not None:
             raise ValueError(f"prompt_token_ids of {len(prompt)} tokens: {reason}")
         return prompt
 
     def check_prompts(self, prompts: list[Any]) -> list[list[int]]:
         """`check_prompt` of every prompt."""
-        checked = token_id_lists(prompts, self._adapter.vocab_size)
+        checked = token_id_lists(prompts, self._executor.vocab_size)
         if checked and self.too_long(max(map(len, checked)), 1) is None:
             return checked
         return [self.check_prompt(prompt) for prompt in prompts]
@@ -501,7 +501,7 @@ class Engine:
 
     @property
     def _device_type(self) -> str:
-        return self._adapter.kv_spec().device.type
+        return self._executor.kv_spec().device.type
 
     def _look_for_arrivals(self) -> None:
         """End requests of `add_request` that the model, which may have changed since, cannot run any more."""

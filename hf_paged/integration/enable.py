@@ -19,7 +19,7 @@ from hf_paged.integration import fallback, generate, stock_loop
 from hf_paged.integration.continuous_batching import methods
 from hf_paged.integration.engines import ENGINES, engine_of
 from hf_paged.integration.paged_cache import PagedCache
-from hf_paged.models import SUPPORTED, find_adapter
+from hf_paged.models import SUPPORTED, find_executor
 from hf_paged.parallel.group import group_of
 
 
@@ -125,7 +125,7 @@ def unwrap(model: Any) -> PreTrainedModel:
             inner = inner.get_base_model()
         else:
             break
-    if not isinstance(inner, PreTrainedModel) or find_adapter(inner) is None:
+    if not isinstance(inner, PreTrainedModel) or find_executor(inner) is None:
         inside = "" if inner is model else f" (with a {type(inner).__name__} inside)"
         raise UnsupportedModelError(
             f"model={type(model).__name__}{inside}: expected one of {', '.join(SUPPORTED)}, bare or wrapped"

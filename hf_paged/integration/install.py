@@ -14,7 +14,7 @@ from hf_paged import at_fork
 from hf_paged.config import PagedConfig
 from hf_paged.integration import fallback
 from hf_paged.integration.enable import disable, enable, is_enabled, merged_config
-from hf_paged.models import find_adapter
+from hf_paged.models import find_executor
 
 HOOKED = ("generate", "generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 
@@ -76,7 +76,7 @@ def is_installed() -> bool:
 
 def enable_once(model: Any) -> bool:
     """Enable a model that is supported and was not enabled here before; True if this call or another thread did it."""
-    if model in _enabled or is_enabled(model) or fallback.fallback_engines() or find_adapter(model) is None:
+    if model in _enabled or is_enabled(model) or fallback.fallback_engines() or find_executor(model) is None:
         return False  # inside a fallback: a draft model belongs to the stock call that runs it
     with _enabling_one:
         if model not in _enabled:

@@ -7,20 +7,20 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from hf_paged.models.base import KVSpec, ModelAdapter, StepContext
+from hf_paged.models.base import KVSpec, ModelExecutor, StepContext
 from hf_paged.models.families import FAMILIES, family_of
-from hf_paged.models.fused import FusedAdapter
-from hf_paged.models.generic import GenericAdapter
+from hf_paged.models.fused import FusedExecutor
+from hf_paged.models.generic import GenericExecutor
 
 SUPPORTED = tuple(family.model_name for family in FAMILIES)
 
 
-def find_adapter(model: PreTrainedModel) -> Callable[..., ModelAdapter] | None:
-    """What makes the adapter for the class of `model` or one it derives from, or None."""
+def find_executor(model: PreTrainedModel) -> Callable[..., ModelExecutor] | None:
+    """What makes the executor for the class of `model` or one it derives from, or None."""
     family = family_of(model)
     if family is None:
         return None
-    return partial(FusedAdapter if family.fused else GenericAdapter, family=family)
+    return partial(FusedExecutor if family.fused else GenericExecutor, family=family)
 
 
-__all__ = ["SUPPORTED", "KVSpec", "ModelAdapter", "StepContext", "find_adapter"]
+__all__ = ["SUPPORTED", "KVSpec", "ModelExecutor", "StepContext", "find_executor"]

@@ -79,7 +79,7 @@ class StepContext(Protocol):
         ...
 
 
-class ModelAdapter(ABC):
+class ModelExecutor(ABC):
     """Runs one family's own modules on packed tokens. Does not keep the model alive."""
 
     def __init__(self, model: PreTrainedModel, model_class: type, *, merge_weights: bool = True,
@@ -139,11 +139,11 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def own_modules(self) -> Iterator[tuple[str, torch.nn.Module, type]]:
-        """(name, module, expected class) of every module whose forward the adapter replaces by its own code."""
+        """(name, module, expected class) of every module whose forward the executor replaces by its own code."""
 
     @abstractmethod
     def called_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """(name, module) of every module that the adapter calls as it stands, on packed tokens."""
+        """(name, module) of every module that the executor calls as it stands, on packed tokens."""
 
     @abstractmethod
     def patched(self) -> str | None:
@@ -167,7 +167,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def constants_reason(self) -> str | None:
-        """Why these constants, as they are now, are none that the adapter's code can run with, or None."""
+        """Why these constants, as they are now, are none that the executor's code can run with, or None."""
 
     def may_have_float_weight(self, module: torch.nn.Module) -> bool:
         """True for an own module that hands on its input's dtype whatever the dtype of its weight."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_paged.models.activations import ELEMENTWISE
-from hf_paged.models.base import KVSpec, ModelAdapter
+from hf_paged.models.base import KVSpec, ModelExecutor
 from hf_paged.models.families import Family
 from hf_paged.models.guards.originals import of_family, patched_class, patched_entry
 from hf_paged.models.paged_calls import implementation_of
@@ -28,8 +28,8 @@ CONFIG_CONSTANTS = (
 )  # fmt: skip
 
 
-class DecoderAdapter(ModelAdapter):
-    """An adapter for one family; how its layers run on packed tokens is left to the subclasses."""
+class DecoderExecutor(ModelExecutor):
+    """An executor for one family; how its layers run on packed tokens is left to the subclasses."""
 
     def __init__(self, model: PreTrainedModel, *, family: Family, **techniques: bool) -> None:
         super().__init__(model, getattr(family.modeling, family.model_name), **techniques)

@@ -1,4 +1,4 @@
-"""Does a packed step through an adapter compute what this model's own forward would? If not: why not.
+"""Does a packed step through an executor compute what this model's own forward would? If not: why not.
 
 Looked up at every call, since hooks, wrappers, patches, adapters and dtypes come and go while a model is enabled.
 """
@@ -14,7 +14,7 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_paged.models.base import ModelAdapter
+from hf_paged.models.base import ModelExecutor
 from hf_paged.models.guards.at_home import CALL_CHAIN
 from hf_paged.models.guards.capturing import only_captures
 from hf_paged.models.guards.facts import Facts
@@ -41,7 +41,7 @@ COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class Seen(NamedTuple):
     """A model's modules, walked once for all checks of a call: every one, those replaced, those called; parameters."""
 
-    adapter: ModelAdapter
+    executor: ModelExecutor
     modules: list[tuple[str, nn.Module]]
     parameters: list[tuple[str, nn.Parameter]]
     own: list[tuple[str, nn.Module, type]]
@@ -54,68 +54,68 @@ class Passed(NamedTuple):
     kinds: tuple[type, ...]  # classes whose code is looked up anew at every look
     autocast: tuple
 
-    def holds(self, adapter: ModelAdapter) -> bool:
+    def holds(self, executor: ModelExecutor) -> bool:
         """Is all of that as it was?"""
         return (
-            self.autocast == autocast_state(adapter.model)
+            self.autocast == autocast_state(executor.model)
             and patched_class(self.kinds) is None
-            and adapter.registry_reason() is None
+            and executor.registry_reason() is None
         )
 
 
-def unsupported_reason(adapter: ModelAdapter) -> str | None:
-    """Why the model in `adapter` cannot run natively right now, or None if it can.
+def unsupported_reason(executor: ModelExecutor) -> str | None:
+    """Why the model in `executor` cannot run natively right now, or None if it can.
 
     Looked at again, a model that did not change costs a comparison of what the checks read (see `Facts`).
     """
-    if (reason := surroundings_reason() or _class_reason(adapter) or _attention_reason(adapter)) is not None:
+    if (reason := surroundings_reason() or _class_reason(executor) or _attention_reason(executor)) is not None:
         return reason
-    look = adapter.last_look()
-    if look is not None and look.found is not None and look.found.holds(adapter):
+    look = executor.last_look()
+    if look is not None and look.found is not None and look.found.holds(executor):
         return None
     # First, so that what changes during the checks is seen at the next look.
-    facts, autocast = Facts(adapter.model), autocast_state(adapter.model)
-    seen = Seen(adapter, list(adapter.model.named_modules()), list(adapter.model.named_parameters()),
-                list(adapter.own_modules()), list(adapter.called_modules()))  # fmt: skip
+    facts, autocast = Facts(executor.model), autocast_state(executor.model)
+    seen = Seen(executor, list(executor.model.named_modules()), list(executor.model.named_parameters()),
+                list(executor.own_modules()), list(executor.called_modules()))  # fmt: skip
     checks = (_sharding_reason, _module_reason, _device_reason, _hook_reason, _dtype_reason, _train_mode_reason)
     reason = next((reason for check in checks if (reason := check(seen)) is not None), None)
-    reason = adapter.constants_reason() if reason is None else reason  # constants are read off modules that passed
-    if reason is None and not adapter.group.is_parallel:  # a rank of a sharded model also compares shapes
+    reason = executor.constants_reason() if reason is None else reason  # constants are read off modules that passed
+    if reason is None and not executor.group.is_parallel:  # a rank of a sharded model also compares shapes
         passed = Passed(_watched_kinds(seen), autocast)
-        adapter.look(facts).found = passed
+        executor.look(facts).found = passed
     return reason
 
 
 def _watched_kinds(seen: Seen) -> tuple[type, ...]:
     """Classes whose code is looked up at every look: those of torch's modules, and of activations."""
     kinds = {type(module): None for _, module in seen.modules if type(module).__module__.startswith(_OWN_LAYERS)}
-    return (*kinds, *seen.adapter.activations())
+    return (*kinds, *seen.executor.activations())
 
 
-def _class_reason(adapter: ModelAdapter) -> str | None:
-    model = adapter.model
+def _class_reason(executor: ModelExecutor) -> str | None:
+    model = executor.model
     cls = type(model).__dict__.get("_hf_paged_stock_class", type(model))
     for name in DECIDING_METHODS:
         method = getattr(cls, name, None)
-        if method is not getattr(adapter.model_class, name, None):
+        if method is not getattr(executor.model_class, name, None):
             return f"{cls.__name__}.{name} is not transformers' own"
         replaced = model.__dict__.get(name) if name != "forward" else None
         # PEFT's prompt learning leaves the model's own method behind on the instance.
         if replaced is not None and (method is None or replaced != method.__get__(model)):
             return f"{name} is replaced on the instance (prompt learning?)"
-    for kind in takewhile(lambda kind: kind is not adapter.model_class, cls.__mro__):
-        if own := adapter.asked_of_model().intersection(vars(kind)):
+    for kind in takewhile(lambda kind: kind is not executor.model_class, cls.__mro__):
+        if own := executor.asked_of_model().intersection(vars(kind)):
             return f"{kind.__name__}.{min(own)} is not transformers' own"
-    if (place := adapter.patched()) is not None:
+    if (place := executor.patched()) is not None:
         return f"{place} is patched"
     if "forward" in model.__dict__:
         return wrapped_forward_reason(model)
     return None
 
 
-def _attention_reason(adapter: ModelAdapter) -> str | None:
+def _attention_reason(executor: ModelExecutor) -> str | None:
     """All of transformers' own implementations compute plain softmax attention; one that a user registered may not."""
-    name = implementation_of(adapter.model.config)
+    name = implementation_of(executor.model.config)
     function, mask = ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     if name is None:
         return "attention implementation None, for which stock makes no causal mask"
@@ -166,11 +166,11 @@ def _sharding_reason(seen: Seen) -> str | None:
             return f"parameter {name} is a DTensor (FSDP2 or a device mesh): {SUPPORTED_ROUTE}"
         if "FlatParameter" in kinds or hasattr(parameter, "_fsdp_flattened"):
             return f"parameter {name} belongs to FSDP: {SUPPORTED_ROUTE}"
-    return broken_part(seen.adapter.model)
+    return broken_part(seen.executor.model)
 
 
 def _device_reason(seen: Seen) -> str | None:
-    devices = getattr(seen.adapter.model, "hf_device_map", None)
+    devices = getattr(seen.executor.model, "hf_device_map", None)
     if devices and len(set(map(str, devices.values()))) > 1:
         return f"hf_device_map spreads the model over {len(set(map(str, devices.values())))} devices"
     found = set()
@@ -183,7 +183,7 @@ def _device_reason(seen: Seen) -> str | None:
         if parameter.device.type == "meta":
             return f"parameter {name} is on the meta device (offloaded?)"
         found.add(parameter.device)
-    for name, buffer in seen.adapter.model.named_buffers():
+    for name, buffer in seen.executor.model.named_buffers():
         if (reason := _memory_reason(buffer)) is not None:
             return f"buffer {name} {reason}"
         found.add(buffer.device)
@@ -229,10 +229,10 @@ def _hook_reason(seen: Seen) -> str | None:
 
 
 def _dtype_reason(seen: Seen) -> str | None:
-    spec = seen.adapter.kv_spec()
+    spec = seen.executor.kv_spec()
     if spec.compute_dtype not in COMPUTE_DTYPES:
         return f"weights of dtype {spec.compute_dtype}"
-    norms = [(name, m) for name, m, _ in seen.own if not seen.adapter.may_have_float_weight(m)]
+    norms = [(name, m) for name, m, _ in seen.own if not seen.executor.may_have_float_weight(m)]
     for name, module in norms + seen.called:
         weight = getattr(getattr(module, "base_layer", module), "weight", None)
         if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dtype != spec.compute_dtype:

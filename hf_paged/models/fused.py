@@ -17,7 +17,7 @@ from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.models.activations import SILU
 from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.models.base import KVSpec, Look, StepContext
-from hf_paged.models.decoder import DecoderAdapter, plain_values
+from hf_paged.models.decoder import DecoderExecutor, plain_values
 from hf_paged.models.families import Family
 from hf_paged.models.layer_ops import FUSED, LayerOps
 from hf_paged.models.merged import MergedWeight, merge
@@ -69,7 +69,7 @@ def _side_by_side(hidden: torch.Tensor, linears: tuple[nn.Module, ...]) -> torch
     return products
 
 
-class FusedAdapter(DecoderAdapter):
+class FusedExecutor(DecoderExecutor):
     """Runs the layers of one family by code of its own; `MergedWeight` and `LayerOps` say with what."""
 
     def __init__(self, model: PreTrainedModel, *, family: Family, **techniques: bool) -> None:

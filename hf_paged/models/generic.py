@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from hf_paged.models.base import StepContext
-from hf_paged.models.decoder import CONFIG_CONSTANTS, DecoderAdapter, plain_values
+from hf_paged.models.decoder import CONFIG_CONSTANTS, DecoderExecutor, plain_values
 from hf_paged.models.paged_calls import STEP_ARGUMENT, WindowedStep, implementation_of, paged_call
 from hf_paged.models.plain_linear import all_columns, apply_head
 
 
-class GenericAdapter(DecoderAdapter):
+class GenericExecutor(DecoderExecutor):
     """Runs the decoder of one family as it stands; there are no weights to merge and no ops to fuse."""
 
     def prepare(self, max_model_len: int) -> None:

@@ -19,7 +19,7 @@ from hf_paged.kernels.store_kv import store_kv_unchecked
 class LayerOps(NamedTuple):
     """One function an op; arguments and results as in `hf_paged.kernels`, unchecked.
 
-    What comes from outside is looked at before: weights in `FusedAdapter.prepare`, what called modules return there.
+    What comes from outside is looked at before: weights in `FusedExecutor.prepare`, what called modules return there.
     """
 
     linear: Callable[..., torch.Tensor]

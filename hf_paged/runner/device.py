@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_paged.config import PagedConfig
-from hf_paged.models import ModelAdapter
+from hf_paged.models import ModelExecutor
 from hf_paged.runner.memory import owned_num_blocks, rehearse, shared_num_blocks
 from hf_paged.runner.model_runner import ModelRunner
 
@@ -16,8 +16,8 @@ POOL_GROWTH = 1.5
 class DevicePool:
     """The runner and its KV pool: a fixed number of blocks, all of the budget (`owns_device`), or growing on demand."""
 
-    def __init__(self, adapter: ModelAdapter, config: PagedConfig, *, owns_device: bool) -> None:
-        self._adapter = adapter
+    def __init__(self, executor: ModelExecutor, config: PagedConfig, *, owns_device: bool) -> None:
+        self._executor = executor
         self._config = config
         self._owns_device = owns_device
         self.runner: ModelRunner | None = None
@@ -27,7 +27,7 @@ class DevicePool:
     @property
     def max_model_len(self) -> int:
         """Longest sequence in tokens, prompt and output."""
-        length = self._adapter.max_length()
+        length = self._executor.max_length()
         return min(length, self._config.max_model_len or length)
 
     @property
@@ -46,19 +46,19 @@ class DevicePool:
 
     def build(self) -> ModelRunner:
         """Allocate; RuntimeError where the device has no room for two blocks."""
-        spec, config = self._adapter.kv_spec(), self._config
-        smallest = self._adapter.group.smallest  # ranks have the same blocks, whatever else is on their devices
+        spec, config = self._executor.kv_spec(), self._config
+        smallest = self._executor.group.smallest  # ranks have the same blocks, whatever else is on their devices
         if config.num_blocks is not None:
             num_blocks = self.max_blocks = config.num_blocks
         elif self._owns_device:
-            num_blocks = owned_num_blocks(self._adapter, spec, config, self.max_model_len)
+            num_blocks = owned_num_blocks(self._executor, spec, config, self.max_model_len)
             num_blocks = self.max_blocks = smallest(num_blocks)
         else:
-            most = shared_num_blocks(self._adapter, spec, config, self.max_model_len, held_blocks=0)
+            most = shared_num_blocks(self._executor, spec, config, self.max_model_len, held_blocks=0)
             self.max_blocks = smallest(most)
             num_blocks = min(FIRST_POOL_BLOCKS, self.max_blocks)
         self.runner = ModelRunner(
-            self._adapter, spec, block_size=config.block_size, num_blocks=num_blocks,
+            self._executor, spec, block_size=config.block_size, num_blocks=num_blocks,
             max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens, attention_backend=config.attention_backend,
             use_graphs=not config.enforce_eager,
@@ -67,9 +67,9 @@ class DevicePool:
 
     def rehearse(self) -> None:
         """Have the kernels compiled that `build` runs, if any, and allocate nothing that stays."""
-        on_gpu = self._adapter.kv_spec().device.type == "cuda"
+        on_gpu = self._executor.kv_spec().device.type == "cuda"
         if on_gpu and self._owns_device and self._config.num_blocks is None:
-            rehearse(self._adapter, self._config, self.max_model_len)
+            rehearse(self._executor, self._config, self.max_model_len)
 
     def grow(self, missing: int) -> int:
         """The scheduler lacks `missing` blocks: enlarge the pool if the budget allows; returns its size in blocks."""
@@ -77,16 +77,16 @@ class DevicePool:
         cache = self.runner.cache
         if self._config.num_blocks is not None or self._owns_device:
             return cache.num_blocks
-        most = shared_num_blocks(self._adapter, cache.spec, self._config, self.max_model_len,
+        most = shared_num_blocks(self._executor, cache.spec, self._config, self.max_model_len,
                                  held_blocks=cache.num_blocks)  # fmt: skip
-        self.max_blocks = self._adapter.group.smallest(most)
+        self.max_blocks = self._executor.group.smallest(most)
         wanted = max(cache.num_blocks + missing, int(cache.num_blocks * POOL_GROWTH))
         wanted = min(wanted, self.max_blocks)
         if wanted > cache.num_blocks:
             try:
                 cache.grow(wanted)
             except torch.OutOfMemoryError:  # the budget was an estimate: the scheduler preempts instead
-                if self._adapter.group.is_parallel:  # other ranks' pools have grown
+                if self._executor.group.is_parallel:  # other ranks' pools have grown
                     raise
                 return cache.num_blocks
             self.num_growths += 1
@@ -95,11 +95,11 @@ class DevicePool:
     def moved(self) -> bool:
         """True where the model has another device, dtype, shape or longest length than the pool was made for."""
         made_for = self.runner and (self.runner.spec, self.runner.max_model_len)
-        return self.runner is not None and made_for != (self._adapter.kv_spec(), self.max_model_len)
+        return self.runner is not None and made_for != (self._executor.kv_spec(), self.max_model_len)
 
     def drop(self) -> None:
         """Free the device's memory; parameters that were merged get memory of their own again."""
         if self.runner is not None and self.runner.graphs is not None:
             self.runner.graphs.drop()
         self.runner = None
-        self._adapter.release()
+        self._executor.release()

@@ -18,7 +18,7 @@ import torch
 
 from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
 from hf_paged.kernels.upload import upload
-from hf_paged.models import ModelAdapter
+from hf_paged.models import ModelExecutor
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
@@ -78,12 +78,12 @@ def capture_lock(device: torch.device) -> AbstractContextManager:
 class StepGraphs:
     """Captures and replays steps. A graph is valid while nothing it points to has moved (see `check`)."""
 
-    def __init__(self, adapter: ModelAdapter, kv_cache: KVCache, state: RequestState, attention: AttentionInputs,
+    def __init__(self, executor: ModelExecutor, kv_cache: KVCache, state: RequestState, attention: AttentionInputs,
                  max_num_batched_tokens: int) -> None:  # fmt: skip
-        self._adapter, self._cache, self._state, self._attention = adapter, kv_cache, state, attention
+        self._executor, self._cache, self._state, self._attention = executor, kv_cache, state, attention
         self._device = kv_cache.spec.device
         self._decode_sizes = np.array(decode_sizes(state.num_slots))
-        self._num_parameters = sum(p.numel() for p in adapter.model.parameters())
+        self._num_parameters = sum(p.numel() for p in executor.model.parameters())
         self._prompt_sizes = np.array(prompt_sizes(self._num_parameters, max_num_batched_tokens) or [0])
         # Shared by all graphs: one runs at a time, and leaves zeros.
         self._arrivals = attention.arrivals(int(self._decode_sizes[-1]))
@@ -96,7 +96,7 @@ class StepGraphs:
         self._memory_signature: tuple | None = None
         self.num_captured = 0
         self.num_dropped = 0
-        adapter.group.holds(self)
+        executor.group.holds(self)
 
     def check(self) -> None:
         """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""
@@ -111,11 +111,11 @@ class StepGraphs:
         return self._model_signature == self._signature()
 
     def _signature(self) -> tuple:
-        return tuple((tensor.data_ptr(), tensor.stride()) for tensor in self._tensors()), self._adapter.state_key()
+        return tuple((tensor.data_ptr(), tensor.stride()) for tensor in self._tensors()), self._executor.state_key()
 
     def _tensors(self) -> list[torch.Tensor]:
-        model = self._adapter.model
-        return [*model.parameters(), *model.buffers(), *self._adapter.plain_tensors()]
+        model = self._executor.model
+        return [*model.parameters(), *model.buffers(), *self._executor.plain_tensors()]
 
     def drop(self) -> None:
         """Destroy all graphs, also those that a traceback still refers to; does not wait for one that runs."""
@@ -222,7 +222,7 @@ class StepGraphs:
                 with capture_lock(self._device):
                     return self._record(run, inputs)
         except torch.OutOfMemoryError:
-            if self._adapter.group.is_parallel:  # the other ranks would wait in collectives that never come
+            if self._executor.group.is_parallel:  # the other ranks would wait in collectives that never come
                 raise
             return None
         finally:
@@ -261,7 +261,7 @@ class StepGraphs:
             graph.reset()  # now, where it goes on without: `_graphs` keeps the object until the next drop
             # A pool that a broken capture recorded to takes no other: later graphs get a new one.
             self._pool = None
-            parallel = self._adapter.group.is_parallel  # ranks have to do the same
+            parallel = self._executor.group.is_parallel  # ranks have to do the same
             if isinstance(error, RuntimeError) and not parallel:  # the first run passed: only a graph does not hold it
                 return None
             raise
@@ -280,18 +280,18 @@ class StepGraphs:
         return rows, items
 
     def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str], scored: bool) -> Drawn:
-        logits, (slots, positions) = self._adapter.shard_logits(self._decode_hidden(rows, items)), rows
+        logits, (slots, positions) = self._executor.shard_logits(self._decode_hidden(rows, items)), rows
         # The sampled token's place is the length of what it follows.
         return self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored)
 
     def _logits(self, rows: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        return self._adapter.logits(self._decode_hidden(rows, items))
+        return self._executor.logits(self._decode_hidden(rows, items))
 
     def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         state, (slots, positions) = self._state, rows
         input_ids, at, slot_mapping = state.inputs(slots, positions)
         meta = self._attention.decode_rows(slots, positions, slot_mapping, DecodeWork(items, self._arrivals))
-        return self._adapter.hidden_states(input_ids, self._step(at, meta))
+        return self._executor.hidden_states(input_ids, self._step(at, meta))
 
     def _prompt_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
         """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64 (see `_prompts`)."""
@@ -319,9 +319,9 @@ class StepGraphs:
         input_ids, at, slot_mapping = state.inputs(slots, positions, write_from)
         small = rows[:3].to(torch.int32)
         meta = self._attention.prompts(small[0], small[2, :-1], small[1, :-1], slot_mapping, long=long)
-        hidden = self._adapter.hidden_states(input_ids, self._step(at, meta))
+        hidden = self._executor.hidden_states(input_ids, self._step(at, meta))
         _, _, _, last, sampled_slots, sampled_positions = rows[:, :-1]
-        logits = self._adapter.shard_logits(hidden[last])
+        logits = self._executor.shard_logits(hidden[last])
         return self._draw(logits, sampled_slots, sampled_positions.to(torch.int32), stages, scored)
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],

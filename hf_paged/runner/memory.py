@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from hf_paged.config import PagedConfig
-from hf_paged.models import KVSpec, ModelAdapter
+from hf_paged.models import KVSpec, ModelExecutor
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
@@ -18,7 +18,7 @@ CPU_KV_CACHE_BYTES = 1 << 30
 _STEPS_IN_MEMORY = {False: 3, True: 1}
 
 
-def shared_num_blocks(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, max_model_len: int, *,
+def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig, max_model_len: int, *,
                       held_blocks: int) -> int:  # fmt: skip
     """Most blocks that an enabled model's pool may have, of which it holds `held_blocks` now. Allocates nothing.
 
@@ -30,13 +30,13 @@ def shared_num_blocks(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, 
     free, total = torch.cuda.mem_get_info(spec.device)
     free += torch.cuda.memory_reserved(spec.device) - torch.cuda.memory_allocated(spec.device)
     available = free - total * (1.0 - config.gpu_memory_utilization)
-    step_bytes = adapter.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
+    step_bytes = executor.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
     available -= step_bytes * _STEPS_IN_MEMORY[config.enforce_eager]
     extra = max(0, int(available) // spec.block_bytes(config.block_size))
     return max(2, min(held_blocks + extra, _most_useful(config, max_model_len)))
 
 
-def owned_num_blocks(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
+def owned_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
     """Blocks for a `PagedGenerator`: total * gpu_memory_utilization - in use - (peak - current) of the largest step.
 
     Raises:
@@ -44,7 +44,7 @@ def owned_num_blocks(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, m
     """
     if spec.device.type != "cuda":
         return _cpu_num_blocks(spec, config, max_model_len)
-    step_bytes = _warm_up(adapter, spec, config, max_model_len)
+    step_bytes = _warm_up(executor, spec, config, max_model_len)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(spec.device)
     available = free - total * (1.0 - config.gpu_memory_utilization)
@@ -58,16 +58,16 @@ def owned_num_blocks(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, m
     return min(num_blocks, _most_useful(config, max_model_len))
 
 
-def rehearse(adapter: ModelAdapter, config: PagedConfig, max_model_len: int) -> None:
+def rehearse(executor: ModelExecutor, config: PagedConfig, max_model_len: int) -> None:
     """Run the largest step as `owned_num_blocks` does, for its kernels to be compiled, and keep nothing of it."""
-    _largest_step(adapter, adapter.kv_spec(), config, max_model_len)()
-    adapter.release()
+    _largest_step(executor, executor.kv_spec(), config, max_model_len)()
+    executor.release()
     torch.cuda.empty_cache()
 
 
-def _warm_up(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
+def _warm_up(executor: ModelExecutor, spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
     """Run the largest step; returns the bytes it took at its peak beyond what stays."""
-    run = _largest_step(adapter, spec, config, max_model_len)
+    run = _largest_step(executor, spec, config, max_model_len)
     torch.cuda.synchronize(spec.device)
     torch.cuda.reset_peak_memory_stats(spec.device)
     before = torch.cuda.memory_allocated(spec.device)
@@ -75,7 +75,7 @@ def _warm_up(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig, max_model
     return torch.cuda.max_memory_allocated(spec.device) - before
 
 
-def _largest_step(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig,
+def _largest_step(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
                   max_model_len: int) -> Callable[[], object]:  # fmt: skip
     """What runs it on a throw-away pool and waits for its end."""
     length = max(1, min(config.max_num_batched_tokens // config.max_num_seqs, max_model_len - 1))
@@ -89,7 +89,7 @@ def _largest_step(adapter: ModelAdapter, spec: KVSpec, config: PagedConfig,
         scheduler.add(Sequence(f"warm-up-{i}", [0] * length, max_new_tokens=1))
     plan = scheduler.schedule()
     assert plan is not None
-    runner = ModelRunner(adapter, spec, block_size=config.block_size, num_blocks=num_blocks,
+    runner = ModelRunner(executor, spec, block_size=config.block_size, num_blocks=num_blocks,
                          max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
                          max_num_batched_tokens=config.max_num_batched_tokens,
                          attention_backend=config.attention_backend)  # fmt: skip

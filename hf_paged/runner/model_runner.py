@@ -9,7 +9,7 @@ import torch
 
 from hf_paged.kernels.attention.backends import resolve_backend
 from hf_paged.kernels.upload import upload
-from hf_paged.models import KVSpec, ModelAdapter
+from hf_paged.models import KVSpec, ModelExecutor
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.graphs import StepGraphs, capture_lock
 from hf_paged.runner.kv_cache import KVCache
@@ -46,35 +46,35 @@ class StepHandle(NamedTuple):
 class ModelRunner:
     """Owns what lives on the device: the KV pool, the state of the running requests, the captured steps."""
 
-    def __init__(self, adapter: ModelAdapter, spec: KVSpec, *, block_size: int, num_blocks: int, max_num_seqs: int,
+    def __init__(self, executor: ModelExecutor, spec: KVSpec, *, block_size: int, num_blocks: int, max_num_seqs: int,
                  max_model_len: int, max_num_batched_tokens: int, attention_backend: str,
                  use_graphs: bool = False) -> None:  # fmt: skip
-        self.adapter = adapter
+        self.executor = executor
         self.spec = spec
         self.device = spec.device
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.cache = KVCache(spec, block_size, num_blocks)
         self.sharded = None
-        if adapter.group.is_parallel:
-            self.sharded = ShardedSampling(adapter, spec.device)
+        if executor.group.is_parallel:
+            self.sharded = ShardedSampling(executor, spec.device)
         self.state = RequestState(max_num_seqs, max_model_len, block_size, spec.device, self.sharded)
         backend = resolve_backend(attention_backend, spec.device)
         self.attention = AttentionInputs(backend, spec, self.state, max_model_len)
         self.graphs = None
         if use_graphs and spec.device.type == "cuda" and not backend.waits:
-            self.graphs = StepGraphs(adapter, self.cache, self.state, self.attention, max_num_batched_tokens)
+            self.graphs = StepGraphs(executor, self.cache, self.state, self.attention, max_num_batched_tokens)
 
     def prepare(self) -> None:
-        """Between idle and busy: let the adapter renew what it keeps, and drop graphs that point to other memory."""
+        """Between idle and busy: let the executor renew what it keeps, and drop graphs that point to other memory."""
         with capture_lock(self.device):
-            self.adapter.prepare(self.max_model_len)
+            self.executor.prepare(self.max_model_len)
         if self.graphs is not None:
             self.graphs.check()
 
     def is_current(self) -> bool:
         """False where `prepare` would change what a step computes."""
-        return self.adapter.is_current() and (self.graphs is None or self.graphs.is_current())
+        return self.executor.is_current() and (self.graphs is None or self.graphs.is_current())
 
     def launch(self, plan: StepPlan, parameters: list[SlotParameters], wanted: Wanted = NOTHING) -> StepHandle:
         """Enqueue one step; `parameters` belong to `plan.admitted`, in order. Prompts are scored by eager steps."""
@@ -101,7 +101,7 @@ class ModelRunner:
         hidden, query_start = self._hidden_states(plan)
         if not of_every_token:
             hidden = hidden[upload(query_start[1:][plan.samples].astype(np.int64) - 1, self.device)]
-        return self.adapter.logits(hidden)
+        return self.executor.logits(hidden)
 
     def _update_state(self, plan: StepPlan, parameters: list[SlotParameters]) -> None:
         if plan.admitted:
@@ -119,7 +119,7 @@ class ModelRunner:
 
         parts = self.attention.parts(plan, query_start, slot_mapping)
         step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend)
-        return self.adapter.hidden_states(input_ids, step), query_start
+        return self.executor.hidden_states(input_ids, step), query_start
 
     def _sample(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor, result: torch.Tensor,
                 logprobs: torch.Tensor | None) -> None:  # fmt: skip
@@ -131,7 +131,7 @@ class ModelRunner:
             return
         packed = np.stack([query_start[rows + 1] - 1, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]])
         last, slots, positions = upload(packed.astype(np.int64), self.device)
-        logits = self.adapter.shard_logits(hidden[last])
+        logits = self.executor.shard_logits(hidden[last])
         known = torch.empty(len(rows), dtype=torch.float32, device=self.device) if logprobs is not None else None
         tokens = self.state.sample(logits, slots, positions, self.state.stages(plan.slots[rows]), known)
         self._fetch(tokens, rows, result)
@@ -148,7 +148,7 @@ class ModelRunner:
         ]  # fmt: skip
         packed = np.stack([np.concatenate(parts) for parts in zip(*columns, strict=True)])
         at, slots, positions = upload(packed.astype(np.int64), self.device)
-        known = prompt_log_probs(self.adapter, hidden, at, self.state.tokens[slots, positions].long())
+        known = prompt_log_probs(self.executor, hidden, at, self.state.tokens[slots, positions].long())
         return self._on_host(len(known), torch.float32).copy_(known, non_blocking=True)
 
     def _fetch(self, values: torch.Tensor, rows: np.ndarray, result: torch.Tensor) -> None:

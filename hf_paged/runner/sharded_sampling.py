@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import pad
 
-from hf_paged.models import ModelAdapter
+from hf_paged.models import ModelExecutor
 from hf_paged.sampling.sample_tokens import GROUP_SIZE
 from hf_paged.sampling.shard_best import NO_TOKEN, Columns, best_of_shard, keys_of, settle_tokens
 from hf_paged.sampling.table import SamplingTable
@@ -29,10 +29,10 @@ class ShardedSampling:
         heard: [1] int64 on the device: the largest of the ranks' `said` in the last step.
     """
 
-    def __init__(self, adapter: ModelAdapter, device: torch.device) -> None:
-        head = adapter.model.lm_head
-        self.group, self._columns = adapter.group, Columns(head.first, head.first + head.num_real)
-        self._vocab_size = adapter.vocab_size
+    def __init__(self, executor: ModelExecutor, device: torch.device) -> None:
+        head = executor.model.lm_head
+        self.group, self._columns = executor.group, Columns(head.first, head.first + head.num_real)
+        self._vocab_size = executor.vocab_size
         self.said, self.heard = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         self._says = False  # what `said` holds
 

@@ -11,7 +11,7 @@ import itertools
 import torch
 
 from hf_paged.kernels.weights_checksum import ChecksumPlan
-from hf_paged.models import ModelAdapter
+from hf_paged.models import ModelExecutor
 from hf_paged.scheduler import BlockPool
 
 
@@ -24,8 +24,8 @@ class WeightsGuard:
     one has changed.
     """
 
-    def __init__(self, adapter: ModelAdapter) -> None:
-        self._adapter = adapter
+    def __init__(self, executor: ModelExecutor) -> None:
+        self._executor = executor
         self._signature: tuple | None = None
         self._checksum = ChecksumPlan()
         self._pending: torch.Tensor | None = None
@@ -44,7 +44,7 @@ class WeightsGuard:
         """The engine was idle and becomes busy: distrust what is cached, and start the checksum."""
         signature = self._current_signature()
         pool.new_generation()
-        if self._adapter.group.any(signature != self._signature):
+        if self._executor.group.any(signature != self._signature):
             pool.drop_older()
             self._cached = None
         self._signature = signature
@@ -59,7 +59,7 @@ class WeightsGuard:
         """Wait for the checksum; trust the older blocks if the weights are theirs, else forget them."""
         assert self._pending is not None
         checksum, self._pending = int(self._pending), None
-        if self._adapter.group.any(checksum != self._cached):
+        if self._executor.group.any(checksum != self._cached):
             pool.drop_older()
         else:
             pool.trust_older()
@@ -71,11 +71,11 @@ class WeightsGuard:
 
     def _current_signature(self) -> tuple:
         # Buffers are left to the checksum: some RoPE modules write theirs in every forward.
-        tensors = itertools.chain(self._adapter.model.parameters(), self._adapter.plain_tensors())
+        tensors = itertools.chain(self._executor.model.parameters(), self._executor.plain_tensors())
         return tuple((t.data_ptr(), t.stride(), 0 if t.is_inference() else t._version) for t in tensors)
 
     def _tensors(self) -> list[torch.Tensor]:
-        model = self._adapter.model
+        model = self._executor.model
         # Duplicates stay in: RoPE modules may make one buffer an alias of another without changing what they compute.
         buffers = [buffer for _, buffer in model.named_buffers(remove_duplicate=False)]
-        return [t.detach() for t in itertools.chain(model.parameters(), buffers, self._adapter.plain_tensors())]
+        return [t.detach() for t in itertools.chain(model.parameters(), buffers, self._executor.plain_tensors())]

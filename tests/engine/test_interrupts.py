@@ -78,7 +78,7 @@ def _targets(engine):
         "runner._sample": (runner, "_sample"),
         "state.admit": (runner.state, "admit"),
         "state.inputs": (runner.state, "inputs"),
-        "adapter.hidden_states": (runner.adapter, "hidden_states"),
+        "executor.hidden_states": (runner.executor, "hidden_states"),
         "scheduler.schedule": (scheduler, "schedule"),
         "scheduler.commit": (scheduler, "commit"),
         "scheduler.add": (scheduler, "add"),
@@ -93,7 +93,7 @@ def _targets(engine):
 
 
 TARGETS = (
-    "runner.launch", "runner._sample", "state.admit", "state.inputs", "adapter.hidden_states", "scheduler.schedule",
+    "runner.launch", "runner._sample", "state.admit", "state.inputs", "executor.hidden_states", "scheduler.schedule",
     "scheduler.commit", "scheduler.add", "loop.finish", "loop._commit", "loop._receive",
     "manager.allocate_slots", "manager.publish", "manager.free", "pool.allocate",
 )  # fmt: skip

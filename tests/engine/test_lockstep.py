@@ -143,7 +143,7 @@ TARGETS = {
     "free": lambda engine: (engine._core.scheduler.kv_cache_manager, "free"),
     "take_slots": lambda engine: (engine._core.scheduler, "take_slots"),
     "give_slots": lambda engine: (engine._core.scheduler, "give_slots"),
-    "hidden_states": lambda engine: (engine._adapter, "hidden_states"),
+    "hidden_states": lambda engine: (engine._executor, "hidden_states"),
 }
 
 

@@ -255,9 +255,9 @@ def test_the_head_sees_a_bounded_number_of_positions(stock, monkeypatch, name, v
     monkeypatch.setattr(prompt_scores, name, value)
     sizes = []
     with PagedGenerator(tiny_model()) as generator:
-        adapter = generator.engine._adapter
-        logits = adapter.shard_logits
-        adapter.shard_logits = lambda hidden: (sizes.append(len(hidden)), logits(hidden))[1]
+        executor = generator.engine._executor
+        logits = executor.shard_logits
+        executor.shard_logits = lambda hidden: (sizes.append(len(hidden)), logits(hidden))[1]
         completions = generator.generate(PROMPTS, max_new_tokens=1, prompt_logprobs=True)
     for completion in completions:
         assert_prompt_scored(stock, completion)

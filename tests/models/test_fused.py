@@ -8,19 +8,19 @@ from family_models import VARIANTS, family_model
 from support import HostMemory, assert_native_parity, batch, stock_generate
 
 import hf_paged
-from hf_paged.models import families, find_adapter
-from hf_paged.models import fused as fused_adapter
-from hf_paged.models.fused import FusedAdapter
-from hf_paged.models.generic import GenericAdapter
+from hf_paged.models import families, find_executor
+from hf_paged.models import fused as fused_executor
+from hf_paged.models.fused import FusedExecutor
+from hf_paged.models.generic import GenericExecutor
 
 FUSED = ["llama", "llama-3", "qwen3-moe", "qwen3-moe-mixed"]
 
 
-@pytest.mark.parametrize(("variant", "adapter"), [
-    *((variant, FusedAdapter) for variant in FUSED), ("gemma3", GenericAdapter), ("gpt-oss", GenericAdapter),
+@pytest.mark.parametrize(("variant", "executor"), [
+    *((variant, FusedExecutor) for variant in FUSED), ("gemma3", GenericExecutor), ("gpt-oss", GenericExecutor),
 ])  # fmt: skip
-def test_which_adapter_a_family_gets(variant, adapter):
-    assert find_adapter(family_model(variant)).func is adapter
+def test_which_executor_a_family_gets(variant, executor):
+    assert find_executor(family_model(variant)).func is executor
 
 
 @pytest.mark.parametrize("variant", FUSED)
@@ -40,7 +40,7 @@ def test_other_activations(variant, activation):
 
 @pytest.mark.parametrize(("variant", "dense_layers"), [("llama", [0, 1]), ("qwen3-moe", []), ("qwen3-moe-mixed", [0])])
 def test_projections_lie_side_by_side_while_enabled(variant, dense_layers, monkeypatch):
-    monkeypatch.setattr(fused_adapter, "adjacent_memory", HostMemory)
+    monkeypatch.setattr(fused_executor, "adjacent_memory", HostMemory)
     model, inputs = family_model(variant), batch([9])
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = stock_generate(model, **inputs, max_new_tokens=4)
@@ -59,14 +59,14 @@ def test_projections_lie_side_by_side_while_enabled(variant, dense_layers, monke
 
 
 def fusable() -> list[str]:
-    """Variants that run generic and have the parts and projections that `FusedAdapter` asks for."""
+    """Variants that run generic and have the parts and projections that `FusedExecutor` asks for."""
     known = [family.parts for family in families.FAMILIES if family.fused]
     found = []
     for variant in VARIANTS:
         model = family_model(variant)
         family, layer = families.family_of(model), model.model.layers[0]
-        has_all = all(hasattr(layer.self_attn, name) for name in fused_adapter.QKV)
-        has_all &= all(hasattr(layer.mlp, name) for name in fused_adapter.GATE_UP)
+        has_all = all(hasattr(layer.self_attn, name) for name in fused_executor.QKV)
+        has_all &= all(hasattr(layer.mlp, name) for name in fused_executor.GATE_UP)
         if not family.fused and family.parts in known and has_all:
             found.append(variant)
     return found
@@ -78,11 +78,11 @@ def test_a_generic_family_marked_fused_keeps_the_window_of_its_masks(variant, mo
     marked = tuple(family._replace(fused=True) for family in families.FAMILIES)
     monkeypatch.setattr(families, "FAMILIES", marked)
     model = hf_paged.enable(family_model(variant), strict=True, max_num_batched_tokens=19, max_num_seqs=6)
-    assert isinstance(hf_paged.get_engine(model)._adapter, FusedAdapter)
+    assert isinstance(hf_paged.get_engine(model)._executor, FusedExecutor)
     assert_native_parity(model, **batch([3, 17, 40]), max_new_tokens=24)
-    key = hf_paged.get_engine(model)._adapter.state_key()
+    key = hf_paged.get_engine(model)._executor.state_key()
     model.config.sliding_window = 7
-    assert hf_paged.get_engine(model)._adapter.state_key() != key
+    assert hf_paged.get_engine(model)._executor.state_key() != key
 
 
 def test_some_generic_families_with_a_window_are_fusable():

@@ -1,4 +1,4 @@
-"""Families on the generic adapter give stock's tokens (CPU, fp32, strict), and stay stock's models around it."""
+"""Families on the generic executor give stock's tokens (CPU, fp32, strict), and stay stock's models around it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from support import HostMemory, assert_native_parity, batch, random_prompts, tin
 
 import hf_paged
 from hf_paged.kernels import qk_norm_rope_store as fused_op
-from hf_paged.models import fused as fused_adapter
+from hf_paged.models import fused as fused_executor
 from hf_paged.models.layer_ops import FUSED, PLAIN
 from hf_paged.models.plain_linear import apply_module
 from hf_paged.runner.model_runner import ModelRunner
@@ -22,16 +22,16 @@ SWITCHES = [{}, {"merge_weights": False}, {"fused_kernels": False}, {"merge_weig
 
 @pytest.mark.parametrize("off", SWITCHES, ids=lambda off: "+".join(off) or "all on")
 def test_a_switch_changes_the_means_and_no_token(off, monkeypatch):
-    monkeypatch.setattr(fused_adapter, "adjacent_memory", HostMemory)
+    monkeypatch.setattr(fused_executor, "adjacent_memory", HostMemory)
     model = hf_paged.enable(tiny_model(), strict=True, **off)
     assert_native_parity(model, **batch([5, 17, 9]), max_new_tokens=8, do_sample=False)
-    adapter = hf_paged.get_engine(model)._adapter
-    assert adapter._ops is (PLAIN if "fused_kernels" in off else FUSED)
-    assert all((p.weight is None) == ("merge_weights" in off) for p in adapter._qkv + adapter._gate_up)
+    executor = hf_paged.get_engine(model)._executor
+    assert executor._ops is (PLAIN if "fused_kernels" in off else FUSED)
+    assert all((p.weight is None) == ("merge_weights" in off) for p in executor._qkv + executor._gate_up)
 
 
 def test_merge_weights_off_leaves_every_parameter_where_it_is(monkeypatch):
-    monkeypatch.setattr(fused_adapter, "adjacent_memory", HostMemory)
+    monkeypatch.setattr(fused_executor, "adjacent_memory", HostMemory)
     model = tiny_model()
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     hf_paged.enable(model, merge_weights=False, strict=True)

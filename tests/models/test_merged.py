@@ -66,8 +66,8 @@ def projections(model):
 
 def merges(model):
     """The merged tensors as the next step would use them; None where the layers are called one by one."""
-    adapter = hf_paged.get_engine(model)._adapter
-    return [p.weight for p in adapter._qkv + adapter._gate_up]
+    executor = hf_paged.get_engine(model)._executor
+    return [p.weight for p in executor._qkv + executor._gate_up]
 
 
 def assert_merged(model):
@@ -740,9 +740,9 @@ def test_products_side_by_side_are_those_of_the_layers(dtype, rows):
     model = hf_paged.enable(tiny_model().to(dtype), strict=True)
     model.generate(**inputs(), max_new_tokens=2)
     hidden = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    adapter = hf_paged.get_engine(model)._adapter
+    executor = hf_paged.get_engine(model)._executor
     with torch.no_grad():
-        for projections_, layers in zip(adapter._qkv + adapter._gate_up, _groups(model), strict=True):
+        for projections_, layers in zip(executor._qkv + executor._gate_up, _groups(model), strict=True):
             assert torch.equal(projections_(hidden), torch.cat([layer(hidden) for layer in layers], dim=-1))
 
 

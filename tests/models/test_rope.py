@@ -179,7 +179,7 @@ def test_frequencies_that_a_stock_call_beyond_the_limit_left_behind(name):
             model.generate(**batch([LENGTH + 20]), max_new_tokens=3)
         assert not torch.equal(rotary.inv_freq, original)
         assert torch.equal(assert_native_parity(model, **short), first)
-        assert_is_the_modules(hf_paged.get_engine(model)._adapter._rope, rotary)
+        assert_is_the_modules(hf_paged.get_engine(model)._executor._rope, rotary)
 
 
 def test_a_table_made_first_after_a_call_beyond_the_limit():

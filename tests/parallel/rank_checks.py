@@ -13,7 +13,7 @@ from support import batch
 
 import hf_paged
 from hf_paged.errors import FallbackWarning
-from hf_paged.models import find_adapter
+from hf_paged.models import find_executor
 from hf_paged.models.eligibility import unsupported_reason
 from hf_paged.parallel import checkpoint
 from hf_paged.parallel.group import ParallelGroup
@@ -38,9 +38,9 @@ def _compare(group: ParallelGroup, whole: Any, path: str) -> dict[str, Any]:
     keep = inputs["attention_mask"].bool()
     ours, stock = sharded(**inputs).logits[keep], whole(**inputs).logits[keep]
 
-    adapter = find_adapter(sharded)(sharded)  # type: ignore[misc]
+    executor = find_executor(sharded)(sharded)  # type: ignore[misc]
     hidden = sharded.model(inputs["input_ids"][:1]).last_hidden_state[0]
-    all_columns, own = adapter.logits(hidden), adapter.shard_logits(hidden)
+    all_columns, own = executor.logits(hidden), executor.shard_logits(hidden)
     head = sharded.lm_head
     mine = all_columns[:, head.first : head.first + head.num_real]
 
@@ -56,9 +56,9 @@ def _compare(group: ParallelGroup, whole: Any, path: str) -> dict[str, Any]:
         "new_tokens": tokens.shape[1] - inputs["input_ids"].shape[1],
         "own_columns": torch.equal(own[:, : head.num_real], mine) and own.shape[1] == len(head.weight),
         "logits_shape": tuple(all_columns.shape),
-        "vocab_size": adapter.vocab_size,
-        "group": (adapter.group.rank, adapter.group.size),
-        "kv_heads": adapter.kv_spec().num_kv_heads,
+        "vocab_size": executor.vocab_size,
+        "group": (executor.group.rank, executor.group.size),
+        "kv_heads": executor.kv_spec().num_kv_heads,
     }
 
 
@@ -120,5 +120,5 @@ def sharded_by_others() -> dict[str, str | None]:
         else:
             FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"),
                                      use_orig_params=name == "original")  # fmt: skip
-        reasons[name] = unsupported_reason(find_adapter(model)(model))  # type: ignore[misc]
+        reasons[name] = unsupported_reason(find_executor(model)(model))  # type: ignore[misc]
     return reasons

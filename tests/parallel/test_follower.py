@@ -174,7 +174,7 @@ def test_rank_0_loads_before_the_others_come(tiny_path, monkeypatch):
 
 def test_rank_0_rehearses_before_the_others_come(tiny_path, monkeypatch):
     """Which is for kernels to be compiled, so that here, on a CPU, a small step stands for the largest."""
-    from hf_paged.models import find_adapter
+    from hf_paged.models import find_executor
     from hf_paged.runner.memory import rehearse
 
     met = []
@@ -182,7 +182,7 @@ def test_rank_0_rehearses_before_the_others_come(tiny_path, monkeypatch):
     def small(model, config):
         met.append(has_met(model.parallel_group))
         with torch.no_grad():
-            rehearse(find_adapter(model)(model), PagedConfig(max_num_seqs=4, max_num_batched_tokens=64), 100)
+            rehearse(find_executor(model)(model), PagedConfig(max_num_seqs=4, max_num_batched_tokens=64), 100)
         met.append(has_met(model.parallel_group))
 
     made = []

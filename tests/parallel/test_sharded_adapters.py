@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import hf_paged
 from hf_paged.errors import FallbackError
-from hf_paged.models import find_adapter, fused
+from hf_paged.models import find_executor, fused
 from hf_paged.models.eligibility import unsupported_reason
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import (
@@ -35,7 +35,7 @@ def sharded(variant: str, path: Path, rank: int = 1, size: int = 2) -> Any:
 
 
 def adapter_of(model: Any) -> Any:
-    return find_adapter(model)(model)  # type: ignore[misc]
+    return find_executor(model)(model)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

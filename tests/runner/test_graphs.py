@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.kernels.attention.backends import TorchBackend, TritonBackend
-from hf_paged.models.fused import FusedAdapter
+from hf_paged.models.fused import FusedExecutor
 from hf_paged.runner import graphs as graphs_module
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.graphs import Captured, Drawn, StepGraphs, decode_sizes, prompt_sizes
@@ -53,7 +53,7 @@ class PlannedTorch(TorchBackend):
 
 def graphs_of(runner, max_num_batched_tokens):
     attention = AttentionInputs(PlannedTorch(), runner.spec, runner.state, runner.max_model_len)
-    return StepGraphs(runner.adapter, runner.cache, runner.state, attention, max_num_batched_tokens)
+    return StepGraphs(runner.executor, runner.cache, runner.state, attention, max_num_batched_tokens)
 
 
 class Uncaptured:
@@ -93,8 +93,8 @@ def uncaptured(monkeypatch):
     own_get = StepGraphs._get
     own = ModelRunner.__init__
 
-    def init(self, adapter, spec, **options):
-        own(self, adapter, spec, **options)
+    def init(self, executor, spec, **options):
+        own(self, executor, spec, **options)
         self.graphs = graphs_of(self, options["max_num_batched_tokens"])
 
     monkeypatch.setattr(ModelRunner, "__init__", init)
@@ -285,7 +285,7 @@ def test_engines_capture_on_streams_of_their_own(graphs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
 
     def another():
-        return StepGraphs(graphs._adapter, graphs._cache, graphs._state, graphs._attention, 256)
+        return StepGraphs(graphs._executor, graphs._cache, graphs._state, graphs._attention, 256)
 
     first, second = another(), another()
     streams = first._own_stream(), second._own_stream()
@@ -377,13 +377,13 @@ def test_edits_get_graphs_of_their_own_and_leave_other_requests_alone(steps):
 @pytest.mark.gpu
 def test_gpu_steps_run_on_the_current_stream_and_are_only_recorded_on_another(monkeypatch):
     """A step that ran on the capture's stream would share a cuBLAS workspace with other engines' replays."""
-    own, seen = FusedAdapter.hidden_states, set()
+    own, seen = FusedExecutor.hidden_states, set()
 
     def hidden_states(self, *args):
         seen.add((torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream() == torch.cuda.default_stream()))
         return own(self, *args)
 
-    monkeypatch.setattr(FusedAdapter, "hidden_states", hidden_states)
+    monkeypatch.setattr(FusedExecutor, "hidden_states", hidden_states)
     with hf_paged.PagedGenerator(tiny_model().cuda(), num_blocks=50) as generator:
         generator.generate([[1, 2, 3], [4, 5]], max_new_tokens=5, do_sample=False)
     assert seen == {(False, True), (True, False)}

@@ -8,7 +8,7 @@ from support import tiny_model
 
 import hf_paged.engine.engine
 from hf_paged import PagedConfig
-from hf_paged.models import KVSpec, find_adapter
+from hf_paged.models import KVSpec, find_executor
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.loading import load
 from hf_paged.runner.device import DevicePool
@@ -38,9 +38,9 @@ def test_a_rehearsal_runs_all_layers_and_changes_nothing(path, size):
     group, asked = ParallelGroup(size - 1, size, driven=size > 1), []
     model = load(path, group, device="cpu")
     places = {name: (parameter.data_ptr(), parameter.clone()) for name, parameter in model.named_parameters()}
-    adapter = find_adapter(model)(model)
+    executor = find_executor(model)(model)
     with group.alone(lambda: asked.append(1)):
-        rehearse(adapter, CONFIG, 100)
+        rehearse(executor, CONFIG, 100)
     # The embedding, two sums a layer, and tokens to agree on.
     assert len(asked) >= (2 * model.config.num_hidden_layers + 2 if size > 1 else 0)
     storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -52,7 +52,7 @@ def test_a_rehearsal_runs_all_layers_and_changes_nothing(path, size):
 def test_without_the_others_it_has_to_be_said_to_be_a_rehearsal(path):
     model = load(path, ParallelGroup(0, 2), device="cpu")
     with pytest.raises(RuntimeError, match="has not met the others"):
-        rehearse(find_adapter(model)(model), CONFIG, 100)
+        rehearse(find_executor(model)(model), CONFIG, 100)
 
 
 @pytest.mark.parametrize("field", [{"attention_backend": "flash_attn"}])
@@ -73,7 +73,7 @@ def test_the_pool_is_of_the_caches_dtype_and_not_of_the_weights():
 def test_a_pool_on_a_cpu_compiles_nothing_beforehand(path, monkeypatch):
     monkeypatch.setattr("hf_paged.runner.device.rehearse", lambda *args: pytest.fail("it runs a step"))
     model = load(path, ParallelGroup(0, 1), device="cpu")
-    DevicePool(find_adapter(model)(model), CONFIG, owns_device=True).rehearse()
+    DevicePool(find_executor(model)(model), CONFIG, owns_device=True).rehearse()
 
 
 @pytest.mark.gpu
@@ -82,7 +82,7 @@ def test_a_pool_on_a_gpu_gives_the_memory_of_its_rehearsal_back(path):
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     ran = []
     model.model.norm.register_forward_hook(lambda *args: ran.append(1))
-    pool = DevicePool(find_adapter(model)(model), CONFIG, owns_device=True)
+    pool = DevicePool(find_executor(model)(model), CONFIG, owns_device=True)
     pool.rehearse()
     assert torch.cuda.memory_allocated() <= before[0] + (1 << 20)
     assert torch.cuda.memory_reserved() <= before[1] + (64 << 20)

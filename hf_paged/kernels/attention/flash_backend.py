@@ -1,7 +1,7 @@
-"""Prefill attention by an installed FlashAttention package: an adapter for each of versions 2, 3 and 4.
+"""Prefill attention by an installed FlashAttention package: an package for each of versions 2, 3 and 4.
 
-A package is imported when its adapter is first considered, never with this module. What an adapter cannot carry
-exactly is refused before the call, with a reason; then another adapter is taken, or Triton. Nothing waits for the
+A package is imported when its package is first considered, never with this module. What an package cannot carry
+exactly is refused before the call, with a reason; then another package is taken, or Triton. Nothing waits for the
 device.
 """
 
@@ -21,7 +21,7 @@ from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 
 
 class AttentionShape(NamedTuple):
-    """What decides, besides the device, whether an adapter can carry a call."""
+    """What decides, besides the device, whether an package can carry a call."""
 
     dtype: torch.dtype
     head_dim: int
@@ -46,7 +46,7 @@ class FlashCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FlashAdapter:
+class FlashPackage:
     """How one package is found, what it takes, and how it is called."""
 
     name: str
@@ -113,44 +113,44 @@ def _call_4(function: Callable[..., Any], c: FlashCall) -> Any:
 
 
 # In the order in which they are tried.
-ADAPTERS = (
-    FlashAdapter(
+PACKAGES = (
+    FlashPackage(
         "flash-attn 3", "flash_attn_interface", "flash_attn_with_kvcache",
         ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softcap", "num_splits"),
         (9,), _refuse_3, _call_3, small_pages=True,
     ),
-    FlashAdapter(
+    FlashPackage(
         "flash-attn 4", "flash_attn.cute", "flash_attn_varlen_func",
         ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table", "softcap"),
         (9, 10, 11), _refuse_4, _call_4, small_pages=True,
     ),
-    FlashAdapter(
+    FlashPackage(
         "flash-attn 2", "flash_attn", "flash_attn_varlen_func", ("softcap", "block_table"),
         (8, 9, 10, 11, 12), _refuse_2, _call_2,
     ),
 )  # fmt: skip
 
-# By (adapter, major compute capability): the run that showed the adapter faster than the Triton kernel. Only such
-# adapters are taken by "auto". The run is one of benchmarks/flash_attn_speed.py, which also checks the results.
+# By (package, major compute capability): the run that showed the package faster than the Triton kernel. Only such
+# packages are taken by "auto". The run is one of benchmarks/flash_attn_speed.py, which also checks the results.
 MEASURED_FASTER: dict[tuple[str, int], str] = {
     ("flash-attn 4", 9): "2026-11-21, H200: 256 / 359 / 560 TFLOP/s on 28x576, 16x1024, 2x8192; Triton 259 / 340 / 455",
 }
 
 
 @lru_cache(maxsize=64)
-def load(adapter: FlashAdapter) -> tuple[Callable[..., Any] | None, str | None]:
+def load(package: FlashPackage) -> tuple[Callable[..., Any] | None, str | None]:
     """The package's function, or None and why it cannot be had."""
     try:
-        function = getattr(importlib.import_module(adapter.module), adapter.function, None)
+        function = getattr(importlib.import_module(package.module), package.function, None)
     except ModuleNotFoundError as error:
         return None, f"not installed (no module {error.name!r})"
     except Exception as error:  # a binary made for another torch or CUDA fails in many ways
-        return None, f"{adapter.module} cannot be imported ({type(error).__name__}: {error})"
+        return None, f"{package.module} cannot be imported ({type(error).__name__}: {error})"
     if function is None:  # flash-attn 4 alone makes `flash_attn` a namespace without functions
-        return None, f"not installed ({adapter.module} has no {adapter.function})"
-    lacks = [name for name in adapter.needs if name not in inspect.signature(function).parameters]
+        return None, f"not installed ({package.module} has no {package.function})"
+    lacks = [name for name in package.needs if name not in inspect.signature(function).parameters]
     if lacks:
-        return None, f"too old ({adapter.function} does not take {', '.join(lacks)})"
+        return None, f"too old ({package.function} does not take {', '.join(lacks)})"
     return function, None
 
 
@@ -161,41 +161,41 @@ def _major(device: torch.device) -> int | None:
     return torch.cuda.get_device_capability(device)[0]
 
 
-def why_not(adapter: FlashAdapter, device: torch.device, shape: AttentionShape) -> str | None:
-    """Why ``adapter`` cannot carry calls of ``shape`` on ``device``; None where it can."""
+def why_not(package: FlashPackage, device: torch.device, shape: AttentionShape) -> str | None:
+    """Why ``package`` cannot carry calls of ``shape`` on ``device``; None where it can."""
     major = _major(device)
     if major is None:
         return f"needs a CUDA device, not {str(device)!r}"
-    if major not in adapter.majors:
+    if major not in package.majors:
         return f"does not run on compute capability {major}.x"
-    return load(adapter)[1] or adapter.refuse(shape, major)
+    return load(package)[1] or package.refuse(shape, major)
 
 
 @lru_cache(maxsize=256)
-def choose(device: torch.device, shape: AttentionShape, measured_only: bool) -> FlashAdapter | None:
-    """The first adapter that can carry ``shape``; with ``measured_only`` one that is known to be faster than Triton."""
+def choose(device: torch.device, shape: AttentionShape, measured_only: bool) -> FlashPackage | None:
+    """The first package that can carry ``shape``; with ``measured_only`` one that is known to be faster than Triton."""
     major = _major(device)
-    for adapter in ADAPTERS:
-        if measured_only and (adapter.name, major) not in MEASURED_FASTER:
+    for package in PACKAGES:
+        if measured_only and (package.name, major) not in MEASURED_FASTER:
             continue
-        if why_not(adapter, device, shape) is None:
-            return adapter
+        if why_not(package, device, shape) is None:
+            return package
     return None
 
 
 @lru_cache(maxsize=64)
 def is_preferred(device: torch.device) -> bool:
-    """True where an installed adapter is known to be faster than Triton on ``device``."""
+    """True where an installed package is known to be faster than Triton on ``device``."""
     major = _major(device)
     return any(
-        (a.name, major) in MEASURED_FASTER and major in a.majors and load(a)[0] is not None for a in ADAPTERS
+        (a.name, major) in MEASURED_FASTER and major in a.majors and load(a)[0] is not None for a in PACKAGES
     )
 
 
 def missing(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """Why no adapter can carry a model's prefill, adapter by adapter; None where one can."""
+    """Why no package can carry a model's prefill, package by package; None where one can."""
     shape = AttentionShape(dtype, head_dim, block_size)
-    reasons = [f"{adapter.name}: {why_not(adapter, device, shape)}" for adapter in ADAPTERS]
+    reasons = [f"{package.name}: {why_not(package, device, shape)}" for package in PACKAGES]
     return None if choose(device, shape, False) else "; ".join(reasons)
 
 
@@ -208,7 +208,7 @@ def flash_prefill(
     *,
     measured_only: bool = False,
 ) -> torch.Tensor | None:
-    """`paged_attention` by the first adapter that can carry it, else None.
+    """`paged_attention` by the first package that can carry it, else None.
 
     With a sliding window the packages may load positions shortly before it and give them weight zero, so those must be
     finite (the reference does not read them).
@@ -218,10 +218,10 @@ def flash_prefill(
         options = replace(options, window=None)
     block_size = k_cache.shape[1]
     shape = AttentionShape(q.dtype, q.shape[2], block_size, options.window is not None)
-    adapter = choose(q.device, shape, measured_only)
-    if adapter is None or not len(q):
+    package = choose(q.device, shape, measured_only)
+    if package is None or not len(q):
         return None
-    return run_adapter(adapter, q, k_cache, v_cache, meta, options)
+    return run_package(package, q, k_cache, v_cache, meta, options)
 
 
 def _cut_pages(page_table: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -241,24 +241,24 @@ def _cut_pages(page_table: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
     return (page_table[:, :, None] * parts + part).flatten(1), k_cache.view(shape), v_cache.view(shape)
 
 
-def run_adapter(
-    adapter: FlashAdapter,
+def run_package(
+    package: FlashPackage,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     meta: PagedMetadata,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """:func:`flash_prefill` by ``adapter``, which must be able to carry the call (:func:`why_not`)."""
-    function, reason = load(adapter)
+    """:func:`flash_prefill` by ``package``, which must be able to carry the call (:func:`why_not`)."""
+    function, reason = load(package)
     if function is None:
-        raise RuntimeError(f"{adapter.name}: {reason}")
+        raise RuntimeError(f"{package.name}: {reason}")
     used = max(1, -(-meta.max_seq_len // k_cache.shape[1]))
     page_table = meta.block_table[:, :used].index_select(0, meta.slots)
-    if adapter.small_pages:
+    if package.small_pages:
         page_table, k_cache, v_cache = _cut_pages(page_table, k_cache, v_cache)
     with on_device_of(q):
-        out = adapter.call(function, FlashCall(q, k_cache, v_cache, meta, page_table, options))
+        out = package.call(function, FlashCall(q, k_cache, v_cache, meta, page_table, options))
     # Some releases return the log-sum-exp as well.
     out = out[0] if isinstance(out, (tuple, list)) else out
     return out.contiguous()

@@ -19,7 +19,7 @@ from hf_paged.kernels.attention.paged_attention import paged_attention
 from hf_paged.kernels.attention.reference import paged_attention_reference
 
 CPU = torch.device("cpu")
-FLASH_3, FLASH_4, FLASH_2 = fb.ADAPTERS
+FLASH_3, FLASH_4, FLASH_2 = fb.PACKAGES
 BLOCK_SIZE = {FLASH_2.name: 256, FLASH_3.name: 16, FLASH_4.name: 32}
 
 
@@ -89,7 +89,7 @@ def machine(monkeypatch):
             monkeypatch.setattr(fb, "_major", lambda device: major)
             forget()
 
-        def install(self, *adapters: fb.FlashAdapter, function=None) -> None:
+        def install(self, *adapters: fb.FlashPackage, function=None) -> None:
             for adapter in adapters:
                 self._install(adapter, function or FAKES[adapter.name])
 
@@ -128,7 +128,7 @@ def half_case(rows=((5, 5), (1, 40), (17, 300), (3, 64)), *, block_size=16, head
     return case
 
 
-@pytest.mark.parametrize("adapter", fb.ADAPTERS, ids=lambda a: a.name)
+@pytest.mark.parametrize("adapter", fb.PACKAGES, ids=lambda a: a.name)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (1, None), (None, 3.0), (33, 20.0)])
 def test_arguments_say_what_the_reference_computes(machine, adapter, window, softcap):
     machine.install(adapter)
@@ -139,7 +139,7 @@ def test_arguments_say_what_the_reference_computes(machine, adapter, window, sof
     assert worst_error(out, expected(case)) < 4e-3
 
 
-@pytest.mark.parametrize("adapter", fb.ADAPTERS, ids=lambda a: a.name)
+@pytest.mark.parametrize("adapter", fb.PACKAGES, ids=lambda a: a.name)
 def test_rows_without_tokens_and_long_tables(machine, adapter):
     machine.install(adapter)
     case = half_case([(3, 0), (2, 20), (1, 0)], block_size=BLOCK_SIZE[adapter.name])
@@ -309,7 +309,7 @@ def test_missing_names_every_package(machine):
     assert fb.missing(CPU, torch.bfloat16, 128, 256) is None
 
 
-def gpu_adapter(adapter: fb.FlashAdapter) -> fb.FlashAdapter:
+def gpu_adapter(adapter: fb.FlashPackage) -> fb.FlashPackage:
     asked = shape(block_size=BLOCK_SIZE[adapter.name])
     reason = fb.why_not(adapter, torch.device("cuda", torch.cuda.current_device()), asked)
     if reason is not None:
@@ -317,8 +317,8 @@ def gpu_adapter(adapter: fb.FlashAdapter) -> fb.FlashAdapter:
     return adapter
 
 
-@pytest.fixture(params=fb.ADAPTERS, ids=lambda a: a.name)
-def real(request) -> fb.FlashAdapter:
+@pytest.fixture(params=fb.PACKAGES, ids=lambda a: a.name)
+def real(request) -> fb.FlashPackage:
     """An adapter whose package is really there."""
     return gpu_adapter(request.param)
 
@@ -335,7 +335,7 @@ def test_gpu_package_agrees(real, heads, kv_heads, head_dim, window, softcap, dt
     case = make_case(GPU_ROWS, seed=3, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device="cuda",
                      block_size=BLOCK_SIZE[real.name], softcap=softcap)  # fmt: skip
     case = case._replace(options=replace(case.options, window=window))
-    out = fb.run_adapter(real, *case[:5])
+    out = fb.run_package(real, *case[:5])
     right = expected(case)
     triton = paged_attention(*case[:5], backend="triton")
     error = float((out.double() - right).norm() / right.norm())
@@ -348,7 +348,7 @@ def test_gpu_package_agrees(real, heads, kv_heads, head_dim, window, softcap, dt
 def test_gpu_package_rows_without_tokens_give_zeros(real):
     case = make_case([(3, 0), (2, 20), (1, 0)], seed=1, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16,
                      block_size=BLOCK_SIZE[real.name], device="cuda")  # fmt: skip
-    assert worst_error(fb.run_adapter(real, *case[:5]), expected(case)) < 2e-2
+    assert worst_error(fb.run_package(real, *case[:5]), expected(case)) < 2e-2
 
 
 @pytest.mark.gpu
@@ -358,8 +358,8 @@ def test_gpu_package_keeps_no_nan_of_an_earlier_call(real):
                      block_size=BLOCK_SIZE[real.name], device="cuda")  # fmt: skip
     nan = torch.full_like(case.k_cache, float("nan"))
     for _ in range(3):
-        assert fb.run_adapter(real, case.q, nan, nan, case.meta, case.options).isnan().all()
-        assert worst_error(fb.run_adapter(real, *case[:5]), expected(case)) < 3e-2
+        assert fb.run_package(real, case.q, nan, nan, case.meta, case.options).isnan().all()
+        assert worst_error(fb.run_package(real, *case[:5]), expected(case)) < 3e-2
 
 
 @pytest.mark.gpu

@@ -100,7 +100,7 @@ def test_a_result_lands_where_it_is_wanted(monkeypatch):
 
 
 def test_flash_leaves_sinks_to_triton(monkeypatch):
-    """No package here carries them: its adapter must not be asked."""
+    """No package here carries them: it must not be asked."""
     called = []
     monkeypatch.setattr("hf_paged.kernels.attention.flash_backend.flash_prefill", lambda *args, **kwargs: 1 / 0)
     monkeypatch.setattr("hf_paged.kernels.attention.backends.paged_attention_prefill",

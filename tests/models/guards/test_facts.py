@@ -117,10 +117,10 @@ def test_a_change_after_a_look_that_found_nothing(change):
     engine = hf_paged.get_engine(model)
     for _ in range(2):
         assert engine.unsupported_reason() is None
-    assert engine._adapter.last_look() is not None
+    assert engine._executor.last_look() is not None
     CHANGES[change](model)
     reason = engine.unsupported_reason()
-    engine._adapter._look = None
+    engine._executor._look = None
     assert reason is not None and reason == engine.unsupported_reason()
 
 
@@ -142,25 +142,25 @@ def test_an_unchanged_model_is_not_checked_in_full_again(variant, monkeypatch):
     model = tiny_model() if variant == "qwen3" else family_model(variant)
     engine = hf_paged.get_engine(hf_paged.enable(model))
     assert engine.unsupported_reason() is None
-    key = engine._adapter.state_key()
+    key = engine._executor.state_key()
 
     def fail(*args):
         raise AssertionError("a full look")
 
     monkeypatch.setattr(eligibility, "_module_reason", fail)
-    monkeypatch.setattr(type(engine._adapter), "constants", fail)
-    assert engine.unsupported_reason() is None and engine._adapter.state_key() == key
+    monkeypatch.setattr(type(engine._executor), "constants", fail)
+    assert engine.unsupported_reason() is None and engine._executor.state_key() == key
 
 
 def test_constants_are_read_again_where_they_changed():
     model = hf_paged.enable(tiny_model())
-    adapter = hf_paged.get_engine(model)._adapter
-    key = adapter.state_key()
+    executor = hf_paged.get_engine(model)._executor
+    key = executor.state_key()
     model.model.norm.variance_epsilon = 0.5
-    other = adapter.state_key()
+    other = executor.state_key()
     assert other != key
     model.model.norm.variance_epsilon = tiny_model().model.norm.variance_epsilon
-    assert adapter.state_key() == key
+    assert executor.state_key() == key
 
 
 def test_facts_keep_nothing_alive():
@@ -227,7 +227,7 @@ def test_a_step_that_takes_in_requests_compares_once(monkeypatch):
     """However many of its parts ask whether the model is what it was."""
     model = hf_paged.enable(tiny_model())
     engine = hf_paged.get_engine(model)
-    engine._adapter.look()
+    engine._executor.look()
     asked, hold = [], Facts.hold
     monkeypatch.setattr(Facts, "hold", lambda *args: asked.append(0) or hold(*args))
     with engine.session() as session:
@@ -258,37 +258,37 @@ def test_code_of_the_user_between_two_looks_of_a_step_is_noticed(monkeypatch):
         engine.advance(session)
         monkeypatch.undo()
         assert norm.variance_epsilon == 0.25
-        assert loop._state_key == loop._adapter.state_key()
+        assert loop._state_key == loop._executor.state_key()
 
 
 def test_another_thread_compares_for_itself():
     model = hf_paged.enable(tiny_model())
-    adapter = hf_paged.get_engine(model)._adapter
-    adapter.look()
-    with ThreadPoolExecutor(1) as thread, adapter.compared_once():
-        assert adapter.last_look() is not None
+    executor = hf_paged.get_engine(model)._executor
+    executor.look()
+    with ThreadPoolExecutor(1) as thread, executor.compared_once():
+        assert executor.last_look() is not None
         model.config.layer_types.pop()
-        assert adapter.last_look() is not None
-        assert thread.submit(adapter.last_look).result() is None
-    adapter.look()
+        assert executor.last_look() is not None
+        assert thread.submit(executor.last_look).result() is None
+    executor.look()
     model.model.norm.variance_epsilon = 0.5
-    assert adapter.last_look() is None
+    assert executor.last_look() is None
 
 
 def test_what_another_thread_writes_never_counts_as_this_threads_comparison(monkeypatch):
     """The other is between reading and writing while the user's code runs here."""
     model = hf_paged.enable(tiny_model())
-    adapter = hf_paged.get_engine(model)._adapter
-    adapter.look()
+    executor = hf_paged.get_engine(model)._executor
+    executor.look()
     writes = []
 
-    class Noted(type(adapter)):
+    class Noted(type(executor)):
         def __setattr__(self, name, value):
             writes.append((name, threading.get_ident()))
             super().__setattr__(name, value)
 
-    monkeypatch.setattr(adapter, "__class__", Noted)
-    with ThreadPoolExecutor(1) as thread, adapter.compared_once():
-        assert thread.submit(adapter.last_look).result() is not None
-        assert adapter.last_look() is not None
+    monkeypatch.setattr(executor, "__class__", Noted)
+    with ThreadPoolExecutor(1) as thread, executor.compared_once():
+        assert thread.submit(executor.last_look).result() is not None
+        assert executor.last_look() is not None
     assert {ident for name, ident in writes if name == "_is_compared"} == {threading.get_ident()}

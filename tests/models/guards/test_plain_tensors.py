@@ -43,7 +43,7 @@ def test_changed_in_place_and_replaced(place):
     setattr(module, name, getattr(module, name) * 0.3)
     outputs.append(assert_native_parity(model, **inputs, max_new_tokens=6))
     assert not torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
-    assert any(t is getattr(module, name) for t in hf_paged.get_engine(model)._adapter.plain_tensors())
+    assert any(t is getattr(module, name) for t in hf_paged.get_engine(model)._executor.plain_tensors())
 
 
 @pytest.mark.parametrize("make", [lambda t: [t], lambda t: (1, {"scale": t}), lambda t: {"a": [t]}])
@@ -51,12 +51,12 @@ def test_in_lists_tuples_and_dicts(make):
     model = tiny_model()
     tensor = torch.ones(3)
     model.model.layers[1].kept = make(tensor)
-    adapter = hf_paged.get_engine(hf_paged.enable(model, strict=True))._adapter
-    assert [t is tensor for t in adapter.plain_tensors()] == [True]
+    executor = hf_paged.get_engine(hf_paged.enable(model, strict=True))._executor
+    assert [t is tensor for t in executor.plain_tensors()] == [True]
     assert_native_parity(model, **batch([20]), max_new_tokens=4)
     other = torch.zeros(3)
     model.model.layers[1].kept = make(other)
-    assert [t is other for t in adapter.plain_tensors()] == [True]
+    assert [t is other for t in executor.plain_tensors()] == [True]
 
 
 class _Odd(torch.Tensor):
@@ -76,9 +76,9 @@ def test_what_cannot_be_watched(tensor, reason):
 
 def test_a_tensor_that_is_added_while_enabled():
     model = hf_paged.enable(tiny_model(), strict=True)
-    adapter = hf_paged.get_engine(model)._adapter
+    executor = hf_paged.get_engine(model)._executor
     assert_native_parity(model, **batch([20]), max_new_tokens=4)
-    assert adapter.plain_tensors() == []
+    assert executor.plain_tensors() == []
     module = model.model.norm
     module.kept = nn.Parameter(torch.ones(2)).detach()
-    assert [t is module.kept for t in adapter.plain_tensors()] == [True]
+    assert [t is module.kept for t in executor.plain_tensors()] == [True]
