@@ -99,17 +99,8 @@ TARGETS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("pool", POOLS)
-@settings(max_examples=60)
-@given(
-    target=st.sampled_from(TARGETS),
-    at=st.integers(1, 25),
-    after=st.booleans(),
-    error=st.sampled_from([Interrupt, LaunchError, KeyboardInterrupt]),
-    warm=st.booleans(),
-)
-def test_a_call_that_dies_anywhere_leaves_a_working_engine(overlap, pool, target, at, after, error, warm):
+def assert_survives(overlap, pool, target, at, after, error, warm):
+    """A call that dies in the `at`-th call of `target`, if there are so many, leaves an engine that is right."""
     model = hf_paged.enable(MODEL, strict=True, overlap=overlap, num_blocks=POOLS[pool])
     try:
         # The first call makes the pool; `warm` ones also leave a prefix cache behind, which the next may hit.
@@ -127,14 +118,35 @@ def test_a_call_that_dies_anywhere_leaves_a_working_engine(overlap, pool, target
             else:
                 assert not reached()
                 assert_same_tensor(output, EXPECTED_SHORT)
-        if died:
-            assert reached()
+        assert died == reached()
         assert_idle(model)
         assert_native_parity(model, EXPECTED_SHORT, **INPUTS, **SHORT)
-        assert_native_parity(model, EXPECTED_SHORT, **INPUTS, **SHORT)
         assert (engine.stats().num_preemptions > 0) == (pool == "tight")
+        return died
     finally:
         hf_paged.disable(model)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_call_that_dies_in_any_part_leaves_a_working_engine(target, after, overlap):
+    """In the part's second call: the first step's sequences are known by then, and its tokens in flight."""
+    assert assert_survives(overlap, "tight", target, 2, after, Interrupt, warm=False)
+
+
+@settings(max_examples=15)
+@given(
+    overlap=st.booleans(),
+    pool=st.sampled_from(list(POOLS)),
+    target=st.sampled_from(TARGETS),
+    at=st.integers(3, 25),
+    after=st.booleans(),
+    error=st.sampled_from([Interrupt, LaunchError, KeyboardInterrupt]),
+    warm=st.booleans(),
+)
+def test_a_call_that_dies_anywhere_leaves_a_working_engine(overlap, pool, target, at, after, error, warm):
+    assert_survives(overlap, pool, target, at, after, error, warm)
 
 
 class RaisingStreamer(RecordingStreamer):
