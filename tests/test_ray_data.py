@@ -1,6 +1,6 @@
 """Ray Data actors complete a dataset's rows as one generator does, whatever dies, and the example goes on where it was.
 
-One local Ray serves all tests of this file; each pipeline starts processes that import torch, so there are few.
+One local Ray serves the tests that start a pipeline; each starts processes that import torch, so there are few.
 """
 
 from __future__ import annotations
@@ -151,6 +151,7 @@ def test_a_row_seed_follows_from_the_key_and_the_seed_alone():
 # -- Ray Data ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_row_is_lost_or_doubled_when_an_actor_is_killed(cluster, generator, trained_path, tmp_path, monkeypatch):
     """Two actors, of which one is killed with completions in hand that nobody got, and one loses a rank of its model;
     and a bad row among the others."""
@@ -199,7 +200,7 @@ def _rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def ray_batch(cluster):
+def ray_batch():
     """The example, whose functions travel to Ray's processes by value as those of `python examples/ray_batch.py` do."""
     spec = importlib.util.spec_from_file_location("ray_batch", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
@@ -219,7 +220,8 @@ def test_the_example_finds_its_rows_whatever_their_texts_hold(ray_batch, tmp_pat
     assert ray_batch.finished_ids(tmp_path, "id") == {"a", "b\u2028"}
 
 
-def test_the_example_goes_on_after_an_interruption(ray_batch, generator, tmp_path, capsys):
+@pytest.mark.slow
+def test_the_example_goes_on_after_an_interruption(cluster, ray_batch, generator, tmp_path, capsys):
     """JSON lines to Parquet; one of the files is lost and one half-written: only their rows are made again, this time
     from Parquet to JSON lines."""
     rows = [json.loads(line) for line in (ROOT / "examples" / "prompts.jsonl").read_text().splitlines()]

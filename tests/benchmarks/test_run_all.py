@@ -37,6 +37,7 @@ def run(*arguments):
                           capture_output=True, timeout=240).stdout  # fmt: skip
 
 
+@pytest.mark.slow
 def test_end_to_end_on_a_cpu(tmp_path):
     out = run("--models", "tiny", "--device", "cpu", "--scale", 0.01, "--batches", 4, "--runs", 1, "--out", tmp_path,
               "--workloads", "nano", "warm-prefix", "rollouts", "--engines", "ours", "vllm", "--ab", "overlap")

@@ -190,7 +190,10 @@ def nccl(checkpoint, monkeypatch):
     assert_gone([process])
 
 
-@pytest.mark.parametrize("how", ["killed in a step", "killed while idle", "interrupt", "close", "close in a step"])
+@pytest.mark.parametrize("how", [
+    "killed in a step", "close", *(pytest.param(how, marks=pytest.mark.slow)
+                                   for how in ("killed while idle", "interrupt", "close in a step")),
+])  # fmt: skip
 def test_graphs_end_before_their_communicators(nccl, monkeypatch, how):
     """Else rank 0 waited for itself for ever, or ended with SIGABRT because of a thread that still waited."""
     generator, process, stand_in = nccl
@@ -269,7 +272,7 @@ while sys.argv[2] == "run on":
 """
 
 
-@pytest.mark.parametrize("how", ["end", "run on"])
+@pytest.mark.parametrize("how", [pytest.param("end", marks=pytest.mark.slow), "run on"])
 def test_a_plain_script(checkpoint, tmp_path, how):
     """Without a __main__ guard; ends by itself, or by Ctrl-C in a step: no process is left. (More: test_launch.)"""
     script = tmp_path / "script.py"
@@ -345,6 +348,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 def test_torchrun(checkpoint, tmp_path):
     """Every rank runs the script: rank 0 gets the results; an enabled model generates on all of them alike."""
     script = tmp_path / "script.py"

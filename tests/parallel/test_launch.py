@@ -236,6 +236,7 @@ def test_a_dropped_reference_ends_workers_that_met(clean):
     assert not any(map(alive, processes))
 
 
+@pytest.mark.slow
 def test_scripts_that_end_in_every_way(tmp_path):
     """Rank 0 is a script: killed, interrupted (alone, and with its foreground group), failed, stuck, at its end."""
     scenarios = ["killed", "interrupted", "foreground", "loading", "raises", "stuck", "idle", "unmet", "again", "half",
