@@ -122,11 +122,15 @@ def test_every_lock_is_renewed_in_the_child_or_said_to_be_safe():
     assert set(tried) == RENEWED
 
 
-@pytest.mark.parametrize("case", ["fused", "generic", "lockstep", "generic_lockstep", "generate_batch",
-                                  "running_manager", "streamer", "streamer_in_lockstep", "idle"])  # fmt: skip
+WHOLE = ["generic", "lockstep", "generic_lockstep", "generate_batch", "running_manager", "streamer",
+         "streamer_in_lockstep", "idle"]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["fused", *(pytest.param(case, marks=pytest.mark.slow) for case in WHOLE)])
 def test_a_child_of_a_process_that_generates_gives_stocks_tokens(case):
     _run(case)
 
 
+@pytest.mark.slow
 def test_a_child_of_a_rank_does_not_speak_to_the_others():
     _run("ranks")

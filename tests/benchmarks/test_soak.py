@@ -1,4 +1,4 @@
-"""The soak script: what it calls a breach, a round of it, and (slow) three minutes of it."""
+"""The soak script: what it calls a breach, and (slow) some rounds and three minutes of it."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def _soak(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_some_rounds_have_no_breach():
     output = _soak("--seconds", "3", "--no-server")
     assert "no breach" in output and "running manager" in output

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from pairs import every_pair
 from support import (
     assert_idle,
     assert_lockstep,
@@ -146,10 +147,9 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("at", [1, 4])
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("error", [Interrupt, RuntimeError])
+@pytest.mark.parametrize(("target", "at", "after", "error"), every_pair(
+    list(TARGETS), [pytest.param(at, after) for at in (1, 4) for after in (False, True)], [Interrupt, RuntimeError],
+))  # fmt: skip
 def test_a_call_that_dies_anywhere_leaves_a_working_engine(model, target, at, after, error):
     hf_paged.enable(model, strict=True)
     model.generate(**batch([3]), max_new_tokens=2)

@@ -31,6 +31,7 @@ PartialState().destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(tmp_path, trained_path):
     """Under accelerate launch (which takes --multi_gpu for "several processes" and finds no GPU: gloo)."""
     (tmp_path / "calls.py").write_text(CALLS)

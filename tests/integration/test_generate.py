@@ -32,7 +32,7 @@ def enabled(seed: int = 0, /, *, paged: dict | None = None, **overrides):
 # -- batches, lengths, blocks ------------------------------------------
 
 
-@pytest.mark.parametrize("rows", range(1, 17))
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 11, 16])
 def test_every_batch_size_with_ragged_left_padding(rows):
     assert_native_parity(enabled(), **batch(RAGGED[-rows:]), max_new_tokens=12)
 
@@ -365,7 +365,7 @@ def test_dynamic_rope_beyond_the_models_positions_goes_to_stock():
     assert_native_parity(model, **batch([40, 20, 3]), max_new_tokens=20)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_random_models_batches_and_engine_settings(data):
     draw = data.draw
@@ -412,8 +412,8 @@ def test_random_models_batches_and_engine_settings(data):
 
 
 @pytest.mark.parametrize("paged", [
-    {}, {"block_size": 32}, {"block_size": 256}, {"overlap": True}, {"enable_prefix_caching": False},
-    {"max_num_batched_tokens": 64, "max_num_seqs": 16},
+    {}, {"block_size": 256, "overlap": True},
+    {"enable_prefix_caching": False, "max_num_batched_tokens": 64, "max_num_seqs": 16},
 ])  # fmt: skip
 def test_the_trained_model_answers_as_stock(trained_model, trained_tokenizer, paged):
     tables = [lookup_facts(count, seed=count) for count in (3, 20, 45)]

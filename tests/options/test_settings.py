@@ -102,13 +102,20 @@ def test_eos_in_every_form(value, expected):
     assert token_id_tuple(value) == expected
 
 
-@pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, -0.0, True, False, None, "", "dynamic", [], [0], torch.tensor(1)])
-@pytest.mark.parametrize("name", [*FALLBACK, "from_the_future"])
-def test_neutral_is_told_by_type_and_value(name, value):
-    def same(neutral):
-        if isinstance(neutral, bool) or isinstance(value, bool) or neutral is None:
-            return value is neutral
-        return isinstance(value, (int, float, str)) and value == neutral
+@pytest.mark.parametrize(("name", "values"), [
+    ("num_beams", (1, 1.0, None)), ("guidance_scale", (1, 1.0)), ("diversity_penalty", (0, 0.0, -0.0)),
+    ("use_cache", (True,)), ("token_healing", (False,)), ("cache_implementation", ("dynamic",)),
+])  # fmt: skip
+def test_what_equals_a_neutral_number_or_string_is_native(name, values):
+    for value in values:
+        assert unsupported_option(config(**{name: value})) is None
 
-    neutral = any(same(n) for n in FALLBACK.get(name, (None, False)))
-    assert (unsupported_option(config(**{name: value})) is None) == neutral
+
+@pytest.mark.parametrize(("name", "values"), [
+    ("num_beams", (True, 0, "1", [1], torch.tensor(1))), ("diversity_penalty", (False, "", [])),
+    ("use_cache", (1, 1.0, False, "dynamic")), ("token_healing", (0, 0.0, "", [])), ("from_the_future", (0, "", [])),
+    ("cache_implementation", ("", True, ["dynamic"])),
+])  # fmt: skip
+def test_a_bool_is_no_number_and_nothing_else_is_neutral(name, values):
+    for value in values:
+        assert unsupported_option(config(**{name: value})) is not None

@@ -272,7 +272,8 @@ while sys.argv[2] == "run on":
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("end", marks=pytest.mark.slow), "run on"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["end", "run on"])
 def test_a_plain_script(checkpoint, tmp_path, how):
     """Without a __main__ guard; ends by itself, or by Ctrl-C in a step: no process is left. (More: test_launch.)"""
     script = tmp_path / "script.py"

@@ -20,7 +20,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_forward_and_generate_give_what_one_process_gives(size: int, tmp_path: Path) -> None:
     cases = []
     for i, (variant, overrides) in enumerate(CASES):

@@ -83,9 +83,12 @@ def test_all_settings_are_tried():
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.filterwarnings("ignore")
 def test_no_setting_is_the_servers_fault(server, carried_out, stream):
-    """Every field of a GenerationConfig with odd values: 200 where stock's server says so, else 400 with the field."""
+    """Every field of a GenerationConfig with odd values: 200 where stock's server says so, else 400 with the field.
+
+    Each value of a field is for one of the four kinds of answer.
+    """
     wrong, more = [], (*NOT_TOKENS, *(READ_BY_THE_ENGINE if server.is_continuous else ()))
-    for field, value, body in hostile_bodies(stream)[stream != server.is_continuous :: 2]:
+    for field, value, body in hostile_bodies(stream)[2 * server.is_continuous + stream :: 4]:
         status, said = server.post(TEXT, body)
         expected = carried_out[field, value]
         if status == 200 and stream and '"error": ' in said:  # after the first token, as in stock
