@@ -30,4 +30,5 @@ def _pairs(row: tuple[int, ...]) -> set[Any]:
 
 def _joined(values: list[Any]) -> Any:
     params = [value if isinstance(value, type(pytest.param())) else pytest.param(value) for value in values]
-    return pytest.param(*(v for param in params for v in param.values), marks=[m for param in params for m in param.marks])
+    marks = [mark for param in params for mark in param.marks]
+    return pytest.param(*(value for param in params for value in param.values), marks=marks)

@@ -74,7 +74,9 @@ def assert_same_tokens(alone, sharded, options):
 
 
 @pytest.mark.parametrize("sharded", [2, 4], indirect=True)
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 1.2, "top_k": 30, "top_p": 0.9}], ids=by_name)
+@pytest.mark.parametrize("options", [
+    {}, {"do_sample": True, "temperature": 1.2, "top_k": 30, "top_p": 0.9},
+], ids=by_name)  # fmt: skip
 def test_tokens_are_those_of_one_process(alone, sharded, options):
     assert_same_tokens(alone, sharded, options)
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from fake_model import Driver, config
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
