@@ -54,7 +54,8 @@ def assert_rounded_once(actual, x, weight, bias=None):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("dtype", "config", "shape", "rows"), every_pair(INTERPRETED, SMALL_GEMV, SHAPES, [0, 1, 3, 4]))
+@pytest.mark.parametrize(("dtype", "config", "shape", "rows"),
+                         every_pair(INTERPRETED, SMALL_GEMV, SHAPES, [0, 1, 3, 4]))  # fmt: skip
 def test_without_tensor_cores(dtype, config, shape, rows):
     outputs, width = shape
     x, weight, bias = make(width, rows, outputs, width, dtype)
