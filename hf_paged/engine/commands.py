@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,7 +200,8 @@ class Events:
         else:
             loop.drop_pool()
             if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+                with suppress(RuntimeError):  # while another engine's thread captures a graph, torch refuses to
+                    torch.cuda.empty_cache()
             self.stopped |= isinstance(event, Stop)
         return None
 

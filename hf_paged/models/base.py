@@ -187,7 +187,8 @@ class ModelAdapter(ABC):
         once = self._compares_once == threading.get_ident()
         if not (once and self._is_compared) and self._look is not None and not self._look.facts.hold(self.model):
             self._look = None
-        self._is_compared |= once
+        if once:  # what another thread wrote might come after `compare_again`
+            self._is_compared = True
         return self._look
 
     @contextmanager

@@ -176,11 +176,13 @@ class FusedAdapter(DecoderAdapter):
         return implementation, type(mlp.experts.act_fn).__qualname__, *map(plain_values, (mlp.gate, mlp.experts))
 
     def _merge(self, device: torch.device) -> None:
-        """Merge what never was, layer by layer: all weights twice may be more than the device has."""
+        """Merge parameters that never were, layer by layer: all weights twice may be more than the device has."""
         if self._memory is None or self._memory.device != device:
             self._memory = adjacent_memory(device)
         if self._memory is None:
             return
+        held = set(map(id, self.model.parameters()))
+        self._merged = {key: merged for key, merged in self._merged.items() if merged.lies_in(held)}
         for i, layer in enumerate(self._layers()):
             linears = {key: found for key, found in _groups(i, layer).items() if key not in self._merged}
             found = zip(linears, merge(list(linears.values()), self._memory), strict=True)

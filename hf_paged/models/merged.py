@@ -6,7 +6,7 @@ and safetensors answer by dropping or refusing keys, and which offloading could 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -45,6 +45,10 @@ class MergedWeight:
     def memory(self) -> list[torch.Tensor]:
         """Aliases of the weights, which keep what the merged tensor reads, whoever re-points a parameter."""
         return [weight.detach() for weight in self._weights]
+
+    def lies_in(self, parameters: Set[int]) -> bool:
+        """Are all of the weights among a model's parameters, given by their ids? If not, they were replaced."""
+        return all(id(weight) in parameters for weight in self._weights)
 
     def belongs_to(self, linears: Sequence[nn.Module]) -> bool:
         """True while `linears` are plain layers that hold the very parameters that were merged."""

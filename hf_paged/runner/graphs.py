@@ -242,10 +242,13 @@ class StepGraphs:
         if self._stream is None:
             free, _ = _captures(self._device)
             try:
-                self._stream = free.pop()
-                torch.cuda.synchronize(self._device)  # the other's last replay may still run
+                stream = free.pop()
             except IndexError:
-                self._stream = torch.cuda.Stream(self._device)
+                stream = torch.cuda.Stream(self._device)
+            else:
+                with capture_lock(self._device):  # a capture in another thread would end with an error
+                    torch.cuda.synchronize(self._device)  # the other's last replay may still run
+            self._stream = stream
             weakref.finalize(self, free.append, self._stream)
         return self._stream
 

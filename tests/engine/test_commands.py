@@ -6,7 +6,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
+from support import batch, tiny_model
 
+import hf_paged
 from hf_paged.engine.commands import Add, End, Events
 from hf_paged.engine.session import Request
 from hf_paged.options.settings import RequestSettings
@@ -61,3 +64,16 @@ def test_ranks_of_one_script_have_to_ask_for_the_same():
     rank.expected["a"] = made(replace(event, seed=6), session)
     rank._take_in(event)
     assert rank.added[0].session is session and rank.added[0].parameters.seed == 5 and not rank.expected
+
+
+def test_an_engine_ends_while_another_captures_a_graph(monkeypatch):
+    """torch refuses to empty its cache then."""
+    model = hf_paged.enable(tiny_model())
+    model.generate(**batch([4]), max_new_tokens=2)
+
+    def refuses():
+        raise RuntimeError("a capture is underway")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", refuses)
+    assert not hf_paged.is_enabled(hf_paged.disable(model))

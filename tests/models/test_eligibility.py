@@ -103,6 +103,34 @@ def test_backward_hooks_do_not_matter():
     assert_native_parity(hf_paged.enable(model, strict=True), **batch([20, 7]), max_new_tokens=6)
 
 
+class _Slots:
+    """A wrapper without attributes of its own, from a module with a known name."""
+
+    __module__ = "accelerate.wrappers"
+    __slots__ = ("forward",)
+
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __call__(self, *args, **kwargs):
+        return self.forward(*args, **kwargs)
+
+
+def _of_no_module(forward):
+    def wrapper(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    wrapper.__module__ = None
+    return wrapper
+
+
+@pytest.mark.parametrize("wrapper", [_Slots, _of_no_module])
+def test_a_forward_in_a_wrapper_that_says_nothing_of_itself(wrapper):
+    model = tiny_model()
+    model.forward = wrapper(model.forward)
+    assert_falls_back(model, "a wrapper that hf_paged does not know", **batch([20, 7]), max_new_tokens=6)
+
+
 def test_forward_replaced_on_the_instance():
     model = tiny_model()
     stock_forward = model.forward

@@ -388,6 +388,24 @@ def test_a_change_before_the_first_native_call_is_respected(change):
     assert_native_parity(model, **inputs(), max_new_tokens=12)
 
 
+@pytest.mark.parametrize("replace", [_assigned, _replaced], ids=lambda f: f.__name__.strip("_"))
+def test_a_parameter_that_was_replaced_is_let_go(replace):
+    """At the next call, with its memory."""
+    model = used()
+    old, memory = weakref.ref(q_proj(model).weight), StorageWeakRef(q_proj(model).weight.untyped_storage())
+    replace(model)
+    assert_native_parity(model, **inputs(), max_new_tokens=4)
+    gc.collect()
+    assert old() is None and memory.expired()
+
+
+def test_weights_that_were_all_replaced_are_merged_anew():
+    model = used()
+    _assigned(model)
+    assert_native_parity(model, **inputs(), max_new_tokens=4)
+    assert_merged(model)
+
+
 def test_parameters_in_somebody_elses_buffer_stay_there():
     model = tiny_model()
     flat = _flat(model)

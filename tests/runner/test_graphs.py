@@ -261,10 +261,16 @@ def test_a_step_runs_and_is_captured_on_the_engines_own_stream(graphs, monkeypat
 
 def test_engines_capture_on_streams_of_their_own(graphs, monkeypatch):
     """The cuBLAS workspace of a stream is its graphs'; the stream of an engine that is gone goes to the next."""
-    made, synchronized = [], []
+    made, synchronized, lock = [], [], threading.Lock()
+
+    def synchronize(device):
+        assert lock.locked(), "CUDA refuses to wait for a device while a thread captures there, and ends the capture"
+        synchronized.append(device)
+
+    monkeypatch.setattr(graphs_module, "capture_lock", lambda _: lock)
     monkeypatch.setattr(graphs_module, "_captures", cache(lambda _: ([], threading.Lock())))
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: made.append(object()) or made[-1])
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
 
     def another():
         return StepGraphs(graphs._adapter, graphs._cache, graphs._state, 64, 256, "torch")

@@ -133,7 +133,17 @@ class GeneratesFor:
         if isinstance(error, RefusedRequestError):
             return str(error)
         return settings_error(error, self._call.settings, functools.partial(_expected, self._model, config, inputs),
-                              functools.partial(_draws, self._model, inputs))  # fmt: skip
+                              functools.partial(self._draws, inputs))  # fmt: skip
+
+    def _draws(self, inputs: dict[str, Any]) -> bool:
+        """Can one token be drawn after this prompt, with settings that leave the logits alone?"""
+        plain = GenerationConfig(max_new_tokens=1, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+        try:
+            with call_salt(salt_digest(self._call.cache_salt)):  # the prompt is cached here, too
+                self._model.generate(generation_config=plain, **inputs)
+        except Exception:
+            return False
+        return True
 
 
 def _expected(model: Any, config: GenerationConfig, inputs: dict[str, Any]) -> str:
@@ -146,16 +156,6 @@ def _expected(model: Any, config: GenerationConfig, inputs: dict[str, Any]) -> s
     except (ValueError, TypeError) as error:
         return str(error)
     return "expected values that transformers' GenerationConfig documents"
-
-
-def _draws(model: Any, inputs: dict[str, Any]) -> bool:
-    """Can one token be drawn after this prompt, with settings that leave the logits alone?"""
-    plain = GenerationConfig(max_new_tokens=1, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
-    try:
-        model.generate(generation_config=plain, **inputs)
-    except Exception:
-        return False
-    return True
 
 
 def _check(input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any) -> None:

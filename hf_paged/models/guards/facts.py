@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -133,18 +134,28 @@ def _hooks(namespaces: list[dict]) -> list[dict]:
     return [*map(_HOOKS, namespaces), *map(_PRE_HOOKS, namespaces)]
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: Any, *, inside: bool = False) -> Any:
     """What is equal to `value` as long as that is as it is, and does not keep it alive."""
     if type(value) in ATOMS:
         return value
-    if type(value) in (list, tuple, set, frozenset, dict):
-        inside = chain(value, value.values()) if type(value) is dict else value
-        if not all(type(inner) in ATOMS or type(inner) in (list, tuple, dict) for inner in inside):
-            return _Never()
-        if type(value) is dict:
-            return {key: _frozen(inner) for key, inner in value.items()}
-        return type(value)(map(_frozen, value))
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        return _frozen_inside(value)
+    if isinstance(value, PreTrainedConfig):  # remembered by what it holds, where a module has it
+        return _Never() if inside else _Same(value)
     try:
         return _Same(value)
     except TypeError:
         return _Never()
+
+
+def _frozen_inside(value: Any) -> Any:
+    kind = type(value)
+    if kind in (list, tuple):
+        with suppress(RecursionError):  # it holds itself
+            return kind([_frozen(inner, inside=True) for inner in value])
+    elif kind is dict and all(type(key) in ATOMS for key in value):
+        with suppress(RecursionError):
+            return {key: _frozen(inner, inside=True) for key, inner in value.items()}
+    elif kind in (set, frozenset) and all(type(inner) in ATOMS for inner in value):
+        return kind(value)
+    return _Never()

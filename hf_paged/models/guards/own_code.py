@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -47,23 +47,25 @@ class Originals:
 
     def __init__(self, roots: Iterable[tuple[Any, str]] = (), functions: Iterable[Any] = (),
                  packages: tuple[str, ...] = ()) -> None:  # fmt: skip
-        walk = _Walk((*_ENTERED, *packages))
-        for holder, name in roots:
+        self._roots, self._functions, self._packages = tuple(roots), tuple(functions), packages
+        self._versions: list[list[Any]] = []
+        self._table = self._take(_Table({}, {}))
+
+    def _take(self, before: _Table) -> _Table:
+        """What the code reaches now, besides what was watched `before`, of which the originals stay what they were."""
+        walk = _Walk((*_ENTERED, *self._packages))
+        for holder, name in self._roots:
             walk.watch(holder, name)
-        for function in functions:
+        for function in self._functions:
             walk.enter(function, None)
         walk.close()
-        held = [place for place in walk.places.values() if value_of(place) is not ABSENT]
-        nothing = [place for place in walk.places.values() if value_of(place) is ABSENT]
-        self._table = _Table(held, nothing)
-        self._held, self._nothing = self._table.held, nothing
-        self._values = [value if is_at_home(place, value := value_of(place)) else _MISSING for place in self._held]
-        self._versions: list[list[Any]] = []
+        places = {_key(place): place for place in before.places} | walk.places
+        return _Table(places, {key: _own_value(place) for key, place in places.items()} | before.originals())
 
     @property
     def places(self) -> list[Place]:
         """All that is watched."""
-        return self._held + self._nothing
+        return self._table.places
 
     def names(self, holder: Any) -> frozenset[str]:
         """Names for which code asks this class or module."""
@@ -71,51 +73,75 @@ class Originals:
 
     def patched(self) -> str | None:
         """The first place that holds something else than it did, or that never held its own; None: all is as it was."""
-        if self._table.holds(self._values):
+        table = self._latest()
+        if table.holds():
             return None
-        for i, place in enumerate(self._held):
-            value = value_of(place)
-            if value is self._values[i]:
-                continue
-            if self._values[i] is _MISSING and is_at_home(place, value):  # a patch that was there first is gone
-                self._values[i] = value
-                continue
-            return str(place)
-        return next((str(place) for place in self._nothing if value_of(place) is not ABSENT), None)
+        return next((str(place) for place, value in table.expected() if value_of(place) is not value), None)
 
     def version(self) -> int:
         """A number that is the same whenever the places hold the very same; 0 as long as they are as they were."""
-        if self._table.holds(self._values):
+        table = self._latest()
+        if table.holds():
             return 0
-        now = list(map(value_of, self.places))
+        now = list(map(value_of, table.places))
         for number, values in enumerate(self._versions):
-            if all(map(operator.is_, now, values)):
+            if len(values) == len(now) and all(map(operator.is_, now, values)):
                 return number + 1
         self._versions.append(now)  # held, so that no other function gets its id
         return len(self._versions)
+
+    def _latest(self) -> _Table:
+        table = self._table
+        patched_first = [place for place, value in table.expected() if value is _MISSING] if table.lacks_any else ()
+        if any(is_at_home(place, value_of(place)) for place in patched_first):
+            # Such a patch is gone: nobody knew what the code behind it reaches.
+            self._table = table = self._take(table)
+        return table
+
+
+def _key(place: Place) -> tuple[int, str]:
+    return id(place.holder), place.name
+
+
+def _own_value(place: Place) -> Any:
+    return value if is_at_home(place, value := value_of(place)) else _MISSING
 
 
 class _Table:
     """Reads many places at the speed of C. Classes are asked for what is theirs alone: nobody's code runs."""
 
-    def __init__(self, held: list[Place], nothing: list[Place]) -> None:
+    def __init__(self, by_key: dict[tuple[int, str], Place], values: dict[tuple[int, str], Any]) -> None:
+        """Of places, what they hold where they hold their own: a value, `ABSENT`, or `_MISSING` where nobody knows."""
+        held = [place for key, place in by_key.items() if values[key] is not ABSENT]
+        nothing = [place for key, place in by_key.items() if values[key] is ABSENT]
         spaces = _by_holder([place for place in held if not isinstance(place.holder, _OF_PARTS)])
         self._getters, self._names = [_space(holder).get for holder, _ in spaces], [names for _, names in spaces]
         parts = [place for place in held if isinstance(place.holder, _OF_PARTS)]
         self._owners, self._parts = [place.holder for place in parts], [place.name for place in parts]
-        self.held = [Place(holder, name) for holder, names in spaces for name in names] + parts
+        held = [Place(holder, name) for holder, names in spaces for name in names] + parts
+        self._values = [values[_key(place)] for place in held]
+        self.places = held + nothing
+        self.lacks_any = any(value is _MISSING for value in self._values)
         # What is put where nothing is would come before what the code gets at otherwise.
         empty = _by_holder(nothing)
         self._keys, self._missing = [_space(holder).keys() for holder, _ in empty], [frozenset(n) for _, n in empty]
 
-    def holds(self, values: list[Any]) -> bool:
-        """Are `values` what is at `held`, and is nothing where nothing was?"""
+    def expected(self) -> Iterator[tuple[Place, Any]]:
+        """Every place with what it holds where it holds its own."""
+        return zip(self.places, itertools.chain(self._values, itertools.repeat(ABSENT)), strict=False)
+
+    def originals(self) -> dict[tuple[int, str], Any]:
+        """What is known of that."""
+        return {_key(place): value for place, value in self.expected() if value is not _MISSING}
+
+    def holds(self) -> bool:
+        """Does every place hold its own, and is nothing where nothing was?"""
         found = itertools.chain.from_iterable(map(map, self._getters, self._names, itertools.repeat(_ABSENTS)))
         try:
-            return (
-                all(map(_ARE_DISJOINT, self._keys, self._missing))
-                and all(map(operator.is_, itertools.chain(found, map(getattr, self._owners, self._parts)), values))
-            )  # fmt: skip
+            if not all(map(_ARE_DISJOINT, self._keys, self._missing)):
+                return False
+            found = itertools.chain(found, map(getattr, self._owners, self._parts))
+            return all(map(operator.is_, found, self._values))
         except ValueError:  # a function's cell was emptied
             return False
 

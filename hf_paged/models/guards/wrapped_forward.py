@@ -35,10 +35,10 @@ def _autocast_contexts(wrapper: Any, model: Any) -> list[torch.autocast] | None:
             cells = [cell.cell_contents for cell in wrapper.__closure__ or ()]
             contexts += [cell for cell in cells if isinstance(cell, torch.autocast)]
         elif not type(wrapper).__module__.startswith("accelerate.") and not (
-            isinstance(wrapper, FunctionType) and wrapper.__module__.startswith("accelerate.")
+            isinstance(wrapper, FunctionType) and str(wrapper.__module__).startswith("accelerate.")
         ):
             return None
-        wrapper = wrapper.__dict__.get("__wrapped__")
+        wrapper = getattr(wrapper, "__dict__", {}).get("__wrapped__")
     return contexts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +11,17 @@ import pytest
 import torch
 from serve_bodies import CHAT, ENDPOINTS, PROMPTS, RESPONSES, TEXT
 from serve_support import served
-from transformers import AutoModelForCausalLM
+from support import tiny_model
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
+import hf_paged
 from hf_paged.integration.continuous_batching import worker
+from hf_paged.integration.fallback import salt_of_call
 from hf_paged.integration.serving import requests
+from hf_paged.integration.serving.calls import GeneratesFor, RefusedRequestError, ServedCall
 from hf_paged.integration.stock_pieces import EndOfCall
+from hf_paged.options.arguments import salt_digest
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_paged.FallbackWarning")
 
@@ -114,6 +120,22 @@ def test_clients_may_choose_the_same_request_id(server):
         replies = list(pool.map(lambda prompt: ask(prompt, {"X-Request-Id": "mine"}), prompts))
     assert [reply["choices"][0]["text"] for _, reply in replies] == expected
     assert {reply["id"] for _, reply in replies} == {"mine"}
+
+
+def test_all_that_runs_for_a_request_runs_under_its_salt(monkeypatch):
+    """Also the token that is drawn to find out whether its settings broke the numbers."""
+    model, ids, salts = hf_paged.enable(tiny_model()), torch.tensor([[5] * 40]), []
+    generate = model.generate
+    monkeypatch.setattr(model, "generate", lambda **kwargs: salts.append(salt_of_call()) or generate(**kwargs))
+    none_left = GenerationConfig(max_new_tokens=4, do_sample=True, suppress_tokens=list(range(256)), guidance_scale=1.5)
+
+    async def refused():
+        call = ServedCall("a tenant")
+        with pytest.raises(RefusedRequestError, match="probability tensor"):
+            GeneratesFor(model, call).generate(none_left, input_ids=ids, attention_mask=torch.ones_like(ids))
+
+    asyncio.run(refused())
+    assert salts == [salt_digest("a tenant")] * 2
 
 
 @pytest.mark.parametrize("stop", [False, True], ids=["plain", "stop"])

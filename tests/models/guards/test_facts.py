@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import threading
 import weakref
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -169,6 +172,50 @@ def test_facts_keep_nothing_alive():
     assert [reference() for reference in gone] == [None] * 4 and facts is not None
 
 
+def _lora(model):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"])).eval().get_base_model()
+
+
+def _with(value):
+    return lambda model: setattr(model, "kept", value) or model
+
+
+@pytest.mark.parametrize("prepare", [
+    _lora, _with([object.__new__(type("Thing", (), {})), [torch.ones(2)]]), _with({"a": (1, {2, 3})}),
+], ids=["lora", "list of objects", "atoms"])  # fmt: skip
+def test_facts_of_an_unchanged_model_hold(prepare):
+    """Where they did not, every step of a stream would look at all modules anew."""
+    model = prepare(tiny_model())
+    assert Facts(model).hold(model)
+
+
+def _itself():
+    value = [1]
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(("container", "key"), [
+    ([torch.ones(2)], 0), ({"a": torch.ones(2)}, "a"), ([{"a": torch.ones(2)}], 0),
+    (OrderedDict(a=torch.ones(2)), "a"), (_itself(), 0),
+], ids=["list", "dict", "nested", "OrderedDict", "itself"])  # fmt: skip
+def test_what_a_container_holds_is_looked_at(container, key):
+    """`plain_tensors` finds tensors in containers of every class."""
+    model = tiny_model()
+    model.kept = copy.copy(container)
+    facts = Facts(model)
+    model.kept[key] = torch.ones(2)
+    assert not facts.hold(model)
+
+
+def test_what_a_config_inside_a_container_says_is_looked_at():
+    model = tiny_model()
+    model.kept = [tiny_model().config]
+    assert not Facts(model).hold(model)  # left to the full checks
+
+
 def test_a_module_inside_itself_is_left_to_the_full_checks():
     model = tiny_model()
     model.model.layers[0].mlp.again = model.model.layers[0]
@@ -225,3 +272,22 @@ def test_another_thread_compares_for_itself():
     adapter.look()
     model.model.norm.variance_epsilon = 0.5
     assert adapter.last_look() is None
+
+
+def test_what_another_thread_writes_never_counts_as_this_threads_comparison(monkeypatch):
+    """The other is between reading and writing while the user's code runs here."""
+    model = hf_paged.enable(tiny_model())
+    adapter = hf_paged.get_engine(model)._adapter
+    adapter.look()
+    writes = []
+
+    class Noted(type(adapter)):
+        def __setattr__(self, name, value):
+            writes.append((name, threading.get_ident()))
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(adapter, "__class__", Noted)
+    with ThreadPoolExecutor(1) as thread, adapter.compared_once():
+        assert thread.submit(adapter.last_look).result() is not None
+        assert adapter.last_look() is not None
+    assert {ident for name, ident in writes if name == "_is_compared"} == {threading.get_ident()}

@@ -569,6 +569,40 @@ def test_a_patch_that_was_there_first_is_no_original(monkeypatch):
     assert is_at_home(place, stock) and is_at_home(place, torch.no_grad()(stock))
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_undone_a_patch_that_was_there_first_leaves_nothing_unwatched(family):
+    """What the code behind it reaches was out of sight."""
+    for kind in {kind for kind, _ in _methods(family)}:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, "forward", _own)
+            originals = Originals([(kind, "forward")])
+            assert originals.version() == 1
+        assert originals.version() == 0 and originals.patched() is None
+        watched = {(id(place.holder), place.name) for place in originals.places}
+        assert {(id(place.holder), place.name) for place in Originals([(kind, "forward")]).places} <= watched
+
+
+def test_a_patch_after_one_that_was_there_first_was_undone(monkeypatch):
+    stock = modeling_qwen3.Qwen3Attention.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_qwen3.Qwen3Attention, "forward", _own)
+        originals = Originals([(modeling_qwen3.Qwen3Attention, "forward")])
+    with monkeypatch.context() as patch:  # also one that is there while all is looked at again
+        patch.setattr(modeling_qwen3, "apply_rotary_pos_emb", _own)
+        assert originals.patched() == "transformers.models.qwen3.modeling_qwen3.apply_rotary_pos_emb"
+    assert originals.patched() is None
+    with monkeypatch.context() as patch:  # what is known stays known, whatever is there when all is looked at again
+        patch.setattr(modeling_qwen3.Qwen3Attention, "forward", _own)
+        originals = Originals([(modeling_qwen3.Qwen3Attention, "forward"), (modeling_qwen3.Qwen3MLP, "forward")])
+        patch.setattr(modeling_qwen3.Qwen3MLP, "__len__", 3, raising=False)
+        patch.delattr(modeling_qwen3.Qwen3Attention, "forward")
+        patch.setattr(modeling_qwen3.Qwen3Attention, "forward", stock, raising=False)
+        assert originals.patched() == "Qwen3MLP.__len__"
+    assert originals.patched() is None
+    monkeypatch.setattr(modeling_qwen3, "rotate_half", _own)
+    assert originals.patched() == "transformers.models.qwen3.modeling_qwen3.rotate_half"
+
+
 def _other_callables(function):
     """What behaves as the function, and is none."""
     yield functools.partial(function)
