@@ -73,7 +73,7 @@ def test_each_continuous_batching_method_enables(name):
 
 def test_threads_that_meet_in_the_first_call_share_one_engine(monkeypatch):
     hf_paged.install()
-    model, enable, engines, outputs = tiny_model(), install_module.patching.enable, set(), []
+    model, enable, engines, outputs = tiny_model(), install_module.enable, set(), []
     expected = stock_generate(model, **INPUTS, max_new_tokens=40)
 
     def slow_enable(*args):
@@ -85,7 +85,7 @@ def test_threads_that_meet_in_the_first_call_share_one_engine(monkeypatch):
         outputs.append(model.generate(**INPUTS, max_new_tokens=40))
         engines.add(hf_paged.get_engine(model))
 
-    monkeypatch.setattr(install_module.patching, "enable", slow_enable)
+    monkeypatch.setattr(install_module, "enable", slow_enable)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         threads = [threading.Thread(target=run, args=(delay,)) for delay in (0.0, 0.05, 0.08)]
