@@ -57,6 +57,14 @@ def _leaves_no_trace():
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
+@pytest.fixture(autouse=True)
+def _leaves_memory_to_other_processes(request: pytest.FixtureRequest):
+    """Several of pytest-xdist may share the GPU, and some tests take tens of gigabytes."""
+    yield
+    if request.node.get_closest_marker("gpu") and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="session")
 def trained_path() -> str:
     """Path of the tiny trained model that lives in the repository."""
