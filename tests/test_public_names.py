@@ -50,5 +50,6 @@ print(failed, hf_paged.engine.Engine is hf_paged.Engine, hf_paged.errors.Fallbac
 """
 
 
+@pytest.mark.slow
 def test_names_and_their_modules_may_be_used_first_by_several_threads_at_once():
     assert run(FIRST_USES) == "[] True True\n"

@@ -107,7 +107,7 @@ def test_a_rule_that_would_match_the_padding_is_not_carried_out_blindly():
     assert_same_tensor(model.generate(**inputs, **kwargs), expected)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_combination_of_options(data):
     token = st.integers(0, 40)

@@ -1,6 +1,6 @@
 """`PagedGenerator.from_pretrained(tensor_parallel_size=n)` on CPUs: token for token what one process gives, whatever
 comes in between. One set of processes per size serves all tests here; its pool is small, so that preemption is usual.
-Two ranks take every test, four only those of the tokens: there a KV head is on two ranks.
+Two ranks take every test, four (slow) only those of the tokens: there a KV head is on two ranks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def assert_same_tokens(alone, sharded, options):
         assert sharded.engine.stats().num_preemptions > before
 
 
-@pytest.mark.parametrize("sharded", [2, 4], indirect=True)
+@pytest.mark.parametrize("sharded", [2, pytest.param(4, marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("options", [
     {}, {"do_sample": True, "temperature": 1.2, "top_k": 30, "top_p": 0.9},
 ], ids=by_name)  # fmt: skip
