@@ -5,26 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from published import PEERS, TARGETS
+from published import PEERS
 
 HEADINGS = ("workload", "model", "engine", "tok/s", "runs", "first run", "ready s", "peak GiB", "of floor",
-            "of floor, unshared", "must", "aim", "published")  # fmt: skip
+            "of floor, unshared", "published")  # fmt: skip
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     key = (row["workload"], row["model"])
-    must, aim = TARGETS.get(key, (None, None)) if row["engine"] == "ours" else (None, None)
     peers = PEERS.get(key, {})
     named = peers if row["engine"] == "ours" else {k: v for k, v in peers.items() if k == row["engine"]}
     published = ", ".join(f"{k} {v:,}" if len(named) > 1 or k != row["engine"] else f"{v:,}" for k, v in named.items())
-    targets = [_number(must), _number(aim), published]
     start = [row["workload"], row["model"], label(row)]
     if "error" in row:
-        return [*start, row["error"], *[""] * 6, *targets]
+        return [*start, row["error"], *[""] * 6, published]
     return [
         *start, _number(row["tok_s"]), " ".join(map(_number, row["runs"])), _number(row["first_run"]),
         _decimals(row["ready_s"], 1), _decimals(row["peak_gib"], 1),
-        _decimals(row["of_floor"], 2), _decimals(row["of_floor_unshared"], 2), *targets,
+        _decimals(row["of_floor"], 2), _decimals(row["of_floor_unshared"], 2), published,
     ]  # fmt: skip
 
 
@@ -79,7 +77,7 @@ def plot(report: dict[str, Any], path: Path) -> bool:
         for j, name in enumerate(names):
             key, least = (name, model), next(row["floor_tok_s"] for row in shown if row["workload"] == name)
             reference = {"vLLM 0.24, published": (PEERS.get(key, {}).get("vllm"), "black"),
-                         "must": (TARGETS.get(key, (None, None))[0], "red"), "floor": (least, "grey")}  # fmt: skip
+                         "floor": (least, "grey")}  # fmt: skip
             for what, (value, color) in reference.items():
                 if value:
                     known = what in panel.get_legend_handles_labels()[1]

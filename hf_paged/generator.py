@@ -45,6 +45,10 @@ class PagedGenerator:
         config: how to run; None: the defaults.
         **overrides: single fields of `PagedConfig`.
 
+    Attributes:
+        model: the model, which `model.generate` and others may use meanwhile.
+        engine: its `Engine`.
+
     Raises:
         UnsupportedModelError: the model is not supported.
         ValueError: the model is enabled already.

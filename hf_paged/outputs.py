@@ -34,9 +34,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one engine step brought for one request; ``completion`` and ``finish_reason`` only with its last.
+    """What one engine step brought for one request.
 
-    ``new_logprobs``: None unless asked for, one per new token, as in `Completion`.
+    Attributes:
+        request_id: as `Engine.add_request` returned it.
+        new_token_ids: tokens that came since the last output.
+        new_text: their text; None where the engine has no tokenizer.
+        finish_reason, completion: only with the last output of a request.
+        new_logprobs: None unless asked for: one per new token, as in `Completion`.
     """
 
     request_id: str
@@ -51,10 +56,17 @@ class StepOutput:
 class EngineStats:
     """Counters since the engine was made (num_generated_tokens, ...) and its state now (num_running, ...).
 
-    ``prefix_cache_queries`` and ``prefix_cache_hits`` count tokens; ``num_prefill_tokens`` the prompt tokens computed,
-    ``kv_cache_bytes`` the memory of the KV pool, ``num_pool_growths`` how often it was enlarged;
-    graphs, counted
-    over the present pool, are dropped when memory that they point to moved.
+    Attributes:
+        num_running, num_waiting: unfinished requests that have a row in every step, and those that wait for one.
+        num_blocks, num_free_blocks: blocks of the KV pool, and those that no request uses.
+        num_preemptions: how often a running request had to give its blocks back.
+        num_generated_tokens, num_prefill_tokens: tokens made, and prompt tokens computed.
+        num_steps: steps launched.
+        prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and those found.
+        kv_cache_bytes: memory of the KV pool.
+        num_pool_growths: how often the pool was enlarged.
+        num_graphs_captured, num_graphs_dropped: CUDA graphs of the present pool; they are dropped when memory that they
+            point to moved.
     """
 
     num_running: int

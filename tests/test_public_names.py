@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +54,14 @@ print(failed, hf_paged.engine.Engine is hf_paged.Engine, hf_paged.errors.Fallbac
 @pytest.mark.slow
 def test_names_and_their_modules_may_be_used_first_by_several_threads_at_once():
     assert run(FIRST_USES) == "[] True True\n"
+
+
+BESIDE_A_CLONE = "import hf_paged; print(hf_paged.__file__, hf_paged.errors.FallbackError is hf_paged.FallbackError)"
+
+
+def test_python_in_the_folder_above_a_clone_finds_the_package_in_it(tmp_path):
+    """The clone's folder has the package's name, and Python finds it first."""
+    root = Path(hf_paged.__file__).resolve().parents[1]
+    (tmp_path / "hf_paged").symlink_to(root)
+    made = subprocess.run([sys.executable, "-c", BESIDE_A_CLONE], capture_output=True, text=True, cwd=tmp_path, env={})
+    assert made.stdout == f"{root / 'hf_paged' / '__init__.py'} True\n", made.stderr

@@ -103,7 +103,7 @@ REQUESTS = [
 RECOGNITION = [
     PackageMutation("runner/weights.py", "buffers, self._adapter.plain_tensors())]", "buffers)]",
                     "models/guards/test_plain_tensors.py", "changed_in_place"),
-    PackageMutation(OWN_CODE, "        if self._table.holds(self._values):\n            return None\n",
+    PackageMutation(OWN_CODE, "        if table.holds():\n            return None\n",
                     "        return None\n", PATCHED_TESTS, "attention_of_torch"),
     PackageMutation(OWN_CODE, "        self.watch(module, name)\n        if isinstance(value, ModuleType):\n",
                     "        if isinstance(value, ModuleType):\n", PATCHED_TESTS, "every_global and qwen2"),

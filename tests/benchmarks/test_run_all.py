@@ -105,7 +105,7 @@ def test_the_table_with_and_without_rich(capsys, monkeypatch, rich):
         monkeypatch.setitem(sys.modules, "rich.console", None)
     bench_report.print_table(REPORT)
     shown = capsys.readouterr().out
-    for cell in ("24,391", "20,513 24,391 24,678", "0.74", "27,000", "31,000", "vllm 23,350", "not installed"):
+    for cell in ("24,391", "20,513 24,391 24,678", "0.74", "vllm 23,350", "not installed"):
         assert cell in shown
 
 

@@ -1,0 +1,110 @@
+"""The pages that tools make are current, and what the others name is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from support import batch, tiny_model
+
+import hf_paged
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+A_FILE = re.compile(r"`(?:python )?((?:\w+/)+[\w.]*\w(?:\.(?:py|md|sh|json|jsonl|toml)|/))[`: ]")
+A_LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    """Imports a file of tools/."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("name", ["options_table", "api_docs", "layers_picture"])
+def test_the_committed_page_is_what_its_tool_makes_of_the_code(tool, monkeypatch, name):
+    monkeypatch.setattr(sys, "argv", [name, "--check"])
+    assert tool(name).main() == 0, f"run: python tools/{name}.py"
+
+
+def test_every_public_name_is_in_the_api_page():
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert [name for name in hf_paged.__all__ if f"### `{name}`" not in page] == []
+
+
+def test_every_reason_for_stock_is_in_the_troubleshooting_page(tool):
+    reasons = tool("reasons")
+    assert len(reasons.reasons()) > 100
+    assert reasons.missing() == []
+
+
+def test_where_reasons_are_found(tool):
+    source = """
+def why(a) -> str | None:
+    if a: return f"{a} has a " + "hook"
+    return None if a is None else f"odd {a}"
+def name(a) -> str: return "no reason"
+def rows(a) -> list[int] | str:
+    yield "no rows of it"
+announce_fallback(engine, "said at once")
+call = f"cannot read {a!r}"
+"""
+    found = set(tool("reasons").texts_of(ast.parse(source)))
+    assert found == {"… has a hook", "odd …", "no rows of it", "said at once", "cannot read …"}
+
+
+def test_what_the_picture_of_layers_counts_as_an_import(tool):
+    source = """
+from a.b import c
+import d.e
+if TYPE_CHECKING:
+    from not_this import one
+def late():
+    from f import g
+"""
+    assert list(tool("layers_picture").imported(ast.parse(source))) == ["a.b.c", "d.e", "f.g"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_is_there(page):
+    """Paths are relative to the repository or to the package."""
+    named = {path for path in A_FILE.findall(page.read_text()) if not path.startswith("figures/")}
+    assert sorted(path for path in named if not any((base / path).exists() for base in (ROOT, ROOT / "hf_paged"))) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page):
+    for target, heading in A_LINK.findall(page.read_text()):
+        path = page.parent / target if target else page
+        assert path.exists(), f"{page.name}: {target}"
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings]
+            assert heading in anchors, f"{page.name}: {target}#{heading}"
+
+
+# Files of the walk that a greedy call of a Qwen3 on a CPU passes by: other paths, other families, CUDA, other callers.
+PASSED_BY = {
+    "integration/stock_loop.py", "models/generic.py", "kernels/attention/decode.py", "kernels/attention/prefill.py",
+    "sampling/sample_tokens.py", "engine/stopping.py", "options/arguments.py",
+}  # fmt: skip
+
+
+def test_a_call_enters_the_files_that_the_life_of_a_request_names():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`(\w+/[\w/]+\.py)`", page[page.index("## The life") : page.index("## Glossary")]))
+    model = hf_paged.enable(tiny_model(), strict=True)
+    package = str(Path(hf_paged.__file__).parent) + "/"
+    entered = set()
+    sys.setprofile(lambda frame, event, argument: entered.add(frame.f_code.co_filename.removeprefix(package)))
+    try:
+        model.generate(**batch([50, 19]), max_new_tokens=3)
+    finally:
+        sys.setprofile(None)
+    assert sorted(named - entered - PASSED_BY) == []
+    assert len(named & entered) > 20
