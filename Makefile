@@ -5,7 +5,7 @@ READY := $(VENV)/.installed
 # For run_all.py. On a GPU: make bench BENCH='--models 0.6B 8B --ab all'; without one it only shows that it runs.
 BENCH ?= --models tiny --scale 0.02 --batches 4
 
-.PHONY: demo test lint bench mutate clean
+.PHONY: demo test test-slow lint bench mutate clean
 
 demo: $(READY)
 	$(PYTHON) examples/quickstart.py
@@ -13,6 +13,10 @@ demo: $(READY)
 # A process a core, one thread each: on two cores twice as fast as one process.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n auto --dist worksteal
+
+# What `test` leaves out: whole programs, and what lasts minutes.
+test-slow: $(READY)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n auto --dist worksteal -m 'slow and not gpu'
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from workloads import Workload, generation_configs, qwen3, qwen3_config
 
 MODULES = {"ours": "hf_paged", "stock": "transformers", "generate_batch": "transformers", "vllm": "vllm",
-           "nano-vllm": "nanovllm"}  # fmt: skip
+           "nano-vllm": "nanovllm"}
 
 
 def dtype_of(device: str) -> torch.dtype:
@@ -173,7 +173,7 @@ class Vllm(Engine):
         config.save_pretrained(folder.name)
         self._folder = folder
         self.llm = LLM(folder.name, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=8192,
-                       enable_prefix_caching=True)  # fmt: skip
+                       enable_prefix_caching=True)
 
     def prepare(self, workload: Workload) -> None:
         self.llm.reset_prefix_cache()
@@ -187,7 +187,7 @@ class Vllm(Engine):
             SamplingParams(n=workload.samples, temperature=workload.temperature, max_tokens=length, ignore_eos=True,
                            detokenize=False)
             for length in workload.output_lengths
-        ]  # fmt: skip
+        ]
         prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
         outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
         return [len(completion.token_ids) for output in outputs for completion in output.outputs]
@@ -234,4 +234,4 @@ class NanoVllm(Engine):
 
 
 ENGINES: dict[str, type[Engine]] = {"ours": Ours, "stock": Stock, "generate_batch": GenerateBatch, "vllm": Vllm,
-                                    "nano-vllm": NanoVllm}  # fmt: skip
+                                    "nano-vllm": NanoVllm}

@@ -8,7 +8,7 @@ from typing import Any
 from published import PEERS
 
 HEADINGS = ("workload", "model", "engine", "tok/s", "runs", "first run", "ready s", "peak GiB", "of floor",
-            "of floor, unshared", "published")  # fmt: skip
+            "of floor, unshared", "published")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -23,7 +23,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         *start, _number(row["tok_s"]), " ".join(map(_number, row["runs"])), _number(row["first_run"]),
         _decimals(row["ready_s"], 1), _decimals(row["peak_gib"], 1),
         _decimals(row["of_floor"], 2), _decimals(row["of_floor_unshared"], 2), published,
-    ]  # fmt: skip
+    ]
 
 
 def label(row: dict[str, Any]) -> str:
@@ -35,7 +35,7 @@ def print_table(report: dict[str, Any]) -> None:
     lines = [cells(row) for row in report["rows"]]
     limits = report["ceilings"]
     title = (f"Output tokens per second, {report['machine']}, {report['date']}: copy {limits['copy_tb_s']:.3g} TB/s, "
-             f"GEMM {limits['gemm_tflop_s']:.3g} TFLOP/s")  # fmt: skip
+             f"GEMM {limits['gemm_tflop_s']:.3g} TFLOP/s")
     try:
         from rich.console import Console
         from rich.table import Table
@@ -77,7 +77,7 @@ def plot(report: dict[str, Any], path: Path) -> bool:
         for j, name in enumerate(names):
             key, least = (name, model), next(row["floor_tok_s"] for row in shown if row["workload"] == name)
             reference = {"vLLM 0.24, published": (PEERS.get(key, {}).get("vllm"), "black"),
-                         "floor": (least, "grey")}  # fmt: skip
+                         "floor": (least, "grey")}
             for what, (value, color) in reference.items():
                 if value:
                     known = what in panel.get_legend_handles_labels()[1]

@@ -51,7 +51,7 @@ def measure(engine: Engine, job: dict[str, Any], row: dict[str, Any]) -> dict[st
         "of_floor": rate * least.seconds / workload.output_tokens,
         "of_floor_unshared": rate * least.seconds_unshared / workload.output_tokens,
         "floor_tok_s": workload.output_tokens / least.seconds, "floor_s": least._asdict(), "stats": engine.stats(),
-    }  # fmt: skip
+    }
     if cuda:
         free, total = torch.cuda.mem_get_info()
         # What the device has in use: an engine may have processes, graphs and caches that torch's statistics leave out.

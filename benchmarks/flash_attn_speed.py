@@ -35,7 +35,7 @@ from paged_cases import expected, make_case, worst_error
 SCALE = HEAD_DIM**-0.5
 OPTIONS = AttentionOptions(SCALE)
 PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels",
-            "apache-tvm-ffi", "cuda-bindings")  # fmt: skip
+            "apache-tvm-ffi", "cuda-bindings")
 ROWS = [(5, 5), (1, 40), (300, 1100), (129, 129), (7, 260), (64, 64), (2, 513), (1024, 2048)]
 report: dict[str, Any] = {"steps": {}}
 
@@ -126,7 +126,7 @@ def check(package: flash_backend.FlashPackage, page: int, **options: Any) -> str
 def check_clean(package: flash_backend.FlashPackage, page: int) -> str:
     """NaN left in shared memory by one call must not show in the next."""
     case = make_case([(3, n) for n in range(3, 131)], seed=1, heads=16, kv_heads=8, head_dim=128, block_size=page,
-                     dtype=torch.bfloat16, device="cuda")  # fmt: skip
+                     dtype=torch.bfloat16, device="cuda")
     nan = torch.full_like(case.k_cache, float("nan"))
     for _ in range(3):
         flash_backend.run_package(package, case.q, nan, nan, case.meta, case.options)
@@ -138,7 +138,7 @@ def check_package(package: flash_backend.FlashPackage, page: int) -> None:
     for heads, kv_heads, head_dim in ((16, 8, 128), (32, 8, 128), (4, 4, 64), (4, 2, 256)):
         shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
         attempt(f"check {package.name}, page {page}, {heads}/{kv_heads} x {head_dim}",
-                partial(check, package, page, **shape))  # fmt: skip
+                partial(check, package, page, **shape))
     shape = {"heads": 16, "kv_heads": 8, "head_dim": 128}
     attempt(f"check {package.name}, window 100", partial(check, package, page, window=100, **shape))
     attempt(f"check {package.name}, softcap 30", partial(check, package, page, softcap=30.0, **shape))
@@ -179,7 +179,7 @@ def main() -> None:
             shape_name = f"{rows} x {length}, {heads}/{KV_HEADS}"
             inputs = prefill_inputs(rows, length, heads, 16)
             calls = [partial(paged_attention_prefill, inputs.q, k, v, inputs.meta, OPTIONS)
-                     for k, v in inputs.caches]  # fmt: skip
+                     for k, v in inputs.caches]
             attempt(f"{shape_name}: Triton", partial(rate, calls, rows, length, heads))
             calls = [partial(torch_fa2, inputs, length, k, v) for k, v in packed(inputs)]
             attempt(f"{shape_name}: FA2 in torch", partial(rate, calls, rows, length, heads))
@@ -192,9 +192,9 @@ def main() -> None:
                     chosen = replace(package, small_pages=False) if pages == 128 else package
                     inputs = prefill_inputs(rows, length, heads, pages)
                     calls = [partial(flash_backend.run_package, chosen, inputs.q, k, v, inputs.meta, OPTIONS)
-                             for k, v in inputs.caches]  # fmt: skip
+                             for k, v in inputs.caches]
                     attempt(f"{rows} x {length}, {heads}/{KV_HEADS}: {package.name}, page {pages}",
-                            partial(rate, calls, rows, length, heads))  # fmt: skip
+                            partial(rate, calls, rows, length, heads))
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 

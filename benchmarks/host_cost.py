@@ -125,7 +125,7 @@ def main() -> None:
     r = random.Random(0)
     prompts = [[r.randint(0, 10000) for _ in range(r.randint(100, 1024))] for _ in range(args.requests)]
     configs = [GenerationConfig(max_new_tokens=r.randint(100, 1024), do_sample=True, temperature=0.6, top_k=0)
-               for _ in prompts]  # fmt: skip
+               for _ in prompts]
     blocks = args.requests * 110
     with PagedGenerator(model, num_blocks=blocks, max_num_seqs=args.requests, max_model_len=2048, overlap=True) as own:
         own.generate([prompts[0][:16]], max_new_tokens=2, use_tqdm=False)
@@ -135,7 +135,7 @@ def main() -> None:
         for together in (1, 100):
             times = of_add_request(own, together)
             print(f"add_request, {together} before a step: {statistics.median(times):.2f} ms a request (fastest "
-                  f"{min(times):.2f})")  # fmt: skip
+                  f"{min(times):.2f})")
         times = of_an_arrival(own)
         print(f"a step with an arrival: {statistics.median(times):.2f} ms (fastest {min(times):.2f})")
         for stream in (False, True):

@@ -149,7 +149,7 @@ def decode_rows(copy: float) -> Iterable[dict[str, Any]]:
         yield {
             "row": f"decode {rows} x {length}, {heads}/{KV_HEADS}", "us": seconds * 1e6, "TB/s": rate,
             "of copy": rate / copy, "FA3": fa3, "probe": probe,
-        }  # fmt: skip
+        }
 
 
 def fa2_time(inputs: Inputs, length: int) -> float:
@@ -175,7 +175,7 @@ def prefill_rows(gemm: float) -> Iterable[dict[str, Any]]:
             "row": f"prefill {rows} x {length}, {heads}/{KV_HEADS}", "us": seconds * 1e6,
             "TFLOP/s": flops / seconds / 1e12, "of GEMM": flops / seconds / 1e12 / gemm,
             "FA2 in torch": flops / fa2 / 1e12, "x FA2": fa2 / seconds, "FA3": fa3,
-        }  # fmt: skip
+        }
 
 
 def op_rows(copy: float) -> Iterable[dict[str, Any]]:
@@ -201,7 +201,7 @@ def op_rows(copy: float) -> Iterable[dict[str, Any]]:
              [partial(qk_norm_rope_store, each, norm, norm, 1e-6, cos, sin, slots, slots, *caches) for each in qkv]),
             ("store_kv", 4 * KV_HEADS * HEAD_DIM,
              [partial(store_kv, *pair, *caches, slots) for pair in zip(key, value, strict=True)]),
-        ]  # fmt: skip
+        ]
         for name, width, calls in ops:
             yield _bandwidth_row(f"{name} {tokens}", 2 * tokens * width, calls, copy)
         del x, residual, gate_up, qkv, key, value
@@ -214,7 +214,7 @@ def op_rows(copy: float) -> Iterable[dict[str, Any]]:
     for name, top_k, tail in (("temperature", 0, 0.0), ("top-k 50, top-p 0.9", 50, 0.1)):
         table = SamplingTable(torch.tensor([[0.7, tail, 0.0]], device="cuda").repeat(256, 1),
                               torch.tensor([[1, top_k, 0]], device="cuda").repeat(256, 1),
-                              torch.full((256, 1), -1, device="cuda"))  # fmt: skip
+                              torch.full((256, 1), -1, device="cuda"))
         rows_of = torch.arange(256, device="cuda")
         calls = [partial(sample_tokens, each, table, rows_of, position) for each in logits]
         yield _bandwidth_row(f"sample_tokens 256, {name}", 2 * 256 * vocab, calls, copy)
@@ -240,7 +240,7 @@ def checksum_rows(copy: float) -> Iterable[dict[str, Any]]:
     yield {
         "row": f"weights_checksum {nbytes / 1e9:.1f} GB", "us": seconds * 1e6, "TB/s": nbytes / seconds / 1e12,
         "of copy": nbytes / seconds / 1e12 / copy, "first call and wait, us": wall * 1e6,
-    }  # fmt: skip
+    }
 
 
 def sweep_rows() -> Iterable[dict[str, Any]]:

@@ -39,7 +39,7 @@ from hf_paged.kernels.silu_mul import silu_mul
 MODELS = {
     "0.6B": (1024, 16, 8, 3072, 28), "4B": (2560, 32, 8, 9728, 36), "8B": (4096, 32, 8, 12288, 36),
     "32B/2": (5120, 32, 4, 12800, 64), "32B/4": (5120, 16, 2, 6400, 64),
-}  # fmt: skip
+}
 VOCAB, HEAD_DIM, EPS = 151936, 128, 1e-6
 ROWS = [1, 2, 4, 8, 32, 64]
 ROTATE_BYTES = 160 << 20
@@ -55,7 +55,7 @@ def shapes_of(model: str) -> dict[str, tuple[int, int]]:
     return {
         "qkv": (q + 2 * kv, hidden), "o": (hidden, q), "gate_up": (2 * inner, hidden), "down": (hidden, inner),
         "head": (VOCAB, hidden),
-    }  # fmt: skip
+    }
 
 
 def sweep(models: list[str], rows_list: list[int], deadline: float) -> Iterable[dict[str, Any]]:
@@ -85,7 +85,7 @@ def sweep(models: list[str], rows_list: list[int], deadline: float) -> Iterable[
 
 
 def compare(name: str, x: torch.Tensor, weights: list[torch.Tensor], cublas: Callable[..., torch.Tensor],
-            calls: dict[str, Callable[..., torch.Tensor]]) -> dict[str, Any]:  # fmt: skip
+            calls: dict[str, Callable[..., torch.Tensor]]) -> dict[str, Any]:
     """Times of calls that lack the weight."""
     (n, k), rows = weights[0].shape, len(x)
     times = {}
@@ -100,7 +100,7 @@ def compare(name: str, x: torch.Tensor, weights: list[torch.Tensor], cublas: Cal
         "row": f"{name} {rows} x {n} x {k}", "T": rows, "N": n, "K": k, "cuBLAS us": times["cuBLAS"],
         "chosen": chosen, "us": us, "GB/s": 2 * n * k / us / 1e3, "x cuBLAS": times["cuBLAS"] / us,
         "best": best, "x best": us / times[best], "all": times,
-    }  # fmt: skip
+    }
 
 
 def _then_silu_mul(product: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Step:
         self.weights = [
             {name: torch.rand(n, k, **kwargs).sub_(0.5).mul_(2 * k**-0.5) for name, (n, k) in shapes.items()
              if name != "head"} for _ in range(layers)
-        ]  # fmt: skip
+        ]
         self.head = torch.rand(*shapes["head"], **kwargs)
         self.norms = [torch.ones(hidden, **kwargs) for _ in range(2 * layers)]
         self.head_norm = torch.ones(HEAD_DIM, **kwargs)
@@ -137,7 +137,7 @@ class Step:
             slots=torch.arange(rows, device="cuda").int(),
             slot_mapping=torch.arange(rows, device="cuda") * 640 + 511, max_query_len=1, max_seq_len=4096,
             work=decode_work(rows, 512, config_of(rows, kv_heads, HEAD_DIM, torch.bfloat16, self.x.device)),
-        )  # fmt: skip
+        )
 
     def __call__(self, product: Callable[..., torch.Tensor], fuse_silu: bool) -> torch.Tensor:
         delta, residual = self.x, None
@@ -147,7 +147,7 @@ class Step:
             query = qk_norm_rope_store(
                 product(normed, weights["qkv"]), self.head_norm, self.head_norm, EPS, self.cos, self.sin,
                 self.positions, self.meta.slot_mapping, k_cache, v_cache,
-            )  # fmt: skip
+            )
             query = paged_attention_decode(query, k_cache, v_cache, self.meta, AttentionOptions(HEAD_DIM**-0.5))
             delta = product(query.flatten(1), weights["o"])
             normed, residual = add_rms_norm(delta, residual, self.norms[2 * i + 1], EPS)
@@ -214,7 +214,7 @@ def chain(models: list[str], rows_list: list[int]) -> Iterable[dict[str, Any]]:
 
 def show(row: dict[str, Any]) -> dict[str, Any]:
     cells = [f"{k} {v:.3f}" if k == "ms" else f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}"
-             for k, v in row.items() if k not in ("row", "all", "T", "N", "K")]  # fmt: skip
+             for k, v in row.items() if k not in ("row", "all", "T", "N", "K")]
     print(row["row"], "|", " | ".join(cells), flush=True)
     return row
 

@@ -46,7 +46,7 @@ def main() -> None:
         if turn == rank:
             print(f"rank {rank} of {size}: shard {shard / 2**30:.2f} GiB in {seconds:.1f} s "
                   f"({shard / seconds / 1e9:.1f} GB/s); host peak +{(peak_host_bytes() - before) / 2**30:.2f} GiB; "
-                  f"device peak {peak / 2**30:.2f} GiB ({peak / shard:.3f} x shard)", flush=True)  # fmt: skip
+                  f"device peak {peak / 2**30:.2f} GiB ({peak / shard:.3f} x shard)", flush=True)
     dist.destroy_process_group()
 
 

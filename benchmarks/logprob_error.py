@@ -45,10 +45,10 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
     executor = executor_class(model)
     num_blocks = rows * -(-length // config.block_size) + 1
     scheduler = Scheduler(SchedulerConfig(block_size=config.block_size, num_blocks=num_blocks, max_num_seqs=rows,
-                                          max_num_batched_tokens=4096, max_model_len=length))  # fmt: skip
+                                          max_num_batched_tokens=4096, max_model_len=length))
     runner = ModelRunner(executor, executor.kv_spec(), block_size=config.block_size, num_blocks=num_blocks,
                          max_num_seqs=rows, max_model_len=length, max_num_batched_tokens=4096,
-                         attention_backend="auto")  # fmt: skip
+                         attention_backend="auto")
     result = torch.full((rows, length - 1), torch.nan, dtype=torch.float64, device=tokens.device)
     for row in range(rows):
         scheduler.add(Sequence(str(row), tokens[row, :half].tolist(), max_new_tokens=length - half))
@@ -109,7 +109,7 @@ def main() -> None:
     for name, parts in errors.items():
         everything = torch.cat(parts)
         figures[name] = {"tokens": everything.numel(), "mean": everything.mean().item(),
-                         "p99": np.quantile(everything.cpu().numpy(), 0.99).item()}  # fmt: skip
+                         "p99": np.quantile(everything.cpu().numpy(), 0.99).item()}
         print(f"{name:14} {figures[name]}")
     ours, theirs = figures["hf_paged bf16"], figures["stock bf16"]
     mean, p99 = ours["mean"] / theirs["mean"], ours["p99"] / theirs["p99"]

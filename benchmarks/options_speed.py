@@ -62,7 +62,7 @@ def options(model: Any, args: argparse.Namespace) -> dict[str, float]:
                 base = {"do_sample": True, "temperature": 0.7, **extra}
                 configs = [GenerationConfig(max_new_tokens=n, **base) for n in work.output_lengths]
                 once = timed(lambda configs=configs: generator.generate(work.prompts, configs, use_tqdm=False),  # type: ignore[misc]
-                             args.device)  # fmt: skip
+                             args.device)
                 if turn:
                     seconds[name].append(once)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
@@ -80,7 +80,7 @@ def lockstep(model: Any, args: argparse.Namespace) -> dict[str, float]:
     ids = torch.randint(1, 10000, (count, width), device=args.device)
     mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long().to(args.device)
     call: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new, "do_sample": False,
-                            "pad_token_id": 0, "logits_processor": LogitsProcessorList([Nudge()])}  # fmt: skip
+                            "pad_token_id": 0, "logits_processor": LogitsProcessorList([Nudge()])}
     medians = {}
     for name in ("stock", "lockstep"):
         if name == "lockstep":

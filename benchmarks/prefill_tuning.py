@@ -103,7 +103,7 @@ def fa2_seconds(inputs: Inputs, rows: list[tuple[int, int]]) -> float:
         return torch.ops.aten._flash_attention_forward(
             inputs.q, k, v, meta.query_start, starts, meta.max_query_len, meta.max_seq_len, 0.0, True, False,
             scale=scale,
-        )  # fmt: skip
+        )
 
     dense = [tuple(cache.flatten(0, 1)[: int(starts[-1])] for cache in pair) for pair in inputs.caches]
     return graph_time([partial(call, k, v) for k, v in dense], 5)

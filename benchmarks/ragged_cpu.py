@@ -33,7 +33,7 @@ def make_model() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     config = Qwen3Config(vocab_size=24576, hidden_size=512, intermediate_size=1536, num_hidden_layers=12,
                          num_attention_heads=8, num_key_value_heads=4, head_dim=64, max_position_embeddings=1024,
-                         tie_word_embeddings=True)  # fmt: skip
+                         tie_word_embeddings=True)
     return Qwen3ForCausalLM(config).eval()
 
 
@@ -99,7 +99,7 @@ def main() -> None:
         ratio = f"   hf_paged is {ours / rate:4.2f}x" if ours else ""
         same = sum(a == b for a, b in zip(tokens[name], tokens[next(iter(tokens))], strict=True))
         print(f"{name:16} {rate:8.1f} tok/s  (median of {args.rounds}: {statistics.median(times[name]):.2f} s){ratio}"
-              f"   same tokens: {same}/{NUM_REQUESTS}")  # fmt: skip
+              f"   same tokens: {same}/{NUM_REQUESTS}")
     if args.out:
         args.out.write_text(json.dumps({"rates": rates, "seconds": times, "torch": torch.__version__}, indent=1))
 

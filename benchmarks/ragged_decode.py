@@ -50,16 +50,16 @@ def main() -> None:
             table[row, : blocks[row]] = order[end - int(blocks[row]) : end]
         # Several layers' caches in turn, so that none stays in the L2.
         caches = [torch.randn(2, int(blocks.sum()) + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device,
-                              dtype=torch.bfloat16) for _ in range(max(4, 128 // batch))]  # fmt: skip
+                              dtype=torch.bfloat16) for _ in range(max(4, 128 // batch))]
         query = torch.randn(rows, args.heads, HEAD_DIM, device=device, dtype=torch.bfloat16)
         plain = PagedMetadata(torch.arange(rows + 1, dtype=torch.int32, device=device),
                               torch.from_numpy(lengths).int().to(device), table.to(device),
                               torch.arange(rows, dtype=torch.int32, device=device),
-                              torch.zeros(rows, dtype=torch.int64, device=device), 1, 40960)  # fmt: skip
+                              torch.zeros(rows, dtype=torch.int64, device=device), 1, 40960)
         nbytes = int(lengths.sum()) * KV_HEADS * HEAD_DIM * 2 * 2
 
         def rate(work: DecodeWork, calls: list = caches, q: torch.Tensor = query, size: int = nbytes,
-                 meta: PagedMetadata = plain, **options: Any) -> float:  # fmt: skip
+                 meta: PagedMetadata = plain, **options: Any) -> float:
             scaled = AttentionOptions(HEAD_DIM**-0.5)
             run = partial(paged_attention_decode, meta=meta._replace(work=work), options=scaled)
             return size / graph_time([partial(run, q, k, v, **options) for k, v in calls], 5) / 1e12

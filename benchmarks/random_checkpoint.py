@@ -48,7 +48,7 @@ def make_checkpoint(size: str, folder: Path) -> float:
             name: torch.ones(shape, dtype=dtype) if "norm" in name
             else torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator).cpu()
             for name, shape in shards[number].items()
-        }  # fmt: skip
+        }
         save_file(tensors, folder / files[number], metadata={"format": "pt"})
 
     with ThreadPoolExecutor(_WRITERS) as pool:

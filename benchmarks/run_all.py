@@ -62,7 +62,7 @@ def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             variants: list[dict[str, Any]] = [{}]
             variants += [{name: off[name]} for name in techniques] if engine == "ours" else []
             rows += [{"workload": workload, "model": model, "engine": engine, "overrides": overrides}
-                     for overrides in variants for workload in names]  # fmt: skip
+                     for overrides in variants for workload in names]
     return [{"row": i, **row} for i, row in enumerate(rows)]
 
 
@@ -93,7 +93,7 @@ def _run_process(job: dict[str, Any], folder: Path, limit: float) -> tuple[dict,
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
     with log.open("a") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                                   env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+                                   env={**os.environ, "PYTHONPATH": path})
     results: dict[int, dict[str, Any]] = {}
     current: int | None = None
     seen, deadline, ended = 0, time.monotonic() + limit, False
@@ -145,9 +145,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "machine": machine,
         "versions": versions(), "command": sys.argv,
         "settings": {"runs": args.runs, "warmup": args.warmup, "budget": args.budget, "scale": args.scale},
-    }  # fmt: skip
+    }
     shared = {"device": args.device, "scale": args.scale, "runs": args.runs, "warmup": args.warmup,
-              "budget": args.budget}  # fmt: skip
+              "budget": args.budget}
     measured = run_job({"engine": "ceilings", "model": "any", "rows": [{"row": 0}], **shared}, args.out, args.limit)[0]
     if "error" in measured:
         raise SystemExit(f"ceilings: {measured['error']}")

@@ -51,7 +51,7 @@ def make_model(device: str, seed: int = 0) -> Qwen3ForCausalLM:
     config = Qwen3Config(vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
                          initializer_range=0.2, tie_word_embeddings=False, pad_token_id=0, bos_token_id=None,
-                         eos_token_id=None)  # fmt: skip
+                         eos_token_id=None)
     return Qwen3ForCausalLM(config).eval().to(device)
 
 
@@ -120,7 +120,7 @@ class Soak:
             "beams": self._cases({"max_new_tokens": 7, "num_beams": 3}),
             "bad settings": self._cases({"max_new_tokens": 4, "num_beams": 0}, {"max_new_tokens": -3},
                                         {"max_new_tokens": 3, "suppress_tokens": ["a"]}),
-        }  # fmt: skip
+        }
         self.plain = make_batch(device, 99)
         self.edits = [Case(self._greedy(12), None)._replace(expected=self._of_edited(sign)) for sign in (1.0, -1.0)]
         self.peft, self.adapted = self._adapt(adapted)
@@ -136,7 +136,7 @@ class Soak:
             "failing streamer": self.fail_streaming, "abort": self.abort, "weight edit": self.edit,
             "adapter": self.adapter, "deep copy": self.deep_copy, "generate_batch": self.batch,
             "running manager": self.managed,
-        }  # fmt: skip
+        }
         if self.server is not None:
             self.kinds["server"] = self.server.ask
         self.done: Counter[str] = Counter()
@@ -148,7 +148,7 @@ class Soak:
     def _cases(self, *settings: dict[str, Any]) -> list[Case]:
         stock = copy.deepcopy(self.model)
         calls = [{**make_batch(self.device, 10 * i + j), **WIDE, **kwargs}
-                 for j, kwargs in enumerate(settings) for i in range(3)]  # fmt: skip
+                 for j, kwargs in enumerate(settings) for i in range(3)]
         return [Case(kwargs, outcome(stock, kwargs)) for kwargs in calls]
 
     def _of_edited(self, sign: float) -> torch.Tensor:
@@ -229,7 +229,7 @@ class Soak:
     def managed(self, rng: random.Random) -> None:
         prompts, expected = self._rows(rng)
         names = [self.manager.add_request(prompt, max_new_tokens=16, streaming=rng.random() < 0.5, do_sample=False)
-                 for prompt in prompts]  # fmt: skip
+                 for prompt in prompts]
         gone = self.manager.add_request(prompts[0], max_new_tokens=100, do_sample=False)
         self.manager.cancel_request(gone)
         made = [[output for output in self.manager.request_id_iter(name) if output.is_finished()] for name in names]
@@ -269,7 +269,7 @@ class Soak:
             "leaked": leaked, "RSS MiB": _rss() / 2**20, "objects": len(gc.get_objects()),
             "device MiB": torch.cuda.memory_allocated() / 2**20 if on_gpu else 0.0,
             "graphs dropped": stats[0].num_graphs_dropped,
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         self.manager.stop(hard_stop=True, timeout=10.0)
@@ -293,7 +293,7 @@ class Server:
             table = f"Codes:\nred-fox: {1000 + i}\nbold-owl: {1777 + i}"
             chat = [{"role": "system", "content": table}, {"role": "user", "content": "What is the code of red-fox?"}]
             inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt",
-                                                   return_dict=True).to(device)  # fmt: skip
+                                                   return_dict=True).to(device)
             output = stock.generate(**inputs, max_new_tokens=16, do_sample=False)
             new_tokens = output[0, inputs["input_ids"].shape[1] :]
             self.questions.append((chat, tokenizer.decode(new_tokens, skip_special_tokens=True)))
@@ -303,7 +303,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._serve = Serve(force_model=str(TRAINED), continuous_batching=True, device=device, dtype="float32",
-                            host="127.0.0.1", port=port, non_blocking=True)  # fmt: skip
+                            host="127.0.0.1", port=port, non_blocking=True)
         self.url = f"http://127.0.0.1:{port}/v1/chat/completions"
         while not self._serve.server.started:
             time.sleep(0.02)

@@ -41,7 +41,7 @@ def measure(generator: PagedGenerator, name: str, args: argparse.Namespace) -> d
         seconds.append(took)
     rates = [workload.output_tokens / took for took in seconds[args.warmup :]]
     return {"workload": name, "tok_s": statistics.median(rates), "runs": rates,
-            "first_run": workload.output_tokens / seconds[0]}  # fmt: skip
+            "first_run": workload.output_tokens / seconds[0]}
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
     folder = args.folder or Path("/dev/shm") / f"qwen3-{args.model}"
     report: dict[str, Any] = {
         "model": args.model, "size": args.size, "options": args.options, "torch": torch.__version__,
-    }  # fmt: skip
+    }
     if torch.cuda.is_available():
         report["machine"] = torch.cuda.get_device_name()
     if not (folder / "model.safetensors.index.json").exists():
@@ -74,13 +74,13 @@ def main() -> None:
         report["first_token_s"] = time.perf_counter() - start
         report["blocks"] = generator.engine.stats().num_blocks
         print(f"{args.model} over {args.size}: ready {report['ready_s']:.1f} s, first token "
-              f"{report['first_token_s']:.1f} s, {report['blocks']} blocks", flush=True)  # fmt: skip
+              f"{report['first_token_s']:.1f} s, {report['blocks']} blocks", flush=True)
         report["rows"] = []
         for name in args.workloads:
             row = measure(generator, name, args)
             report["rows"].append(row)
             print(f"{args.model} over {args.size}: {name} {row['tok_s']:,.1f} tok/s (first run "
-                  f"{row['first_run']:,.1f})", flush=True)  # fmt: skip
+                  f"{row['first_run']:,.1f})", flush=True)
     if args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -116,13 +116,13 @@ QWEN3_SHAPES: dict[str, dict] = {
     # Published by nobody: shows on a CPU that a benchmark runs.
     "tiny": {"vocab_size": 10016, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
              "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
-}  # fmt: skip
+}
 
 
 def qwen3_config(size: str) -> Qwen3Config:
     shape = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128} | QWEN3_SHAPES[size]
     return Qwen3Config(max_position_embeddings=40960, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-                       eos_token_id=None, bos_token_id=None, **shape)  # fmt: skip
+                       eos_token_id=None, bos_token_id=None, **shape)
 
 
 def qwen3(size: str, dtype: torch.dtype, device: str, seed: int = 0) -> Qwen3ForCausalLM:

@@ -56,11 +56,11 @@ def main(argv: list[str] | None = None) -> None:
         completions = []
         if share:  # there may be fewer prompts than processes
             completions = generator.generate([prompts[i] for i in share], seed=[args.seed + i for i in share],
-                                             use_tqdm=None if state.is_main_process else False, **settings)  # fmt: skip
+                                             use_tqdm=None if state.is_main_process else False, **settings)
     made = gather_object([
         (index, {"completion": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason, "error": c.error})
         for index, c in zip(share, completions, strict=True)
-    ])  # fmt: skip
+    ])
     if state.is_main_process:
         lines = [json.dumps(rows[index] | result, ensure_ascii=False) for index, result in sorted(made)]
         if args.output is None:

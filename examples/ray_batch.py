@@ -57,11 +57,11 @@ def main(argv: list[str] | None = None) -> int:
         without(dataset, args.id_column, done), args.model, num_actors=args.num_actors, batch_size=args.batch_size,
         tensor_parallel_size=args.tensor_parallel_size, prompt_column=args.prompt_column, id_column=args.id_column,
         generate_kwargs=settings, seed=args.seed, dtype=args.dtype,
-    )  # fmt: skip
+    )
     written = made.map_batches(
         write_file, batch_size=None, batch_format="pyarrow",
         fn_kwargs={"output": str(args.output.absolute()), "format": args.format, "id_column": args.id_column},
-    )  # fmt: skip
+    )
     rows = [row for batch in written.iter_batches(batch_format="pyarrow") for row in batch.to_pylist()]
     count, failed = sum(row["rows"] for row in rows), sum(row["failed"] for row in rows)
     print(f"{count} rows generated, {failed} of them with an error; {len(rows)} files added to {args.output}")
@@ -81,7 +81,7 @@ def read(path: Path) -> ray.data.Dataset:
 
 def column(dataset: ray.data.Dataset, name: str) -> list[Any]:
     return [key for batch in dataset.select_columns([name]).iter_batches(batch_format="pyarrow")
-            for key in batch.column(name).to_pylist()]  # fmt: skip
+            for key in batch.column(name).to_pylist()]
 
 
 def finished_ids(output: Path, id_column: str) -> set[Any]:

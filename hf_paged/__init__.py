@@ -60,7 +60,7 @@ _MODULES = {
     "hf_paged.integration.install": ("install", "is_installed", "uninstall"),
     "hf_paged.integration.enable": ("disable", "enable", "get_engine", "is_enabled"),
     "hf_paged.outputs": ("Completion", "EngineStats", "StepOutput"),
-}  # fmt: skip
+}
 
 
 # transformers' own lazy imports fail where two threads begin them at once.

@@ -54,7 +54,7 @@ class PagedGenerator:
     """
 
     def __init__(self, model: torch.nn.Module, tokenizer: Any = None, config: PagedConfig | None = None,
-                 **overrides: Any) -> None:  # fmt: skip
+                 **overrides: Any) -> None:
         if is_enabled(model):
             raise ValueError("model: it is enabled already; call hf_paged.disable(model) first, or use model.generate")
         self.model: Any = model
@@ -70,7 +70,7 @@ class PagedGenerator:
     def from_pretrained(cls, path_or_id: str | os.PathLike, *, dtype: str | torch.dtype = "auto",
                         device: str | torch.device | None = None, tensor_parallel_size: int = 1,
                         config: PagedConfig | None = None, tokenizer: Any = None,
-                        **overrides: Any) -> PagedGenerator:  # fmt: skip
+                        **overrides: Any) -> PagedGenerator:
         """Load model and tokenizer and build a generator around them.
 
         Args:
@@ -125,7 +125,7 @@ class PagedGenerator:
 
     def generate(self, prompts: Any = None, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
                  use_tqdm: bool | None = None, logprobs: bool = False, prompt_logprobs: bool = False,
-                 cache_salt: str | SequenceOf[str | None] | None = None, **generate_kwargs: Any) -> Any:  # fmt: skip
+                 cache_salt: str | SequenceOf[str | None] | None = None, **generate_kwargs: Any) -> Any:
         """Complete every prompt.
 
         Args:
@@ -160,7 +160,7 @@ class PagedGenerator:
                 made = self._generate_tensor(prompts, generation_config, seed, generate_kwargs)
             return None if self._only_follows else made
         requests = self._requests(prompts, generation_config, seed, generate_kwargs, logprobs, prompt_logprobs,
-                                  cache_salt)  # fmt: skip
+                                  cache_salt)
         completions: dict[int, Completion] = {}
         with self.engine.session() as session, _Progress(len(requests), use_tqdm, self.engine) as progress:
             for index, output in self._drive(session, requests):
@@ -181,14 +181,14 @@ class PagedGenerator:
     def stream(self, prompts: Any, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
                logprobs: bool = False, prompt_logprobs: bool = False,
                cache_salt: str | SequenceOf[str | None] | None = None,
-               **generate_kwargs: Any) -> Iterator[tuple[int, StepOutput]]:  # fmt: skip
+               **generate_kwargs: Any) -> Iterator[tuple[int, StepOutput]]:
         """Like `generate`, but yields (index of the completion, `StepOutput`) as tokens come.
 
         Arguments are checked, and the requests made, before the first item is asked for. Closing the iterator ends
         what is still running.
         """
         requests = self._requests(prompts, generation_config, seed, generate_kwargs, logprobs, prompt_logprobs,
-                                  cache_salt)  # fmt: skip
+                                  cache_salt)
 
         def outputs() -> Iterator[tuple[int, StepOutput]]:
             self.engine.check_runnable()
@@ -213,7 +213,7 @@ class PagedGenerator:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _requests(self, prompts: Any, generation_config: Any, seed: Any, generate_kwargs: dict[str, Any],
-                  logprobs: bool, prompt_logprobs: bool, cache_salt: Any) -> list[NewRequest]:  # fmt: skip
+                  logprobs: bool, prompt_logprobs: bool, cache_salt: Any) -> list[NewRequest]:
         """Check everything and settle everything, so that nothing runs if one argument is wrong."""
         self.engine.check_runnable()
         check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)

@@ -29,7 +29,7 @@ OUTPUTS = ("", "_token_ids", "_finish_reason", "_error")  # suffixes of the colu
 
 def generate_dataset(dataset: Dataset, path: str, *, num_actors: int = 1, batch_size: int = 1024,
                      tensor_parallel_size: int = 1, num_gpus: float | None = None,
-                     ray_options: dict[str, Any] | None = None, **actor_arguments: Any) -> Dataset:  # fmt: skip
+                     ray_options: dict[str, Any] | None = None, **actor_arguments: Any) -> Dataset:
     """Complete every row of `dataset` on `num_actors` actors; lazy, as every operation of Ray Data.
 
     An actor that dies is started anew, and what it had not delivered is generated again, to the same tokens (see
@@ -104,7 +104,7 @@ class PagedActor:
 
     def __init__(self, path: str, *, tensor_parallel_size: int = 1, prompt_column: str = "prompt",
                  output_column: str = "completion", id_column: str | None = None, generation_config: Any = None,
-                 generate_kwargs: dict[str, Any] | None = None, seed: int = 0, **overrides: Any) -> None:  # fmt: skip
+                 generate_kwargs: dict[str, Any] | None = None, seed: int = 0, **overrides: Any) -> None:
         self._prompt_column, self._id_column = prompt_column, id_column or prompt_column
         self._output_columns = [output_column + suffix for suffix in OUTPUTS]
         self._config, self._kwargs = generation_config, generate_kwargs or {}
@@ -114,7 +114,7 @@ class PagedActor:
         self._merged = merge_config(engine.model, self._config, self._kwargs)
         if self._merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={self._merged.num_return_sequences!r}: expected 1; give a row for "
-                             "each, with an id of its own")  # fmt: skip
+                             "each, with an id of its own")
         engine.stop_rule(settings_from_config(self._merged, 1, engine.num_logits), [])
 
     def __call__(self, batch: pa.Table) -> pa.Table:
@@ -132,7 +132,7 @@ class PagedActor:
         except _BROKEN as error:
             if _in_actor():
                 print(f"hf_paged: this actor ends, to be started anew: {type(error).__name__}: {error}",
-                      file=sys.stderr, flush=True)  # fmt: skip
+                      file=sys.stderr, flush=True)
                 with suppress(Exception):
                     self._generator.close()  # the GPUs are free before the next one wants them
                 os._exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -28,8 +29,18 @@ transformers.logging.set_verbosity_error()
 settings.register_profile(
     "hf_paged", deadline=None, derandomize=True, print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+)
 settings.load_profile("hf_paged")
+
+
+def pytest_collection_finish() -> None:
+    """A collection of garbage by a test need not look at torch, transformers and thousands of tests: half a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +55,14 @@ def _leaves_no_trace():
     assert torch.get_default_dtype() is torch.float32
     assert not torch.nn.modules.module._global_forward_hooks
     assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.fixture(autouse=True)
+def _leaves_memory_to_other_processes(request: pytest.FixtureRequest):
+    """Several of pytest-xdist may share the GPU, and some tests take tens of gigabytes."""
+    yield
+    if request.node.get_closest_marker("gpu") and torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

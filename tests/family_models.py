@@ -13,17 +13,17 @@ SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.2,
     "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 ALTERNATING = ["sliding_attention", "full_attention"]
 LLAMA_3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [1.0, 2.0, 4.0, 8.0], "original_max_position_embeddings": 128,
-}  # fmt: skip
+}
 
 
 class Variant(NamedTuple):
@@ -56,7 +56,7 @@ VARIANTS = {
     "gpt-oss": Variant("GptOssConfig", {
         "sliding_window": 20, "layer_types": ALTERNATING, "num_local_experts": 8, "num_experts_per_tok": 2,
     }),
-}  # fmt: skip
+}
 
 
 def family_model(variant: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -281,7 +281,7 @@ def case_ranks():
 
                 for call in (lambda: generator.generate(prompts, max_new_tokens=4),
                              lambda: generator.model.generate(**INPUTS, max_new_tokens=4),
-                             lambda: group.broadcast(1), reduce):  # fmt: skip
+                             lambda: group.broadcast(1), reduce):
                     with pytest.raises(hf_paged.errors.EngineClosedError, match="fork"):
                         call()
 

@@ -15,11 +15,11 @@ VALUES: list[Any] = [
     [2**40], [2**70], [-1], [0.5], [[2**40]], [[2**70]], [[-1]], [[1], 2],
     (2**70, 1.1), (1, 1e300), (0, float("nan")), (-(2**40), 1.1), (0, -2.0),
     [[[1], float("nan")]], [[[1], 1e300]], [[[1], float("inf")]], [[[2**40], 1.0]], [[[], 1.0]],
-]  # fmt: skip
+]
 # Stock takes as much memory or time as these say (rows, lists of an n-gram's length, drafts), and dies of it.
 SIZES = (
     "num_return_sequences", "num_beams", "num_beam_groups", "encoder_no_repeat_ngram_size", "prompt_lookup_num_tokens",
-)  # fmt: skip
+)
 # Compiling takes minutes; stock leaves the model with fewer layers.
 LEFT_OUT = ("compile_config", "assistant_early_exit")
 FEW = [2**70, -1, float("nan"), "x", [[]], object()]  # for options that the engine does not read

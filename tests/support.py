@@ -99,7 +99,7 @@ class HostMemory:
         return [
             torch.from_dlpack(part.view(tensor.dtype).view(tensor.shape))
             for part, tensor in zip(parts, like, strict=True)
-        ]  # fmt: skip
+        ]
 
     def read_together(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """Owns no memory: a weight whose own memory went away is not read as if it had not."""
@@ -167,7 +167,7 @@ def assert_native_parity(model: PreTrainedModel, expected: torch.Tensor | None =
 
 
 def assert_lockstep(model: PreTrainedModel, *, call: Any = None, paged: dict[str, Any] | None = None,
-                    **kwargs: Any) -> Any:  # fmt: skip
+                    **kwargs: Any) -> Any:
     """A seeded call that gives stock's very tokens (and scores, where asked for) without going to stock.
 
     `call(model, **kwargs)` stands in for `model.generate`. The model stays enabled, with `paged` as settings. Returns

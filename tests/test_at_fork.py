@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks h
 
 # What another thread may hold, or what only another thread sets.
 LOCKS = {"Lock", "RLock", "Condition", "Event", "Semaphore", "BoundedSemaphore", "Barrier", "Queue", "LifoQueue",
-         "PriorityQueue", "Future", "cached_property"}  # fmt: skip
+         "PriorityQueue", "Future", "cached_property"}
 # `torch.cuda.Event` is none of them.
 _ELSEWHERE = {"torch.cuda.Event"}
 RENEWED = {
@@ -107,7 +107,7 @@ def _run(case: str) -> list[str]:
     """What a case printed, line by line."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, str(ROOT / "tests/fork_script.py"), case], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=300)  # fmt: skip
+                          env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULTS"))
     assert set(line.split()[1:]) == {"0"}, line + "\n" + done.stderr
@@ -122,11 +122,15 @@ def test_every_lock_is_renewed_in_the_child_or_said_to_be_safe():
     assert set(tried) == RENEWED
 
 
-@pytest.mark.parametrize("case", ["fused", "generic", "lockstep", "generic_lockstep", "generate_batch",
-                                  "running_manager", "streamer", "streamer_in_lockstep", "idle"])  # fmt: skip
+WHOLE = ["generic", "lockstep", "generic_lockstep", "generate_batch", "running_manager", "streamer",
+         "streamer_in_lockstep", "idle"]
+
+
+@pytest.mark.parametrize("case", ["fused", *(pytest.param(case, marks=pytest.mark.slow) for case in WHOLE)])
 def test_a_child_of_a_process_that_generates_gives_stocks_tokens(case):
     _run(case)
 
 
+@pytest.mark.slow
 def test_a_child_of_a_rank_does_not_speak_to_the_others():
     _run("ranks")

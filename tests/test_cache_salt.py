@@ -37,7 +37,7 @@ def by_generate(generator, salt):
 
 def by_stream(generator, salt):
     return [token for _, output in generator.stream(PROMPT, cache_salt=salt, **GREEDY)
-            for token in output.new_token_ids]  # fmt: skip
+            for token in output.new_token_ids]
 
 
 def by_tensors(generator, salt, **kwargs):
@@ -117,7 +117,7 @@ def test_salts_outlast_a_restart(generator, change):
     while engine.has_unfinished():
         engine.step()
     cached = [c.num_cached_tokens for c in
-              generator.generate([PROMPT] * 3, cache_salt=["one", "other", "third"], **GREEDY)]  # fmt: skip
+              generator.generate([PROMPT] * 3, cache_salt=["one", "other", "third"], **GREEDY)]
     assert cached == [FULL, FULL, 0]
 
 
@@ -153,4 +153,4 @@ def test_generate_of_an_enabled_model_has_the_salt_of_its_context():
 
     assert [computed(salt) for salt in ("one", "other", "one", None)] == [
         len(PROMPT), len(PROMPT), len(PROMPT) - FULL, len(PROMPT)
-    ]  # fmt: skip
+    ]

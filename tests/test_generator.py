@@ -53,7 +53,7 @@ def expected(generator):
 
 @pytest.mark.parametrize("form", [
     list, tuple, lambda prompts: [tuple(p) for p in prompts], lambda prompts: [np.array(p) for p in prompts],
-])  # fmt: skip
+])
 def test_lists_of_token_ids(generator, expected, form):
     completions = generator.generate(form(PROMPTS), max_new_tokens=12)
     assert [c.token_ids for c in completions] == expected
@@ -445,7 +445,7 @@ BAD_CALLS = {
 @pytest.mark.parametrize(("name", "method"), [
     (name, method) for name, (_, _, kwargs) in BAD_CALLS.items() for method in ("generate", "stream")
     if method == "generate" or "input_ids" not in kwargs
-])  # fmt: skip
+])
 def test_bad_calls_name_the_argument_and_run_nothing(generator, name, method):
     error, message, kwargs = BAD_CALLS[name]
     kwargs = {"prompts": [[3, 4], [5]], "max_new_tokens": 4} | kwargs
@@ -589,7 +589,7 @@ def test_the_calls_seed_beats_the_configs_for_tensors_too():
 
 @pytest.mark.parametrize(("seed", "error"), [
     (-1, ValueError), (2**63, ValueError), (True, TypeError), ("a", TypeError), (1.0, TypeError), ([1], TypeError),
-])  # fmt: skip
+])
 def test_bad_seeds_for_tensors_are_named_and_run_nothing(generator, seed, error):
     state = torch.get_rng_state()
     with pytest.raises(error, match="seed"):
@@ -699,7 +699,7 @@ def test_stop_strings_and_texts_are_those_of_a_tokenizer_that_is_set_later():
         [completion] = generator.generate([PROMPTS[0]], max_new_tokens=1, sequence_bias={(256,): 100.0})
         assert completion.text == "END"
         pieces = [output.new_text for _, output in generator.stream(
-            [PROMPTS[0]], max_new_tokens=1, sequence_bias={(256,): 100.0})]  # fmt: skip
+            [PROMPTS[0]], max_new_tokens=1, sequence_bias={(256,): 100.0})]
         assert "".join(filter(None, pieces)) == "END"
 
 

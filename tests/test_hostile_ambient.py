@@ -24,7 +24,7 @@ OF_INTEGERS = {"arange", "randperm"}
 FACTORIES = OF_INTEGERS | {
     "zeros", "ones", "empty", "full", "tensor", "as_tensor", "asarray", "rand", "randn", "randint", "linspace",
     "logspace", "eye", "scalar_tensor", "empty_strided",
-}  # fmt: skip
+}
 PROMPTS = random_prompts([21, 9, 30], seed=3)
 CALLS = [
     {"max_new_tokens": 10},
@@ -35,7 +35,7 @@ CALLS = [
      "remove_invalid_values": True, "renormalize_logits": True},
     {"max_new_tokens": 10, "do_sample": True, "typical_p": 0.8, "epsilon_cutoff": 0.001, "eta_cutoff": 0.001},
     {"max_new_tokens": 10, "stop_strings": ["q"], "eos_token_id": 17},
-]  # fmt: skip
+]
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def test_every_tensor_names_its_dtype_and_device():
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
                     and isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-                    and node.func.attr in FACTORIES):  # fmt: skip
+                    and node.func.attr in FACTORIES):
                 continue
             wanted = {"device"} if node.func.attr in OF_INTEGERS else {"device", "dtype"}
             if missing := wanted - {keyword.arg for keyword in node.keywords}:
@@ -77,7 +77,7 @@ def test_every_tensor_names_its_dtype_and_device():
 def run(engine):
     """Every call of `CALLS` for every prompt, all in the same steps, with log-probabilities."""
     ids = [engine.add_request(prompt, GenerationConfig(**call), seed=7, logprobs=True, prompt_logprobs=number == 0)
-           for number, call in enumerate(CALLS) for prompt in PROMPTS]  # fmt: skip
+           for number, call in enumerate(CALLS) for prompt in PROMPTS]
     made = {}
     while engine.has_unfinished():
         made |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
@@ -132,7 +132,7 @@ def test_surroundings_of_one_caller_do_not_reach_another(ambient):
         return outputs[-1].completion.token_ids
 
     threads = [threading.Thread(target=work, args=(0, AMBIENT[ambient])),
-               threading.Thread(target=work, args=(1, lambda: torch.autocast("cpu", enabled=False)))]  # fmt: skip
+               threading.Thread(target=work, args=(1, lambda: torch.autocast("cpu", enabled=False)))]
     for thread in threads:
         thread.start()
     for thread in threads:

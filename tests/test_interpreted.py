@@ -8,7 +8,7 @@ import pytest
 
 @pytest.mark.parametrize(("name", "outcome"), [
     ("COMPILED", pytest.skip.Exception), ("TOO_LATE", pytest.fail.Exception),
-])  # fmt: skip
+])
 def test_compiled_kernels_are_not_given_cpu_tensors(name, outcome, monkeypatch):
     for other in ("COMPILED", "TOO_LATE"):
         monkeypatch.setattr(plugin, other, other == name)

@@ -24,7 +24,7 @@ def test_every_public_name_is_there_and_has_one_home():
 def run(code: str) -> str:
     """What a new process prints that has imported nothing of ours."""
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                          env={"PYTHONPATH": ":".join(filter(None, sys.path))})  # fmt: skip
+                          env={"PYTHONPATH": ":".join(filter(None, sys.path))})
     assert made.returncode == 0, made.stderr
     return made.stdout
 
@@ -51,6 +51,7 @@ print(failed, hf_paged.engine.Engine is hf_paged.Engine, hf_paged.errors.Fallbac
 """
 
 
+@pytest.mark.slow
 def test_names_and_their_modules_may_be_used_first_by_several_threads_at_once():
     assert run(FIRST_USES) == "[] True True\n"
 

@@ -1,6 +1,6 @@
 """Ray Data actors complete a dataset's rows as one generator does, whatever dies, and the example goes on where it was.
 
-One local Ray serves all tests of this file; each pipeline starts processes that import torch, so there are few.
+One local Ray serves the tests that start a pipeline; each starts processes that import torch, so there are few.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def cluster():
     patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     patch.setenv("OMP_NUM_THREADS", "1")
     ray.init(num_cpus=3, include_dashboard=False, object_store_memory=100_000_000, logging_level="ERROR",
-             log_to_driver=False)  # fmt: skip
+             log_to_driver=False)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     yield
@@ -63,10 +63,10 @@ def actor(trained_path):
 def expected_rows(generator: PagedGenerator, rows: list[dict[str, Any]], seed: int, settings: dict[str, Any]) -> Any:
     """What one generator makes of all rows in one call, by id."""
     made = generator.generate([row["prompt"] for row in rows], seed=[row_seed(row["id"], seed) for row in rows],
-                              **settings)  # fmt: skip
+                              **settings)
     return {row["id"]: {**row, "completion": c.text, "completion_token_ids": c.token_ids,
                         "completion_finish_reason": c.finish_reason, "completion_error": None}
-            for row, c in zip(rows, made, strict=True)}  # fmt: skip
+            for row, c in zip(rows, made, strict=True)}
 
 
 def by_id(rows: list[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
@@ -85,16 +85,16 @@ def test_an_actor_completes_any_split_of_the_rows_alike_and_bad_rows_end_alone(a
     whole = actor(pa.Table.from_pylist(rows))
     assert by_id(whole.to_pylist()) == expected
     bad = [{"id": 97, "prompt": ""}, {"id": 98, "prompt": None}, {"id": None, "prompt": "owl"},
-           {"id": 99, "prompt": "owl " * 5000}]  # fmt: skip
+           {"id": 99, "prompt": "owl " * 5000}]
     parts = [actor(pa.Table.from_pylist([*rows[4:], *bad])), actor(pa.Table.from_pylist(rows[:4])),
-             actor(pa.table({"id": pa.array([1], pa.int64()), "prompt": [""]}))]  # fmt: skip
+             actor(pa.table({"id": pa.array([1], pa.int64()), "prompt": [""]}))]
     assert all(part.schema.types == whole.schema.types for part in parts)  # errors or none, the types stay
     made = [row for part in parts for row in part.to_pylist()]
     assert by_id([row for row in made if row["completion_error"] is None]) == expected
     failed = [row for row in made if row["completion_error"] is not None]
     assert [row["id"] for row in failed] == [97, 98, None, 99, 1]
     for row, reason in zip(failed, ("at least one token id", "NoneType", "row id None", "max_model_len", "at least"),
-                           strict=True):  # fmt: skip
+                           strict=True):
         assert reason in row["completion_error"]
         assert (row["completion"], row["completion_token_ids"], row["completion_finish_reason"]) == (None, [], "error")
 
@@ -102,7 +102,7 @@ def test_an_actor_completes_any_split_of_the_rows_alike_and_bad_rows_end_alone(a
 @pytest.mark.parametrize("prompts", [
     [[860, 1, 2], [5, 6]],
     [[{"role": "user", "content": "Repeat: owl"}], [{"role": "user", "content": "What is 31 + 5?"}]],
-])  # fmt: skip
+])
 def test_token_ids_and_chats(prompts, actor, generator):
     rows = [{"id": f"row {i}", "prompt": prompt} for i, prompt in enumerate(prompts)]
     assert by_id(actor(pa.Table.from_pylist(rows)).to_pylist()) == expected_rows(generator, rows, 3, SAMPLED)
@@ -130,7 +130,7 @@ def test_a_broken_engine_is_no_rows_error(error, actor, monkeypatch):
     ({"generate_kwargs": {"num_beams": 2}}, UnsupportedOptionError, "num_beams=2"),
     ({"generate_kwargs": {"max_new_tokenz": 2}}, ValueError, "max_new_tokenz"),
     ({"seed": -1}, ValueError, "seed=-1"),
-])  # fmt: skip
+])
 def test_settings_that_no_row_can_run_with_are_refused_at_once(arguments, error, match, trained_path):
     with pytest.raises(error, match=match):
         PagedActor(trained_path, **arguments, **SETTINGS)
@@ -151,6 +151,7 @@ def test_a_row_seed_follows_from_the_key_and_the_seed_alone():
 # -- Ray Data ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_row_is_lost_or_doubled_when_an_actor_is_killed(cluster, generator, trained_path, tmp_path, monkeypatch):
     """Two actors, of which one is killed with completions in hand that nobody got, and one loses a rank of its model;
     and a bad row among the others."""
@@ -179,13 +180,13 @@ def test_no_row_is_lost_or_doubled_when_an_actor_is_killed(cluster, generator, t
     bad = {"id": 24, "prompt": ""}
     dataset = ray.data.from_arrow(pa.Table.from_pylist([*rows, bad]))  # one block, which is shared out
     made = generate_dataset(dataset, trained_path, num_actors=2, batch_size=3, id_column="id", seed=11,
-                            generate_kwargs=SAMPLED, **SETTINGS)  # fmt: skip
+                            generate_kwargs=SAMPLED, **SETTINGS)
     found = by_id(made.take_all())
     assert {file.name for file in tmp_path.iterdir()} == {"killed", "rank died"}
     assert "at least one token id" in found.pop(24)["completion_error"]
     expected = expected_rows(generator, rows, 11, SAMPLED)
     assert {key: {**row, "completion_token_ids": list(row["completion_token_ids"])} for key, row in found.items()} == \
-        expected  # fmt: skip
+        expected
 
 
 def _rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -199,7 +200,7 @@ def _rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def ray_batch(cluster):
+def ray_batch():
     """The example, whose functions travel to Ray's processes by value as those of `python examples/ray_batch.py` do."""
     spec = importlib.util.spec_from_file_location("ray_batch", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
@@ -214,12 +215,13 @@ def ray_batch(cluster):
 def test_the_example_finds_its_rows_whatever_their_texts_hold(ray_batch, tmp_path):
     """JSON lets U+2028 and its like stand in strings as they are."""
     rows = pa.table({"id": ["a", "b\u2028"], "completion": ["x\u2028y\x85z", "\x0b"],
-                     "completion_error": pa.array([None, None], pa.string())})  # fmt: skip
+                     "completion_error": pa.array([None, None], pa.string())})
     ray_batch.write_file(rows, str(tmp_path), "jsonl", "id")
     assert ray_batch.finished_ids(tmp_path, "id") == {"a", "b\u2028"}
 
 
-def test_the_example_goes_on_after_an_interruption(ray_batch, generator, tmp_path, capsys):
+@pytest.mark.slow
+def test_the_example_goes_on_after_an_interruption(cluster, ray_batch, generator, tmp_path, capsys):
     """JSON lines to Parquet; one of the files is lost and one half-written: only their rows are made again, this time
     from Parquet to JSON lines."""
     rows = [json.loads(line) for line in (ROOT / "examples" / "prompts.jsonl").read_text().splitlines()]

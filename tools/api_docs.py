@@ -106,7 +106,7 @@ def call_of(kind: type) -> str:
     own = vars(kind).get("__init__")
     if dataclasses.is_dataclass(kind):
         fields = [f.name if f.default is dataclasses.MISSING else f"{f.name}={f.default!r}"
-                  for f in dataclasses.fields(kind)]  # fmt: skip
+                  for f in dataclasses.fields(kind)]
         return block(f"{kind.__name__}({', '.join(fields)})") + "\n"
     return block(kind.__name__ + signature(own)) + "\n" if inspect.isfunction(own) else ""
 

@@ -61,7 +61,7 @@ def render() -> str:
     arrows = graph()
     shown = {room: {target for target in targets
                     if not any(target in below(other, arrows) for other in targets - {target})}
-             for room, targets in arrows.items()}  # fmt: skip
+             for room, targets in arrows.items()}
     heights = {room: len(below(room, arrows)) for room in arrows}
     lines = ["```mermaid", "flowchart TD"]
     for room in sorted(arrows, key=lambda room: (-heights[room], room)):

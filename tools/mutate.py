@@ -46,12 +46,12 @@ def scheduler_job(mutation: Mutation) -> Job:
     select = mutation.tests or " or ".join(f"test_b{number:02}_" for number in mutation.behaviours)
     label = ",".join(map(str, mutation.behaviours)) or "-"
     return Job(label, PACKAGE / mutation.file, mutation.old, mutation.new, copy_scheduler,
-               [*SCHEDULER_ARGUMENTS, "-k", select], TIMEOUT_S)  # fmt: skip
+               [*SCHEDULER_ARGUMENTS, "-k", select], TIMEOUT_S)
 
 
 def package_job(mutation: PackageMutation) -> Job:
     return Job("-", Path("hf_paged") / mutation.file, mutation.old, mutation.new, copy_package,
-               [f"tests/{mutation.test_file}", "-k", mutation.tests], PACKAGE_TIMEOUT_S)  # fmt: skip
+               [f"tests/{mutation.test_file}", "-k", mutation.tests], PACKAGE_TIMEOUT_S)
 
 
 # The random machines stay out: a mutation must be caught by a test that says what is wrong.
@@ -62,7 +62,7 @@ def run_tests(work: Path, arguments: list[str], timeout_s: float) -> tuple[int, 
     """Exit status of pytest on the copy under `work`, and its output."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", *arguments]
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(work), *PATHS]), PYTHONDONTWRITEBYTECODE="1",
-               OMP_NUM_THREADS="1")  # fmt: skip
+               OMP_NUM_THREADS="1")
     try:
         done = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -157,4 +157,4 @@ MUTATIONS = [
     Mutation(SCHEDULER, "present = table.tenancy[slots] == plan.tenancy", "present = plan.tenancy >= 0",
              tests="takes_in_its_token_in_flight"),
     Mutation(QUEUE, "(seq.rank, seq)", "((0, seq.arrival), seq)", tests="priority"),
-]  # fmt: skip
+]

@@ -59,7 +59,7 @@ INTEGRATION = [
     PackageMutation("integration/continuous_batching/methods.py",
                     "            manager.stop(block=block, timeout=timeout, hard_stop=True)\n",
                     "            pass\n", BATCHING_TESTS, "stops_also_where_its_block_raises"),
-]  # fmt: skip
+]
 
 # What a fork, another tokenizer, or memory that moved must not leave behind.
 STALENESS = [
@@ -79,7 +79,7 @@ STALENESS = [
                     "models/test_merged.py", "a_model_without_memory and all"),
     PackageMutation("integration/install.py", "    _enabling_one = at_fork.renewed(_enabling_one)\n",
                     "    pass\n", "test_at_fork.py", "every_lock"),
-]  # fmt: skip
+]
 
 # Settings of one request that must not end another's.
 FAILING_TESTS = "engine/test_failing_requests.py"
@@ -97,7 +97,7 @@ REQUESTS = [
     PackageMutation("engine/engine.py", "                    self._look_for_arrivals()\n",
                     "                    self._has_looked = False\n", "engine/test_engine.py",
                     "before_a_change_of_the_model"),
-]  # fmt: skip
+]
 
 # Weights, own code and keys of the prefix cache.
 RECOGNITION = [
@@ -134,6 +134,6 @@ RECOGNITION = [
                     "models/guards/test_capturing.py", "auxiliary_loss"),
     PackageMutation("scheduler/sequence.py", "        key = model_key + self.cache_salt\n", "        key = model_key\n",
                     "test_cache_salt.py", "only_equal_salts"),
-]  # fmt: skip
+]
 
 PACKAGE_MUTATIONS = [*INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION]

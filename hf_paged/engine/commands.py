@@ -202,7 +202,7 @@ class CommandQueue:
         request = self._core.make_request(replace(command, stop=stop), session)
         if own is not None and _asked(own, command.seed) != _asked(request, command.seed):
             raise ValueError(f"rank {self.group.rank} was given another prompt or other settings than rank 0: expected "
-                             f"the same calls on all {self.group.size} ranks of a model")  # fmt: skip
+                             f"the same calls on all {self.group.size} ranks of a model")
         return request
 
     def _look_after_requests(self) -> None:
@@ -241,4 +241,4 @@ def _asked(request: Request, seed: int) -> tuple:
     """The part of a request that has to be the same on all ranks; the seed of a call without one is rank 0's."""
     sequence = request.sequence
     return (sequence.token_ids, sequence.max_new_tokens, sequence.priority, sequence.cache_salt,
-            replace(request.parameters, seed=seed))  # fmt: skip
+            replace(request.parameters, seed=seed))

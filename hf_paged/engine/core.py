@@ -70,18 +70,18 @@ class EngineCore:
             min_length=prompt_length + settings.min_new_tokens, eos_token_ids=eos,
             max_length=min(prompt_length + settings.max_new_tokens, self.pool.max_model_len),
             prompt_length=prompt_length, edits=settings.edits,
-        )  # fmt: skip
+        )
         _ = parameters.lines  # encoded here, where what cannot be encoded is its caller's error
         sequence = Sequence(new.request_id, new.prompt, max_new_tokens=settings.max_new_tokens, eos_token_ids=eos,
                             priority=new.priority, read_cache=not settings.prompt_logprobs,
-                            cache_salt=settings.cache_salt)  # fmt: skip
+                            cache_salt=settings.cache_salt)
         is_decoded = session.stream and session.text and self.tokenizer is not None
         return Request(
             sequence, parameters, session, stop=new.stop,
             text=TextStream(self.tokenizer) if is_decoded else None,
             logprobs=[] if settings.logprobs else None,
             prompt_logprobs=[None] * prompt_length if settings.prompt_logprobs else None,
-        )  # fmt: skip
+        )
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -342,7 +342,7 @@ class EngineCore:
             block_size=self._config.block_size, num_blocks=num_blocks, max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens, max_model_len=self.pool.max_model_len,
             enable_prefix_caching=self._config.enable_prefix_caching,
-        )  # fmt: skip
+        )
         return Scheduler(config, on_shortage=self.pool.grow)
 
     def abandon(self) -> None:

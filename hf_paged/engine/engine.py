@@ -85,7 +85,7 @@ class Engine:
     """
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig, tokenizer: Any = None, *,
-                 owns_device: bool = False) -> None:  # fmt: skip
+                 owns_device: bool = False) -> None:
         self._executor = _executor_of(model, config)
         spec = self._executor.kv_spec()
         largest = config.max_num_batched_tokens * model.config.hidden_size * spec.compute_dtype.itemsize
@@ -110,7 +110,7 @@ class Engine:
 
     def add_request(self, prompt_token_ids: Any, generation_config: GenerationConfig | None = None, *,
                     request_id: str | None = None, priority: int = 0, seed: int | None = None, logprobs: bool = False,
-                    prompt_logprobs: bool = False, cache_salt: str | None = None) -> str:  # fmt: skip
+                    prompt_logprobs: bool = False, cache_salt: str | None = None) -> str:
         """Queue a request; `step` returns its tokens.
 
         Args:
@@ -145,7 +145,7 @@ class Engine:
         settings = settings_from_config(merged, len(prompt), self.num_logits)
         if logprobs or prompt_logprobs or cache_salt is not None:
             settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
-                               cache_salt=salt_digest(cache_salt))  # fmt: skip
+                               cache_salt=salt_digest(cache_salt))
         if not isinstance(priority, int):
             raise TypeError(f"priority={priority!r}: expected an integer")
         if not isinstance(request_id, (str, type(None))):
@@ -237,7 +237,7 @@ class Engine:
 
     @contextmanager
     def lockstep(self, prompts: list[list[int]], max_new_tokens: int,
-                 cache_salt: bytes = b"") -> Iterator[LockstepBatch | str]:  # fmt: skip
+                 cache_salt: bytes = b"") -> Iterator[LockstepBatch | str]:
         """Rows that step together, all to themselves until the block ends; or the reason why they cannot now.
 
         Other callers wait until then; what they have running goes on afterwards.

@@ -66,5 +66,5 @@ class Turn:
             self._waiting.remove(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:  # fmt: skip
+                 traceback: TracebackType | None) -> None:
         self.leave()

@@ -53,7 +53,7 @@ def rank_device(device_type: str, rank: int) -> torch.device:
 
 @contextmanager
 def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.dtype, device: torch.device,
-                  config: PagedConfig) -> Iterator[tuple[Any, Workers | None]]:  # fmt: skip
+                  config: PagedConfig) -> Iterator[tuple[Any, Workers | None]]:
     """This rank's model, and the processes of the other ranks where they had to be started; an error ends them.
 
     The others may still be loading in the body; all ranks have met when the context is left.

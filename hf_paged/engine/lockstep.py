@@ -32,7 +32,7 @@ class LockstepBatch:
     """
 
     def __init__(self, core: EngineCore, prompts: list[list[int]], max_new_tokens: int,
-                 cache_salt: bytes = b"") -> None:  # fmt: skip
+                 cache_salt: bytes = b"") -> None:
         self._core = core
         self._may_publish = True
         self._max_tokens = max(map(len, prompts)) + max_new_tokens

@@ -31,7 +31,7 @@ def wanted_by(plan: StepPlan, requests: Mapping[str, Request], attempt: Attempt)
 
 
 def keep(plan: StepPlan, handle: StepHandle, accepted: np.ndarray,
-         request_of: Callable[[StepPlan, int], Request | None], attempt: Attempt) -> None:  # fmt: skip
+         request_of: Callable[[StepPlan, int], Request | None], attempt: Attempt) -> None:
     """Give the requests what a step brought: ``accepted`` are the rows whose token was taken."""
     if handle.logprobs is not None:
         logprobs = handle.logprobs.tolist()

@@ -122,7 +122,7 @@ class Request:
             token_ids=token_ids, text=text, finish_reason=reason, prompt_token_ids=sequence.prompt_token_ids,
             logprobs=self.logprobs, num_cached_tokens=sequence.num_cached_tokens, error=error,
             prompt_logprobs=prompt_logprobs,
-        )  # fmt: skip
+        )
         logprobs = None if self.logprobs is None else self.logprobs[len(token_ids) - len(fresh) :]
         return StepOutput(self.request_id, fresh, piece, reason, completion, logprobs)
 
@@ -131,7 +131,7 @@ def failed_output(sequence: Sequence, num_emitted: int, error: str) -> StepOutpu
     """The last output of a request for which not even `Request.completed` can be asked."""
     token_ids = list(sequence.output_token_ids)
     completion = Completion(token_ids, None, "error", sequence.prompt_token_ids,
-                            num_cached_tokens=sequence.num_cached_tokens, error=error)  # fmt: skip
+                            num_cached_tokens=sequence.num_cached_tokens, error=error)
     return StepOutput(sequence.request_id, token_ids[num_emitted:], None, "error", completion)
 
 

@@ -22,7 +22,7 @@ def announce_fallback(engine: Engine, reason: str) -> None:
         return
     if engine.group.driven:
         raise FallbackError(f"tensor_parallel_size={engine.group.size}, where rank 0 cannot run stock generate alone, "
-                            f"and this call would go there: {reason}")  # fmt: skip
+                            f"and this call would go there: {reason}")
     if (broken := broken_part(engine.model)) is not None:
         raise FallbackError(f"this call would go to stock generate, which would be wrong as well: {broken}")
     if engine.config.strict:

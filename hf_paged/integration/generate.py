@@ -45,20 +45,20 @@ def sample_method(stock: Any) -> Callable:
     @functools.wraps(stock._sample)  # generate reads the signature
     def _sample(self: Any, input_ids: torch.LongTensor, logits_processor: Any, stopping_criteria: Any,
                 generation_config: GenerationConfig, synced_gpus: bool = False, streamer: Any = None,
-                **model_kwargs: Any) -> Any:  # fmt: skip
+                **model_kwargs: Any) -> Any:
         engine = engine_of(self)
         in_stock = functools.partial(
             stock._sample, self, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
             generation_config=generation_config, synced_gpus=synced_gpus,
-        )  # fmt: skip
+        )
         if engine is None or in_fallback(engine):
             with quiet_fallbacks(engine):
                 return in_stock(streamer=streamer, **model_kwargs)
         call = _recognised(engine, self, input_ids, logits_processor, stopping_criteria, generation_config,
-                           synced_gpus, model_kwargs)  # fmt: skip
+                           synced_gpus, model_kwargs)
         if call is None:
             return run_or_fall_back(engine, self, functools.partial(in_stock, streamer=streamer), input_ids,
-                                    stopping_criteria, generation_config, synced_gpus, model_kwargs)  # fmt: skip
+                                    stopping_criteria, generation_config, synced_gpus, model_kwargs)
         check_token_ids(input_ids, engine.vocab_size)
         columns = _Columns(call, streamer)
         if (reason := _run(engine, call, columns)) is not None:
@@ -162,7 +162,7 @@ def _recognised(*call: Any) -> NativeCall | None:
 
 def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_processor: Any,
                stopping_criteria: Any, config: GenerationConfig, synced_gpus: bool,
-               model_kwargs: dict[str, Any]) -> NativeCall | str:  # fmt: skip
+               model_kwargs: dict[str, Any]) -> NativeCall | str:
     """The call as the engine would run it, or the reason why stock has to."""
     if (option := unsupported_option(config)) is not None:
         return f"{option} is not carried out by the paged engine"
@@ -205,7 +205,7 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
         NewRequest(prompt, _with_padding(settings, padding, logits_processor), seed=0,
                    stop=StopRule(*stops, padding + prompt) if watched else None)
         for padding, prompt in zip(paddings, prompts, strict=True)
-    ]  # fmt: skip
+    ]
     return NativeCall(requests, pad, [criterion for criterion in stopping_criteria if type(criterion) is EndOfCall])
 
 

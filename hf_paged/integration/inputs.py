@@ -12,7 +12,7 @@ from hf_paged.engine.engine import Engine
 
 
 def paged_prompts(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,
-                  model_kwargs: dict[str, Any]) -> list[list[int]] | str:  # fmt: skip
+                  model_kwargs: dict[str, Any]) -> list[list[int]] | str:
     """The rows without their left padding, or why no paged forward computes them here and now."""
     if engine.is_reentrant():
         return "generate was called from inside a step of the same engine"
@@ -72,4 +72,4 @@ def check_token_ids(input_ids: torch.Tensor, vocab_size: int) -> None:
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocab_size:
         raise IndexError(f"index out of range in self: input_ids holds {low if low < 0 else high}, "
-                         f"and the vocabulary has {vocab_size} tokens")  # fmt: skip
+                         f"and the vocabulary has {vocab_size} tokens")

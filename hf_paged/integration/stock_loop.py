@@ -32,7 +32,7 @@ class LockstepCall(NamedTuple):
 
 
 def run_or_fall_back(engine: Engine, model: Any, method: Callable, input_ids: torch.Tensor, stopping_criteria: Any,
-                     config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]) -> Any:  # fmt: skip
+                     config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]) -> Any:
     """`method(**model_kwargs)`, one of stock's decoding methods, over paged forwards or, announced, as it is."""
     try:
         call = recognise(engine, input_ids, stopping_criteria, config, synced_gpus, model_kwargs)
@@ -61,7 +61,7 @@ def fall_back(engine: Engine | None, reason: str, method: Callable, model_kwargs
 
 
 def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, config: GenerationConfig,
-              synced_gpus: bool, model_kwargs: dict[str, Any]) -> LockstepCall | str:  # fmt: skip
+              synced_gpus: bool, model_kwargs: dict[str, Any]) -> LockstepCall | str:
     """What the engine needs to know of the call, or the reason why stock's forwards have to do."""
     if (option := stock_only_option(config)) is not None:
         return f"{option} is not carried out by the paged engine"
@@ -86,33 +86,33 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
 
 def beam_search(engine: Engine | None, stock: Callable, model: Any, input_ids: torch.Tensor, logits_processor: Any,
                 stopping_criteria: Any, generation_config: GenerationConfig, synced_gpus: bool = False,
-                **model_kwargs: Any) -> Any:  # fmt: skip
+                **model_kwargs: Any) -> Any:
     """`GenerationMixin._beam_search` over paged forwards."""
 
     def method(**kwargs: Any) -> Any:
         return stock(model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
-                     generation_config=generation_config, synced_gpus=synced_gpus, **kwargs)  # fmt: skip
+                     generation_config=generation_config, synced_gpus=synced_gpus, **kwargs)
 
     if engine is None or in_fallback(engine):
         return fall_back(engine, "", method, model_kwargs)
     if not is_method_of_mixin("_beam_search", stock) or hasattr(model, "_reorder_cache"):
         return fall_back(engine, f"{type(model).__name__} has a beam search of its own", method, model_kwargs)
     return run_or_fall_back(engine, model, method, input_ids, stopping_criteria, generation_config, synced_gpus,
-                            model_kwargs)  # fmt: skip
+                            model_kwargs)
 
 
 def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_ids: torch.Tensor,
                       logits_processor: Any, stopping_criteria: Any, generation_config: GenerationConfig,
                       synced_gpus: bool = False, streamer: Any = None, inputs_tensor: Any = None,
                       assistant_model: Any = None, assistant_tokenizer: Any = None, tokenizer: Any = None,
-                      **model_kwargs: Any) -> Any:  # fmt: skip
+                      **model_kwargs: Any) -> Any:
     """`GenerationMixin._assisted_decoding`: prompt lookup over paged forwards, drafts by a model in stock."""
 
     def method(**kwargs: Any) -> Any:
         return stock(model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                      generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer,
                      inputs_tensor=inputs_tensor, assistant_model=assistant_model,
-                     assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer, **kwargs)  # fmt: skip
+                     assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer, **kwargs)
 
     if engine is None or in_fallback(engine):
         return fall_back(engine, "", method, model_kwargs)
@@ -122,7 +122,7 @@ def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_
         reason = "assisted decoding is not carried out by the paged engine"
         return fall_back(engine, reason, method, model_kwargs)
     return run_or_fall_back(engine, model, method, input_ids, stopping_criteria, generation_config, synced_gpus,
-                            model_kwargs)  # fmt: skip
+                            model_kwargs)
 
 
 @contextmanager

@@ -45,12 +45,12 @@ class Stops(NamedTuple):
 
 
 def processor_reason(model: Any, config: GenerationConfig, given: Any, input_ids: torch.Tensor,
-                     model_kwargs: dict[str, Any]) -> str | None:  # fmt: skip
+                     model_kwargs: dict[str, Any]) -> str | None:
     """Why `given` is not what stock makes of `config`, whose options are all native; None where it is."""
     expected = model._get_logits_processor(
         generation_config=config, input_ids_seq_length=input_ids.shape[1], logits_processor=LogitsProcessorList(),
         device=input_ids.device, model_kwargs=model_kwargs,
-    )  # fmt: skip
+    )
     for processor in given:
         if type(processor).__module__ != processors.__name__:
             return f"logits processor {type(processor).__name__} is not carried out by the paged engine"

@@ -89,7 +89,7 @@ def _dot_kernel(
 
 @jit(varying_ints=("size",))
 def _join_kernel(partials, bias, out, size, N, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE: tl.constexpr,
-                 PDL: tl.constexpr):  # fmt: skip
+                 PDL: tl.constexpr):
     """The splits' partial sums [SPLITS, size = T * N] added up, first split first."""
     after_previous_kernel(PDL)
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -145,5 +145,5 @@ def dot_linear(
             _join_kernel[(triton.cdiv(out.numel(), 512),)](
                 parts, bias, out, out.numel(), num_outputs, SPLITS=splits, HAS_BIAS=bias is not None, TILE=512,
                 num_warps=4, **pdl_options(x),
-            )  # fmt: skip
+            )
     return out

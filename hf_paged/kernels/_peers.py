@@ -164,7 +164,7 @@ def wait_for_peers(buffers, abort, rank, epoch, WAIT: tl.constexpr, SIZE: tl.con
         "=r,l,l,l,l,r",
         [peer + slots + rank * 8, own + slots + lane * 8, epoch, abort.to(tl.int64), SIZE],
         tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    )
     tl.debug_barrier()
 
 
@@ -328,7 +328,7 @@ def push_parts(x, buffers, stage, rank, begin, end, POSTED: tl.constexpr, SIZE: 
 def sum_and_push_parts(
     buffers, own, stage, gathered, rank, begin, end, abort, dtype: tl.constexpr, POSTED: tl.constexpr,
     SIZE: tl.constexpr, TILE: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
+):
     """Sum this rank's part of ``[begin, end)`` over ranks and store it into everybody's `gathered`."""
     part, base = _parts_of(begin, end, SIZE)
     staged = region(own, stage, dtype) + base

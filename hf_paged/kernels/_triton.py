@@ -29,7 +29,7 @@ _PREFETCH_BYTES = 16 << 20
 __all__ = [
     "after_previous_kernel", "jit", "on_device_of", "pdl_options", "pdl_supported", "prefetch_options",
     "prefetch_rows", "prefetch_vector", "require_triton", "tl", "triton",
-]  # fmt: skip
+]
 
 
 def jit(
@@ -107,7 +107,7 @@ def prefetch_rows(pointer, count, row_bytes, stride_bytes):  # type: ignore[no-u
         mov.u32 $0, 0;
         }""",
         "=r,l,r,r,r", [pointer.to(tl.int64), count, row_bytes, stride_bytes], tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    )
 
 
 @jit()
@@ -125,4 +125,4 @@ def prefetch_vector(pointer, num_bytes):  # type: ignore[no-untyped-def]
         mov.u32 $0, 0;
         }""",
         "=r,l,r", [pointer.to(tl.int64), num_bytes], tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    )

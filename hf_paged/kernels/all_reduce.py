@@ -127,7 +127,7 @@ def all_reduce(x: torch.Tensor, peers: Peers, algorithm: Algorithm | None = None
             x, out, peers.buffers, peers.epochs, peers.abort, peers.rank, numel,
             triton.cdiv(triton.cdiv(numel, num_programs), 64) * 64, TILE=tile, num_warps=16,
             **_options(x, peers, algorithm),
-        )  # fmt: skip
+        )
     return out
 
 
@@ -174,7 +174,7 @@ def all_reduce_add_rms_norm(
             peers.rank, num_rows, rows, vectors, 0 if residual is None else residual.stride(0), eps,
             HAS_RESIDUAL=residual is not None, WIDTH=width, WIDTH_PAD=width_pad,
             TILE=num_warps * 32 * 16 // x.element_size(), num_warps=num_warps, **_options(x, peers, algorithm),
-        )  # fmt: skip
+        )
     return normed, summed
 
 
@@ -183,7 +183,7 @@ def _options(x: torch.Tensor, peers: Peers, algorithm: Algorithm) -> dict[str, A
         "SIZE": peers.size, "SHOTS": algorithm.shots, "POSTED": algorithm.posted, "DATA": SIGNAL_BYTES,
         "MAILBOX": peers.mailbox_bytes, "STAGE": peers.stage_bytes, "MAX_PROGRAMS": MAX_PROGRAMS,
         "COMPILED": x.is_cuda, "enable_fp_fusion": False, **pdl_options(x),
-    }  # fmt: skip
+    }
 
 
 @jit(varying_ints=("rank",))
@@ -191,7 +191,7 @@ def _all_reduce_kernel(
     x, out, buffers, epochs, abort, rank, numel, share,
     SIZE: tl.constexpr, SHOTS: tl.constexpr, POSTED: tl.constexpr, TILE: tl.constexpr, DATA: tl.constexpr,
     MAILBOX: tl.constexpr, STAGE: tl.constexpr, MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     after_previous_kernel(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     epoch = begin_call(epochs)
@@ -203,7 +203,7 @@ def _all_reduce_kernel(
     _meet(
         buffers, own, stage, gathered, abort, rank, epoch, begin, end, dtype, SHOTS, POSTED, SIZE, TILE, MAX_PROGRAMS,
         COMPILED,
-    )  # fmt: skip
+    )
     for start in range(begin, end, TILE):
         index = start + tl.arange(0, TILE)
         inside = index < end
@@ -220,7 +220,7 @@ def _all_reduce_add_rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, SIZE: tl.constexpr, SHOTS: tl.constexpr,
     POSTED: tl.constexpr, TILE: tl.constexpr, DATA: tl.constexpr, MAILBOX: tl.constexpr, STAGE: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     if PDL:
         prefetch_vector(weight, WIDTH * weight.dtype.element_ty.primitive_bitwidth // 8)
     after_previous_kernel(PDL)
@@ -239,7 +239,7 @@ def _all_reduce_add_rms_norm_kernel(
     _meet(
         buffers, own, stage, gathered, abort, rank, epoch, begin, end, dtype, SHOTS, POSTED, SIZE, TILE, MAX_PROGRAMS,
         COMPILED,
-    )  # fmt: skip
+    )
     first = tl.program_id(0) * rows
     residual += first.to(tl.int64) * residual_stride
     for row in range(first, tl.minimum(first + rows, num_rows)):
@@ -276,7 +276,7 @@ def _memory(epoch, POSTED: tl.constexpr, DATA: tl.constexpr, MAILBOX: tl.constex
 def _push(
     x, buffers, own, stage, rank, begin, end, numel,
     SHOTS: tl.constexpr, POSTED: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Bring ``x[begin:end]`` to where others find it."""
     if SHOTS == 2:
         push_parts(x, buffers, stage, rank, begin, end, POSTED, SIZE, TILE)
@@ -291,7 +291,7 @@ def _meet(
     buffers, own, stage, gathered, abort, rank, epoch, begin, end,
     dtype: tl.constexpr, SHOTS: tl.constexpr, POSTED: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
+):
     """From here on `_sum_at` finds ``[begin, end)``."""
     if COMPILED and not POSTED:
         wait_for_peers(buffers, abort, rank, epoch, 0, SIZE, MAX_PROGRAMS)
@@ -305,7 +305,7 @@ def _meet(
 def _sum_at(
     buffers, own, stage, gathered, abort, index, inside, numel,
     dtype: tl.constexpr, SHOTS: tl.constexpr, POSTED: tl.constexpr, SIZE: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
+):
     """The sum over ranks at `index`, rounded; once only where it is posted."""
     if SHOTS == 2:
         total = gathered_at(own, gathered, index, inside, abort, dtype, POSTED, COMPILED)

@@ -187,7 +187,7 @@ def _qk_norm_rope_store_kernel(
         first, second = _normed_and_rotated(
             first, second, q_weight, cos + position * cos_stride, sin + position * sin_stride, eps, lane, live,
             HAS_NORMS, HEAD_DIM,
-        )  # fmt: skip
+        )
         tl.store(query + token * (HEADS * HEAD_DIM) + offset, first, mask=inside)
         tl.store(query + token * (HEADS * HEAD_DIM) + HALF + offset, second, mask=inside)
     else:
@@ -205,7 +205,7 @@ def _qk_norm_rope_store_kernel(
                 first, second = _normed_and_rotated(
                     first, second, k_weight, cos + position * cos_stride, sin + position * sin_stride, eps, lane, live,
                     HAS_NORMS, HEAD_DIM,
-                )  # fmt: skip
+                )
                 tl.store(k_cache + at, first, mask=inside)
                 tl.store(k_cache + HALF + at, second, mask=inside)
             else:

@@ -124,7 +124,7 @@ class _Bytes:
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
             "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2,
-        }  # fmt: skip
+        }
 
 
 def are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:

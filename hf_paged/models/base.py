@@ -83,7 +83,7 @@ class ModelExecutor(ABC):
     """Runs one family's own modules on packed tokens. Does not keep the model alive."""
 
     def __init__(self, model: PreTrainedModel, model_class: type, *, merge_weights: bool = True,
-                 fused_kernels: bool = True) -> None:  # fmt: skip
+                 fused_kernels: bool = True) -> None:
         self._model = weakref.ref(model)
         self.model_class: Any = model_class  # transformers' own, which the model's class is or derives from
         self._merge_weights = merge_weights
@@ -213,7 +213,7 @@ class ModelExecutor(ABC):
             state = repr((self.constants(), adapter_state(self.model)))
             kinds = {type(inner): None for _, module in self.called_modules() for inner in module.modules()}
             look = Look(facts, state, tuple(kind for kind in kinds if kind not in _KNOWN_LAYERS),
-                        [tensor for _, tensor in plain_tensors(self.model.named_modules())])  # fmt: skip
+                        [tensor for _, tensor in plain_tensors(self.model.named_modules())])
             self._look = look
         return look
 

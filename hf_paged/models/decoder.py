@@ -25,7 +25,7 @@ from hf_paged.parallel.shards import local_kv_heads
 CONFIG_CONSTANTS = (
     "num_hidden_layers", "num_attention_heads", "sliding_window", "layer_types", "final_logit_softcapping", "is_causal",
     "use_bidirectional_attention", "_experts_implementation",
-)  # fmt: skip
+)
 
 
 class DecoderExecutor(ModelExecutor):
@@ -58,7 +58,7 @@ class DecoderExecutor(ModelExecutor):
         if type(head) is nn.Linear:
             return len(head.weight)
         number: int = getattr(head, "vocab_size" if isinstance(head, VocabParallelHead) else "out_features",
-                              self.vocab_size)  # fmt: skip
+                              self.vocab_size)
         return number
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
@@ -91,7 +91,7 @@ class DecoderExecutor(ModelExecutor):
         if not self._layers():
             return "the model has no layers"
         reasons = (self._config_reason, self._layer_reason, self._code_reason, self.registry_reason,
-                   self._experts_reason)  # fmt: skip
+                   self._experts_reason)
         return next((reason for check in reasons if (reason := check()) is not None), None)
 
     def _layers(self) -> list[Any]:

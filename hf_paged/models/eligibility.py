@@ -30,7 +30,7 @@ SHARDED_MODULE = "hf_paged.parallel.layers."
 TOKENWISE_MODULES = (
     "torch.nn.modules.linear.", "torch.nn.modules.sparse.", "peft.tuners.lora.", "transformers.integrations.",
     "bitsandbytes.nn.", SHARDED_MODULE,
-)  # fmt: skip
+)
 _OWN_LAYERS = ("torch.", SHARDED_MODULE[:-1])  # that are known, so that nobody may patch them
 _CALL_CHAIN = frozenset(CALL_CHAIN)
 BATCH_DEPENDENT = ("Linear8bitLt", "NVFP4Linear")  # outlier columns and activation scales over all rows
@@ -76,7 +76,7 @@ def unsupported_reason(executor: ModelExecutor) -> str | None:
     # First, so that what changes during the checks is seen at the next look.
     facts, autocast = Facts(executor.model), autocast_state(executor.model)
     seen = Seen(executor, list(executor.model.named_modules()), list(executor.model.named_parameters()),
-                list(executor.own_modules()), list(executor.called_modules()))  # fmt: skip
+                list(executor.own_modules()), list(executor.called_modules()))
     checks = (_sharding_reason, _module_reason, _device_reason, _hook_reason, _dtype_reason, _train_mode_reason)
     reason = next((reason for check in checks if (reason := check(seen)) is not None), None)
     reason = executor.constants_reason() if reason is None else reason  # constants are read off modules that passed

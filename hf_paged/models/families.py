@@ -84,7 +84,7 @@ FAMILIES = (
     }),
     Family("gpt_oss", "GptOss", windows="by layer", beyond_sdpa="s_aux", casts_norms=True,
            parts={**_LLAMA, "experts": ("Experts",), "router": ("TopKRouter",)}),
-)  # fmt: skip
+)
 
 
 def family_of(model: object) -> Family | None:

@@ -123,7 +123,7 @@ class FusedExecutor(DecoderExecutor):
             query = ops.qk_norm_rope_store(
                 self._qkv[i](normed), q_weight, k_weight, eps, cos, sin, step.positions, step.slot_mapping,
                 *step.kv_cache(i),
-            )  # fmt: skip
+            )
             mixed = step.attend(i, query, AttentionOptions(attention.scaling, self._mask_window(i)))
             delta, ranks = row_product(attention.o_proj, mixed.flatten(1), ops.linear)
             normed, residual = self._add_norm(delta, ranks, residual, layer.post_attention_layernorm)
@@ -140,7 +140,7 @@ class FusedExecutor(DecoderExecutor):
         return self._add_norm(delta, ranks, residual, decoder.norm)[0]
 
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None,
-                  norm: Any) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+                  norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
         args = residual, norm.weight, norm.variance_epsilon
         if self._ops is FUSED and (fused := ranks.all_reduce_add_rms_norm(delta, *args)) is not None:
             return fused
@@ -159,7 +159,7 @@ class FusedExecutor(DecoderExecutor):
              layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon,
              self._mlp_constants(layer.mlp))
             for layer in self._layers() for a in (layer.self_attn,)
-        ]  # fmt: skip
+        ]
         # What the windows are made of, as it is: this is asked of models that were not looked at, too.
         config = self.model.config
         windows: list[Any] = [repr(getattr(config, name, None)) for name in ("sliding_window", "layer_types")]
@@ -210,7 +210,7 @@ class FusedExecutor(DecoderExecutor):
         found = [
             {key: self._projections(key, linears) for key, linears in _groups(i, layer).items()}
             for i, layer in enumerate(self._layers())
-        ]  # fmt: skip
+        ]
         return [of[f"{i}.qkv"] for i, of in enumerate(found)], [of.get(f"{i}.mlp") for i, of in enumerate(found)]
 
     def _projections(self, key: str, linears: tuple[nn.Module, ...]) -> Projections:

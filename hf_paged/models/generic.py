@@ -40,7 +40,7 @@ class GenericExecutor(DecoderExecutor):
                 input_ids=input_ids[None], attention_mask=no_mask, position_ids=step.positions[None], use_cache=False,
                 output_attentions=False, output_hidden_states=False, output_router_logits=False, return_dict=True,
                 **{STEP_ARGUMENT: WindowedStep(step, windows)},
-            )  # fmt: skip
+            )
         result: torch.Tensor = output.last_hidden_state[0]
         return result
 
@@ -57,7 +57,7 @@ class GenericExecutor(DecoderExecutor):
         modules = [
             type(part.module).__qualname__ if part.is_activation else plain_values(part.module)
             for part in self._parts() if part.is_activation or part.expected is not None
-        ]  # fmt: skip
+        ]
         capped = self._family.beyond_sdpa, implementation_of(config) == "sdpa"
         return [repr(getattr(config, name, None)) for name in CONFIG_CONSTANTS], capped, modules
 

@@ -34,7 +34,7 @@ def _linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 FUSED = LayerOps(linear_unchecked, linear_silu_mul_unchecked, silu_mul_unchecked, add_rms_norm_unchecked,
-                 qk_norm_rope_store_unchecked)  # fmt: skip
+                 qk_norm_rope_store_unchecked)
 # The cache is written by a kernel in any case: torch would have to ask the device which tokens are to be written.
 PLAIN = LayerOps(F.linear, _linear_silu_mul, silu_mul_reference, add_rms_norm_reference,
-                 partial(qk_norm_rope_store_reference, store=store_kv_unchecked))  # fmt: skip
+                 partial(qk_norm_rope_store_reference, store=store_kv_unchecked))

@@ -32,7 +32,7 @@ STEP_ARGUMENT = "hf_paged_step"
 _IGNORED = frozenset({
     "position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
     "sliding_window",
-})  # fmt: skip
+})
 # Implementations that take their name from the config again while they run.
 _READS_CONFIG = ("flash", "paged|")
 
@@ -102,7 +102,7 @@ def implementation_of(config: PreTrainedConfig) -> str | None:
 
 
 def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-               **kwargs: Any) -> tuple[torch.Tensor, Any]:  # fmt: skip
+               **kwargs: Any) -> tuple[torch.Tensor, Any]:
     """query [1, Hq, T, D], key and value [1, Hkv, T, D], rotated -> ([1, T, Hq, D], None), as stock's functions."""
     step = kwargs.pop(STEP_ARGUMENT, None)
     if step is None:
@@ -112,11 +112,11 @@ def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
 
 def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windowed: WindowedStep,
                      *, scaling: float, dropout: float = 0.0, softcap: float | None = None,
-                     s_aux: torch.Tensor | None = None, **others: Any) -> torch.Tensor:  # fmt: skip
+                     s_aux: torch.Tensor | None = None, **others: Any) -> torch.Tensor:
     unknown = [name for name, given in others.items() if given is not None and name not in _IGNORED]
     if dropout or unknown:
         raise UnsupportedModelError(f"{type(module).__name__} asks of its attention what pages do not have: "
-                                    f"{', '.join(unknown) or f'dropout={dropout}'}")  # fmt: skip
+                                    f"{', '.join(unknown) or f'dropout={dropout}'}")
     if softcap is not None and implementation_of(module.config) == "sdpa":
         softcap = None  # sdpa, the default of Gemma 2 in transformers 5.17, leaves it out
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -49,7 +49,7 @@ def _collect(parts: list[Part], path: str, module: nn.Module, classes: dict[str,
 
 
 def _add(parts: list[Part], name: str, module: nn.Module, allowed: tuple[type, ...],
-         classes: dict[str, tuple[type, ...]]) -> None:  # fmt: skip
+         classes: dict[str, tuple[type, ...]]) -> None:
     if type(module) in allowed:
         parts.append(Part(name, module, type(module)))
         _collect(parts, name, module, classes)

@@ -51,7 +51,7 @@ def apply_module(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def row_product(module: nn.Module, hidden: torch.Tensor,
-                linear: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ParallelGroup]:  # fmt: skip
+                linear: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ParallelGroup]:
     """`apply_linear`, and the ranks whose products have still to be added up; `SINGLE` where that is done."""
     if type(module) is RowParallelLinear and module.bias is None and _is_untouched(module):
         return linear(hidden, module.weight, None), module.group

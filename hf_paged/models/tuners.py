@@ -15,7 +15,7 @@ def adapter_state(model: nn.Module) -> list[tuple]:
          sorted(getattr(layer, "scaling", {}).items()))
         for name, layer in model.named_modules()
         if _has(layer, "active_adapters") and _has(layer, "merged_adapters")
-    ]  # fmt: skip
+    ]
 
 
 def _has(layer: nn.Module, name: str) -> bool:

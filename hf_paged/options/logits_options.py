@@ -57,7 +57,7 @@ def edits_from_config(config: GenerationConfig, eos: tuple[int, ...], vocab_size
             raise ValueError(f"{name}={value!r:.200}: {error}") from error
     edits = Edits(**fields)
     for name, sequences in (("sequence_bias", [ids for ids, _ in edits.sequence_bias]),
-                            ("bad_words_ids", edits.bad_words_ids)):  # fmt: skip
+                            ("bad_words_ids", edits.bad_words_ids)):
         if name in active and _holds_bool(active[name]):
             raise ValueError(f"{name}={active[name]!r:.200}: holds True or False, expected token ids")
         if not all(sequences):
@@ -72,7 +72,7 @@ def edits_from_config(config: GenerationConfig, eos: tuple[int, ...], vocab_size
             raise ValueError(f"{name}={active[name]!r:.200}: holds {wrong}, expected token ids in [0, {vocab_size})")
     if edits.decay_start is not None and not all(0 <= token < vocab_size for token in eos):
         raise ValueError(f"eos_token_id={list(eos)!r:.200}: expected token ids in [0, {vocab_size}) with "
-                         "exponential_decay_length_penalty, which scores them")  # fmt: skip
+                         "exponential_decay_length_penalty, which scores them")
     return edits
 
 

@@ -47,7 +47,7 @@ _IS_ASKED: dict[str, Callable[[Any], bool]] = GREEDY_TOO | SAMPLING_ONLY | {
     "temperature": lambda value: value != 1.0,
     "top_k": lambda value: value != 0,
     "top_p": lambda value: value < 1.0,
-}  # fmt: skip
+}
 ALWAYS = (processors.LogitsProcessorList, criteria.StoppingCriteriaList, criteria.MaxLengthCriteria)
 
 

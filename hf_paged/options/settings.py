@@ -166,7 +166,7 @@ def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_siz
     _check_numbers(settings)
     if decay_overflows(settings.edits, settings.max_new_tokens):
         raise ValueError(f"exponential_decay_length_penalty={config.exponential_decay_length_penalty!r:.200}: expected "
-                         "a penalty that stays a finite number for all new tokens")  # fmt: skip
+                         "a penalty that stays a finite number for all new tokens")
     return settings
 
 
@@ -199,7 +199,7 @@ def _read(config: GenerationConfig, prompt_length: int, vocab_size: int) -> Requ
         max_new_tokens=max_new_tokens, min_new_tokens=max(min_new_tokens, 0), eos_token_ids=eos,
         edits=edits_from_config(config, eos, vocab_size), stop_strings=_stop_strings(config.stop_strings),
         max_time=_max_time(config.max_time),
-    )  # fmt: skip
+    )
     return _with_sampling(settings, config) if config.do_sample else settings
 
 

@@ -88,7 +88,7 @@ class ParallelGroup:
                 store.set(ARRIVED.format(rank=self.rank), b"")
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size,
-                                    device_id=device if device.type == "cuda" else None)  # fmt: skip
+                                    device_id=device if device.type == "cuda" else None)
         hosts = dist.new_group(backend="gloo", timeout=_WAIT)
         self._devices = dist.new_group(backend="nccl") if device.type == "cuda" else hosts
         if device.type == "cuda":
@@ -180,7 +180,7 @@ class ParallelGroup:
         return tensor
 
     def all_reduce_add_rms_norm(self, tensor: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
-                                eps: float) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
+                                eps: float) -> tuple[torch.Tensor, torch.Tensor] | None:
         """`add_rms_norm` of the sum over ranks, which see, in one kernel; None where it cannot be had, or is slower."""
         algorithm = None if self.peers is None else choose_algorithm_for(tensor, self.peers)
         if self.peers is None or algorithm is None or not self._others_come(tensor):
@@ -209,7 +209,7 @@ class ParallelGroup:
         if not self._others_come(columns):
             return columns[: len(columns) // self.size].repeat(1, self.size) if self.is_parallel else columns
         received = torch.empty((self.size, len(columns) // self.size, columns.shape[1]), dtype=columns.dtype,
-                               device=columns.device)  # fmt: skip
+                               device=columns.device)
         dist.all_to_all_single(received.flatten(0, 1), columns.contiguous(), group=self._met(self._devices))
         return received.transpose(0, 1).flatten(1)
 

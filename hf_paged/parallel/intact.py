@@ -23,7 +23,7 @@ def broken_part(model: Any) -> str | None:
         inner = getattr(module, "base_layer", None)
         if inner is not None and is_sharded(inner):
             return (f"{name} wraps a layer that is sharded over ranks, which its adapter is not: expected a checkpoint "
-                    "that the adapter is merged into (merge_and_unload, then save_pretrained)")  # fmt: skip
+                    "that the adapter is merged into (merge_and_unload, then save_pretrained)")
         if isinstance(module, Sharded):
             if module.group is not group:
                 return f"{name} is sharded over other ranks than the model"

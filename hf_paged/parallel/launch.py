@@ -108,7 +108,7 @@ class Workers:
         with _environment_of_ranks():
             # Nothing interrupts a wait for a peer that died while it met us, so a thread does the waiting.
             state.meeting = threading.Thread(target=_meet, args=(state, group, device, met), name="hf_paged-meet",
-                                             daemon=True)  # fmt: skip
+                                             daemon=True)
             state.meeting.start()
             yield group
             while not wait([met], timeout=0.05).done:
@@ -193,7 +193,7 @@ def launch(size: int, job: Any, device_type: str) -> Workers:
     with socket.create_server(("127.0.0.1", 0)) as server:  # the store would listen on all interfaces
         port = server.getsockname()[1]
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
-                              master_listen_fd=server.detach())  # fmt: skip
+                              master_listen_fd=server.detach())
     state = _State(size, store, device_type)
     workers = Workers(state)
     environment = {**os.environ, **ENVIRONMENT, **_LOCAL}

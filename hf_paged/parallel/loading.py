@@ -23,7 +23,7 @@ _IGNORED = (r"rotary_emb\.inv_freq",)
 
 
 def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | None = "auto",
-         device: str | torch.device, check: Callable[[], None] = lambda: None) -> PreTrainedModel:  # fmt: skip
+         device: str | torch.device, check: Callable[[], None] = lambda: None) -> PreTrainedModel:
     """Build a causal LM of which this rank holds its part, in eval mode, and read that part from safetensors.
 
     Args:
@@ -96,7 +96,7 @@ def _fill(model: PreTrainedModel, path: str, entries: dict[str, Entry], check: C
     read(pieces, entries, check)
     if not same(tied, entries):
         raise ValueError(f"{path}: {HEAD} is not the embedding, which tie_word_embeddings=True says: expected "
-                         "tie_word_embeddings=False in its config")  # fmt: skip
+                         "tie_word_embeddings=False in its config")
 
 
 class _Keys:
@@ -131,7 +131,7 @@ class _Keys:
         for key, entry in self._entries.items():
             if key not in self._used and not any(pattern.search(key) for pattern in self._ignored):
                 raise ValueError(f"{key} in {entry.file} is no parameter of the model: expected a checkpoint of its "
-                                 "config's architecture")  # fmt: skip
+                                 "config's architecture")
 
     def _key(self, name: str) -> str:
         return name if self._has_prefix else name.removeprefix(self._prefix)

@@ -27,7 +27,7 @@ class WorkerProcess:
             [sys.executable, *safe_path, "-m", "hf_paged.parallel.worker"],
             env={**environment, "PYTHONPATH": path}, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        )
         self.tail: deque[str] = deque(maxlen=_TAIL)
         self.ended = threading.Event()
         self._lock = threading.RLock()

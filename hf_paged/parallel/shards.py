@@ -63,7 +63,7 @@ def local_kv_heads(kv_heads: int, size: int) -> int:
     """
     if kv_heads % size and size % kv_heads:
         raise ValueError(f"num_key_value_heads={kv_heads} and tensor_parallel_size={size}: expected one to divide the "
-                         "other")  # fmt: skip
+                         "other")
     return max(1, kv_heads // size)
 
 

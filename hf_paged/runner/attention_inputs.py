@@ -31,7 +31,7 @@ class AttentionInputs:
         return self.backend.plan(seq_lens, slots, spec.num_kv_heads, spec.head_dim, spec.cache_dtype, spec.device)
 
     def parts(self, plan: StepPlan, query_start: np.ndarray,
-              slot_mapping: torch.Tensor) -> list[tuple[int, int, PagedMetadata]]:  # fmt: skip
+              slot_mapping: torch.Tensor) -> list[tuple[int, int, PagedMetadata]]:
         """An eager step: decode rows and prefill rows are parts of their own, each with its own attention kernel."""
         rows, decodes = len(plan.slots), plan.num_decode_rows
         seq_lens = plan.start + plan.num_new_tokens
@@ -46,19 +46,19 @@ class AttentionInputs:
                 starts[a : b + 1] - first, lens[a:b], slots[a:b], slot_mapping[first:last],
                 int(plan.num_new_tokens[a:b].max()), int(seq_lens[a:b].max()),
                 self._work(seq_lens[a:b], plan.slots[a:b]) if a < decodes else None,
-            )  # fmt: skip
+            )
             parts.append((first, last, meta))
         return parts
 
     def decode_rows(self, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
-                    work: DecodeWork) -> PagedMetadata:  # fmt: skip
+                    work: DecodeWork) -> PagedMetadata:
         """A captured step of one new token a row, at `positions` [R] of `slots` [R]; any length may come."""
         starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=self._spec.device)
         seq_lens = (positions + 1).to(torch.int32)
         return self._metadata(starts, seq_lens, slots.to(torch.int32), slot_mapping, 1, self._max_model_len, work)
 
     def prompts(self, query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
-                slot_mapping: torch.Tensor, *, long: bool) -> PagedMetadata:  # fmt: skip
+                slot_mapping: torch.Tensor, *, long: bool) -> PagedMetadata:
         """A captured step of prompts, all int32; `long` as `is_long` says."""
         # Replays bring rows of any length up to all tokens: the tiles are those of full ones.
         most = max(FULL_TILE, len(slot_mapping))
@@ -76,8 +76,8 @@ class AttentionInputs:
 
     def _metadata(self, query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
                   slot_mapping: torch.Tensor, max_query_len: int, max_seq_len: int,
-                  work: DecodeWork | None = None) -> PagedMetadata:  # fmt: skip
+                  work: DecodeWork | None = None) -> PagedMetadata:
         return PagedMetadata(
             query_start=query_start, seq_lens=seq_lens, block_table=self._state.block_table, slots=slots,
             slot_mapping=slot_mapping, max_query_len=max_query_len, max_seq_len=max_seq_len, work=work,
-        )  # fmt: skip
+        )

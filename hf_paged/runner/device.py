@@ -62,7 +62,7 @@ class DevicePool:
             max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens, attention_backend=config.attention_backend,
             use_graphs=not config.enforce_eager,
-        )  # fmt: skip
+        )
         return self.runner
 
     def rehearse(self) -> None:
@@ -78,7 +78,7 @@ class DevicePool:
         if self._config.num_blocks is not None or self._owns_device:
             return cache.num_blocks
         most = shared_num_blocks(self._executor, cache.spec, self._config, self.max_model_len,
-                                 held_blocks=cache.num_blocks)  # fmt: skip
+                                 held_blocks=cache.num_blocks)
         self.max_blocks = self._executor.group.smallest(most)
         wanted = max(cache.num_blocks + missing, int(cache.num_blocks * POOL_GROWTH))
         wanted = min(wanted, self.max_blocks)

@@ -79,7 +79,7 @@ class StepGraphs:
     """Captures and replays steps. A graph is valid while nothing it points to has moved (see `check`)."""
 
     def __init__(self, executor: ModelExecutor, kv_cache: KVCache, state: RequestState, attention: AttentionInputs,
-                 max_num_batched_tokens: int) -> None:  # fmt: skip
+                 max_num_batched_tokens: int) -> None:
         self._executor, self._cache, self._state, self._attention = executor, kv_cache, state, attention
         self._device = kv_cache.spec.device
         self._decode_sizes = np.array(decode_sizes(state.num_slots))
@@ -314,7 +314,7 @@ class StepGraphs:
         return tokens, by_row
 
     def _prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *, stages: frozenset[str], long: bool,
-                 scored: bool) -> Drawn:  # fmt: skip
+                 scored: bool) -> Drawn:
         state, (slots, positions, write_from) = self._state, tokens
         input_ids, at, slot_mapping = state.inputs(slots, positions, write_from)
         small = rows[:3].to(torch.int32)
@@ -325,7 +325,7 @@ class StepGraphs:
         return self._draw(logits, sampled_slots, sampled_positions.to(torch.int32), stages, scored)
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
-              scored: bool) -> Drawn:  # fmt: skip
+              scored: bool) -> Drawn:
         logprobs = torch.empty(len(slots), dtype=torch.float32, device=self._device) if scored else None
         return Drawn(self._state.sample(logits, slots, positions, stages, logprobs), logprobs)
 

@@ -19,7 +19,7 @@ _STEPS_IN_MEMORY = {False: 3, True: 1}
 
 
 def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig, max_model_len: int, *,
-                      held_blocks: int) -> int:  # fmt: skip
+                      held_blocks: int) -> int:
     """Most blocks that an enabled model's pool may have, of which it holds `held_blocks` now. Allocates nothing.
 
     On CUDA: total * gpu_memory_utilization - what is in use besides the pool - an upper bound of one step, where
@@ -76,7 +76,7 @@ def _warm_up(executor: ModelExecutor, spec: KVSpec, config: PagedConfig, max_mod
 
 
 def _largest_step(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
-                  max_model_len: int) -> Callable[[], object]:  # fmt: skip
+                  max_model_len: int) -> Callable[[], object]:
     """What runs it on a throw-away pool and waits for its end."""
     length = max(1, min(config.max_num_batched_tokens // config.max_num_seqs, max_model_len - 1))
     num_blocks = config.max_num_seqs * -(-(length + 1) // config.block_size) + 1
@@ -84,7 +84,7 @@ def _largest_step(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
         block_size=config.block_size, num_blocks=num_blocks, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=max_model_len,
         enable_prefix_caching=False,
-    ))  # fmt: skip
+    ))
     for i in range(config.max_num_seqs):
         scheduler.add(Sequence(f"warm-up-{i}", [0] * length, max_new_tokens=1))
     plan = scheduler.schedule()
@@ -92,7 +92,7 @@ def _largest_step(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
     runner = ModelRunner(executor, spec, block_size=config.block_size, num_blocks=num_blocks,
                          max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
                          max_num_batched_tokens=config.max_num_batched_tokens,
-                         attention_backend=config.attention_backend)  # fmt: skip
+                         attention_backend=config.attention_backend)
     # Every option of the sampler at once.
     parameters = SlotParameters(do_sample=True, temperature=0.7, top_k=50, top_p=0.9, min_p=0.05, max_length=length + 1)
     runner.prepare()

@@ -48,7 +48,7 @@ class ModelRunner:
 
     def __init__(self, executor: ModelExecutor, spec: KVSpec, *, block_size: int, num_blocks: int, max_num_seqs: int,
                  max_model_len: int, max_num_batched_tokens: int, attention_backend: str,
-                 use_graphs: bool = False) -> None:  # fmt: skip
+                 use_graphs: bool = False) -> None:
         self.executor = executor
         self.spec = spec
         self.device = spec.device
@@ -106,7 +106,7 @@ class ModelRunner:
     def _update_state(self, plan: StepPlan, parameters: list[SlotParameters]) -> None:
         if plan.admitted:
             self.state.admit([s.slot for s in plan.admitted], [s.token_ids for s in plan.admitted],
-                             [s.block_table for s in plan.admitted], parameters)  # fmt: skip
+                             [s.block_table for s in plan.admitted], parameters)
         self.state.update_blocks(*plan.block_updates)
 
     def _hidden_states(self, plan: StepPlan) -> tuple[torch.Tensor, np.ndarray]:
@@ -122,7 +122,7 @@ class ModelRunner:
         return self.executor.hidden_states(input_ids, step), query_start
 
     def _sample(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor, result: torch.Tensor,
-                logprobs: torch.Tensor | None) -> None:  # fmt: skip
+                logprobs: torch.Tensor | None) -> None:
         rows = np.flatnonzero(plan.samples)
         if not len(rows):
             result.fill_(-1)
@@ -139,13 +139,13 @@ class ModelRunner:
             self._fetch(known, rows, logprobs)
 
     def _score_prompts(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor,
-                       spans: tuple[PromptSpan, ...]) -> torch.Tensor:  # fmt: skip
+                       spans: tuple[PromptSpan, ...]) -> torch.Tensor:
         """Log-probabilities of the spans' tokens, on their way to the host."""
         columns = [
             (np.arange(query_start[row], query_start[row] + count), np.full(count, plan.slots[row]),
              np.arange(first, first + count))
             for row, first, count in spans
-        ]  # fmt: skip
+        ]
         packed = np.stack([np.concatenate(parts) for parts in zip(*columns, strict=True)])
         at, slots, positions = upload(packed.astype(np.int64), self.device)
         known = prompt_log_probs(self.executor, hidden, at, self.state.tokens[slots, positions].long())
@@ -162,7 +162,7 @@ class ModelRunner:
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=self.device.type == "cuda")
 
     def _handle(self, result: torch.Tensor, logprobs: torch.Tensor | None, scored: torch.Tensor | None = None,
-                spans: tuple[PromptSpan, ...] = ()) -> StepHandle:  # fmt: skip
+                spans: tuple[PromptSpan, ...] = ()) -> StepHandle:
         """A handle on what is on its way to the host."""
         heard = None
         if self.sharded is not None:

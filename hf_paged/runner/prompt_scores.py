@@ -32,7 +32,7 @@ NOTHING = Wanted()
 
 
 def prompt_log_probs(executor: ModelExecutor, hidden: torch.Tensor, at: torch.Tensor,
-                     token_ids: torch.Tensor) -> torch.Tensor:  # fmt: skip
+                     token_ids: torch.Tensor) -> torch.Tensor:
     """log p of ``token_ids`` [N] int64, each from the raw logits of its row ``at`` [N] int64 of ``hidden`` [T, size].
 
     float32 [N], as log_softmax in float32. Of the logits at most `_MOST_LOGITS` numbers exist at a time.

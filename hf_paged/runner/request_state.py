@@ -63,10 +63,10 @@ class SlotParameters:
         """
         floats = float_line("temperature, 1 - top_p, min_p", FloatSettings(
             temperature=self.temperature * self.do_sample, one_minus_top_p=1.0 - self.top_p, min_p=self.min_p,
-        ))  # fmt: skip
+        ))
         ints = int_line("seed, top_k, min_new_tokens", IntSettings(
             seed=self.seed, top_k=self.top_k, min_length=self.min_length,
-        ))  # fmt: skip
+        ))
         eos = int_line("eos_token_id", self.eos_token_ids)
         edits = encode_edits(self.edits, self.prompt_length, self.max_length, self.eos_token_ids)
         return SlotLines(floats, ints, eos, edits)
@@ -81,7 +81,7 @@ class RequestState:
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device,
-                 sharded: ShardedSampling | None = None) -> None:  # fmt: skip
+                 sharded: ShardedSampling | None = None) -> None:
         self.device = device
         self.sharded = sharded
         self.max_model_len = max_model_len
@@ -103,7 +103,7 @@ class RequestState:
         self._stage_sets: set[int] = set()
 
     def admit(self, slots: list[int], tokens: list[list[int]], tables: list[list[int]],
-              parameters: list[SlotParameters]) -> None:  # fmt: skip
+              parameters: list[SlotParameters]) -> None:
         """Write whole lines: known tokens, block table and parameters of sequences that got a slot."""
         self._reserve_tokens(max(p.max_length for p in parameters))
         index = self._upload(np.array(slots, dtype=np.int64))
@@ -133,7 +133,7 @@ class RequestState:
         return frozenset(name for i, name in enumerate(self._stage_names) if bits >> i & 1) if bits else frozenset()
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
-               stages: frozenset[str], logprob: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+               stages: frozenset[str], logprob: torch.Tensor | None = None) -> torch.Tensor:
         """Tokens int64 [R] for `positions` [R] of `slots` [R], written to `tokens` there, too (see `sample_tokens`)."""
         if self.sharded is None:
             return self._sample_whole(logits, slots, positions, logprob, stages=stages)
@@ -143,7 +143,7 @@ class RequestState:
         return self.sharded.deal(logits, slots, positions, self.padding_slot, self.tokens, draw, logprob)
 
     def _sample_whole(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
-                      logprob: torch.Tensor | None, *, stages: frozenset[str]) -> torch.Tensor:  # fmt: skip
+                      logprob: torch.Tensor | None, *, stages: frozenset[str]) -> torch.Tensor:
         if stages:
             return sample_edited(logits, self.sampling, self.edits, slots, positions, self.tokens, stages, logprob)
         return sample(logits, self.sampling, slots, positions, self.tokens, logprob)
@@ -171,7 +171,7 @@ class RequestState:
             self.block_table[packed[0], packed[1]] = packed[2].to(torch.int32)
 
     def inputs(self, slots: torch.Tensor, positions: torch.Tensor,
-               write_from: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+               write_from: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids, positions and slot mapping of the tokens at ``positions`` [T] of ``slots`` [T] (see `step_inputs`)."""
         return step_inputs(self.tokens, self.block_table, slots, positions, write_from, self.block_size)
 

@@ -47,13 +47,13 @@ class ShardedSampling:
         return logits.shape[1] % GROUP_SIZE == 0
 
     def agree(self, logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, positions: torch.Tensor,
-              history: torch.Tensor) -> torch.Tensor:  # fmt: skip
+              history: torch.Tensor) -> torch.Tensor:
         """`sample_tokens` from this rank's columns [R, n], for rows without filters; `can_agree` says so."""
         return self._settle(best_of_shard(logits, self._columns, table, slots, positions), slots, positions, history)
 
     def deal(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, padding_slot: int,
              history: torch.Tensor, draw: Callable[..., torch.Tensor],
-             logprob: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+             logprob: torch.Tensor | None) -> torch.Tensor:
         """Tokens by ``draw(logits, slots, positions, logprob)``, which each rank calls for its share of the rows.
 
         Same arguments and result as `agree`; ``logprob`` [R] float32, if given, is filled for all rows.
@@ -66,7 +66,7 @@ class ShardedSampling:
         whole = self.group.exchange_rows(logits)[:, : self._vocab_size]
         known = None if logprob is None else torch.empty(share, dtype=torch.float32, device=logits.device)
         tokens = draw(whole, pad(slots, (0, padding), value=padding_slot)[mine], pad(positions, (0, padding))[mine],
-                      known)  # fmt: skip
+                      known)
         keys = torch.full((rows + padding,), NO_TOKEN, dtype=torch.int64, device=logits.device)
         keys[mine] = keys_of(tokens)
         if logprob is not None and known is not None:
@@ -80,7 +80,7 @@ class ShardedSampling:
         self.heard.copy_(self.group.all_reduce_max(self.said.clone()))
 
     def _settle(self, keys: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
-                history: torch.Tensor) -> torch.Tensor:  # fmt: skip
+                history: torch.Tensor) -> torch.Tensor:
         keys = self.group.all_reduce_max(torch.cat([keys, self.said]))
         self.heard.copy_(keys[-1:])
         return settle_tokens(keys[:-1], slots, positions, history)

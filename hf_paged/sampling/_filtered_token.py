@@ -50,7 +50,7 @@ def _value_of(key, SHIFT: tl.constexpr):
 def least_score(
     piece_top, num_pieces, tops, masses, live, top, total, temperature, scale, k, one_minus_top_p, min_p,
     GROUP: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
+):
     """A score below which no token survives, from each group's maximum ``tops`` and mass ``masses``.
 
     The k-th largest of all groups' (or pieces') maxima has k tokens at or above it. Without top-k, tokens below x weigh
@@ -104,7 +104,7 @@ def _count_from(source, size, least, TILE: tl.constexpr):
 def gather_candidates(
     row, eos, num_eos, eos_barred, piece_top, num_pieces, least, listed, held_score, held_token, vocab_size,
     PIECE: tl.constexpr, HELD: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+):
     """Copy scores and ids of a row's tokens at or above ``least``, in order; how many there are, more than HELD at
     most by those of a few pieces: none is written past HELD, and the row is not searched on."""
     num_listed = 0
@@ -167,7 +167,7 @@ def filtered_token(
     source, ids, size, eos, num_eos, eos_barred, least, top, total, temperature, scale, k, one_minus_top_p, min_p,
     key0, key1,
     TILE: tl.constexpr, IS_ROW: tl.constexpr, SHIFT: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     """Token drawn from the survivors, its score, and the survivors' mass.
 
     ``source`` holds ``size`` scores: candidates with token ``ids``, or the row itself (IS_ROW). Of tokens tied at the

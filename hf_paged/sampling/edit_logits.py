@@ -94,7 +94,7 @@ def _penalise(source, scores, token, penalty, vocab_size):
 def _penalise_seen_kernel(
     source, scores, penalties, lists, lines, slots, position, history, source_stride, vocab_size, width,
     history_stride, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Penalised scores of the tokens seen. Read from elsewhere, so that a token seen twice comes out the same."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
@@ -151,7 +151,7 @@ def _bar_eos_kernel(scores, ints, eos, slots, position, vocab_size, num_eos):
 def _force_kernel(
     scores, forced_bos, forced_eos_at, remove_invalid, lists, lines, slots, position, vocab_size, width,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Whole rows: the first or the last token forced, then invalid values removed."""
     row = tl.program_id(0).to(tl.int64)
     slot, place = tl.load(slots + row), tl.load(position + row)
@@ -181,7 +181,7 @@ def _force_kernel(
 def _favour_eos_kernel(
     scores, strengths, decay_start, lists, lines, slots, position, vocab_size, width,
     FINITE_ONLY: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if tl.load(position + row).to(tl.int64) > tl.load(decay_start + slot):
@@ -205,7 +205,7 @@ def _favour_eos_kernel(
 def _bar_kernel(
     scores, begin, lists, lines, slots, position, vocab_size, width, AT_BEGIN: tl.constexpr, PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """-inf at the tokens of a row's list, always or only where the row begins."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
@@ -229,7 +229,7 @@ def decay_strength(table: EditTable, slots: torch.Tensor, position: torch.Tensor
 def edit_logits(
     logits: torch.Tensor, sampling: SamplingTable, table: EditTable, slots: torch.Tensor, position: torch.Tensor,
     history: torch.Tensor, features: frozenset[str], *, decays_finite_only: bool,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Scores after the processors that come before temperature, in stock's order, minimum length included.
 
     Settings are read on the device: while no table moves, one CUDA graph serves every mix of rows.
@@ -265,14 +265,14 @@ def edit_logits(
         _add_biases_kernel[(num_rows, -(-most // _RULE_TILE))](
             scores, lists, table.lines[name], *rows, history, vocab_size, lists.shape[1], stride, TILE=_RULE_TILE,
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )
 
     def bar(name: str, at_begin: bool) -> None:
         lists = table.lists[name]
         _bar_kernel[(num_rows, _PROGRAMS)](
             scores, table.begin, lists, table.lines[name], *rows, vocab_size, lists.shape[1], AT_BEGIN=at_begin,
             **shared,
-        )  # fmt: skip
+        )
 
     with on_device_of(logits):
         source = logits
@@ -286,7 +286,7 @@ def edit_logits(
             _penalise_seen_kernel[(num_rows, _PROGRAMS)](
                 source, scores, table.repetition_penalty, lists, table.lines["also_seen"], *rows, history,
                 source.stride(0), vocab_size, lists.shape[1], stride, **shared, enable_fp_fusion=False,
-            )  # fmt: skip
+            )
         if "no_repeat_ngram" in features:
             _bar_repeated_ngrams_kernel[(num_rows, _PROGRAMS)](
                 scores, table.no_repeat_ngram_size, *rows, history, vocab_size, stride, **shared
@@ -301,14 +301,14 @@ def edit_logits(
             _force_kernel[(num_rows, triton.cdiv(vocab_size, _ROW_TILE))](
                 scores, table.forced_bos, table.forced_eos_at, table.remove_invalid, lists, table.lines["forced_eos"],
                 *rows, vocab_size, lists.shape[1], TILE=_ROW_TILE,
-            )  # fmt: skip
+            )
         if "decay" in features:
             lists = table.lists["decay_eos"]
             _favour_eos_kernel[(num_rows,)](
                 scores, decay_strength(table, *rows), table.decay_start, lists, table.lines["decay_eos"], *rows,
                 vocab_size, lists.shape[1], FINITE_ONLY=decays_finite_only, TILE=32, num_warps=1,
                 enable_fp_fusion=False,
-            )  # fmt: skip
+            )
         if "suppress" in features:
             bar("suppress", at_begin=False)
         if "begin_suppress" in features:
@@ -323,7 +323,7 @@ def _check(logits: torch.Tensor, slots: torch.Tensor, position: torch.Tensor, hi
         raise ValueError(f"the last dim of logits must be contiguous: strides {logits.stride()}")
     for name, tensor, dtypes in (
         ("slots", slots, (torch.int64,)), ("position", position, (torch.int64, torch.int32)),
-    ):  # fmt: skip
+    ):
         if tensor.shape != logits.shape[:1] or tensor.dtype not in dtypes or not tensor.is_contiguous():
             raise ValueError(
                 f"{name} must be [{len(logits)}] {dtypes[0]}, contiguous, got {tuple(tensor.shape)} {tensor.dtype}"

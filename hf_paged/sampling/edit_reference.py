@@ -16,7 +16,7 @@ from hf_paged.sampling.table import SamplingTable
 def edited_scores(
     logits: torch.Tensor, sampling: SamplingTable, table: EditTable, slots: torch.Tensor, position: torch.Tensor,
     history: torch.Tensor, features: frozenset[str],
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Float32 scores [R, V] after the processors that come before temperature, of the stages in ``features``."""
     scores, position = logits.to(torch.float32, copy=True), position.long()
     if "sequence_bias" in features:
@@ -64,7 +64,7 @@ def _assign(scores: torch.Tensor, tokens: torch.Tensor, value: float, active: to
 def add_biases(
     scores: torch.Tensor, table: EditTable, name: str, slots: torch.Tensor, position: torch.Tensor,
     history: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Add to the last token of every sequence whose other tokens end the row's, in stock's order of additions."""
     lines = table.lists[name][table.lines[name][slots]].long()
     most = int(lines[:, 0].max())

@@ -37,7 +37,7 @@ def renormalize_greedy(scores: torch.Tensor, rows: SamplingRows, wanted: torch.T
 def draw_warped(
     scores: torch.Tensor, rows: SamplingRows, table: EditTable, slots: torch.Tensor, tokens: torch.Tensor,
     logprob: torch.Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """Replace ``tokens`` [R] (and ``logprob``) of sampled rows with typical, epsilon or eta filters; -1 stays."""
     filters = torch.stack([table.typical_p[slots], table.epsilon_cutoff[slots], table.eta_cutoff[slots]])
     wanted = rows.drawn & ((filters[0] < 1.0) | (filters[1] > 0.0) | (filters[2] > 0.0)) & (tokens >= 0)

@@ -211,13 +211,13 @@ def _lists(edits: Edits, eos: tuple[int, ...]) -> tuple[bytes, ...]:
 
 _NEUTRAL_LINES = EditLines(
     frozenset(), np.array(_NEUTRAL_FLOATS, np.float32), 1.0, np.array(_NEUTRAL_NUMBERS, np.int64), _lists(NEUTRAL, ()),
-)  # fmt: skip
+)
 
 
 def sample_edited(
     logits: torch.Tensor, sampling_table: SamplingTable, edit_state: EditState, slots: torch.Tensor,
     position: torch.Tensor, history: torch.Tensor, features: frozenset[str], logprob: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """One token per row from edited logits: `sample_tokens` behind the processors of each row's slot.
 
     A row with neutral settings gets the token that it gets without this (on CUDA but for rounding, where fp32 scores

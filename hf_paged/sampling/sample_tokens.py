@@ -65,7 +65,7 @@ def _scale_of(temperature):
 def group_stats_kernel(
     logits, floats, ints, eos, slots, position, group_top, group_mass, piece_top, row_stride, vocab_size, num_groups,
     groups_each, num_eos, first, GROUP: tl.constexpr, PIECE: tl.constexpr, LOGPROB: tl.constexpr,
-):  # fmt: skip
+):
     """Of every group of a row: the maximum, and the sum of exponentials relative to it.
 
     The sum is NaN where the group makes its row invalid. Of rows with filters also the maximum of every piece
@@ -107,7 +107,7 @@ def _choose_kernel(
     GROUP: tl.constexpr, GROUPS_PAD: tl.constexpr, GROUP_STREAM: tl.constexpr, PIECE: tl.constexpr, HELD: tl.constexpr,
     HELD_TILE: tl.constexpr, PIECE_TILE: tl.constexpr, ROW_TILE: tl.constexpr, SHIFT: tl.constexpr,
     HISTORY: tl.constexpr, LOGPROB: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     """The token of a row, from its groups' values and a second look at the groups that matter."""
     row = tl.program_id(0).to(tl.int64)
     slot, place = tl.load(slots + row), tl.load(position + row).to(tl.int64)
@@ -139,21 +139,21 @@ def _choose_kernel(
             least = least_score(
                 piece_top, num_pieces, tops, relative, live, top, total, temperature, scale, k, one_minus_top_p, min_p,
                 GROUP, PIECE_TILE, SHIFT,
-            )  # fmt: skip
+            )
             size = gather_candidates(
                 logits, eos, num_eos, eos_barred, piece_top, num_pieces, least, listed + row * HELD, held_score,
                 held_token, vocab_size, PIECE, HELD, PIECE_TILE, ROW_TILE // PIECE,
-            )  # fmt: skip
+            )
             if size <= HELD:
                 token, score, total = filtered_token(
                     held_score, held_token, size, eos, num_eos, eos_barred, least, top, total, temperature, scale, k,
                     one_minus_top_p, min_p, key0, key1, HELD_TILE, False, SHIFT, INTERPRETED,
-                )  # fmt: skip
+                )
             else:
                 token, score, total = filtered_token(
                     logits, held_token, vocab_size, eos, num_eos, eos_barred, least, top, total, temperature, scale, k,
                     one_minus_top_p, min_p, key0, key1, ROW_TILE, True, SHIFT, INTERPRETED,
-                )  # fmt: skip
+                )
         else:
             # Greedy takes the first of -inf, too; a draw what is above -inf, even where the division brings it there.
             value, among = tops, group < num_groups
@@ -180,7 +180,7 @@ def _choose_kernel(
 def sample_tokens(
     logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, position: torch.Tensor, *,
     history: torch.Tensor | None = None, logprob: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """One token per row, a function of the row's logits, settings, seed and position alone.
 
     The grid follows from shapes, and settings are read on the device: one CUDA graph serves every mix of rows. Tokens
@@ -267,7 +267,7 @@ def sample_tokens(
 def _check(
     logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, position: torch.Tensor,
     history: torch.Tensor | None, logprob: torch.Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     if logits.dim() != 2 or logits.shape[1] == 0 or logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"logits must be [R, V], V > 0, bf16, fp16 or fp32, got {tuple(logits.shape)} {logits.dtype}")
     if logits.stride(1) != 1:

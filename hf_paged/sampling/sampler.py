@@ -19,7 +19,7 @@ from hf_paged.sampling.table import SamplingTable
 def sample(
     logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, position: torch.Tensor,
     history: torch.Tensor, logprob: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Tokens int64 [R] of the rows at ``slots`` [R] for ``position`` [R], also written to ``history`` there.
 
     Arguments and result as `sample_tokens`, which see.

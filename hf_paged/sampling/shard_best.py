@@ -31,7 +31,7 @@ class Columns(NamedTuple):
 
 
 def best_of_shard(logits: torch.Tensor, columns: Columns, table: SamplingTable, slots: torch.Tensor,
-                  position: torch.Tensor) -> torch.Tensor:  # fmt: skip
+                  position: torch.Tensor) -> torch.Tensor:
     """Keys int64 [R] of the best token of each row among this rank's columns.
 
     Args:
@@ -51,7 +51,7 @@ def best_of_shard(logits: torch.Tensor, columns: Columns, table: SamplingTable, 
 
 
 def settle_tokens(keys: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
-                  history: torch.Tensor) -> torch.Tensor:  # fmt: skip
+                  history: torch.Tensor) -> torch.Tensor:
     """Tokens int64 [R] of the winning ``keys`` [R], -1 for invalid rows; in ``history``, too, as by `sample_tokens`."""
     run = settle_tokens_triton if keys.is_cuda else settle_tokens_reference
     return run(keys, slots, position, history)
@@ -63,7 +63,7 @@ def keys_of(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def best_of_shard_reference(logits: torch.Tensor, columns: Columns, table: SamplingTable, slots: torch.Tensor,
-                            position: torch.Tensor) -> torch.Tensor:  # fmt: skip
+                            position: torch.Tensor) -> torch.Tensor:
     """:func:`best_of_shard` in plain torch."""
     count, place = columns.end - columns.first, position.long()
     scores = logits[:, :count].float()
@@ -93,7 +93,7 @@ def _packed(value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
 
 
 def settle_tokens_reference(keys: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
-                            history: torch.Tensor) -> torch.Tensor:  # fmt: skip
+                            history: torch.Tensor) -> torch.Tensor:
     """:func:`settle_tokens` in plain torch."""
     invalid = (keys == INVALID) | (keys == NO_TOKEN)
     tokens = (_TOKEN_BITS - (keys & _TOKEN_BITS)).masked_fill(invalid, -1)
@@ -105,7 +105,7 @@ def settle_tokens_reference(keys: torch.Tensor, slots: torch.Tensor, position: t
 def _best_of_shard_kernel(
     logits, floats, ints, eos, slots, position, group_top, group_mass, out, row_stride, first, end, num_groups, num_eos,
     GROUP: tl.constexpr, GROUPS_PAD: tl.constexpr, GROUP_STREAM: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     slot, place = tl.load(slots + row), tl.load(position + row).to(tl.int64)
     temperature = setting(floats, slot, TEMPERATURE)
@@ -142,7 +142,7 @@ def _best_of_shard_kernel(
 
 
 def best_of_shard_triton(logits: torch.Tensor, columns: Columns, table: SamplingTable, slots: torch.Tensor,
-                         position: torch.Tensor) -> torch.Tensor:  # fmt: skip
+                         position: torch.Tensor) -> torch.Tensor:
     """:func:`best_of_shard` as two Triton launches."""
     require_triton()
     num_rows, device = len(logits), logits.device
@@ -157,12 +157,12 @@ def best_of_shard_triton(logits: torch.Tensor, columns: Columns, table: Sampling
             logits, *table, slots, position, group_top, group_mass, group_top, logits.stride(0), columns.end,
             num_groups, groups_each, table.eos.shape[1], columns.first, GROUP=GROUP_SIZE, PIECE=0, LOGPROB=False,
             num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+        )
         _best_of_shard_kernel[(num_rows,)](
             logits, *table, slots, position, group_top, group_mass, out, logits.stride(0), columns.first, columns.end,
             num_groups, table.eos.shape[1], GROUP=GROUP_SIZE, GROUPS_PAD=triton.next_power_of_2(num_groups),
             GROUP_STREAM=GROUP_STREAM, INTERPRETED=triton.knobs.runtime.interpret, num_warps=8, enable_fp_fusion=False,
-        )  # fmt: skip
+        )
     return out
 
 
@@ -181,7 +181,7 @@ def _settle_tokens_kernel(keys, slots, position, history, out, num_rows, history
 
 
 def settle_tokens_triton(keys: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
-                         history: torch.Tensor) -> torch.Tensor:  # fmt: skip
+                         history: torch.Tensor) -> torch.Tensor:
     """:func:`settle_tokens` as one Triton launch."""
     require_triton()
     out = torch.empty(len(keys), dtype=torch.int64, device=keys.device)

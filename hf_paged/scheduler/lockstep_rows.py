@@ -135,7 +135,7 @@ class LockstepRows:
             sequences=self.sequences, slots=self.slots, num_new_tokens=np.full(count, num_new, np.int32), start=start,
             write_from=start, samples=np.ones(count, bool), num_decode_rows=count if num_new == 1 else 0, admitted=[],
             block_updates=updates, tenancy=np.zeros(count, np.int64), published=[],
-        )  # fmt: skip
+        )
 
     def reorder(self, parents: list[int]) -> RowMoves:
         """Row i becomes what row ``parents[i]`` was; there may be more rows than before, up to the number of slots.
@@ -218,4 +218,4 @@ def _plan_of(prompts: PrefillRows) -> StepPlan:
     return StepPlan(
         **columns._asdict(), sequences=prompts.sequences, num_decode_rows=0, admitted=prompts.admitted,
         block_updates=NO_UPDATES, tenancy=np.zeros(len(columns.slots), np.int64), published=prompts.published,
-    )  # fmt: skip
+    )

@@ -191,7 +191,7 @@ class Scheduler:
             sequences=sequences, slots=slots, num_new_tokens=num_new, start=start, write_from=write_from,
             samples=samples, num_decode_rows=n, admitted=prefills.admitted, block_updates=updates,
             tenancy=self._table.tenancy[slots], published=prefills.published,
-        )  # fmt: skip
+        )
 
     def _add_chunk(self, seq: Sequence, prefills: PrefillRows) -> None:
         """Schedule as much of a prefill as the budget allows."""

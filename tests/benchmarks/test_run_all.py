@@ -34,9 +34,10 @@ def run(*arguments):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(SCRIPT.parent.parent)
     return subprocess.run([sys.executable, str(SCRIPT), *map(str, arguments)], env=environment, text=True, check=True,
-                          capture_output=True, timeout=240).stdout  # fmt: skip
+                          capture_output=True, timeout=240).stdout
 
 
+@pytest.mark.slow
 def test_end_to_end_on_a_cpu(tmp_path):
     out = run("--models", "tiny", "--device", "cpu", "--scale", 0.01, "--batches", 4, "--runs", 1, "--out", tmp_path,
               "--workloads", "nano", "warm-prefix", "rollouts", "--engines", "ours", "vllm", "--ab", "overlap")
@@ -93,7 +94,7 @@ REPORT = {
          "of_floor": 0.74, "of_floor_unshared": 0.74, "floor_tok_s": 33_000.0},
         {"workload": "nano", "model": "0.6B", "engine": "vllm", "overrides": {}, "error": "not installed"},
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("rich", [True, False])

@@ -1,4 +1,4 @@
-"""The soak script: what it calls a breach, a round of it, and (slow) three minutes of it."""
+"""The soak script: what it calls a breach, and (slow) some rounds and three minutes of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_flat_run_has_no_breach():
 
 
 @pytest.mark.parametrize(("name", "growth"), [("RSS MiB", 200.0), ("objects", 40000), ("device MiB", 10.0),
-                                              ("graphs dropped", 2), ("leaked", 1)])  # fmt: skip
+                                              ("graphs dropped", 2), ("leaked", 1)])
 def test_growth_is_a_breach(name, growth):
     [breach] = soak.breaches(SimpleNamespace(wrong=[]), _rounds(**{name: growth}))
     assert name.split()[0] in breach
@@ -46,11 +46,12 @@ def test_a_wrong_result_is_a_breach():
 def _soak(*arguments: str) -> str:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, str(ROOT / "benchmarks/soak.py"), *arguments], capture_output=True,
-                          text=True, env={**os.environ, "PYTHONPATH": path}, timeout=560)  # fmt: skip
+                          text=True, env={**os.environ, "PYTHONPATH": path}, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]
     return done.stdout
 
 
+@pytest.mark.slow
 def test_some_rounds_have_no_breach():
     output = _soak("--seconds", "3", "--no-server")
     assert "no breach" in output and "running manager" in output

@@ -17,7 +17,7 @@ CEILINGS = {"copy_tb_s": 4.0, "gemm_tflop_s": 800.0}
     ("shared-decode", 256, 256 * 4160, 256 * 512),
     ("rollouts", 512, 32 * 512, 512 * 512),
     ("batch 8", 8, 8 * 256, 8 * 128),
-])  # fmt: skip
+])
 def test_sizes(name, requests, prompt_tokens, output_tokens):
     workload = make_workload(name)
     assert workload.num_requests == requests

@@ -52,7 +52,7 @@ def _train(accelerator: Any, model: Any, steps: int = 2) -> tuple[Any, list[floa
 
 @pytest.mark.parametrize(("precision", "dtype", "native"), [
     ("no", torch.float32, True), ("bf16", torch.float32, False), ("bf16", torch.bfloat16, True),
-])  # fmt: skip
+])
 def test_training_with_generations_in_between_equals_stock(precision, dtype, native, make_accelerator):
     stock, stock_losses, expected = _train(make_accelerator(precision), tiny_model().to(dtype))
     model = hf_paged.enable(tiny_model().to(dtype))

@@ -37,15 +37,15 @@ GENERATE_UNTIL = COMMON | {
     "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     # The second stop string ends the one answer that holds it early, while the other rows of its batch go on.
     "generation_kwargs": {"until": ["\n", " = 8"], "max_gen_toks": 16, "do_sample": False},
-}  # fmt: skip
+}
 MULTIPLE_CHOICE = COMMON | {
     "task": "choices", "output_type": "multiple_choice", "doc_to_target": 0, "doc_to_choice": "{{[right, wrong]}}",
     "target_delimiter": "", "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-}  # fmt: skip
+}
 PERPLEXITY = COMMON | {
     "task": "perplexity", "output_type": "loglikelihood_rolling", "doc_to_target": "{{right}}",
     "metric_list": [{"metric": "word_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False}],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def _evaluate(model: Any, tokenizer: Any, task: dict[str, Any], tasks: Any, chat
     """lm-eval's result, and every response by task and sample."""
     lm = huggingface.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
     result = evaluator.simple_evaluate(lm, tasks=[dict(task)], apply_chat_template=chat, bootstrap_iters=0,
-                                       task_manager=tasks)  # fmt: skip
+                                       task_manager=tasks)
     samples = result["samples"][task["task"]]
     return result["results"][task["task"]], [sample["resps"] for sample in samples]
 

@@ -177,7 +177,7 @@ def test_a_trained_adapter_generates_with_its_new_weights(fused):
     ({"target_modules": "all-linear"}, None),
     ({"modules_to_save": ["lm_head"]}, "lm_head is a peft.utils.other.ModulesToSaveWrapper"),
     ({"trainable_token_indices": [5, 9]}, "embed_tokens is a peft.utils.other.TrainableTokensWrapper"),
-])  # fmt: skip
+])
 def test_kinds_of_lora(overrides, reason):
     wrapped = peft.get_peft_model(tiny_model(), _config(**overrides), adapter_name="one").eval()
     _randomize(wrapped, "one", 5)

@@ -104,7 +104,7 @@ def test_quantized_weights_written_in_place_are_noticed(what):
 @pytest.mark.parametrize(("name", "module"), [
     ("Linear8bitLt", "bitsandbytes.nn.modules"),  # outlier columns over all rows
     ("QuantLinear", "somebody.quantization"),
-])  # fmt: skip
+])
 def test_a_class_that_may_look_at_all_rows_goes_to_stock(name, module):
     model = _quantize(tiny_model(), _class(name, module))
     assert_falls_back(model, rf"q_proj is a {module}\.{name}, which may look at batch rows", **INPUTS, **OPTIONS)

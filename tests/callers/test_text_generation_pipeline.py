@@ -60,7 +60,7 @@ def test_batches_share_the_prefix_of_their_chats(trained_model, trained_tokenize
 @pytest.mark.parametrize("options", [
     {"return_full_text": False}, {"return_tensors": True}, {"max_new_tokens": 3}, {"min_new_tokens": 20},
     {"prefix": "Codes:\n"}, {"eos_token_id": 13},
-], ids=lambda options: next(iter(options)))  # fmt: skip
+], ids=lambda options: next(iter(options)))
 def test_options(options, trained_model, trained_tokenizer):
     texts = _texts(trained_tokenizer)
     merged = {**GREEDY, "max_new_tokens": 24} | options
@@ -80,7 +80,7 @@ def test_a_stop_sequence(trained_model, trained_tokenizer):
 
 def test_inputs_from_a_generator(trained_model, trained_tokenizer):
     expected, actual = _both(trained_model, trained_tokenizer,
-                             lambda pipe: list(pipe((chat for chat in CHATS), batch_size=2, **GREEDY)))  # fmt: skip
+                             lambda pipe: list(pipe((chat for chat in CHATS), batch_size=2, **GREEDY)))
     assert len(actual) == len(CHATS)
     assert actual == expected
 

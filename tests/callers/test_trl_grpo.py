@@ -60,7 +60,7 @@ def _load(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def _train(model: PreTrainedModel, tokenizer: Any, folder: Any, generation: dict[str, Any] | None = None,
-           peft_config: Any = None, **overrides: Any) -> Run:  # fmt: skip
+           peft_config: Any = None, **overrides: Any) -> Run:
     """A few steps of GRPO; what the reward function saw, and what hf_paged warned of."""
     rollouts: list[Rollout] = []
 
@@ -75,14 +75,14 @@ def _train(model: PreTrainedModel, tokenizer: Any, folder: Any, generation: dict
         "max_completion_length": NEW_TOKENS, "max_steps": STEPS, "learning_rate": 3e-3, "entropy_coef": 1.0,
         "bf16": False, "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "seed": 0,
         "disable_tqdm": True, "shuffle_dataset": False, "generation_kwargs": generation or {"do_sample": False},
-    }  # fmt: skip
+    }
     args = trl.GRPOConfig(**(settings | overrides))
     rows = [{"prompt": [{"role": "user", "content": f"What is {a} + {b}?"}]} for a, b in SUMS]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = trl.GRPOTrainer(model=model, reward_funcs=distinct_tokens, args=args,
                                   train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
-                                  peft_config=peft_config)  # fmt: skip
+                                  peft_config=peft_config)
         trainer.train()
     fallbacks = {str(w.message) for w in caught if issubclass(w.category, hf_paged.FallbackWarning)}
     return Run(rollouts, trainer, fallbacks)
@@ -205,7 +205,7 @@ def test_transformers_continuous_batching(trained_path, trained_tokenizer, tmp_p
     """Whoever carries out `generate_batch`. With bf16=True TRL casts the weights themselves."""
     blocks = {"num_blocks": 64, "max_batch_tokens": 256}
     options: dict[str, Any] = {"use_transformers_continuous_batching": True, "bf16": bf16,
-                               "transformers_continuous_batching_config": blocks}  # fmt: skip
+                               "transformers_continuous_batching_config": blocks}
     if bf16:
         options |= {"learning_rate": 2e-4, "entropy_coef": 0.1}
     model = hf_paged.enable(_load(trained_path))

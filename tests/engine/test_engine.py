@@ -463,7 +463,7 @@ SAMPLE = GenerationConfig(max_new_tokens=15, do_sample=True, temperature=1.5, to
 
 @pytest.mark.parametrize("paged", [
     {}, {"overlap": True}, {"num_blocks": 12}, {"max_num_batched_tokens": 10, "max_num_seqs": 8},
-])  # fmt: skip
+])
 def test_a_seeded_request_samples_the_same_tokens_whatever_else_is_in_the_batch(paged):
     prompt = random_prompts([20])[0]
     lonely_model = hf_paged.enable(tiny_model())
@@ -579,7 +579,7 @@ def _answers_with_swap(engine, tokenizer, prompts, column):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("weights", "ambient"), [
     (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16),
-])  # fmt: skip
+])
 def test_steps_under_ambient_autocast_compute_in_the_weights_dtype(weights, ambient, overlap):
     """A request may come in before its caller enters autocast; what it caches serves callers outside."""
     model = hf_paged.enable(tiny_model().to(weights), strict=True, overlap=overlap)
@@ -633,7 +633,7 @@ def test_eos_ids_that_no_tensor_could_hold(model, engine):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("owner", "name"), [
     (Scheduler, "schedule"), (Scheduler, "commit"), (ModelRunner, "launch"), (EngineCore, "finish"),
-], ids=["schedule", "commit", "launch", "finish"])  # fmt: skip
+], ids=["schedule", "commit", "launch", "finish"])
 def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(overlap, owner, name, monkeypatch):
     """The cycle collector runs wherever something is allocated: also in a step, by the thread that holds the lock."""
     prompts = random_prompts([20, 7, 33])

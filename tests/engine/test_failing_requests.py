@@ -29,7 +29,7 @@ VICTIM = 1
 STOP = "\x00never\x00"
 # The functions that keep one request's exceptions from the others; a step calls what belongs to a request through them.
 GUARDS = {"add", "end", "refuse", "finish", "_attempt", "_fail", "_start_again", "ask", "_asked",
-          "close", "shut_down"}  # fmt: skip
+          "close", "shut_down"}
 
 
 class Broken(Exception):
@@ -204,7 +204,7 @@ def test_every_function_of_a_managers_request_may_raise(monkeypatch, name, strea
     manager = model.init_continuous_batching(config)
     with breaking(monkeypatch, BatchedRequest, name, lambda request: request.request_id == "victim") as calls:
         ids = [manager.add_request(prompt, request_id="victim" if number == VICTIM else None, streaming=streaming)
-               for number, prompt in enumerate(PROMPTS)]  # fmt: skip
+               for number, prompt in enumerate(PROMPTS)]
         manager.start()
         for number, request_id in enumerate(ids):
             *_, output = manager.request_id_iter(request_id)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from pairs import every_pair
 from support import (
     assert_idle,
     assert_lockstep,
@@ -91,7 +92,7 @@ def test_threads_in_lockstep_and_native_at_once(model):
         results[name] = model.generate(**INPUTS, **kwargs)
 
     threads = [threading.Thread(target=run, args=(i,), kwargs=OPTIONS if i % 2 else {"max_new_tokens": 12})
-               for i in range(4)]  # fmt: skip
+               for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -147,10 +148,9 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("at", [1, 4])
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("error", [Interrupt, RuntimeError])
+@pytest.mark.parametrize(("target", "at", "after", "error"), every_pair(
+    list(TARGETS), [pytest.param(at, after) for at in (1, 4) for after in (False, True)], [Interrupt, RuntimeError],
+))
 def test_a_call_that_dies_anywhere_leaves_a_working_engine(model, target, at, after, error):
     hf_paged.enable(model, strict=True)
     model.generate(**batch([3]), max_new_tokens=2)
@@ -248,7 +248,7 @@ def test_captured_steps_give_what_eager_ones_give(beams, dtype):
             model.generate(**{k: v.cuda() for k, v in batch(lengths).items()}, max_new_tokens=40, num_beams=beams,
                            encoder_repetition_penalty=1.2, return_dict_in_generate=True, output_scores=True)
             for lengths in ([20], [20, 13, 5], [100] * 12, [7] * 3)
-        ])  # fmt: skip
+        ])
     assert hf_paged.get_engine(model).stats().num_graphs_captured >= 3
     for eager, captured in zip(*outputs, strict=True):
         assert_same_tensor(captured.sequences, eager.sequences)
@@ -271,7 +271,7 @@ def test_scores_that_a_processor_keeps_are_not_overwritten_by_the_next_replay():
     noting = Noting()
     inputs = {k: v.cuda() for k, v in INPUTS.items()}
     result = model.generate(**inputs, max_new_tokens=8, logits_processor=LogitsProcessorList([noting]),
-                            return_dict_in_generate=True, output_logits=True)  # fmt: skip
+                            return_dict_in_generate=True, output_logits=True)
     again = model.generate(**inputs, max_new_tokens=8)
     assert_same_tensor(result.sequences, again)
     for step, scores in enumerate(noting.seen):

@@ -43,7 +43,7 @@ def drawn_scores_of(stock, prompt, tokens, **options):
             input_ids=torch.tensor([prompt + tokens[:i]]), attention_mask=torch.ones(1, len(prompt) + i), **options,
             max_new_tokens=1,
             min_new_tokens=1 if i < least else None, return_dict_in_generate=True, output_scores=True,
-        )  # fmt: skip
+        )
         known.append(output.scores[0][0].float().log_softmax(-1)[token].item())
     return known
 
@@ -102,7 +102,7 @@ def test_an_eos_has_its_log_prob_and_the_token_made_after_it_has_none(stock, ove
 @pytest.mark.parametrize("options", [
     {}, {"temperature": 0.7}, {"temperature": 1.7, "top_k": 5}, {"top_p": 0.6, "top_k": 0}, {"min_p": 0.1, "top_k": 0},
     {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_sampled_log_probs_are_those_of_the_distribution_drawn_from(stock, generator, options):
     options = {"top_k": 0} | options
     for completion in generator.generate(PROMPTS, **SAMPLED, **options, logprobs=True):
@@ -195,7 +195,7 @@ def test_an_aborted_request_keeps_those_of_its_tokens(stock, overlap, steps):
     with PagedGenerator(tiny_model(), overlap=overlap, max_num_batched_tokens=8, max_num_seqs=4) as generator:
         engine = generator.engine
         request_id = engine.add_request(PROMPTS[0], GenerationConfig(max_new_tokens=30), logprobs=True,
-                                        prompt_logprobs=True)  # fmt: skip
+                                        prompt_logprobs=True)
         for _ in range(steps):
             assert not any(output.completion for output in engine.step())
         engine.abort(request_id)

@@ -31,6 +31,7 @@ PartialState().destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(tmp_path, trained_path):
     """Under accelerate launch (which takes --multi_gpu for "several processes" and finds no GPU: gloo)."""
     (tmp_path / "calls.py").write_text(CALLS)
@@ -40,9 +41,9 @@ def test_two_processes_give_what_one_gives(tmp_path, trained_path):
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
               "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-              "--main_process_port", "0"]  # fmt: skip
+              "--main_process_port", "0"]
     done = subprocess.run([*launch, str(tmp_path / "calls.py"), str(tmp_path)], env=environment, cwd=tmp_path,
-                          capture_output=True, text=True, timeout=300)  # fmt: skip
+                          capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "16 prompts over 2 process(es)" in done.stderr
 
@@ -50,9 +51,9 @@ def test_two_processes_give_what_one_gives(tmp_path, trained_path):
     with PagedGenerator.from_pretrained(trained_path, dtype="float32") as generator:
         for name, seed, settings in (("greedy", 0, {}), ("sampled", 7, {"do_sample": True, "temperature": 5.0})):
             made = generator.generate([row["prompt"] for row in rows], seed=[seed + i for i in range(len(rows))],
-                                      max_new_tokens=32, **settings)  # fmt: skip
+                                      max_new_tokens=32, **settings)
             expected = [row | {"completion": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason,
-                               "error": None} for row, c in zip(rows, made, strict=True)]  # fmt: skip
+                               "error": None} for row, c in zip(rows, made, strict=True)]
             found = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
             assert found == expected, name
             if name == "greedy":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 
@@ -56,7 +57,7 @@ def trained_inputs(tokenizer):
 @pytest.mark.parametrize("paged", [
     {}, {"overlap": False}, {"block_size": 32}, {"block_size": 256}, {"enable_prefix_caching": False},
     {"max_num_batched_tokens": 256, "max_num_seqs": 32}, {"num_blocks": 80}, {"attention_backend": "torch"},
-])  # fmt: skip
+])
 def test_the_trained_model_in_bf16_equals_stock_token_for_token(trained, trained_tokenizer, paged):
     inputs, answers = trained_inputs(trained_tokenizer)
     expected = stock_generate(trained, **inputs, max_new_tokens=24)
@@ -174,6 +175,7 @@ def test_memory_goes_and_comes_back():
     model = on_gpu()
     inputs = cuda(batch([20, 7]))
     model(**inputs)  # cuBLAS workspaces stay
+    gc.collect()  # what earlier tests left
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     hf_paged.enable(model, strict=True, num_blocks=20_000)
@@ -191,6 +193,7 @@ def test_memory_goes_and_comes_back():
 
 def test_enabling_takes_no_memory_and_a_small_call_little():
     model = on_gpu()
+    gc.collect()  # what earlier tests left
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     hf_paged.enable(model)
@@ -212,15 +215,14 @@ def test_the_pool_grows_in_the_middle_of_a_call():
 
 def test_a_generator_takes_the_memory_budget_after_a_real_step():
     total = torch.cuda.get_device_properties(0).total_memory
-    with PagedGenerator(on_gpu(), gpu_memory_utilization=0.5, max_model_len=512, max_num_seqs=64) as generator:
+    with PagedGenerator(on_gpu(), gpu_memory_utilization=0.9, max_model_len=512, max_num_seqs=64) as generator:
         prompts = batch([20, 7])["input_ids"].tolist()
         completions = generator.generate(prompts, max_new_tokens=5)
         assert [len(c.token_ids) for c in completions] == [5, 5]
         stats = generator.engine.stats()
         assert stats.num_pool_growths == 0
         assert stats.num_blocks == min(stats.num_blocks, 64 * 512 // 16 + 1)
-        free, _ = torch.cuda.mem_get_info()
-        assert total - free < 0.5 * total + (1 << 30)
+        assert torch.cuda.memory_reserved() < 0.9 * total  # of this process: others may use the GPU, too
 
 
 def test_streaming_from_another_thread():

@@ -23,7 +23,7 @@ SAMPLED = {"do_sample": True, "temperature": 1.2}
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     shape = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8,
-             "num_key_value_heads": 2}  # fmt: skip
+             "num_key_value_heads": 2}
     tiny_model(vocab_size=VOCAB, **shape).save_pretrained(folder)
     return str(folder)
 
@@ -42,7 +42,7 @@ def ids(completions):
 @pytest.mark.parametrize("paged", [
     {}, {"all_reduce": "nccl"}, {"enforce_eager": True}, {"overlap": False},
     {"num_blocks": 30, "max_num_batched_tokens": 256},
-])  # fmt: skip
+])
 def test_random_models_in_fp32_give_the_tokens_of_one_gpu(checkpoint, paged, size):
     torch.backends.cuda.matmul.allow_tf32 = False
     filtered = {**SAMPLED, "top_k": 30, "top_p": 0.9}
@@ -66,7 +66,7 @@ def test_the_trained_model_in_bf16_gives_the_answers(trained_path, trained_token
     questions = [(table, name) for table in tables for name in list(table)[:: max(1, len(table) // 4)]]
     chats = [lookup_chat(*question) for question in questions]
     with PagedGenerator.from_pretrained(trained_path, dtype=torch.bfloat16, tensor_parallel_size=size,
-                                        tokenizer=trained_tokenizer) as generator:  # fmt: skip
+                                        tokenizer=trained_tokenizer) as generator:
         for _ in range(2):
             made = generator.generate(chats, max_new_tokens=24)
             assert [c.text for c in made] == [f"{name}: {table[name]}" for table, name in questions]
@@ -77,7 +77,7 @@ def test_generators_of_one_process_come_and_go(checkpoint):
     free = []
     for tokens in (65536, 256, 65536, 256):
         with PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2, max_num_batched_tokens=tokens,
-                                            num_blocks=500, all_reduce="peers") as generator:  # fmt: skip
+                                            num_blocks=500, all_reduce="peers") as generator:
             generator.generate(PROMPTS[:2], max_new_tokens=2)
         free.append(torch.cuda.mem_get_info(1)[0])
     assert free[3] > free[0] - (32 << 20)
@@ -113,7 +113,7 @@ def test_a_killed_worker_or_ctrl_c_does_not_leave_the_gpu_waiting(checkpoint, tm
     try:
         made = subprocess.run([sys.executable, str(script), checkpoint, all_reduce, how], capture_output=True,
                               text=True, timeout=120,
-                              env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+                              env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     except subprocess.TimeoutExpired as hung:
         said = [(text or b"").decode(errors="replace") for text in (hung.stdout, hung.stderr)]
         pytest.fail(f"not over after {hung.timeout} s:\n{said[0]}{said[1][-5000:]}")
@@ -165,7 +165,7 @@ def test_torchrun_ends_although_graphs_hold_collectives(checkpoint, tmp_path, ho
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     made = subprocess.run([*command, checkpoint, how, *map(str, PROMPTS[0])], capture_output=True, text=True,
                           timeout=150,
-                          env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     assert made.returncode == 0, made.stdout + made.stderr[-5000:]
     told = {f"TOKENS 0 {expected}", f"TOKENS 1 {None if how == 'generator' else expected}"}
     assert told <= set(made.stdout.splitlines())

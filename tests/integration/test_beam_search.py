@@ -39,7 +39,7 @@ def test_beams_with_eos(model, num_beams, early_stopping, length_penalty):
         model, **INPUTS, max_new_tokens=24, num_beams=num_beams, early_stopping=early_stopping, eos_token_id=EOS,
         length_penalty=length_penalty, num_return_sequences=num_beams - 1, return_dict_in_generate=True,
         output_scores=True, output_logits=True,
-    )  # fmt: skip
+    )
 
 
 @settings(max_examples=10)
@@ -59,7 +59,7 @@ def test_beams_of_all_kinds(num_beams, lengths, do_sample, eos, caching, block_s
     paged = {"strict": True, "enable_prefix_caching": caching, "block_size": block_size}
     try:
         assert_lockstep(MODEL, **batch(lengths), max_new_tokens=36, num_beams=num_beams, do_sample=do_sample,
-                        paged=paged, **options)  # fmt: skip
+                        paged=paged, **options)
     finally:
         hf_paged.disable(MODEL)
 
@@ -67,7 +67,7 @@ def test_beams_of_all_kinds(num_beams, lengths, do_sample, eos, caching, block_s
 def test_the_trained_models_beams(trained_model, trained_tokenizer):
     ids = trained_tokenizer(["amber-fox: 4711", "calm-owl: 12"], padding=True, return_tensors="pt")
     assert_lockstep(trained_model, input_ids=ids["input_ids"], attention_mask=ids["attention_mask"],
-                    max_new_tokens=24, num_beams=4, num_return_sequences=2)  # fmt: skip
+                    max_new_tokens=24, num_beams=4, num_return_sequences=2)
 
 
 def test_a_prompt_is_computed_once_for_all_its_beams(model):
@@ -127,7 +127,7 @@ def test_a_processor_that_raises_in_the_middle_of_beams(model):
 
 
 @pytest.mark.parametrize("kwargs", [{"num_beams": 2, "num_return_sequences": 3}, {"num_beams": 2, "low_memory": True},
-                                    {"num_beams": 0}])  # fmt: skip
+                                    {"num_beams": 0}])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_bad_settings_raise_what_stock_raises(model, kwargs):
     with pytest.raises(Exception) as stocks:

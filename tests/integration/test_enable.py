@@ -140,7 +140,7 @@ def test_a_config_and_overrides_are_merged():
     ({"block_size": 17}, ValueError, "block_size=17"),
     ({"blocksize": 16}, TypeError, "blocksize"),
     ({"config": {"block_size": 16}}, TypeError, "PagedConfig"),
-])  # fmt: skip
+])
 def test_a_wrong_setting_leaves_the_model_as_it_was(kwargs, error, message):
     model = tiny_model()
     with pytest.raises(error, match=message):
@@ -166,7 +166,7 @@ def test_a_wrong_setting_leaves_an_enabled_model_enabled_as_it_was():
     pytest.param(lambda: nn.Sequential(tiny_model()), id="unknown wrapper"),
     pytest.param(lambda: nn.DataParallel(nn.Linear(3, 3)), id="wrapped linear"),
     pytest.param(lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16)), id="gpt2"),
-])  # fmt: skip
+])
 def test_anything_else_is_refused(make):
     thing = make()
     with pytest.raises(TypeError, match="Qwen3ForCausalLM"):
@@ -410,7 +410,7 @@ LONG = FIRST_TOKEN_CAPACITY + 50
 
 @pytest.mark.parametrize("used_before", [False, True])
 @pytest.mark.parametrize(("lengths", "settings"), [([300] * 5, {}), ([LONG], {"num_blocks": 200}), ([LONG, LONG], {})],
-                         ids=["pool", "token history", "both"])  # fmt: skip
+                         ids=["pool", "token history", "both"])
 def test_what_grows_in_inference_mode_is_used_and_trained_with_outside(lengths, settings, used_before):
     """No tensor made under inference mode may be written, or needed by autograd, later."""
     model = hf_paged.enable(tiny_model(max_position_embeddings=4096), strict=True, **settings)
@@ -527,7 +527,7 @@ def test_stock_generate_of_the_oracle_does_not_use_the_engine():
 
 @pytest.mark.parametrize(("setting", "message"), [
     ({"attention_backend": "triton"}, "attention_backend='triton'.*CPU"),
-])  # fmt: skip
+])
 def test_settings_that_this_model_cannot_run_with(setting, message, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     model = tiny_model()

@@ -32,7 +32,7 @@ def enabled(seed: int = 0, /, *, paged: dict | None = None, **overrides):
 # -- batches, lengths, blocks ------------------------------------------
 
 
-@pytest.mark.parametrize("rows", range(1, 17))
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 11, 16])
 def test_every_batch_size_with_ragged_left_padding(rows):
     assert_native_parity(enabled(), **batch(RAGGED[-rows:]), max_new_tokens=12)
 
@@ -287,12 +287,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "rope_theta": 10000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "factor": 8.0,
     "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.5 * i for i in range(8)],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("overrides", [
@@ -319,7 +319,7 @@ LONGROPE = {
     pytest.param({"rope_parameters": YARN}, id="rope_yarn"),
     pytest.param({"rope_parameters": LLAMA3}, id="rope_llama3"),
     pytest.param({"rope_parameters": DYNAMIC}, id="rope_dynamic"),
-])  # fmt: skip
+])
 def test_models_of_every_shape(overrides):
     model = enabled(**overrides)
     assert_native_parity(model, **batch([70, 33, 16, 5, 1]), max_new_tokens=20)
@@ -365,7 +365,7 @@ def test_dynamic_rope_beyond_the_models_positions_goes_to_stock():
     assert_native_parity(model, **batch([40, 20, 3]), max_new_tokens=20)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_random_models_batches_and_engine_settings(data):
     draw = data.draw
@@ -396,7 +396,7 @@ def test_random_models_batches_and_engine_settings(data):
         max_num_batched_tokens=draw(st.integers(seats, 120), label="budget"),
         overlap=draw(st.booleans(), label="overlap"),
         enable_prefix_caching=draw(st.booleans(), label="caching"),
-    )  # fmt: skip
+    )
     kwargs = {"max_new_tokens": new_tokens, **batch(lengths, seed=draw(st.integers(0, 3), label="prompt seed"))}
     free = stock_generate(model, **kwargs)
     if draw(st.booleans(), label="with eos"):
@@ -412,9 +412,9 @@ def test_random_models_batches_and_engine_settings(data):
 
 
 @pytest.mark.parametrize("paged", [
-    {}, {"block_size": 32}, {"block_size": 256}, {"overlap": True}, {"enable_prefix_caching": False},
-    {"max_num_batched_tokens": 64, "max_num_seqs": 16},
-])  # fmt: skip
+    {}, {"block_size": 256, "overlap": True},
+    {"enable_prefix_caching": False, "max_num_batched_tokens": 64, "max_num_seqs": 16},
+])
 def test_the_trained_model_answers_as_stock(trained_model, trained_tokenizer, paged):
     tables = [lookup_facts(count, seed=count) for count in (3, 20, 45)]
     chats = [lookup_chat(table, name) for table in tables for name in list(table)[::7]]

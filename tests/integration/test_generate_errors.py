@@ -59,7 +59,7 @@ QUESTIONABLE = {
         "logits_processor": LogitsProcessorList([MinNewTokensLengthLogitsProcessor(9, 3, eos_token_id=9)])},
     "scores without a dict": {"output_scores": True},
     "a prompt that ends with padding": {"input_ids": torch.tensor([[3, 4, 0], [5, 6, 7]]), "attention_mask": None},
-}  # fmt: skip
+}
 
 
 def outcome(model, kwargs):

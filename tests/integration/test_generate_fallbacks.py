@@ -241,7 +241,7 @@ def test_no_option_of_the_models_generation_config_is_dropped(name):
     ({"output_hidden_states": True, "return_dict_in_generate": True, "num_beams": 2}, "output_hidden_states=True"),
     ({"num_beams": 2, "use_cache": False}, "use_cache=False"),
     ({"assistant_model": tiny_model(1), "one_row": True}, "assisted decoding"),
-])  # fmt: skip
+])
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic")
 def test_options_that_only_stock_carries_out(kwargs, reason):
     kwargs = dict(kwargs)
@@ -255,7 +255,7 @@ def test_options_that_only_stock_carries_out(kwargs, reason):
     {"min_new_tokens": 3, "eos_token_id": 9, "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(2.0)])},
     {"do_sample": True, "temperature": 0.7, "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.7)])},
     {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(9)])},
-])  # fmt: skip
+])
 def test_objects_of_the_callers_own_are_shown_to_stocks_loop(kwargs):
     assert_lockstep(tiny_model(), **batch([20, 13, 5]), max_new_tokens=8, **kwargs)
 
@@ -585,7 +585,7 @@ def _own_length_processors(eos):
             {"min_new_tokens": 3}, MinNewTokensLengthLogitsProcessor(24, 3, eos)
         ),
         "min_new_tokens of another number": ({"min_new_tokens": 3}, MinNewTokensLengthLogitsProcessor(20, 7, eos)),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", _own_length_processors([0]))
@@ -602,18 +602,18 @@ def test_a_length_processor_of_the_callers_own_is_not_taken_for_the_configs(name
 @pytest.mark.parametrize("warper", [
     TopPLogitsWarper(0.001, min_tokens_to_keep=50), TopPLogitsWarper(0.001, filter_value=-3.0),
     TopPLogitsWarper(0.5), MinPLogitsWarper(0.9),
-], ids=["min_tokens_to_keep", "filter_value", "other top_p", "one more"])  # fmt: skip
+], ids=["min_tokens_to_keep", "filter_value", "other top_p", "one more"])
 def test_a_warper_of_the_callers_own_is_not_taken_for_the_configs(warper):
     assert_lockstep(
         tiny_model(), **batch([20, 13]), max_new_tokens=4, do_sample=True, top_k=0, top_p=0.001,
         logits_processor=LogitsProcessorList([warper]),
-    )  # fmt: skip
+    )
 
 
 WARPERS = {
     TopKLogitsWarper: {"top_k": 3}, TopPLogitsWarper: {"top_k": 0, "top_p": 0.001},
     MinPLogitsWarper: {"top_k": 0, "min_p": 0.9},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", WARPERS)

@@ -35,7 +35,7 @@ def test_manual_seed_makes_a_call_repeatable(model):
 @pytest.mark.parametrize("paged", [
     {"overlap": True}, {"num_blocks": 8}, {"block_size": 32}, {"max_num_seqs": 1}, {"enable_prefix_caching": False},
     {"max_num_batched_tokens": 9, "max_num_seqs": 4},
-])  # fmt: skip
+])
 def test_how_the_engine_runs_does_not_change_what_is_sampled(model, paged):
     first = generate(model, 1, max_new_tokens=40)
     again = generate(hf_paged.enable(tiny_model(), strict=True, **paged), 1, max_new_tokens=40)
@@ -92,7 +92,7 @@ def test_sampled_rows_end_at_eos_and_respect_the_minimum(model):
 
 @pytest.mark.parametrize("setting", [
     {"top_k": 12}, {"temperature": 0.8, "top_k": 0, "top_p": 0.7}, {"temperature": 2.0, "top_k": 10, "min_p": 0.05},
-])  # fmt: skip
+])
 def test_first_and_second_tokens_follow_stocks_distribution(setting):
     """Chi-square of 4,000 draws against what stock's own processed scores say, for two tokens in a row."""
     model = tiny_model()

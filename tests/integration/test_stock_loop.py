@@ -137,7 +137,7 @@ ALONE = {
     "num_return_sequences": {"num_return_sequences": 3, "do_sample": True, "repetition_penalty": 1.2},
     "scores": {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "do_sample": True},
     "a dict": {"return_dict_in_generate": True, "eos_token_id": EOS},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -149,7 +149,7 @@ def test_every_option_alone(model, name):
 COMBINED = [
     "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "renormalize_logits",
     "suppress_tokens", "guidance_scale", "prefix_allowed_tokens_fn", "max_time", "scores", "forced_eos_token_id",
-]  # fmt: skip
+]
 LENGTHS = {"one row": [17], "full blocks": [32, 16, 32, 48], "eight rows": [1, 20, 13, 20, 16, 5, 31, 9]}
 
 
@@ -240,7 +240,7 @@ def test_the_returned_cache_is_stocks_and_can_be_continued(window, lengths):
         stock.generate(input_ids=result.sequences, attention_mask=mask, past_key_values=copy.deepcopy(
             result.past_key_values), max_new_tokens=7)
         for result in (expected, actual)
-    ]  # fmt: skip
+    ]
     assert_same_tensor(ends[1], ends[0])
 
 
@@ -261,11 +261,11 @@ def test_prompt_lookup(model, eos, length):
     result = assert_lockstep(
         model, **inputs, max_new_tokens=24, prompt_lookup_num_tokens=4, max_matching_ngram_size=1,
         return_dict_in_generate=True, output_scores=True, output_logits=True, repetition_penalty=1.05,
-    )  # fmt: skip
+    )
     stock = stock_copy(model).generate(
         **inputs, max_new_tokens=24, prompt_lookup_num_tokens=4, max_matching_ngram_size=1,
         return_dict_in_generate=True, repetition_penalty=1.05,
-    )  # fmt: skip
+    )
     assert result.past_key_values.get_seq_length() == stock.past_key_values.get_seq_length()
 
 

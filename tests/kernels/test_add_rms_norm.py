@@ -3,6 +3,7 @@
 import pytest
 import torch
 from exactness import EPS, HALVES, assert_equal, runs
+from pairs import every_pair
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hf_paged.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference, add_rms_norm_triton
@@ -55,9 +56,8 @@ def make(seed, rows, width, dtype, device, scale=1.0):
     return [t.to(dtype).to(device) for t in (x, residual, weight)]
 
 
-@pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
-@pytest.mark.parametrize("width", [1, 7, 64, 896, 1024, 2560, 5120, 8192])
-@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize(("run", "device", "dtype", "width", "scale"), every_pair(
+    RUNS, [1, 7, 64, 896, 1024, 2560, 5120, 8192], [1.0, 30.0]))
 def test_sum_and_norm(run, device, dtype, width, scale):
     x, residual, weight = make(width, 5, width, dtype, device, scale)
     normed, summed = run(rows_of(x), rows_of(residual), weight, EPS)

@@ -69,7 +69,7 @@ class Chain:
             query_start=torch.arange(rows + 1, device="cuda").int(), seq_lens=(self.positions + 1).int(),
             block_table=torch.arange(blocks, device="cuda").int().view(rows, 40),
             slots=torch.arange(rows, device="cuda").int(), slot_mapping=slots, max_query_len=1, max_seq_len=640,
-        )  # fmt: skip
+        )
 
     def step(self, fused=False):
         delta, residual = self.x, None
@@ -78,7 +78,7 @@ class Chain:
             query = qk_norm_rope_store(
                 linear(normed, qkv_w), self.head_norm, self.head_norm, EPS, self.cos, self.sin, self.positions,
                 self.meta.slot_mapping, *self.caches[i],
-            )  # fmt: skip
+            )
             mixed = paged_attention_decode(query, *self.caches[i], self.meta, AttentionOptions(128**-0.5))
             delta = linear(mixed.flatten(1), o_w)
             normed, residual = add_rms_norm(delta, residual, self.norms[2 * i + 1], EPS)

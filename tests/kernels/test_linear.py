@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from pairs import every_pair
 
 from hf_paged.kernels import linear as linear_module
 from hf_paged.kernels._gemv import GemvConfig, gemv
@@ -53,33 +54,30 @@ def assert_rounded_once(actual, x, weight, bias=None):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("dtype", INTERPRETED)
-@pytest.mark.parametrize("config", SMALL_GEMV)
-@pytest.mark.parametrize(("outputs", "width"), SHAPES)
-@pytest.mark.parametrize("rows", [0, 1, 3, 4])
-def test_without_tensor_cores(dtype, config, outputs, width, rows):
+@pytest.mark.parametrize(("dtype", "config", "shape", "rows"),
+                         every_pair(INTERPRETED, SMALL_GEMV, SHAPES, [0, 1, 3, 4]))
+def test_without_tensor_cores(dtype, config, shape, rows):
+    outputs, width = shape
     x, weight, bias = make(width, rows, outputs, width, dtype)
     assert_rounded_once(linear_triton(x, weight, None, config), x, weight)
     assert_rounded_once(linear_triton(x, weight, bias, config), x, weight, bias)
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("dtype", INTERPRETED)
-@pytest.mark.parametrize("config", SMALL_DOT)
-@pytest.mark.parametrize(("outputs", "width"), SHAPES[:4])
-@pytest.mark.parametrize("rows", [0, 1, 3, 16, 17])
-def test_on_tensor_cores(dtype, config, outputs, width, rows):
+@pytest.mark.parametrize(("dtype", "config", "shape", "rows"),
+                         every_pair(INTERPRETED, SMALL_DOT, SHAPES[:4], [0, 1, 3, 16, 17]))
+def test_on_tensor_cores(dtype, config, shape, rows):
+    outputs, width = shape
     x, weight, bias = make(width, rows, outputs, width, dtype)
     assert_rounded_once(linear_triton(x, weight, None, config), x, weight)
     assert_rounded_once(linear_triton(x, weight, bias, config), x, weight, bias)
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("dtype", INTERPRETED)
-@pytest.mark.parametrize("config", SMALL_GEMV)
-@pytest.mark.parametrize(("outputs", "width"), [(6, 7), (64, 1024), (34, 520)])
-@pytest.mark.parametrize("rows", [0, 1, 3])
-def test_interpreted_silu_mul_after_it(dtype, config, outputs, width, rows):
+@pytest.mark.parametrize(("dtype", "config", "shape", "rows"),
+                         every_pair(INTERPRETED, SMALL_GEMV, [(6, 7), (64, 1024), (34, 520)], [0, 1, 3]))
+def test_interpreted_silu_mul_after_it(dtype, config, shape, rows):
+    outputs, width = shape
     x, weight, _ = make(width, rows, outputs, width, dtype)
     separate = silu_mul_triton(linear_triton(x, weight, None, config))
     torch.testing.assert_close(linear_silu_mul_triton(x, weight, config), separate, rtol=0, atol=0)
@@ -134,7 +132,7 @@ def test_the_chosen_kernel_takes_that_many_rows(outputs, width):
 GPU_CASES = [
     (4096, 1024, (1, 2, 8)), (1024, 2048, (1, 2, 3, 4, 17, 64)), (2560, 4096, (1, 32)), (6144, 2560, (2,)),
     (17000, 1024, (2, 4)), (1000, 1000, (1, 2, 4, 5, 33)), (999, 1001, (1, 3, 16)),
-]  # fmt: skip
+]
 
 
 def gpu_error(actual, exact):
@@ -175,7 +173,7 @@ def test_gpu_dispatch(dtype, rows, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("outputs", "width", "rows"), [(6144, 1024, 1), (6144, 1024, 2), (6144, 2560, 1),
-                         (17000, 2048, 2), (2052, 4096, 1), (1000, 1000, 1), (6144, 1024, 8)])  # fmt: skip
+                         (17000, 2048, 2), (2052, 4096, 1), (1000, 1000, 1), (6144, 1024, 8)])
 def test_gpu_silu_mul_after_it_is_no_less_exact_than_the_separate_op(dtype, outputs, width, rows):
     """Not to the bit: the compiler may fuse another product of the first two into the addition."""
     x, weight, _ = make(rows, rows, outputs, width, dtype, "cuda")

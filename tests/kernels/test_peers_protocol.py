@@ -154,7 +154,7 @@ def test_nobody_reads_a_wrong_value():
 
 @pytest.mark.parametrize("without", [
     "second stage", "second mailbox", "emptying", "second wait", "others' counters", "end of the call before",
-])  # fmt: skip
+])
 def test_no_part_of_the_protocol_is_idle(without):
     with pytest.raises(AssertionError, match=r"read|all wait"):
         run_all(without)

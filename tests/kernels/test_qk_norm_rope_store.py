@@ -3,6 +3,7 @@
 import pytest
 import torch
 from exactness import EPS, assert_equal, runs
+from pairs import every_pair
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from hf_paged.kernels.qk_norm_rope_store import (
@@ -67,7 +68,7 @@ class Case:
         """Query and the key as written, ``[T, heads, D]``; everything else in the caches is checked here."""
         expected = self.caches.clone()
         query = run(self.qkv, self.q_weight, self.k_weight, eps, self.cos, self.sin, self.positions, self.slots,
-                    self.k_cache, self.v_cache)  # fmt: skip
+                    self.k_cache, self.v_cache)
         kept = self.slots >= 0
         slots, value = self.slots[kept], self.heads_of()[2]
         flat = self.k_cache.flatten(0, 1)
@@ -95,10 +96,10 @@ class Case:
         assert matches[1].all()
 
 
-@pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1), (16, 8), (20, 20)])
-def test_norm_rotation_and_slots(run, device, dtype, head_dim, heads, kv_heads):
+@pytest.mark.parametrize(("run", "device", "dtype", "head_dim", "shape"), every_pair(
+    RUNS, [32, 64, 80, 96, 128, 256], [(4, 2), (3, 1), (16, 8), (20, 20)]))
+def test_norm_rotation_and_slots(run, device, dtype, head_dim, shape):
+    heads, kv_heads = shape
     Case(head_dim + heads, device, dtype, head_dim, heads, kv_heads).check(run)
 
 
@@ -117,9 +118,8 @@ def test_no_tokens(run, device, dtype):
     assert case.run(run)[0].shape == (0, 4, 64)
 
 
-@pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
-@pytest.mark.parametrize("head_dim", [80, 128])
-@pytest.mark.parametrize("edge", ["zero", "inf", "-inf", "nan", "max", "tiny"])
+@pytest.mark.parametrize(("run", "device", "dtype", "head_dim", "edge"), every_pair(
+    RUNS, [80, 128], ["zero", "inf", "-inf", "nan", "max", "tiny"]))
 def test_heads_at_the_edges(run, device, dtype, head_dim, edge):
     """A bad head spoils itself alone: zeros, infinities, NaN, overflow of the squares, the smallest normal numbers."""
     case = Case(4, device, dtype, head_dim, 4, 2, tokens=6)
@@ -223,7 +223,7 @@ def test_bad_arguments():
     case = Case(6, "cpu", torch.float32, 64, 4, 2)
     good = {"qkv": case.qkv, "q_weight": case.q_weight, "k_weight": case.k_weight, "eps": EPS, "cos": case.cos,
             "sin": case.sin, "positions": case.positions, "slot_mapping": case.slots, "k_cache": case.k_cache,
-            "v_cache": case.v_cache}  # fmt: skip
+            "v_cache": case.v_cache}
     qk_norm_rope_store(**good)
     for name, value, message in [
         ("qkv", case.qkv[:, :-1], "qkv: "),

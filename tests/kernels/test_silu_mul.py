@@ -81,7 +81,7 @@ def test_every_gate():
 def test_every_float32_edge():
     info = torch.finfo(torch.float32)
     edges = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, info.max, info.min, info.tiny, -info.tiny,
-             88.7, -88.7, -88.8, -103.0, -104.0, 17.0, -17.0]  # fmt: skip
+             88.7, -88.7, -88.8, -103.0, -104.0, 17.0, -17.0]
     gate, up = torch.cartesian_prod(torch.tensor(edges), torch.tensor(UPS + edges)).T
     gate_up = torch.cat([gate, up])[None]
     assert_equal(silu_mul_triton(gate_up), described(gate_up))

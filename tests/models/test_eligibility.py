@@ -66,7 +66,7 @@ def test_a_hook_that_comes_and_goes_while_enabled():
 
 @pytest.mark.parametrize("register", [
     nn.modules.module.register_module_forward_hook, nn.modules.module.register_module_forward_pre_hook,
-])  # fmt: skip
+])
 def test_a_global_hook(register):
     model, calls = tiny_model(), []
     handle = register(lambda module, *args: calls.append(type(module)))
@@ -435,7 +435,7 @@ def _patched(function):
 PATCHED_CLASSES = (
     "Qwen3ForCausalLM", "Qwen3Model", "Qwen3DecoderLayer", "Qwen3Attention", "Qwen3MLP", "Qwen3RMSNorm",
     "Qwen3RotaryEmbedding",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", PATCHED_CLASSES)
@@ -573,7 +573,7 @@ OWN_METHODS = {
     "_get_stopping_criteria": (_own_criteria, "criteri|Criteri"),
     "_get_logits_processor": (_no_processors, "processor"),
     "_has_unfinished_sequences": (_own_end, "_has_unfinished_sequences"),
-}  # fmt: skip
+}
 BARRED = {"eos_token_id": list(range(1, 256, 3)), "min_new_tokens": 6}
 
 
@@ -648,7 +648,7 @@ def _attention_window(model):
 
 @pytest.mark.parametrize("change", [
     _config_window, _config_layer_types, _config_layer_types_exchanged, _attention_window,
-])  # fmt: skip
+])
 def test_windows_of_config_and_layers_that_came_apart(change):
     """Stock masks by the config's window and kind of layer."""
     model, inputs = tiny_model(**SLIDING), batch([40, 40])
@@ -718,7 +718,7 @@ def _in_sequential_head(model):
 
 @pytest.mark.parametrize("change", [
     _sequential, _activation, _softmax_over_rows, _subclass_of_silu, _in_sequential_head,
-])  # fmt: skip
+])
 def test_a_module_that_looks_at_the_whole_sequence(change):
     model, inputs = tiny_model(), batch([20, 20])
     plain = model.generate(**inputs, max_new_tokens=6)

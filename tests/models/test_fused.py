@@ -18,7 +18,7 @@ FUSED = ["llama", "llama-3", "qwen3-moe", "qwen3-moe-mixed"]
 
 @pytest.mark.parametrize(("variant", "executor"), [
     *((variant, FusedExecutor) for variant in FUSED), ("gemma3", GenericExecutor), ("gpt-oss", GenericExecutor),
-])  # fmt: skip
+])
 def test_which_executor_a_family_gets(variant, executor):
     assert find_executor(family_model(variant)).func is executor
 

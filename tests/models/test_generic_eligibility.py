@@ -91,7 +91,7 @@ def test_an_implementation_that_leaves_out_what_pages_would_not(variant, what):
 @pytest.mark.parametrize(("owner", "name"), [
     (modeling_gemma2, "apply_rotary_pos_emb"), (modeling_gemma2, "eager_attention_forward"),
     (modeling_gemma2.Gemma2RMSNorm, "_norm"), (modeling_gemma2.Gemma2MLP, "forward"),
-])  # fmt: skip
+])
 def test_patched_code(owner, name, monkeypatch):
     model = hf_paged.enable(family_model("gemma2"))
     assert reason(model) is None
@@ -250,7 +250,7 @@ def test_dynamic_frequencies_that_a_longer_call_changed(variant):
     ("olmo2", lambda model: setattr(model.model.layers[0].self_attn.q_norm, "variance_epsilon", 0.5)),
     ("qwen3-moe", lambda model: setattr(model.model.layers[0].mlp.gate, "top_k", 4)),
     ("gemma3", lambda model: setattr(model.model.rotary_emb, "full_attention_attention_scaling", 1.5)),
-])  # fmt: skip
+])
 def test_a_changed_constant_leaves_the_cache_behind(variant, change):
     model = hf_paged.enable(family_model(variant), strict=True)
     inputs = batch([40, 33])

@@ -63,7 +63,7 @@ def argument_checks():
 @pytest.mark.parametrize(("make", "off", "least", "most"), [
     (tiny_model, {}, 0, 0), (tiny_model, {"fused_kernels": False}, 0, 0),
     (partial(family_model, "qwen2"), {}, 8, 19),  # attention modules that are not ours hand tensors in
-])  # fmt: skip
+])
 def test_an_eager_decode_step_does_not_check_its_own_tensors(make, off, least, most, monkeypatch):
     """Arguments are looked at where they come in from outside, not in every layer of every step."""
     checks, steps = set(argument_checks()), []
@@ -95,7 +95,7 @@ def test_an_eager_decode_step_does_not_check_its_own_tensors(make, off, least, m
 @pytest.mark.parametrize("path", [
     "model.norm.weight", "model.layers.1.self_attn.q_norm.weight", "model.layers.0.self_attn.k_proj.weight",
     "model.layers.1.mlp.up_proj.weight", "lm_head.weight",
-])  # fmt: skip
+])
 @pytest.mark.parametrize("used", [False, True])
 def test_a_weight_of_another_shape_is_refused_before_a_kernel_reads_past_its_end(path, used):
     model = hf_paged.enable(tiny_model(), strict=True)
@@ -126,7 +126,7 @@ def test_gpu_switches_work_in_graphs_and_make_the_same_tokens(off):
         model = tiny_model().cuda()
         with hf_paged.PagedGenerator(model, num_blocks=100, max_num_seqs=4, **switches) as generator:
             completions = generator.generate(random_prompts([5, 40, 17, 3, 60]), max_new_tokens=12, do_sample=False,
-                                             eos_token_id=None, use_tqdm=False)  # fmt: skip
+                                             eos_token_id=None, use_tqdm=False)
             assert generator.engine.stats().num_graphs_captured > 0
         made.append([completion.token_ids for completion in completions])
     assert made[0] == made[1]

@@ -352,7 +352,7 @@ CHANGES = [
     _flat_after, _not_contiguous, _transposed_in_place, _replaced, _replaced_over_the_old_memory, _pointed_elsewhere,
     _rows_exchanged_by_pointer, _modules_exchanged, _new_module, _module_with_bias, _bias_given, _assigned, _loaded,
     _lora, _dora, _shared_between_layers, _shared_within_a_layer, _moved_to_shared_memory, _numpy_write,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__.strip("_"))
@@ -432,7 +432,7 @@ def test_parameters_in_shared_memory_stay_shared():
 @pytest.mark.parametrize(("alias", "device"), [
     ("state_dict", "cpu"), ("data", "cpu"), ("numpy", "cpu"),
     pytest.param("state_dict", "cuda:0", marks=pytest.mark.gpu), pytest.param("data", "cuda:0", marks=pytest.mark.gpu),
-], indirect=["device"])  # fmt: skip
+], indirect=["device"])
 def test_tensors_that_alias_a_parameter_since_before_the_merge_still_do(alias):
     """As with stock: a state_dict that was taken once is written to, and the model has changed."""
     model = hf_paged.enable(tiny_model(), strict=True)
@@ -479,7 +479,7 @@ def test_a_deep_copy_of_a_merged_model_is_independent_of_it():
 
 @pytest.mark.parametrize("cast", [
     lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to(torch.float16), lambda m: m.half().float(),
-], ids=["half", "bfloat16", "to", "there and back"])  # fmt: skip
+], ids=["half", "bfloat16", "to", "there and back"])
 def test_a_cast_of_a_merged_model(cast):
     model = used()
     reference = cast(tiny_model())

@@ -25,7 +25,7 @@ ROPES = {
                "original_max_position_embeddings": 32},
     "longrope": {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0 + 0.1 * i for i in range(8)],
                  "long_factor": [2.0 + i for i in range(8)], **ORIGINAL},
-}  # fmt: skip
+}
 CPU = torch.device("cpu")
 
 

@@ -121,7 +121,7 @@ tokens = st.one_of(
 prompts = st.one_of(
     st.lists(st.integers(0, 9), min_size=1, max_size=5), st.lists(tokens, max_size=4), st.lists(tokens).map(tuple),
     st.sampled_from([np.array([1, 2]), np.array([1.5]), "text", None, [[1, 2]], range(3)]),
-)  # fmt: skip
+)
 
 
 @given(st.lists(prompts, max_size=4))

@@ -59,7 +59,7 @@ def test_a_field_nobody_has_heard_of_needs_stock_unless_it_is_off():
     ({"min_length": 3}, 5, 10, 0),
     ({"min_length": 9, "min_new_tokens": 2}, 5, 10, 2),
     ({"min_length": 9, "min_new_tokens": 0}, 5, 10, 0),
-])  # fmt: skip
+])
 def test_lengths(kwargs, prompt, maximum, minimum):
     settings = settings_from_config(config(**kwargs), prompt, 256)
     assert (settings.max_new_tokens, settings.min_new_tokens) == (maximum, minimum)
@@ -88,7 +88,7 @@ def test_sampling_fields_are_read_only_when_sampling():
     ({"do_sample": True, "top_p": -0.1}, "top_p=-0.1"),
     ({"do_sample": True, "min_p": 2.0}, "min_p=2.0"),
     ({"do_sample": True, "min_p": [0.1]}, "min_p"),
-])  # fmt: skip
+])
 def test_bad_values_are_named(kwargs, message):
     with pytest.raises((ValueError, TypeError), match=message):
         settings_from_config(config(**kwargs), 5, 256)
@@ -97,18 +97,25 @@ def test_bad_values_are_named(kwargs, message):
 @pytest.mark.parametrize(("value", "expected"), [
     (None, ()), (3, (3,)), ([3, 4], (3, 4)), ((3,), (3,)), ([], ()), (torch.tensor(3), (3,)),
     (torch.tensor([3, 4]), (3, 4)),
-])  # fmt: skip
+])
 def test_eos_in_every_form(value, expected):
     assert token_id_tuple(value) == expected
 
 
-@pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, -0.0, True, False, None, "", "dynamic", [], [0], torch.tensor(1)])
-@pytest.mark.parametrize("name", [*FALLBACK, "from_the_future"])
-def test_neutral_is_told_by_type_and_value(name, value):
-    def same(neutral):
-        if isinstance(neutral, bool) or isinstance(value, bool) or neutral is None:
-            return value is neutral
-        return isinstance(value, (int, float, str)) and value == neutral
+@pytest.mark.parametrize(("name", "values"), [
+    ("num_beams", (1, 1.0, None)), ("guidance_scale", (1, 1.0)), ("diversity_penalty", (0, 0.0, -0.0)),
+    ("use_cache", (True,)), ("token_healing", (False,)), ("cache_implementation", ("dynamic",)),
+])
+def test_what_equals_a_neutral_number_or_string_is_native(name, values):
+    for value in values:
+        assert unsupported_option(config(**{name: value})) is None
 
-    neutral = any(same(n) for n in FALLBACK.get(name, (None, False)))
-    assert (unsupported_option(config(**{name: value})) is None) == neutral
+
+@pytest.mark.parametrize(("name", "values"), [
+    ("num_beams", (True, 0, "1", [1], torch.tensor(1))), ("diversity_penalty", (False, "", [])),
+    ("use_cache", (1, 1.0, False, "dynamic")), ("token_healing", (0, 0.0, "", [])), ("from_the_future", (0, "", [])),
+    ("cache_implementation", ("", True, ["dynamic"])),
+])
+def test_a_bool_is_no_number_and_nothing_else_is_neutral(name, values):
+    for value in values:
+        assert unsupported_option(config(**{name: value})) is not None

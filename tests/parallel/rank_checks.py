@@ -96,7 +96,7 @@ def sampled_by_stock(group: ParallelGroup, variant: str, overrides: dict[str, An
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FallbackWarning)
                 both.append(model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=NEW_TOKENS,
-                                           do_sample=True, **kwargs).tolist())  # fmt: skip
+                                           do_sample=True, **kwargs).tolist())
         made.append((both[0], both[1]))
     hf_paged.disable(sharded)
     return made
@@ -119,6 +119,6 @@ def sharded_by_others() -> dict[str, str | None]:
             parallelize_module(model, mesh, {"model.layers.0.mlp.up_proj": ColwiseParallel()})
         else:
             FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"),
-                                     use_orig_params=name == "original")  # fmt: skip
+                                     use_orig_params=name == "original")
         reasons[name] = unsupported_reason(find_executor(model)(model))  # type: ignore[misc]
     return reasons

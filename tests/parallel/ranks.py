@@ -27,7 +27,7 @@ def run_ranks(target: str, size: int, *args: Any, timeout: float = 240.0) -> lis
         for rank in range(size):
             with Path(folder, f"log{rank}").open("wb") as log:
                 processes.append(subprocess.Popen([sys.executable, __file__, folder, str(rank)], env=environment,
-                                                  stdout=log, stderr=subprocess.STDOUT))  # fmt: skip
+                                                  stdout=log, stderr=subprocess.STDOUT))
         try:
             _wait(processes, folder, time.monotonic() + timeout)
         finally:

@@ -83,7 +83,7 @@ def test_a_worker_needs_no_transformers_to_meet_the_others():
     """They take seconds, which would be the meeting's."""
     code = "import sys, hf_paged.engine.follower; print(*{'transformers', 'accelerate'} & {*sys.modules})"
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
-                          env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     assert (made.returncode, made.stdout, made.stderr) == (0, "\n", "")
 
 
@@ -172,6 +172,7 @@ def test_rank_0_loads_before_the_others_come(tiny_path, monkeypatch):
             assert over_ranks.generate([[5, 6, 7]], max_new_tokens=4)[0].token_ids == expected
 
 
+@pytest.mark.slow
 def test_rank_0_rehearses_before_the_others_come(tiny_path, monkeypatch):
     """Which is for kernels to be compiled, so that here, on a CPU, a small step stands for the largest."""
     from hf_paged.models import find_executor
@@ -216,6 +217,7 @@ def test_a_worker_that_dies_while_rank_0_loads(tiny_path, monkeypatch):
     assert filled
 
 
+@pytest.mark.slow
 def test_rank_0_s_own_errors_while_the_others_start(tiny_path, tmp_path, monkeypatch):
     """A bad checkpoint, an unreadable tokenizer, Ctrl-C: that error, and no process. The next generator works."""
     for file in Path(tiny_path).iterdir():

@@ -190,7 +190,10 @@ def nccl(checkpoint, monkeypatch):
     assert_gone([process])
 
 
-@pytest.mark.parametrize("how", ["killed in a step", "killed while idle", "interrupt", "close", "close in a step"])
+@pytest.mark.parametrize("how", [
+    "killed in a step", "close", *(pytest.param(how, marks=pytest.mark.slow)
+                                   for how in ("killed while idle", "interrupt", "close in a step")),
+])
 def test_graphs_end_before_their_communicators(nccl, monkeypatch, how):
     """Else rank 0 waited for itself for ever, or ended with SIGABRT because of a thread that still waited."""
     generator, process, stand_in = nccl
@@ -269,6 +272,7 @@ while sys.argv[2] == "run on":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["end", "run on"])
 def test_a_plain_script(checkpoint, tmp_path, how):
     """Without a __main__ guard; ends by itself, or by Ctrl-C in a step: no process is left. (More: test_launch.)"""
@@ -276,7 +280,7 @@ def test_a_plain_script(checkpoint, tmp_path, how):
     script.write_text(SCRIPT)
     process = subprocess.Popen([sys.executable, str(script), checkpoint, how], stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True,
-                               env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+                               env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     pids = [int(word) for word in process.stdout.readline().split()[1:]]
     tokens = process.stdout.readline()
     if how == "run on":
@@ -345,13 +349,14 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 def test_torchrun(checkpoint, tmp_path):
     """Every rank runs the script: rank 0 gets the results; an enabled model generates on all of them alike."""
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     made = subprocess.run([*command, checkpoint], capture_output=True, text=True, timeout=240,
-                          env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     assert made.returncode == 0, made.stdout + made.stderr[-6000:]
     with PagedGenerator.from_pretrained(checkpoint) as alone:
         prompts = [[5, 6, 7], [9] * 20]

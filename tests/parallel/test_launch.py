@@ -183,7 +183,7 @@ def test_workers_that_never_meet(clean):
 @pytest.mark.parametrize(("failing", "words"), [
     ("meeting", "OSError: no route to rank 0"),
     ("loading", "ValueError: no such tensor: lm_head.weight"),
-])  # fmt: skip
+])
 def test_a_worker_that_fails_while_it_meets(clean, failing, words):
     """Whichever of its threads fails, the other does not hold the process; rank 0 hears of it in whatever it does."""
     workers = launch(2, Meeting(failing), "cpu")
@@ -236,13 +236,14 @@ def test_a_dropped_reference_ends_workers_that_met(clean):
     assert not any(map(alive, processes))
 
 
+@pytest.mark.slow
 def test_scripts_that_end_in_every_way(tmp_path):
     """Rank 0 is a script: killed, interrupted (alone, and with its foreground group), failed, stuck, at its end."""
     scenarios = ["killed", "interrupted", "foreground", "loading", "raises", "stuck", "idle", "unmet", "again", "half",
-                 "ends"]  # fmt: skip
+                 "ends"]
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     script = subprocess.Popen([sys.executable, HERE / "launch_script.py", tmp_path, *scenarios],
-                              env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+                              env={**os.environ, "PYTHONPATH": path})
     started: dict[str, dict] = {}
 
     def read(scenario: str) -> bool:

@@ -55,7 +55,7 @@ def filled(layer: nn.Module, stock: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(("vocab_size", "size", "rows"), [
     (256, 1, 256), (250, 1, 250), (256, 2, 128), (250, 2, 128), (250, 4, 64), (2048, 2, 1024), (2049, 2, 2048),
     (151936, 2, 76800), (151936, 4, 38912), (32000, 8, 4096), (17, 4, 16),
-])  # fmt: skip
+])
 def test_vocabulary_rows_of_a_rank(vocab_size: int, size: int, rows: int) -> None:
     assert vocab_rows(vocab_size, size) == rows
     shards = [vocab_shard((vocab_size, 3), rank, size) for rank in range(size)]
@@ -67,7 +67,7 @@ def test_vocabulary_rows_of_a_rank(vocab_size: int, size: int, rows: int) -> Non
 @pytest.mark.parametrize(("kv_heads", "size", "held"), [
     (8, 2, [(0, 4), (4, 8)]), (4, 4, [(0, 1), (1, 2), (2, 3), (3, 4)]), (2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
     (1, 2, [(0, 1), (0, 1)]), (3, 1, [(0, 3)]),
-])  # fmt: skip
+])
 def test_kv_heads_follow_the_query_heads(kv_heads: int, size: int, held: list[tuple[int, int]]) -> None:
     assert [kv_head_range(kv_heads, rank, size) for rank in range(size)] == held
     query_heads = 4 * kv_heads * size

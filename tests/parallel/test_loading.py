@@ -133,7 +133,7 @@ def test_dtypes(tmp_path: Path) -> None:
     part = whole.get_parameter(name).detach()[:, 48:]
     group = ParallelGroup(1, 2)
     for dtype, expected in (("auto", torch.bfloat16), (None, torch.bfloat16), ("float32", torch.float32),
-                            (torch.float16, torch.float16)):  # fmt: skip
+                            (torch.float16, torch.float16)):
         model = load(str(tmp_path), group, dtype=dtype, device="cpu")
         assert {p.dtype for p in model.parameters()} == {expected}
         assert torch.equal(model.get_parameter(name), part.to(expected))
@@ -184,7 +184,7 @@ EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
     (lambda t: t | {NORM: torch.zeros(65)}, rf"{NORM} in .*model\.safetensors has shape \(65,\): expected \(64,\)"),
     (lambda t: t | {EXPERT: torch.zeros(32, 65)}, rf"{EXPERT} in .* has shape \(32, 65\): expected \(32, 64\)"),
     (lambda t: t | {NORM: torch.zeros(64, dtype=torch.int8)}, rf"{NORM} in .*safetensors is I8: expected"),
-])  # fmt: skip
+])
 def test_a_bad_tensor_is_named(change: Any, message: str, tmp_path: Path) -> None:
     family_model("qwen3-moe").save_pretrained(tmp_path)
     rewrite(tmp_path, change)
@@ -303,7 +303,7 @@ def sparse_checkpoint(path: Path, config: LlamaConfig) -> int:
 def test_host_memory_stays_at_the_shard_and_a_few_chunks(tmp_path: Path) -> None:
     """Loading a quarter of 0.3 GB, 8 MiB at a time: mapped pages, too, are given up as it goes on."""
     config = LlamaConfig(vocab_size=32000, hidden_size=1024, intermediate_size=8192, num_hidden_layers=4,
-                         num_attention_heads=16, num_key_value_heads=4, dtype="bfloat16")  # fmt: skip
+                         num_attention_heads=16, num_key_value_heads=4, dtype="bfloat16")
     total = sparse_checkpoint(tmp_path, config)
     (shard, peak), = run_ranks("rank_checks:memory_of_loading", 1, str(tmp_path), 4)
     assert total / 4 < shard < 0.27 * total

@@ -20,7 +20,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_forward_and_generate_give_what_one_process_gives(size: int, tmp_path: Path) -> None:
     cases = []
     for i, (variant, overrides) in enumerate(CASES):
@@ -43,7 +43,7 @@ def test_forward_and_generate_give_what_one_process_gives(size: int, tmp_path: P
             assert one == {
                 "same_tokens": True, "new_tokens": NEW_TOKENS, "own_columns": True, "logits_shape": (30, vocab_size),
                 "vocab_size": vocab_size, "group": (rank, size), "kv_heads": kv_heads,
-            }, variant  # fmt: skip
+            }, variant
 
 
 def check_refusals(found: list[dict[str, str | None]]) -> None:

@@ -46,7 +46,7 @@ def test_every_layer_has_its_parts_shape_and_stocks_name(variant: str, size: int
         assert shard_of(model.get_submodule(owner), key).take(stock.get_parameter(name)).shape == parameter.shape, name
     assert {type(module) for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))} == {
         ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, VocabParallelHead,
-    }  # fmt: skip
+    }
     assert any(isinstance(m, ShardedExperts) for m in model.modules()) == variant.startswith("qwen3-moe")
     # Gate and up of a dense layer are not the experts', whose inner size is another.
     if variant != "qwen3-moe":
@@ -81,7 +81,7 @@ def test_tied_embedding_and_head_are_one_parameter() -> None:
     ("gemma2", r"model\.embed_tokens \(Gemma2TextScaledWordEmbedding\) cannot"),
     ("gemma3", r"model\.embed_tokens \(Gemma3TextScaledWordEmbedding\) cannot"),
     ("gpt-oss", r"GptOssForCausalLM cannot.*no tensor-parallel plan"),
-])  # fmt: skip
+])
 def test_families_that_cannot_be_sharded(variant: str, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message) as error:
         parallelize(meta_model(variant), ParallelGroup(0, 2))
@@ -117,7 +117,7 @@ def test_a_known_plan_of_an_unknown_class() -> None:
     ("llama", 4, {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3}, "num_key_value_heads=3"),
     ("llama", 4, {"intermediate_size": 98}, r"mlp\.gate_proj=98 does not divide by tensor_parallel_size=4"),
     ("qwen3-moe", 4, {"moe_intermediate_size": 30}, r"mlp\.experts=30 does not divide by tensor_parallel_size=4"),
-])  # fmt: skip
+])
 def test_numbers_that_do_not_divide_are_named(variant: str, size: int, overrides: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parallelize(meta_model(variant, **overrides), ParallelGroup(0, size))

@@ -55,7 +55,7 @@ def test_a_ranks_part_is_recognised_with_its_own_sizes(variant: str, tmp_path: P
 
 @pytest.mark.parametrize(("variant", "gate_up"), [("llama", [True, True]), ("qwen3-moe-mixed", [True, False])])
 def test_column_parallel_layers_are_merged(variant: str, gate_up: list[bool], tmp_path: Path,
-                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "adjacent_memory", HostMemory)
     model = sharded(variant, tmp_path)
     names = [name for name, _ in model.named_parameters()]
@@ -111,7 +111,7 @@ def other_ranks(model: Any) -> None:
     (whole_weight, r"down_proj.weight has shape \(64, 96\): expected this rank's part, \(64, 48\)"),
     (other_ranks, "down_proj is sharded over other ranks"),
     (lambda model: peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["down_proj"]), model), "wraps a layer"),
-])  # fmt: skip
+])
 def test_parts_that_do_not_fit_go_nowhere(change: Any, reason: str, tmp_path: Path) -> None:
     """Stock generate would run their forwards as well, and be as wrong as the engine."""
     model = sharded("llama", tmp_path)
@@ -140,7 +140,7 @@ def test_a_part_is_neither_saved_nor_resized(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, VocabParallelHead])
 def test_patched_forwards_of_sharded_layers_are_seen(kind: type, tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     model = sharded("llama", tmp_path)
     monkeypatch.setattr(kind, "forward", lambda self, x: x)
     assert f"{kind.__name__}.forward is patched" in str(unsupported_reason(adapter_of(model)))

@@ -122,7 +122,7 @@ def test_mixed_steps_replay_a_graph_of_each_kind_and_make_stocks_tokens(steps, o
     made = generate(model, prompts, new_tokens, max_num_seqs=3, max_num_batched_tokens=128, overlap=overlap)
     for prompt, count, tokens in zip(prompts, new_tokens, made, strict=True):
         output = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=count, eos_token_id=None,
-                                do_sample=False)  # fmt: skip
+                                do_sample=False)
         assert tokens == output[0, len(prompt) :].tolist()
     kinds = [kind for kind, _ in steps]
     assert ("decode", "prompt") in list(itertools.pairwise(kinds))
@@ -134,7 +134,7 @@ def test_chunks_and_shared_prefixes_go_through_prompt_graphs(steps):
     model = tiny_model()
     prompt = random_prompts([90])[0]
     expected = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=6, eos_token_id=None,
-                              do_sample=False)[0, 90:].tolist()  # fmt: skip
+                              do_sample=False)[0, 90:].tolist()
     with hf_paged.PagedGenerator(model, num_blocks=50, max_num_seqs=4, max_num_batched_tokens=32) as generator:
         for _ in range(2):
             completion = generator.generate([prompt], max_new_tokens=6, eos_token_id=None, do_sample=False)[0]
@@ -222,7 +222,7 @@ class Log(list):
 
     def graph(self):
         return SimpleNamespace(capture_begin=lambda *_, **__: self.append("begin"),
-                               capture_end=self.end, reset=lambda: self.append("destroy"))  # fmt: skip
+                               capture_end=self.end, reset=lambda: self.append("destroy"))
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def graphs():
     ("warm-up", torch.OutOfMemoryError("no"), None), ("warm-up", ValueError("bad"), ValueError),
     ("capture", torch.OutOfMemoryError("no"), None), ("capture", RuntimeError("cannot be captured"), None),
     ("capture", KeyboardInterrupt(), KeyboardInterrupt), ("nothing", None, "a graph"),
-])  # fmt: skip
+])
 def test_a_step_runs_and_is_captured_on_the_engines_own_stream(graphs, monkeypatch, fails_in, error, result):
     """After what the caller's stream has to do, which in turn waits for it, whatever happens there."""
     log, lock = Log(), threading.Lock()
@@ -365,7 +365,7 @@ def test_edits_get_graphs_of_their_own_and_leave_other_requests_alone(steps):
     model = tiny_model(4, initializer_range=0.05)
     prompts = random_prompts([5, 40, 17, 3, 60, 33, 1])
     configs = [GenerationConfig(max_new_tokens=9, repetition_penalty=1.0 + 0.4 * (i % 2), no_repeat_ngram_size=i % 3)
-               for i in range(len(prompts))]  # fmt: skip
+               for i in range(len(prompts))]
     with hf_paged.PagedGenerator(model, num_blocks=200, max_num_seqs=3, max_num_batched_tokens=128) as generator:
         made = [c.token_ids for c in generator.generate(prompts, configs, use_tqdm=False)]
     assert {kind for kind, _ in steps} == {"decode", "prompt"}

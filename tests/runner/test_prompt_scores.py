@@ -51,5 +51,5 @@ def test_no_more_logits_than_stated_exist_at_a_time(vocab_size, most):
     weight = torch.zeros(1, 1).expand(vocab_size, 1)
     count = 2 if vocab_size > 1 << 24 else most + 3
     prompt_log_probs(head(weight, sizes), torch.zeros(1, 1), torch.zeros(count, dtype=torch.int64),
-                     torch.zeros(count, dtype=torch.int64))  # fmt: skip
+                     torch.zeros(count, dtype=torch.int64))
     assert sizes == ([1, 1] if most == 1 else [most, 3])

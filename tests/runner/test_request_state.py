@@ -12,7 +12,7 @@ from hf_paged.runner.request_state import FIRST_TOKEN_CAPACITY, RequestState, Sl
 from hf_paged.sampling.edits import Edits
 
 SETTINGS = SlotParameters(do_sample=True, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=2**60 + 1, min_length=9,
-                          eos_token_ids=(4,), max_length=100)  # fmt: skip
+                          eos_token_ids=(4,), max_length=100)
 
 
 def admit(state, slot, **changes):
@@ -51,7 +51,7 @@ def test_ever_new_mixes_of_edits_end_as_one_set_of_stages():
     """Graphs are kept per set of stages: their number has a bound."""
     state = RequestState(4, 5000, 16, torch.device("cpu"))
     options = [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, {"suppress_tokens": (3,)},
-               {"bad_words_ids": ((4,),)}]  # fmt: skip
+               {"bad_words_ids": ((4,),)}]
     seen = set()
     for mix in itertools.product((False, True), repeat=len(options)):
         for slot, (chosen, option) in enumerate(zip(mix, options, strict=True)):

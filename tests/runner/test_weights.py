@@ -117,7 +117,7 @@ CHANGES = [
         _last_norm_element, _numpy_write, _swapped_rows, _swapped_layers, _negated, _new_parameter, _new_module,
         _buffer,
     )),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -379,7 +379,7 @@ def test_constants_changed_under_a_request_and_put_back_poison_nothing(constant,
         "scaling": (attention, "scaling", 0.01),
         "epsilon": (model.model.layers[0].input_layernorm, "variance_epsilon", 30.0),
         "rope": (model.model.rotary_emb, "attention_scaling", 0.5),
-    }[constant]  # fmt: skip
+    }[constant]
     prompt = INPUTS["input_ids"][0].tolist()
     before = getattr(owner, name)
     engine.add_request(prompt, GenerationConfig(max_new_tokens=40))

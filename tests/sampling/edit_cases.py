@@ -50,7 +50,7 @@ class Row:
             epsilon_cutoff=s.get("epsilon_cutoff", 0.0) if drawn else 0.0,
             eta_cutoff=s.get("eta_cutoff", 0.0) if drawn else 0.0,
             renormalize_logits=s.get("renormalize_logits", False),
-        )  # fmt: skip
+        )
 
     def stock(self, scores: torch.Tensor) -> torch.Tensor:
         """Float32 scores [V] after every processor that stock generate lists for this row."""
@@ -122,7 +122,7 @@ def random_rows(seed: int, count: int, vocab_size: int, settings: list[dict], lo
         length = int(g.integers(1, longest))
         tokens = g.integers(0, min(vocab_size, int(g.integers(2, 12))), length).tolist()
         rows.append(Row(tokens, int(g.integers(1, length + 1)), settings[number % len(settings)],
-                        seed=derive_seed(seed, number)))  # fmt: skip
+                        seed=derive_seed(seed, number)))
     return rows
 
 

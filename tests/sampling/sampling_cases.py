@@ -41,12 +41,12 @@ class Rows:
         eos = torch.zeros(count + 1, width, dtype=torch.int64, device=device)
         floats[self.slots] = torch.tensor(
             [(row["temperature"], 1.0 - row["top_p"], row["min_p"]) for row in settings], dtype=torch.float32
-        ).view(-1, 3).to(device)  # fmt: skip
+        ).view(-1, 3).to(device)
         others = torch.tensor([(row["top_k"], row["min_length"]) for row in settings]).view(-1, 2)
         ints[self.slots] = torch.cat([seeds.cpu().view(-1, 1), others.long()], 1).to(device)
         eos[self.slots] = torch.tensor(
             [list(row["eos"]) + [-1] * (width - len(row["eos"])) for row in settings]
-        ).view(-1, width).long().to(device)  # fmt: skip
+        ).view(-1, width).long().to(device)
         self.table = SamplingTable(floats, ints, eos)
 
     def reference_rows(self):

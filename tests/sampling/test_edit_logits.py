@@ -140,23 +140,23 @@ def test_no_rows(device):
     {"logits": torch.zeros(2, 9, dtype=torch.float64)}, {"logits": torch.zeros(9, 2).T}, {"logits": torch.zeros(9)},
     {"slots": torch.zeros(2, dtype=torch.int32)}, {"slots": torch.zeros(3, dtype=torch.int64)},
     {"position": torch.zeros(2)}, {"history": torch.zeros(5, 9, dtype=torch.int64)},
-])  # fmt: skip
+])
 def test_other_shapes_and_dtypes_are_refused(wrong):
     arguments = {
         "logits": torch.zeros(2, 9), "slots": torch.zeros(2, dtype=torch.int64),
         "position": torch.zeros(2, dtype=torch.int64), "history": torch.zeros(5, 9, dtype=torch.int32),
-    } | wrong  # fmt: skip
+    } | wrong
     batch = Batch([Row([1], 1)])
     with pytest.raises(ValueError, match=next(iter(wrong))):
         edit_logits(**arguments, sampling=batch.sampling, table=batch.state.table, features=frozenset(),
-                    decays_finite_only=True)  # fmt: skip
+                    decays_finite_only=True)
 
 
 # -- on a GPU ------------------------------------------
 
 SETTINGS = [s | drawn for s, drawn in zip(STAGES, [{}, DRAWN, DRAWN | {"top_k": 5}] * 9, strict=False)]
 WARPED = [DRAWN | {"typical_p": 0.8, "temperature": 0.7}, DRAWN | {"epsilon_cutoff": 0.01, "top_p": 0.9},
-          DRAWN | {"eta_cutoff": 0.02, "top_k": 9, "min_p": 0.01}, {"renormalize_logits": True}]  # fmt: skip
+          DRAWN | {"eta_cutoff": 0.02, "top_k": 9, "min_p": 0.01}, {"renormalize_logits": True}]
 
 
 @pytest.mark.gpu

@@ -48,7 +48,7 @@ LATE = {
     "typical": {"typical_p": 0.6}, "typical, little": {"typical_p": 0.05}, "typical, most": {"typical_p": 0.99},
     "epsilon": {"epsilon_cutoff": 0.02}, "epsilon, most": {"epsilon_cutoff": 0.9},
     "eta": {"eta_cutoff": 0.05}, "eta, little": {"eta_cutoff": 3e-4},
-}  # fmt: skip
+}
 
 
 def edited(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -110,7 +110,7 @@ early_settings = st.fixed_dictionaries({}, optional={
     "suppress_tokens": st.lists(token, min_size=1, max_size=6),
     "begin_suppress_tokens": st.lists(token, min_size=1, max_size=3),
     "renormalize_logits": st.just(True),
-})  # fmt: skip
+})
 
 
 @st.composite
@@ -119,11 +119,11 @@ def sequence_rows(draw, settings):
     return Row(
         tokens, draw(st.integers(1, len(tokens))), draw(settings), draw(st.sampled_from([(1,), (1, 4), (4, 1, 1)])),
         draw(st.sampled_from([1000, len(tokens) + 1, len(tokens) + 2])), draw(st.integers(0, 2**62)),
-    )  # fmt: skip
+    )
 
 
 @given(st.lists(sequence_rows(early_settings), min_size=1, max_size=6), st.integers(0, 2**31),
-       st.lists(st.tuples(few, token, bad_values), max_size=4))  # fmt: skip
+       st.lists(st.tuples(few, token, bad_values), max_size=4))
 @examples(max_examples=100)
 def test_any_settings_of_rows_side_by_side_are_stocks_row_by_row(rows, seed, invalid):
     logits = random_logits(seed, len(rows), VOCAB)
@@ -196,7 +196,7 @@ def test_stages_that_are_not_named_are_not_run():
     logits = random_logits(2, 6, VOCAB)
     scores = edited_scores(logits, *batch.arguments[:-1], frozenset())
     expected = [dataclasses.replace(row, settings={k: v for k, v in row.settings.items() if k.startswith("min_")})
-                for row in batch.rows]  # fmt: skip
+                for row in batch.rows]
     assert torch.equal(scores, torch.stack([row.stock(one) for row, one in zip(expected, logits, strict=True)]))
 
 
@@ -213,7 +213,7 @@ drawn_settings = st.fixed_dictionaries(
         "suppress_tokens": st.just([2, 3, 4]), "renormalize_logits": st.just(True),
         "sequence_bias": st.just(BIASES), "min_new_tokens": st.just(5),
     },
-)  # fmt: skip
+)
 
 
 @given(st.lists(sequence_rows(drawn_settings), min_size=1, max_size=6), st.integers(0, 2**31))
@@ -248,7 +248,7 @@ def test_a_filter_alone_keeps_what_the_warper_keeps(name):
 @pytest.mark.parametrize("setting", [
     {"typical_p": 0.8}, {"epsilon_cutoff": 0.04}, {"eta_cutoff": 0.2, "temperature": 1.5},
     {"repetition_penalty": 1.8, "suppress_tokens": [7]}, {"repetition_penalty": 1.8, "typical_p": 0.9, "top_k": 8},
-])  # fmt: skip
+])
 def test_sampled_tokens_follow_the_probabilities(setting):
     draws, scores = 4_000, torch.linspace(-1.5, 1.5, 12).roll(5)
     batch = Batch([Row([3, 8], 1, DRAWN | setting, seed=number) for number in range(draws)], capacity=8)
@@ -260,7 +260,7 @@ def test_sampled_tokens_follow_the_probabilities(setting):
 
 
 MIX = [{}, DRAWN, DRAWN | {"top_k": 5}, DRAWN | {"top_p": 0.8, "temperature": 0.7}, DRAWN | {"min_p": 0.1},
-       {"min_length": 30}, DRAWN | {"min_new_tokens": 40}]  # fmt: skip
+       {"min_length": 30}, DRAWN | {"min_new_tokens": 40}]
 EDITED = [*STAGES.values(), *(DRAWN | LATE[name] for name in LATE), DRAWN | STAGES["sequence bias"]]
 
 
@@ -302,11 +302,11 @@ def test_the_new_token_is_written_behind_the_others():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("setting", [{}, DRAWN, DRAWN | {"typical_p": 0.9}, DRAWN | {"top_k": 4},
-                                     DRAWN | {"temperature": 0.5}, DRAWN | {"temperature": 2.0}])  # fmt: skip
+                                     DRAWN | {"temperature": 0.5}, DRAWN | {"temperature": 2.0}])
 @pytest.mark.parametrize("cured", [False, True])
 def test_a_row_is_invalid_where_stock_trips_on_what_is_left_of_it(bad, setting, cured):
     rows = [Row([3, 4], 1, setting | ({"remove_invalid_values": True} if cured else {"suppress_tokens": [9]}), seed=i)
-            for i in range(4)]  # fmt: skip
+            for i in range(4)]
     logits = random_logits(14, 4, VOCAB)
     logits[0, 5] = logits[1, :] = bad
     batch = Batch(rows)
@@ -345,14 +345,14 @@ def test_a_slot_forgets_its_former_request():
         batch.put()
         fresh = Batch(batch.rows)
         expected = edited_scores(logits, fresh.sampling, fresh.state.table, fresh.slots, batch.position,
-                                 batch.history, features)  # fmt: skip
+                                 batch.history, features)
         assert torch.equal(fresh.slots, batch.slots)
         actual = edited_scores(logits, fresh.sampling, batch.state.table, *batch.arguments[2:-1], features)
         assert same(actual, expected)
     batch.state.put(batch.slots.numpy(), [encode_edits(Edits(), 1, 9, (1,))] * 24)
     neutral, table = EditState(len(batch.history) - 1, torch.device("cpu")), batch.state.table
     for mine, theirs in zip([*table[:-2], *table.lines.values()], [*neutral.table[:-2], *neutral.table.lines.values()],
-                            strict=True):  # fmt: skip
+                            strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -412,7 +412,7 @@ def test_features_name_what_is_needed():
     assert Edits(also_seen=(3,)).features() == frozenset()
     assert Edits(repetition_penalty=1.1, decay_start=0, eta_cutoff=0.1).features() == {
         "repetition_penalty", "decay", "eta",
-    }  # fmt: skip
+    }
     names = {name for settings in EDITED for name in Row([1], 1, settings).edits.features()}
     assert len(names) == 14
 

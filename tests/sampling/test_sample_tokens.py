@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairs import every_pair
 from sampling_cases import Rows, assert_as_reference, make_logits, plain_rows
 
 from hf_paged.sampling import sample_tokens as module
@@ -14,6 +15,8 @@ KERNELS = [
     pytest.param(Rows.sample, "cuda", marks=pytest.mark.gpu),
 ]
 RUNS = [pytest.param(Rows.reference, "cpu"), *KERNELS]
+# Thousands of draws: the interpreter makes them once, and is the reference's to the token in the tests above.
+QUICK_RUNS = [run for run in RUNS if pytest.mark.interpreted not in run.marks]
 
 
 @pytest.fixture
@@ -28,9 +31,11 @@ def mixed_temperatures(rows):
     return [0.0 if i % 3 == 0 and rows > 1 else 0.1 + 1.5 * (i * 0.37 % 1.0) for i in range(rows)]
 
 
-@pytest.mark.parametrize(("run", "device"), KERNELS)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 1), (13, 5), (1, 1000), (3, 1024), (1, 4999), (13, 2050)])
+@pytest.mark.parametrize(("run", "device", "dtype", "rows", "vocab_size"), every_pair(KERNELS, [
+    pytest.param(dtype, *shape) for dtype, shape in zip(FLOATS * 2, [
+        (1, 1), (13, 5), (1, 1000), (3, 1024), (1, 4999), (13, 2050),
+    ], strict=True)
+]))
 def test_tokens_and_log_probs_are_the_references(run, device, dtype, vocab_size, rows):
     logits = make_logits(vocab_size + rows, rows, vocab_size, dtype, device)
     settings = plain_rows(mixed_temperatures(rows), device)
@@ -69,10 +74,9 @@ def test_greedy_takes_the_first_of_equal_maxima(run, device, dtype):
     assert expected[1:] == [0, 0, 77, 0, 0, 4998, expected[7]]
 
 
-@pytest.mark.parametrize(("run", "device"), RUNS)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("column", [1023, 2999])
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9}])
+@pytest.mark.parametrize(("run", "device", "dtype", "column", "options"), every_pair(
+    RUNS, FLOATS, [1023, 2999], [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9}],
+))
 def test_rows_without_a_valid_distribution(run, device, dtype, column, options):
     bad, sampled = [torch.nan, torch.inf, -torch.inf], bool(options)
     logits = make_logits(2, 7, 3000, dtype, device)
@@ -141,7 +145,7 @@ def test_end_of_sequence_is_barred_below_the_minimum_length(run, device, tempera
     logits[:, 2080], logits[:, 0], logits[:, 9] = 50.0, 40.0, 20.0
     common = {"temperature": temperature, "eos": (2080, 0), "min_length": 10}
     settings = Rows([common, common, common | {"eos": (2080,)}, common | {"eos": ()}, common],
-                    device, positions=torch.tensor([9, 10, 2, 2, 0], dtype=torch.int32))  # fmt: skip
+                    device, positions=torch.tensor([9, 10, 2, 2, 0], dtype=torch.int32))
     assert run(settings, logits).tolist() == [9, 2080, 0, 2080, 9]
 
 
@@ -158,8 +162,9 @@ def test_a_row_does_not_see_its_batch(run, device):
     assert torch.equal(together, torch.cat(alone))
 
 
-@pytest.mark.parametrize(("run", "device"), RUNS)
-@pytest.mark.parametrize("vary", ["seeds", "positions"])
+@pytest.mark.parametrize(("run", "device", "vary"), [
+    *every_pair(RUNS, ["seeds"]), *every_pair(QUICK_RUNS, ["positions"]),
+])
 def test_tokens_follow_the_probabilities(run, device, monkeypatch, vary):
     """Over several groups, of which the last is not full."""
     monkeypatch.setattr(module, "GROUP_SIZE", 4)
@@ -174,12 +179,12 @@ def test_tokens_follow_the_probabilities(run, device, monkeypatch, vary):
     assert chi_square < 35.6  # 1 in 10,000 with 10 degrees of freedom
 
 
-@pytest.mark.parametrize(("run", "device"), RUNS)
+@pytest.mark.parametrize(("run", "device"), QUICK_RUNS)
 def test_group_and_token_are_independent(run, device, monkeypatch):
     """The place within the group tells nothing of which group it is."""
     monkeypatch.setattr(module, "GROUP_SIZE", 4)
     monkeypatch.setattr(module, "_PIECE", 2)
-    draws = 320 if (run, device) == (Rows.sample, "cpu") else 20_000
+    draws = 20_000
     positions = torch.arange(draws) % 7
     tokens = run(plain_rows([1.0] * draws, device, positions=positions), torch.zeros(draws, 16, device=device))
     expected = draws / 16

@@ -24,7 +24,7 @@ from hf_paged.sampling.table import SamplingTable
 NEUTRAL = {
     "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "position": 0,
     "min_length": 0, "eos": (),
-}  # fmt: skip
+}
 
 
 def make_rows(*rows: dict) -> SamplingRows:
@@ -73,7 +73,7 @@ row_settings = st.fixed_dictionaries({
     "top_k": st.sampled_from([0, 1, 2, 5, 50, 10_000]),
     "top_p": st.sampled_from([0.0, 1e-6, 0.1, 0.5, 0.9, 0.95, 0.999, 1.0]),
     "min_p": st.sampled_from([0.0, 0.001, 0.05, 0.5, 1.0]),
-})  # fmt: skip
+})
 
 
 @given(st.lists(row_settings, min_size=1, max_size=8), st.integers(0, 2**31), st.sampled_from([3, 17, 300]))
@@ -158,7 +158,7 @@ def test_eos_is_barred_below_the_minimum_length(do_sample):
     scores[:, 3], scores[:, 0] = 50.0, 40.0
     common = {"do_sample": do_sample, "eos": (3, 0), "min_length": 10}
     rows = make_rows(common | {"position": 9}, common | {"position": 10}, common | {"position": 2, "eos": (3,)},
-                     common | {"eos": ()})  # fmt: skip
+                     common | {"eos": ()})
     first, second, third, fourth = draw(scores, rows).tolist()
     assert first not in (0, 3)
     assert (second, third, fourth) == (3, 0, 3)
@@ -214,7 +214,7 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 @pytest.mark.parametrize("setting", [
     {}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1},
     {"temperature": 2.0, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
-])  # fmt: skip
+])
 @pytest.mark.parametrize("vary", ["seed", "position"])
 def test_sampled_tokens_follow_the_probabilities(monkeypatch, setting, vary):
     monkeypatch.setattr(kernels, "GROUP_SIZE", 5)  # three groups, the last not full
@@ -225,7 +225,7 @@ def test_sampled_tokens_follow_the_probabilities(monkeypatch, setting, vary):
     rows = rows._replace(**{
         name: numbers if name == vary else getattr(rows, name).expand(draws, *getattr(rows, name).shape[1:])
         for name in ("temperature", "top_k", "one_minus_top_p", "min_p", "seed", "position", "min_length", "eos")
-    })  # fmt: skip
+    })
     counts = draw(scores.expand(draws, -1), rows).bincount(minlength=12)
     assert counts[probabilities == 0].sum() == 0
     assert chi_square(counts, probabilities) < 37.4  # 1 in 10,000 with 11 degrees of freedom
@@ -246,7 +246,7 @@ def test_noise_is_exponential():
     ({"seed": 0}, {"seed": 2**63 - 1}), ({"position": 0}, {"position": 1}), ({"position": 5}, {"position": 5 + 2**16}),
     ({"seed": 1, "position": 2}, {"seed": 2, "position": 1}), ({"seed": 7, "position": 8}, {"seed": 8, "position": 7}),
     ({"seed": 3 + (4 << 32)}, {"seed": 4 + (3 << 32)}),
-])  # fmt: skip
+])
 def test_noise_of_different_seeds_and_positions_is_uncorrelated(pair):
     a, b = (
         exponential_noise(torch.tensor([p.get("seed", 0)]), torch.tensor([p.get("position", 0)]), 100_000)[0]

@@ -97,7 +97,7 @@ def test_a_row_that_is_invalid_on_one_rank_is_invalid(run, settle, device, colum
 def test_eos_is_barred_by_its_id_not_by_its_column(run, settle, device, temperature):
     eos = (3, 4100)
     settings = Rows([{"temperature": temperature, "eos": eos, "min_length": length} for length in (0, 50_000)], device,
-                    positions=torch.tensor([5, 5]))  # fmt: skip
+                    positions=torch.tensor([5, 5]))
     logits = make_logits(4, 2, 5000, torch.float32, device)
     logits[:, 4100], logits[:, 3], logits[:, 3 + 1024] = 90.0, 80.0, 70.0
     assert agreed(run, settle, logits, settings, 1024).tolist() == [4100, 1027]

@@ -18,7 +18,7 @@ SIZE = 4
 
 def scheduler(num_blocks=65, caching=True, budget=16, on_shortage=None):
     config = SchedulerConfig(block_size=SIZE, num_blocks=num_blocks, max_num_seqs=16, max_num_batched_tokens=budget,
-                             max_model_len=128, enable_prefix_caching=caching)  # fmt: skip
+                             max_model_len=128, enable_prefix_caching=caching)
     return Scheduler(config, on_shortage)
 
 

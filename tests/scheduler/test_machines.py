@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from fake_model import Driver, abort, config
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -194,7 +195,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seq = self.driver.add(
             str(self.num_added), tokens, max_new_tokens, eos_token_ids=eos, priority=priority, read_cache=read_cache,
             cache_key=cache_key,
-        )  # fmt: skip
+        )
         self.num_added += 1
         self.seqs.append(seq)
 
@@ -278,8 +279,23 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=500, stateful_step_count=40, **COMMON)
+TestPool.settings = settings(max_examples=150, stateful_step_count=40, **COMMON)
 TestCollidingPool = CollidingPoolMachine.TestCase
-TestCollidingPool.settings = settings(max_examples=300, stateful_step_count=40, **COMMON)
+TestCollidingPool.settings = settings(max_examples=100, stateful_step_count=40, **COMMON)
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=800, stateful_step_count=30, **COMMON)
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=30, **COMMON)
+
+
+@pytest.mark.slow
+class TestPoolAtLength(PoolMachine.TestCase):
+    settings = settings(max_examples=1000, stateful_step_count=40, **COMMON)
+
+
+@pytest.mark.slow
+class TestCollidingPoolAtLength(CollidingPoolMachine.TestCase):
+    settings = settings(max_examples=600, stateful_step_count=40, **COMMON)
+
+
+@pytest.mark.slow
+class TestSchedulerAtLength(SchedulerMachine.TestCase):
+    settings = settings(max_examples=1600, stateful_step_count=30, **COMMON)

@@ -311,7 +311,7 @@ def test_token_columns_of_a_plan_are_its_tokens_row_after_row():
         sequences=[], slots=np.array([3, 1, 2]), num_new_tokens=np.array([1, 3, 1]), start=np.array([7, 4, 31]),
         write_from=np.array([7, 5, 32]), samples=np.ones(3, bool), num_decode_rows=1, admitted=[],
         block_updates=BlockUpdates(none, none, none), tenancy=np.zeros(3, np.int64), published=[],
-    )  # fmt: skip
+    )
     expected = [[3, 1, 1, 1, 2], [7, 4, 5, 6, 31], [7, 5, 5, 5, 32]]
     assert plan.token_columns().tolist() == expected
     assert plan.token_columns(1).tolist() == [line[1:] for line in expected]

@@ -92,7 +92,7 @@ def test_every_link_of_a_page_leads_somewhere(page):
 PASSED_BY = {
     "integration/stock_loop.py", "models/generic.py", "kernels/attention/decode.py", "kernels/attention/prefill.py",
     "sampling/sample_tokens.py", "engine/stopping.py", "options/arguments.py",
-}  # fmt: skip
+}
 
 
 def test_a_call_enters_the_files_that_the_life_of_a_request_names():

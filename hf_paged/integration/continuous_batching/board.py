@@ -143,7 +143,7 @@ class OutputBox:
             self._waiting = deque(output for output in self._waiting if output.request_id != request_id)
 
     def take(self, request_id: str | None, timeout: float | None,
-             may_come: Callable[[], bool]) -> GenerationOutput | None:  # fmt: skip
+             may_come: Callable[[], bool]) -> GenerationOutput | None:
         """The oldest output (of `request_id`); None after `timeout` seconds, or once `may_come()` is False."""
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:

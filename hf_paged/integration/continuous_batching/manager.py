@@ -63,7 +63,7 @@ class PagedBatchingManager:
     batch_processor = None  # `transformers serve` asks for it
 
     def __init__(self, model: Any, generation_config: GenerationConfig,
-                 batching_config: ContinuousBatchingConfig) -> None:  # fmt: skip
+                 batching_config: ContinuousBatchingConfig) -> None:
         self._model: Any = model
         self._model_ref = weakref.ref(model)
         self.generation_config = generation_config
@@ -124,7 +124,7 @@ class PagedBatchingManager:
         thread.start()
 
     def stop(self, block: bool = True, timeout: float | None = None, keep_for_next_session: bool = False,
-             hard_stop: bool = False) -> None:  # fmt: skip
+             hard_stop: bool = False) -> None:
         """End the thread when all requests are done, or at once with `hard_stop`, which fails them.
 
         Args:
@@ -203,7 +203,7 @@ class PagedBatchingManager:
     def add_request(self, input_ids: Any, request_id: str | None = None, max_new_tokens: int | None = None,
                     streaming: bool = False, record_timestamps: bool = False,
                     eos_token_id: int | list[int] | None = None, cache_salt: str | None = None,
-                    **options: Any) -> str | None:  # fmt: skip
+                    **options: Any) -> str | None:
         """Queue a request, also before `start`. One that cannot run gets a FAILED output with its error.
 
         Args:
@@ -238,7 +238,7 @@ class PagedBatchingManager:
             request = BatchedRequest(request_id, prompt, max_new_tokens, eos_token_id, streaming, record_timestamps,
                                      options, config,
                                      wants_logprobs=self.continuous_batching_config.return_logprobs,
-                                     cache_salt=salt, least_room=own.least_room)  # fmt: skip
+                                     cache_salt=salt, least_room=own.least_room)
             requests = request.copies(copies)
             self.board.check_ids(requests)
             for one in requests:
@@ -247,7 +247,7 @@ class PagedBatchingManager:
         return request_id
 
     def add_requests(self, inputs: list[Any], max_new_tokens: int | None = None, streaming: bool = False,
-                     record_timestamps: bool = False, **options: Any) -> list[str]:  # fmt: skip
+                     record_timestamps: bool = False, **options: Any) -> list[str]:
         """`add_request` for each of `inputs`; the ids in their order, also of requests that were dropped."""
         with self._changed:
             first = self._num_requests

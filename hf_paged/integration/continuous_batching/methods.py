@@ -45,7 +45,7 @@ def overrides(stock: Any) -> dict[str, Callable]:
 
 def _init_continuous_batching(stock: Any, model: Any, generation_config: GenerationConfig | None = None,
                               continuous_batching_config: ContinuousBatchingConfig | None = None,
-                              workload_hints: Any = None) -> Any:  # fmt: skip
+                              workload_hints: Any = None) -> Any:
     engine = _native_engine(model)
     if engine is None:
         return stock.init_continuous_batching(model, generation_config, continuous_batching_config, workload_hints)
@@ -74,10 +74,10 @@ def _manager_context(stock: Any, model: Any, generation_config: GenerationConfig
                      timeout: float | None = None,
                      continuous_batching_config: ContinuousBatchingConfig | None = None,
                      persistent_manager: bool = False, warmup: bool = True,
-                     workload_hints: Any = None) -> Iterator[Any]:  # fmt: skip
+                     workload_hints: Any = None) -> Iterator[Any]:
     manager = model.init_continuous_batching(generation_config=generation_config,
                                              continuous_batching_config=continuous_batching_config,
-                                             workload_hints=workload_hints)  # fmt: skip
+                                             workload_hints=workload_hints)
     if warmup and not manager.warmed_up:
         manager.warmup()
     manager.start()
@@ -97,14 +97,14 @@ def _manager_context(stock: Any, model: Any, generation_config: GenerationConfig
 def _generate_batch(stock: Any, model: Any, inputs: list[Any], generation_config: GenerationConfig | None = None,
                     continuous_batching_config: ContinuousBatchingConfig | None = None,
                     record_timestamps: bool = False, progress_bar: bool = False, persistent_manager: bool = False,
-                    warmup: bool = True, **kwargs: Any) -> dict[str, GenerationOutput]:  # fmt: skip
+                    warmup: bool = True, **kwargs: Any) -> dict[str, GenerationOutput]:
     engine = _native_engine(model)
     in_stock = functools.partial(stock.generate_batch, model, inputs, record_timestamps=record_timestamps,
                                  progress_bar=progress_bar, persistent_manager=persistent_manager,
-                                 warmup=warmup)  # fmt: skip
+                                 warmup=warmup)
     if engine is None:
         return in_stock(generation_config=generation_config, **kwargs,
-                        continuous_batching_config=continuous_batching_config)  # fmt: skip
+                        continuous_batching_config=continuous_batching_config)
     if len(inputs) == 0:
         return {}
     config = batching_config(model, generation_config, kwargs)
@@ -117,7 +117,7 @@ def _generate_batch(stock: Any, model: Any, inputs: list[Any], generation_config
     with model.continuous_batching_context_manager(
         generation_config=config, continuous_batching_config=batching, timeout=5,
         persistent_manager=persistent_manager, warmup=warmup,
-    ) as manager:  # fmt: skip
+    ) as manager:
         return _run_batch(manager, inputs, record_timestamps, progress_bar)
 
 
@@ -136,7 +136,7 @@ def _native_engine(model: Any) -> Engine | None:
 
 
 def _run_batch(manager: PagedBatchingManager, inputs: list[Any], record_timestamps: bool,
-               progress_bar: bool) -> dict[str, GenerationOutput]:  # fmt: skip
+               progress_bar: bool) -> dict[str, GenerationOutput]:
     """Every input's output; children before their parent, as in transformers 5.23.
 
     Raises:
@@ -170,7 +170,7 @@ def _batching(config: GenerationConfig, given: ContinuousBatchingConfig | None) 
 
 
 def _stock_reason(model: Any, engine: Engine, config: GenerationConfig,
-                  batching: ContinuousBatchingConfig) -> str | None:  # fmt: skip
+                  batching: ContinuousBatchingConfig) -> str | None:
     """`stock_reason` of the model in eval mode and outside autocast, where transformers' thread runs it, too."""
     if engine.is_reentrant():
         return "continuous batching was started from inside a step of the same engine"
@@ -195,6 +195,6 @@ def _resize(model: Any, engine: Engine, batching: ContinuousBatchingConfig) -> N
     stats = engine.stats()
     if engine.owns_device or stats.num_running or stats.num_waiting or runs_on(engine):
         warnings.warn(f"hf_paged: the model's engine is in use and keeps its sizes; asked for: {wanted}", UserWarning,
-                      stacklevel=3)  # fmt: skip
+                      stacklevel=3)
         return
     renew_engine(model, wanted)

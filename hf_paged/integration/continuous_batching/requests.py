@@ -28,7 +28,7 @@ SEEN_BY_STOCK = (
     "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "typical_p", "epsilon_cutoff", "eta_cutoff",
     "guidance_scale", "renormalize_logits", "remove_invalid_values", "exponential_decay_length_penalty",
     "watermarking_config", "top_h", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size",
-)  # fmt: skip
+)
 _OPTIONS = frozenset(vars(GenerationConfig()))
 _SIZES = frozenset(field.name for field in dataclasses.fields(ContinuousBatchingConfig)) - _OPTIONS
 
@@ -103,7 +103,7 @@ class BatchedRequest:
             logprobs=self.logprobs[:], error=error, status=self.status, created_time=self.created,
             lifespan=self.lifespan,
             timestamps=self.times[:] if self.record_timestamps else None,
-        )  # fmt: skip
+        )
 
 
 def failed_output(request: BatchedRequest, error: str) -> GenerationOutput:
@@ -112,7 +112,7 @@ def failed_output(request: BatchedRequest, error: str) -> GenerationOutput:
         return request.finish(error)
     except Exception:
         return GenerationOutput(request_id=request.request_id, prompt_ids=request.prompt, error=error,
-                                status=RequestStatus.FAILED)  # fmt: skip
+                                status=RequestStatus.FAILED)
 
 
 def batching_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:
@@ -168,7 +168,7 @@ def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings
     if wanted is None or (isinstance(wanted, int) and wanted > room):
         if room < request.least_room:
             raise ValueError(f"max_new_tokens={wanted!r} after a prompt of {len(request.prompt)} tokens: the model or "
-                             f"the KV pool has room for {max(room, 0)}")  # fmt: skip
+                             f"the KV pool has room for {max(room, 0)}")
         config.max_new_tokens, request.is_cut = room, True
     settings = settings_from_config(config, len(request.prompt), engine.num_logits)
     return dataclasses.replace(settings, logprobs=request.wants_logprobs, cache_salt=request.cache_salt)
@@ -182,13 +182,13 @@ def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousB
     """
     if engine.group.is_parallel and not engine.group.driven:
         raise UnsupportedModelError("continuous batching of a model that is sharded over the ranks of this script: "
-                                    "expected model.generate or PagedGenerator on every rank")  # fmt: skip
+                                    "expected model.generate or PagedGenerator on every rank")
     if (reason := engine.unsupported_reason()) is not None:
         return reason
     if (option := unsupported_option(config)) is not None:
         ignored = option.partition("=")[0] not in SEEN_BY_STOCK
         return f"{option:.200} is not carried out by the paged engine" + (
-            ", and transformers' own continuous batching ignores it" if ignored else "")  # fmt: skip
+            ", and transformers' own continuous batching ignores it" if ignored else "")
     try:
         sized = copy.copy(config)
         sized.max_new_tokens = config.max_new_tokens or 1  # lengths are each request's own

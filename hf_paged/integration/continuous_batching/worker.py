@@ -36,7 +36,7 @@ class BatchingWorker:
     """
 
     def __init__(self, engine: Engine, board: RequestBoard, wait_for_work: Callable[[Callable[[], None]], bool],
-                 on_end: Callable[[BaseException | None], None]) -> None:  # fmt: skip
+                 on_end: Callable[[BaseException | None], None]) -> None:
         self._engine = engine
         self._board = board
         self._wait_for_work = wait_for_work

@@ -22,7 +22,7 @@ from hf_paged.options.settings import settings_from_config
 
 # What generate returns besides tokens; the server's answers hold nothing of it.
 _NOT_TOKENS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions",
-               "output_hidden_states")  # fmt: skip
+               "output_hidden_states")
 
 CURRENT: ContextVar[ServedCall | None] = ContextVar("hf_paged_served_call", default=None)
 
@@ -117,7 +117,7 @@ class GeneratesFor:
                 streamer = _BeginsWithAToken(streamer, call)
             with call_salt(salt_digest(call.cache_salt)):
                 return self._model.generate(generation_config=tokens_only(generation_config), streamer=streamer,
-                                            stopping_criteria=StoppingCriteriaList([end]), **kwargs)  # fmt: skip
+                                            stopping_criteria=StoppingCriteriaList([end]), **kwargs)
         except CallEndedError:
             raise
         except Exception as error:
@@ -133,7 +133,7 @@ class GeneratesFor:
         if isinstance(error, RefusedRequestError):
             return str(error)
         return settings_error(error, self._call.settings, functools.partial(_expected, self._model, config, inputs),
-                              functools.partial(self._draws, inputs))  # fmt: skip
+                              functools.partial(self._draws, inputs))
 
     def _draws(self, inputs: dict[str, Any]) -> bool:
         """Can one token be drawn after this prompt, with settings that leave the logits alone?"""
@@ -168,7 +168,7 @@ def _check(input_ids: torch.Tensor, generation_config: GenerationConfig, **kwarg
     early_exit = generation_config.assistant_early_exit
     if early_exit is not None:  # stock's drafts take layers off the model, and leave it so where they break
         raise RefusedRequestError(f"assistant_early_exit={early_exit!r:.200}: expected null, since other requests run "
-                                  "on the same model")  # fmt: skip
+                                  "on the same model")
 
 
 class _BeginsWithAToken:

@@ -27,14 +27,14 @@ READING = {
                                 "object of GenerationConfig fields",
     "_check_fields": "fields of the body: expected the types of the OpenAI API",
     "handle_request": "body: expected the fields of the OpenAI API",
-}  # fmt: skip
+}
 # Fields of a body out of which transformers makes a request's GenerationConfig.
 _SETTINGS = ("generation_config", "temperature", "top_p", "seed", "max_tokens", "max_completion_tokens",
-             "max_output_tokens", "frequency_penalty", "logit_bias", "stop")  # fmt: skip
+             "max_output_tokens", "frequency_penalty", "logit_bias", "stop")
 _NOT_READING = ("_streaming", "_non_streaming", "init_cb")  # called by handle_request when the body has been read
 _OUT_OF_LUCK = (MemoryError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError)
 _WRONG_VALUE = (ValueError, TypeError, KeyError, AttributeError, LookupError, ArithmeticError, NotImplementedError,
-                RecursionError)  # fmt: skip
+                RecursionError)
 
 _OURS = Path(__file__).parents[2]
 _TRANSFORMERS = Path(transformers.__file__).parent
@@ -44,7 +44,7 @@ _OF_SETTINGS = {
     *(_STOCK_GENERATION / f"{name}.py" for name in
       ("configuration_utils", "logits_process", "stopping_criteria", "watermarking")),
     *(_OURS / f"{name}.py" for name in ("settings", "logits_options", "arguments", "stopping")),
-}  # fmt: skip
+}
 _DECODING = ("_sample", "_beam_search", "_assisted_decoding", "_prefill")
 
 
@@ -74,7 +74,7 @@ def reading_error(error: Exception, settings: str) -> str | None:
 
 
 def settings_error(error: Exception, settings: str, expected: Callable[[], str],
-                   draws_without: Callable[[], bool]) -> str | None:  # fmt: skip
+                   draws_without: Callable[[], bool]) -> str | None:
     """The reason for the client, where `error` was raised by `model.generate` for the settings of the call.
 
     Args:
@@ -95,7 +95,7 @@ def settings_error(error: Exception, settings: str, expected: Callable[[], str],
     prepares = not any(frame.name in _DECODING for frame in frames)
     by_settings = any(file in _OF_SETTINGS for file in files)
     by_generate = known[-1].parent == _STOCK_GENERATION and (
-        prepares or isinstance(error, _WRONG_VALUE) or draws_without())  # fmt: skip
+        prepares or isinstance(error, _WRONG_VALUE) or draws_without())
     if not (by_settings or by_generate):
         return None
     return _reason(f"{settings}: {expected()}", error)

@@ -32,7 +32,7 @@ class ServedRequests:
     """
 
     def __init__(self, manager: PagedBatchingManager, thread: Any, model: Any, processor: Any, config: GenerationConfig,
-                 settings: GenerationConfig | None) -> None:  # fmt: skip
+                 settings: GenerationConfig | None) -> None:
         self.call = ServedCall.current()
         self._manager = manager
         self._thread = thread
@@ -58,7 +58,7 @@ class ServedRequests:
             return request_id
         with request_config(self._settings, LEAST_ROOM):
             made = self._manager.add_request(input_ids, request_id, streaming=streaming,
-                                             cache_salt=self.call.cache_salt, **lengths)  # fmt: skip
+                                             cache_salt=self.call.cache_salt, **lengths)
         if made is None:
             raise CBWorkerDeadError(f"the batching manager is stopping and cannot accept request {request_id}")
         self.call.at_end(lambda: self._manager.cancel_request(request_id))
@@ -105,7 +105,7 @@ class ServedRequests:
             made = GeneratesFor(self._model, self.call).generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=tokens,
                 tokenizer=self._processor,
-            )  # fmt: skip
+            )
             request.tokens = made[0, ids.shape[1] :].tolist()
         except CallEndedError:
             return

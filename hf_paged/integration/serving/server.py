@@ -112,12 +112,12 @@ def _starting(stock: Callable) -> Callable:
 
 def _streaming_in_a_batch(stock: Callable) -> Callable:
     def generate_streaming(self: Any, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig,
-                           request_id: str, *args: Any, **kwargs: Any) -> Any:  # fmt: skip
+                           request_id: str, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self._cb, PagedBatchingManager):
             return stock(self, model, processor, inputs, gen_config, request_id, *args, **kwargs)
         requests = _requests(self, model, processor, gen_config)
         result = stock(_with(self, requests), model, processor, inputs, gen_config, _unique(request_id), *args,
-                       **kwargs)  # fmt: skip
+                       **kwargs)
         requests.call.streams = True
         return result
 
@@ -126,13 +126,13 @@ def _streaming_in_a_batch(stock: Callable) -> Callable:
 
 def _answering_in_a_batch(stock: Callable) -> Callable:
     async def generate_non_streaming(self: Any, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig,
-                                     request_id: str, *args: Any, **kwargs: Any) -> Any:  # fmt: skip
+                                     request_id: str, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self._cb, PagedBatchingManager):
             return await stock(self, model, processor, inputs, gen_config, request_id, *args, **kwargs)
         requests = _requests(self, model, processor, gen_config)
         try:
             return await stock(_with(self, requests), model, processor, inputs, gen_config, _unique(request_id), *args,
-                               **kwargs)  # fmt: skip
+                               **kwargs)
         except RuntimeError as error:  # what stock makes of a failed output
             if requests.call.refusal is None:
                 raise

@@ -30,12 +30,12 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
-             device: torch.device) -> np.ndarray | None:  # fmt: skip
+             device: torch.device) -> np.ndarray | None:
         """`DecodeWork.items` of rows of one new token, or None where the backend runs without a plan."""
 
     @abstractmethod
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
-            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
         """As :func:`~hf_paged.kernels.attention.paged_attention.paged_attention`, arguments unchecked."""
 
 
@@ -46,11 +46,11 @@ class TorchBackend(AttentionBackend):
     waits = True
 
     def plan(self, seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
-             device: torch.device) -> None:  # fmt: skip
+             device: torch.device) -> None:
         return None
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
-            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
         return paged_attention_reference(q, k_cache, v_cache, meta, options, out=out)
 
 
@@ -60,11 +60,11 @@ class TritonBackend(AttentionBackend):
     name = "triton"
 
     def plan(self, seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
-             device: torch.device) -> np.ndarray:  # fmt: skip
+             device: torch.device) -> np.ndarray:
         return plan_items(seq_lens, slots, decode_cta_slots(len(slots), num_kv_heads, head_dim, dtype, device))
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
-            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
         """Raises ValueError for what the kernels do not take, RuntimeError where triton is not installed."""
         if q.dtype not in _TRITON_DTYPES or q.shape[2] > 256:
             raise ValueError(
@@ -89,7 +89,7 @@ class FlashBackend(TritonBackend):
         self.measured_only = measured_only
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
-            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
         if meta.max_query_len > 1 and options.sinks is None:
             result = flash_backend.flash_prefill(q, k_cache, v_cache, meta, options, measured_only=self.measured_only)
             if result is not None:  # the packages do not write where they are told to

@@ -63,7 +63,7 @@ _DEEP = {
     1024: DecodeConfigs(
         _D(16, 4, 2, 4), _D(16, 4, 2, 4), _D(16, 4, 2, 4), (_D(16, 4, 2, 4),), _D(16, 4, 2, 4),
     ),
-}  # fmt: skip
+}
 _SHALLOW = {
     64: _D(64, 2, 2, 8),
     128: _D(32, 2, 2, 6),
@@ -94,7 +94,7 @@ def decode_config(head_dim_pad: int, itemsize: int, programs_per_sm: float, shar
 
 
 def config_of(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
-              device: torch.device) -> DecodeConfig:  # fmt: skip
+              device: torch.device) -> DecodeConfig:
     """What :func:`paged_attention_decode` takes on ``device`` for that many rows."""
     programs_per_sm = num_rows * num_kv_heads / num_multiprocessors(device)
     return decode_config(padded_head_dim(head_dim), dtype.itemsize, programs_per_sm, shared_memory(device))
@@ -194,7 +194,7 @@ def _decode_kernel(
         acc, top, total = attend_tile(
             q_tile, acc, top, total, k_cache, v_cache, block, head, position, readable,
             scale_log2, softcap_log2, HAS_SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE,
-        )  # fmt: skip
+        )
         block = next_block
 
     if splits == 1:
@@ -215,7 +215,7 @@ def _decode_kernel(
             _join_splits(
                 out, partial_acc, partial_sums, row, item - split, used, head, GROUP, GROUP_PAD, KV_HEADS, HEAD_DIM,
                 HEAD_DIM_PAD, ALL_SPLITS, TILE_SPLITS,
-            )  # fmt: skip
+            )
             tl.store(arrivals + row * KV_HEADS + head, 0)
 
 

@@ -71,5 +71,5 @@ def even_work(meta: PagedMetadata, num_kv_heads: int, splits: int) -> DecodeWork
     row = torch.arange(num_rows, device=device, dtype=torch.int32).repeat_interleave(splits)
     split = torch.arange(splits, device=device, dtype=torch.int32).repeat(num_rows)
     items = torch.stack([row, split, torch.full_like(row, splits), meta.seq_lens.repeat_interleave(splits),
-                         meta.slots.repeat_interleave(splits)], dim=1)  # fmt: skip
+                         meta.slots.repeat_interleave(splits)], dim=1)
     return DecodeWork(items, torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device))

@@ -80,7 +80,7 @@ def _call_2(function: Callable[..., Any], c: FlashCall) -> Any:
         c.q, c.k_cache, c.v_cache, cu_seqlens_q=c.meta.query_start, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=c.meta.max_query_len, max_seqlen_k=c.meta.max_seq_len, softmax_scale=c.options.scale, causal=True,
         window_size=c.window_size(-1), softcap=c.options.softcap or 0.0, block_table=c.page_table,
-    )  # fmt: skip
+    )
 
 
 def _refuse_3(shape: AttentionShape, major: int) -> str | None:
@@ -93,7 +93,7 @@ def _call_3(function: Callable[..., Any], c: FlashCall) -> Any:
         c.q, c.k_cache, c.v_cache, cache_seqlens=c.meta.seq_lens, page_table=c.page_table,
         cu_seqlens_q=c.meta.query_start, max_seqlen_q=c.meta.max_query_len, softmax_scale=c.options.scale, causal=True,
         window_size=c.window_size(-1), softcap=c.options.softcap or 0.0, num_splits=1,
-    )  # fmt: skip
+    )
 
 
 def _refuse_4(shape: AttentionShape, major: int) -> str | None:
@@ -109,7 +109,7 @@ def _call_4(function: Callable[..., Any], c: FlashCall) -> Any:
         c.q, c.k_cache, c.v_cache, cu_seqlens_q=c.meta.query_start, max_seqlen_q=c.meta.max_query_len,
         max_seqlen_k=c.meta.max_seq_len, seqused_k=c.meta.seq_lens, page_table=c.page_table,
         softmax_scale=c.options.scale, causal=True, window_size=c.window_size(None), softcap=c.options.softcap or 0.0,
-    )  # fmt: skip
+    )
 
 
 # In the order in which they are tried.
@@ -128,7 +128,7 @@ PACKAGES = (
         "flash-attn 2", "flash_attn", "flash_attn_varlen_func", ("softcap", "block_table"),
         (8, 9, 10, 11, 12), _refuse_2, _call_2,
     ),
-)  # fmt: skip
+)
 
 # By (package, major compute capability): the run that showed the package faster than the Triton kernel. Only such
 # packages are taken by "auto". The run is one of benchmarks/flash_attn_speed.py, which also checks the results.

@@ -112,7 +112,7 @@ def _blocks_of(
 def _cache_offset(
     base, start, n, head, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """[N, D_PAD] element offsets of positions ``start + n``; inside a block int32 is enough."""
     lane = tl.arange(0, HEAD_DIM_PAD)
     ROW: tl.constexpr = STRIDE // BLOCK_SIZE
@@ -128,7 +128,7 @@ def _cache_offset(
 def _load_keys(
     k_cache, base, start, n, head, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """Keys of unread slots come as they are, NaN or not: their scores are replaced before anything looks at them."""
     offset = _cache_offset(base, start, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N)
     if HEAD_DIM == HEAD_DIM_PAD:
@@ -143,7 +143,7 @@ def _load_keys(
 def _load_values(
     v_cache, base, start, begin, end, n, head, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-):  # fmt: skip
+):
     """Unread slots may hold NaN, and a weight of zero would not silence it: their values are loaded as zero."""
     offset = _cache_offset(base, start, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N)
     readable = start + n < end
@@ -310,7 +310,7 @@ def paged_attention_prefill(
     head_dim_pad = padded_head_dim(head_dim)
     if config is None:
         config = prefill_config(head_dim_pad, q.element_size(), group, meta.max_query_len, meta.max_seq_len,
-                                shared_memory(q.device))  # fmt: skip
+                                shared_memory(q.device))
     scale = options.scale
     if scale <= 0.0:  # the kernel takes the largest score before it scales
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)

@@ -245,7 +245,7 @@ def _read(path: str, package: str) -> _Source:
         frozenset(re.findall(r"^(?:def|class) (\w+)", text, re.MULTILINE)),
         frozenset(re.findall(r"^(\w+)(?:: [^=\n]+)? = ", text, re.MULTILINE)),
         frozenset(re.findall(r"\w+", states)), _imports(text, package),
-    )  # fmt: skip
+    )
 
 
 def _imports(text: str, package: str) -> dict[str, list[tuple[str, str | None]]]:

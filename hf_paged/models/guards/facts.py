@@ -63,7 +63,7 @@ class Facts:
         self._values = [
             tuple(map(_frozen, getter(namespace)))
             for getter, namespace in zip(self._getters, namespaces, strict=True)
-        ]  # fmt: skip
+        ]
         self._columns = _columns(modules, namespaces)
         self._hooks = list(map(dict, _hooks(namespaces)))
         found = (value for namespace in namespaces for value in namespace.values())
@@ -119,7 +119,7 @@ def _columns(modules: list[nn.Module], namespaces: list[dict]) -> tuple:
         list(chain.from_iterable(filter(None, children))), list(map(len, children)),
         list(map(type, tensors)), list(map(_DTYPE, tensors)), list(map(_DEVICE, tensors)),
         [list(own) for own in map(vars, tensors) if own], _storage_sizes(tensors),
-    )  # fmt: skip
+    )
 
 
 def _storage_sizes(tensors: list[Any]) -> Any:

@@ -25,7 +25,7 @@ DECIDING_METHODS = (
     "forward", "__call__", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample",
     "_prefill", "_get_logits_processor", "_get_stopping_criteria", "_optimize_model_for_decode",
     "_has_unfinished_sequences", "get_compiled_call",
-)  # fmt: skip
+)
 _FAMILIES: dict[str, Originals] = {}  # by package
 _ENTRIES: dict[Any, Originals] = {}  # by function of transformers' in a registry
 _NOT_IN_A_FORWARD = frozenset({"extra_repr", "reset_parameters", "_init_weights"})
@@ -57,7 +57,7 @@ def _of_family(family: Family, bindings: list[Place]) -> Originals:
     roots = [
         (kind, name) for kind in sorted(parts, key=lambda kind: kind.__name__)
         for name in ("forward", "__call__", *_functions_of(kind)) if name not in _NOT_IN_A_FORWARD
-    ]  # fmt: skip
+    ]
     model_class = getattr(family.modeling, family.model_name)
     deciding = [(model_class, name) for name in DECIDING_METHODS if hasattr(model_class, name)]
     return Originals([*bindings, *roots, *deciding, *of_tensors()])
@@ -106,5 +106,5 @@ def _take_early() -> None:
 
 MERGING = Originals([
     (GenerationMixin, "_prepare_generation_config"), (GenerationConfig, "update"), (GenerationConfig, "validate"),
-])  # fmt: skip
+])
 _take_early()

@@ -24,7 +24,7 @@ from hf_paged.models.guards.at_home import ABSENT, CALL_CHAIN, Place, is_at_home
 _ENTERED = ("transformers.", "torch.nn.modules.", "torch.nn.functional", "hf_paged.parallel.layers")
 # What Python's syntax asks an object's class for, without a name in the code.
 _UNNAMED = ("__call__", "__getattribute__", "__getattr__", "__getitem__", "__iter__", "__len__", "__bool__",
-            "__contains__")  # fmt: skip
+            "__contains__")
 # Any tensor's operators, and what else Python asks of it.
 _OPERATORS = tuple(name for name in dir(torch.Tensor) if name.startswith("__"))
 # What these define is how modules and models are made, moved and saved.
@@ -46,7 +46,7 @@ class Originals:
     """
 
     def __init__(self, roots: Iterable[tuple[Any, str]] = (), functions: Iterable[Any] = (),
-                 packages: tuple[str, ...] = ()) -> None:  # fmt: skip
+                 packages: tuple[str, ...] = ()) -> None:
         self._roots, self._functions, self._packages = tuple(roots), tuple(functions), packages
         self._versions: list[list[Any]] = []
         self._table = self._take(_Table({}, {}))

@@ -108,7 +108,7 @@ def test_same_outputs_as_transformers_own_continuous_batching(model):
     config = greedy(eos_token_id=3)
     sizes = ContinuousBatchingConfig(num_blocks=40, max_batch_tokens=64, use_cuda_graph=False)
     stock = stock_copy(model).generate_batch(PROMPTS, generation_config=copy.deepcopy(config), warmup=False,
-                                             continuous_batching_config=sizes)  # fmt: skip
+                                             continuous_batching_config=sizes)
     ours = model.generate_batch(PROMPTS, generation_config=config, continuous_batching_config=sizes)
     assert list(ours) == list(stock)
     for key in stock:
@@ -119,16 +119,16 @@ def test_same_outputs_as_transformers_own_continuous_batching(model):
 @pytest.mark.parametrize("settings", [
     {"do_sample": False}, {"do_sample": False, "eos_token_id": 3}, {"do_sample": True, "temperature": 0.7, "top_k": 1},
     {"do_sample": True, "temperature": 1e-3},
-])  # fmt: skip
+])
 def test_logprobs_are_those_of_transformers_own_continuous_batching(model, settings):
     """Settings whose tokens are certain, so that both make the same."""
     sizes = ContinuousBatchingConfig(**SMALL, return_logprobs=True)
     settings = {"max_new_tokens": 12, "pad_token_id": 0, **settings}
     stock = stock_copy(model).generate_batch(PROMPTS, generation_config=GenerationConfig(**settings), warmup=False,
-                                             continuous_batching_config=sizes)  # fmt: skip
+                                             continuous_batching_config=sizes)
     for record_timestamps in (False, True):  # requests that are looked at at their end, and at every token
         ours = model.generate_batch(PROMPTS, GenerationConfig(**settings), continuous_batching_config=sizes,
-                                    record_timestamps=record_timestamps)  # fmt: skip
+                                    record_timestamps=record_timestamps)
         for key, right in stock.items():
             assert ours[key].generated_tokens == right.generated_tokens
             assert ours[key].logprobs == pytest.approx(right.logprobs, abs=1e-5)
@@ -179,7 +179,7 @@ def test_keywords_lie_over_the_config_and_unknown_ones_are_named(model):
     eos = rows[0][1]
     outputs = model.generate_batch(PROMPTS[:1], config, eos_token_id=eos, min_new_tokens=4)
     assert outputs["req_0"].generated_tokens == expected_rows(
-        model, PROMPTS[:1], max_new_tokens=12, eos_token_id=eos, min_new_tokens=4)[0]  # fmt: skip
+        model, PROMPTS[:1], max_new_tokens=12, eos_token_id=eos, min_new_tokens=4)[0]
     assert config.max_new_tokens == 12 and config.eos_token_id is None
     with pytest.raises(ValueError, match="'temprature'"):
         model.generate_batch(PROMPTS, config, temprature=0.5)
@@ -242,7 +242,7 @@ def test_bad_request_ends_alone(model):
     outputs = model.generate_batch([PROMPTS[0], [1, 10**6], [], PROMPTS[1]], greedy())
     assert [outputs["req_0"].generated_tokens, outputs["req_3"].generated_tokens] == good
     assert [o.status for o in outputs.values()] == [RequestStatus.FINISHED, *[RequestStatus.FAILED] * 2,
-                                                    RequestStatus.FINISHED]  # fmt: skip
+                                                    RequestStatus.FINISHED]
     assert "1000000" in outputs["req_1"].error
     assert "at least one token" in outputs["req_2"].error
     assert outputs["req_1"].generated_tokens == []
@@ -723,7 +723,7 @@ def test_what_the_engine_lacks_goes_to_transformers_with_a_word(settings, batchi
 
     def call():
         return model.generate_batch(PROMPTS[:1], generation_config=copy.deepcopy(config), warmup=False,
-                                    continuous_batching_config=batching)["req_0"]  # fmt: skip
+                                    continuous_batching_config=batching)["req_0"]
 
     expected = call()
     hf_paged.enable(model)
@@ -767,7 +767,7 @@ def test_cache_options_and_sizes_on_the_generation_config_are_no_obstacle(model)
 def test_sizes_that_are_given_are_the_engines(model):
     expected = expected_rows(model, max_new_tokens=12)
     batching = ContinuousBatchingConfig(num_blocks=10, max_batch_tokens=33, max_requests_per_batch=2,
-                                        allow_block_sharing=False)  # fmt: skip
+                                        allow_block_sharing=False)
     size = "page_size" if hasattr(batching, "page_size") else "block_size"
     setattr(batching, size, 20)
     outputs = model.generate_batch(PROMPTS, greedy(), batching)
@@ -801,13 +801,13 @@ def test_call_of_trls_grpo_trainer(model):
     eos = expected_rows(model, PROMPTS[:1], max_new_tokens=8)[0][5]
     config = GenerationConfig(max_new_tokens=8, do_sample=True, pad_token_id=0, bos_token_id=None, eos_token_id=[eos],
                               temperature=1e-3, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
-                              cache_implementation=None, disable_compile=True)  # fmt: skip
+                              cache_implementation=None, disable_compile=True)
     batching = ContinuousBatchingConfig(max_memory_percent=0.5)
     model.train()
     prompts = [prompt for prompt in PROMPTS for _ in range(2)]
     with torch.no_grad():
         outputs = model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching,
-                                       progress_bar=False)  # fmt: skip
+                                       progress_bar=False)
     model.train()
     rows = expected_rows(model, max_new_tokens=8, eos_token_id=eos)
     assert [output.generated_tokens for output in outputs.values()] == [row for row in rows for _ in range(2)]

@@ -32,7 +32,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = port = probe.getsockname()[1]
         self._serve = Serve(force_model=path, continuous_batching=continuous_batching, device="cpu", dtype="float32",
-                            host="127.0.0.1", port=port, non_blocking=True)  # fmt: skip
+                            host="127.0.0.1", port=port, non_blocking=True)
         self.path = path
         self.is_continuous = continuous_batching
         self.model = next(iter(self._serve._model_manager.loaded_models.values())).model

@@ -19,7 +19,7 @@ MORE = ('{"stop": []}',)  # what the batching manager carries out although `mode
 NOT_TOKENS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
 # Fields with values that stock cannot turn into its tensors, and that mean no token, nothing or a number to the engine.
 READ_BY_THE_ENGINE = ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "stop_strings",
-                      "temperature")  # fmt: skip
+                      "temperature")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,9 +83,12 @@ def test_all_settings_are_tried():
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.filterwarnings("ignore")
 def test_no_setting_is_the_servers_fault(server, carried_out, stream):
-    """Every field of a GenerationConfig with odd values: 200 where stock's server says so, else 400 with the field."""
+    """Every field of a GenerationConfig with odd values: 200 where stock's server says so, else 400 with the field.
+
+    Each value of a field is for one of the four kinds of answer.
+    """
     wrong, more = [], (*NOT_TOKENS, *(READ_BY_THE_ENGINE if server.is_continuous else ()))
-    for field, value, body in hostile_bodies(stream)[stream != server.is_continuous :: 2]:
+    for field, value, body in hostile_bodies(stream)[2 * server.is_continuous + stream :: 4]:
         status, said = server.post(TEXT, body)
         expected = carried_out[field, value]
         if status == 200 and stream and '"error": ' in said:  # after the first token, as in stock
@@ -110,7 +113,7 @@ def test_no_request_takes_layers_off_the_model(server, stream):
     for value in [1, *FEW[:-1]]:
         config = json.dumps({"max_new_tokens": 2, "assistant_early_exit": value})
         assert is_explained(*server.post(TEXT, encoded(TEXT, {"generation_config": config}, stream)),
-                            "assistant_early_exit")  # fmt: skip
+                            "assistant_early_exit")
         assert server.post(TEXT, encoded(TEXT, {}))[1]["choices"] == before
 
 
@@ -121,7 +124,7 @@ def test_what_else_generate_would_return_changes_nothing(server, monkeypatch, fi
     monkeypatch.delattr(ServedRequests, "_run_alone")
     plain = {"max_new_tokens": 4, "eos_token_id": -1}
     said = [server.post(TEXT, encoded(TEXT, {"generation_config": json.dumps(config)}, stream))
-            for config in (plain, plain | {"return_dict_in_generate": True, field: True})]  # fmt: skip
+            for config in (plain, plain | {"return_dict_in_generate": True, field: True})]
     assert [status for status, _ in said] == [200, 200]
     texts = [text_of(answer) for _, answer in said]
     assert texts[0] == texts[1] != ""
@@ -160,7 +163,7 @@ def test_the_reason_names_what_is_wrong(server):
                           ({"generation_config": "[]"}, ("generation_config", "JSON object")),
                           ({"model": "other"}, ("pinned", "other")), ({"tools": 5}, ("tools",)),
                           ({"generation_config": '{"do_sample": true, "top_k": -1}'}, ("top_k",)),
-                          ({"stop": [5]}, ("generation settings",))):  # fmt: skip
+                          ({"stop": [5]}, ("generation settings",))):
         status, said = server.post(CHAT, encoded(CHAT, fields))
         assert (fields, status) == (fields, 400)
         assert all(word in said["error"]["message"] for word in words), said

@@ -151,12 +151,12 @@ def test_tenants_do_not_hit_each_others_cache(server, stop):
         return server.engine().stats().num_prefill_tokens - before, reply["usage"]["prompt_tokens"]
 
     tenants = [{}, {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}, {"X-Cache-Salt": "one"},
-               {"Authorization": "Bearer one", "X-Cache-Salt": "both"}]  # fmt: skip
+               {"Authorization": "Bearer one", "X-Cache-Salt": "both"}]
     for tenant in tenants:
         new, length = computed(**tenant)
         assert new == length > 32
     same = [*tenants, {"Authorization": "bearer  one"}, {"Authorization": "Bearer "}, {"Authorization": "Basic one"},
-            {"Authorization": "Bearer three", "X-Cache-Salt": "both"}]  # fmt: skip
+            {"Authorization": "Bearer three", "X-Cache-Salt": "both"}]
     assert all(computed(**tenant)[0] <= 16 for tenant in same)
 
 

@@ -74,13 +74,13 @@ def test_requests_have_their_own_settings(continuous, stock, trained_tokenizer):
     """What transformers would take from the first request for all: here the first samples, the later do not."""
     expected = answer(stock, trained_tokenizer, QUESTIONS[0], max_new_tokens=8)
     wild = {"extra_body": {"generation_config": json.dumps(
-        {"do_sample": True, "temperature": 100.0, "max_new_tokens": 8, "num_return_sequences": 3})}}  # fmt: skip
+        {"do_sample": True, "temperature": 100.0, "max_new_tokens": 8, "num_return_sequences": 3})}}
     sampled = {continuous.chat(QUESTIONS[0], seed=seed, **wild).choices[0].message.content for seed in (1, 2, 1)}
     assert len(sampled) == 2
     assert expected not in sampled
     assert continuous.chat(QUESTIONS[0], max_tokens=8).choices[0].message.content == expected
     cold = {"extra_body": {"generation_config": json.dumps(
-        {"do_sample": True, "temperature": 1e-4, "max_new_tokens": 8})}}  # fmt: skip
+        {"do_sample": True, "temperature": 1e-4, "max_new_tokens": 8})}}
     assert continuous.chat(QUESTIONS[0], **cold).choices[0].message.content == expected
     assert continuous.cb.get_result(timeout=0.01) is None  # nothing lies about that nobody fetches
 
@@ -89,7 +89,7 @@ def test_stop_and_penalties_are_honoured(continuous, stock, trained_tokenizer):
     """Streaming and not, as `model.generate` with the same settings; the manager goes on serving."""
     digit = answer(stock, trained_tokenizer, QUESTIONS[0])[1]
     for body, settings in (({"stop": [digit]}, {"stop_strings": [digit]}),
-                           ({"frequency_penalty": 4.0}, {"repetition_penalty": 5.0})):  # fmt: skip
+                           ({"frequency_penalty": 4.0}, {"repetition_penalty": 5.0})):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", hf_paged.FallbackWarning)
             expected = answer(stock, trained_tokenizer, QUESTIONS[0], **settings)
@@ -104,7 +104,7 @@ def test_stop_and_penalties_are_honoured(continuous, stock, trained_tokenizer):
 def test_client_that_leaves_ends_its_request(continuous):
     hf_paged.enable(continuous.model)
     stream = continuous.chat(QUESTIONS[0], stream=True, max_tokens=2000,
-                             extra_body={"generation_config": json.dumps({"eos_token_id": -1})})  # fmt: skip
+                             extra_body={"generation_config": json.dumps({"eos_token_id": -1})})
     for chunk in stream:
         if chunk.choices[0].delta.content:
             break
@@ -123,7 +123,7 @@ class Death(BaseException):
 
 @pytest.mark.parametrize(("error", "status", "health"), [(RuntimeError, 500, 200), (Death, 503, 503)])
 def test_an_engine_that_breaks_fails_its_requests_and_a_dead_thread_is_a_503(continuous, monkeypatch, error, status,
-                                                                             health):  # fmt: skip
+                                                                             health):
     """After a step that raised the server goes on; without its thread it says that it is ill."""
     before = continuous.chat(QUESTIONS[0], max_tokens=4).choices[0].message.content
 

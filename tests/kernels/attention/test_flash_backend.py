@@ -36,7 +36,7 @@ def attend(q, k_cache, v_cache, starts, lengths, page_table, scale, causal, wind
 
 def fake_2(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
            causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
-           return_attn_probs=False, block_table=None):  # fmt: skip
+           return_attn_probs=False, block_table=None):
     assert dropout_p == 0.0 and k.shape[1] % 256 == 0 and cu_seqlens_k[0] == 0
     lengths = cu_seqlens_k.diff()
     assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k >= lengths.max()
@@ -47,17 +47,17 @@ def fake_3(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary
            cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
            max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
            causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
-           scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False):  # fmt: skip
+           scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False):
     assert k is None and v is None and cu_seqlens_k_new is None and num_splits == 1
     assert max_seqlen_q == cu_seqlens_q.diff().max()
     return attend(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, causal, window_size,
-                  softcap)  # fmt: skip
+                  softcap)
 
 
 def fake_4(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
            min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None,
            softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1,
-           pack_gqa=None, return_lse=False):  # fmt: skip
+           pack_gqa=None, return_lse=False):
     assert qv is None and cu_seqlens_k is None and seqused_q is None
     assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k >= seqused_k.max()
     out = attend(q, k, v, cu_seqlens_q, seqused_k, page_table, softmax_scale, causal, window_size, softcap)
@@ -120,7 +120,7 @@ def machine(monkeypatch):
 
 def half_case(rows=((5, 5), (1, 40), (17, 300), (3, 64)), *, block_size=16, head_dim=32, seed=0, **options) -> Case:
     case = make_case(list(rows), seed=seed, heads=4, kv_heads=2, head_dim=head_dim, block_size=block_size,
-                     dtype=torch.float16, **options)  # fmt: skip
+                     dtype=torch.float16, **options)
     if case.options.window is not None:
         # Positions before the window must be finite (and have a block) here.
         for cache in case.k_cache, case.v_cache:
@@ -234,7 +234,7 @@ def shape(dtype=torch.bfloat16, head_dim=128, block_size=16, has_window=False):
         (FLASH_4, 8, shape(), "compute capability 8"),
         (FLASH_4, None, shape(), "needs a CUDA device"),
     ],
-)  # fmt: skip
+)
 def test_reasons(machine, adapter, major, asked, reason):
     machine.install(FLASH_2, FLASH_3, FLASH_4)
     machine.capability(major)
@@ -333,7 +333,7 @@ GPU_ROWS = [(5, 5), (1, 40), (300, 1100), (129, 129), (7, 260), (64, 64), (2, 51
 def test_gpu_package_agrees(real, heads, kv_heads, head_dim, window, softcap, dtype):
     """Poisoned like the Triton tests: NaN in every slot that no token sees (with a window: only past a row's end)."""
     case = make_case(GPU_ROWS, seed=3, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device="cuda",
-                     block_size=BLOCK_SIZE[real.name], softcap=softcap)  # fmt: skip
+                     block_size=BLOCK_SIZE[real.name], softcap=softcap)
     case = case._replace(options=replace(case.options, window=window))
     out = fb.run_package(real, *case[:5])
     right = expected(case)
@@ -347,7 +347,7 @@ def test_gpu_package_agrees(real, heads, kv_heads, head_dim, window, softcap, dt
 @pytest.mark.gpu
 def test_gpu_package_rows_without_tokens_give_zeros(real):
     case = make_case([(3, 0), (2, 20), (1, 0)], seed=1, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16,
-                     block_size=BLOCK_SIZE[real.name], device="cuda")  # fmt: skip
+                     block_size=BLOCK_SIZE[real.name], device="cuda")
     assert worst_error(fb.run_package(real, *case[:5]), expected(case)) < 2e-2
 
 
@@ -355,7 +355,7 @@ def test_gpu_package_rows_without_tokens_give_zeros(real):
 def test_gpu_package_keeps_no_nan_of_an_earlier_call(real):
     """A call over NaN leaves them in shared memory; tiles that a short row fills in part must not pick them up."""
     case = make_case([(3, n) for n in range(3, 131)], seed=1, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16,
-                     block_size=BLOCK_SIZE[real.name], device="cuda")  # fmt: skip
+                     block_size=BLOCK_SIZE[real.name], device="cuda")
     nan = torch.full_like(case.k_cache, float("nan"))
     for _ in range(3):
         assert fb.run_package(real, case.q, nan, nan, case.meta, case.options).isnan().all()
@@ -366,7 +366,7 @@ def test_gpu_package_keeps_no_nan_of_an_earlier_call(real):
 def test_gpu_backend_agrees_on_mixed_sizes(real):
     """Through the backend, whatever the shape: what no package takes goes to Triton."""
     for head_dim, block_size, dtype in ((128, 16, torch.bfloat16), (72, 16, torch.float16), (128, 128, torch.bfloat16),
-                                        (64, 256, torch.bfloat16), (64, 16, torch.float32)):  # fmt: skip
+                                        (64, 256, torch.bfloat16), (64, 16, torch.float32)):
         case = make_case(GPU_ROWS, seed=5, heads=8, kv_heads=2, head_dim=head_dim, dtype=dtype, device="cuda",
-                         block_size=block_size)  # fmt: skip
+                         block_size=block_size)
         assert worst_error(BACKENDS["flash_attn"].run(*case[:5]), expected(case)) < 3e-2

@@ -104,7 +104,7 @@ def test_flash_leaves_sinks_to_triton(monkeypatch):
     called = []
     monkeypatch.setattr("hf_paged.kernels.attention.flash_backend.flash_prefill", lambda *args, **kwargs: 1 / 0)
     monkeypatch.setattr("hf_paged.kernels.attention.backends.paged_attention_prefill",
-                        lambda q, k_cache, v_cache, meta, options, out: called.append(options) or q)  # fmt: skip
+                        lambda q, k_cache, v_cache, meta, options, out: called.append(options) or q)
     case = make_case([(3, 5)], seed=0, sinks=True)
     paged_attention(*case[:5], backend="flash_attn")
     assert called == [case.options]

@@ -268,7 +268,7 @@ def test_gpu_graph_captured_for_long_rows_serves_short_ones():
     case = make_case(
         [(1, n) for n in (700, 3, 64, 65, 1200)],
         seed=9, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda",
-    )  # fmt: skip
+    )
     lengths = case.meta.seq_lens.clone()
     meta = case.meta._replace(max_seq_len=40960)
     out = torch.empty(case.q.shape, dtype=case.q.dtype, device="cuda")

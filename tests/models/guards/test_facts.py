@@ -185,7 +185,7 @@ def _with(value):
 
 @pytest.mark.parametrize("prepare", [
     _lora, _with([object.__new__(type("Thing", (), {})), [torch.ones(2)]]), _with({"a": (1, {2, 3})}),
-], ids=["lora", "list of objects", "atoms"])  # fmt: skip
+], ids=["lora", "list of objects", "atoms"])
 def test_facts_of_an_unchanged_model_hold(prepare):
     """Where they did not, every step of a stream would look at all modules anew."""
     model = prepare(tiny_model())
@@ -201,7 +201,7 @@ def _itself():
 @pytest.mark.parametrize(("container", "key"), [
     ([torch.ones(2)], 0), ({"a": torch.ones(2)}, "a"), ([{"a": torch.ones(2)}], 0),
     (OrderedDict(a=torch.ones(2)), "a"), (_itself(), 0),
-], ids=["list", "dict", "nested", "OrderedDict", "itself"])  # fmt: skip
+], ids=["list", "dict", "nested", "OrderedDict", "itself"])
 def test_what_a_container_holds_is_looked_at(container, key):
     """`plain_tensors` finds tensors in containers of every class."""
     model = tiny_model()

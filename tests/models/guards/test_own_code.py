@@ -47,7 +47,7 @@ ACTIVE = {
     "begin_suppress_tokens": [9], "renormalize_logits": True, "max_time": 100.0, "stop_strings": ["zz"],
     "eos_token_id": 3, "temperature": 0.7, "top_k": 5, "top_p": 0.8, "min_p": 0.05, "typical_p": 0.7,
     "epsilon_cutoff": 0.02, "eta_cutoff": 0.02,
-}  # fmt: skip
+}
 # Options that take effect by a processor of another's, or by none: a length, a choice of sampling, an id of padding.
 WITHOUT_CLASS = {"max_length", "max_new_tokens", "do_sample", "pad_token_id", "num_return_sequences"}
 OPTIONS = {**MADE_FOR, **MADE_FOR_SAMPLING}
@@ -94,7 +94,7 @@ def test_the_class_is_what_stock_makes_for_the_option(option, monkeypatch):
         GenerationMixin, "_sample",
         lambda self, ids, logits_processor, stopping_criteria, **_: made.extend([*logits_processor, *stopping_criteria])
         or ids,
-    )  # fmt: skip
+    )
     _generate(tiny_model(), _settings(option))
     assert OPTIONS[option] in map(type, made)
 
@@ -123,7 +123,7 @@ def test_a_patched_processor_or_criterion_runs(option, monkeypatch):
 @pytest.mark.parametrize("option", ["repetition_penalty", "top_k"])
 @pytest.mark.parametrize("wrap", [
     torch.autocast("cpu", torch.bfloat16), lambda function: logits_process.TemperatureLogitsWarper.__call__,
-], ids=["autocast", "another class'"])  # fmt: skip
+], ids=["autocast", "another class'"])
 def test_transformers_and_torchs_own_code_in_the_wrong_place(option, wrap, monkeypatch):
     kind = OPTIONS[option]
     monkeypatch.setattr(kind, "__call__", wrap(kind.__call__))
@@ -187,7 +187,7 @@ def _patches(function):
 
 FAMILY_NAMES = {family.package: variant for family, variant in zip(FAMILIES, (
     "qwen3", "qwen3-moe-mixed", "llama", "mistral", "qwen2", "gemma2", "gemma3", "phi3", "olmo2", "gpt-oss",
-), strict=True)}  # fmt: skip
+), strict=True)}
 
 
 def _model(variant):
@@ -225,7 +225,7 @@ def test_every_function_of_a_familys_file_that_its_forwards_name(family):
     mentioned = {
         name for kind, method in _methods(family)
         for name in inspect.unwrap(getattr(kind, method)).__code__.co_names if method != "__call__"
-    }  # fmt: skip
+    }
     for name, value in vars(family.modeling).items():
         if name in mentioned and isinstance(value, FunctionType):
             names.append(name)
@@ -249,7 +249,7 @@ CHANGING = {
         modeling_qwen3.Qwen3MLP, torch.autocast("cpu", torch.bfloat16)(modeling_qwen3.Qwen3MLP.forward),
         "Qwen3MLP.forward is patched",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CHANGING)
@@ -287,7 +287,7 @@ def test_attention_of_torch_replaced(variant, monkeypatch):
 
 @pytest.mark.parametrize(("module", "name"), [
     (F, "linear"), (F, "embedding"), (F, "silu"), (torch, "multinomial"), (torch, "rsqrt"),
-])  # fmt: skip
+])
 def test_functions_of_torch_that_forwards_call(module, name, monkeypatch):
     model, stock = hf_paged.enable(tiny_model()), getattr(module, name)
     engine = hf_paged.get_engine(model)
@@ -348,7 +348,7 @@ def _code_of(family):
     mentioned = {name for function in functions for name in _loaded(function, "GLOBAL")}
     return functions + [vars(family.modeling)[name] for name in sorted(mentioned)
                         if isinstance(vars(family.modeling).get(name), FunctionType)
-                        and vars(family.modeling)[name].__module__ == family.module_name]  # fmt: skip
+                        and vars(family.modeling)[name].__module__ == family.module_name]
 
 
 def _loaded(function, *kinds):
@@ -372,7 +372,7 @@ def test_every_global_that_a_familys_code_loads(family, enabled):
 
 @pytest.mark.parametrize("name", [
     "ALL_MASK_ATTENTION_FUNCTIONS", "torch", "LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING", "isinstance", "F",
-])  # fmt: skip
+])
 def test_globals_of_other_modules(name, monkeypatch):
     model = hf_paged.enable(tiny_model())
     stock = getattr(masking_utils, name, None) or getattr(builtins, name)
@@ -627,7 +627,7 @@ def test_no_other_callable_is_at_home_where_a_function_belongs(family):
     ("nn", Proxy(nn)), ("create_causal_mask", masking_utils.create_sliding_window_causal_mask),
     ("create_causal_mask", tiny_model), ("DynamicCache", type("DynamicCache", (DynamicCache,), {})),
     ("max", _own), ("ROPE_INIT_FUNCTIONS", {}),
-], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+], ids=lambda value: value if isinstance(value, str) else "")
 def test_what_a_module_imports_is_what_the_other_has(name, value):
     assert is_at_home(Place(modeling_qwen3, name), value_of(Place(modeling_qwen3, name)))
     assert not is_at_home(Place(modeling_qwen3, name), value)

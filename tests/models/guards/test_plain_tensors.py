@@ -67,7 +67,7 @@ class _Odd(torch.Tensor):
     (torch.ones(3).as_subclass(_Odd), "model.layers.1.kept is a _Odd"),
     (torch.ones(3, device="meta"), "model.layers.1.kept is on meta"),
     (torch.eye(3).to_sparse(), "model.layers.1.kept is no dense tensor"),
-])  # fmt: skip
+])
 def test_what_cannot_be_watched(tensor, reason):
     model = tiny_model()
     model.model.layers[1].kept = tensor
