@@ -110,7 +110,7 @@ def _gemv_kernel(
         result = silu_mul_tile(total.to(dtype).to(tl.float32), up, dtype, INTERPRETED)
     else:
         result = total.to(dtype)
-    out_at = row[:, None] * N.to(tl.int64) + (n_begin + n)[None, :]
+    out_at = row[:, None].to(tl.int64) * N + (n_begin + n)[None, :]
     tl.store(out + out_at, result, mask=row_inside[:, None] & n_inside[None, :])
 
 

@@ -9,7 +9,7 @@ import torch
 from support import tiny_model
 
 import hf_paged
-from hf_paged.kernels.attention import paged_attention as attention
+from hf_paged.kernels.attention.backends import TorchBackend
 
 PACKAGE = Path(hf_paged.__file__).parent
 MOST = 12  # the backend's own call included
@@ -26,13 +26,13 @@ def own_functions_on_the_stack() -> list[str]:
 
 def test_generate_reaches_the_attention_backend_in_few_calls(monkeypatch):
     """A layer that only forwards a call costs its reader a file and every step its time."""
-    stacks, own = [], attention._BACKENDS["torch"]
+    stacks, own = [], TorchBackend.run
 
-    def backend(*args, **kwargs):
+    def run(*args, **kwargs):
         stacks.append([*own_functions_on_the_stack(), "backend"])
         return own(*args, **kwargs)
 
-    monkeypatch.setitem(attention._BACKENDS, "torch", backend)
+    monkeypatch.setattr(TorchBackend, "run", run)
     model = hf_paged.enable(tiny_model(), enforce_eager=True)
     model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
     assert stacks
