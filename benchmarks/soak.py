@@ -316,10 +316,7 @@ class Server:
             same(json.load(reply)["choices"][0]["message"]["content"], expected)
 
     def close(self) -> None:
-        from hf_paged.integration.serving.server import uninstall_serving
-
         self._serve.kill_server()
-        uninstall_serving()
         hf_paged.uninstall()
 
 
