@@ -97,4 +97,5 @@ class Half:
     def run(self, rank: int, size: int, store: Any) -> None:
         store.set(ARRIVED.format(rank=rank), b"")
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        time.sleep(3)  # rank 0 has the group by then, too
         os.kill(os.getpid(), signal.SIGKILL)
