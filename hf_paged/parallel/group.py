@@ -94,7 +94,7 @@ class ParallelGroup:
         if device.type == "cuda":
             _connect(self._devices, device, self.size)
         self._hosts = hosts
-        _world.pg_names[_Farewell(self)] = _LAST_NAME  # type: ignore[index, assignment]
+        _world.pg_names[_ShutdownHook(self)] = _LAST_NAME  # type: ignore[index, assignment]
 
     def holds(self, graphs: Graphs) -> None:
         """`graphs` may hold this group's collectives."""
@@ -262,7 +262,7 @@ class ParallelGroup:
 SINGLE = ParallelGroup()
 
 
-class _Farewell:
+class _ShutdownHook:
     """Stands in torch's table of groups, so that a user's `destroy_process_group` drops our graphs first."""
 
     def __init__(self, group: ParallelGroup) -> None:

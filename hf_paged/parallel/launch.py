@@ -48,7 +48,7 @@ class _State:
         self.aborted: threading.Event | None = None  # where aborting has begun
         self.closing = threading.Event()
         self.died = threading.Event()
-        self.obituary = ""
+        self.exit_report = ""
         self.step: object = None  # the step that rank 0 is in
         self.meeting: threading.Thread | None = None
         self.world: Any = None  # the default process group, where `Workers.meeting` made it
@@ -88,7 +88,7 @@ class Workers:
         if os.getpid() != self._state.owner:
             raise EngineClosedError("this process is a fork of the one that started the workers: expected that one")
         if self._state.died.is_set():
-            raise WorkerDiedError(self._state.obituary)
+            raise WorkerDiedError(self._state.exit_report)
         if self._state.closing.is_set():
             raise EngineClosedError("the workers were closed: expected a PagedGenerator that is open")
 
@@ -114,7 +114,7 @@ class Workers:
             while not wait([met], timeout=0.05).done:
                 self.check()
         self.check()
-        with self._news_of_death():
+        with self._reporting_exits():
             met.result()
 
     @contextmanager
@@ -128,19 +128,19 @@ class Workers:
         """
         self.check()
         state = self._state
-        with self._news_of_death():
+        with self._reporting_exits():
             outer, state.step = state.step, object()
             try:
                 # Again: of a death since then, the watcher has seen no step that it would have to end.
                 if state.died.is_set():
-                    raise WorkerDiedError(state.obituary)
+                    raise WorkerDiedError(state.exit_report)
                 yield
             finally:
                 state.step = outer
         self.check()
 
     @contextmanager
-    def _news_of_death(self) -> Iterator[None]:
+    def _reporting_exits(self) -> Iterator[None]:
         """A worker's death in place of the error that it caused; that error may come first."""
         try:
             yield
@@ -148,7 +148,7 @@ class Workers:
             if isinstance(error, RuntimeError) and not isinstance(error, WorkerDiedError):
                 self._state.died.wait(_NEWS)
             if self._state.died.is_set():
-                raise WorkerDiedError(self._state.obituary) from error
+                raise WorkerDiedError(self._state.exit_report) from error
             raise
 
     def close(self, timeout: float = 0.0) -> None:
@@ -302,9 +302,9 @@ def _watch(state: _State, worker: WorkerProcess) -> None:
     if code == 0 and state.closing.wait(1.0):
         return
     with state.lock:
-        if state.closing.is_set() or state.obituary:
+        if state.closing.is_set() or state.exit_report:
             return
-        state.obituary = worker.obituary(state.size)
+        state.exit_report = worker.exit_report(state.size)
     state.died.set()
     stuck = state.step
     for other in state.workers:
@@ -319,7 +319,8 @@ def _watch(state: _State, worker: WorkerProcess) -> None:
             # Aborting ended NCCL's kernels. One of ours that spins for a dead peer's flag cannot be stopped: CUDA has
             # no call that ends a running kernel, resetting the device waits for it, and no signal or exception reaches
             # a thread in that wait. Only the end of the process frees device and user.
-            os.write(2, f"hf_paged: {state.obituary}\nhf_paged: a kernel waits for that rank, ending rank 0\n".encode())
+            end = "a kernel waits for that rank, ending rank 0"
+            os.write(2, f"hf_paged: {state.exit_report}\nhf_paged: {end}\n".encode())
             os._exit(1)
         time.sleep(0.05)
 

@@ -67,7 +67,7 @@ class WorkerProcess:
         self.end_reading()
         return code
 
-    def obituary(self, size: int) -> str:
+    def exit_report(self, size: int) -> str:
         code = self.process.returncode
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         words = "".join(self.tail).rstrip() or "(nothing on stderr)"

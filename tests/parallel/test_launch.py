@@ -103,7 +103,7 @@ def test_a_death_just_before_a_step(clean):
             steps.append(state.step)
             return len(steps) > 1
 
-    state.died, state.obituary = DiesAfterTheFirstLook(), "rank 1 of 2 ended"
+    state.died, state.exit_report = DiesAfterTheFirstLook(), "rank 1 of 2 ended"
     with pytest.raises(WorkerDiedError, match="rank 1 of 2 ended"), workers.step():
         pytest.fail("rank 0 would wait for ever in here")
     assert steps[0] is None and steps[1] is not None
