@@ -23,7 +23,7 @@ _PARAMETERS, _BUFFERS, _CHILDREN, _HOOKS, _PRE_HOOKS = map(
     operator.itemgetter, ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 )
 _STORAGE, _NBYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
-_DTYPE, _DEVICE = operator.attrgetter("dtype"), operator.attrgetter("device")
+_DTYPE, _DEVICE, _SHAPE = map(operator.attrgetter, ("dtype", "device", "shape"))
 _MOST_MODULES = 100_000  # a module that contains itself is left to the full checks
 
 
@@ -109,7 +109,7 @@ def _walk(model: nn.Module, most: int) -> list[nn.Module] | None:
 
 
 def _columns(modules: list[nn.Module], namespaces: list[dict]) -> tuple:
-    """Classes, sizes and names of modules; of their tensors classes, dtypes, devices, added names and storages."""
+    """Classes, sizes and names of modules; of their tensors classes, dtypes, devices, shapes, added names, storages."""
     tensors_by_module = [*map(_PARAMETERS, namespaces), *map(_BUFFERS, namespaces)]
     full, children = list(filter(None, tensors_by_module)), list(map(_CHILDREN, namespaces))
     tensors = [tensor for tensor in chain.from_iterable(map(dict.values, full)) if tensor is not None]
@@ -117,7 +117,7 @@ def _columns(modules: list[nn.Module], namespaces: list[dict]) -> tuple:
         list(map(type, modules)), list(map(len, namespaces)),
         list(chain.from_iterable(full)), list(map(len, tensors_by_module)),
         list(chain.from_iterable(filter(None, children))), list(map(len, children)),
-        list(map(type, tensors)), list(map(_DTYPE, tensors)), list(map(_DEVICE, tensors)),
+        list(map(type, tensors)), list(map(_DTYPE, tensors)), list(map(_DEVICE, tensors)), list(map(_SHAPE, tensors)),
         [list(own) for own in map(vars, tensors) if own], _storage_sizes(tensors),
     )
 

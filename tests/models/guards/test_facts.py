@@ -292,3 +292,16 @@ def test_what_another_thread_writes_never_counts_as_this_threads_comparison(monk
         assert thread.submit(executor.last_look).result() is not None
         assert executor.last_look() is not None
     assert {ident for name, ident in writes if name == "_is_compared"} == {threading.get_ident()}
+
+
+def test_weights_of_another_shape_in_as_many_bytes_are_checked_anew():
+    """Kernels read weights without a look at their shapes, which are checked once for every state of the modules."""
+    model = tiny_model()
+    hf_paged.enable(model)
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+    executor = hf_paged.get_engine(model)._executor
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.shape[0] != weight.shape[1]
+    weight.data = weight.data.t().contiguous()
+    with pytest.raises(ValueError, match=r"layers\.0\..*weight"):
+        executor.prepare(64)
