@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import inspect
@@ -15,6 +14,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from generated_page import write_or_check
 
 import hf_paged
 from hf_paged import ray_data
@@ -125,12 +126,7 @@ def render() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare only; exit 1 if the file is out of date")
-    if parser.parse_args().check:
-        return int(PATH.read_text() != render())
-    PATH.write_text(render())
-    return 0
+    return write_or_check(PATH, render, __doc__)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
 
+from generated_page import write_or_check
 from transformers import GenerationConfig
 
 from hf_paged.options.settings import FALLBACK, INERT, LOCKSTEP, NATIVE
@@ -74,12 +74,7 @@ def render() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare only; exit 1 if the file is out of date")
-    if parser.parse_args().check:
-        return int(PATH.read_text() != render())
-    PATH.write_text(render())
-    return 0
+    return write_or_check(PATH, render, __doc__)
 
 
 if __name__ == "__main__":

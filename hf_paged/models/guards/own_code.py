@@ -193,7 +193,8 @@ class _Walk:
                 return
 
     def _add(self, holder: Any, name: str) -> bool:
-        return self.places.setdefault((id(holder), name), place := Place(holder, name)) is place
+        place = Place(holder, name)
+        return self.places.setdefault(_key(place), place) is place
 
     def enter(self, function: Any, owner: type | None) -> None:
         """Everything that a function's code, and that of what it wraps, names; as a method of `owner`."""
