@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from hf_paged.engine.core import EngineCore
 from hf_paged.engine.session import NewRequest, Request, Session
 from hf_paged.engine.stopping import StopRule
 from hf_paged.errors import EngineClosedError, WorkerDiedError
+from hf_paged.kernels._device import empty_cache
 from hf_paged.parallel.group import ParallelGroup
 
 LOST = (
@@ -181,8 +182,7 @@ class CommandQueue:
         else:
             core.drop_pool()
             if torch.cuda.is_initialized():
-                with suppress(RuntimeError):  # while another engine's thread captures a graph, torch refuses to
-                    torch.cuda.empty_cache()
+                empty_cache()
             self.stopped |= isinstance(command, Stop)
         return None
 

@@ -1,7 +1,8 @@
-"""What the kernels' configurations have to know of a device."""
+"""What there is to know of a device, and to ask of its allocator."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 
 import torch
@@ -19,3 +20,9 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 227 << 10
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+
+
+def empty_cache() -> None:
+    """Give memory that torch caches back to the driver; not while another thread captures a graph: torch refuses."""
+    with suppress(RuntimeError):
+        torch.cuda.empty_cache()

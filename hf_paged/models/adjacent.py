@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from hf_paged.kernels._device import empty_cache
+
 _UNIT = 512  # bytes: the allocator rounds every size up to a multiple
 _SMALL = 1 << 20  # bytes: up to here blocks come from segments of their own
 _TRIES = 8
@@ -83,8 +85,7 @@ class AdjacentMemory:
         return start, []
 
     def _empty_cache(self) -> None:
-        with suppress(RuntimeError):  # while another thread captures a graph, torch refuses to
-            torch.cuda.empty_cache()
+        empty_cache()
         self._num_bytes = 0
 
 
