@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -14,17 +15,19 @@ import torch
 from hf_paged.config import PagedConfig
 from hf_paged.engine import log_probs
 from hf_paged.engine.detokenizer import TextStream
+from hf_paged.engine.lockstep import LockstepBatch, Way
 from hf_paged.engine.session import NewRequest, Request, Session, failed_output
 from hf_paged.engine.stopping import ended
 from hf_paged.errors import EngineClosedError
 from hf_paged.models import ModelExecutor
 from hf_paged.models.guards.capturing import no_capturing
 from hf_paged.runner.device import DevicePool
-from hf_paged.runner.model_runner import StepHandle
+from hf_paged.runner.model_runner import ModelRunner, StepHandle
 from hf_paged.runner.prompt_scores import NOTHING
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.runner.weights import WeightsGuard
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
+from hf_paged.scheduler.lockstep_rows import OutOfBlocksError
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +45,15 @@ class EngineCore:
         self._guard = WeightsGuard(executor)
         self.scheduler: Scheduler | None = None
         self.requests: dict[str, Request] = {}
+        self.batches: list[LockstepBatch] = []  # rows of callers who pick their tokens themselves
+        self.count_batch = itertools.count().__next__
         self._in_flight: tuple[StepPlan, StepHandle] | None = None
         # True while scheduler or runner may be half-way through a change: an interrupt leaves it set.
         self.dirty = False
         self.stepping_thread: int | None = None
         self.control_flag = False  # of a sharded model: a committed step announced commands of rank 0
         self.failed_here: list[str] = []  # requests of a sharded model that fail on this rank alone
+        self._joined_logits: torch.Tensor | None = None  # [N, V] of the rows that joined the last step
         self._state_key = b""  # of the model, when the runner was prepared
         self._arrivals: list[Request] = []  # since the last step
         # Did a request come, since there was none at all, that streams; with a stop rule; that wants log-probabilities?
@@ -120,15 +126,24 @@ class EngineCore:
             yield
         self.dirty = False
 
-    def make_room(self) -> Scheduler:
-        """Nothing in flight, and a scheduler over a pool that fits the model as it is now."""
-        self.drain()
-        if self.pool.moved():
-            self._restart_over_a_new_pool()
-        return self.scheduler_or_build()
+    @property
+    def device(self) -> torch.device:
+        """The model's."""
+        return self._executor.kv_spec().device
+
+    @property
+    def runner(self) -> ModelRunner:
+        """What runs steps, once there is a pool."""
+        assert self.pool.runner is not None
+        return self.pool.runner
+
+    @property
+    def weights_version(self) -> int:
+        """Goes up whenever the weights were found to be others than before."""
+        return self._guard.version
 
     def receive_rows(self, prompts: list[Sequence]) -> None:
-        """Prepare the runner for prompts that come beside the requests; sets their cache key. Nothing is in flight."""
+        """Prepare the runner for prompts that come beside the requests; sets their cache key."""
         self._receive_sequences(self.scheduler_or_build(), prompts)
 
     def model_changed(self) -> bool:
@@ -151,18 +166,19 @@ class EngineCore:
 
     @torch.inference_mode(False)  # tensors made under inference mode could not be written outside it later
     @torch.no_grad()
-    def step(self, *, look_at_model: bool = False, control_flag: bool = False) -> None:
-        """Schedule, launch and commit once.
+    def step(self, *, look_at_model: bool = False, control_flag: bool = False) -> bool:
+        """Schedule, launch and commit once; False where there was nothing to do, or it has to wait for others.
 
         Args:
             look_at_model: has it changed under the running requests?
             control_flag: the step that is launched announces to all ranks that rank 0 has commands.
         """
         self.recover_if_dirty()
-        if self.is_idle:
-            return
+        waiting = [batch for batch in self.batches if batch.is_waiting]
+        if self.is_idle and not waiting:
+            return False
         if self.pool.moved():
-            self._restart_over_a_new_pool()
+            self.restart_over_a_new_pool()
         runner = self.pool.runner  # its device is the model's: that was just compared
         device = runner.device if runner is not None else self._executor.kv_spec().device
         self.dirty, self.stepping_thread = True, threading.get_ident()
@@ -171,13 +187,18 @@ class EngineCore:
                 scheduler = self.scheduler_or_build()
                 with self._executor.compared_once():
                     self._receive(scheduler)
-                    if look_at_model and self._executor.state_key() != self._state_key:
-                        self._recompute_all(scheduler)
-                        self._prepare()
+                    # Where requests run, the device has a step to compute meanwhile; rows alone look afterwards.
+                    look_now = look_at_model or (bool(waiting) and bool(self.requests))
+                    if look_now:
+                        self.model_changed()
+                    joining = self._prepare_rows(waiting)
+                if joining is None:
+                    return True
                 plan = scheduler.schedule()
                 if self.pool.runner is not None and self.pool.runner.sharded is not None:
                     self.pool.runner.sharded.say(control_flag)
-                launched = self._launch(plan) if plan is not None else None
+                is_busy = plan is not None or self._in_flight is not None
+                launched = self._launch(plan, joining) if plan is not None or joining else None
                 if launched is None or not self._overlaps(device):
                     self._commit_in_flight()
                     self._in_flight = launched
@@ -185,6 +206,8 @@ class EngineCore:
                 else:
                     previous, self._in_flight = self._in_flight, launched
                     self._commit(previous)
+                if joining:
+                    self._answer_rows(joining, has_looked=look_now)
                 for sequence in scheduler.take_failed():
                     self.finish(self.requests[sequence.request_id])
                 if not self.requests:
@@ -192,22 +215,100 @@ class EngineCore:
             self.dirty = False
         finally:
             self.stepping_thread = None
+        return is_busy or any(not batch.is_waiting or batch.is_computing for batch in waiting)
 
-    def _launch(self, plan: StepPlan) -> tuple[StepPlan, StepHandle]:
-        assert self.scheduler is not None and self.pool.runner is not None
+    def _prepare_rows(self, waiting: list[LockstepBatch]) -> list[tuple[LockstepBatch, StepPlan]] | None:
+        """Bring those who wait for logits closer to them; returns whose decode rows are to join the step.
+
+        What goes wrong here is the caller's of the rows, who gets the exception. None: it left the books in doubt, and
+        everybody started over.
+        """
+        joining, others_wait = [], False
+        for batch in sorted(waiting, key=lambda batch: batch.arrival):
+            if others_wait and batch.rows is None:
+                continue  # who came first gets the blocks first
+            try:
+                if (plan := self._prepare_batch(batch)) is not None:
+                    joining.append((batch, plan))
+            except torch.OutOfMemoryError as error:
+                batch.give_back()
+                batch.fail(error)
+            except Exception as error:
+                batch.fail(error)
+                self.recover_if_dirty()
+                return None
+            others_wait |= batch.is_short
+        return [(batch, plan) for batch, plan in joining if batch.rows is not None]  # some gave way to others
+
+    def _prepare_batch(self, batch: LockstepBatch) -> StepPlan | None:
+        """`LockstepBatch.prepare`, with blocks of others where it needs them."""
+        while True:
+            try:
+                return batch.prepare()
+            except OutOfBlocksError as error:
+                way = self.make_way(batch)
+                if way is Way.NONE:
+                    raise torch.OutOfMemoryError(str(error)) from error
+                batch.is_short = True
+                if way is Way.WAIT:
+                    return None
+
+    def make_way(self, asking: LockstepBatch | None) -> Way:
+        """Have others' rows give blocks back, if they may lose them.
+
+        Args:
+            asking: for whom; None: for the scheduler's own sequences.
+        """
+        if asking is not None and self._in_flight is not None:
+            self._commit_in_flight()  # requests that have ended hold blocks until then
+            return Way.FREE
+        holding = [batch for batch in self.batches if batch.rows is not None and batch is not asking]
+        for batch in holding:
+            if batch.may_lose(asking):
+                batch.give_back()
+                return Way.FREE
+        return Way.WAIT if holding else Way.NONE
+
+    def _answer_rows(self, joining: list[tuple[LockstepBatch, StepPlan]], *, has_looked: bool) -> None:
+        """Hand out the logits of a launched step. Where the model has changed since the last one, once more."""
+        logits, self._joined_logits = self._joined_logits, None
+        assert logits is not None
+        if not has_looked and self.model_changed():  # looked at while the device computes
+            for batch, _ in joining:
+                if batch.rows is not None:
+                    batch.rows.crop(1)
+            return
+        pieces = logits.split([len(plan.slots) for _, plan in joining])
+        for (batch, _), piece in zip(joining, pieces, strict=True):
+            batch.answer(piece)
+
+    def _launch(self, plan: StepPlan | None,
+                joining: list[tuple[LockstepBatch, StepPlan]]) -> tuple[StepPlan, StepHandle] | None:
+        """Start a step of the scheduler's plan, if any, and of the rows that join it."""
+        assert self.scheduler is not None
+        rows = [rows for _, rows in joining]
         try:
-            parameters = [self.requests[s.request_id].parameters for s in plan.admitted]
-            wanted = log_probs.wanted_by(plan, self.requests, self._attempt) if self._any_logprobs else NOTHING
-            handle = self.pool.runner.launch(plan, parameters, wanted)
+            if plan is None:
+                self._joined_logits = self.runner.logits(rows[-1].behind(rows[:-1]), [], of_every_token=True)
+            else:
+                parameters = [self.requests[s.request_id].parameters for s in plan.admitted]
+                wanted = log_probs.wanted_by(plan, self.requests, self._attempt) if self._any_logprobs else NOTHING
+                handle = self.runner.launch(plan, parameters, wanted, rows)
+                self._joined_logits = handle.logits
         except Exception:
             # Everything is where it was before this step: nothing of it may stay published, and what ran runs anew.
             self._commit_in_flight()
-            self.scheduler.rollback(plan)
+            if plan is not None:
+                self.scheduler.rollback(plan)
+            for batch, _ in joining:
+                batch.give_back()
             self.dirty = False
             raise
         self.totals["steps"] += 1
+        if plan is None:
+            return None
         self.totals["prefill"] += int(plan.num_new_tokens[plan.num_decode_rows :].sum())
-        return plan, handle
+        return plan, handle._replace(logits=None)
 
     def _commit_in_flight(self) -> None:
         launched, self._in_flight = self._in_flight, None
@@ -321,11 +422,15 @@ class EngineCore:
         self._commit_in_flight()
         self._executor.compare_again()  # a tokenizer or a stop rule may have run
         scheduler.preempt_all()
+        for batch in self.batches:
+            batch.distrust()
 
     def _prepare(self) -> None:
         assert self.pool.runner is not None
         self.pool.runner.prepare()
-        self._state_key = self._executor.state_key()
+        before, self._state_key = self._state_key, self._executor.state_key()
+        for batch in self.batches if self._state_key != before else ():
+            batch.distrust()
         for request in self.requests.values():
             request.sequence.use_model_key(self._state_key)
 
@@ -343,7 +448,8 @@ class EngineCore:
             max_num_batched_tokens=self._config.max_num_batched_tokens, max_model_len=self.pool.max_model_len,
             enable_prefix_caching=self._config.enable_prefix_caching,
         )
-        return Scheduler(config, on_shortage=self.pool.grow)
+        return Scheduler(config, on_shortage=self.pool.grow, on_few_slots=self.runner.grow_slots,
+                         on_stuck=lambda: self.make_way(None) is not Way.NONE)
 
     def abandon(self) -> None:
         """Give everything up where it stands: of a sharded model whose other ranks are not asked any more."""
@@ -352,6 +458,7 @@ class EngineCore:
         self.drop_pool()
 
     def drop_pool(self) -> None:
+        self._lose_rows()
         self._retire_scheduler()
         self.scheduler = None
         self.pool.drop()
@@ -374,12 +481,18 @@ class EngineCore:
             raise EngineClosedError("a step of a sharded model was interrupted: expected a new PagedGenerator")
         self._in_flight = None
         self._guard.forget()
+        self._lose_rows()
         self._retire_scheduler()
         self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.runner is not None else None
         for request in list(self.requests.values()):
             self._start_again(request)
         self._arrivals = list(self.requests.values())
         self.dirty = False
+
+    def _lose_rows(self) -> None:
+        """Slots and blocks go, with the scheduler that lent them."""
+        for batch in self.batches:
+            batch.lose()
 
     def _start_again(self, request: Request) -> None:
         try:
@@ -390,7 +503,7 @@ class EngineCore:
         else:
             self.scheduler_or_build().add(request.sequence)
 
-    def _restart_over_a_new_pool(self) -> None:
+    def restart_over_a_new_pool(self) -> None:
         """The model went to another dtype or device under running requests: they start over."""
         self._in_flight = None
         self.drop_pool()

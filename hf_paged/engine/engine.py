@@ -19,7 +19,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.engine.commands import Build, Command, CommandQueue, End, Release, ResetCache
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.fair_lock import FairLock
-from hf_paged.engine.lockstep import LockstepBatch, refusal
+from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.engine.session import NewRequest, Session
 from hf_paged.engine.stopping import CachedStopStrings, StopRule
 from hf_paged.errors import EngineClosedError, UnsupportedModelError
@@ -33,7 +33,10 @@ from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.peers import connect
 from hf_paged.runner.device import DevicePool
 from hf_paged.sampling.sampler import derive_seed
+from hf_paged.scheduler.lockstep_rows import too_many_rows
 
+# Seconds between two looks of a thread whose work has to wait for another's.
+_NAP = 0.5e-3
 _CANNOT_RUN = "the model cannot run on the paged engine as it is now: "
 _CLOSED = "this engine is closed: its model was disabled"
 _FORKED = "this process is a fork of one whose model is sharded over several ranks: expected that process"
@@ -100,6 +103,7 @@ class Engine:
         self._is_shut_down = False
         self._stop_strings: CachedStopStrings | None = None  # the last one: calls ask for one over and over
         self._deferred: list[Callable[[], None]] = []  # what must wait for the end of a step
+        self._at_end_of_batches: list[Callable[[], None]] = []  # and of all calls in lockstep
         self._merged = RecentMerges()
         # `add_request` looks at the model once between two steps, and the next step for all that came before it.
         self._has_looked = False
@@ -222,56 +226,91 @@ class Engine:
             raise RuntimeError("step() was called from inside a step of the same engine")
         with self._lock.turn(after_others=True) as turn, self._lock.rlock:
             turn.leave()
+            is_stuck = False
             if always_step or not session.outbox:
                 try:
                     self._look_for_arrivals()
                     if self.group.is_parallel:
                         self._commands.step()
                     else:  # a streaming caller's code runs between steps, and may have changed the model
-                        self._core.step(look_at_model=session.stream)
+                        is_stuck = not self._core.step(look_at_model=session.stream)
                 finally:
                     self._run_deferred()
             outputs = list(session.outbox)
             session.outbox.clear()
-            return outputs
+        if is_stuck and session.unfinished():
+            time.sleep(_NAP)
+        return outputs
 
     @contextmanager
     def lockstep(self, prompts: list[list[int]], max_new_tokens: int,
                  cache_salt: bytes = b"") -> Iterator[LockstepBatch | str]:
-        """Rows that step together, all to themselves until the block ends; or the reason why they cannot now.
+        """Rows that step together while the caller picks their tokens; or the reason why they cannot.
 
-        Other callers wait until then; what they have running goes on afterwards.
+        Other callers go on meanwhile. The engine's lock is held only while logits are asked for.
 
         Args:
             prompts: checked token ids.
             max_new_tokens: tokens that each row may get at most.
             cache_salt: as in `RequestSettings`, of all rows.
         """
+        batch: LockstepBatch | None = None
+        try:
+            with self._held():
+                if (refusal := self._refusal(prompts, max_new_tokens)) is None:
+                    batch = LockstepBatch(self._core, self._held, self._drive, prompts, max_new_tokens, cache_salt)
+                    self._core.batches.append(batch)
+            if batch is not None:
+                yield batch
+            else:
+                yield refusal or ""
+        finally:
+            if batch is not None:
+                with self._held():
+                    try:
+                        batch.close()
+                    finally:
+                        self._core.batches.remove(batch)
+                        self._core.recover_if_dirty()
+                        self._run_deferred()
+                while self._at_end_of_batches and not self._core.batches:
+                    self._at_end_of_batches.pop()()
+
+    def _refusal(self, prompts: list[list[int]], max_new_tokens: int) -> str | None:
+        """Why these rows cannot step together, or None."""
+        if self.is_reentrant():
+            return "it was called from inside a step of the same engine"
+        if self._is_shut_down:
+            return "the model was disabled by another thread"
+        if self.group.is_parallel:
+            return "the model is sharded over several ranks"
+        if self._core.pool.moved():
+            self._core.restart_over_a_new_pool()
+        return too_many_rows(prompts, max_new_tokens, self.config.block_size, self._pool().max_blocks)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """The engine's lock, between two steps."""
         with self._lock.turn() as turn, self._lock.rlock:
             turn.leave()
-            if self.is_reentrant():
-                yield "it was called from inside a step of the same engine"
-                return
-            if self._is_shut_down:
-                yield "the model was disabled by another thread"
-                return
-            if self.group.is_parallel:
-                yield "the model is sharded over several ranks"
-                return
-            self._core.stepping_thread = threading.get_ident()
-            try:
-                if (reason := refusal(self._core, prompts, max_new_tokens)) is not None:
-                    yield reason
-                    return
-                batch = LockstepBatch(self._core, prompts, max_new_tokens, cache_salt)
-                try:
-                    yield batch
-                finally:
-                    batch.close()
-            finally:
-                self._core.stepping_thread = None
+            if not self.is_reentrant():
                 self._core.recover_if_dirty()
-                self._run_deferred()
+            yield
+
+    def _drive(self, batch: LockstepBatch) -> None:
+        """Step until a batch has what it waits for; other threads' steps bring it, too."""
+        while batch.is_waiting:
+            with self._lock.turn(after_others=True) as turn, self._lock.rlock:
+                turn.leave()
+                is_stuck = False
+                if batch.is_waiting:
+                    try:
+                        self._look_for_arrivals()
+                        is_stuck = not self._core.step()
+                    finally:
+                        self._run_deferred()
+            if is_stuck:
+                time.sleep(_NAP)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -313,16 +352,25 @@ class Engine:
         with self._lock.turn(), self._lock.rlock:
             if unfinished := len(self._core.requests) + len(self._commands.expected):
                 raise RuntimeError(f"release_memory: {unfinished} requests are unfinished")
-            if self.is_reentrant():
-                raise RuntimeError("release_memory: a generate call is under way in this thread")
+            if self.is_reentrant() or self._core.batches:
+                raise RuntimeError("release_memory: a generate call is under way")
             self._carry_out(Release())
 
     def shutdown(self) -> None:
-        """End the requests of all callers, give all memory back, and refuse new requests."""
+        """End the requests of all callers, give all memory back, and refuse new requests.
+
+        Waits for other threads' calls in lockstep, whose forwards need the model as it is; inside of a call in lockstep
+        of this thread all but the refusal comes at its end.
+        """
+        self._is_shut_down = True
+        while any(batch.thread != threading.get_ident() for batch in self._core.batches):
+            time.sleep(_NAP)
         with self._lock.turn(), self._lock.rlock:
-            self._is_shut_down = True
             if self.is_reentrant():  # garbage collection in the middle of a step
                 self._deferred.append(self.shutdown)
+                return
+            if self._core.batches:
+                self._at_end_of_batches.append(self.shutdown)
                 return
             if self.group.is_parallel:
                 self._commands.shut_down(self._carry_out, _CLOSED)
@@ -463,6 +511,9 @@ class Engine:
                 self._core.dirty = True
                 del requests[request.request_id]
                 request.session.open.pop(request.request_id, None)
+        for batch in [batch for batch in self._core.batches if batch.thread != threading.get_ident()]:
+            self._core.dirty = True
+            self._core.batches.remove(batch)
 
     def stop_rule(self, settings: RequestSettings, prompt: list[int]) -> StopRule | None:
         """What watches a request for the stop strings and the time of its settings; None: nothing to watch.

@@ -1,103 +1,309 @@
-"""Rows that step together on the engine while stock's decoding loop picks every token."""
+"""Rows of one call that join the engine's steps while stock's decoding loop picks the tokens in its own thread."""
 
 from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from hf_paged.engine.core import EngineCore
 from hf_paged.kernels.upload import upload
-from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.request_state import SlotParameters
-from hf_paged.scheduler import Sequence
-from hf_paged.scheduler.lockstep_rows import LockstepRows, OutOfBlocksError, RowMoves, too_many_rows
+from hf_paged.scheduler import Sequence, StepPlan
+from hf_paged.scheduler.lockstep_rows import LockstepRows, OutOfBlocksError, RowMoves
+
+if TYPE_CHECKING:
+    from hf_paged.engine.core import EngineCore
+
+# Seconds after which rows that ask for nothing may lose their blocks to whoever cannot go on without them: their
+# caller's code may be waiting for just that one.
+_IDLE = 0.02
 
 
-def refusal(core: EngineCore, prompts: list[list[int]], max_new_tokens: int) -> str | None:
-    """Why these rows cannot step together now, or None. Nothing is in flight afterwards."""
-    scheduler = core.make_room()
-    return too_many_rows(scheduler, prompts, max_new_tokens, core.pool.max_blocks)
+class Way(enum.Enum):
+    """What becomes of a wish for blocks that others hold: some came free, wait for them, or nobody holds any."""
+
+    FREE = enum.auto()
+    WAIT = enum.auto()
+    NONE = enum.auto()
 
 
 class LockstepBatch:
     """Paged forwards over rows that all go the same number of tokens a step.
 
-    The engine holds its lock from before this is made until after `close`, so no other caller runs on the device.
+    A caller asks for logits and waits; whichever thread steps the engine next brings them, together with the tokens of
+    everybody else. Between two questions the rows keep their slots and blocks, but may lose them (`lose`): their
+    tokens are known here, and the next question has them computed again.
 
     Args:
-        core: with nothing in flight (`refusal` sees to that).
+        core: of the engine.
+        held: holds the engine's lock, between two steps.
+        drive: steps the engine until `is_waiting` is False.
         prompts: R lists of token ids.
         max_new_tokens: tokens after the prompt that a row may reach.
         cache_salt: as in `RequestSettings`, of all rows.
     """
 
-    def __init__(self, core: EngineCore, prompts: list[list[int]], max_new_tokens: int,
+    def __init__(self, core: EngineCore, held: Callable[[], AbstractContextManager],
+                 drive: Callable[[LockstepBatch], None], prompts: list[list[int]], max_new_tokens: int,
                  cache_salt: bytes = b"") -> None:
-        self._core = core
-        self._may_publish = True
+        self.rows: LockstepRows | None = None
+        self.thread = threading.get_ident()
+        self.arrival = core.count_batch()
+        self._core, self._held, self._drive, self._salt = core, held, drive, cache_salt
         self._max_tokens = max(map(len, prompts)) + max_new_tokens
-        with core.changing():
-            scheduler = core.scheduler_or_build()
-            arrivals = [Sequence("lockstep", prompt, max_new_tokens=1, cache_salt=cache_salt) for prompt in prompts]
-            core.receive_rows(arrivals)
-            self.rows = LockstepRows(scheduler, prompts, self._max_tokens, arrivals[0].cache_key)
+        self._prompts = prompts
+        self._tokens: torch.Tensor | None = None  # [R, max_new_tokens] int32 on the device: what followed the prompts
+        self._count = 0  # columns of it that are known
+        self._max_new_tokens = max_new_tokens
+        self._asked: torch.Tensor | None = None  # [R, n] int64: the next tokens, none for the prompts' own logits
+        self._answer: torch.Tensor | Exception | None = None
+        self._answered_at = time.monotonic()
+        self.is_short = False  # of blocks, for the open question
+        self._stream: torch.cuda.Stream | None = None  # of the caller
+        self._chunks: Iterator[None] | None = None  # computes another part of the known tokens each time
+        self._logits: list[torch.Tensor] = []  # after the prompts so far
+        self._version: int | None = None  # of the weights when the first token was computed; None: they changed
+
+    # -- the caller's side ------------------------------------------------------------------------------------------
 
     def prompts(self) -> torch.Tensor:
         """Compute the prompts: logits [R, V] after the last token of each, in the model's dtype."""
-        with self._core.changing():
-            runner = self._runner()
-            settings = SlotParameters(max_length=self._max_tokens)
-            logits = []
-            for plan in self.rows.prompt_plans():
-                logits.append(runner.logits(plan, [settings] * len(plan.admitted)))
-                self._core.totals["steps"] += 1
-                self._core.totals["prefill"] += plan.num_tokens
-            self._core.trust_cache()
-            result = torch.cat(logits)
-            sources = self.rows.slots
-            if (moves := self.rows.fork()) is not None:
-                self._follow(moves, sources)
-                result = result[upload(moves.parents, runner.device)]
-            self._core.totals["generated"] += len(self.rows)
-        return result
+        none = torch.empty(len(self._prompts), 0, dtype=torch.int64, device=self._core.device)
+        return self._ask(none)[:, 0]
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute ``tokens`` [R, n] of every row: logits [R, n, V], valid until the next call.
+        """Compute ``tokens`` [R, n] of every row: logits [R, n, V].
 
         Raises:
             torch.OutOfMemoryError: the device lacks the memory for the blocks.
             ValueError: more tokens than these rows were made for.
         """
-        with self._core.changing():
-            if self._core.model_changed():
-                self._may_publish = False
-            runner, (num_rows, num_new) = self._runner(), tokens.shape
-            try:
-                plan = self.rows.decode_plan(num_new)
-            except OutOfBlocksError as error:
-                raise torch.OutOfMemoryError(str(error)) from error
-            runner.state.set_tokens(plan.slots, plan.start, tokens.to(runner.device))
-            logits = runner.logits(plan, [], of_every_token=True)
-            self._core.totals["steps"] += 1
-            self._core.totals["generated"] += num_rows * num_new
-        return logits.view(num_rows, num_new, -1)
+        if self._count + tokens.shape[1] > self._max_new_tokens:
+            length = self._max_tokens - self._max_new_tokens + self._count + tokens.shape[1]
+            raise ValueError(f"{length} tokens in a row that was made for {self._max_tokens}")
+        return self._ask(tokens)
 
     def reorder(self, parents: list[int]) -> None:
         """Row i goes on from what row ``parents[i]`` computed."""
         if parents == list(range(len(parents))):
             return
-        with self._core.changing():
-            self._follow(self.rows.reorder(parents), self.rows.slots)
+        with self._held():
+            rows, self._prompts = self.rows, [self._prompts[parent] for parent in parents]
+            if self._tokens is not None:
+                with self._core.changing():
+                    self._tokens = self._tokens[upload(np.array(parents, np.int64), self._core.device)]
+            if rows is not None:
+                with self._core.changing():
+                    while self.rows is not None:
+                        try:
+                            self._follow(rows, rows.reorder(parents))
+                            break
+                        except OutOfBlocksError:
+                            if self._core.make_way(self) is not Way.FREE:
+                                self.give_back()
 
     def crop(self, num_tokens: int) -> None:
         """Forget the last tokens of every row."""
-        with self._core.changing():
-            self.rows.crop(num_tokens)
-            self._core.totals["generated"] -= num_tokens * len(self.rows)
+        with self._held():
+            if self.rows is not None:
+                with self._core.changing():
+                    self.rows.crop(num_tokens)
+            self._count -= num_tokens
+            if self._count < 0:
+                self._prompts = [prompt[: self._count] for prompt in self._prompts]
+                self._count = 0
+            self._core.totals["generated"] -= num_tokens * len(self._prompts)
 
     def keys_and_values(self, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies of every layer's K and V [R, num_kv_heads, length, head_dim]; zeros before a row's first token."""
-        runner, rows = self._runner(), self.rows
+        while True:
+            with self._held():
+                if self.rows is not None and self._chunks is None:
+                    return self._gather(self.rows, length)
+            self._ask(torch.empty(len(self._prompts), 0, dtype=torch.int64, device=self._core.device))
+
+    def close(self) -> None:
+        """Give everything back, and what was computed to the prefix cache; the engine's lock is held."""
+        core, rows = self._core, self.rows
+        if rows is None:
+            return
+        with core.changing():
+            core.trust_cache()
+            complete = self._chunks is None and len(rows) == len(rows.slots)
+            if complete and self._version == core.weights_version and not core.weights_moved():
+                history = self._known_tokens()
+                longest = max(map(len, history))
+                rows.publish(np.array([row + [0] * (longest - len(row)) for row in history], np.int32))
+            self.give_back()
+
+    def _ask(self, tokens: torch.Tensor) -> torch.Tensor:
+        device = self._core.device
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
+        self._asked = tokens
+        try:
+            self._drive(self)
+        except BaseException:
+            with self._held():  # nobody is at work on the answer
+                self._asked = self._answer = None
+            raise
+        answer, self._asked, self._answer = self._answer, None, None
+        if isinstance(answer, Exception):
+            raise answer
+        assert answer is not None
+        if self._stream is not None:  # the step may have been launched by another thread, on a stream of its own
+            self._core.runner.follow_stream()
+            answer.record_stream(self._stream)
+        return answer
+
+    # -- inside a step, the engine's lock held ----------------------------------------------------------------------
+
+    @property
+    def is_waiting(self) -> bool:
+        """Is a question open?"""
+        return self._asked is not None and self._answer is None
+
+    @property
+    def is_computing(self) -> bool:
+        """Are known tokens being computed, a chunk a step?"""
+        return self._chunks is not None
+
+    def may_lose(self, other: LockstepBatch | None) -> bool:
+        """May `other` (None: the scheduler's own sequences) have the blocks of this one?"""
+        if self.rows is None or other is self:
+            return False
+        is_idle = not self.is_waiting and time.monotonic() - self._answered_at > _IDLE
+        return is_idle or (other is not None and self.arrival > other.arrival)
+
+    def give_back(self) -> None:
+        """Free slots and blocks; the rows are computed again when their caller asks next."""
+        if self.rows is not None:
+            self.rows.free()
+        self.lose()
+
+    def lose(self) -> None:
+        """Whatever held the rows is gone."""
+        self.rows, self._chunks, self._logits = None, None, []
+
+    def distrust(self) -> None:
+        """The model changed: keys and values of before and after it are no prefix of anyone else's."""
+        self._version = None
+
+    def fail(self, error: Exception) -> None:
+        """Answer the open question with an exception."""
+        self._answered_at, self._answer = time.monotonic(), error
+
+    def prepare(self) -> StepPlan | None:
+        """Work towards the answer: at most one forward of its own, or decode rows that are to join the next step.
+
+        Raises:
+            OutOfBlocksError: nothing of the scheduler's is left to preempt.
+        """
+        assert self._asked is not None
+        try:
+            if self.rows is None:
+                self._begin()
+            if self._chunks is not None and next(self._chunks, self) is not self:
+                return None
+        except OutOfBlocksError:
+            self.give_back()
+            raise
+        assert self.rows is not None
+        runner, num_new = self._core.runner, self._asked.shape[1]
+        runner.follow_stream()
+        if self._stream is not None:
+            torch.cuda.current_stream(runner.device).wait_stream(self._stream)  # it makes the tokens
+        if num_new == 0:
+            self.answer(self._take_logits())
+            return None
+        if num_new > 1:
+            self._core.model_changed()
+        self._logits = []
+        plan = self.rows.decode_plan(num_new)
+        runner.state.set_tokens(plan.slots, plan.start, self._asked.to(runner.device))
+        if num_new == 1:
+            return plan
+        self.answer(runner.logits(plan, [], of_every_token=True))
+        return None
+
+    def answer(self, logits: torch.Tensor) -> None:
+        """``logits`` [R * n, V] of the rows' n new tokens (n = 0: of their last known one) are there."""
+        assert self._asked is not None
+        count, num_new = self._asked.shape
+        if num_new:
+            if self._tokens is None:
+                shape = count, self._max_new_tokens
+                self._tokens = torch.zeros(shape, dtype=torch.int32, device=self._core.device)
+            self._tokens[:, self._count : self._count + num_new] = self._asked
+            self._count += num_new
+        self._core.totals["generated"] += count * max(1, num_new)
+        self.is_short = False
+        self._answered_at, self._answer = time.monotonic(), logits.view(count, max(1, num_new), -1)
+
+    def _begin(self) -> None:
+        """Slots for the rows, and all tokens known so far to compute."""
+        core = self._core
+        arrivals = [Sequence("lockstep", prompt, max_new_tokens=1, cache_salt=self._salt) for prompt in self._prompts]
+        core.receive_rows(arrivals)
+        self.rows = LockstepRows(core.scheduler_or_build(), self._prompts, self._max_tokens, arrivals[0].cache_key)
+        self._chunks, self._logits = self._compute(self.rows), []
+
+    def _compute(self, rows: LockstepRows) -> Iterator[None]:
+        """Compute the known tokens, a part a step; at the end every row stands for itself."""
+        core, settings = self._core, SlotParameters(max_length=self._max_tokens)
+        plans = rows.prompt_plans()
+        while not rows.has_planned_prompts:
+            plan = next(plans)
+            self._logits.append(core.runner.logits(plan, [settings] * len(plan.admitted)))
+            core.totals["steps"] += 1
+            core.totals["prefill"] += plan.num_tokens
+            if rows.has_planned_prompts:
+                next(plans, None)  # nothing is promised any more
+            else:
+                yield
+        core.trust_cache()
+        if self._count == 0:
+            self._version = core.weights_version
+        if (moves := rows.fork()) is not None:
+            self._follow(rows, moves)
+            # Their slots may have had other tenants.
+            tables = [seq.block_table for seq in rows.sequences]
+            core.runner.state.admit(rows.slots.tolist(), self._prompts, tables, [settings] * len(rows))
+            self._logits = [torch.cat(self._logits)[upload(moves.parents, core.device)]]
+        # What followed the prompts, of rows that lost their blocks: after the fork, so that they share what they did.
+        first, most = 0, max(1, rows.max_step_tokens // len(rows))
+        while first < self._count:
+            yield
+            assert self._tokens is not None
+            columns = self._tokens[:, first : min(first + most, self._count)]
+            first += columns.shape[1]
+            plan = rows.decode_plan(columns.shape[1])
+            core.runner.state.set_tokens(plan.slots, plan.start, columns)
+            core.runner.logits(plan, [])
+            core.totals["steps"] += 1
+            core.totals["prefill"] += plan.num_tokens
+        self._chunks = None
+
+    def _take_logits(self) -> torch.Tensor:
+        """Of the last known token of every row."""
+        logits, self._logits = torch.cat(self._logits), []
+        return logits
+
+    def _known_tokens(self) -> list[list[int]]:
+        if not self._count:
+            return self._prompts
+        assert self._tokens is not None
+        new = self._tokens[:, : self._count].tolist()
+        return [prompt + row for prompt, row in zip(self._prompts, new, strict=True)]
+
+    def _gather(self, rows: LockstepRows, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        runner = self._core.runner
         size, positions = runner.block_size, np.full((len(rows), length), -1, np.int64)
         for line, seq, count in zip(positions, rows.sequences, rows.lengths.tolist(), strict=True):
             slots = np.array(seq.block_table)[:, None] * size + np.arange(size)
@@ -110,27 +316,11 @@ class LockstepBatch:
 
         return [(gather(keys), gather(values)) for keys, values in runner.cache.layers]
 
-    def close(self) -> None:
-        """Give everything back, and what was computed to the prefix cache. Nothing where the engine has to recover."""
-        core = self._core
-        if core.dirty:
-            return
-        with core.changing():
-            if self._may_publish and len(self.rows) == len(self.rows.slots) and not core.weights_moved():
-                state, longest = self._runner().state, int(self.rows.lengths.max())
-                history = state.tokens[upload(self.rows.slots.astype(np.int64), state.device), :longest]
-                self.rows.publish(history.cpu().numpy())
-            self.rows.free()
-
-    def _runner(self) -> ModelRunner:
-        assert self._core.pool.runner is not None
-        return self._core.pool.runner
-
-    def _follow(self, moves: RowMoves, slots_before: np.ndarray) -> None:
-        """Let the device's lines and blocks follow rows that moved."""
-        runner, rows = self._runner(), self.rows
+    def _follow(self, rows: LockstepRows, moves: RowMoves) -> None:
+        """Let the device's blocks follow rows that moved."""
+        runner = self._core.runner
+        runner.follow_stream()
         if moves.sources:
             sources, targets = upload(np.array([moves.sources, moves.targets], np.int64), runner.device)
             runner.cache.copy_blocks(sources, targets)
-        runner.state.move(rows.slots, slots_before[moves.parents])
         runner.state.set_tables(rows.slots.tolist(), [seq.block_table for seq in rows.sequences])

@@ -34,10 +34,14 @@ _MOST_PROMPT_ROWS = 256
 
 
 class Drawn(NamedTuple):
-    """Sampled ``tokens`` [rows] int64 and, of a graph that makes them, their log-probabilities [rows] float32."""
+    """Sampled ``tokens`` [rows] int64 and, of a graph that makes them, their log-probabilities [rows] float32.
+
+    ``logits`` [rows, V] of a graph whose first rows are asked for them.
+    """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor | None
+    logits: torch.Tensor | None = None
 
 
 class Captured(NamedTuple):
@@ -82,21 +86,26 @@ class StepGraphs:
                  max_num_batched_tokens: int) -> None:
         self._executor, self._cache, self._state, self._attention = executor, kv_cache, state, attention
         self._device = kv_cache.spec.device
-        self._decode_sizes = np.array(decode_sizes(state.num_slots))
         self._num_parameters = sum(p.numel() for p in executor.model.parameters())
         self._prompt_sizes = np.array(prompt_sizes(self._num_parameters, max_num_batched_tokens) or [0])
-        # Shared by all graphs: one runs at a time, and leaves zeros.
-        self._arrivals = attention.arrivals(int(self._decode_sizes[-1]))
+        self._use_slots()
         self._captured: dict[tuple, Captured | None] = {}
         self._graphs: list[torch.cuda.CUDAGraph] = []  # also those whose capture an error ended
         self._pool: Any = None  # dies with its last graph
         self._stream: torch.cuda.Stream | None = None
         self._model_signature: tuple | None = None
+        self._nothing = torch.empty(0, device=self._device)
         self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
         self._memory_signature: tuple | None = None
         self.num_captured = 0
         self.num_dropped = 0
         executor.group.holds(self)
+
+    def _use_slots(self) -> None:
+        """As many rows as there are slots may come."""
+        self._decode_sizes = np.array(decode_sizes(self._state.num_slots))
+        # Shared by all graphs: one runs at a time, and leaves zeros.
+        self._arrivals = self._attention.arrivals(int(self._decode_sizes[-1]))
 
     def check(self) -> None:
         """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""
@@ -126,22 +135,25 @@ class StepGraphs:
         self._captured.clear()
         self._pool = None
 
-    def launch(self, plan: StepPlan, result: torch.Tensor, logprobs: torch.Tensor | None = None) -> bool:
-        """Replay a step and start the copy of its sampled tokens to `result` [R]; False where no graph holds it.
+    def launch(self, plan: StepPlan, result: torch.Tensor, logprobs: torch.Tensor | None = None,
+               num_logits: int = 0) -> torch.Tensor | None:
+        """Replay a step and start the copy of its sampled tokens to `result` [R]; None where no graph holds it.
 
-        `logprobs` [R] float32, where given, receives the tokens' log-probabilities.
+        `logprobs` [R] float32, where given, receives the tokens' log-probabilities. Returns the logits of the first
+        `num_logits` rows, which are decode rows: [num_logits, V].
         """
-        scored = logprobs is not None
+        scored, logits = logprobs is not None, self._nothing
+        self._drop_if_moved()
         decodes = plan.num_decode_rows
         num_new = plan.num_new_tokens[decodes:]
         prompt_size = self._prompt_size(len(num_new), int(num_new.sum()))
         if decodes > self._decode_sizes[-1] or prompt_size is None:
-            return False
-        self._drop_if_moved()
+            return None
         parts: list[tuple[slice, Captured | None, tuple[np.ndarray, ...]]] = []
         inputs: tuple[np.ndarray, ...]
         if decodes:
-            run: partial = partial(self._decode, stages=self._state.stages(plan.slots[:decodes]), scored=scored)
+            stages = self._state.stages(plan.slots[:decodes])
+            run: partial = partial(self._decode, stages=stages, scored=scored, with_logits=num_logits > 0)
             captured, inputs = self._decode_graph(run, plan)
             parts.append((slice(0, decodes), captured, inputs))
         if prompt_size:
@@ -150,7 +162,7 @@ class StepGraphs:
             run = partial(self._prompts, stages=self._state.stages(plan.slots[decodes:]), long=long, scored=scored)
             parts.append((slice(decodes, len(plan.slots)), self._get(prompt_size, run, inputs), inputs))
         if any(captured is None for _, captured, _ in parts):
-            return False
+            return None
         for rows, captured, inputs in parts:
             assert captured is not None
             # Fetched before the next replay: a graph that was captured earlier may use the memory of these tokens.
@@ -158,22 +170,26 @@ class StepGraphs:
             result[rows].copy_(drawn.tokens[: rows.stop - rows.start], non_blocking=True)
             if logprobs is not None and drawn.logprobs is not None:
                 logprobs[rows].copy_(drawn.logprobs[: rows.stop - rows.start], non_blocking=True)
-        return True
+            if drawn.logits is not None:
+                logits = drawn.logits[:num_logits].clone()
+        return logits
 
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
-        """Replay a step of decode rows up to the logits [R, V], valid until the next replay; None: no graph for it."""
+        """Replay a step of decode rows up to the logits [R, V]; None: no graph for it."""
+        self._drop_if_moved()
         decodes = plan.num_decode_rows
         if not decodes or decodes < len(plan.slots) or decodes > self._decode_sizes[-1]:
             return None
-        self._drop_if_moved()
         captured, inputs = self._decode_graph(partial(self._logits), plan)
-        return None if captured is None else self._replay(captured, inputs)[:decodes]
+        return None if captured is None else self._replay(captured, inputs)[:decodes].clone()
 
     def _drop_if_moved(self) -> None:
         signature = (self._state.version, self._state.edits.generation, self._cache.version)
         if signature != self._memory_signature:
             self.drop()
             self._memory_signature = signature
+            if self._decode_sizes[-1] != self._state.num_slots:
+                self._use_slots()
 
     def _decode_graph(self, run: partial, plan: StepPlan) -> tuple[Captured | None, tuple[np.ndarray, ...]]:
         size = int(self._decode_sizes[np.searchsorted(self._decode_sizes, plan.num_decode_rows)])
@@ -279,10 +295,12 @@ class StepGraphs:
         assert items is not None, "a backend that runs in graphs plans"
         return rows, items
 
-    def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str], scored: bool) -> Drawn:
+    def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str], scored: bool,
+                with_logits: bool) -> Drawn:
         logits, (slots, positions) = self._executor.shard_logits(self._decode_hidden(rows, items)), rows
         # The sampled token's place is the length of what it follows.
-        return self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored)
+        drawn = self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored)
+        return drawn._replace(logits=logits) if with_logits else drawn  # a graph that keeps them keeps their memory
 
     def _logits(self, rows: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         return self._executor.logits(self._decode_hidden(rows, items))

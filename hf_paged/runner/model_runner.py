@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +29,8 @@ class StepHandle(NamedTuple):
     and ``prompt_logprobs`` of the tokens of ``spans``, one span after the other.
 
     ``heard`` [1] int64, of a sharded model: not 0 where rank 0 has something to say (`hf_paged.engine.commands`).
+
+    ``logits`` [N, V], on the device, of the rows of others that joined the step.
     """
 
     tokens: torch.Tensor
@@ -35,6 +39,7 @@ class StepHandle(NamedTuple):
     prompt_logprobs: torch.Tensor | None = None
     spans: tuple[PromptSpan, ...] = ()
     heard: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
 
     def wait(self) -> np.ndarray:
         """Sampled tokens [R], int64; -1 where a row's logits were invalid, undefined for rows that sample nothing."""
@@ -61,6 +66,7 @@ class ModelRunner:
         self.state = RequestState(max_num_seqs, max_model_len, block_size, spec.device, self.sharded)
         backend = resolve_backend(attention_backend, spec.device)
         self.attention = AttentionInputs(backend, spec, self.state, max_model_len)
+        self._stream: torch.cuda.Stream | None = None  # of the last step
         self.graphs = None
         if use_graphs and spec.device.type == "cuda" and not backend.waits:
             self.graphs = StepGraphs(executor, self.cache, self.state, self.attention, max_num_batched_tokens)
@@ -76,25 +82,45 @@ class ModelRunner:
         """False where `prepare` would change what a step computes."""
         return self.executor.is_current() and (self.graphs is None or self.graphs.is_current())
 
-    def launch(self, plan: StepPlan, parameters: list[SlotParameters], wanted: Wanted = NOTHING) -> StepHandle:
-        """Enqueue one step; `parameters` belong to `plan.admitted`, in order. Prompts are scored by eager steps."""
+    def grow_slots(self, num_slots: int) -> int:
+        """Raise the number of slots to this, if there is memory for it; returns the number there is now."""
+        if num_slots > self.state.num_slots:
+            with suppress(torch.OutOfMemoryError):
+                self.state.grow(num_slots)
+        return self.state.num_slots
+
+    def launch(self, plan: StepPlan, parameters: list[SlotParameters], wanted: Wanted = NOTHING,
+               joining: Seq[StepPlan] = ()) -> StepHandle:
+        """Enqueue one step. Prompts are scored by eager steps.
+
+        Args:
+            plan: of the scheduler.
+            parameters: of `plan.admitted`, in order.
+            wanted: log-probabilities to bring.
+            joining: decode rows of others, which end at the logits.
+        """
+        first = sum(len(rows.slots) for rows in joining)
+        if first:
+            plan = plan.behind(joining)
         self._update_state(plan, parameters)
         result = self._on_host(len(plan.slots), torch.int64)
         logprobs = self._on_host(len(plan.slots), torch.float32) if wanted.sampled else None
-        if self.graphs is not None and not wanted.prompt and self.graphs.launch(plan, result, logprobs):
-            return self._handle(result, logprobs)
+        own = logprobs[first:] if logprobs is not None else None
+        if self.graphs is not None and not wanted.prompt:
+            logits = self.graphs.launch(plan, result, logprobs, num_logits=first)
+            if logits is not None:
+                return self._handle(result[first:], own, logits=logits)
         hidden, query_start = self._hidden_states(plan)
+        logits = self.executor.logits(hidden[:first]) if first else None
         self._sample(plan, query_start, hidden, result, logprobs)
         if not wanted.prompt:
-            return self._handle(result, logprobs)
-        scored = self._score_prompts(plan, query_start, hidden, wanted.prompt)
-        return self._handle(result, logprobs, scored, wanted.prompt)
+            return self._handle(result[first:], own, logits=logits)
+        spans = [span._replace(row=first + span.row) for span in wanted.prompt]
+        scored = self._score_prompts(plan, query_start, hidden, spans)
+        return self._handle(result[first:], own, scored, wanted.prompt, logits)
 
     def logits(self, plan: StepPlan, parameters: list[SlotParameters], *, of_every_token: bool = False) -> torch.Tensor:
-        """Enqueue one step that ends at the logits [N, V]: of the rows that sample, or of all tokens, in order.
-
-        Valid until the next step.
-        """
+        """Enqueue one step that ends at the logits [N, V]: of the rows that sample, or of all tokens, in order."""
         self._update_state(plan, parameters)
         if self.graphs is not None and (logits := self.graphs.logits(plan)) is not None:
             return logits
@@ -104,10 +130,20 @@ class ModelRunner:
         return self.executor.logits(hidden)
 
     def _update_state(self, plan: StepPlan, parameters: list[SlotParameters]) -> None:
+        self.follow_stream()
         if plan.admitted:
             self.state.admit([s.slot for s in plan.admitted], [s.token_ids for s in plan.admitted],
                              [s.block_table for s in plan.admitted], parameters)
         self.state.update_blocks(*plan.block_updates)
+
+    def follow_stream(self) -> None:
+        """Run after the last step, which another thread may have launched on a stream of its own."""
+        if self.device.type != "cuda":
+            return
+        current = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != current:
+            current.wait_stream(self._stream)
+        self._stream = current
 
     def _hidden_states(self, plan: StepPlan) -> tuple[torch.Tensor, np.ndarray]:
         """Hidden states [T, hidden_size] of the step's tokens, and where each row's begin [R + 1]."""
@@ -139,7 +175,7 @@ class ModelRunner:
             self._fetch(known, rows, logprobs)
 
     def _score_prompts(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor,
-                       spans: tuple[PromptSpan, ...]) -> torch.Tensor:
+                       spans: list[PromptSpan]) -> torch.Tensor:
         """Log-probabilities of the spans' tokens, on their way to the host."""
         columns = [
             (np.arange(query_start[row], query_start[row] + count), np.full(count, plan.slots[row]),
@@ -162,7 +198,7 @@ class ModelRunner:
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=self.device.type == "cuda")
 
     def _handle(self, result: torch.Tensor, logprobs: torch.Tensor | None, scored: torch.Tensor | None = None,
-                spans: tuple[PromptSpan, ...] = ()) -> StepHandle:
+                spans: tuple[PromptSpan, ...] = (), logits: torch.Tensor | None = None) -> StepHandle:
         """A handle on what is on its way to the host."""
         heard = None
         if self.sharded is not None:
@@ -171,4 +207,4 @@ class ModelRunner:
         if self.device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        return StepHandle(result, done, logprobs, scored, spans, heard)
+        return StepHandle(result, done, logprobs, scored, spans, heard, logits)

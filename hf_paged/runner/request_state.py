@@ -102,6 +102,19 @@ class RequestState:
         self._stage_names: list[str] = []
         self._stage_sets: set[int] = set()
 
+    def grow(self, num_slots: int) -> None:
+        """Raise the number of slots to this; graphs have to be captured anew."""
+        more = num_slots - self.num_slots
+        table = self.sampling
+        grown = [_with_lines(tensor, more) for tensor in (self.tokens, self.block_table, table.floats, table.ints)]
+        eos = _with_lines(table.eos, more, fill=-1)
+        self.edits.grow(num_slots)
+        self.tokens, self.block_table = grown[:2]
+        self.sampling = SamplingTable(floats=grown[2], ints=grown[3], eos=eos)
+        self._stages = np.pad(self._stages, (0, more))
+        self.num_slots = self.padding_slot = num_slots
+        self.version += 1
+
     def admit(self, slots: list[int], tokens: list[list[int]], tables: list[list[int]],
               parameters: list[SlotParameters]) -> None:
         """Write whole lines: known tokens, block table and parameters of sequences that got a slot."""
@@ -159,11 +172,6 @@ class RequestState:
         columns = first[:, None] + torch.arange(tokens.shape[1], device=self.device)
         self.tokens[index[:, None], columns] = tokens.to(self.tokens.dtype)
 
-    def move(self, slots: np.ndarray, sources: np.ndarray) -> None:
-        """The history of ``slots[i]`` becomes what that of ``sources[i]`` was."""
-        to, come_from = self._upload(np.stack([slots, sources]).astype(np.int64))
-        self.tokens[to] = self.tokens[come_from]
-
     def update_blocks(self, slots: np.ndarray, columns: np.ndarray, block_ids: np.ndarray) -> None:
         """Write new block-table entries of running sequences."""
         if len(slots):
@@ -205,6 +213,11 @@ class RequestState:
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return upload(array, self.device)
+
+
+def _with_lines(table: torch.Tensor, more: int, fill: int = 0) -> torch.Tensor:
+    """A copy of ``table`` [lines, n] with more lines; the last one, which padding rows write to, is a fresh one."""
+    return torch.nn.functional.pad(table, (0, 0, 0, more), value=fill)
 
 
 def _pad(rows: list[list[int]]) -> np.ndarray:

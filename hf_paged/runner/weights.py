@@ -26,6 +26,7 @@ class WeightsGuard:
 
     def __init__(self, executor: ModelExecutor) -> None:
         self._executor = executor
+        self.version = 0  # goes up whenever the weights are found to be others than before
         self._signature: tuple | None = None
         self._checksum = ChecksumPlan()
         self._pending: torch.Tensor | None = None
@@ -47,6 +48,7 @@ class WeightsGuard:
         if self._executor.group.any(signature != self._signature):
             pool.drop_older()
             self._cached = None
+            self.version += 1
         self._signature = signature
         self._pending = self._checksum(self._tensors())
 
@@ -61,6 +63,7 @@ class WeightsGuard:
         checksum, self._pending = int(self._pending), None
         if self._executor.group.any(checksum != self._cached):
             pool.drop_older()
+            self.version += 1
         else:
             pool.trust_older()
         self._cached = checksum

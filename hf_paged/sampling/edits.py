@@ -122,12 +122,22 @@ class EditState:
         self._floats, self._ints = floats.repeat(1, num_slots + 1), numbers.repeat(1, num_slots + 1)
         self._factors = torch.ones(num_slots + 1, dtype=torch.float64, device=device)
         self._lists = {name: SharedLines(device) for name in _NAMES}
+        self._growths = 0
         self._edited: set[int] = set()
         self._half_written = False  # an exception, or an interrupt, left `put`
 
     @property
     def generation(self) -> int:
-        return sum(lists.moves for lists in self._lists.values())
+        return self._growths + sum(lists.moves for lists in self._lists.values())
+
+    def grow(self, num_slots: int) -> None:
+        """Make room for more slots, neutral ones; what was the neutral line behind the last slot is a slot then."""
+        floats, ints = self._neutral
+        more = num_slots + 1 - len(self._factors)
+        self._floats = torch.cat([self._floats, floats.expand(-1, more)], dim=1)
+        self._ints = torch.cat([self._ints, ints.expand(-1, more)], dim=1)
+        self._factors = torch.cat([self._factors, self._factors.new_ones(more)])
+        self._growths += 1
 
     @property
     def in_use(self) -> bool:

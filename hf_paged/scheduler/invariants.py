@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as Seq
 
 from hf_paged.scheduler.block_pool import NULL_BLOCK_ID, BlockPool
 from hf_paged.scheduler.scheduler import Scheduler
@@ -33,13 +34,18 @@ def check_pool(pool: BlockPool, uses: Counter[int]) -> None:
         assert not pool.cached
 
 
-def check(scheduler: Scheduler) -> None:
-    """Pool, slots, queues and sequences agree. Raises AssertionError."""
+def check(scheduler: Scheduler, lent: Seq[list[int]] = ()) -> None:
+    """Pool, slots, queues and sequences agree. Raises AssertionError.
+
+    lent: Block tables of rows that are none of the scheduler's.
+    """
     table, manager = scheduler._table, scheduler.kv_cache_manager
     size = scheduler.config.block_size
     tenants = table.tenants()
-    check_pool(manager.block_pool, Counter(block_id for seq in tenants for block_id in seq.block_table))
-    assert len(tenants) + table.num_free_slots == scheduler.config.max_num_seqs
+    tables = [*(seq.block_table for seq in tenants), *lent]
+    check_pool(manager.block_pool, Counter(block_id for block_table in tables for block_id in block_table))
+    assert len(tenants) == table.num_tenants <= scheduler.config.max_num_seqs
+    assert len(tenants) + table.num_free_slots + table.num_lent == table.num_slots
 
     named = Counter(seq.request_id for plan in scheduler._in_flight for seq in plan.sequences)
     for slot, seq in enumerate(table.sequences):
@@ -84,5 +90,5 @@ def check(scheduler: Scheduler) -> None:
         else:
             assert table.sequences[seq.slot] is seq
     assert waiting == scheduler.num_waiting
-    if not scheduler._in_flight and not scheduler._requests:
+    if not scheduler._in_flight and not scheduler._requests and not lent:
         assert scheduler.num_free_blocks == scheduler.num_blocks - 1

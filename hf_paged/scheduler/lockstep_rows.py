@@ -1,6 +1,6 @@
 """Rows of one call that step together: who holds which slots and blocks while somebody else picks the tokens.
 
-They live beside the scheduler's own sequences, in slots and blocks of their own; the scheduler plans nothing meanwhile.
+They live beside the scheduler's own sequences, in slots and blocks of their own, and join the steps that it plans.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_paged.scheduler.sequence import Sequence
 
 
 class OutOfBlocksError(RuntimeError):
-    """The pool could not grow as far as its budget said that it could."""
+    """Blocks are missing, the pool cannot grow, and the scheduler has nobody left to preempt."""
 
 
 class RowMoves(NamedTuple):
@@ -29,27 +29,28 @@ class RowMoves(NamedTuple):
     targets: list[int]
 
 
-def too_many_rows(scheduler: Scheduler, prompts: list[list[int]], max_new_tokens: int, max_blocks: int) -> str | None:
-    """Why these rows cannot run all at once beside what runs now, or None. `max_blocks`: the pool at its largest."""
-    if len(prompts) > scheduler.num_free_slots:
-        return f"{len(prompts)} rows are to step together, and {scheduler.num_free_slots} of max_num_seqs are free"
-    size = scheduler.config.block_size
+def too_many_rows(prompts: list[list[int]], max_new_tokens: int, block_size: int, max_blocks: int) -> str | None:
+    """Why these rows could not step together if they had the pool to themselves, or None.
+
+    `max_blocks`: the pool at its largest, the null block included.
+    """
     # Equal rows share the full blocks of their prompt; the last token's keys and values are never needed.
-    wanted = sum(len(prompt) // size for prompt in set(map(tuple, prompts)))
-    wanted += sum(-(-(len(prompt) + max_new_tokens - 1) // size) - len(prompt) // size for prompt in prompts)
-    free = max_blocks - scheduler.num_blocks + scheduler.num_free_blocks
-    if wanted > free:
-        return f"rows that step together may need {wanted} blocks, and the KV pool has {free} for them"
+    wanted = sum(len(prompt) // block_size for prompt in set(map(tuple, prompts)))
+    ends = (-(-(len(prompt) + max_new_tokens - 1) // block_size) for prompt in prompts)
+    wanted += sum(end - len(prompt) // block_size for end, prompt in zip(ends, prompts, strict=True))
+    if wanted > max_blocks - 1:
+        return f"rows that step together may need {wanted} blocks, and the KV pool holds {max_blocks - 1}"
     return None
 
 
 class LockstepRows:
     """R rows, each with a slot, a block table and a number of tokens whose KV is computed.
 
-    Equal prompts are one row until `fork`.
+    Equal prompts are one row until `fork`. After an OutOfBlocksError of `prompt_plans` only `free` may be called;
+    any other method that raises one may be called again.
 
     Args:
-        scheduler: Whose slots and blocks these rows take; it must not schedule while they are here.
+        scheduler: Whose slots and blocks these rows take.
         prompts: Token ids, at least one a row.
         max_tokens: Tokens (prompt and output) that a row may reach.
         cache_key: As in `Sequence`.
@@ -57,6 +58,9 @@ class LockstepRows:
     Attributes:
         slots: int32 [R].
         lengths: int32 [rows now], leading tokens of each row whose KV is computed, or will be by the plan handed out.
+
+    Raises:
+        MemoryError: There are not as many slots, and no memory for them.
     """
 
     def __init__(self, scheduler: Scheduler, prompts: list[list[int]], max_tokens: int, cache_key: bytes) -> None:
@@ -71,16 +75,24 @@ class LockstepRows:
             for i, prompt in enumerate(distinct)
         ]
         self.lengths = np.zeros(len(distinct), np.int32)
-        self.slots = np.empty(0, np.int32)
+        self._promised: list[KVBlock] = []  # of the prompts' plan that was handed out last
         self.slots = np.array(scheduler.take_slots(len(prompts)), np.int32)
 
     def __len__(self) -> int:
         return len(self.sequences)
 
+    @property
+    def max_step_tokens(self) -> int:
+        """Tokens that one plan may compute."""
+        return self._scheduler.config.max_num_batched_tokens
+
     def prompt_plans(self) -> Iterator[StepPlan]:
         """Plans that compute the prompts, in chunks; each has to run before the next is asked for.
 
         Rows whose last token a plan computes are those with ``samples``; over all plans every row once, in order.
+
+        Raises:
+            OutOfBlocksError: As its name says.
         """
         plan = PrefillRows(self._scheduler.config.max_num_batched_tokens)
         for row, seq in enumerate(self.sequences):
@@ -94,13 +106,22 @@ class LockstepRows:
             while start < len(tokens):
                 if not plan.room:
                     yield _plan_of(plan)
+                    self._promised = []
                     plan = PrefillRows(self._scheduler.config.max_num_batched_tokens)
                 end = min(len(tokens), start + plan.room)
                 plan.add(seq, start, end, max(start, seq.num_published * self._size), end == len(tokens))
                 # At once, so that the next prompt hits what this plan computes.
                 plan.published += self._manager.publish(seq, tokens, end)
+                self._promised = plan.published
                 self.lengths[row] = start = end
         yield _plan_of(plan)
+        self._promised = []
+
+    @property
+    def has_planned_prompts(self) -> bool:
+        """Was the last plan of `prompt_plans` handed out?"""
+        return all(seq.num_prompt_tokens <= length
+                   for seq, length in zip(self.sequences, self.lengths.tolist(), strict=True))
 
     def fork(self) -> RowMoves | None:
         """Once the prompts are computed: a row for every prompt again. None where all of them differ."""
@@ -112,12 +133,14 @@ class LockstepRows:
         """Compute `num_new` more tokens of every row, which are known only to the device.
 
         Raises:
-            OutOfBlocksError: as its name says; the rows hold what they held.
+            OutOfBlocksError: as its name says.
             ValueError: a row would exceed the length that these rows were made for.
         """
         start = self.lengths
         if int(start.max()) + num_new > self._max_tokens:
             raise ValueError(f"{int(start.max()) + num_new} tokens in a row that was made for {self._max_tokens}")
+        wanted = -(-(start + np.int32(num_new)) // self._size)
+        self._make_room(int((wanted - self._capacity() // self._size).clip(min=0).sum()))
         slots: list[int] = []
         columns: list[int] = []
         ids: list[int] = []
@@ -133,7 +156,7 @@ class LockstepRows:
         count = len(self)
         return StepPlan(
             sequences=self.sequences, slots=self.slots, num_new_tokens=np.full(count, num_new, np.int32), start=start,
-            write_from=start, samples=np.ones(count, bool), num_decode_rows=count if num_new == 1 else 0, admitted=[],
+            write_from=start, samples=np.zeros(count, bool), num_decode_rows=count if num_new == 1 else 0, admitted=[],
             block_updates=updates, tenancy=np.zeros(count, np.int64), published=[],
         )
 
@@ -142,18 +165,23 @@ class LockstepRows:
 
         Full blocks are shared. The last block, which is not full and will be written, stays with the parent's first
         child; every other child gets a copy of its own.
+
+        Raises:
+            OutOfBlocksError: as its name says.
         """
         pool = self._manager.block_pool
         for row in set(range(len(self))) - set(parents):
             self._manager.free(self.sequences[row])
         full = self.lengths // self._size
+        again = (parent for i, parent in enumerate(parents) if parent in parents[:i])
+        self._make_room(sum(len(self.sequences[parent].block_table) - int(full[parent]) for parent in again))
         used: set[int] = set()
         children, sources, targets = [], [], []
         for parent in parents:
             child = self.sequences[parent]
             if parent in used:
                 table, keep = child.block_table, int(full[parent])
-                own = self._take(len(table) - keep)
+                own = [block.block_id for block in pool.allocate(len(table) - keep)]
                 pool.touch(pool.blocks[i] for i in table[:keep])
                 sources += table[keep:]
                 targets += own
@@ -188,7 +216,9 @@ class LockstepRows:
             self._manager.publish(seq, tokens[row], full * self._size)
 
     def free(self) -> None:
-        """Give back every block and slot."""
+        """Give back every block and slot. What the plan handed out last was to compute may not have been."""
+        self._manager.block_pool.unpublish(self._promised)
+        self._promised = []
         for seq in self.sequences:
             self._manager.free(seq)
         self._scheduler.give_slots(self.slots.tolist())
@@ -202,14 +232,13 @@ class LockstepRows:
             self._grow(self._manager.shortage(seq, num_tokens, hits or []))
         return new
 
-    def _take(self, count: int) -> list[int]:
-        pool = self._manager.block_pool
-        while pool.num_free < count:
-            self._grow(count - pool.num_free)
-        return [block.block_id for block in pool.allocate(count)]
+    def _make_room(self, count: int) -> None:
+        """As many free blocks."""
+        while (missing := count - self._manager.block_pool.num_free) > 0:
+            self._grow(missing)
 
     def _grow(self, missing: int) -> None:
-        if not self._scheduler.ask_for_blocks(missing):
+        if not self._scheduler.make_room(missing):
             raise OutOfBlocksError(f"{missing} blocks are missing, and the KV pool cannot grow")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -91,6 +92,22 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return int(self.num_new_tokens.sum())
+
+    def behind(self, rows: Seq[StepPlan]) -> StepPlan:
+        """This step with decode rows of others in front of its own; they sample nothing."""
+        plans = [*rows, self]
+        updates = zip(*(plan.block_updates for plan in plans), strict=True)
+
+        def column(name: str) -> np.ndarray:
+            return np.concatenate([getattr(plan, name) for plan in plans])
+
+        return StepPlan(
+            sequences=[seq for plan in plans for seq in plan.sequences], slots=column("slots"),
+            num_new_tokens=column("num_new_tokens"), start=column("start"), write_from=column("write_from"),
+            samples=column("samples"), num_decode_rows=sum(plan.num_decode_rows for plan in plans),
+            admitted=self.admitted, block_updates=BlockUpdates(*map(np.concatenate, updates)),
+            tenancy=column("tenancy"), published=self.published,
+        )
 
     def token_columns(self, first_row: int = 0) -> np.ndarray:
         """Slot, position and write_from of every token, row after row from `first_row` on; int64 [3, T]."""

@@ -40,7 +40,27 @@ class RunningTable:
         self.tenancy = np.zeros(num_slots, np.int64)
         self.eos = np.full((num_slots, 1), -1, np.int32)
         self.tokens = np.zeros((num_slots, FIRST_COLUMNS), np.int32)
+        self.num_lent = 0  # slots of rows that are none of the scheduler's
         self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def num_tenants(self) -> int:
+        return self.num_slots - len(self._free) - self.num_lent
+
+    def grow(self, num_slots: int) -> None:
+        """Raise the number of slots to this; the new ones are taken last."""
+        old, more = self.num_slots, num_slots - self.num_slots
+        self.sequences += [None] * more
+        for name in ("scheduled", "known", "target", "capacity", "limit", "decoding", "draining", "in_flight",
+                     "tenancy"):
+            setattr(self, name, np.pad(getattr(self, name), (0, more)))
+        self.eos = np.pad(self.eos, ((0, more), (0, 0)), constant_values=-1)
+        self.tokens = np.pad(self.tokens, ((0, more), (0, 0)))
+        self._free = [*range(num_slots - 1, old - 1, -1), *self._free]
 
     @property
     def num_free_slots(self) -> int:
@@ -86,10 +106,12 @@ class RunningTable:
         """Free slots, without a tenant, until `give`."""
         taken = self._free[len(self._free) - count :]
         assert len(taken) == count
+        self.num_lent += count
         del self._free[len(self._free) - count :]
         return taken
 
     def give(self, slots: list[int]) -> None:
+        self.num_lent -= len(slots)
         self._free += reversed(slots)
 
     def read_tokens(self, slot: int, first: int) -> list[int]:

@@ -29,9 +29,14 @@ class Scheduler:
         config: Sizes.
         on_shortage: Called with the number of missing blocks before anyone is preempted or refused for want of them;
             returns how many blocks there are now, in total.
+        on_few_slots: Called with the number of slots that are wanted in total, where rows that are none of the
+            scheduler's hold some; returns how many there are now.
+        on_stuck: Called where nobody is left to preempt. True says that rows that are none of the scheduler's hold
+            blocks, or have just given some back: there is something to wait for.
     """
 
-    def __init__(self, config: SchedulerConfig, on_shortage: Callable[[int], int] | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, on_shortage: Callable[[int], int] | None = None,
+                 on_few_slots: Callable[[int], int] | None = None, on_stuck: Callable[[], bool] | None = None) -> None:
         self.config = config
         self.kv_cache_manager = KVCacheManager(
             config.block_size, config.num_blocks, config.enable_prefix_caching, config.max_model_len
@@ -44,7 +49,8 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._failed: list[Sequence] = []
         self._num_arrived = 0
-        self._on_shortage = on_shortage
+        self._on_shortage, self._on_few_slots = on_shortage, on_few_slots
+        self._on_stuck = on_stuck if on_stuck is not None else lambda: False
         # Columns of a plan that only decodes: shared by all such plans, so nobody may write to them.
         self._ones = np.ones(config.max_num_seqs, np.int32)
         self._trues = np.ones(config.max_num_seqs, bool)
@@ -112,7 +118,15 @@ class Scheduler:
         return self._table.num_free_slots
 
     def take_slots(self, count: int) -> list[int]:
-        """Lend slots to rows that are none of the scheduler's; nothing may be scheduled until `give_slots`."""
+        """Lend slots to rows that are none of the scheduler's, until `give_slots`; there may be more slots afterwards.
+
+        Raises:
+            MemoryError: too few are free, and there is no memory for more.
+        """
+        if self._table.num_free_slots < count:
+            self._ask_for_slots(count)
+        if (free := self._table.num_free_slots) < count:
+            raise MemoryError(f"{count} rows need a slot each, {free} are free, and there is no memory for more")
         return self._table.take(count)
 
     def give_slots(self, slots: list[int]) -> None:
@@ -207,17 +221,35 @@ class Scheduler:
         self._partial = None if done else seq
         prefills.add(seq, start, end, write_from, done)
 
+    def _has_slot(self) -> bool:
+        """Is there a slot for one more sequence? Those that are lent do not count against ``max_num_seqs``."""
+        table = self._table
+        if table.num_tenants >= self.config.max_num_seqs:
+            return False
+        if not table.num_free_slots:
+            self._ask_for_slots(0)
+        return table.num_free_slots > 0
+
+    def _ask_for_slots(self, lent: int) -> None:
+        """Have as many slots that everybody gets all of theirs, the next `lent` for others included."""
+        if self._on_few_slots is not None:
+            wanted = self.config.max_num_seqs + self._table.num_lent + lent
+            if (found := self._on_few_slots(wanted)) > self._table.num_slots:
+                self._table.grow(found)
+
     def _admit(self, prefills: PrefillRows) -> None:
         """Give slots and blocks to waiting sequences, first come first served, while everything lasts."""
         manager, table = self.kv_cache_manager, self._table
-        while prefills.room and table.num_free_slots:
+        while prefills.room:
             seq = self._waiting.peek()
-            if seq is None or seq.num_in_flight:
+            if seq is None or seq.num_in_flight or not self._has_slot():
                 return
             num_tokens = seq.num_tokens
             hits, num_hit = manager.get_computed_blocks(seq)
             if manager.allocate_slots(seq, num_tokens, hits) is None:
                 if self.ask_for_blocks(manager.shortage(seq, num_tokens, hits)):
+                    continue
+                if not table.num_tenants and self._on_stuck() and manager.can_allocate(seq, num_tokens, hits):
                     continue
                 if manager.num_blocks_for(num_tokens) < self.num_blocks:
                     return  # it fits once others are gone; nobody overtakes it
@@ -277,6 +309,8 @@ class Scheduler:
         """Preempt the newest sequence, maybe this one, or fail this one if it is alone. False: nothing to take."""
         others = [other for other in self._table.tenants() if other is not seq]
         if not others:
+            if self._on_stuck():
+                return self.num_free_blocks > 0
             self._fail(seq)
             return True
         # Who has reached its end gives its blocks back by itself at the next commit.
@@ -285,6 +319,15 @@ class Scheduler:
             return False
         self._preempt(max([seq, *victims], key=lambda victim: victim.rank))
         return True
+
+    def make_room(self, missing: int) -> bool:
+        """For rows that are none of the scheduler's: ask for blocks, else preempt the newest. False: nobody is left."""
+        if self.ask_for_blocks(missing):
+            return True
+        victims = [seq for seq in self._table.tenants() if seq.status is not Status.FINISHED]
+        if victims:
+            self._preempt(max(victims, key=lambda victim: victim.rank))
+        return bool(victims)
 
     def ask_for_blocks(self, missing: int) -> bool:
         """Ask the owner of the pool for more; True if it grew."""

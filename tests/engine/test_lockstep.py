@@ -52,19 +52,20 @@ def test_logits_are_those_of_the_models_own_forward(model):
     assert_idle(model)
 
 
-def test_no_rows_inside_rows(model):
+def test_rows_inside_rows_and_memory_that_they_hold(model):
     engine = hf_paged.get_engine(hf_paged.enable(model))
-    with engine.lockstep([[1, 2]], 3), engine.lockstep([[1, 2]], 3) as inner:
-        assert "inside a step" in inner
+    with engine.lockstep([[1, 2]], 3) as outer, engine.lockstep([[1, 2]], 3) as inner:
+        assert torch.equal(outer.prompts(), inner.prompts())
         with pytest.raises(RuntimeError, match="under way"):
             engine.release_memory()
-    assert_idle(model)
+    engine.release_memory()
+    assert engine.stats().num_blocks == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_running_requests_of_others_survive(model, overlap, beams):
-    """They keep their slots and blocks, make the same tokens, and are not run meanwhile."""
+    """They keep their slots and blocks, make the same tokens, and go on meanwhile, in the very same steps."""
     engine = hf_paged.get_engine(hf_paged.enable(model, strict=True, overlap=overlap))
     prompt = random_prompts([20], seed=8)[0]
     expected = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=20)[0, 20:].tolist()
@@ -73,7 +74,7 @@ def test_running_requests_of_others_survive(model, overlap, beams):
     preempted = engine.stats().num_preemptions
     steps = engine.stats().num_steps
     output = model.generate(**INPUTS, **OPTIONS, num_beams=beams)
-    assert engine.stats().num_steps - steps == 12
+    assert engine.stats().num_steps - steps == 12 + 1  # the prompts are a forward of their own
     invariants.check(engine._core.scheduler)
     while engine.has_unfinished():
         tokens += [t for output_ in engine.step() for t in output_.new_token_ids]
@@ -135,7 +136,7 @@ TARGETS = {
     "logits": lambda engine: (engine._core.pool.runner, "logits"),
     "admit": lambda engine: (engine._core.pool.runner.state, "admit"),
     "set_tokens": lambda engine: (engine._core.pool.runner.state, "set_tokens"),
-    "move": lambda engine: (engine._core.pool.runner.state, "move"),
+    "set_tables": lambda engine: (engine._core.pool.runner.state, "set_tables"),
     "copy_blocks": lambda engine: (engine._core.pool.runner.cache, "copy_blocks"),
     "allocate_slots": lambda engine: (engine._core.scheduler.kv_cache_manager, "allocate_slots"),
     "allocate": lambda engine: (engine._core.scheduler.kv_cache_manager.block_pool, "allocate"),
@@ -159,6 +160,27 @@ def test_a_call_that_dies_anywhere_leaves_a_working_engine(model, target, at, af
     expected = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=9)[0, 9:].tolist()
     engine.add_request(prompt, GenerationConfig(max_new_tokens=9))
     tokens = [t for _ in range(3) for output in engine.step() for t in output.new_token_ids]
+    other = random_prompts([19, 4], seed=9)
+    with engine.lockstep(other, 4) as rows:  # of another caller, in the middle of their call
+        rows.prompts()
+        rows.decode(torch.tensor([[3], [4]]))
+        _die(model, engine, target, at, after, error)
+        after_all = rows.decode(torch.tensor([[5], [6]]))[:, 0]
+    for i, prompt in enumerate(other):
+        with torch.no_grad():
+            answer = model(input_ids=torch.tensor([[*prompt, 3 + i, 5 + i]])).logits[0, -1]
+        assert torch.allclose(after_all[i], answer, atol=1e-4)
+    while engine.has_unfinished():
+        tokens += [t for output in engine.step() for t in output.new_token_ids]
+    assert tokens == expected
+    assert_idle(model)
+    invariants.check(engine._core.scheduler)
+    assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)
+    assert_native_parity(model, **INPUTS, max_new_tokens=6)
+
+
+def _die(model, engine, target, at, after, error):
+    """A beam search whose `at`-th call of the target raises, before or after it did its work."""
     owner, name = TARGETS[target](engine)
     method, calls = getattr(owner, name), 0
 
@@ -182,13 +204,6 @@ def test_a_call_that_dies_anywhere_leaves_a_working_engine(model, target, at, af
     finally:
         delattr(owner, name)
     assert died == (calls >= at)
-    while engine.has_unfinished():
-        tokens += [t for output in engine.step() for t in output.new_token_ids]
-    assert tokens == expected
-    assert_idle(model)
-    invariants.check(engine._core.scheduler)
-    assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)
-    assert_native_parity(model, **INPUTS, max_new_tokens=6)
 
 
 class Changing(LogitsProcessor):
@@ -196,10 +211,12 @@ class Changing(LogitsProcessor):
 
     def __init__(self, model):
         self.norm, self.calls = model.model.layers[0].input_layernorm, 0
+        self.before = lambda: None
 
     def __call__(self, input_ids, scores):
         self.calls += 1
         if self.calls == 3:
+            self.before()
             self.norm.variance_epsilon = 4.0
         return scores
 
@@ -207,9 +224,11 @@ class Changing(LogitsProcessor):
 def test_a_model_that_changes_in_the_middle_leaves_nothing_stale_behind():
     """Stock computes on with the old keys and values; nobody else may get to see what comes of that."""
 
-    def call(model, **kwargs):
+    def call(model, before=lambda: None, **kwargs):
         model.model.layers[0].input_layernorm.variance_epsilon = 1e-6
-        return model.generate(logits_processor=LogitsProcessorList([Changing(model)]), **kwargs)
+        changing = Changing(model)
+        changing.before = before
+        return model.generate(logits_processor=LogitsProcessorList([changing]), **kwargs)
 
     model = tiny_model()
     prompt = random_prompts([20], seed=8)[0]
@@ -217,13 +236,16 @@ def test_a_model_that_changes_in_the_middle_leaves_nothing_stale_behind():
     engine = hf_paged.get_engine(model)
     assert_native_parity(model, input_ids=output, max_new_tokens=8)
     model.model.layers[0].input_layernorm.variance_epsilon = 1e-6
-    engine.add_request(prompt, GenerationConfig(max_new_tokens=30))
+    running = engine.add_request(prompt, GenerationConfig(max_new_tokens=30))
     for _ in range(3):
         engine.step()
-    call(model, **batch([20]), max_new_tokens=40)
+    old = []
+    call(model, lambda: old.extend(engine._core.requests[running].sequence.output_token_ids), **batch([20]),
+         max_new_tokens=40)
+    assert 3 < len(old) < 10
     done = [output.completion for _ in range(60) for output in engine.step() if output.completion]
-    answer = stock_generate(model, input_ids=torch.tensor([prompt + done[0].token_ids[:3]]), max_new_tokens=27)
-    assert done[0].token_ids[3:] == answer[0, 23:].tolist()  # computed anew by the model as it is now
+    answer = stock_generate(model, input_ids=torch.tensor([prompt + old]), max_new_tokens=30 - len(old))
+    assert done[0].token_ids == old + answer[0, 20 + len(old) :].tolist()  # computed anew by the model as it is now
     assert_idle(model)
 
 

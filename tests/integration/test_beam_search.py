@@ -84,7 +84,7 @@ def test_beams_share_the_blocks_of_their_prompt(model):
     assert_same_tensor(model.generate(**inputs, max_new_tokens=30, num_beams=4), expected)
     assert_idle(model)
     hf_paged.enable(model, num_blocks=6 + 4 * 2)
-    with pytest.warns(hf_paged.FallbackWarning, match="14 blocks.* has 13"):
+    with pytest.warns(hf_paged.FallbackWarning, match="14 blocks.* holds 13"):
         assert_same_tensor(model.generate(**inputs, max_new_tokens=30, num_beams=4), expected)
 
 

@@ -301,17 +301,17 @@ def test_a_processor_that_raises(model, at):
     assert_lockstep(model, **INPUTS, max_new_tokens=12, repetition_penalty=1.3)
 
 
-def test_generate_called_by_a_processor_goes_to_stock(model):
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["native", "beams"])
+def test_generate_called_by_a_processor_runs_on_the_engine_too(model, options):
     inner = []
 
     class Nested(LogitsProcessor):
         def __call__(self, input_ids, scores):
-            with pytest.warns(hf_paged.FallbackWarning, match="inside a step"):
-                inner.append(model.generate(**batch([9]), max_new_tokens=3))
+            inner.append(model.generate(**batch([9]), max_new_tokens=3, **options))
             return scores
 
-    expected = stock_generate(model, **batch([9]), max_new_tokens=3)
-    hf_paged.enable(model)
+    expected = stock_generate(model, **batch([9]), max_new_tokens=3, **options)
+    hf_paged.enable(model, strict=True)
     output = model.generate(**INPUTS, max_new_tokens=3, logits_processor=LogitsProcessorList([Nested()]))
     assert_same_tensor(output[:, 20:], FREE[:, :3])
     assert len(inner) == 3
@@ -334,16 +334,26 @@ def test_rows_that_do_not_fit_go_to_stock_before_anything_ran(model):
     hf_paged.enable(model, num_blocks=5)
     expected = stock_generate(model, **INPUTS, max_new_tokens=12, repetition_penalty=1.2)
     seen = Recording()
-    with pytest.warns(hf_paged.FallbackWarning, match="5 blocks.* has 4"):
+    with pytest.warns(hf_paged.FallbackWarning, match="5 blocks.* holds 4"):
         output = model.generate(**INPUTS, max_new_tokens=12, repetition_penalty=1.2)
     assert_same_tensor(output, expected)
     with pytest.warns(hf_paged.FallbackWarning):
         model.generate(**INPUTS, max_new_tokens=12, logits_processor=LogitsProcessorList([seen]))
     assert len(seen.ids) == 12
-    hf_paged.enable(model, max_num_seqs=2)
-    with pytest.warns(hf_paged.FallbackWarning, match="3 rows.* 2 of max_num_seqs"):
-        assert_same_tensor(model.generate(**INPUTS, max_new_tokens=12, repetition_penalty=1.2), expected)
+    assert_idle(model)
     assert hf_paged.get_engine(model).stats().num_generated_tokens == 0
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_more_rows_than_max_num_seqs_get_slots_of_their_own(model, beams):
+    expected = stock_generate(model, **INPUTS, max_new_tokens=12, num_beams=beams)
+    hf_paged.enable(model, max_num_seqs=2, strict=True)
+    for _ in range(2):
+        assert_same_tensor(model.generate(**INPUTS, max_new_tokens=12, num_beams=beams), expected)
+    assert_native_parity(model, **INPUTS, max_new_tokens=12)
+    scheduler = hf_paged.get_engine(model)._core.scheduler
+    assert scheduler.num_free_slots == 2 + 3 * beams  # grown once
+    assert_idle(model)
 
 
 def test_the_pool_grows_in_the_middle(model):

@@ -145,6 +145,7 @@ class Driver:
         self.plans: list[StepPlan] = []
         self.finished: list[Sequence] = []
         self.num_steps = 0
+        self.lent = list  # block tables of rows that are none of the scheduler's
 
     def _on_shortage(self, missing: int) -> int:
         assert missing > 0
@@ -167,8 +168,9 @@ class Driver:
             assert seq.finish_reason == "error"
             needed = -(-seq.num_tokens // self.config.block_size)
             assert needed > max(self.scheduler.num_blocks, self.max_blocks) - 1, "it would have fitted alone"
+            assert not self.lent(), "others would have given their blocks back"
             self.finished.append(seq)
-        invariants.check(self.scheduler)
+        invariants.check(self.scheduler, self.lent())
         launched = None
         if plan is not None:
             self.plans.append(plan)
@@ -179,7 +181,7 @@ class Driver:
                     self.drain()
                 self.scheduler.rollback(plan)
                 self.pending = None
-                invariants.check(self.scheduler)
+                invariants.check(self.scheduler, self.lent())
                 return plan
         if not self.overlap and launched is not None:
             self.commit(*launched)
@@ -191,7 +193,7 @@ class Driver:
     def commit(self, plan: StepPlan, tokens: np.ndarray) -> None:
         before = {id(seq): seq.num_output_tokens for seq in plan.sequences}
         result = self.scheduler.commit(plan, tokens)
-        invariants.check(self.scheduler)
+        invariants.check(self.scheduler, self.lent())
         accepted = {id(plan.sequences[row]) for row in result.accepted.tolist()}
         assert result.accepted.tolist() == sorted(set(result.accepted.tolist()))
         for row, seq in enumerate(plan.sequences):

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from fake_model import Driver, config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,11 +48,13 @@ class Pages:
             for offset in range(SIZE):
                 self.content[target, offset] = self.content.get((source, offset))
 
-    def check(self, tokens):
+    def check(self, tokens, others=None):
         for seq, length, known in zip(self.rows.sequences, self.rows.lengths.tolist(), tokens, strict=True):
             held = [self.content[seq.block_table[i // SIZE], i % SIZE] for i in range(length)]
             assert held == known[:length]
-        check_pool(self.rows._manager.block_pool, Counter(i for seq in self.rows.sequences for i in seq.block_table))
+        if others is None:
+            uses = Counter(i for seq in self.rows.sequences for i in seq.block_table)
+            check_pool(self.rows._manager.block_pool, uses)
 
 
 def compute_prompts(rows, pages):
@@ -136,9 +139,9 @@ def test_what_is_promised_to_fit_fits():
     """`too_many_rows` counts the worst case: no reordering of these rows needs more, and one block less is refused."""
     prompts, new = [[1, 2, 3, 4, 5]] * 4, 8
     needed = 1 + 4 * 2
-    assert too_many_rows(scheduler(needed), prompts, new, needed) is not None
+    assert too_many_rows(prompts, new, SIZE, needed) is not None
     book = scheduler(needed + 1)
-    assert too_many_rows(book, prompts, new, needed + 1) is None
+    assert too_many_rows(prompts, new, SIZE, needed + 1) is None
     rows = LockstepRows(book, prompts, 13, b"")
     compute_prompts(rows, Pages(rows))
     for _ in range(new - 1):
@@ -158,3 +161,78 @@ def test_a_pool_that_does_not_grow_as_promised():
         rows.decode_plan()
     rows.free()
     assert book.num_free_blocks == 2
+
+
+class Beside:
+    """A scheduler with sequences of its own, and at most one group of rows beside them."""
+
+    def __init__(self, **changes):
+        self.driver = Driver(config(**changes), overlap=True)
+        self.rows, self.gave_way = None, 0
+        book = self.book = self.driver.scheduler
+        book._on_few_slots, book._on_stuck = self.grow, self.give_way
+        self.driver.lent = lambda: [seq.block_table for seq in self.rows.sequences] if self.rows else []
+
+    def grow(self, wanted):
+        model = self.driver.model
+        model.tables += [[] for _ in range(wanted - len(model.tables))]
+        model.tokens += [[] for _ in range(wanted - len(model.tokens))]
+        return wanted
+
+    def give_way(self):
+        if self.rows is not None:
+            self.gave_way += 1
+            self.end()
+            return True
+        return False
+
+    def begin(self, prompts):
+        try:
+            self.rows = LockstepRows(self.book, prompts, 40, b"nobody else hits what only these plans promise")
+            for _ in self.rows.prompt_plans():
+                pass
+            self.rows.fork()
+        except OutOfBlocksError:
+            self.end()
+
+    def end(self):
+        self.rows.free()
+        self.rows = None
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_sequences_of_the_scheduler_beside_rows_in_a_small_pool(data):
+    """Rows take slots and blocks whenever they need them; sequences are preempted for them, and end as if alone."""
+    beside = Beside(num_blocks=data.draw(st.integers(8, 24)), max_num_seqs=data.draw(st.integers(1, 3)),
+                    enable_prefix_caching=data.draw(st.booleans()))
+    sequences = []
+    for number in range(data.draw(st.integers(3, 25))):
+        action = data.draw(st.sampled_from(["add", "step", "step", "begin", "decode", "decode", "reorder", "end"]))
+        rows = beside.rows
+        if action == "add":
+            prompt = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=12))
+            sequences.append(beside.driver.add(f"{number}", prompt, data.draw(st.integers(1, 9))))
+        elif action == "step":
+            beside.driver.step()
+        elif action == "begin" and rows is None:
+            beside.begin(data.draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=4)))
+        elif rows is not None and action in ("decode", "reorder"):
+            try:
+                if action == "reorder":
+                    rows.reorder(data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=len(rows),
+                                                    max_size=len(rows))))
+                elif int(rows.lengths.max()) < 40:
+                    rows.decode_plan()
+            except OutOfBlocksError:
+                beside.end()
+        elif rows is not None and action == "end":
+            beside.end()
+        invariants.check(beside.book, beside.driver.lent())
+        assert beside.book._table.num_tenants <= beside.book.config.max_num_seqs
+    if beside.rows is not None:
+        beside.end()
+    beside.driver.run()
+    for seq in sequences:
+        beside.driver.check_output(seq)
+    assert beside.book.num_free_slots == beside.book._table.num_slots
