@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.engine import log_probs
 from hf_paged.engine.detokenizer import TextStream
 from hf_paged.engine.lockstep import LockstepBatch, Way
+from hf_paged.engine.pace import Pace
 from hf_paged.engine.session import NewRequest, Request, Session, failed_output
 from hf_paged.engine.stopping import ended
 from hf_paged.errors import EngineClosedError
@@ -46,7 +48,7 @@ class EngineCore:
         self.scheduler: Scheduler | None = None
         self.requests: dict[str, Request] = {}
         self.batches: list[LockstepBatch] = []  # rows of callers who pick their tokens themselves
-        self.count_batch = itertools.count().__next__
+        self._batch_numbers = itertools.count()
         self._in_flight: tuple[StepPlan, StepHandle] | None = None
         # True while scheduler or runner may be half-way through a change: an interrupt leaves it set.
         self.dirty = False
@@ -54,6 +56,8 @@ class EngineCore:
         self.control_flag = False  # of a sharded model: a committed step announced commands of rank 0
         self.failed_here: list[str] = []  # requests of a sharded model that fail on this rank alone
         self._joined_logits: torch.Tensor | None = None  # [N, V] of the rows that joined the last step
+        self._pace = Pace()
+        self._launched_before = False, False  # did the last step only decode requests' rows; did others join it?
         self._state_key = b""  # of the model, when the runner was prepared
         self._arrivals: list[Request] = []  # since the last step
         # Did a request come, since there was none at all, that streams; with a stop rule; that wants log-probabilities?
@@ -126,6 +130,10 @@ class EngineCore:
             yield
         self.dirty = False
 
+    def count_batch(self) -> int:
+        """A number above those given out before."""
+        return next(self._batch_numbers)
+
     @property
     def device(self) -> torch.device:
         """The model's."""
@@ -177,6 +185,11 @@ class EngineCore:
         waiting = [batch for batch in self.batches if batch.is_waiting]
         if self.is_idle and not waiting:
             return False
+        if not self.requests:
+            self._pace.rest()
+        elif not self._pace.may_join():
+            waiting = []
+        started = time.perf_counter()
         if self.pool.moved():
             self.restart_over_a_new_pool()
         runner = self.pool.runner  # its device is the model's: that was just compared
@@ -206,6 +219,8 @@ class EngineCore:
                 else:
                     previous, self._in_flight = self._in_flight, launched
                     self._commit(previous)
+                self._note_pace(plan, joined=bool(joining), overlapped=self._in_flight is not None,
+                                seconds=time.perf_counter() - started)
                 if joining:
                     self._answer_rows(joining, has_looked=look_now)
                 for sequence in scheduler.take_failed():
@@ -216,6 +231,16 @@ class EngineCore:
         finally:
             self.stepping_thread = None
         return is_busy or any(not batch.is_waiting or batch.is_computing for batch in waiting)
+
+    def _note_pace(self, plan: StepPlan | None, *, joined: bool, overlapped: bool, seconds: float) -> None:
+        """What was waited for in this step: with overlap, the step before it."""
+        if plan is None:
+            self._pace.rest()
+        decodes = plan is not None and plan.num_decode_rows == len(plan.slots)
+        before, self._launched_before = self._launched_before, (decodes, joined)
+        decodes, joined = before if overlapped else self._launched_before
+        if decodes:
+            self._pace.took(seconds, joined=joined)
 
     def _prepare_rows(self, waiting: list[LockstepBatch]) -> list[tuple[LockstepBatch, StepPlan]] | None:
         """Bring those who wait for logits closer to them; returns whose decode rows are to join the step.
@@ -276,7 +301,7 @@ class EngineCore:
         if not has_looked and self.model_changed():  # looked at while the device computes
             for batch, _ in joining:
                 if batch.rows is not None:
-                    batch.rows.crop(1)
+                    batch.uncount(batch.rows, 1)
             return
         pieces = logits.split([len(plan.slots) for _, plan in joining])
         for (batch, _), piece in zip(joining, pieces, strict=True):

@@ -7,18 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from hf_paged.kernels.upload import upload
+from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.request_state import SlotParameters
-from hf_paged.scheduler import Sequence, StepPlan
+from hf_paged.scheduler import Scheduler, Sequence, StepPlan
 from hf_paged.scheduler.lockstep_rows import LockstepRows, OutOfBlocksError, RowMoves
-
-if TYPE_CHECKING:
-    from hf_paged.engine.core import EngineCore
 
 # Seconds after which rows that ask for nothing may lose their blocks to whoever cannot go on without them: their
 # caller's code may be waiting for just that one.
@@ -31,6 +29,27 @@ class Way(enum.Enum):
     FREE = enum.auto()
     WAIT = enum.auto()
     NONE = enum.auto()
+
+
+class Core(Protocol):
+    """What rows ask the `EngineCore` for."""
+
+    totals: dict[str, int]
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def runner(self) -> ModelRunner: ...
+    @property
+    def weights_version(self) -> int: ...
+    def count_batch(self) -> int: ...
+    def changing(self) -> AbstractContextManager: ...
+    def scheduler_or_build(self) -> Scheduler: ...
+    def receive_rows(self, prompts: list[Sequence]) -> None: ...
+    def model_changed(self) -> bool: ...
+    def weights_moved(self) -> bool: ...
+    def trust_cache(self) -> None: ...
+    def make_way(self, asking: LockstepBatch) -> Way: ...
 
 
 class LockstepBatch:
@@ -49,7 +68,7 @@ class LockstepBatch:
         cache_salt: as in `RequestSettings`, of all rows.
     """
 
-    def __init__(self, core: EngineCore, held: Callable[[], AbstractContextManager],
+    def __init__(self, core: Core, held: Callable[[], AbstractContextManager],
                  drive: Callable[[LockstepBatch], None], prompts: list[list[int]], max_new_tokens: int,
                  cache_salt: bytes = b"") -> None:
         self.rows: LockstepRows | None = None
@@ -68,6 +87,7 @@ class LockstepBatch:
         self._stream: torch.cuda.Stream | None = None  # of the caller
         self._chunks: Iterator[None] | None = None  # computes another part of the known tokens each time
         self._logits: list[torch.Tensor] = []  # after the prompts so far
+        self._places: torch.Tensor | None = None  # [2, R] int64 on the device: slots, and positions of the next tokens
         self._version: int | None = None  # of the weights when the first token was computed; None: they changed
 
     # -- the caller's side ------------------------------------------------------------------------------------------
@@ -94,7 +114,8 @@ class LockstepBatch:
         if parents == list(range(len(parents))):
             return
         with self._held():
-            rows, self._prompts = self.rows, [self._prompts[parent] for parent in parents]
+            rows, self._places = self.rows, None
+            self._prompts = [self._prompts[parent] for parent in parents]
             if self._tokens is not None:
                 with self._core.changing():
                     self._tokens = self._tokens[upload(np.array(parents, np.int64), self._core.device)]
@@ -113,7 +134,7 @@ class LockstepBatch:
         with self._held():
             if self.rows is not None:
                 with self._core.changing():
-                    self.rows.crop(num_tokens)
+                    self.uncount(self.rows, num_tokens)
             self._count -= num_tokens
             if self._count < 0:
                 self._prompts = [prompt[: self._count] for prompt in self._prompts]
@@ -164,6 +185,11 @@ class LockstepBatch:
 
     # -- inside a step, the engine's lock held ----------------------------------------------------------------------
 
+    def uncount(self, rows: LockstepRows, num_tokens: int) -> None:
+        """The last tokens of these rows are no longer computed."""
+        self._places = None
+        rows.crop(num_tokens)
+
     @property
     def is_waiting(self) -> bool:
         """Is a question open?"""
@@ -189,7 +215,7 @@ class LockstepBatch:
 
     def lose(self) -> None:
         """Whatever held the rows is gone."""
-        self.rows, self._chunks, self._logits = None, None, []
+        self.rows, self._chunks, self._logits, self._places = None, None, [], None
 
     def distrust(self) -> None:
         """The model changed: keys and values of before and after it are no prefix of anyone else's."""
@@ -226,7 +252,7 @@ class LockstepBatch:
             self._core.model_changed()
         self._logits = []
         plan = self.rows.decode_plan(num_new)
-        runner.state.set_tokens(plan.slots, plan.start, self._asked.to(runner.device))
+        self._set_tokens(plan, self._asked.to(runner.device))
         if num_new == 1:
             return plan
         self.answer(runner.logits(plan, [], of_every_token=True))
@@ -284,7 +310,7 @@ class LockstepBatch:
             columns = self._tokens[:, first : min(first + most, self._count)]
             first += columns.shape[1]
             plan = rows.decode_plan(columns.shape[1])
-            core.runner.state.set_tokens(plan.slots, plan.start, columns)
+            self._set_tokens(plan, columns)
             core.runner.logits(plan, [])
             core.totals["steps"] += 1
             core.totals["prefill"] += plan.num_tokens
@@ -294,6 +320,15 @@ class LockstepBatch:
         """Of the last known token of every row."""
         logits, self._logits = torch.cat(self._logits), []
         return logits
+
+    def _set_tokens(self, plan: StepPlan, tokens: torch.Tensor) -> None:
+        """Let the device know the tokens of a plan that is to compute them."""
+        if self._places is None:
+            slots_and_starts = np.stack([plan.slots, plan.start]).astype(np.int64)
+            self._places = upload(slots_and_starts, self._core.device)
+        slots, starts = self._places
+        self._core.runner.state.set_tokens(slots, starts, tokens)
+        starts += tokens.shape[1]
 
     def _known_tokens(self) -> list[list[int]]:
         if not self._count:

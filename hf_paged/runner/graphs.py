@@ -219,7 +219,7 @@ class StepGraphs:
 
     def _replay(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> Any:
         for tensor, array in zip(captured.inputs, inputs, strict=True):
-            tensor.copy_(upload(array, self._device))
+            tensor.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
         captured.graph.replay()
         return captured.result
 

@@ -166,11 +166,13 @@ class RequestState:
         index = self._upload(np.array(slots, dtype=np.int64))
         self.block_table[index, : max(len(t) for t in tables)] = self._upload(_pad(tables))
 
-    def set_tokens(self, slots: np.ndarray, start: np.ndarray, tokens: torch.Tensor) -> None:
-        """Write ``tokens`` [rows, n], which lie on the device, to the history of ``slots`` from ``start`` on."""
-        index, first = self._upload(np.stack([slots, start]).astype(np.int64))
-        columns = first[:, None] + torch.arange(tokens.shape[1], device=self.device)
-        self.tokens[index[:, None], columns] = tokens.to(self.tokens.dtype)
+    def set_tokens(self, slots: torch.Tensor, start: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write ``tokens`` [rows, n] to the history of ``slots`` [rows] from ``start`` [rows] on, both int64."""
+        if tokens.shape[1] == 1:
+            self.tokens[slots, start] = tokens[:, 0].to(self.tokens.dtype)
+            return
+        columns = start[:, None] + torch.arange(tokens.shape[1], device=self.device)
+        self.tokens[slots[:, None], columns] = tokens.to(self.tokens.dtype)
 
     def update_blocks(self, slots: np.ndarray, columns: np.ndarray, block_ids: np.ndarray) -> None:
         """Write new block-table entries of running sequences."""

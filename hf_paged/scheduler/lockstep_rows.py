@@ -75,6 +75,7 @@ class LockstepRows:
             for i, prompt in enumerate(distinct)
         ]
         self.lengths = np.zeros(len(distinct), np.int32)
+        self._capacity: np.ndarray | None = None  # tokens that each row's blocks hold; None: to be counted
         self._promised: list[KVBlock] = []  # of the prompts' plan that was handed out last
         self.slots = np.array(scheduler.take_slots(len(prompts)), np.int32)
 
@@ -139,19 +140,7 @@ class LockstepRows:
         start = self.lengths
         if int(start.max()) + num_new > self._max_tokens:
             raise ValueError(f"{int(start.max()) + num_new} tokens in a row that was made for {self._max_tokens}")
-        wanted = -(-(start + np.int32(num_new)) // self._size)
-        self._make_room(int((wanted - self._capacity() // self._size).clip(min=0).sum()))
-        slots: list[int] = []
-        columns: list[int] = []
-        ids: list[int] = []
-        for row in np.flatnonzero(self._capacity() < start + num_new).tolist():
-            seq = self.sequences[row]
-            first = len(seq.block_table)
-            new = self._allocate(seq, int(start[row]) + num_new)
-            slots += [seq.slot] * len(new)
-            columns += range(first, first + len(new))
-            ids += new
-        updates = BlockUpdates(*(np.array(x, np.int32) for x in (slots, columns, ids))) if ids else NO_UPDATES
+        updates = self._extend_tables(start + np.int32(num_new))
         self.lengths = start + np.int32(num_new)
         count = len(self)
         return StepPlan(
@@ -159,6 +148,28 @@ class LockstepRows:
             write_from=start, samples=np.zeros(count, bool), num_decode_rows=count if num_new == 1 else 0, admitted=[],
             block_updates=updates, tenancy=np.zeros(count, np.int64), published=[],
         )
+
+    def _extend_tables(self, lengths: np.ndarray) -> BlockUpdates:
+        """Blocks for so many tokens of every row: all of them, or an OutOfBlocksError and none."""
+        if self._capacity is None:
+            self._capacity = np.array([len(seq.block_table) for seq in self.sequences], np.int32) * self._size
+        needy = np.flatnonzero(self._capacity < lengths)
+        if not needy.size:
+            return NO_UPDATES
+        missing = (lengths[needy] - self._capacity[needy] + np.int32(self._size - 1)) // self._size
+        self._make_room(int(missing.sum()))
+        self._capacity = None
+        slots: list[int] = []
+        columns: list[int] = []
+        ids: list[int] = []
+        for row in needy.tolist():
+            seq = self.sequences[row]
+            first = len(seq.block_table)
+            new = self._allocate(seq, int(lengths[row]))
+            slots += [seq.slot] * len(new)
+            columns += range(first, first + len(new))
+            ids += new
+        return BlockUpdates(*(np.array(x, np.int32) for x in (slots, columns, ids)))
 
     def reorder(self, parents: list[int]) -> RowMoves:
         """Row i becomes what row ``parents[i]`` was; there may be more rows than before, up to the number of slots.
@@ -169,7 +180,7 @@ class LockstepRows:
         Raises:
             OutOfBlocksError: as its name says.
         """
-        pool = self._manager.block_pool
+        pool, self._capacity = self._manager.block_pool, None
         for row in set(range(len(self))) - set(parents):
             self._manager.free(self.sequences[row])
         full = self.lengths // self._size
@@ -196,7 +207,7 @@ class LockstepRows:
 
     def crop(self, num_tokens: int) -> None:
         """Forget the last `num_tokens` tokens of every row; they must not reach into what is published."""
-        self.lengths = self.lengths - np.int32(num_tokens)
+        self.lengths, self._capacity = self.lengths - np.int32(num_tokens), None
         blocks = self._manager.block_pool.blocks
         for seq, length in zip(self.sequences, self.lengths.tolist(), strict=True):
             keep = self._manager.num_blocks_for(length)
@@ -223,9 +234,6 @@ class LockstepRows:
             self._manager.free(seq)
         self._scheduler.give_slots(self.slots.tolist())
         self.sequences = []
-
-    def _capacity(self) -> np.ndarray:
-        return np.array([len(seq.block_table) for seq in self.sequences]) * self._size
 
     def _allocate(self, seq: Sequence, num_tokens: int, hits: list[KVBlock] | None = None) -> list[int]:
         while (new := self._manager.allocate_slots(seq, num_tokens, hits or [])) is None:

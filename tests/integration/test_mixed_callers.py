@@ -149,7 +149,7 @@ def test_a_short_call_does_not_wait_for_a_long_one(model):
     ended = threading.Event()
 
     def long():
-        model.generate(**inputs, **{"logits_processor": LogitsProcessorList([Slow()])})
+        model.generate(**inputs, logits_processor=LogitsProcessorList([Slow()]))
         ended.set()
 
     threads = started(long)

@@ -216,7 +216,8 @@ def test_sequences_of_the_scheduler_beside_rows_in_a_small_pool(data):
         elif action == "step":
             beside.driver.step()
         elif action == "begin" and rows is None:
-            beside.begin(data.draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=4)))
+            prompt = st.lists(st.integers(0, 3), min_size=1, max_size=6)
+            beside.begin(data.draw(st.lists(prompt, min_size=1, max_size=4)))
         elif rows is not None and action in ("decode", "reorder"):
             try:
                 if action == "reorder":
