@@ -106,6 +106,11 @@ class EngineCore:
         self.dirty = False
 
     @property
+    def owes_requests(self) -> bool:
+        """Have rows that step together to wait until requests had steps of their own?"""
+        return bool(self.requests) and not self._pace.may_join()
+
+    @property
     def is_idle(self) -> bool:
         """No request, and nothing in flight."""
         return not self.requests and self._in_flight is None
@@ -187,7 +192,7 @@ class EngineCore:
             return False
         if not self.requests:
             self._pace.rest()
-        elif not self._pace.may_join():
+        if self.owes_requests:
             waiting = []
         started = time.perf_counter()
         if self.pool.moved():

@@ -300,6 +300,11 @@ class Engine:
     def _drive(self, batch: LockstepBatch) -> None:
         """Step until a batch has what it waits for; other threads' steps bring it, too."""
         while batch.is_waiting:
+            steps = self._core.totals["steps"]
+            if self._core.owes_requests:  # their caller steps the engine, as a rule
+                time.sleep(_NAP)
+                if self._core.totals["steps"] != steps:
+                    continue
             with self._lock.turn(after_others=True) as turn, self._lock.rlock:
                 turn.leave()
                 is_stuck = False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-# A step of requests pays off this part of its own time of what a joined step took longer.
-_PAID = 0.5
-_MEMORY = 0.8  # of what was measured before, in the running means
+# A step of requests alone pays off this part of its time of what a joined step took longer.
+_PAID = 0.4
+_MEMORY = 0.8  # of what joined steps took before, in the running mean
+_FORGOTTEN = 1.01  # a step alone, with nothing in its way, takes as long as the shortest of late
 
 
 class Pace:
@@ -26,17 +27,13 @@ class Pace:
     def took(self, seconds: float, *, joined: bool) -> None:
         """A step of requests that decoded only, with or without rows that joined it, took so long."""
         if joined:
-            self._joined = _mean(self._joined, seconds)
+            self._joined = seconds if self._joined is None else _MEMORY * self._joined + (1.0 - _MEMORY) * seconds
             if self._alone is not None:
                 self._debt = max(0.0, self._joined - self._alone)
         else:
-            self._alone = _mean(self._alone, seconds)
-            self._debt -= _PAID * seconds
+            self._alone = seconds if self._alone is None else min(seconds, _FORGOTTEN * self._alone)
+            self._debt -= _PAID * self._alone
 
     def rest(self) -> None:
         """No request is left that is owed anything."""
         self._debt = 0.0
-
-
-def _mean(before: float | None, now: float) -> float:
-    return now if before is None else _MEMORY * before + (1.0 - _MEMORY) * now
