@@ -99,3 +99,20 @@ def process_group(tmp_path):
 def lockstep_only(monkeypatch):
     """Every call of generate takes lockstep, or stock where that cannot have it."""
     monkeypatch.setattr("hf_paged.integration.generate._recognise", lambda *args: "a test wants lockstep")
+
+
+@pytest.fixture
+def native_only(monkeypatch):
+    """A call of generate that the engine does not carry out itself fails."""
+
+    def refuse(*args):
+        raise AssertionError(f"not native: {_reason_of(*args)}")
+
+    monkeypatch.setattr("hf_paged.integration.generate.run_or_fall_back", refuse)
+
+
+def _reason_of(engine, model, method, input_ids, stopping_criteria, config, synced_gpus, model_kwargs):
+    from hf_paged.integration.generate import _recognise
+
+    processors = method.keywords["logits_processor"]
+    return _recognise(engine, model, input_ids, processors, stopping_criteria, config, synced_gpus, model_kwargs)

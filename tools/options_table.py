@@ -12,7 +12,7 @@ from pathlib import Path
 from generated_page import write_or_check
 from transformers import GenerationConfig
 
-from hf_paged.options.settings import FALLBACK, INERT, LOCKSTEP, NATIVE
+from hf_paged.options.settings import FALLBACK, INERT, LOCKSTEP, NATIVE, OF_THE_RESULT
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 TESTS = Path(__file__).resolve().parents[1] / "tests"
@@ -26,10 +26,12 @@ The second column says how `model.generate` runs a call with the option.
 
 * *native*: the engine carries the option out.
 * *inert*: the option changes nothing in greedy search or sampling.
+* *native in a dict*: `model.generate` returns its result in stock's `GenerateDecoderOnlyOutput`, whose
+  `past_key_values` are computed when they are first used (with the model as it was in the call, or an error).
 * *lockstep*: with any value but the neutral ones, stock's own decoding loop runs over the engine's paged forwards.
 * *stock*: such a value sends the call to stock with a `FallbackWarning` (`strict=True` raises `FallbackError`).
 
-For the last two, `PagedGenerator` (but for tensors) and `Engine` raise `UnsupportedOptionError`. An option of a newer
+For the last three, `PagedGenerator` (but for tensors) and `Engine` raise `UnsupportedOptionError`. An option of a newer
 transformers that is not listed counts as *stock*.
 
 `tests/integration/test_generate_fallbacks.py::test_no_option_is_dropped[OPTION]` compares every option with stock. The
@@ -39,10 +41,14 @@ last column names the other test files of `tests/{integration,models,runner,samp
 |---|---|---|---|
 """
 TAIL = """
-A `logits_processor` or `stopping_criteria` of the caller's own and `prefix_allowed_tokens_fn` run in lockstep; a
-`streamer` is native. These arguments of `model.generate` go to stock: `assistant_model`, `past_key_values`,
-`inputs_embeds`, `position_ids` other than stock's, `synced_gpus=True`, `custom_generate`,
-`cache_implementation="paged"`, an `attention_mask` with holes or right padding, lengths beyond the model's positions or
+transformers' own processors and criteria, given as objects, alone or in lists, are native where they say what native
+options say, in an order that makes no difference to stock's: `logits_processor=[TemperatureLogitsWarper(0.7)]` of a
+sampling call, `stopping_criteria=[StopStringCriteria(tokenizer, ["END"])]`. Their subclasses, two processors of a kind, and a
+`logits_processor` or `stopping_criteria` of the caller's own run in lockstep, as does `prefix_allowed_tokens_fn`. A
+`streamer` is native, and so are arguments that stock's decoding ignores (`labels`, `num_items_in_batch`). These
+arguments of `model.generate` go to stock: `assistant_model`, `past_key_values`, `inputs_embeds`, `position_ids` other
+than stock's, `synced_gpus=True`, `custom_generate`, `cache_implementation="paged"`,
+an `attention_mask` with holes or right padding, lengths beyond the model's positions or
 the KV pool, and in lockstep rows that do not fit into the pool all at once.
 
 Some native options run in lockstep where rows of a batch meet in stock: `no_repeat_ngram_size` with left padding,
@@ -67,7 +73,7 @@ def render() -> str:
         if name in NATIVE or name in INERT:
             kind, neutral = "native" if name in NATIVE else "inert", ""
         else:
-            kind = "lockstep" if name in LOCKSTEP else "stock"
+            kind = "native in a dict" if name == OF_THE_RESULT[0] else "lockstep" if name in LOCKSTEP else "stock"
             neutral = ", ".join(f"`{value!r}`" for value in FALLBACK.get(name, (None, False)))
         rows.append(f"| `{name}` | {kind} | {neutral} | {', '.join(tests_of(name))} |")
     return HEAD + "\n".join(rows) + "\n" + TAIL

@@ -20,6 +20,8 @@ class PackageMutation(NamedTuple):
 
 GENERATE, INPUTS, LOCKSTEP = (f"integration/{name}.py" for name in ("generate", "inputs", "stock_loop"))
 PIECES, FALLBACK, CACHE = (f"integration/{name}.py" for name in ("stock_pieces", "fallback", "paged_cache"))
+GIVEN, LATE = (f"integration/{name}.py" for name in ("given_options", "late_cache"))
+GIVEN_TESTS, LATE_TESTS = "integration/test_given_options.py", "integration/test_late_cache.py"
 BATCHING = "integration/continuous_batching"
 BOARD, REQUESTS_FILE, MANAGER = (f"{BATCHING}/{name}.py" for name in ("board", "requests", "manager"))
 OPTIONS_TESTS = "integration/test_generate_options.py"
@@ -33,17 +35,32 @@ BATCHING_TESTS = "integration/continuous_batching/test_methods.py"
 INTEGRATION = [
     PackageMutation(GENERATE, "    if edits.no_repeat_ngram_size:\n", "    if False:\n", OPTIONS_TESTS,
                     "ngrams_of_the_left_padding"),
-    PackageMutation(GENERATE, "if input_ids.shape[1] > 1 and settings.edits.forced_bos_token_id is not None:",
+    PackageMutation(GENERATE, "if width > 1 and settings.edits.forced_bos_token_id is not None:",
                     "if False:", OPTIONS_TESTS, "forced_bos"),
     PackageMutation(GENERATE, "    sequences = [*edits.bad_words_ids, *(",
                     "    sequences = [*(", OPTIONS_TESTS, "would_match_the_padding"),
     PackageMutation(INPUTS, "(np.diff(real, axis=1) < 0).any()", "False", FALLBACK_TESTS, "masks_that_are_not_left"),
     PackageMutation(INPUTS, "not (given == expected).all()", "False", FALLBACK_TESTS,
                     "test_position_ids_of_the_caller"),
-    PackageMutation(PIECES, "if own or not _same(attributes, vars(made)):", "if own:", FALLBACK_TESTS,
+    PackageMutation(PIECES, "    return _same(given, made)\n", "    return True\n", FALLBACK_TESTS,
                     "a_length_processor_of_the_callers_own"),
-    PackageMutation(PIECES, "        if kinds.count(kind) != is_expected:", "        if False:", FALLBACK_TESTS,
-                    "two_length_criteria"),
+    PackageMutation(PIECES, "        min(criterion.max_length for criterion in lengths)",
+                    "        lengths[0].max_length", GIVEN_TESTS, "two and lengths"),
+    PackageMutation(PIECES, "        made = made | {\"prompt_ignore_length\": None}\n", "        pass\n", GIVEN_TESTS,
+                    "RepetitionPenalty and ragged"),
+    PackageMutation(GIVEN, "and not _commute(first, second)", "and False", GIVEN_TESTS, "left_to_stocks_loop"),
+    PackageMutation(GIVEN, "and all(map(math.isfinite, other.sequence_bias.values()))", "", GIVEN_TESTS, "infinite"),
+    PackageMutation(GIVEN, "return max(config.min_new_tokens or 0, (config.min_length or 0) - width, 0)",
+                    "return config.min_new_tokens or 0", GIVEN_TESTS, "MinLength or minima"),
+    PackageMutation(LATE, "range(self._width, tokens", "range(0, tokens", LATE_TESTS, "gemma2"),
+    PackageMutation(LATE, "torch.cat([self._positions, self._positions[:, -1:] + steps]",
+                    "torch.cat([self._positions, self._positions[:, -1:] + 0 * steps]", LATE_TESTS, "are_stocks"),
+    PackageMutation(LATE, "if (reason := self._mark.difference(model)) is not None:", "if False:", LATE_TESTS,
+                    "something_else_by_now"),
+    PackageMutation("runner/weights.py", "if executor.state_key() != self.state_key:", "if True:", LATE_TESTS,
+                    "are_stocks"),
+    PackageMutation(LOCKSTEP, "if config.use_cache is False:\n", "if False:\n", "integration/test_inert_arguments.py",
+                    "without_a_cache_in_lockstep"),
     PackageMutation(FALLBACK, "    if engine.config.strict:\n", "    if False:\n", FALLBACK_TESTS, "inputs_embeds"),
     PackageMutation(LOCKSTEP, "                result[\"past_key_values\"] = cache.to_dynamic(model.config)\n",
                     "                pass\n", LOCKSTEP_TESTS, "the_returned_cache_is_stocks"),

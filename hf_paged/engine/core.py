@@ -27,7 +27,7 @@ from hf_paged.runner.device import DevicePool
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
 from hf_paged.runner.prompt_scores import NOTHING
 from hf_paged.runner.request_state import SlotParameters
-from hf_paged.runner.weights import WeightsGuard
+from hf_paged.runner.weights import ModelMark, WeightsGuard
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
 from hf_paged.scheduler.lockstep_rows import OutOfBlocksError
 
@@ -172,6 +172,13 @@ class EngineCore:
         if self._guard.pending:
             assert self.scheduler is not None
             self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
+
+    def model_mark(self) -> ModelMark:
+        """What the model computed when prompts were last received."""
+        config = self._config
+        options = {"merge_weights": config.merge_weights, "fused_kernels": config.fused_kernels}
+        with torch.inference_mode(False), torch.no_grad(), _ambient(self._executor.kv_spec().device):
+            return ModelMark(options, self._state_key, self._guard.checksum())
 
     def weights_moved(self) -> bool:
         """Do storage and version counters say that the weights are others than when prompts were received?"""

@@ -32,6 +32,7 @@ from hf_paged.outputs import EngineStats, StepOutput
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.peers import connect
 from hf_paged.runner.device import DevicePool
+from hf_paged.runner.weights import ModelMark
 from hf_paged.sampling.sampler import derive_seed
 from hf_paged.scheduler.lockstep_rows import too_many_rows
 
@@ -450,6 +451,11 @@ class Engine:
     def num_logits(self) -> int:
         """Number of logits that the model makes of a token: ids in generation options must lie below it."""
         return self._executor.num_logits
+
+    def model_mark(self) -> ModelMark:
+        """What the model computed in the last call, to be told from what it computes later."""
+        with self._lock.turn(), self._lock.rlock:
+            return self._core.model_mark()
 
     def check_runnable(self) -> None:
         """Raise UnsupportedModelError where `unsupported_reason` gives one; EngineClosedError after `shutdown`."""

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
+from transformers import DynamicCache, GenerationConfig, RepetitionPenaltyLogitsProcessor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.session import NewRequest
@@ -22,11 +23,13 @@ from hf_paged.errors import EngineClosedError
 from hf_paged.integration.call_context import salt_of_call, seed_of_call
 from hf_paged.integration.engines import engine_of
 from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks
+from hf_paged.integration.given_options import min_new_tokens
 from hf_paged.integration.inputs import check_token_ids, paged_prompts
+from hf_paged.integration.late_cache import LateCache
 from hf_paged.integration.stock_loop import run_or_fall_back
-from hf_paged.integration.stock_pieces import EndOfCall, Stops, criteria_reason, processor_reason
+from hf_paged.integration.stock_pieces import EndOfCall, settled_config, stops_of
 from hf_paged.options.arguments import base_seed
-from hf_paged.options.settings import RequestSettings, settings_from_config, token_id_tuple, unsupported_option
+from hf_paged.options.settings import RequestSettings, option_beyond_tokens, settings_from_config, token_id_tuple
 from hf_paged.sampling.edits import Edits
 from hf_paged.sampling.sampler import derive_seed
 
@@ -67,7 +70,13 @@ def sample_method(stock: Any) -> Callable:
                 return in_stock(streamer=columns.rest_of_streamer(), **model_kwargs)
         if streamer is not None:
             streamer.end()
-        return torch.cat([input_ids, columns.tensor().to(input_ids.device)], dim=-1)
+        sequences = torch.cat([input_ids, columns.tensor().to(input_ids.device)], dim=-1)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        cache = None
+        if isinstance(model_kwargs.get("past_key_values"), DynamicCache):
+            cache = LateCache(engine, self, sequences, input_ids.shape[1], model_kwargs)
+        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache)  # type: ignore[arg-type]
 
     return _sample
 
@@ -164,46 +173,50 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
                stopping_criteria: Any, config: GenerationConfig, synced_gpus: bool,
                model_kwargs: dict[str, Any]) -> NativeCall | str:
     """The call as the engine would run it, or the reason why stock has to."""
-    if (option := unsupported_option(config)) is not None:
+    if (option := option_beyond_tokens(config)) is not None:
         return f"{option} is not carried out by the paged engine"
     try:
         token_id_tuple(config.eos_token_id)
+        stops = stops_of(stopping_criteria)
     except TypeError as error:
         return str(error)
-    stops = criteria_reason(config, stopping_criteria)
     if isinstance(stops, str):
         return stops
     prompts = paged_prompts(engine, input_ids, synced_gpus, model_kwargs)
     if isinstance(prompts, str):
         return prompts
-    if (reason := processor_reason(model, config, logits_processor, input_ids, model_kwargs)) is not None:
-        return reason
-    max_length = stopping_criteria.max_length
+    if config.return_dict_in_generate and config.use_cache is not False and engine.group.is_parallel:
+        return "the keys and values of a model that is sharded over several ranks"
+    width = input_ids.shape[1]
+    stops = stops._replace(max_length=max(stops.max_length, width + 1))  # stock looks after a token was made
+    settled = settled_config(model, config, logits_processor, stops, input_ids, model_kwargs,
+                             engine.num_logits)
+    if isinstance(settled, str):
+        return settled
     try:
-        settings = settings_from_config(config, input_ids.shape[1], engine.num_logits)
-        settings = replace(settings, cache_salt=salt_of_call())
+        settings = settings_from_config(settled, width, engine.num_logits)
+        settings = replace(settings, cache_salt=salt_of_call(), min_new_tokens=min_new_tokens(settled, width))
     except (ValueError, TypeError) as error:
         return str(error)
-    if settings.max_new_tokens != max_length - input_ids.shape[1]:
-        return f"a MaxLengthCriteria of {max_length} that is not the config's"
     if (reason := engine.too_long(max(map(len, prompts)), settings.max_new_tokens)) is not None:
         return reason
+    if stops.eos and config._pad_token_tensor is None:
+        return "an EOS without a pad_token_id"
     pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     if settings.eos_token_ids and len(prompts) > 1 and not 0 <= pad < engine.vocab_size:
         return f"pad_token_id={pad} is outside the vocabulary"
-    if stops != Stops(None, None) and len(prompts) > 1 and not settings.eos_token_ids:
+    if stops.are_watched and len(prompts) > 1 and not settings.eos_token_ids:
         return "stop_strings or max_time without an EOS: rows that met theirs go on until all have"
     if settings.edits.repetition_penalty != 1.0 and int(input_ids.max()) >= engine.num_logits:
         return "repetition_penalty with token ids that the head has no logits for"
     paddings = _paddings(input_ids, prompts)
     if any(paddings) and (reason := _padding_reason(settings.edits, paddings, min(map(len, prompts)))) is not None:
         return reason
-    if input_ids.shape[1] > 1 and settings.edits.forced_bos_token_id is not None:  # never comes to be
+    if width > 1 and settings.edits.forced_bos_token_id is not None:  # never comes to be
         settings = replace(settings, edits=replace(settings.edits, forced_bos_token_id=None))
-    watched = stops != Stops(None, None)
     requests = [
         NewRequest(prompt, _with_padding(settings, padding, logits_processor), seed=0,
-                   stop=StopRule(*stops, padding + prompt) if watched else None)
+                   stop=StopRule(stops.strings, stops.deadline, padding + prompt) if stops.are_watched else None)
         for padding, prompt in zip(paddings, prompts, strict=True)
     ]
     return NativeCall(requests, pad, [criterion for criterion in stopping_criteria if type(criterion) is EndOfCall])

@@ -29,19 +29,43 @@ def paged_prompts(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,
     return prompt_rows(input_ids, model_kwargs)
 
 
+# Arguments of the forward that change no token, whatever their value: why.
+INERT_ARGUMENTS = {
+    "labels": "stock's prepare_inputs_for_generation leaves them out: they would only add a loss",
+    "num_items_in_batch": "it only divides the loss of labels",
+    "tokenizer": "it is generate's own: stop strings and healing are settled before",
+    "assistant_tokenizer": "it is generate's own",
+}
+# Those that change none with one of these values.
+NEUTRAL_ARGUMENTS: dict[str, tuple] = {
+    "use_cache": (True, False),  # the engine has a cache in any case; the tokens are the same
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "output_router_logits": (False,),
+}
+
+
 def model_kwargs_reason(model_kwargs: dict[str, Any]) -> str | None:
     """The first argument for the model's forward that a paged forward does not know, or None."""
     for name, value in model_kwargs.items():
-        if value is None or name in ("attention_mask", "position_ids", "tokenizer", "assistant_tokenizer"):
-            continue  # tokenizers are generate's own: stop strings and healing are settled before
+        if value is None or name in INERT_ARGUMENTS or name in ("attention_mask", "position_ids"):
+            continue
         if name == "past_key_values":
             if getattr(value, "_is_user_defined", False):
                 return "past_key_values given by the caller"
             if type(value) is not DynamicCache or value.get_seq_length():
                 return f"a cache of type {type(value).__name__}"
-        elif not (name == "use_cache" and value is True) and not (name == "logits_to_keep" and value == 1):
-            return f"model argument {name}={value!r:.60}"
+        elif not (name == "logits_to_keep" and value == 1) and not any(
+                value is neutral for neutral in NEUTRAL_ARGUMENTS.get(name, ())):
+            return f"model argument {name}={described(value)}"
     return None
+
+
+def described(value: Any) -> str:
+    """A value in a message: a tensor by its kind, so that equal reasons read alike and no data is shown."""
+    if isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {str(value.dtype).removeprefix('torch.')}"
+    return f"{value!r:.60}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
 
 
 def prompt_rows(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[list[int]] | str:

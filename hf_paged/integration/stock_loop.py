@@ -45,8 +45,10 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, input_ids: to
         if not isinstance(batch, str):
             cache = PagedCache(batch, input_ids.shape[1], model.config.num_hidden_layers)
             with _seeded(engine, input_ids.device, model.device):
-                result = method(**(model_kwargs | {"past_key_values": cache}))
+                result = method(**(model_kwargs | {"past_key_values": cache, "use_cache": True}))
             if isinstance(result, ModelOutput) and result.get("past_key_values") is cache:
+                if config.use_cache is False:
+                    return type(result)(**{name: value for name, value in result.items() if value is not cache})
                 result["past_key_values"] = cache.to_dynamic(model.config)
             return result
     return fall_back(engine, batch, method, model_kwargs)
@@ -65,6 +67,8 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
     """What the engine needs to know of the call, or the reason why stock's forwards have to do."""
     if (option := stock_only_option(config)) is not None:
         return f"{option} is not carried out by the paged engine"
+    if config.prompt_lookup_num_tokens and config.use_cache is False:
+        return "use_cache=False, without which stock looks nothing up"
     prompts = paged_prompts(engine, input_ids, synced_gpus, model_kwargs)
     if isinstance(prompts, str):
         return prompts

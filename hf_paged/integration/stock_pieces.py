@@ -1,4 +1,4 @@
-"""Are the processors and criteria that reach `_sample` exactly those that stock makes of the generation config?"""
+"""What the processors and criteria that reach `_sample` ask for, where they are transformers' own objects."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
+from hf_paged.integration.given_options import config_of, in_stocks_order, is_known
 from hf_paged.options.patched_options import patched_code
 from hf_paged.options.settings import token_id_tuple
 
@@ -38,66 +39,86 @@ class EndOfCall(criteria.StoppingCriteria):
 
 
 class Stops(NamedTuple):
-    """What ends rows besides EOS and their length."""
+    """What ends rows: tokens, a length with the padded prompt, stop strings, a point of time.time()."""
 
+    eos: tuple[int, ...]
+    max_length: int
     strings: criteria.StopStringCriteria | None
-    deadline: float | None  # of time.time()
+    deadline: float | None
+
+    @property
+    def are_watched(self) -> bool:
+        """Is there anything that the scheduler does not decide?"""
+        return self.strings is not None or self.deadline is not None
 
 
-def processor_reason(model: Any, config: GenerationConfig, given: Any, input_ids: torch.Tensor,
-                     model_kwargs: dict[str, Any]) -> str | None:
-    """Why `given` is not what stock makes of `config`, whose options are all native; None where it is."""
-    expected = model._get_logits_processor(
-        generation_config=config, input_ids_seq_length=input_ids.shape[1], logits_processor=LogitsProcessorList(),
-        device=input_ids.device, model_kwargs=model_kwargs,
-    )
+def settled_config(model: Any, config: GenerationConfig, given: Any, stops: Stops, input_ids: torch.Tensor,
+                   model_kwargs: dict[str, Any], num_logits: int) -> GenerationConfig | str:
+    """The config, all of whose options are native, of which stock would make the processors `given`; or why there
+    is none."""
     for processor in given:
-        if type(processor).__module__ != processors.__name__:
+        if type(processor).__module__ != processors.__name__ or not is_known(type(processor)):
             return f"logits processor {type(processor).__name__} is not carried out by the paged engine"
     if (reason := patched_code([type(given), *map(type, given)])) is not None:
         return reason
-    if [type(p) for p in given] != [type(p) for p in expected]:
-        found = ", ".join(type(p).__name__ for p in given) or "none"
-        return f"the logits processors ({found}) are not those that stock makes of the generation config"
-    for processor, made in zip(given, expected, strict=True):
-        attributes = vars(processor)
-        # No config sets the first two: the code where stock makes the processor was patched.
-        own = attributes.get("filter_value", -torch.inf) != -torch.inf or attributes.get("min_tokens_to_keep", 1) != 1
-        if own or not _same(attributes, vars(made)):
+    settled = config_of(config, given, input_ids.shape[1], stops.eos, stops.max_length)
+    if not given:
+        return settled
+    expected = model._get_logits_processor(
+        generation_config=settled, input_ids_seq_length=input_ids.shape[1], logits_processor=LogitsProcessorList(),
+        device=input_ids.device, model_kwargs=model_kwargs,
+    )
+    ordered = in_stocks_order(given)
+    if ordered is None or [type(p) for p in ordered] != [type(p) for p in expected]:
+        found = ", ".join(type(p).__name__ for p in given)
+        return f"the logits processors ({found}) are not those that stock makes of a generation config"
+    for processor, made in zip(ordered, expected, strict=True):
+        if getattr(processor, "prepared_bias_variables", False):  # it served another call before
+            made._prepare_bias_variables(torch.zeros(1, num_logits, device=processor.length_1_bias.device))
+        if not _means(vars(processor), vars(made)):
             return f"a {type(processor).__name__} of the caller's own"
-    return None
+    return settled
 
 
-def criteria_reason(config: GenerationConfig, given: Any) -> Stops | str:
-    """What the criteria watch for, or why `given` is not what stock makes of `config`."""
+def _means(given: dict[str, Any], made: dict[str, Any]) -> bool:
+    """Does a processor with these attributes do what the one does that stock made?"""
+    # No config sets these two: the code where stock makes the processor was patched, or the caller set them.
+    if given.get("filter_value", -torch.inf) != -torch.inf or given.get("min_tokens_to_keep", 1) != 1:
+        return False
+    if given.get("prompt_ignore_length", ...) is None:  # the padding counts, which the engine can be told
+        made = made | {"prompt_ignore_length": None}
+    return _same(given, made)
+
+
+def stops_of(given: Any) -> Stops | str:
+    """What the criteria end rows for, or why the engine cannot."""
     given = [criterion for criterion in given if type(criterion) is not EndOfCall]
-    kinds = [type(criterion) for criterion in given]
-    expected = {
-        criteria.MaxLengthCriteria: True,
-        criteria.MaxTimeCriteria: config.max_time is not None,
-        criteria.StopStringCriteria: config.stop_strings is not None,
-        criteria.EosTokenCriteria: bool(token_id_tuple(config.eos_token_id)),
-    }
-    for kind in kinds:
-        if kind not in expected:
-            return f"stopping criterion {kind.__name__} is not carried out by the paged engine"
-    if (reason := patched_code([type(given), *kinds])) is not None:
+    by_kind: dict[type, list[Any]] = {kind: [] for kind in _CRITERIA}
+    for criterion in given:
+        if type(criterion) not in by_kind:
+            return f"stopping criterion {type(criterion).__name__} is not carried out by the paged engine"
+        by_kind[type(criterion)].append(criterion)
+    if (reason := patched_code([criteria.StoppingCriteriaList, *map(type, given)])) is not None:
         return reason
-    for kind, is_expected in expected.items():
-        if kinds.count(kind) != is_expected:
-            return f"{kinds.count(kind)} {kind.__name__}, which stock does not make of the generation config"
-    by_kind = {type(criterion): criterion for criterion in given}
-    eos, strings = by_kind.get(criteria.EosTokenCriteria), by_kind.get(criteria.StopStringCriteria)
-    clock = by_kind.get(criteria.MaxTimeCriteria)
-    if eos is not None and set(token_id_tuple(eos.eos_token_id)) != set(token_id_tuple(config.eos_token_id)):
-        return "an EosTokenCriteria of the caller's own"
-    if strings is not None:
-        wanted = (config.stop_strings,) if isinstance(config.stop_strings, str) else tuple(config.stop_strings)
-        if strings.stop_strings != wanted:
-            return "a StopStringCriteria of the caller's own"
-    if clock is not None and clock.max_time != config.max_time:
-        return "a MaxTimeCriteria of the caller's own"
-    return Stops(strings, None if clock is None else clock.initial_timestamp + clock.max_time)
+    lengths, clocks, strings, eos = (by_kind[kind] for kind in _CRITERIA)
+    if len(strings) > 1:
+        return f"{len(strings)} StopStringCriteria in one call"
+    if not lengths:
+        return "no MaxLengthCriteria bounds the output"
+    for criterion, value in [*((c, c.max_length) for c in lengths), *((c, c.max_time) for c in clocks),
+                             *((c, c.initial_timestamp) for c in clocks)]:
+        if not isinstance(value, int if criterion in lengths else (int, float)) or isinstance(value, bool):
+            return f"a {type(criterion).__name__} of the caller's own"
+    tokens = [token_id_tuple(criterion.eos_token_id) for criterion in eos]
+    return Stops(
+        tokens[0] if len(tokens) == 1 else tuple(dict.fromkeys(token for ids in tokens for token in ids)),
+        min(criterion.max_length for criterion in lengths), strings[0] if strings else None,
+        min((clock.initial_timestamp + clock.max_time for clock in clocks), default=None),
+    )
+
+
+_CRITERIA = (criteria.MaxLengthCriteria, criteria.MaxTimeCriteria, criteria.StopStringCriteria,
+             criteria.EosTokenCriteria)
 
 
 def _same(a: Any, b: Any) -> bool:

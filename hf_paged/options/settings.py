@@ -61,7 +61,7 @@ INERT = (
 
 # Options with the values that leave the output alone; any other value needs stock generate.
 FALLBACK: dict[str, tuple] = {
-    "use_cache": (None, True),
+    "use_cache": (None, True, False),  # the engine has a cache in any case; the tokens are the same
     "cache_implementation": (None, "dynamic"),
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
@@ -94,9 +94,15 @@ LOCKSTEP = (
     "output_logits",
 )
 
+# Options of `FALLBACK` that shape what `model.generate` returns and make no tokens. There the first is native unless
+# one of the others asks for more; without the first these ask for nothing.
+OF_THE_RESULT = ("return_dict_in_generate", "output_scores", "output_logits")
+
 # For one look-up a field: what never decides, and every neutral value under its own type.
 _UNASKED = frozenset(NATIVE + INERT)
 _UNASKED_IN_LOCKSTEP = frozenset(NATIVE + INERT + LOCKSTEP)
+_UNASKED_WITH_A_DICT = _UNASKED | {"return_dict_in_generate"}
+_UNASKED_WITHOUT_A_DICT = _UNASKED | set(OF_THE_RESULT)
 _NEUTRAL = frozenset((name, type(value), value) for name, values in FALLBACK.items() for value in values)
 _HASHABLE = (bool, int, float, str)
 
@@ -129,6 +135,12 @@ def unsupported_option(config: GenerationConfig) -> str | None:
     An option that this version of hf_paged has never heard of counts as unsupported unless it is None or False.
     """
     return _option_beyond(config, _UNASKED)
+
+
+def option_beyond_tokens(config: GenerationConfig) -> str | None:
+    """As `unsupported_option`, for `model.generate`, which may return the tokens in a dict."""
+    with_a_dict = bool(config.return_dict_in_generate)  # as stock asks
+    return _option_beyond(config, _UNASKED_WITH_A_DICT if with_a_dict else _UNASKED_WITHOUT_A_DICT)
 
 
 def stock_only_option(config: GenerationConfig) -> str | None:

@@ -7,11 +7,13 @@ counters and pointers are a shortcut to "surely changed".
 from __future__ import annotations
 
 import itertools
+from typing import Any, NamedTuple
 
 import torch
 
 from hf_paged.kernels.weights_checksum import ChecksumPlan
-from hf_paged.models import ModelExecutor
+from hf_paged.models import ModelExecutor, find_executor
+from hf_paged.models.eligibility import unsupported_reason
 from hf_paged.scheduler import BlockPool
 
 
@@ -72,13 +74,44 @@ class WeightsGuard:
         """The cache is gone."""
         self._pending = self._cached = None
 
+    def checksum(self) -> int | torch.Tensor:
+        """Of the weights at `begin`, or as they are now where none was taken; a tensor may still be on its way."""
+        taken = self._cached if self._pending is None else self._pending
+        return self._checksum(self._tensors()) if taken is None else taken
+
     def _current_signature(self) -> tuple:
         # Buffers are left to the checksum: some RoPE modules write theirs in every forward.
         tensors = itertools.chain(self._executor.model.parameters(), self._executor.plain_tensors())
         return tuple((t.data_ptr(), t.stride(), 0 if t.is_inference() else t._version) for t in tensors)
 
     def _tensors(self) -> list[torch.Tensor]:
-        model = self._executor.model
-        # Duplicates stay in: RoPE modules may make one buffer an alias of another without changing what they compute.
-        buffers = [buffer for _, buffer in model.named_buffers(remove_duplicate=False)]
-        return [t.detach() for t in itertools.chain(model.parameters(), buffers, self._executor.plain_tensors())]
+        return _tensors_of(self._executor)
+
+
+class ModelMark(NamedTuple):
+    """What a model computed at some time, to be told from what it computes later. Keeps no memory of it."""
+
+    options: dict[str, Any]
+    state_key: bytes
+    checksum: int | torch.Tensor
+
+    def difference(self, model: Any) -> str | None:
+        """Why a forward of `model` may compute something else now, or None."""
+        executor_class = find_executor(model)
+        if executor_class is None:
+            return f"it is a {type(model).__name__}"
+        executor = executor_class(model, **self.options)
+        if (reason := unsupported_reason(executor)) is not None:
+            return reason
+        if executor.state_key() != self.state_key:
+            return "its adapters or constants are others"
+        if int(ChecksumPlan()(_tensors_of(executor))) != int(self.checksum):
+            return "its weights changed"
+        return None
+
+
+def _tensors_of(executor: ModelExecutor) -> list[torch.Tensor]:
+    model = executor.model
+    # Duplicates stay in: RoPE modules may make one buffer an alias of another without changing what they compute.
+    buffers = [buffer for _, buffer in model.named_buffers(remove_duplicate=False)]
+    return [t.detach() for t in itertools.chain(model.parameters(), buffers, executor.plain_tensors())]

@@ -234,12 +234,10 @@ def test_no_option_of_the_models_generation_config_is_dropped(name):
 
 
 @pytest.mark.parametrize(("kwargs", "reason"), [
-    ({"use_cache": False}, "use_cache=False"),
     ({"cache_implementation": "static"}, "cache_implementation='static'"),
     ({"prefill_chunk_size": 4}, "prefill_chunk_size=4"),
     ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
     ({"output_hidden_states": True, "return_dict_in_generate": True, "num_beams": 2}, "output_hidden_states=True"),
-    ({"num_beams": 2, "use_cache": False}, "use_cache=False"),
     ({"assistant_model": tiny_model(1), "one_row": True}, "assisted decoding"),
 ])
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic")

@@ -104,7 +104,7 @@ def test_eos_in_every_form(value, expected):
 
 @pytest.mark.parametrize(("name", "values"), [
     ("num_beams", (1, 1.0, None)), ("guidance_scale", (1, 1.0)), ("diversity_penalty", (0, 0.0, -0.0)),
-    ("use_cache", (True,)), ("token_healing", (False,)), ("cache_implementation", ("dynamic",)),
+    ("use_cache", (True, False)), ("token_healing", (False,)), ("cache_implementation", ("dynamic",)),
 ])
 def test_what_equals_a_neutral_number_or_string_is_native(name, values):
     for value in values:
@@ -113,7 +113,7 @@ def test_what_equals_a_neutral_number_or_string_is_native(name, values):
 
 @pytest.mark.parametrize(("name", "values"), [
     ("num_beams", (True, 0, "1", [1], torch.tensor(1))), ("diversity_penalty", (False, "", [])),
-    ("use_cache", (1, 1.0, False, "dynamic")), ("token_healing", (0, 0.0, "", [])), ("from_the_future", (0, "", [])),
+    ("use_cache", (1, 1.0, 0, "dynamic")), ("token_healing", (0, 0.0, "", [])), ("from_the_future", (0, "", [])),
     ("cache_implementation", ("", True, ["dynamic"])),
 ])
 def test_a_bool_is_no_number_and_nothing_else_is_neutral(name, values):

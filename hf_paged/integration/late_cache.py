@@ -1,0 +1,105 @@
+"""The `past_key_values` of a native call's result: a `DynamicCache` whose content is computed once somebody looks.
+
+The engine's pages go to other calls, and most callers never ask. Who does gets what the model's own forward computes
+for the same tokens under the same mask, which is what stock has in its cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from hf_paged.engine.engine import Engine
+
+TOKENS_AT_ONCE = 8192  # new ones of all rows together
+_OWN = ("_call", "_computing")
+
+
+class _Call:
+    """What a forward needs to compute the keys and values of a call again. Keeps neither model nor engine alive."""
+
+    def __init__(self, engine: Engine, model: Any, sequences: torch.Tensor, width: int,
+                 model_kwargs: dict[str, Any]) -> None:
+        self._model = weakref.ref(model)
+        self._mark = engine.model_mark()
+        device = model.device.type
+        self._autocast = {"device_type": device, "enabled": torch.is_autocast_enabled(device),
+                          "dtype": torch.get_autocast_dtype(device)}
+        self._width = width
+        self._tokens = sequences[:, :-1].clone()  # the last one is never fed
+        more = self._tokens.shape[1] - width
+        self._mask, self._positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        if self._mask is not None:
+            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), more)], dim=1)
+        if self._positions is not None:
+            steps = torch.arange(1, more + 1, dtype=self._positions.dtype, device=self._positions.device)
+            self._positions = torch.cat([self._positions, self._positions[:, -1:] + steps], dim=1)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def compute(self) -> DynamicCache:
+        """Stock's cache at the end of the call.
+
+        Raises:
+            RuntimeError: the model is gone, or computes something else by now.
+        """
+        model = self._model()
+        if model is None:
+            raise RuntimeError("past_key_values: expected the model of the call to be alive at their first use")
+        with torch.autocast(**self._autocast):
+            if (reason := self._mark.difference(model)) is not None:
+                raise RuntimeError(f"past_key_values: expected the model to be as it was in the call at their first "
+                                   f"use, and {reason}")
+            cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+            tokens, mask, positions = (None if t is None else t.to(model.device)
+                                       for t in (self._tokens, self._mask, self._positions))
+            assert tokens is not None
+            # The prompts as a whole, as in stock: what stands at their padding depends on it.
+            ends = range(self._width, tokens.shape[1], max(1, TOKENS_AT_ONCE // len(tokens)))
+            for start, end in itertools.pairwise([0, *ends, tokens.shape[1]]):
+                model(input_ids=tokens[:, start:end], attention_mask=None if mask is None else mask[:, :end],
+                      position_ids=None if positions is None else positions[:, start:end], past_key_values=cache,
+                      use_cache=True, logits_to_keep=1)
+        return cache
+
+
+class LateCache(DynamicCache):
+    """A `DynamicCache` that fills itself at the first look at its layers, and is an ordinary one from then on.
+
+    Pickles and copies are ordinary ones. Holds no memory of the engine and does not keep the model alive.
+    """
+
+    def __init__(self, engine: Engine, model: Any, sequences: torch.Tensor, width: int,
+                 model_kwargs: dict[str, Any]) -> None:
+        # Not the base class': what it would set is what `__getattr__` waits for.
+        self._call = _Call(engine, model, sequences, width, model_kwargs)
+        self._computing = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN or name.startswith("__") or name not in vars(DynamicCache()):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        _fill(self)
+        return getattr(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _fill(self)
+        return self.__reduce_ex__(protocol)
+
+
+def _fill(cache: Any) -> None:
+    """Make an ordinary `DynamicCache` of a `LateCache`."""
+    computing = vars(cache).get("_computing")
+    if computing is None:  # another thread has
+        return
+    with computing:
+        if type(cache) is LateCache:
+            made = vars(cache._call.compute())
+            vars(cache).update(made)
+            cache.__class__ = DynamicCache  # type: ignore[assignment]
+            for name in _OWN:
+                del vars(cache)[name]
