@@ -152,9 +152,9 @@ def test_rank_0_loads_before_the_others_come(tiny_path, monkeypatch):
         meet(self, device, store)
         events.append("met")
 
-    def looks_for_a_tokenizer(path):
+    def looks_for_a_tokenizer(path, loading):
         events.append("tokenizer")
-        return tokenizer_of(path)
+        return tokenizer_of(path, loading)
 
     meet = ParallelGroup.meet
     monkeypatch.setattr(loading, "load", loads)
@@ -231,10 +231,10 @@ def test_rank_0_s_own_errors_while_the_others_start(tiny_path, tmp_path, monkeyp
     with nothing_left(), pytest.raises(FileNotFoundError):
         PagedGenerator.from_pretrained(tmp_path, tensor_parallel_size=2)
 
-    def interrupted(path):
+    def interrupted(path, loading):
         signal.raise_signal(signal.SIGINT)
 
-    def unreadable(path):
+    def unreadable(path, loading):
         raise OSError("tokenizer.json: no JSON")
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
