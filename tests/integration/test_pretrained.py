@@ -61,7 +61,7 @@ def test_names_are_those_of_transformers():
     hub = {"cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder"}
     assert hub == OF_FILES
     assert {*hub, "trust_remote_code", "code_revision"} == OF_TOKENIZERS
-    fields = {field for field in inspect.signature(PreTrainedModel.from_pretrained).parameters}
+    fields = set(inspect.signature(PreTrainedModel.from_pretrained).parameters)
     loading, overrides = split_arguments(dict.fromkeys(fields - {"config", "kwargs"}), "auto", "cpu", None, False)
     assert not overrides and loading.arguments.keys() >= fields - {"config", "kwargs"}  # no name of a PagedConfig's
 
@@ -108,8 +108,8 @@ def test_several_ranks_refuse_what_they_cannot_carry_out(path, arguments):
 
 
 def test_several_ranks_find_files_where_they_are_said_to_be(path):
-    with PagedGenerator.from_pretrained(path, tensor_parallel_size=2, device_map="cpu", subfolder="inside", num_blocks=20,
-                                        use_safetensors=True) as generator:
+    with PagedGenerator.from_pretrained(path, tensor_parallel_size=2, device_map="cpu", subfolder="inside",
+                                        use_safetensors=True, num_blocks=20) as generator:
         expected = stock_generate(tiny_model(seed=1), input_ids=torch.tensor([PROMPT]), max_new_tokens=4)
         assert tokens(generator) == expected[0, len(PROMPT) :].tolist()
         assert generator.tokenizer is not None

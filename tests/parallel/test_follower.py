@@ -98,7 +98,7 @@ def test_a_worker_loads_while_it_meets(monkeypatch):
         events.append(("meet", group.rank, group.size, str(device), store))
         meets.append(threading.get_ident())
 
-    def load(path, group, *, dtype, device):
+    def load(path, group, *, dtype, device, files):
         events.append(("load", path, group.driven, dtype, str(device)))
         loads.set()
         return "model"
