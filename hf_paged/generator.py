@@ -7,14 +7,12 @@ import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers.utils import cached_file
+from transformers import GenerationConfig, PreTrainedModel
 
 from hf_paged.config import PagedConfig, require_int
 from hf_paged.engine.engine import Engine
@@ -23,16 +21,15 @@ from hf_paged.engine.session import NewRequest, Session
 from hf_paged.errors import EngineClosedError
 from hf_paged.integration.call_context import call_salt, call_seed
 from hf_paged.integration.enable import disable, enable_with_engine, get_engine, is_enabled, merged_config, unwrap
-from hf_paged.options.arguments import ConfigMerger, base_seed, num_copies, salt_digest
-from hf_paged.options.prompts import as_prompt_list
-from hf_paged.options.settings import check_flags, settings_from_config
+from hf_paged.integration.pretrained import load_whole, split_arguments
+from hf_paged.integration.pretrained import tokenizer_of as _tokenizer_of
+from hf_paged.integration.requests import Asked, Call, RequestMaker, refused_output
+from hf_paged.options.arguments import base_seed, salt_digest
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.parallel.launch import Workers
-from hf_paged.sampling.sampler import derive_seed
 
 PROGRESS_DELAY_S = 2.0
 _PARTING_S = 2.0  # for ranks that were told to stop
-TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class PagedGenerator:
@@ -62,6 +59,7 @@ class PagedGenerator:
         self.engine: Engine = enable_with_engine(
             self._causal_lm, merged_config(config, overrides), tokenizer=tokenizer, owns_device=True
         )
+        self._maker = RequestMaker(self.engine, self._causal_lm)
         self._workers: list[Workers] = []
         self._close = weakref.finalize(self, _end, weakref.ref(self._causal_lm), self.engine, self._workers,
                                        os.getpid())
@@ -69,8 +67,8 @@ class PagedGenerator:
     @classmethod
     def from_pretrained(cls, path_or_id: str | os.PathLike, *, dtype: str | torch.dtype = "auto",
                         device: str | torch.device | None = None, tensor_parallel_size: int = 1,
-                        config: PagedConfig | None = None, tokenizer: Any = None,
-                        **overrides: Any) -> PagedGenerator:
+                        config: PagedConfig | None = None, tokenizer: Any = None, device_map: Any = None,
+                        trust_remote_code: bool = False, **kwargs: Any) -> PagedGenerator:
         """Load model and tokenizer and build a generator around them.
 
         Args:
@@ -81,24 +79,32 @@ class PagedGenerator:
                 script or a notebook this process is rank 0 and starts the others; they end with the generator. Where
                 every rank runs the script (torchrun, accelerate launch), their number has to be this one; make the
                 same calls on all of them: rank 0 gets the results, the others None. See docs/parallel.md.
+            config: as for `PagedGenerator`.
             tokenizer: None: the one beside the model, or none if there is none.
-            config, **overrides: as for `PagedGenerator`.
+            device_map: in place of `device`, one device: its name or number, ``{"": device}``, or "auto" where there is
+                no more than one GPU.
+            trust_remote_code: run code that lies beside the checkpoint.
+            **kwargs: single fields of `PagedConfig`; all else goes to ``AutoModelForCausalLM.from_pretrained``
+                (``revision``, ``quantization_config``, ``attn_implementation``, ...), and what says where files are
+                found (``revision``, ``token``, ``cache_dir``, ``subfolder``, ...) to the tokenizer, too. With several
+                ranks, which read their shares of safetensors files themselves, nothing but the latter.
 
         Raises:
-            ValueError: tensor_parallel_size that the model, the devices or the processes at hand do not allow.
+            ValueError: tensor_parallel_size that the model, the devices or the processes at hand do not allow; a
+                device_map over several devices; an argument that several ranks cannot carry out.
+            TypeError: an argument that neither `PagedConfig` nor transformers knows.
             OSError: transformers finds no model there.
             WorkerDiedError: a rank ended before all were ready; the message holds its error.
         """
-        settings = merged_config(config, overrides)
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         require_int("tensor_parallel_size", tensor_parallel_size, 1)
+        loading, overrides = split_arguments(kwargs, dtype, device, device_map, trust_remote_code)
+        settings = merged_config(config, overrides)
         if tensor_parallel_size == 1:
-            tokenizer = _tokenizer_of(path_or_id) if tokenizer is None else tokenizer
-            model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
-            return cls(model.to(device).eval(), tokenizer, settings)
-        with load_on_ranks(path_or_id, tensor_parallel_size, dtype, torch.device(device), settings) as (model, workers):
-            tokenizer = _tokenizer_of(path_or_id) if tokenizer is None else tokenizer
+            tokenizer = _tokenizer_of(path_or_id, loading) if tokenizer is None else tokenizer
+            return cls(load_whole(path_or_id, loading), tokenizer, settings)
+        with load_on_ranks(path_or_id, tensor_parallel_size, loading.dtype, loading.device, settings,
+                           loading.of_ranks(tensor_parallel_size)) as (model, workers):
+            tokenizer = _tokenizer_of(path_or_id, loading) if tokenizer is None else tokenizer
         try:
             with nullcontext() if workers is None else workers.step():  # ranks build their engines together
                 generator = cls(model, tokenizer, settings)
@@ -125,12 +131,14 @@ class PagedGenerator:
 
     def generate(self, prompts: Any = None, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
                  use_tqdm: bool | None = None, logprobs: bool = False, prompt_logprobs: bool = False,
-                 cache_salt: str | SequenceOf[str | None] | None = None, **generate_kwargs: Any) -> Any:
+                 cache_salt: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
+                 chat_template_kwargs: dict[str, Any] | None = None, **generate_kwargs: Any) -> Any:
         """Complete every prompt.
 
         Args:
-            prompts: str, list of str, token ids, list of lists of token ids, a chat (list of role/content dicts) or a
-                list of chats. Or none, and tensors ``input_ids=``, ``attention_mask=`` as for `model.generate`.
+            prompts: a str, token ids, a chat (a list of messages, each a dict with a role), ``{"prompt": str}`` or
+                ``{"prompt_token_ids": ids}``, or a list of such prompts, of one form or of several. Or none, and
+                tensors ``input_ids=``, ``attention_mask=`` as for `model.generate`.
             generation_config: one for all, or one per prompt. Merged as in stock generate: ``generate_kwargs`` over
                 it over `model.generation_config`.
             seed: of the random numbers; one for the call, or one per prompt. None: the config's, else drawn from
@@ -140,38 +148,47 @@ class PagedGenerator:
                 scored fill the prefix cache and do not read it.
             cache_salt: one for the call, or one per prompt. Cached prefixes are shared among prompts of the same salt
                 alone (None: those without one), in this and in other calls.
-            **generate_kwargs: fields of a `GenerationConfig`.
+            on_error: what becomes of a prompt that cannot run (too long, empty, ids outside the vocabulary, refused by
+                the chat template, with settings of its own that are wrong). "raise": an error that names its index, and
+                nothing runs. "complete": its completions (each of ``num_return_sequences``) end with
+                ``finish_reason="error"`` and the message in `Completion.error`; the others run.
+            chat_template_kwargs: keywords of ``tokenizer.apply_chat_template`` for prompts that are chats, whatever
+                their names; they win over those in ``generate_kwargs``.
+            **generate_kwargs: fields of a `GenerationConfig`; besides, for prompts that are chats, parameters of
+                `apply_chat_template` (``tools``, ``documents``, ``chat_template``, ``continue_final_message``,
+                ``add_generation_prompt``: True unless a message is continued) and variables that the chat template
+                refers to (``enable_thinking``).
 
         Returns:
             One `Completion` per prompt, in order; with ``num_return_sequences=n``, n in a row per prompt. A tensor
-            where tensors came in, as from `model.generate`. A request that fails ends alone, with
-            ``finish_reason="error"``.
+            where tensors came in, as from `model.generate`. A request that fails while it runs ends alone, with
+            ``finish_reason="error"``, whatever ``on_error`` says.
 
         Raises:
-            ValueError, TypeError: naming the argument, the value and what is accepted; nothing is run then.
+            ValueError, TypeError: naming the argument (``prompts[i]`` for a prompt), the value and what is accepted;
+                nothing is run then. Arguments that are wrong for every prompt are raised with "complete", too.
             UnsupportedOptionError: an option that the paged engine does not carry out; `model.generate` does.
             UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes).
         """
+        call = Call(prompts, generation_config, seed, cache_salt, logprobs, prompt_logprobs, on_error,
+                    chat_template_kwargs, generate_kwargs)
         if "input_ids" in generate_kwargs or isinstance(prompts, torch.Tensor):
-            check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-            if logprobs or prompt_logprobs:
-                raise ValueError("logprobs, prompt_logprobs: expected False where tensors come in; give token ids")
+            call.check_for_tensors()
             with call_salt(salt_digest(cache_salt)):
                 made = self._generate_tensor(prompts, generation_config, seed, generate_kwargs)
             return None if self._only_follows else made
-        requests = self._requests(prompts, generation_config, seed, generate_kwargs, logprobs, prompt_logprobs,
-                                  cache_salt)
+        asked = self._maker.make(call)
         completions: dict[int, Completion] = {}
-        with self.engine.session() as session, _Progress(len(requests), use_tqdm, self.engine) as progress:
-            for index, output in self._drive(session, requests):
+        with self.engine.session() as session, _Progress(len(asked), use_tqdm, self.engine) as progress:
+            for index, output in self._drive(session, call, asked):
                 if output.completion is not None:
                     completions[index] = output.completion
                     progress.update(output.completion)
         if self._only_follows:
             return None
-        if len(completions) < len(requests):
+        if len(completions) < len(asked):
             raise EngineClosedError("the engine was closed by another thread during the call")
-        return [completions[i] for i in range(len(requests))]
+        return [completions[i] for i in range(len(asked))]
 
     @property
     def _only_follows(self) -> bool:
@@ -180,20 +197,23 @@ class PagedGenerator:
 
     def stream(self, prompts: Any, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
                logprobs: bool = False, prompt_logprobs: bool = False,
-               cache_salt: str | SequenceOf[str | None] | None = None,
+               cache_salt: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
+               chat_template_kwargs: dict[str, Any] | None = None,
                **generate_kwargs: Any) -> Iterator[tuple[int, StepOutput]]:
         """Like `generate`, but yields (index of the completion, `StepOutput`) as tokens come.
 
         Arguments are checked, and the requests made, before the first item is asked for. Closing the iterator ends
-        what is still running.
+        what is still running. A prompt that cannot run has one output with ``on_error="complete"``, which comes first
+        and whose `request_id` is empty.
         """
-        requests = self._requests(prompts, generation_config, seed, generate_kwargs, logprobs, prompt_logprobs,
-                                  cache_salt)
+        call = Call(prompts, generation_config, seed, cache_salt, logprobs, prompt_logprobs, on_error,
+                    chat_template_kwargs, generate_kwargs)
+        asked = self._maker.make(call)
 
         def outputs() -> Iterator[tuple[int, StepOutput]]:
             self.engine.check_runnable()
             with self.engine.session(stream=True) as session:
-                for output in self._drive(session, requests):
+                for output in self._drive(session, call, asked):
                     if not self._only_follows:
                         yield output
 
@@ -212,38 +232,21 @@ class PagedGenerator:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _requests(self, prompts: Any, generation_config: Any, seed: Any, generate_kwargs: dict[str, Any],
-                  logprobs: bool, prompt_logprobs: bool, cache_salt: Any) -> list[NewRequest]:
-        """Check everything and settle everything, so that nothing runs if one argument is wrong."""
-        self.engine.check_runnable()
-        check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-        ids = self.engine.check_prompts(as_prompt_list(prompts, self.tokenizer))
-        configs = _one_per_prompt("generation_config", generation_config, len(ids))
-        per_prompt = isinstance(seed, (list, tuple))
-        seeds = _one_per_prompt("seed", seed if per_prompt else self._base_seed(seed), len(ids))
-        salts = [salt_digest(salt) for salt in _one_per_prompt("cache_salt", cache_salt, len(ids))]
-        merge = ConfigMerger(self._causal_lm, generate_kwargs)
-        requests: list[NewRequest] = []
-        for prompt, config, own_seed, salt in zip(ids, configs, seeds, salts, strict=True):
-            merged = merge(config)
-            settings = settings_from_config(merged, len(prompt), self.engine.num_logits)
-            if logprobs or prompt_logprobs or salt:
-                settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs, cache_salt=salt)
-            copies = num_copies(merged.num_return_sequences)
-            if copies > 1 and not settings.do_sample:
-                raise ValueError(f"num_return_sequences={copies!r}: expected 1, or more with do_sample=True")
-            for copy in range(copies):
-                number = copy if per_prompt else len(requests)
-                seed_ = derive_seed(self._base_seed(own_seed), number)
-                requests.append(NewRequest(prompt, settings, seed=seed_, stop=self.engine.stop_rule(settings, prompt)))
-        return requests
-
     def _base_seed(self, seed: int | None) -> int:
         return base_seed(seed, self.engine.config.seed)
 
-    def _drive(self, session: Session, requests: list[NewRequest]) -> Iterator[tuple[int, StepOutput]]:
-        """Run requests to their ends: every output with the number of its request."""
-        index = {self.engine.add(session, request): i for i, request in enumerate(requests)}
+    def _drive(self, session: Session, call: Call, asked: list[Asked]) -> Iterator[tuple[int, StepOutput]]:
+        """Run requests to their ends: every output with the number of its completion."""
+        index: dict[str, int] = {}
+        refused = [(i, one.what) for i, one in enumerate(asked) if isinstance(one.what, Completion)]
+        for i, one in enumerate(asked):
+            if isinstance(one.what, NewRequest):
+                try:
+                    index[self.engine.add(session, one.what)] = i
+                except ValueError as error:  # settings that the device's tables cannot hold
+                    refused.append((i, call.failed(one.prompt, error, one.what.prompt)))
+        for i, completion in refused:
+            yield i, refused_output(completion)
         while session.unfinished():
             for output in self.engine.advance(session):
                 yield index[output.request_id], output
@@ -285,29 +288,6 @@ def _end_between_steps(model: weakref.ref, engine: Engine, workers: list[Workers
     finally:
         for started in workers:
             started.close(_PARTING_S)
-
-
-def _tokenizer_of(path_or_id: str | os.PathLike) -> Any:
-    """The one beside the model; None where there is none, for which AutoTokenizer would make an empty one."""
-    return AutoTokenizer.from_pretrained(path_or_id, padding_side="left") if _has_tokenizer(path_or_id) else None
-
-
-def _has_tokenizer(path_or_id: str | os.PathLike) -> bool:
-    for name in TOKENIZER_FILES:
-        try:
-            if cached_file(path_or_id, name) is not None:
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    if not isinstance(value, (list, tuple)):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"{name}: a list of {len(value)} for {count} prompts; expected one, or one per prompt")
-    return list(value)
 
 
 class _Progress:

@@ -17,7 +17,8 @@ class Completion:
         logprobs: None unless asked for: of every generated token, the log-probability under the distribution that it
             was drawn from (temperature, filters and barred EOS included; greedy: softmax of the logits, EOS barred).
         num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
-        error: None, or what went wrong where ``finish_reason == "error"``.
+        error: None, or what went wrong where ``finish_reason == "error"``: of a prompt that could not run (see
+            ``on_error`` of `PagedGenerator.generate`) the exception's type and message.
         prompt_logprobs: None unless asked for, or where the request ended before all of its prompt was computed: None
             for the first prompt token, then log p(token | tokens before it) from the raw logits.
     """
@@ -37,7 +38,7 @@ class StepOutput:
     """What one engine step brought for one request.
 
     Attributes:
-        request_id: as `Engine.add_request` returned it.
+        request_id: as `Engine.add_request` returned it; empty for a prompt that could not run.
         new_token_ids: tokens that came since the last output.
         new_text: their text; None where the engine has no tokenizer.
         finish_reason, completion: only with the last output of a request.

@@ -14,8 +14,10 @@ import numpy as np
 from hf_paged.config import require_int
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.generator import PagedGenerator
+from hf_paged.integration.requests import ON_ERROR, error_text
 from hf_paged.options.arguments import base_seed, merge_config
-from hf_paged.options.prompts import as_prompt_list
+from hf_paged.options.chat_keywords import split_keywords
+from hf_paged.options.prompts import is_chat, prompt_ids
 from hf_paged.options.settings import settings_from_config
 from hf_paged.outputs import Completion
 
@@ -88,13 +90,16 @@ class PagedActor:
         path: a checkpoint that the actor's node can read, or a model id.
         tensor_parallel_size: GPUs that hold the model together; the actor is rank 0 and starts the others on the GPUs
             that Ray gave it.
-        prompt_column: of text, token ids, or chats (lists of structs with role and content).
+        prompt_column: of text, token ids, chats (lists of structs with role and content), or structs with prompt (text)
+            or prompt_token_ids.
         output_column: the completion's text (null without a tokenizer). With its name in front: `_token_ids` (list of
             int64), `_finish_reason` and `_error` (null, or what went wrong with this row: then `_finish_reason`
-            is "error"). A row that cannot run (an empty prompt, no id) ends alone.
+            is "error"). With ``on_error="complete"`` a row that cannot run (an empty prompt, no id) ends alone.
         id_column: of integers or strings, one for each row, from which its random numbers follow. None: they follow
             from the prompt, so that equal prompts get equal completions.
-        generation_config, generate_kwargs: as for `PagedGenerator.generate`; one completion for a row.
+        generation_config, generate_kwargs: as for `PagedGenerator.generate`, keywords of the chat template among them;
+            one completion for a row.
+        on_error: "complete", or "raise": a row that cannot run ends the dataset's execution.
         seed: of all rows together; another seed, other draws.
         **overrides: more arguments of `PagedGenerator.from_pretrained`.
 
@@ -104,18 +109,24 @@ class PagedActor:
 
     def __init__(self, path: str, *, tensor_parallel_size: int = 1, prompt_column: str = "prompt",
                  output_column: str = "completion", id_column: str | None = None, generation_config: Any = None,
-                 generate_kwargs: dict[str, Any] | None = None, seed: int = 0, **overrides: Any) -> None:
+                 generate_kwargs: dict[str, Any] | None = None, seed: int = 0, on_error: str = "complete",
+                 **overrides: Any) -> None:
         self._prompt_column, self._id_column = prompt_column, id_column or prompt_column
         self._output_columns = [output_column + suffix for suffix in OUTPUTS]
         self._config, self._kwargs = generation_config, generate_kwargs or {}
-        self._seed = base_seed(seed, None)
+        if on_error not in ON_ERROR:
+            raise ValueError(f"on_error={on_error!r:.80}: expected one of {ON_ERROR}")
+        self._seed, self._on_error = base_seed(seed, None), on_error
         self._generator = PagedGenerator.from_pretrained(path, tensor_parallel_size=tensor_parallel_size, **overrides)
         engine = self._generator.engine
-        self._merged = merge_config(engine.model, self._config, self._kwargs)
-        if self._merged.num_return_sequences not in (None, 1):
-            raise ValueError(f"num_return_sequences={self._merged.num_return_sequences!r}: expected 1; give a row for "
+        settings = {name: value for name, value in self._kwargs.items() if name != "chat_template_kwargs"}
+        _, settings = split_keywords(settings, self._kwargs.get("chat_template_kwargs"), [], engine.tokenizer,
+                                     [engine.model.generation_config, self._config])
+        merged = merge_config(engine.model, self._config, settings)
+        if merged.num_return_sequences not in (None, 1):
+            raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; give a row for "
                              "each, with an id of its own")
-        engine.stop_rule(settings_from_config(self._merged, 1, engine.num_logits), [])
+        engine.stop_rule(settings_from_config(merged, 1, engine.num_logits), [])
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """`batch` with the output columns appended.
@@ -143,10 +154,10 @@ class PagedActor:
 
         self._check_columns(batch.column_names)
         prompts, keys = (batch.column(name).to_pylist() for name in (self._prompt_column, self._id_column))
-        rows = [self._request(prompt, key) for prompt, key in zip(prompts, keys, strict=True)]
-        requests = [row for row in rows if not isinstance(row, Completion)]
-        made = iter(self._generate(requests) if requests else ())
-        completions = [row if isinstance(row, Completion) else next(made) for row in rows]
+        seeds = [self._seed_of(prompt, key) for prompt, key in zip(prompts, keys, strict=True)]
+        rows = [(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True) if isinstance(seed, int)]
+        made = iter(self._generate(rows) if rows else ())
+        completions = [next(made) if isinstance(seed, int) else seed for seed in seeds]
         columns = (
             pa.array([c.text for c in completions], pa.string()),
             pa.array([c.token_ids for c in completions], pa.list_(pa.int64())),
@@ -164,21 +175,21 @@ class PagedActor:
         if taken := [name for name in self._output_columns if name in names]:
             raise ValueError(f"output_column={self._output_columns[0]!r}: the dataset has columns {taken} already")
 
-    def _request(self, prompt: Any, key: Any) -> tuple[list[int], int] | Completion:
-        """A row's token ids and its seed, or what becomes of a row that cannot run."""
-        engine = self._generator.engine
+    def _seed_of(self, prompt: Any, key: Any) -> int | Completion:
+        """A row's seed, or what becomes of a row that has none, or is a part of a prompt."""
         try:
-            ids = engine.check_prompt(as_prompt_list([prompt], self._generator.tokenizer)[0])
-            settings_from_config(self._merged, len(ids), engine.num_logits)
-            return ids, row_seed(key, self._seed)
-        except _BROKEN:
-            raise
-        except Exception as error:  # a chat template raises whatever it likes about one row
-            return Completion([], None, "error", [], error=f"{type(error).__name__}: {error}")
+            if isinstance(prompt, int) or is_chat([prompt]):  # a list of such would be one prompt
+                prompt_ids(prompt, None, {})
+            return row_seed(key, self._seed)
+        except Exception as error:
+            if self._on_error == "raise":
+                raise
+            return Completion([], None, "error", [], error=error_text(error))
 
-    def _generate(self, requests: list[tuple[list[int], int]]) -> list[Completion]:
-        prompts, seeds = map(list, zip(*requests, strict=True))
-        return self._generator.generate(prompts, self._config, seed=seeds, use_tqdm=False, **self._kwargs)
+    def _generate(self, rows: list[tuple[Any, int]]) -> list[Completion]:
+        prompts, seeds = map(list, zip(*rows, strict=True))
+        return self._generator.generate(prompts, self._config, seed=seeds, use_tqdm=False, on_error=self._on_error,
+                                        **self._kwargs)
 
 
 def _in_actor() -> bool:

@@ -418,7 +418,7 @@ BAD_CALLS = {
     "None": (TypeError, "prompts", {"prompts": None}),
     "a number": (TypeError, "prompts", {"prompts": 7}),
     "bytes": (TypeError, "prompts", {"prompts": b"hello"}),
-    "mixed forms": (TypeError, "prompts", {"prompts": ["hello", [1, 2]]}),
+    "a number among prompts": (TypeError, r"prompts\[1\]", {"prompts": ["hello", 7]}),
     "a dict": (TypeError, "prompts", {"prompts": {"text": "hello"}}),
     "a list of None": (TypeError, "prompts", {"prompts": [None]}),
     "too long": (ValueError, "max_model_len", {"prompts": [[3, 4], [5] * 512]}),

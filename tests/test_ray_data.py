@@ -120,9 +120,32 @@ def test_columns_are_checked(actor):
 @pytest.mark.parametrize("error", [WorkerDiedError, EngineClosedError])
 def test_a_broken_engine_is_no_rows_error(error, actor, monkeypatch):
     """Outside of Ray it is raised; rows that could run on another engine do not come back as failed."""
-    monkeypatch.setattr(actor._generator.engine, "check_prompt", lambda ids: (_ for _ in ()).throw(error("gone")))
+    for name in ("check_prompt", "check_prompts"):
+        monkeypatch.setattr(actor._generator.engine, name, lambda ids: (_ for _ in ()).throw(error("gone")))
     with pytest.raises(error, match="gone"):
         actor(pa.table({"id": [1], "prompt": ["owl"]}))
+
+
+def test_keywords_of_the_template_and_on_error(trained_path):
+    template = {"chat_template": "{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}", "mark": " owl"}
+    keywords = {"max_new_tokens": 3, "chat_template_kwargs": template}
+    chats = [[{"role": "user", "content": "owl"}], [{"role": "user", "content": "fox"}]]
+    actor = PagedActor(trained_path, generate_kwargs=keywords, **SETTINGS)
+    made = actor(pa.table({"prompt": chats})).to_pylist()
+    expected = actor._generator.generate(["owl owl", "fox owl"], max_new_tokens=3)
+    assert [row["completion_token_ids"] for row in made] == [c.token_ids for c in expected]
+    for parts in ([3, 4], chats[0]):  # rows that are parts of one prompt
+        made = actor(pa.table({"prompt": parts})).to_pylist()
+        assert {row["completion_finish_reason"] for row in made} == {"error"}
+    actor._generator.close()
+    strict = PagedActor(trained_path, generate_kwargs={"max_new_tokens": 3}, on_error="raise", **SETTINGS)
+    prompts = [{"prompt": "owl", "prompt_token_ids": None}, {"prompt": None, "prompt_token_ids": [5, 6]}]
+    assert [row["completion_error"] for row in strict(pa.table({"prompt": prompts})).to_pylist()] == [None, None]
+    with pytest.raises(ValueError, match=r"prompts\[1\]"):
+        strict(pa.table({"prompt": ["owl", ""]}))
+    strict._generator.close()
+    with pytest.raises(ValueError, match="on_error='drop'"):
+        PagedActor(trained_path, on_error="drop", **SETTINGS)
 
 
 @pytest.mark.parametrize(("arguments", "error", "match"), [

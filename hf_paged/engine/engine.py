@@ -471,7 +471,8 @@ class Engine:
         """A prompt that can run, as a list of ints, or ValueError / TypeError naming what is wrong with it."""
         prompt = token_ids(prompt_token_ids, self._executor.vocab_size)
         if (reason := self.too_long(len(prompt), 1)) is not None:
-            raise ValueError(f"prompt_token_ids of {len(prompt)} tokens: {reason}")
+            limit = self.room(0) - 1
+            raise ValueError(f"prompt_token_ids of {len(prompt)} tokens: expected at most {limit} ({reason})")
         return prompt
 
     def check_prompts(self, prompts: list[Any]) -> list[list[int]]:

@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class Follower:
     dtype: str | torch.dtype
     device_type: str
     config: PagedConfig
+    files: dict[str, Any] = field(default_factory=dict)
 
     def run(self, rank: int, size: int, store: Any) -> None:
         """Until rank 0 shuts its engine down."""
@@ -37,7 +38,7 @@ class Follower:
             from hf_paged.engine.engine import Engine
             from hf_paged.parallel.loading import load
 
-            model = load(self.path, group, dtype=self.dtype, device=device)
+            model = load(self.path, group, dtype=self.dtype, device=device, files=self.files)
         gc.freeze()  # modules and model stay, and need not be looked through again
         gc.enable()
         Engine(model, self.config, owns_device=True).follow()
@@ -53,7 +54,7 @@ def rank_device(device_type: str, rank: int) -> torch.device:
 
 @contextmanager
 def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.dtype, device: torch.device,
-                  config: PagedConfig) -> Iterator[tuple[Any, Workers | None]]:
+                  config: PagedConfig, files: dict[str, Any] | None = None) -> Iterator[tuple[Any, Workers | None]]:
     """This rank's model, and the processes of the other ranks where they had to be started; an error ends them.
 
     The others may still be loading in the body; all ranks have met when the context is left.
@@ -61,6 +62,7 @@ def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.d
     Args:
         path_or_id, dtype, config: as for `PagedGenerator.from_pretrained`.
         size: number of ranks, at least 2.
+        files: arguments of transformers' `from_pretrained` that say where files are found.
         device: its type counts; ranks take the devices 0 to size - 1 of their host, or torchrun's LOCAL_RANK.
 
     Raises:
@@ -70,16 +72,16 @@ def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.d
     if device.index not in (None, 0) or device.type not in ("cuda", "cpu"):
         raise ValueError(f"device={str(device)!r}: expected 'cuda', of which the ranks take 0 to {size - 1}, or 'cpu'")
     if not is_leading() and (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
-        yield _load_here(path_or_id, size, dtype, device), None
+        yield _load_here(path_or_id, size, dtype, device, files or {}), None
         return
-    workers = launch(size, Follower(str(path_or_id), dtype, device.type, config), device.type)
+    workers = launch(size, Follower(str(path_or_id), dtype, device.type, config, files or {}), device.type)
     try:
         from hf_paged.engine.engine import rehearse
         from hf_paged.parallel.loading import load
 
         own = rank_device(device.type, 0)
         with workers.meeting(own) as group:
-            model = load(str(path_or_id), group, dtype=dtype, device=own, check=workers.check)
+            model = load(str(path_or_id), group, dtype=dtype, device=own, check=workers.check, files=files)
             with group.alone(workers.check):  # the others, which import for seconds more, will find compiled kernels
                 rehearse(model, config)
             yield model, workers
@@ -88,11 +90,12 @@ def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.d
         raise
 
 
-def _load_here(path_or_id: str | os.PathLike, size: int, dtype: str | torch.dtype, device: torch.device) -> Any:
+def _load_here(path_or_id: str | os.PathLike, size: int, dtype: str | torch.dtype, device: torch.device,
+               files: dict[str, Any]) -> Any:
     """Every rank runs this script."""
     from hf_paged.parallel.loading import load
 
     check_world(size)  # before this rank's GPU is made current
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
     own = rank_device(device.type, int(os.environ.get("LOCAL_RANK", rank)))
-    return load(str(path_or_id), join(rank, size, own), dtype=dtype, device=own)
+    return load(str(path_or_id), join(rank, size, own), dtype=dtype, device=own, files=files)

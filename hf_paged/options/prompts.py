@@ -1,4 +1,4 @@
-"""The forms in which prompts may come, as lists of token ids."""
+"""The forms in which prompts may come, as token ids."""
 
 from __future__ import annotations
 
@@ -7,38 +7,80 @@ from typing import Any
 
 import numpy as np
 
-ACCEPTED = "a str, a list of str, token ids, a list of lists of token ids, a chat or a list of chats"
+ACCEPTED = (
+    "a str, token ids, a chat (a list of messages with a role), {'prompt': str} or {'prompt_token_ids': token ids}, or "
+    "a list of such prompts"
+)
+_TEXT, _IDS = "prompt", "prompt_token_ids"
 
 
-def as_prompt_list(prompts: Any, tokenizer: Any) -> list[Sequence[int]]:
-    """Token ids per prompt; their values are checked by the engine.
+def prompt_list(prompts: Any) -> list[Any]:
+    """Every prompt by itself, each still in its own form.
 
     Raises:
-        TypeError: another form, or forms mixed; the message says what was found and what is accepted.
-        ValueError: no prompts, or text without a tokenizer.
+        TypeError: neither a prompt nor a list.
     """
-    if isinstance(prompts, str) or _is_chat(prompts) or _is_token_ids(prompts):
-        prompts = [prompts]
+    if isinstance(prompts, (str, dict)) or is_chat(prompts) or _is_token_ids(prompts):
+        return [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise TypeError(f"prompts={prompts!r:.80}: expected {ACCEPTED}, got {type(prompts).__name__}")
-    if not prompts:
-        return []
-    if all(isinstance(p, str) for p in prompts):
-        return [_require(tokenizer, "text prompts")(p)["input_ids"] for p in prompts]
-    if all(_is_chat(p) for p in prompts):
+    return list(prompts)
+
+
+def prompt_ids(prompt: Any, tokenizer: Any, template: dict[str, Any]) -> Sequence[int]:
+    """Token ids of one prompt; their values are checked by the engine.
+
+    Args:
+        prompt: of one of the forms that `ACCEPTED` names.
+        tokenizer: needed for text and chats.
+        template: keywords of ``tokenizer.apply_chat_template`` for a chat.
+
+    Raises:
+        TypeError: another form; the message says what was found and what is accepted.
+        ValueError: text or a chat without a tokenizer.
+        Exception: whatever a chat template raises about a chat.
+    """
+    if isinstance(prompt, dict):
+        prompt = _inside(prompt)
+    if isinstance(prompt, str):
+        prompt = _require(tokenizer, "text prompts")(prompt)["input_ids"]
+    elif is_chat(prompt):
         tokenizer = _require(tokenizer, "chats")
-        return [
-            tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
-            for chat in prompts
-        ]
-    if all(isinstance(p, (list, tuple, np.ndarray)) and not _is_chat(p) for p in prompts):
-        return [p.tolist() if isinstance(p, np.ndarray) else p for p in prompts]
-    kinds = sorted({type(p).__name__ for p in prompts})
-    raise TypeError(f"prompts: a list of {', '.join(kinds)}; expected {ACCEPTED}")
+        prompt = tokenizer.apply_chat_template(prompt, **template, tokenize=True, return_dict=True)["input_ids"]
+    elif isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    elif not isinstance(prompt, (list, tuple)):
+        raise TypeError(f"{prompt!r:.80}: expected {ACCEPTED}, got {type(prompt).__name__}")
+    ids: Sequence[int] = prompt
+    return ids
 
 
-def _is_chat(value: Any) -> bool:
+def is_chat(value: Any) -> bool:
+    """Is this one chat: a list of messages, each a dict with a role?"""
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
+
+
+def is_without_template(prompt: Any) -> bool:
+    """Is this a prompt that no chat template is applied to? False also for what is no prompt at all."""
+    if isinstance(prompt, dict):
+        return "role" not in prompt
+    return isinstance(prompt, (str, np.ndarray)) or (_is_token_ids(prompt) and not is_chat(prompt))
+
+
+def _inside(prompt: dict[str, Any]) -> Any:
+    """What a dict around one prompt holds, as vLLM takes them: ids where there are both; None counts as left out."""
+    if "role" in prompt:
+        raise TypeError(f"{prompt!r:.80}: this is one message; expected a chat, which is a list of messages")
+    given = {name for name, value in prompt.items() if value is not None}
+    if not given or not given <= {_TEXT, _IDS}:
+        raise TypeError(f"a dict with {sorted(map(str, given))}: expected {_TEXT!r} (a str) or {_IDS!r} (token ids), "
+                        "and all else as arguments of the call")
+    inside, kinds = (prompt[_IDS], (list, tuple, np.ndarray)) if _IDS in given else (prompt[_TEXT], (str,))
+    if not isinstance(inside, kinds) or is_chat(inside):
+        name = _IDS if _IDS in given else _TEXT
+        raise TypeError(f"{name}={inside!r:.80} in a dict: expected {'token ids' if name == _IDS else 'a str'}, got "
+                        f"{type(inside).__name__}")
+    return inside
 
 
 def _is_token_ids(value: Any) -> bool:

@@ -53,21 +53,24 @@ class _Chunk(NamedTuple):
     bytes_mapped: int
 
 
-def find_files(path_or_id: str) -> list[str]:
+def find_files(path_or_id: str, **where: Any) -> list[str]:
     """The safetensors files of a local directory or a hub id (from its cache, where it is there).
+
+    Args:
+        **where: arguments of transformers' `cached_file`: revision, token, ...
 
     Raises:
         FileNotFoundError: there are none, or the index names one that is missing.
         ValueError: an index that is none, or an adapter beside the weights, which transformers would put on them.
     """
-    if (adapter := _cached(path_or_id, ADAPTER_CONFIG_NAME)) is not None:
+    if (adapter := _cached(path_or_id, ADAPTER_CONFIG_NAME, where)) is not None:
         raise ValueError(
             f"{adapter}: an adapter, which cannot be sharded: expected a checkpoint that it is merged into "
             "(merge_and_unload, then save_pretrained)"
         )
-    if (single := _cached(path_or_id, SAFE_WEIGHTS_NAME)) is not None:
+    if (single := _cached(path_or_id, SAFE_WEIGHTS_NAME, where)) is not None:
         return [single]
-    if (index := _cached(path_or_id, SAFE_WEIGHTS_INDEX_NAME)) is None:
+    if (index := _cached(path_or_id, SAFE_WEIGHTS_INDEX_NAME, where)) is None:
         found = f"; found {sorted(os.listdir(path_or_id))}" if os.path.isdir(path_or_id) else ""
         raise FileNotFoundError(f"{path_or_id}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}{found}")
     files = []
@@ -76,14 +79,14 @@ def find_files(path_or_id: str) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: expected JSON with a weight_map from keys to files ({error!r})") from error
     for name in names:
-        if (file := _cached(path_or_id, name)) is None:
+        if (file := _cached(path_or_id, name, where)) is None:
             raise FileNotFoundError(f"{path_or_id}: {name} is missing, which {SAFE_WEIGHTS_INDEX_NAME} names")
         files.append(file)
     return files
 
 
-def _cached(path_or_id: str, name: str) -> str | None:
-    return cached_file(path_or_id, name, _raise_exceptions_for_missing_entries=False)
+def _cached(path_or_id: str, name: str, where: dict[str, Any]) -> str | None:
+    return cached_file(path_or_id, name, **where, _raise_exceptions_for_missing_entries=False)
 
 
 def catalogue(files: Iterable[str]) -> dict[str, Entry]:

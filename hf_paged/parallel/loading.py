@@ -23,7 +23,8 @@ _IGNORED = (r"rotary_emb\.inv_freq",)
 
 
 def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | None = "auto",
-         device: str | torch.device, check: Callable[[], None] = lambda: None) -> PreTrainedModel:
+         device: str | torch.device, check: Callable[[], None] = lambda: None,
+         files: dict[str, Any] | None = None) -> PreTrainedModel:
     """Build a causal LM of which this rank holds its part, in eval mode, and read that part from safetensors.
 
     Args:
@@ -32,6 +33,7 @@ def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | No
         dtype: of the weights; "auto" or None: the config's, or else that of the checkpoint's first tensor.
         device: where the weights go.
         check: called every now and then; when it raises, loading ends with its error.
+        files: arguments of transformers' `from_pretrained` that say where files are found: revision, token, ...
 
     Raises:
         UnsupportedModelError: the model cannot be sharded.
@@ -39,11 +41,11 @@ def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | No
         ValueError: `dtype`; a quantized checkpoint; a key that is missing, left over, or of another shape or dtype
             than the model's. The message names it and the file.
     """
-    path_or_id, device = str(path_or_id), torch.device(device)
-    config = AutoConfig.from_pretrained(path_or_id)
+    path_or_id, device, files = str(path_or_id), torch.device(device), files or {}
+    config = AutoConfig.from_pretrained(path_or_id, **files)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{path_or_id} is quantized ({config.quantization_config}): expected float weights")
-    entries = catalogue(find_files(path_or_id))
+    entries = catalogue(find_files(path_or_id, **files))
     if unknown := next((key for key, entry in entries.items() if entry.dtype not in DTYPES), None):
         raise ValueError(f"{unknown} in {entries[unknown].file} is {entries[unknown].dtype}: expected {list(DTYPES)}")
     with init_empty_weights():
@@ -51,7 +53,7 @@ def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | No
     parallelize(model, group)
     _allocate(model, device)
     _fill(model, path_or_id, entries, check)
-    model.generation_config = _generation_config(path_or_id)
+    model.generation_config = _generation_config(path_or_id, files)
     return model.eval()
 
 
@@ -174,8 +176,9 @@ def _pieces_by_expert(keys: _Keys, name: str, shard: Shard, data: torch.Tensor) 
             yield Piece(key, shard.dim - 1, start - offset, stop - offset, target)
 
 
-def _generation_config(path_or_id: str) -> GenerationConfig:
+def _generation_config(path_or_id: str, files: dict[str, Any]) -> GenerationConfig:
     try:
-        return GenerationConfig.from_pretrained(path_or_id)
+        return GenerationConfig.from_pretrained(path_or_id, **files)
     except OSError:  # none there: as in from_pretrained
-        return GenerationConfig.from_pretrained(path_or_id, config_file_name="config.json", _from_model_config=True)
+        return GenerationConfig.from_pretrained(path_or_id, config_file_name="config.json", _from_model_config=True,
+                                                **files)

@@ -98,7 +98,7 @@ def test_a_worker_loads_while_it_meets(monkeypatch):
         events.append(("meet", group.rank, group.size, str(device), store))
         meets.append(threading.get_ident())
 
-    def load(path, group, *, dtype, device):
+    def load(path, group, *, dtype, device, files):
         events.append(("load", path, group.driven, dtype, str(device)))
         loads.set()
         return "model"
@@ -152,9 +152,9 @@ def test_rank_0_loads_before_the_others_come(tiny_path, monkeypatch):
         meet(self, device, store)
         events.append("met")
 
-    def looks_for_a_tokenizer(path):
+    def looks_for_a_tokenizer(path, loading):
         events.append("tokenizer")
-        return tokenizer_of(path)
+        return tokenizer_of(path, loading)
 
     meet = ParallelGroup.meet
     monkeypatch.setattr(loading, "load", loads)
@@ -231,10 +231,10 @@ def test_rank_0_s_own_errors_while_the_others_start(tiny_path, tmp_path, monkeyp
     with nothing_left(), pytest.raises(FileNotFoundError):
         PagedGenerator.from_pretrained(tmp_path, tensor_parallel_size=2)
 
-    def interrupted(path):
+    def interrupted(path, loading):
         signal.raise_signal(signal.SIGINT)
 
-    def unreadable(path):
+    def unreadable(path, loading):
         raise OSError("tokenizer.json: no JSON")
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

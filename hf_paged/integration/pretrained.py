@@ -1,0 +1,149 @@
+"""Loading for `PagedGenerator.from_pretrained`: which argument goes where, and a whole model on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils import cached_file
+from transformers.utils.hub import cached_files
+
+from hf_paged.config import PagedConfig
+
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_NO_PLACE = ("user_agent", "repo_type", "tqdm_class", "init_inputs", "kwargs", "filenames", "deprecated_kwargs",
+             "class_reference", "path_or_repo_id", "pretrained_model_name_or_path")
+_ANYWHERE = ("auto", "balanced", "balanced_low_0", "sequential")
+_REMEDY = ("a PagedGenerator holds the whole model on one device; for several give tensor_parallel_size=N (one model "
+           "over N GPUs), or run one process a device (docs/data_parallel.md)")
+
+
+def _names(function: Any) -> set[str]:
+    return {name for name in inspect.signature(function).parameters if not name.startswith("_")} - {*_NO_PLACE}
+
+
+# Arguments that say where files are found: of any file, of the tokenizer's, and of code beside them.
+OF_FILES = frozenset(_names(cached_files))
+OF_TOKENIZERS = OF_FILES | _names(PreTrainedTokenizerBase.from_pretrained) | _names(get_class_from_dynamic_module)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a model is loaded.
+
+    Attributes:
+        dtype: of the weights, or "auto".
+        device: the one that gets all of them.
+        is_mapped: was a `device_map` given?
+        arguments: others of transformers' `from_pretrained`, trust_remote_code among them.
+    """
+
+    dtype: str | torch.dtype
+    device: torch.device
+    is_mapped: bool
+    arguments: dict[str, Any]
+
+    @property
+    def of_tokenizer(self) -> dict[str, Any]:
+        """Those that the tokenizer's `from_pretrained` takes as well."""
+        return {name: value for name, value in self.arguments.items() if name in OF_TOKENIZERS}
+
+    @property
+    def of_files(self) -> dict[str, Any]:
+        """Those that say where any file is."""
+        return {name: value for name, value in self.arguments.items() if name in OF_FILES}
+
+    def of_ranks(self, size: int) -> dict[str, Any]:
+        """What several ranks need of `arguments`.
+
+        Raises:
+            ValueError: one that they cannot carry out.
+        """
+        neutral: dict[str, tuple] = {"trust_remote_code": (False,), "use_safetensors": (True,), "weights_only": (True,)}
+        for name, value in self.arguments.items():
+            if name in OF_FILES or value is None or any(value is one for one in neutral.get(name, ())):
+                continue
+            raise ValueError(f"{name}={value!r:.80}: expected it left out with tensor_parallel_size={size}, where each "
+                             "rank builds transformers' own class and reads its share of unquantized safetensors files")
+        return self.of_files
+
+
+def split_arguments(arguments: dict[str, Any], dtype: str | torch.dtype, device: Any, device_map: Any,
+                    trust_remote_code: bool) -> tuple[Loading, dict[str, Any]]:
+    """How to load the model, and the fields of a `PagedConfig` among `arguments`.
+
+    Raises:
+        ValueError: `device` beside `device_map`, or a map over several devices.
+        TypeError: an argument that changes what transformers returns.
+    """
+    fields = {field.name for field in dataclasses.fields(PagedConfig)}
+    overrides = {name: value for name, value in arguments.items() if name in fields}
+    others = {name: value for name, value in arguments.items() if name not in fields}
+    if others.pop("output_loading_info", False):
+        raise TypeError("output_loading_info=True: expected it left out; a PagedGenerator comes back alone")
+    older = others.pop("torch_dtype", None)
+    if older is not None and dtype == "auto":
+        dtype = older
+    if device is not None and device_map is not None:
+        raise ValueError(f"device={str(device)!r}, device_map={device_map!r:.80}: expected one of them")
+    mapped = None if device_map is None else one_device(device_map)
+    found = mapped or (torch.device(device) if device is not None else _default_device())
+    return Loading(dtype, found, device_map is not None, {**others, "trust_remote_code": trust_remote_code}), overrides
+
+
+def one_device(device_map: Any) -> torch.device:
+    """The device of a map that names one.
+
+    Raises:
+        ValueError: several, or the disk; the message says what to do.
+        TypeError: it is no map.
+    """
+    if isinstance(device_map, str) and device_map in _ANYWHERE:
+        if (count := torch.cuda.device_count()) > 1:
+            raise ValueError(f"device_map={device_map!r} with {count} GPUs: expected one device, such as 'cuda:0'; "
+                             f"{_REMEDY}")
+        return _default_device()
+    places = list(device_map.values()) if isinstance(device_map, dict) else [device_map]
+    if not places or not all(isinstance(place, (str, int, torch.device)) for place in places):
+        raise TypeError(f"device_map={device_map!r:.80}: expected a device's name or number, {{'': device}} or 'auto'")
+    names = {f"cuda:{place}" if isinstance(place, int) else str(place) for place in places}
+    if len(names) > 1 or names & {"disk", "meta"}:
+        raise ValueError(f"device_map with {sorted(names)}: expected one device; {_REMEDY}")
+    return torch.device(names.pop())
+
+
+def load_whole(path_or_id: str | os.PathLike, loading: Loading) -> Any:
+    """The model on its one device, in eval mode."""
+    arguments = dict(loading.arguments)
+    if loading.is_mapped or arguments.get("quantization_config") is not None:  # quantizers move no model afterwards
+        arguments["device_map"] = {"": loading.device}
+    model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=loading.dtype, **arguments)
+    is_there = model.device.type == loading.device.type and loading.device.index in (None, model.device.index)
+    return (model if is_there else model.to(loading.device)).eval()
+
+
+def tokenizer_of(path_or_id: str | os.PathLike, loading: Loading) -> Any:
+    """The one beside the model; None where there is none, for which AutoTokenizer would make an empty one."""
+    if not _has_tokenizer(path_or_id, loading.of_files):
+        return None
+    return AutoTokenizer.from_pretrained(path_or_id, padding_side="left", **loading.of_tokenizer)
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _has_tokenizer(path_or_id: str | os.PathLike, of_files: dict[str, Any]) -> bool:
+    for name in TOKENIZER_FILES:
+        try:
+            if cached_file(path_or_id, name, **of_files) is not None:
+                return True
+        except OSError:
+            continue
+    return False

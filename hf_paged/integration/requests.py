@@ -1,0 +1,195 @@
+"""One call of a `PagedGenerator` as requests of the engine: everything is checked and settled before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from transformers import GenerationConfig
+
+from hf_paged.engine.engine import Engine
+from hf_paged.engine.session import NewRequest
+from hf_paged.errors import UnsupportedModelError, UnsupportedOptionError
+from hf_paged.options.arguments import ConfigMerger, base_seed, num_copies, salt_digest
+from hf_paged.options.chat_keywords import split_keywords, template_parameters
+from hf_paged.options.notices import Notices
+from hf_paged.options.prompts import prompt_ids, prompt_list
+from hf_paged.options.settings import RequestSettings, check_flags, settings_from_config
+from hf_paged.outputs import Completion, StepOutput
+from hf_paged.sampling.sampler import derive_seed
+
+ON_ERROR = ("raise", "complete")
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of `PagedGenerator.generate`, unchecked; `keywords` are those without a name of their own there."""
+
+    prompts: Any
+    generation_config: Any
+    seed: Any
+    cache_salt: Any
+    logprobs: bool
+    prompt_logprobs: bool
+    on_error: str
+    chat_template_kwargs: Any
+    keywords: dict[str, Any]
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError for a flag or `on_error`."""
+        check_flags(logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
+        if self.on_error not in ON_ERROR:
+            raise ValueError(f"on_error={self.on_error!r:.80}: expected one of {ON_ERROR}")
+
+    def check_for_tensors(self) -> None:
+        """`check` where tensors come in, which `model.generate` takes and gives back."""
+        self.check()
+        if self.logprobs or self.prompt_logprobs:
+            raise ValueError("logprobs, prompt_logprobs: expected False where tensors come in; give token ids")
+        if self.on_error != "raise":
+            raise ValueError(f"on_error={self.on_error!r}: expected 'raise' where tensors come in; give token ids")
+        of_template = sorted({*(self.chat_template_kwargs or ()), *(template_parameters(None) & {*self.keywords})} -
+                             {*vars(GenerationConfig())})
+        if of_template:
+            raise ValueError(f"{', '.join(of_template)}: for the template of chats, and tensors come in; give chats")
+
+    def failed(self, index: int, error: Exception, ids: list[int]) -> Completion:
+        """The end of a prompt that cannot run; or its error, with its index, where that ends the call."""
+        if self.on_error == "raise":
+            kinds = UnsupportedOptionError, TypeError, ValueError
+            kind = next((kind for kind in kinds if isinstance(error, kind)), None)
+            text = error_text(error) if kind is None else str(error)
+            raise (kind or ValueError)(f"prompts[{index}]: {text}") from error
+        return Completion([], None, "error", ids, error=error_text(error))
+
+
+class Asked(NamedTuple):
+    """One completion that is asked for: the number of its prompt, and its request or how it ended without one."""
+
+    prompt: int
+    what: NewRequest | Completion
+
+
+class RequestMaker:
+    """Makes the requests of one generator's calls.
+
+    Args:
+        engine: runs them.
+        model: the causal LM.
+    """
+
+    def __init__(self, engine: Engine, model: Any) -> None:
+        self._engine, self._model = engine, model
+        self._notices = Notices()
+
+    def make(self, call: Call) -> list[Asked]:
+        """Every completion of the call, in order.
+
+        Raises:
+            ValueError, TypeError: an argument of the call as a whole; with ``on_error="raise"`` also the first prompt
+                that cannot run, by its index.
+        """
+        engine, model = self._engine, self._model
+        engine.check_runnable()
+        call.check()
+        prompts = prompt_list(call.prompts)
+        configs = _one_per_prompt("generation_config", call.generation_config, len(prompts))
+        own_seeds = isinstance(call.seed, (list, tuple))
+        seed = call.seed if own_seeds else base_seed(call.seed, engine.config.seed)
+        seeds = _one_per_prompt("seed", seed, len(prompts))
+        salts = _one_per_prompt("cache_salt", call.cache_salt, len(prompts))
+        if not isinstance(call.cache_salt, (list, tuple)):
+            salt_digest(call.cache_salt)
+        own_entries = [model.generation_config, *{id(config): config for config in configs}.values()]
+        template, keywords = split_keywords(call.keywords, call.chat_template_kwargs, prompts, engine.tokenizer,
+                                            own_entries)
+        merge = ConfigMerger(model, keywords)
+        asked: list[Asked] = []
+        for index, ids in enumerate(self._checked(prompts, template)):
+            config = configs[index]
+            try:
+                if isinstance(ids, Exception):
+                    raise ids
+                merged = merge(config)
+                self._notices.look(merged, config, keywords, model.generation_config)
+                settings, copies = self._settled(ids, merged, call, salts[index])
+                first = 0 if own_seeds else len(asked)
+                made = [self._request(ids, settings, seeds[index], first + copy) for copy in range(copies)]
+            except UnsupportedModelError:
+                raise
+            except Exception as error:
+                if error is not ids:
+                    if not isinstance(error, (TypeError, ValueError)):
+                        raise
+                    if config is call.generation_config:  # raises what is wrong whatever the prompt
+                        self._settled([0], merge(config), call, None)
+                failed = call.failed(index, error, [] if isinstance(ids, Exception) else ids)
+                asked += [Asked(index, failed)] * _copies_of(config, keywords, model.generation_config)
+            else:
+                asked += [Asked(index, request) for request in made]
+        return asked
+
+    def _checked(self, prompts: list[Any], template: dict[str, Any]) -> list[list[int] | Exception]:
+        """Each prompt's token ids, or what is wrong with it."""
+        forms = [_attempt(lambda prompt: prompt_ids(prompt, self._engine.tokenizer, template), p) for p in prompts]
+        if not any(isinstance(form, Exception) for form in forms):
+            with suppress(TypeError, ValueError):
+                return list(self._engine.check_prompts(forms))
+        check = self._engine.check_prompt
+        return [f if isinstance(f, Exception) else _attempt(check, f, (TypeError, ValueError)) for f in forms]
+
+    def _settled(self, ids: list[int], merged: GenerationConfig, call: Call, salt: Any) -> tuple[RequestSettings, int]:
+        """What one prompt runs with, and how often."""
+        settings = settings_from_config(merged, len(ids), self._engine.num_logits)
+        if call.logprobs or call.prompt_logprobs or salt is not None:
+            settings = replace(settings, logprobs=call.logprobs, prompt_logprobs=call.prompt_logprobs,
+                               cache_salt=salt_digest(salt))
+        copies = num_copies(merged.num_return_sequences)
+        if copies > 1 and not settings.do_sample:
+            raise ValueError(f"num_return_sequences={copies!r}: expected 1, or more with do_sample=True")
+        self._engine.stop_rule(settings, ids)
+        return settings, copies
+
+    def _request(self, ids: list[int], settings: RequestSettings, seed: Any, number: int) -> NewRequest:
+        seed = derive_seed(base_seed(seed, self._engine.config.seed), number)
+        return NewRequest(ids, settings, seed=seed, stop=self._engine.stop_rule(settings, ids))
+
+
+def refused_output(completion: Completion) -> StepOutput:
+    """The only output of a prompt that never became a request, whose id is empty."""
+    return StepOutput("", [], None, completion.finish_reason, completion)
+
+
+def error_text(error: Exception) -> str:
+    """What `Completion.error` says of an exception."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _attempt(check: Callable[[Any], Any], prompt: Any, kinds: tuple[type[Exception], ...] = (Exception,)) -> Any:
+    """What `check` makes of a prompt, or what it raises about it; a chat template raises whatever it likes."""
+    try:
+        return check(prompt)
+    except UnsupportedModelError:
+        raise
+    except kinds as error:
+        return error
+
+
+def _copies_of(config: Any, keywords: dict[str, Any], of_model: GenerationConfig) -> int:
+    """How many completions are expected of a prompt that cannot run, whose settings may be what is wrong."""
+    name = "num_return_sequences"
+    asked = [keywords.get(name), getattr(config, name, None), getattr(of_model, name, None)]
+    try:
+        return num_copies(next((value for value in asked if value is not None), None))
+    except (TypeError, ValueError):
+        return 1
+
+
+def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name}: a list of {len(value)} for {count} prompts; expected one, or one per prompt")
+    return list(value)

@@ -1,0 +1,73 @@
+"""Warnings about settings that probably do not say what their caller meant; each comes once."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from transformers import GenerationConfig
+
+from hf_paged.options.logits_options import SAMPLING_ONLY
+
+# Values of sampling settings that change nothing in sampling either, or, for temperature 0, mean greedy search.
+_NEUTRAL: dict[str, tuple] = {
+    "temperature": (1.0, 0.0), "top_k": (0, 50), "top_p": (1.0,), "min_p": (0.0,), **dict.fromkeys(SAMPLING_ONLY, ()),
+}
+_LENGTHS = ("max_new_tokens", "max_length")
+
+
+class Notices:
+    """What one `PagedGenerator` has warned of."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+
+    def look(self, merged: GenerationConfig, config: GenerationConfig | None, keywords: dict[str, Any],
+             of_model: GenerationConfig) -> None:
+        """Warn of settings of the call (`config`, `keywords`), not of the model's own.
+
+        Args:
+            merged: all of them, as they run.
+        """
+        if "do_sample" not in self._given and not merged.do_sample:
+            unused = unused_sampling(config, keywords, of_model)
+            if unused:
+                self._give("do_sample", f"{', '.join(unused)} without do_sample=True: the most likely token is taken "
+                                        "at every step, and this changes nothing; pass do_sample=True to sample")
+        if "length" not in self._given and takes_default_length(config, keywords, of_model):
+            self._give("length", f"no length was given, so each completion has at most {merged.max_new_tokens} new "
+                                 "tokens (transformers' default); pass max_new_tokens= for another number")
+
+    def _give(self, kind: str, text: str) -> None:
+        self._given.add(kind)
+        warnings.warn(f"hf_paged: {text}", UserWarning, stacklevel=_level_of_caller())
+
+
+def unused_sampling(config: GenerationConfig | None, keywords: dict[str, Any], of_model: GenerationConfig) -> list[str]:
+    """Settings of the call, as "name=value", that only sampling reads, with a value that would change it."""
+    unused = []
+    for name, neutral in _NEUTRAL.items():
+        value = keywords.get(name)
+        if name not in keywords:
+            value = getattr(config, name, None)
+            value = None if value == getattr(of_model, name, None) else value  # as taken over from the model
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value in neutral:
+            continue
+        if SAMPLING_ONLY.get(name, lambda value: True)(value):
+            unused.append(f"{name}={value!r:.40}")
+    return unused
+
+
+def takes_default_length(config: GenerationConfig | None, keywords: dict[str, Any], of_model: GenerationConfig) -> bool:
+    """Does nobody say how long a completion may be?"""
+    given = [getattr(source, name, None) for source in (config, of_model) for name in _LENGTHS]
+    return not any(value is not None for value in (*given, *map(keywords.get, _LENGTHS)))
+
+
+def _level_of_caller() -> int:
+    """The `stacklevel` at which a warning of this module's caller points at the first line outside of hf_paged."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "hf_paged":
+        frame, level = frame.f_back, level + 1
+    return level
