@@ -43,13 +43,14 @@ last column names the other test files of `tests/{integration,models,runner,samp
 TAIL = """
 transformers' own processors and criteria, given as objects, alone or in lists, are native where they say what native
 options say, in an order that makes no difference to stock's: `logits_processor=[TemperatureLogitsWarper(0.7)]` of a
-sampling call, `stopping_criteria=[StopStringCriteria(tokenizer, ["END"])]`. Their subclasses, two processors of a kind, and a
-`logits_processor` or `stopping_criteria` of the caller's own run in lockstep, as does `prefix_allowed_tokens_fn`. A
-`streamer` is native, and so are arguments that stock's decoding ignores (`labels`, `num_items_in_batch`). These
-arguments of `model.generate` go to stock: `assistant_model`, `past_key_values`, `inputs_embeds`, `position_ids` other
-than stock's, `synced_gpus=True`, `custom_generate`, `cache_implementation="paged"`,
-an `attention_mask` with holes or right padding, lengths beyond the model's positions or
-the KV pool, and in lockstep rows that do not fit into the pool all at once.
+sampling call, `stopping_criteria=[StopStringCriteria(tokenizer, ["END"])]`. Their subclasses, two processors of a kind,
+and a `logits_processor` or `stopping_criteria` of the caller's own run in lockstep, as does `prefix_allowed_tokens_fn`.
+A `streamer` is native, and so are arguments that stock's decoding ignores (`labels`, `num_items_in_batch`).
+
+These arguments of `model.generate` go to stock: `assistant_model`, `past_key_values`, `inputs_embeds`, `position_ids`
+other than stock's, `synced_gpus=True`, `custom_generate`, `cache_implementation="paged"`, an `attention_mask` with
+holes or right padding, lengths beyond the model's positions or the KV pool, and in lockstep rows that do not fit into
+the pool all at once.
 
 Some native options run in lockstep where rows of a batch meet in stock: `no_repeat_ngram_size` with left padding,
 banned or biased sequences that hold the padding token, `stop_strings` and `max_time` for several rows without EOS.

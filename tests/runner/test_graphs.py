@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import random_prompts, stock_generate, tiny_model
+from support import batch, random_prompts, stock_generate, tiny_model
 from transformers import GenerationConfig
 
 import hf_paged
@@ -377,15 +377,58 @@ def test_edits_get_graphs_of_their_own_and_leave_other_requests_alone(steps):
 
 
 @pytest.mark.gpu
-def test_gpu_steps_run_on_the_current_stream_and_are_only_recorded_on_another(monkeypatch):
-    """A step that ran on the capture's stream would share a cuBLAS workspace with other engines' replays."""
-    own, seen = FusedExecutor.hidden_states, set()
+def test_gpu_steps_are_first_run_and_recorded_on_a_stream_of_the_engine(monkeypatch):
+    """Two live engines on one stream would share a cuBLAS workspace, and spoil each other's products."""
+    own, seen = FusedExecutor.hidden_states, []
 
     def hidden_states(self, *args):
-        seen.add((torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream() == torch.cuda.default_stream()))
+        current = torch.cuda.current_stream()
+        seen.append((torch.cuda.is_current_stream_capturing(), current == torch.cuda.default_stream(), current))
         return own(self, *args)
 
     monkeypatch.setattr(FusedExecutor, "hidden_states", hidden_states)
-    with hf_paged.PagedGenerator(tiny_model().cuda(), num_blocks=50) as generator:
-        generator.generate([[1, 2, 3], [4, 5]], max_new_tokens=5, do_sample=False)
-    assert seen == {(False, True), (True, False)}
+    streams = []
+    with ExitStack() as stack:
+        for _ in range(2):
+            generator = stack.enter_context(hf_paged.PagedGenerator(tiny_model().cuda(), num_blocks=50))
+            generator.generate([[1, 2, 3], [4, 5]], max_new_tokens=5, do_sample=False)
+            assert {(captures, is_default) for captures, is_default, _ in seen} <= {
+                (True, False), (False, False), (False, True)}
+            assert {captures for captures, is_default, _ in seen if not is_default} == {True, False}
+            streams.append({stream for _, is_default, stream in seen if not is_default})
+            del seen[:]
+    assert [len(of_engine) for of_engine in streams] == [1, 1]
+    assert streams[0] != streams[1]
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_rows_of_stocks_loop_and_requests_replay_one_graph(steps, num_beams, logprobs):
+    """The graph keeps the logits of the rows that joined; the requests' tokens are drawn in it."""
+    model, options = tiny_model(), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    rows = batch([20, 13, 5])
+    expected = stock_generate(model, **rows, **options, num_beams=num_beams, encoder_repetition_penalty=1.2)
+    prompts = random_prompts([9, 30], seed=4)
+    alone = [stock_generate(model, input_ids=torch.tensor([p]), max_new_tokens=40, do_sample=False, eos_token_id=None)
+             for p in prompts]
+    engine = hf_paged.get_engine(hf_paged.enable(model, strict=True, max_num_seqs=4, num_blocks=200))
+    try:
+        for prompt in prompts:
+            engine.add_request(prompt, GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=None),
+                               logprobs=logprobs)
+        outputs = engine.step()
+        del steps[:]
+        found = model.generate(**rows, **options, num_beams=num_beams, encoder_repetition_penalty=1.2)
+        keys = set(engine._core.pool.runner.graphs._captured)
+        while engine.has_unfinished():
+            outputs += engine.step()
+    finally:
+        hf_paged.disable(model)
+    assert torch.equal(found, expected)
+    made = {output.request_id: [] for output in outputs}
+    for output in outputs:
+        made[output.request_id] += output.new_token_ids
+    assert list(made.values()) == [tokens[0, len(p):].tolist() for p, tokens in zip(prompts, alone, strict=True)]
+    joined = {key[0] for key in keys if key[1] == "_decode" and key[-1]}
+    assert joined and min(joined) >= 2 + 3 * num_beams
+    assert {("decode", size) for size in joined} <= set(steps)

@@ -62,3 +62,35 @@ def test_ever_new_mixes_of_edits_end_as_one_set_of_stages():
         seen.add(stages)
     assert len(seen) <= 10
     assert state.stages(np.array([0])) <= frozenset().union(*(Edits(**option).features() for option in options))
+
+
+def test_more_slots_keep_what_slots_hold_and_graphs_learn_of_it():
+    """Also the edits of their logits; the slot that only padding had is an ordinary one afterwards."""
+    state = RequestState(3, 5000, 16, torch.device("cpu"))
+    settings = [{"edits": Edits(repetition_penalty=1.5)}, {}, {"edits": Edits(bad_words_ids=((4,),))}]
+    for slot, changes in enumerate(settings):
+        admit(state, slot, seed=slot + 1, **changes)
+    slots, places = torch.arange(3), torch.full((3,), 3, dtype=torch.int32)
+    names = state.stages(np.arange(3))
+    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
+
+    def found():
+        drawn = state.sample(logits.clone(), slots, places, names)  # which goes into the tokens, too
+        return [drawn, *(t[:3].clone() for t in (state.tokens, state.block_table, *state.sampling))]
+
+    before, version, generation = found(), state.version, state.edits.generation
+    state.grow(7)
+    assert state.num_slots == state.padding_slot == 7
+    assert state.version > version and state.edits.generation > generation
+    for kept, old in zip(found(), before, strict=True):
+        assert torch.equal(kept, old)
+    assert state.stages(np.arange(3)) == names
+    assert (state.sampling.eos[3:] == -1).all()
+    for slot in (3, 6):
+        admit(state, slot, seed=slot - 2, edits=Edits(bad_words_ids=((4,),)))
+    assert state.sampling.ints[6].tolist() == [4, 5, 9]
+    assert not state.block_table[7].any() and not state.sampling.floats[7].any()
+    beyond = logits[[2, 2]].clone()
+    beyond[:, 4] = 100.0
+    tokens = state.sample(beyond, torch.tensor([3, 6]), places[:2], state.stages(np.array([3, 6])))
+    assert 4 not in tokens.tolist()
