@@ -27,6 +27,8 @@ BOARD, REQUESTS_FILE, MANAGER = (f"{BATCHING}/{name}.py" for name in ("board", "
 OPTIONS_TESTS = "integration/test_generate_options.py"
 FALLBACK_TESTS = "integration/test_generate_fallbacks.py"
 LOCKSTEP_TESTS = "integration/test_stock_loop.py"
+BATCH, BATCH_TESTS, CORE = "engine/lockstep.py", "engine/test_lockstep.py", "engine/core.py"
+GRAPHS_TESTS = "runner/test_graphs.py"
 PATCHED_TESTS = "models/guards/test_own_code.py"
 OWN_CODE, AT_HOME = (f"models/guards/{name}.py" for name in ("own_code", "at_home"))
 BATCHING_TESTS = "integration/continuous_batching/test_methods.py"
@@ -153,4 +155,29 @@ RECOGNITION = [
                     "test_cache_salt.py", "only_equal_salts"),
 ]
 
-PACKAGE_MUTATIONS = [*INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION]
+# Rows of stock's decoding loop in the engine's steps.
+JOINED = [
+    PackageMutation(BATCH, "            core.trust_cache()\n            self._take_back()\n",
+                    "            core.trust_cache()\n", BATCH_TESTS, "planned_ahead"),
+    PackageMutation(BATCH, "        if num_new > 1:\n            self._take_back()\n        plan", "        plan",
+                    BATCH_TESTS, "planned_ahead"),
+    PackageMutation(BATCH, "        self._take_back()\n        self._places = None\n", "        self._places = None\n",
+                    BATCH_TESTS, "planned_ahead"),
+    PackageMutation(BATCH, "or self._is_reordered or", "or", BATCH_TESTS, "planned_ahead"),
+    PackageMutation(CORE, "        if len(joining) == 1 and not self.requests:\n", "        if False:\n",
+                    GRAPHS_TESTS, "sent_while"),
+    PackageMutation("runner/graphs.py", "            self._send(captured, self._decode_inputs(plan, size))\n",
+                    "", GRAPHS_TESTS, "sent_while"),
+    PackageMutation("engine/pace.py", "min(seconds, _FORGOTTEN * self._alone)", "seconds", "engine/test_pace.py",
+                    "one_slow_step"),
+    PackageMutation("engine/pace.py", "max(0.0, self._joined - self._alone)", "0.0", "engine/test_pace.py",
+                    "half_as_long"),
+    PackageMutation("runner/request_state.py", "        self.edits.grow(num_slots)\n", "",
+                    "runner/test_request_state.py", "more_slots"),
+    PackageMutation("runner/request_state.py", "        self._stages = np.pad(self._stages, (0, more))\n", "",
+                    "runner/test_request_state.py", "more_slots"),
+    PackageMutation(CORE, "        if not has_looked and self.model_changed():", "        if False:", BATCH_TESTS,
+                    "nothing_stale_behind"),
+]
+
+PACKAGE_MUTATIONS = [*INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED]

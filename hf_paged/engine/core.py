@@ -318,6 +318,8 @@ class EngineCore:
         pieces = logits.split([len(plan.slots) for _, plan in joining])
         for (batch, _), piece in zip(joining, pieces, strict=True):
             batch.answer(piece)
+        if len(joining) == 1 and not self.requests:
+            joining[0][0].plan_ahead()  # the device still computes
 
     def _launch(self, plan: StepPlan | None,
                 joining: list[tuple[LockstepBatch, StepPlan]]) -> tuple[StepPlan, StepHandle] | None:

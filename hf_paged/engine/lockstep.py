@@ -6,7 +6,7 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
 import numpy as np
@@ -88,6 +88,8 @@ class LockstepBatch:
         self._chunks: Iterator[None] | None = None  # computes another part of the known tokens each time
         self._logits: list[torch.Tensor] = []  # after the prompts so far
         self._places: torch.Tensor | None = None  # [2, R] int64 on the device: slots, and positions of the next tokens
+        self._ahead: StepPlan | None = None  # computes the next token of every row
+        self._is_reordered = False
         self._version: int | None = None  # of the weights when the first token was computed; None: they changed
 
     # -- the caller's side ------------------------------------------------------------------------------------------
@@ -114,7 +116,9 @@ class LockstepBatch:
         if parents == list(range(len(parents))):
             return
         with self._held():
-            rows, self._places = self.rows, None
+            with self._core.changing():
+                self._take_back()
+            rows, self._places, self._is_reordered = self.rows, None, True
             self._prompts = [self._prompts[parent] for parent in parents]
             if self._tokens is not None:
                 with self._core.changing():
@@ -146,6 +150,8 @@ class LockstepBatch:
         while True:
             with self._held():
                 if self.rows is not None and self._chunks is None:
+                    with self._core.changing():
+                        self._take_back()
                     return self._gather(self.rows, length)
             self._ask(torch.empty(len(self._prompts), 0, dtype=torch.int64, device=self._core.device))
 
@@ -156,6 +162,7 @@ class LockstepBatch:
             return
         with core.changing():
             core.trust_cache()
+            self._take_back()
             complete = self._chunks is None and len(rows) == len(rows.slots)
             if complete and self._version == core.weights_version and not core.weights_moved():
                 history = self._known_tokens()
@@ -187,6 +194,7 @@ class LockstepBatch:
 
     def uncount(self, rows: LockstepRows, num_tokens: int) -> None:
         """The last tokens of these rows are no longer computed."""
+        self._take_back()
         self._places = None
         rows.crop(num_tokens)
 
@@ -215,7 +223,7 @@ class LockstepBatch:
 
     def lose(self) -> None:
         """Whatever held the rows is gone."""
-        self.rows, self._chunks, self._logits, self._places = None, None, [], None
+        self.rows, self._chunks, self._logits, self._places, self._ahead = None, None, [], None, None
 
     def distrust(self) -> None:
         """The model changed: keys and values of before and after it are no prefix of anyone else's."""
@@ -243,20 +251,40 @@ class LockstepBatch:
         assert self.rows is not None
         runner, num_new = self._core.runner, self._asked.shape[1]
         runner.follow_stream()
-        if self._stream is not None:
-            torch.cuda.current_stream(runner.device).wait_stream(self._stream)  # it makes the tokens
+        if self._stream is not None and self._stream != (current := torch.cuda.current_stream(runner.device)):
+            current.wait_stream(self._stream)  # it makes the tokens
         if num_new == 0:
             self.answer(self._take_logits())
             return None
         if num_new > 1:
             self._core.model_changed()
         self._logits = []
-        plan = self.rows.decode_plan(num_new)
+        plan = self._next_plan(self.rows, num_new)
         self._set_tokens(plan, self._asked.to(runner.device))
         if num_new == 1:
             return plan
         self.answer(runner.logits(plan, [], of_every_token=True))
         return None
+
+    def plan_ahead(self) -> None:
+        """Plan the next token of every row, which no other thread's rows or requests compete for."""
+        if self.rows is None or self._is_reordered or self._count >= self._max_new_tokens:
+            return
+        with suppress(OutOfBlocksError):  # as it will be found again, if there is a next token
+            self._ahead = self.rows.decode_plan()
+            self._core.runner.make_ready(self._ahead)
+
+    def _next_plan(self, rows: LockstepRows, num_new: int) -> StepPlan:
+        if num_new > 1:
+            self._take_back()
+        plan, self._ahead = self._ahead, None
+        return rows.decode_plan(num_new) if plan is None else plan
+
+    def _take_back(self) -> None:
+        """The rows end where the caller knows them to: the plan that was made ahead does not run."""
+        if self._ahead is not None and self.rows is not None:
+            self._ahead = None
+            self.rows.crop(1)
 
     def answer(self, logits: torch.Tensor) -> None:
         """``logits`` [R * n, V] of the rows' n new tokens (n = 0: of their last known one) are there."""

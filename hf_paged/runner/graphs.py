@@ -97,6 +97,7 @@ class StepGraphs:
         self._nothing = torch.empty(0, device=self._device)
         self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
         self._memory_signature: tuple | None = None
+        self._ready: tuple[StepPlan, Captured] | None = None  # the device has what this step reads
         self.num_captured = 0
         self.num_dropped = 0
         executor.group.holds(self)
@@ -133,7 +134,7 @@ class StepGraphs:
         self._graphs.clear()
         self.num_dropped += sum(captured is not None for captured in self._captured.values())
         self._captured.clear()
-        self._pool = None
+        self._pool = self._ready = None
 
     def launch(self, plan: StepPlan, result: torch.Tensor, logprobs: torch.Tensor | None = None,
                num_logits: int = 0) -> torch.Tensor | None:
@@ -166,7 +167,8 @@ class StepGraphs:
         for rows, captured, inputs in parts:
             assert captured is not None
             # Fetched before the next replay: a graph that was captured earlier may use the memory of these tokens.
-            drawn = self._replay(captured, inputs)
+            self._send(captured, inputs)
+            drawn = self._replay(captured)
             result[rows].copy_(drawn.tokens[: rows.stop - rows.start], non_blocking=True)
             if logprobs is not None and drawn.logprobs is not None:
                 logprobs[rows].copy_(drawn.logprobs[: rows.stop - rows.start], non_blocking=True)
@@ -180,8 +182,27 @@ class StepGraphs:
         decodes = plan.num_decode_rows
         if not decodes or decodes < len(plan.slots) or decodes > self._decode_sizes[-1]:
             return None
-        captured, inputs = self._decode_graph(partial(self._logits), plan)
-        return None if captured is None else self._replay(captured, inputs)[:decodes].clone()
+        if not self.is_ready(plan):
+            captured, inputs = self._decode_graph(partial(self._logits), plan)
+            if captured is None:
+                return None
+            self._send(captured, inputs)
+            self._ready = plan, captured
+        assert self._ready is not None
+        return self._replay(self._ready[1])[:decodes].clone()
+
+    def make_ready(self, plan: StepPlan) -> None:
+        """Send what `logits` of this plan will read, behind the step that runs; nothing where it has no graph yet."""
+        self._drop_if_moved()
+        size = self._decode_size(plan)
+        captured = self._captured.get((size, self._logits.__name__))
+        if captured is not None:
+            self._send(captured, self._decode_inputs(plan, size))
+            self._ready = plan, captured
+
+    def is_ready(self, plan: StepPlan) -> bool:
+        """Has the device what `logits` of this plan reads, and did no other step run since?"""
+        return self._ready is not None and self._ready[0] is plan
 
     def _drop_if_moved(self) -> None:
         signature = (self._state.version, self._state.edits.generation, self._cache.version)
@@ -192,9 +213,12 @@ class StepGraphs:
                 self._use_slots()
 
     def _decode_graph(self, run: partial, plan: StepPlan) -> tuple[Captured | None, tuple[np.ndarray, ...]]:
-        size = int(self._decode_sizes[np.searchsorted(self._decode_sizes, plan.num_decode_rows)])
+        size = self._decode_size(plan)
         inputs = self._decode_inputs(plan, size)
         return self._get(size, run, inputs), inputs
+
+    def _decode_size(self, plan: StepPlan) -> int:
+        return int(self._decode_sizes[np.searchsorted(self._decode_sizes, plan.num_decode_rows)])
 
     def _prompt_size(self, num_rows: int, num_tokens: int) -> int | None:
         """Padded number of tokens of these prompts; 0: there are none, None: no graph is worth it."""
@@ -217,9 +241,12 @@ class StepGraphs:
             self._captured[key] = self._capture(run, inputs)
         return self._captured[key]
 
-    def _replay(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> Any:
+    def _send(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> None:
+        self._ready = None
         for tensor, array in zip(captured.inputs, inputs, strict=True):
             tensor.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
+
+    def _replay(self, captured: Captured) -> Any:
         captured.graph.replay()
         return captured.result
 

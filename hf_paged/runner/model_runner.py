@@ -121,13 +121,22 @@ class ModelRunner:
 
     def logits(self, plan: StepPlan, parameters: list[SlotParameters], *, of_every_token: bool = False) -> torch.Tensor:
         """Enqueue one step that ends at the logits [N, V]: of the rows that sample, or of all tokens, in order."""
-        self._update_state(plan, parameters)
+        if self.graphs is not None and self.graphs.is_ready(plan):
+            self.follow_stream()
+        else:
+            self._update_state(plan, parameters)
         if self.graphs is not None and (logits := self.graphs.logits(plan)) is not None:
             return logits
         hidden, query_start = self._hidden_states(plan)
         if not of_every_token:
             hidden = hidden[upload(query_start[1:][plan.samples].astype(np.int64) - 1, self.device)]
         return self.executor.logits(hidden)
+
+    def make_ready(self, plan: StepPlan) -> None:
+        """Send what `logits` of a decode plan needs besides the tokens, while the device runs another step."""
+        if self.graphs is not None:
+            self._update_state(plan, [])
+            self.graphs.make_ready(plan)
 
     def _update_state(self, plan: StepPlan, parameters: list[SlotParameters]) -> None:
         self.follow_stream()

@@ -95,6 +95,8 @@ class StepPlan:
 
     def behind(self, rows: Seq[StepPlan]) -> StepPlan:
         """This step with decode rows of others in front of its own; they sample nothing."""
+        if not rows:
+            return self
         plans = [*rows, self]
         updates = zip(*(plan.block_updates for plan in plans), strict=True)
 

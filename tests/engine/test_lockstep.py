@@ -21,9 +21,10 @@ from support import (
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
+from hf_paged.engine.pace import Pace
 from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.runner.model_runner import ModelRunner
-from hf_paged.scheduler import invariants
+from hf_paged.scheduler import Sequence, invariants
 
 MODEL = tiny_model()
 INPUTS = batch([20, 13, 5])
@@ -64,8 +65,9 @@ def test_rows_inside_rows_and_memory_that_they_hold(model):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_running_requests_of_others_survive(model, overlap, beams):
+def test_running_requests_of_others_survive(model, overlap, beams, monkeypatch):
     """They keep their slots and blocks, make the same tokens, and go on meanwhile, in the very same steps."""
+    monkeypatch.setattr(Pace, "may_join", lambda self: True)
     engine = hf_paged.get_engine(hf_paged.enable(model, strict=True, overlap=overlap))
     prompt = random_prompts([20], seed=8)[0]
     expected = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=20)[0, 20:].tolist()
@@ -221,8 +223,9 @@ class Changing(LogitsProcessor):
         return scores
 
 
-def test_a_model_that_changes_in_the_middle_leaves_nothing_stale_behind():
+def test_a_model_that_changes_in_the_middle_leaves_nothing_stale_behind(monkeypatch):
     """Stock computes on with the old keys and values; nobody else may get to see what comes of that."""
+    monkeypatch.setattr(Pace, "may_join", lambda self: True)
 
     def call(model, before=lambda: None, **kwargs):
         model.model.layers[0].input_layernorm.variance_epsilon = 1e-6
@@ -246,6 +249,49 @@ def test_a_model_that_changes_in_the_middle_leaves_nothing_stale_behind():
     done = [output.completion for _ in range(60) for output in engine.step() if output.completion]
     answer = stock_generate(model, input_ids=torch.tensor([prompt + old]), max_new_tokens=30 - len(old))
     assert done[0].token_ids == old + answer[0, 20 + len(old) :].tolist()  # computed anew by the model as it is now
+    assert_idle(model)
+
+
+@pytest.mark.parametrize("after", ["nothing", "two tokens at once", "other rows", "a crop", "keys and values"])
+def test_what_was_planned_ahead_is_taken_back_where_the_caller_wants_something_else(model, after):
+    """Rows alone have their next token planned before it is asked for; the cache gets what was computed, and no more."""
+    engine = hf_paged.get_engine(hf_paged.enable(model))
+    size = engine.config.block_size
+    prompts = random_prompts([size - 2, 2 * size - 2])
+    free = engine.stats().num_free_blocks
+    with engine.lockstep(prompts, 3 * size) as rows:
+        rows.prompts()
+        rows.decode(torch.tensor([[3], [4]]))
+        assert rows._ahead is not None and rows.rows.lengths.tolist() == [size, 2 * size]
+        kept = [[*prompts[0], 3], [*prompts[1], 4]]
+        if after == "two tokens at once":
+            found = rows.decode(torch.tensor([[5, 6], [7, 8]]))
+            kept = [[*kept[0], 5, 6], [*kept[1], 7, 8]]
+        elif after == "other rows":
+            rows.reorder([1, 1])
+            kept = [kept[1]] * 2
+            found = rows.decode(torch.tensor([[5], [5]]))
+            kept = [[*row, 5] for row in kept]
+            assert rows._ahead is None, "planned for nothing: beams move in every step"
+        elif after == "a crop":
+            rows.crop(1)
+            found = rows.decode(torch.tensor([[9], [9]]))
+            kept = [[*prompts[0], 9], [*prompts[1], 9]]
+        elif after == "keys and values":
+            assert rows.keys_and_values(2 * size - 1)[0][0].shape[2] == 2 * size - 1
+            found = rows.decode(torch.tensor([[5], [5]]))
+            kept = [[*row, 5] for row in kept]
+        if after != "nothing":
+            for row, tokens in enumerate(kept):
+                with torch.no_grad():
+                    expected = model(input_ids=torch.tensor([tokens])).logits[0, -1]
+                assert torch.allclose(found[row, -1], expected, atol=1e-4)
+    invariants.check(engine._core.scheduler)
+    manager = engine._core.scheduler.kv_cache_manager
+    cached = [manager.get_computed_blocks(Sequence("x", [*row, 0, 0, 0], max_new_tokens=1,
+                                                   cache_key=engine._core._state_key)) for row in kept]
+    assert [num for _, num in cached] == [len(row) // size * size for row in kept]
+    assert engine.stats().num_free_blocks >= free
     assert_idle(model)
 
 

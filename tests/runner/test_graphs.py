@@ -80,9 +80,13 @@ def uncaptured(monkeypatch):
             replayed.append(("decode" if run.func.__name__ == "_decode" else "prompt", size))
         return captured
 
-    def replay(self, captured, inputs):
+    def send(self, captured, inputs):
+        self._ready = None
+        sent[captured.graph] = inputs
+
+    def replay(self, captured):
         # Graphs share their memory: the next replay overwrites these tokens.
-        drawn = captured.result(*(torch.from_numpy(array) for array in inputs))
+        drawn = captured.result(*(torch.from_numpy(array) for array in sent[captured.graph]))
         if isinstance(drawn, torch.Tensor):  # a step that ends at the logits
             return drawn
         memory.tokens[: len(drawn.tokens)] = drawn.tokens
@@ -91,6 +95,7 @@ def uncaptured(monkeypatch):
         memory.logprobs[: len(drawn.tokens)] = drawn.logprobs
         return memory._replace(logits=drawn.logits)
 
+    sent: dict[Uncaptured, tuple] = {}
     memory = Drawn(torch.empty(10_000, dtype=torch.int64), torch.empty(10_000))
     own_get = StepGraphs._get
     own = ModelRunner.__init__
@@ -100,7 +105,7 @@ def uncaptured(monkeypatch):
         self.graphs = graphs_of(self, options["max_num_batched_tokens"])
 
     monkeypatch.setattr(ModelRunner, "__init__", init)
-    for name, function in (("_capture", capture), ("_get", get), ("_replay", replay)):
+    for name, function in (("_capture", capture), ("_get", get), ("_send", send), ("_replay", replay)):
         monkeypatch.setattr(StepGraphs, name, function)
     return replayed
 
@@ -399,6 +404,31 @@ def test_gpu_steps_are_first_run_and_recorded_on_a_stream_of_the_engine(monkeypa
             del seen[:]
     assert [len(of_engine) for of_engine in streams] == [1, 1]
     assert streams[0] != streams[1]
+
+
+def test_what_a_step_of_rows_alone_reads_is_sent_while_the_step_before_it_runs(steps, monkeypatch):
+    """Between two questions only the caller's own code and a launch remain; the first step has nothing before it."""
+    model, log, seen = tiny_model(), [], []
+    for name in ("_send", "_replay"):
+        def noted(self, *args, name=name, own=getattr(StepGraphs, name)):
+            log.append(name)
+            return own(self, *args)
+
+        monkeypatch.setattr(StepGraphs, name, noted)
+
+    def look(input_ids, scores):
+        seen.append((log.count("_send"), log.count("_replay")))
+        return scores
+
+    inputs = {**batch([20, 13, 5]), "max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    expected = stock_generate(model, **inputs)
+    hf_paged.enable(model, strict=True)
+    try:
+        assert torch.equal(model.generate(**inputs, logits_processor=[look]), expected)
+    finally:
+        hf_paged.disable(model)
+    assert seen[0] == (0, 0), "the prompts are computed eagerly here"
+    assert seen[1:] == [(replays + 1, replays) for replays in range(1, 9)]
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
