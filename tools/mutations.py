@@ -91,7 +91,7 @@ MUTATIONS = [
     Mutation(MANAGER, "        seq.block_table = []\n", "", (14,)),
     Mutation(BOOK, "        seq.detach(0)\n", "        seq.detach(seq.num_computed_tokens)\n", (14,)),
     Mutation(BOOK, "        seq.detach(0)\n", "        seq.detach(0)\n        seq._output = []\n", (14,)),
-    Mutation(SCHEDULER, "self._preempt(max(", "self._preempt(min(", (14,)),
+    Mutation(SCHEDULER, "self._preempt(max([seq", "self._preempt(min([seq", (14,)),
     Mutation(BOOK, """        seq.status = Status.WAITING
         self._waiting.push(seq)""", """        seq.status = Status.WAITING
         seq.arrival = self._num_arrived

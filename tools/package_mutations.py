@@ -113,14 +113,16 @@ REQUESTS = [
     PackageMutation("integration/continuous_batching/worker.py",
                     "            if not self._running and not self._arrived:\n",
                     "            if True:\n", BATCHING_TESTS, "breaks_fails"),
-    PackageMutation("engine/engine.py", "                    self._look_for_arrivals()\n",
+    PackageMutation("engine/engine.py", "            if always_step or not session.outbox:\n                try:\n"
+                    "                    self._look_for_arrivals()\n",
+                    "            if always_step or not session.outbox:\n                try:\n"
                     "                    self._has_looked = False\n", "engine/test_engine.py",
                     "before_a_change_of_the_model"),
 ]
 
 # Weights, own code and keys of the prefix cache.
 RECOGNITION = [
-    PackageMutation("runner/weights.py", "buffers, self._executor.plain_tensors())]", "buffers)]",
+    PackageMutation("runner/weights.py", "buffers, executor.plain_tensors())]", "buffers)]",
                     "models/guards/test_plain_tensors.py", "changed_in_place"),
     PackageMutation(OWN_CODE, "        if table.holds():\n            return None\n",
                     "        return None\n", PATCHED_TESTS, "attention_of_torch"),

@@ -254,7 +254,7 @@ def test_a_model_that_changes_in_the_middle_leaves_nothing_stale_behind(monkeypa
 
 @pytest.mark.parametrize("after", ["nothing", "two tokens at once", "other rows", "a crop", "keys and values"])
 def test_what_was_planned_ahead_is_taken_back_where_the_caller_wants_something_else(model, after):
-    """Rows alone have their next token planned before it is asked for; the cache gets what was computed, and no more."""
+    """Rows alone have their next token planned before it is asked for; the cache gets what was computed, no more."""
     engine = hf_paged.get_engine(hf_paged.enable(model))
     size = engine.config.block_size
     prompts = random_prompts([size - 2, 2 * size - 2])

@@ -409,12 +409,16 @@ def test_gpu_steps_are_first_run_and_recorded_on_a_stream_of_the_engine(monkeypa
 def test_what_a_step_of_rows_alone_reads_is_sent_while_the_step_before_it_runs(steps, monkeypatch):
     """Between two questions only the caller's own code and a launch remain; the first step has nothing before it."""
     model, log, seen = tiny_model(), [], []
-    for name in ("_send", "_replay"):
-        def noted(self, *args, name=name, own=getattr(StepGraphs, name)):
+
+    def noted(name, own):
+        def method(self, *args):
             log.append(name)
             return own(self, *args)
 
-        monkeypatch.setattr(StepGraphs, name, noted)
+        monkeypatch.setattr(StepGraphs, name, method)
+
+    noted("_send", StepGraphs._send)
+    noted("_replay", StepGraphs._replay)
 
     def look(input_ids, scores):
         seen.append((log.count("_send"), log.count("_replay")))
