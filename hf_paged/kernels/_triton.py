@@ -27,8 +27,8 @@ else:
 _PREFETCH_BYTES = 16 << 20
 
 __all__ = [
-    "after_previous_kernel", "jit", "on_device_of", "pdl_options", "pdl_supported", "prefetch_options",
-    "prefetch_rows", "prefetch_vector", "require_triton", "tl", "triton",
+    "after_previous_kernel", "column_numbers", "jit", "on_device_of", "pdl_options", "pdl_supported",
+    "prefetch_options", "prefetch_rows", "prefetch_vector", "require_triton", "tl", "triton",
 ]
 
 
@@ -42,6 +42,11 @@ def jit(
     if triton is None:
         return lambda fn: fn
     return triton.jit(do_not_specialize=list(varying_ints), do_not_specialize_on_alignment=list(varying_pointers))
+
+
+def column_numbers(columns: Any) -> list[Any]:
+    """A number for each field of a NamedTuple class, in order, as kernels take it from outside."""
+    return [i if tl is None else tl.constexpr(i) for i in range(len(columns._fields))]
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:

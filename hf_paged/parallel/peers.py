@@ -50,10 +50,6 @@ class PeerBuffers:
         """
         self.peers.abort.fill_(1)
 
-    @property
-    def aborted(self) -> bool:
-        return bool(self.peers.abort)
-
 
 def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = CAPACITY) -> PeerBuffers:
     """Allocate and exchange the buffers; all ranks call it together, and all succeed or all fail.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_paged.kernels._triton import jit, tl
+from hf_paged.kernels._triton import column_numbers, jit, tl
 
 
 class FloatSettings(NamedTuple):
@@ -39,14 +39,8 @@ class SamplingTable(NamedTuple):
         return IntSettings(*self.ints[slots].unbind(1))
 
 
-def _constants(settings: type) -> list[Any]:
-    """A column number for each field, as kernels take them from outside."""
-    fields: tuple = settings._fields  # type: ignore[attr-defined]
-    return [i if tl is None else tl.constexpr(i) for i in range(len(fields))]
-
-
-TEMPERATURE, ONE_MINUS_TOP_P, MIN_P = _constants(FloatSettings)
-SEED, TOP_K, MIN_LENGTH = _constants(IntSettings)
+TEMPERATURE, ONE_MINUS_TOP_P, MIN_P = column_numbers(FloatSettings)
+SEED, TOP_K, MIN_LENGTH = column_numbers(IntSettings)
 _WIDTH = 3 if tl is None else tl.constexpr(3)
 assert len(FloatSettings._fields) == len(IntSettings._fields) == 3
 

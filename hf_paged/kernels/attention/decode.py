@@ -13,15 +13,25 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.kernels._device import num_multiprocessors, shared_memory
-from hf_paged.kernels._triton import after_previous_kernel, jit, on_device_of, pdl_options, require_triton, tl, triton
+from hf_paged.kernels._triton import (
+    after_previous_kernel,
+    column_numbers,
+    jit,
+    on_device_of,
+    pdl_options,
+    require_triton,
+    tl,
+    triton,
+)
 from hf_paged.kernels.attention._tile import LOG2_E, attend_tile, blocks_of, padded_head_dim
 from hf_paged.kernels.attention.decode_work import MAX_SPLITS, MIN_SPLIT, even_work
-from hf_paged.kernels.attention.metadata import ITEM_FIELDS, AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.metadata import ITEM_FIELDS, AttentionOptions, PagedMetadata, WorkItem
 
 # Shared memory a block needs for the deep configurations; smaller GPUs (sm_86, sm_89: 99 KiB) take the shallow ones.
 _DEEP_SHARED_MEMORY = 160 << 10
 # Rows times KV heads a multiprocessor up to which a step counts as tiny, as few, as small, as middling.
 _TINY, _FEW, _SMALL, _MIDDLING = 0.25, 0.5, 3, 9.5
+ROW, SPLIT, NUM_SPLITS, LENGTH, SLOT = column_numbers(WorkItem)
 
 
 class DecodeConfig(NamedTuple):
@@ -147,15 +157,15 @@ def _decode_kernel(
 ):
     head = tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
-    record = items + item * ITEM_FIELDS
-    row = tl.load(record).to(tl.int64)
+    columns = items + item * ITEM_FIELDS
+    row = tl.load(columns + ROW).to(tl.int64)
     if row < 0:
         after_previous_kernel(PDL)
         return
-    split = tl.load(record + 1)
-    splits = tl.load(record + 2)
-    end = tl.load(record + 3)
-    slot = tl.load(record + 4).to(tl.int64)
+    split = tl.load(columns + SPLIT)
+    splits = tl.load(columns + NUM_SPLITS)
+    end = tl.load(columns + LENGTH)
+    slot = tl.load(columns + SLOT).to(tl.int64)
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(end - window, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hf_paged.kernels.attention.metadata import ITEM_FIELDS, DecodeWork, PagedMetadata
+from hf_paged.kernels.attention.metadata import ITEM_FIELDS, DecodeWork, PagedMetadata, WorkItem
 
 # A row is never cut further: its splits are joined by one program.
 MAX_SPLITS = 64
@@ -55,12 +55,10 @@ def plan_items(seq_lens: np.ndarray, slots: np.ndarray, cta_slots: int) -> np.nd
     counts = splits[order]
     row = np.repeat(order, counts)
     items = np.full((num_items(len(lengths), cta_slots), ITEM_FIELDS), -1, dtype=np.int32)
-    used = items[: len(row)]
-    used[:, 0] = row
-    used[:, 1] = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    used[:, 2] = splits[row]
-    used[:, 3] = lengths[row]
-    used[:, 4] = slots[row]
+    split = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    used = WorkItem(row=row, split=split, num_splits=splits[row], length=lengths[row], slot=slots[row])
+    for column, values in enumerate(used):
+        items[: len(row), column] = values
     return items
 
 
@@ -70,6 +68,7 @@ def even_work(meta: PagedMetadata, num_kv_heads: int, splits: int) -> DecodeWork
     num_rows = meta.seq_lens.numel()
     row = torch.arange(num_rows, device=device, dtype=torch.int32).repeat_interleave(splits)
     split = torch.arange(splits, device=device, dtype=torch.int32).repeat(num_rows)
-    items = torch.stack([row, split, torch.full_like(row, splits), meta.seq_lens.repeat_interleave(splits),
-                         meta.slots.repeat_interleave(splits)], dim=1)
-    return DecodeWork(items, torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device))
+    length, slot = meta.seq_lens.repeat_interleave(splits), meta.slots.repeat_interleave(splits)
+    columns = WorkItem(row=row, split=split, num_splits=torch.full_like(row, splits), length=length, slot=slot)
+    arrivals = torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device)
+    return DecodeWork(torch.stack(columns, dim=1), arrivals)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,14 +26,23 @@ class AttentionOptions:
     sinks: torch.Tensor | None = None
 
 
-# row, split, number of splits of the row, visible tokens of the row, slot of the row
-ITEM_FIELDS = 5
+class WorkItem(NamedTuple):
+    """Columns of `DecodeWork.items`: a split of a row."""
+
+    row: Any  # -1: nothing to do
+    split: Any  # its number within the row
+    num_splits: Any  # of the row
+    length: Any  # visible tokens of the row
+    slot: Any  # of the row
+
+
+ITEM_FIELDS = len(WorkItem._fields)
 
 
 class DecodeWork(NamedTuple):
     """The splits of a step's rows: a program of the decode kernel computes one of them for one KV head."""
 
-    items: torch.Tensor  # [N, ITEM_FIELDS] int32; row -1: nothing to do; the splits of a row follow each other
+    items: torch.Tensor  # [N, ITEM_FIELDS] int32, see `WorkItem`; the splits of a row follow each other
     arrivals: torch.Tensor  # [at least R * Hkv] int32, all 0: counts finished splits, and is 0 again afterwards
 
 
