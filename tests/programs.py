@@ -108,7 +108,7 @@ def assert_program(model: PreTrainedModel, program: Callable[[], Any], paths: li
             time.sleep(0.0005)
     assert_same_tensor(found["short"], short_expected)
     calls.paths.remove("native")  # the short call's
-    assert calls.paths == paths
+    assert calls.paths == paths, f"the calls took the paths {calls.paths}"
     assert found["long"] == expected, f"\n{found['long']}\n{expected}"
     assert_idle(model)
     return found["long"]
