@@ -45,8 +45,15 @@ class Rollout(NamedTuple):
     weights: dict[str, torch.Tensor]  # of that moment
 
 
+def _outcome(trainer: Any, model: Any) -> dict[str, Any]:
+    """Losses and final weights."""
+    assert trainer.generation_config.use_cache is False
+    return {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+            "weights": {name: tensor.tolist() for name, tensor in model.state_dict().items()}}
+
+
 def _online_dpo(model: Any, tokenizer: Any, folder: Any, rollouts: list[Rollout], **options: Any) -> dict[str, Any]:
-    """Losses, and what the reward function saw in `rollouts`."""
+    """Losses, final weights and completions; in `rollouts` what the reward function saw."""
     def distinct_tokens(prompts: list, completions: list, completion_ids: list, **_: Any) -> list[float]:
         weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         rollouts.append(Rollout(copy.deepcopy(prompts), [list(map(int, ids)) for ids in completion_ids], weights))
@@ -57,8 +64,7 @@ def _online_dpo(model: Any, tokenizer: Any, folder: Any, rollouts: list[Rollout]
     trainer = online_dpo.OnlineDPOTrainer(model, reward_funcs=distinct_tokens, args=args, processing_class=tokenizer,
                                           train_dataset=datasets.Dataset.from_list(rows))
     trainer.train()
-    return {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-            "completions": [rollout.completions for rollout in rollouts]}
+    return _outcome(trainer, model) | {"completions": [rollout.completions for rollout in rollouts]}
 
 
 def test_online_dpo_equals_a_run_without_hf_paged(talker, trained_tokenizer, tmp_path):
@@ -110,8 +116,7 @@ def _gkd(model: Any, teacher: Any, tokenizer: Any, folder: Any, **options: Any) 
     trainer = gkd.GKDTrainer(model, teacher, args=args, processing_class=tokenizer,
                              train_dataset=datasets.Dataset.from_list(rows))
     trainer.train()
-    return {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-            "weights": {name: tensor.tolist() for name, tensor in model.state_dict().items()}}
+    return _outcome(trainer, model)
 
 
 def test_gkd_equals_a_run_without_hf_paged(talker, talker_path, trained_tokenizer, tmp_path):
