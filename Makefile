@@ -2,10 +2,11 @@
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.installed
+CALLERS_READY := $(VENV)/.callers-installed
 # For run_all.py. On a GPU: make bench BENCH='--models 0.6B 8B --ab all'; without one it only shows that it runs.
 BENCH ?= --models tiny --scale 0.02 --batches 4
 
-.PHONY: demo test test-slow lint bench mutate clean
+.PHONY: demo test test-slow test-callers lint bench mutate clean
 
 demo: $(READY)
 	$(PYTHON) examples/quickstart.py
@@ -17,6 +18,10 @@ test: $(READY)
 # What `test` leaves out: whole programs, and what lasts minutes.
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n auto --dist worksteal -m 'slow and not gpu'
+
+# Other people's programs over an enabled model: all of tests/callers, also what `test` leaves out.
+test-callers: $(CALLERS_READY)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n auto --dist worksteal -m 'not gpu' tests/callers
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
@@ -37,6 +42,11 @@ $(READY): pyproject.toml
 	python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet torch==2.13.0
 	$(PYTHON) -m pip install --quiet --editable '.[dev,bench]'
+	touch $@
+
+# torch stays the pinned one; some of the programs hold back other packages, which pip then takes in an older version.
+$(CALLERS_READY): $(READY)
+	$(PYTHON) -m pip install --quiet torch==2.13.0 --editable '.[dev,bench,callers]'
 	touch $@
 
 clean:
