@@ -297,9 +297,11 @@ def locks():
     manager = model.init_continuous_batching()
     assert isinstance(manager, PagedBatchingManager)
     paged_calls = importlib.import_module("hf_paged.models.paged_calls")
+    cache = model.generate(**INPUTS, max_new_tokens=2, return_dict_in_generate=True).past_key_values
     return {
         "hf_paged._importing": lambda: hf_paged._importing,
         "hf_paged.integration.install._enabling_one": lambda: install._enabling_one,
+        "hf_paged.integration.late_cache._Call.computing": lambda: cache._call.computing,
         "hf_paged.models.paged_calls._lock": lambda: paged_calls._lock,
         "hf_paged.engine.fair_lock.FairLock.rlock": lambda: hf_paged.get_engine(model)._lock.rlock,
         "hf_paged.integration.continuous_batching.board.RequestBoard.changed": lambda: manager.board.changed,

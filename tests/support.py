@@ -6,8 +6,10 @@ import copy
 import ctypes
 import random
 import re
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -141,6 +143,31 @@ def assert_same_tensor(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert actual.dtype == expected.dtype
     assert actual.device == expected.device
     assert torch.equal(actual, expected), f"\n{actual}\n{expected}"
+
+
+class Interrupt(BaseException):
+    """Stands for KeyboardInterrupt, which a test runner would take for its own."""
+
+
+@contextmanager
+def interrupted(at: int | None) -> Iterator[Callable[[], int]]:
+    """Raise in this thread when it calls its `at`-th function of the package (None: never); yields the calls so far."""
+    calls = 0
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        code = frame.f_code
+        if event == "call" and "/hf_paged/" in code.co_filename and not code.co_name.startswith("<"):
+            calls += 1
+            if calls == at:
+                sys.setprofile(None)
+                raise Interrupt
+
+    sys.setprofile(look)
+    try:
+        yield lambda: calls
+    finally:
+        sys.setprofile(None)
 
 
 def assert_idle(model: PreTrainedModel) -> None:

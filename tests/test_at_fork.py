@@ -26,6 +26,7 @@ RENEWED = {
     "hf_paged.engine.fair_lock.FairLock.rlock",
     "hf_paged.integration.continuous_batching.board.RequestBoard.changed",
     "hf_paged.integration.install._enabling_one",
+    "hf_paged.integration.late_cache._Call.computing",
     "hf_paged.models.paged_calls._lock",
 }
 # Of those that stay as they are: why a child never waits for one.

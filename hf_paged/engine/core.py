@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -101,7 +102,8 @@ class EngineCore:
         self._any_stop = request.stop is not None or (self._any_stop and bool(self.requests))
         asks = request.logprobs is not None or request.prompt_logprobs is not None
         self._any_logprobs = asks or (self._any_logprobs and bool(self.requests))
-        self.requests[request.request_id] = request.session.open[request.request_id] = request
+        request_id, opened = request.request_id, request.session.open
+        self.requests[request_id] = opened[request_id] = request
         self._arrivals.append(request)
         self.dirty = False
 
@@ -134,6 +136,12 @@ class EngineCore:
         with torch.inference_mode(False), torch.no_grad(), _ambient(self._executor.kv_spec().device):
             yield
         self.dirty = False
+
+    def end_orphans(self) -> None:
+        """End rows whose call is gone without having ended them: an interrupt came in its very end."""
+        for batch in [batch for batch in self.batches if batch.is_orphan]:
+            batch.close()
+            self.batches.remove(batch)
 
     def count_batch(self) -> int:
         """A number above those given out before."""
@@ -194,6 +202,7 @@ class EngineCore:
             control_flag: the step that is launched announces to all ranks that rank 0 has commands.
         """
         self.recover_if_dirty()
+        self.end_orphans()
         waiting = [batch for batch in self.batches if batch.is_waiting]
         if self.is_idle and not waiting:
             return False
@@ -426,9 +435,10 @@ class EngineCore:
         except Exception as error:
             message = request.error or f"this request failed at its end: {error!r}"
             output = failed_output(sequence, request.num_emitted if session.stream else 0, message)
+        request_id = sequence.request_id
         session.outbox.append(output)
-        del self.requests[sequence.request_id]
-        del session.open[sequence.request_id]
+        del session.open[request_id]  # first: what no session has open does not start again
+        del self.requests[request_id]
 
     def _receive(self, scheduler: Scheduler) -> None:
         """Prompts arrived: is the runner ready for the model as it is now, and may older cache content be used?"""
@@ -487,8 +497,9 @@ class EngineCore:
             max_num_batched_tokens=self._config.max_num_batched_tokens, max_model_len=self.pool.max_model_len,
             enable_prefix_caching=self._config.enable_prefix_caching,
         )
+        core = weakref.proxy(self)  # which holds the scheduler
         return Scheduler(config, on_shortage=self.pool.grow, on_few_slots=self.runner.grow_slots,
-                         on_stuck=lambda: self.make_way(None) is not Way.NONE)
+                         on_stuck=lambda: core.make_way(None) is not Way.NONE)
 
     def abandon(self) -> None:
         """Give everything up where it stands: of a sharded model whose other ranks are not asked any more."""
@@ -523,8 +534,11 @@ class EngineCore:
         self._lose_rows()
         self._retire_scheduler()
         self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.runner is not None else None
-        for request in list(self.requests.values()):
-            self._start_again(request)
+        for request_id, request in list(self.requests.items()):
+            if request_id in request.session.open:
+                self._start_again(request)
+            else:  # the interrupt came between the two lines that add or finish it
+                del self.requests[request_id]
         self._arrivals = list(self.requests.values())
         self.dirty = False
 

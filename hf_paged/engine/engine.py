@@ -6,6 +6,7 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -70,6 +71,10 @@ def _executor_of(model: PreTrainedModel, config: PagedConfig) -> ModelExecutor:
         if missing is not None:
             raise ValueError(f"attention_backend='flash_attn': expected a package that can be used here; {missing}")
     return executor
+
+
+class _Call:
+    """A call in lockstep: gone with the frame of `Engine.lockstep`, whatever ended that."""
 
 
 class Engine:
@@ -256,10 +261,12 @@ class Engine:
             cache_salt: as in `RequestSettings`, of all rows.
         """
         batch: LockstepBatch | None = None
+        call = _Call()
         try:
             with self._held():
                 if (refusal := self._refusal(prompts, max_new_tokens)) is None:
-                    batch = LockstepBatch(self._core, self._held, self._drive, prompts, max_new_tokens, cache_salt)
+                    batch = LockstepBatch(self._core, self._held, self._drive, weakref.ref(call), prompts,
+                                          max_new_tokens, cache_salt)
                     self._core.batches.append(batch)
             if batch is not None:
                 yield batch
@@ -296,6 +303,7 @@ class Engine:
             turn.leave()
             if not self.is_reentrant():
                 self._core.recover_if_dirty()
+                self._core.end_orphans()
             yield
 
     def _drive(self, batch: LockstepBatch) -> None:
@@ -369,7 +377,11 @@ class Engine:
         of this thread all but the refusal comes at its end.
         """
         self._is_shut_down = True
-        while any(batch.thread != threading.get_ident() for batch in self._core.batches):
+        # A thread that holds the lock, as in garbage collection, would wait for those who wait for it.
+        waits = not self._lock.is_held_here()
+        while waits and any(batch.thread != threading.get_ident() for batch in self._core.batches):
+            with self._held():
+                pass  # calls that were interrupted in their very end are over now
             time.sleep(_NAP)
         with self._lock.turn(), self._lock.rlock:
             if self.is_reentrant():  # garbage collection in the middle of a step

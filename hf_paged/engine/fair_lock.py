@@ -34,6 +34,10 @@ class FairLock:
         """In the child of a fork, where the threads that waited do not exist."""
         self._waiting = []
 
+    def is_held_here(self) -> bool:
+        """Does this thread hold the lock?"""
+        return self.rlock._is_owned()  # type: ignore[attr-defined]  # which threading.Condition asks, too
+
     def after_fork_in_child(self) -> bool:
         """Free the lock where a thread of the parent held it; True in that case."""
         if self.rlock.acquire(blocking=False):

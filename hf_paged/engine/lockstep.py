@@ -63,18 +63,19 @@ class LockstepBatch:
         core: of the engine.
         held: holds the engine's lock, between two steps.
         drive: steps the engine until `is_waiting` is False.
+        call: a weak reference to what dies with the call.
         prompts: R lists of token ids.
         max_new_tokens: tokens after the prompt that a row may reach.
         cache_salt: as in `RequestSettings`, of all rows.
     """
 
     def __init__(self, core: Core, held: Callable[[], AbstractContextManager],
-                 drive: Callable[[LockstepBatch], None], prompts: list[list[int]], max_new_tokens: int,
-                 cache_salt: bytes = b"") -> None:
+                 drive: Callable[[LockstepBatch], None], call: Callable[[], object | None],
+                 prompts: list[list[int]], max_new_tokens: int, cache_salt: bytes = b"") -> None:
         self.rows: LockstepRows | None = None
         self.thread = threading.get_ident()
         self.arrival = core.count_batch()
-        self._core, self._held, self._drive, self._salt = core, held, drive, cache_salt
+        self._core, self._held, self._drive, self._call, self._salt = core, held, drive, call, cache_salt
         self._max_tokens = max(map(len, prompts)) + max_new_tokens
         self._prompts = prompts
         self._tokens: torch.Tensor | None = None  # [R, max_new_tokens] int32 on the device: what followed the prompts
@@ -197,6 +198,11 @@ class LockstepBatch:
         self._take_back()
         self._places = None
         rows.crop(num_tokens)
+
+    @property
+    def is_orphan(self) -> bool:
+        """Is the call gone that these rows belong to?"""
+        return self._call() is None
 
     @property
     def is_waiting(self) -> bool:

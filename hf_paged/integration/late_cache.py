@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from hf_paged import at_fork
 from hf_paged.engine.engine import Engine
 
 TOKENS_AT_ONCE = 8192  # new ones of all rows together
-_OWN = ("_call", "_computing")
 
 
 class _Call:
@@ -25,6 +25,8 @@ class _Call:
 
     def __init__(self, engine: Engine, model: Any, sequences: torch.Tensor, width: int,
                  model_kwargs: dict[str, Any]) -> None:
+        self.computing = threading.RLock()
+        at_fork.register(self)
         self._model = weakref.ref(model)
         self._mark = engine.model_mark()
         device = model.device.type
@@ -39,6 +41,10 @@ class _Call:
         if self._positions is not None:
             steps = torch.arange(1, more + 1, dtype=self._positions.dtype, device=self._positions.device)
             self._positions = torch.cat([self._positions, self._positions[:, -1:] + steps], dim=1)
+
+    def after_fork_in_child(self) -> None:
+        """Another thread may have been computing: it starts over here."""
+        self.computing = at_fork.renewed(self.computing)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -78,10 +84,9 @@ class LateCache(DynamicCache):
                  model_kwargs: dict[str, Any]) -> None:
         # Not the base class': what it would set is what `__getattr__` waits for.
         self._call = _Call(engine, model, sequences, width, model_kwargs)
-        self._computing = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OWN or name.startswith("__") or name not in vars(DynamicCache()):
+        if name == "_call" or name.startswith("__") or name not in vars(DynamicCache()):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         _fill(self)
         return getattr(self, name)
@@ -93,13 +98,12 @@ class LateCache(DynamicCache):
 
 def _fill(cache: Any) -> None:
     """Make an ordinary `DynamicCache` of a `LateCache`."""
-    computing = vars(cache).get("_computing")
-    if computing is None:  # another thread has
+    call = vars(cache).get("_call")
+    if call is None:  # another thread has
         return
-    with computing:
+    with call.computing:
         if type(cache) is LateCache:
-            made = vars(cache._call.compute())
+            made = vars(call.compute())
             vars(cache).update(made)
             cache.__class__ = DynamicCache  # type: ignore[assignment]
-            for name in _OWN:
-                del vars(cache)[name]
+            del vars(cache)["_call"]

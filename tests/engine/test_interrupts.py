@@ -11,17 +11,19 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import (
+    Interrupt,
     RecordingStreamer,
     assert_idle,
     assert_native_parity,
     assert_same_tensor,
     batch,
     byte_tokenizer,
+    interrupted,
     random_prompts,
     stock_generate,
     tiny_model,
 )
-from transformers import TextIteratorStreamer
+from transformers import GenerationConfig, TextIteratorStreamer
 
 import hf_paged
 
@@ -32,10 +34,6 @@ EXPECTED = stock_generate(MODEL, **INPUTS, **OPTIONS)
 POOLS = {"wide": None, "tight": 7}  # tight: five rows of up to 4 blocks each in 6 blocks, with preemption
 SHORT = OPTIONS | {"max_new_tokens": 12}  # for hundreds of calls
 EXPECTED_SHORT = stock_generate(MODEL, **INPUTS, **SHORT)
-
-
-class Interrupt(BaseException):
-    """Stands for KeyboardInterrupt, which a test runner would take for its own."""
 
 
 class LaunchError(RuntimeError):
@@ -406,3 +404,44 @@ def test_disable_while_a_stream_is_open_ends_it(model):
     assert engine.stats().num_running == 0
     assert engine.stats().kv_cache_bytes == 0
     assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)
+
+
+@pytest.mark.parametrize("kind", ["native", "lockstep", "beams"])
+@pytest.mark.parametrize("part", ["all over", "end"])
+def test_a_call_that_is_interrupted_in_any_function_leaves_nothing_behind(model, kind, part):
+    """Also in those that end it; another caller's request, which its steps took along, is made as it should be."""
+    engine = hf_paged.get_engine(hf_paged.enable(model, strict=True))
+    extra = {"native": {}, "lockstep": {"encoder_repetition_penalty": 1.2}, "beams": {"num_beams": 2}}[kind]
+    call = {**batch([30, 17]), "max_new_tokens": 4, **extra}
+    prompt = random_prompts([11], seed=3)[0]
+    short = {"input_ids": torch.tensor([prompt]), "max_new_tokens": 6}
+    expected, expected_short = stock_generate(model, **call), stock_generate(model, **short)
+    model.generate(**call)
+    with interrupted(None) as count:
+        model.generate(**call)
+    points = range(1, count(), max(1, count() // 20)) if part == "all over" else range(count() - 130, count() + 1, 4)
+    for at in points:
+        engine.add_request(prompt, GenerationConfig(max_new_tokens=6))
+        with pytest.raises(Interrupt), interrupted(at):
+            model.generate(**call)
+        tokens = []
+        while engine.has_unfinished():
+            tokens += [token for output in engine.step() for token in output.new_token_ids]
+        assert prompt + tokens == expected_short[0].tolist(), at
+        assert_same_tensor(model.generate(**call), expected)
+        while engine._core.requests:  # those of a call that was interrupted while it ended them
+            assert_same_tensor(model.generate(**short), expected_short)
+        assert not engine._core.batches, at
+        assert_idle(model)
+    assert len(points) >= 20
+
+
+def test_a_request_that_was_half_added_or_half_finished_does_not_start_again(model):
+    """No session waits for it."""
+    engine = hf_paged.get_engine(hf_paged.enable(model))
+    request_id = engine.add_request([1, 2, 3], GenerationConfig(max_new_tokens=4))
+    del engine._public.open[request_id]
+    engine._core.dirty = True
+    assert_native_parity(model, EXPECTED_SHORT, **INPUTS, **SHORT)
+    assert not engine._core.requests
+    assert_idle(model)

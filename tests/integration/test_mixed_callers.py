@@ -5,7 +5,9 @@ Each gets stock's tokens, whatever the others do, nobody waits for ever, and not
 
 from __future__ import annotations
 
+import copy
 import faulthandler
+import pickle
 import random
 import threading
 import time
@@ -14,7 +16,7 @@ from queue import SimpleQueue
 
 import pytest
 import torch
-from support import assert_idle, assert_same_tensor, batch, stock_copy, tiny_model
+from support import Interrupt, assert_idle, assert_same_tensor, batch, interrupted, stock_copy, tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_paged
@@ -168,7 +170,11 @@ class Slow(LogitsProcessor):
 
 
 def random_mix(model, seed: int) -> None:
-    """Some threads with some calls each, in a pool of a random size; some calls' own code raises in the middle."""
+    """Some threads with some calls each, in a pool of a random size.
+
+    Some calls' own code raises in the middle, some are interrupted at any point of the package; meanwhile the model is
+    copied and pickled.
+    """
     pick = random.Random(seed)
     config = {
         "num_blocks": pick.choice([None, None, 14, 20, 40]), "max_num_seqs": pick.choice([1, 2, 5, 256]),
@@ -179,7 +185,7 @@ def random_mix(model, seed: int) -> None:
     failures: SimpleQueue = SimpleQueue()
 
     def calls(plan):
-        for kind, lengths, new, raises in plan:
+        for kind, lengths, new, raises, at in plan:
             inputs, expected = call(kind, lengths, new)
 
             def meanwhile(raises=raises):
@@ -187,8 +193,9 @@ def random_mix(model, seed: int) -> None:
                     raise Enough
 
             try:
-                found = model.generate(**inputs, **KINDS[kind](meanwhile))
-            except Enough:
+                with interrupted(at):
+                    found = model.generate(**inputs, **KINDS[kind](meanwhile))
+            except (Enough, Interrupt):
                 continue
             except BaseException as error:
                 failures.put((config, plan, repr(error)))
@@ -202,13 +209,24 @@ def random_mix(model, seed: int) -> None:
         for _ in range(pick.randint(1, 3)):
             kind = pick.choice([*KINDS])
             choices = [(30,), (7,), (60,)] if kind in ("lookup", "beams") else [(30, 12, 5), (40,), (9, 9), (33, 64)]
-            plan.append((kind, pick.choice(choices), pick.choice([3, 9, 24]), pick.random() < 0.2))
+            plan.append((kind, pick.choice(choices), pick.choice([3, 9, 24]), pick.random() < 0.2,
+                         pick.choice([None, None, None, None, pick.randrange(1, 3000)])))
         plans.append(plan)
     for plan in plans:
-        for kind, lengths, new, _ in plan:
+        for kind, lengths, new, *_ in plan:
             call(kind, lengths, new)
-    joined(started(*(lambda plan=plan: calls(plan) for plan in plans)), 20)
+    threads = started(*(lambda plan=plan: calls(plan) for plan in plans))
+    if pick.random() < 0.3:
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            inputs, expected = call("native", (9,), 3)
+            assert type(copied) is type(STOCK)
+            assert torch.equal(copied.generate(**inputs), expected)
+    joined(threads, 20)
     assert failures.empty(), failures.get()
+    inputs, expected = call("native", (9,), 3)
+    while hf_paged.get_engine(model)._core.requests:  # an interrupt in a call's very end leaves its requests running
+        assert torch.equal(model.generate(**inputs), expected)
+    assert torch.equal(model.generate(**inputs, **own_processor()), expected)
     assert_idle(model)
     invariants.check(hf_paged.get_engine(model)._core.scheduler)
 
