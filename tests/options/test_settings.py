@@ -7,7 +7,15 @@ import torch
 from transformers import GenerationConfig
 
 from hf_paged import UnsupportedOptionError
-from hf_paged.options.settings import FALLBACK, INERT, NATIVE, settings_from_config, token_id_tuple, unsupported_option
+from hf_paged.options.settings import (
+    FALLBACK,
+    INERT,
+    LOCKSTEP,
+    NATIVE,
+    settings_from_config,
+    token_id_tuple,
+    unsupported_option,
+)
 
 FIELDS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
 
@@ -22,7 +30,7 @@ def config(**kwargs):
 
 def test_no_field_is_in_two_tables():
     assert not set(NATIVE) & set(INERT)
-    assert not (set(NATIVE) | set(INERT)) & set(FALLBACK)
+    assert not (set(NATIVE) | set(INERT)) & (set(FALLBACK) | set(LOCKSTEP))
 
 
 def test_a_default_config_needs_no_fallback():

@@ -73,6 +73,14 @@ def assert_as_stock(logits: torch.Tensor, rows: list[Row]) -> None:
 # -- stages ------------------------------------------
 
 
+def test_every_setting_has_a_case_here():
+    """A setting without one would not be compared with the processor that stock makes for it."""
+    every = {field.name: field.default for field in dataclasses.fields(Edits)}
+    found = [Row([1], 1, DRAWN | settings).edits for settings in (STAGES | LATE).values()]
+    tested = {name for name, neutral in every.items() if any(getattr(edits, name) != neutral for edits in found)}
+    assert set(every) - tested == {"also_seen"}  # no option of a config: a test of its own below
+
+
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_stage_alone_does_what_the_processor_does(name, dtype):

@@ -77,6 +77,17 @@ def test_every_file_that_a_page_names_is_there(page):
     assert sorted(path for path in named if not any((base / path).exists() for base in (ROOT, ROOT / "hf_paged"))) == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name in ("architecture.md", "extending.md")],
+                         ids=lambda page: page.name)
+def test_every_name_that_a_page_on_the_code_mentions_is_in_the_code(page):
+    sources = [path.read_text() for folder in ("hf_paged", "tests", "tools", "benchmarks")
+               for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
+    words = set(re.findall(r"\w+", "\n".join(sources)))
+    named = re.findall(r"`([A-Za-z_][\w.]*)`", re.sub(r"(?s)```.*?```", "", page.read_text()))
+    parts = {part for name in named if not name.endswith((".py", ".md", ".toml")) for part in name.split(".")}
+    assert sorted(parts - words) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_of_a_page_leads_somewhere(page):
     for target, heading in A_LINK.findall(page.read_text()):

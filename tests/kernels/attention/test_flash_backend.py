@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import ModuleType
 
 import pytest
@@ -126,6 +126,25 @@ def half_case(rows=((5, 5), (1, 40), (17, 300), (3, 64)), *, block_size=16, head
         for cache in case.k_cache, case.v_cache:
             cache.nan_to_num_(0.0)
     return case
+
+
+LEFT_TO_TRITON = {"sinks": torch.zeros(4)}
+
+
+def test_every_option_is_handed_to_the_packages_or_left_to_triton():
+    """One that is neither would be dropped in silence where a package is installed."""
+    assert {field.name for field in fields(AttentionOptions)} == {"scale", "window", "softcap", *LEFT_TO_TRITON}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", LEFT_TO_TRITON)
+def test_an_option_that_no_package_carries_goes_to_triton(machine, name):
+    machine.install(*fb.PACKAGES)
+    case = half_case(((5, 5), (17, 40)))
+    case = case._replace(options=replace(case.options, **{name: LEFT_TO_TRITON[name]}))
+    out = paged_attention(*case[:5], backend="flash_attn")
+    assert machine.calls == []
+    assert worst_error(out, expected(case)) < 3e-3
 
 
 @pytest.mark.parametrize("adapter", fb.PACKAGES, ids=lambda a: a.name)
