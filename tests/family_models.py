@@ -24,6 +24,12 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [1.0, 2.0, 4.0, 8.0], "original_max_position_embeddings": 128,
 }
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+HALF_ROTARY = DEFAULT_ROPE | {"partial_rotary_factor": 0.5}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+    "beta_fast": 4.0, "beta_slow": 1.0,
+}
 
 
 class Variant(NamedTuple):
@@ -56,6 +62,33 @@ VARIANTS = {
     "gpt-oss": Variant("GptOssConfig", {
         "sliding_window": 20, "layer_types": ALTERNATING, "num_local_experts": 8, "num_experts_per_tok": 2,
     }),
+    # A layer without RoPE, one with.
+    "smollm3": Variant("SmolLM3Config", {"no_rope_layers": [0, 1]}),
+    "smollm3-sliding": Variant("SmolLM3Config", {
+        "no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 20, "layer_types": ALTERNATING,
+    }),
+    "granite": Variant("GraniteConfig", {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.11, "residual_multiplier": 0.7, "logits_scaling": 2.5,
+    }),
+    "glm": Variant("GlmConfig", {"attention_bias": True, "rope_parameters": HALF_ROTARY}),
+    "glm4": Variant("Glm4Config", {"attention_bias": True, "rope_parameters": HALF_ROTARY}),
+    "mixtral": Variant("MixtralConfig", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "mixtral-sliding": Variant("MixtralConfig", {
+        "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 20,
+    }),
+    "olmo3": Variant("Olmo3Config", {"sliding_window": 20, "layer_types": ALTERNATING}),
+    "olmo3-yarn": Variant("Olmo3Config", {
+        "sliding_window": 20, "layer_types": ALTERNATING,
+        "rope_parameters": {"sliding_attention": DEFAULT_ROPE, "full_attention": YARN},
+    }),
+    "ministral": Variant("MinistralConfig", {"sliding_window": 20, "layer_types": ALTERNATING}),
+    # Queries are scaled anew at every 16th position.
+    "ministral3": Variant("Ministral3Config", {"rope_parameters": YARN | {
+        "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16, "max_position_embeddings": 512,
+    }}),
+    "ministral3-sliding": Variant("Ministral3Config", {"sliding_window": 20, "rope_parameters": YARN | {
+        "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16, "max_position_embeddings": 512,
+    }}),
 }
 
 

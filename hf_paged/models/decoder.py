@@ -24,7 +24,7 @@ from hf_paged.parallel.shards import local_kv_heads
 # Of the config, what forwards read while they run.
 CONFIG_CONSTANTS = (
     "num_hidden_layers", "num_attention_heads", "sliding_window", "layer_types", "final_logit_softcapping", "is_causal",
-    "use_bidirectional_attention", "_experts_implementation",
+    "use_bidirectional_attention", "_experts_implementation", "logits_scaling", "rope_parameters",
 )
 
 

@@ -256,4 +256,6 @@ def _train_mode_reason(seen: Seen) -> str | None:
             return f"{name} drops out in train mode"
         if getattr(module, "attention_dropout", 0.0):
             return f"{name} has attention dropout in train mode"
+        if getattr(module, "jitter_noise", 0.0):
+            return f"{name} has jitter noise in train mode"
     return None

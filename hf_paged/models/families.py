@@ -24,6 +24,10 @@ _LLAMA: Mapping[str, tuple[str, ...]] = {
 }
 _HEAD_NORMS = {"q_norm": ("RMSNorm",), "k_norm": ("RMSNorm",)}
 _OUTER_NORMS = {"pre_feedforward_layernorm": ("RMSNorm",), "post_feedforward_layernorm": ("RMSNorm",)}
+_POST_NORMS = {name: classes for name, classes in _LLAMA.items() if name != "input_layernorm"} | {
+    "post_feedforward_layernorm": ("RMSNorm",),
+}
+_EXPERTS = {"experts": ("Experts",), "gate": ("TopKRouter",)}
 _SCALED_EMBEDDING = {"embed_tokens": ("TextScaledWordEmbedding",)}
 
 
@@ -37,7 +41,8 @@ class Family(NamedTuple):
     windows: Literal["none", "all", "by layer"] = "none"
     # What its attention passes to the implementation and sdpa would leave out.
     beyond_sdpa: Literal["softcap", "s_aux"] | None = None
-    caps_logits: bool = False  # config.final_logit_softcapping
+    # What becomes of the head's product: nothing, config.final_logit_softcapping, division by config.logits_scaling.
+    logits: Literal["plain", "capped", "divided"] = "plain"
     casts_norms: bool = False  # norms with fp32 weights hand on their input's dtype
     fused: bool = False  # layers run by hf_paged's own code and kernels, not by their own
 
@@ -68,22 +73,29 @@ class Family(NamedTuple):
 FAMILIES = (
     Family("qwen3", "Qwen3", windows="by layer", parts={**_LLAMA, **_HEAD_NORMS}, fused=True),
     Family("qwen3_moe", "Qwen3Moe", windows="all", fused=True, parts={
-        **_LLAMA, **_HEAD_NORMS, "mlp": ("SparseMoeBlock", "MLP"), "experts": ("Experts",), "gate": ("TopKRouter",),
+        **_LLAMA, **_HEAD_NORMS, **_EXPERTS, "mlp": ("SparseMoeBlock", "MLP"),
     }),
     Family("llama", "Llama", fused=True),
     Family("mistral", "Mistral", windows="all"),
     Family("qwen2", "Qwen2", windows="by layer"),
-    Family("gemma2", "Gemma2", windows="by layer", beyond_sdpa="softcap", caps_logits=True,
+    Family("gemma2", "Gemma2", windows="by layer", beyond_sdpa="softcap", logits="capped",
            parts={**_LLAMA, **_OUTER_NORMS, **_SCALED_EMBEDDING}),
-    Family("gemma3", "Gemma3", windows="by layer", caps_logits=True,
+    Family("gemma3", "Gemma3", windows="by layer", logits="capped",
            parts={**_LLAMA, **_OUTER_NORMS, **_SCALED_EMBEDDING, **_HEAD_NORMS, "model": ("TextModel",)}),
     Family("phi3", "Phi3", windows="all"),
-    Family("olmo2", "Olmo2", parts={
-        **{name: classes for name, classes in _LLAMA.items() if name != "input_layernorm"},
-        **_HEAD_NORMS, "post_feedforward_layernorm": ("RMSNorm",),
-    }),
+    Family("olmo2", "Olmo2", parts={**_POST_NORMS, **_HEAD_NORMS}),
     Family("gpt_oss", "GptOss", windows="by layer", beyond_sdpa="s_aux", casts_norms=True,
            parts={**_LLAMA, "experts": ("Experts",), "router": ("TopKRouter",)}),
+    Family("smollm3", "SmolLM3", windows="by layer"),
+    Family("granite", "Granite", logits="divided"),
+    Family("glm", "Glm"),
+    Family("glm4", "Glm4", parts={
+        **_LLAMA, "post_self_attn_layernorm": ("RMSNorm",), "post_mlp_layernorm": ("RMSNorm",),
+    }),
+    Family("mixtral", "Mixtral", windows="all", parts={**_LLAMA, **_EXPERTS, "mlp": ("SparseMoeBlock",)}),
+    Family("olmo3", "Olmo3", windows="by layer", parts={**_POST_NORMS, **_HEAD_NORMS}),
+    Family("ministral", "Ministral", windows="by layer"),
+    Family("ministral3", "Ministral3", windows="all"),
 )
 
 

@@ -49,7 +49,10 @@ class GenericExecutor(DecoderExecutor):
 
     def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits = apply_head(self.model.lm_head, hidden_states, F.linear)
-        cap = self.model.config.final_logit_softcapping if self._family.caps_logits else None
+        config = self.model.config
+        if self._family.logits == "divided":
+            return logits / config.logits_scaling
+        cap = config.final_logit_softcapping if self._family.logits == "capped" else None
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def constants(self) -> tuple:

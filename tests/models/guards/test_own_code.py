@@ -187,6 +187,7 @@ def _patches(function):
 
 FAMILY_NAMES = {family.package: variant for family, variant in zip(FAMILIES, (
     "qwen3", "qwen3-moe-mixed", "llama", "mistral", "qwen2", "gemma2", "gemma3", "phi3", "olmo2", "gpt-oss",
+    "smollm3", "granite", "glm", "glm4", "mixtral", "olmo3", "ministral", "ministral3",
 ), strict=True)}
 
 
