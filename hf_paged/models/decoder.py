@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.models.activations import ELEMENTWISE
 from hf_paged.models.base import KVSpec, ModelExecutor
 from hf_paged.models.families import Family
+from hf_paged.models.guards.hub_kernels import functions_of, kernel_numbers, replacement_reason
 from hf_paged.models.guards.originals import of_family, patched_class, patched_entry
 from hf_paged.models.paged_calls import implementation_of
 from hf_paged.models.parts import Part, parts_of
@@ -31,9 +34,12 @@ CONFIG_CONSTANTS = (
 class DecoderExecutor(ModelExecutor):
     """An executor for one family; how its layers run on packed tokens is left to the subclasses."""
 
+    calls_modules = False  # all of them as they stand, on packed tokens
+
     def __init__(self, model: PreTrainedModel, *, family: Family, **techniques: bool) -> None:
         super().__init__(model, getattr(family.modeling, family.model_name), **techniques)
         self._family = family
+        self._functions = functions_of(family.modeling)
         of_family(family)  # taken now, before anybody patches what he enabled
 
     def kv_spec(self) -> KVSpec:
@@ -84,6 +90,12 @@ class DecoderExecutor(ModelExecutor):
     def asked_of_model(self) -> frozenset[str]:
         return of_family(self._family).names(self.model_class)
 
+    def replacement_reason(self, name: str, module: nn.Module) -> str | None:
+        return replacement_reason(name, module, calls_modules=self.calls_modules)
+
+    def function_kernels(self) -> list[tuple[str, int]]:
+        return kernel_numbers(self._functions)
+
     def may_have_float_weight(self, module: nn.Module) -> bool:
         return self._family.casts_norms and type(module) in self._family.classes("norm")
 
@@ -123,7 +135,9 @@ class DecoderExecutor(ModelExecutor):
         """Does this implementation take all that attention hands it, or leave out what pages leave out with it?"""
         if name == "sdpa":
             return self._family.beyond_sdpa == "softcap" and self.model_class._supports_sdpa
-        return name is not None and (name in ("eager", "flex_attention") or name.startswith("flash_attention"))
+        if name is None or name in ("eager", "flex_attention") or name.startswith("flash_attention"):
+            return name is not None
+        return ALL_ATTENTION_FUNCTIONS.get(name) is flash_attention_forward  # a kernel of the Hub
 
     def _layer_reason(self) -> str | None:
         spec = self.kv_spec()
@@ -164,12 +178,21 @@ class DecoderExecutor(ModelExecutor):
                 if is_activation and (place := patched_class((kind,))) is not None:
                     return f"{place} is patched"
                 methods[kind] = frozenset(k for k, v in vars(kind).items() if isinstance(v, FunctionType))
-            if not methods[kind].isdisjoint(vars(module)):
-                return f"{min(methods[kind].intersection(vars(module)))} of {name} is replaced on the instance"
+            # A forward is looked at where all of the model's are.
+            if replaced := methods[kind].intersection(vars(module)) - {"forward"}:
+                return f"{min(replaced)} of {name} is replaced on the instance"
         return None
 
     def registry_reason(self) -> str | None:
-        """Experts compute one token at a time in all of transformers' implementations; a user's may not."""
+        """Functions run as they are or by a kernel of the Hub; experts by one of transformers' implementations.
+
+        These compute one token at a time, a user's may not.
+        """
+        for name, function in self._functions:
+            if function._forward_hooks or function._forward_pre_hooks:
+                return f"{name} has a forward hook"
+            if (reason := self.replacement_reason(name, function)) is not None:
+                return reason
         if "experts" not in self._family.parts:
             return None
         name = self.model.config._experts_implementation

@@ -21,6 +21,8 @@ from hf_paged.models.plain_linear import all_columns, apply_head
 class GenericExecutor(DecoderExecutor):
     """Runs the decoder of one family as it stands; there are no weights to merge and no ops to fuse."""
 
+    calls_modules = True
+
     def prepare(self, max_model_len: int) -> None:
         """Nothing is kept besides the modules."""
 

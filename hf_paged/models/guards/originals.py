@@ -28,7 +28,7 @@ DECIDING_METHODS = (
 )
 _FAMILIES: dict[str, Originals] = {}  # by package
 _ENTRIES: dict[Any, Originals] = {}  # by function of transformers' in a registry
-_NOT_IN_A_FORWARD = frozenset({"extra_repr", "reset_parameters", "_init_weights"})
+_NOT_IN_A_FORWARD = frozenset({"extra_repr", "reset_parameters", "_init_weights", "kernel_condition"})
 
 
 @functools.cache
