@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -92,13 +93,43 @@ VARIANTS = {
 }
 
 
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+          "image_size": 28, "patch_size": 14}
+# Image-text models: prefix of their classes, the variant that is inside, the vision tower's config.
+WRAPPED = {
+    "gemma3": ("Gemma3", "gemma3", "SiglipVisionConfig"),
+    "mistral3": ("Mistral3", "mistral", "PixtralVisionConfig"),
+    "mistral3-ministral3": ("Mistral3", "ministral3", "PixtralVisionConfig"),
+    "llava": ("Llava", "llama", "CLIPVisionConfig"),
+    "llava-qwen2": ("Llava", "qwen2-sliding", "CLIPVisionConfig"),
+    "llava-next": ("LlavaNext", "granite", "CLIPVisionConfig"),
+}
+
+
 def family_model(variant: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random model in eval mode on the CPU, always the same for one seed and config."""
     name, settings = VARIANTS[variant]
     config = getattr(transformers, name)(**(SHAPE | settings | overrides))
+    return _random(transformers.AutoModelForCausalLM.from_config, config, seed)
+
+
+def wrapped_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """The same of an image-text model around the decoder of a family; `overrides` are of its own config."""
+    prefix, text, vision = WRAPPED[name]
+    kind, settings = VARIANTS[text]
+    settings = {"text_config": getattr(transformers, kind)(**(SHAPE | settings)),
+                "vision_config": getattr(transformers, vision)(**VISION), "image_token_id": VOCAB - 1,
+                "initializer_range": SHAPE["initializer_range"], "tie_word_embeddings": False}
+    config = getattr(transformers, f"{prefix}Config")(**(settings | overrides))
+    model = _random(getattr(transformers, f"{prefix}ForConditionalGeneration"), config, seed)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    return model
+
+
+def _random(make: Callable[[Any], PreTrainedModel], config: Any, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        model = make(config).eval()
         with torch.no_grad():  # biases and norm weights start as constants: a bug in how they are used would not show
             for key, parameter in model.named_parameters():
                 if key.endswith("bias") or "sinks" in key:

@@ -102,6 +102,11 @@ class ModelExecutor(ABC):
         return model
 
     @property
+    def config(self) -> Any:
+        """The config that the decoder's modules read: of an image-text model that of its text."""
+        return self.model.config.get_text_config(decoder=True)
+
+    @property
     def group(self) -> ParallelGroup:
         """The ranks that hold the model together."""
         return group_of(self.model)
@@ -239,6 +244,6 @@ class ModelExecutor(ABC):
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Upper estimate of what one step allocates: hidden states, the MLP's inputs, fp32 logits and their copies."""
-        config, itemsize = self.model.config, self.kv_spec().compute_dtype.itemsize
+        config, itemsize = self.config, self.kv_spec().compute_dtype.itemsize
         per_token = (8 * config.hidden_size + 3 * config.intermediate_size // self.group.size) * itemsize
         return num_tokens * per_token + num_rows * config.vocab_size * 4 * 4

@@ -37,23 +37,28 @@ class DecoderExecutor(ModelExecutor):
     calls_modules = False  # all of them as they stand, on packed tokens
 
     def __init__(self, model: PreTrainedModel, *, family: Family, **techniques: bool) -> None:
-        super().__init__(model, getattr(family.modeling, family.model_name), **techniques)
+        super().__init__(model, family.model_class, **techniques)
         self._family = family
         self._functions = functions_of(family.modeling)
         of_family(family)  # taken now, before anybody patches what he enabled
 
+    @property
+    def decoder(self) -> Any:
+        """What holds embedding, layers and final norm."""
+        return self.model.model if self._family.wrapper is None else self.model.model.language_model
+
     def kv_spec(self) -> KVSpec:
-        config, weight = self.model.config, self.model.model.embed_tokens.weight
+        config, weight = self.config, self.decoder.embed_tokens.weight
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = local_kv_heads(config.num_key_value_heads, self.group.size)
         return KVSpec(len(self._layers()), kv_heads, head_dim, weight.dtype, weight.dtype, weight.device)
 
     def max_length(self) -> int:
-        return longest_unchanged(self.model.config)
+        return longest_unchanged(self.config)
 
     @property
     def vocab_size(self) -> int:
-        embedding = self.model.model.embed_tokens
+        embedding = self.decoder.embed_tokens
         if isinstance(embedding, VocabParallelEmbedding):
             return embedding.vocab_size
         return embedding.weight.shape[0]
@@ -68,7 +73,7 @@ class DecoderExecutor(ModelExecutor):
         return number
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
-        config = self.model.config
+        config = self.config
         experts = getattr(config, "num_experts_per_tok", None) or 0
         inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         per_token = experts * (3 * inner // self.group.size + 2 * config.hidden_size)
@@ -76,7 +81,10 @@ class DecoderExecutor(ModelExecutor):
         return super().step_bytes(num_tokens, num_rows) + num_tokens * per_token
 
     def own_modules(self) -> Iterator[tuple[str, nn.Module, type]]:
-        return ((part.name, part.module, part.expected) for part in self._parts() if part.expected is not None)
+        wrapper = self._family.wrapper
+        if wrapper is not None:
+            yield "model", self.model.model, wrapper.body
+        yield from ((part.name, part.module, part.expected) for part in self._parts() if part.expected is not None)
 
     def called_modules(self) -> Iterator[tuple[str, nn.Module]]:
         return ((p.name, p.module) for p in self._parts() if p.expected is None and not p.is_activation)
@@ -108,13 +116,13 @@ class DecoderExecutor(ModelExecutor):
 
     def _layers(self) -> list[Any]:
         # A list first: a slice of a ModuleList registers every layer again, in every step.
-        return list(self.model.model.layers)[: self.model.config.num_hidden_layers]
+        return list(self.decoder.layers)[: self.config.num_hidden_layers]
 
     def _parts(self) -> list[Part]:
         return parts_of(self.model, self._family)
 
     def _config_reason(self) -> str | None:
-        config, name = self.model.config, implementation_of(self.model.config)
+        config, name = self.config, implementation_of(self.config)
         for part in self._parts():
             own = vars(part.module).get("config", config)
             if part.expected is not None and own is not config and _read_in_forwards(own) != _read_in_forwards(config):
@@ -125,6 +133,9 @@ class DecoderExecutor(ModelExecutor):
             return "config.use_bidirectional_attention is set"
         if self._family.beyond_sdpa is not None and not self._carries_all(name):
             return f"attention implementation {name!r} leaves out {self._family.beyond_sdpa}, which pages would not"
+        image_token = getattr(self.model.config, "image_token_id", None) if self._family.wrapper is not None else None
+        if image_token is not None and image_token >= self.vocab_size:
+            return f"image_token_id={image_token} is outside the vocabulary, where stock puts another in its place"
         if self.num_logits > self.vocab_size:
             return f"lm_head has {self.num_logits} rows, the embedding {self.vocab_size}: a token may have no vector"
         if len(getattr(config, "layer_types", None) or self._layers()) < len(self._layers()):
@@ -141,7 +152,7 @@ class DecoderExecutor(ModelExecutor):
 
     def _layer_reason(self) -> str | None:
         spec = self.kv_spec()
-        heads = self.model.config.num_attention_heads // self.group.size
+        heads = self.config.num_attention_heads // self.group.size
         for i, layer in enumerate(self._layers()):
             attention = layer.self_attn
             if not attention.is_causal or attention.layer_idx != i:
@@ -159,7 +170,7 @@ class DecoderExecutor(ModelExecutor):
 
     def _mask_window(self, layer: int) -> int | None:
         """The window of the mask that stock makes for this layer."""
-        config, windows = self.model.config, self._family.windows
+        config, windows = self.config, self._family.windows
         if windows == "by layer":
             windows = "all" if config.layer_types[layer] == "sliding_attention" else "none"
         return config.sliding_window if windows == "all" else None
@@ -195,10 +206,10 @@ class DecoderExecutor(ModelExecutor):
                 return reason
         if "experts" not in self._family.parts:
             return None
-        name = self.model.config._experts_implementation
-        function = ALL_EXPERTS_FUNCTIONS.get(name)
-        if not (name in (None, "eager") if function is None else patched_entry(function) is None):
-            return f"experts implementation {name!r} is not one of transformers' own"
+        experts = self.config._experts_implementation
+        entry = ALL_EXPERTS_FUNCTIONS.get(experts)
+        if not (experts in (None, "eager") if entry is None else patched_entry(entry) is None):
+            return f"experts implementation {experts!r} is not one of transformers' own"
         return None
 
     def _experts_reason(self) -> str | None:

@@ -117,7 +117,7 @@ def _class_reason(executor: ModelExecutor) -> str | None:
 
 def _attention_reason(executor: ModelExecutor) -> str | None:
     """All of transformers' own implementations compute plain softmax attention; one that a user registered may not."""
-    name = implementation_of(executor.model.config)
+    name = implementation_of(executor.config)
     function, mask = ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     if name is None:
         return "attention implementation None, for which stock makes no causal mask"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 # By attribute name: classes that may stand there, without the family's prefix. Modules of other names are called on
 # packed tokens as well, and have to be layers that work token by token (linear, embedding, LoRA, quantized).
@@ -31,6 +31,37 @@ _EXPERTS = {"experts": ("Experts",), "gate": ("TopKRouter",)}
 _SCALED_EMBEDDING = {"embed_tokens": ("TextScaledWordEmbedding",)}
 
 
+class Wrapper(NamedTuple):
+    """An image-text model whose `model.language_model` is the decoder of a family: calls with text alone run there.
+
+    Its head's product is the logits, whatever the family makes of it elsewhere.
+    """
+
+    package: str  # under transformers.models
+    prefix: str  # of its classes' names
+
+    @property
+    def model_name(self) -> str:
+        """Name of the class that generates."""
+        return f"{self.prefix}ForConditionalGeneration"
+
+    @property
+    def module_name(self) -> str:
+        """Name of the modeling file's module."""
+        return f"transformers.models.{self.package}.modeling_{self.package}"
+
+    @property
+    def modeling(self) -> ModuleType:
+        """The modeling file's module."""
+        return importlib.import_module(self.module_name)
+
+    @property
+    def body(self) -> type:
+        """Class of its `model`, which holds the decoder beside the vision tower."""
+        body: type = getattr(self.modeling, f"{self.prefix}Model")
+        return body
+
+
 class Family(NamedTuple):
     """What the adapters have to know of a family besides its modules."""
 
@@ -45,6 +76,7 @@ class Family(NamedTuple):
     logits: Literal["plain", "capped", "divided"] = "plain"
     casts_norms: bool = False  # norms with fp32 weights hand on their input's dtype
     fused: bool = False  # layers run by hf_paged's own code and kernels, not by their own
+    wrapper: Wrapper | None = None  # the image-text model that the decoder is inside of
 
     @property
     def model_name(self) -> str:
@@ -60,6 +92,13 @@ class Family(NamedTuple):
     def modeling(self) -> ModuleType:
         """The modeling file's module."""
         return importlib.import_module(self.module_name)
+
+    @property
+    def model_class(self) -> type:
+        """Class of the whole model: the wrapper's where there is one."""
+        holder = self.wrapper or self
+        kind: type = getattr(holder.modeling, holder.model_name)
+        return kind
 
     def classes(self, part: str) -> tuple[type, ...]:
         """Classes that may stand at an attribute of this name; () where the family has no such part."""
@@ -99,7 +138,27 @@ FAMILIES = (
 )
 
 
-def family_of(model: object) -> Family | None:
-    """The family of the class of `model` or of one it derives from, or None. Imports nothing."""
-    names = {(cls.__module__, cls.__name__): cls for cls in reversed(type(model).__mro__)}
-    return next((family for family in FAMILIES if (family.module_name, family.model_name) in names), None)
+WRAPPERS = (
+    Wrapper("gemma3", "Gemma3"), Wrapper("mistral3", "Mistral3"), Wrapper("llava", "Llava"),
+    Wrapper("llava_next", "LlavaNext"),
+)
+
+
+def family_of(model: Any) -> Family | None:
+    """The family of the class of `model` or of one it derives from, or of what it wraps, or None. Imports nothing."""
+    names = _class_names(model)
+    for family in FAMILIES:
+        if (family.module_name, family.model_name) in names:
+            return family
+    wrapper = next((w for w in WRAPPERS if (w.module_name, w.model_name) in names), None)
+    if wrapper is None:
+        return None
+    inside = _class_names(getattr(model.model, "language_model", None))
+    for family in FAMILIES:
+        if any((family.module_name, family.prefix + name) in inside for name in family.parts["model"]):
+            return family._replace(wrapper=wrapper, logits="plain", fused=False)
+    return None
+
+
+def _class_names(model: Any) -> set[tuple[str, str]]:
+    return {(cls.__module__, cls.__name__) for cls in type(model).__mro__}

@@ -1,8 +1,8 @@
 """Kernels of the Hub: what the `kernels` package, once installed, makes of transformers' code, and what it replaces.
 
 With it, functions that a kernel may replace (RoPE) become modules around themselves when a modeling file is imported.
-`kernelize`, which `use_kernels=True` calls, puts the forward of a kernel's class on modules and on such functions; where
-it has no kernel, their own forward.
+`kernelize`, which `use_kernels=True` calls, puts the forward of a kernel's class on modules and on such functions;
+where it has no kernel, their own forward.
 """
 
 from __future__ import annotations
