@@ -255,10 +255,10 @@ class _Walk:
         if at_home.is_state(module, name):
             return
         self.watch(module, name)
-        if function_inside(value) is not None:
-            self.watch(type(value), "forward")
-        elif isinstance(value, ModuleType):
+        if isinstance(value, ModuleType):
             self._reach_into(value, names)
+        elif function_inside(value) is not None:
+            self.watch(type(value), "forward")
         elif isinstance(value, type):
             if package_of(value) == "transformers" and value.__module__ not in _LEFT_TO_OPTIONS:
                 self._owners.setdefault(value)
