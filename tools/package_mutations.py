@@ -32,6 +32,9 @@ GRAPHS_TESTS = "runner/test_graphs.py"
 PATCHED_TESTS = "models/guards/test_own_code.py"
 OWN_CODE, AT_HOME = (f"models/guards/{name}.py" for name in ("own_code", "at_home"))
 BATCHING_TESTS = "integration/continuous_batching/test_methods.py"
+GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generic_eligibility.py"
+KERNELS, KERNEL_TESTS = "models/guards/hub_kernels.py", "models/guards/test_hub_kernels.py"
+WRAPPER_TESTS = "models/test_wrappers.py"
 
 # How `model.generate` and continuous batching reach the engine.
 INTEGRATION = [
@@ -184,4 +187,32 @@ JOINED = [
                     "nothing_stale_behind"),
 ]
 
-PACKAGE_MUTATIONS = [*INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED]
+# Families, image-text models and kernels of the Hub.
+MODELS = [
+    PackageMutation("models/generic.py", "return logits / config.logits_scaling", "return logits", GENERIC_TESTS,
+                    "logits and granite"),
+    PackageMutation("models/decoder.py", "\"logits_scaling\", \"rope_parameters\",", "\"logits_scaling\",",
+                    ELIGIBILITY_TESTS, "changed_constant and ministral3"),
+    PackageMutation("models/eligibility.py", "if getattr(module, \"jitter_noise\", 0.0):", "if False:",
+                    ELIGIBILITY_TESTS, "noise_of_a_router"),
+    PackageMutation("models/families.py", "family._replace(wrapper=wrapper, logits=\"plain\", fused=False)",
+                    "family._replace(wrapper=wrapper, fused=False)", WRAPPER_TESTS, "logits"),
+    PackageMutation("models/decoder.py", "            yield \"model\", self.model.model, wrapper.body\n",
+                    "            yield from ()\n", WRAPPER_TESTS, "stands_around"),
+    PackageMutation("models/guards/originals.py", "for name in (\"forward\", \"__call__\")]", "for name in ()]",
+                    WRAPPER_TESTS, "patched_code"),
+    PackageMutation(INPUTS, "type(value) is dict and not value", "True", WRAPPER_TESTS, "an_image_in_the_call"),
+    PackageMutation(INPUTS, "isinstance(value, torch.Tensor) and not value.any()", "True", WRAPPER_TESTS,
+                    "token_types"),
+    PackageMutation("models/__init__.py", " and not runs_kernels(model, family.modeling)", "", KERNEL_TESTS,
+                    "as_they_stand"),
+    PackageMutation("models/base.py", "adapter_state(self.model), kernels))", "adapter_state(self.model)))",
+                    KERNEL_TESTS, "not_hit"),
+    PackageMutation(KERNELS, "    if not calls_modules:\n", "    if False:\n", KERNEL_TESTS, "after_enable"),
+    PackageMutation(KERNELS, "    if layer not in TOKENWISE:\n", "    if False:\n", KERNEL_TESTS, "look_at_rows"),
+    PackageMutation(KERNELS, " or forward.__self__ is not module", "", KERNEL_TESTS, "no_kernel_brought"),
+    PackageMutation("models/eligibility.py", "if is_kernel(name) and function is not flash_attention_forward:",
+                    "if False:", KERNEL_TESTS, "attention_kernels"),
+]
+
+PACKAGE_MUTATIONS = [*INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED, *MODELS]

@@ -97,7 +97,7 @@ class Engine:
                  owns_device: bool = False) -> None:
         self._executor = _executor_of(model, config)
         spec = self._executor.kv_spec()
-        largest = config.max_num_batched_tokens * model.config.hidden_size * spec.compute_dtype.itemsize
+        largest = config.max_num_batched_tokens * self._executor.config.hidden_size * spec.compute_dtype.itemsize
         connect(self._executor.group, spec.device, config.all_reduce, largest)
         self.config = config
         self.owns_device = owns_device

@@ -125,7 +125,7 @@ def unwrap(model: Any) -> PreTrainedModel:
             inner = inner.get_base_model()
         else:
             break
-    if not isinstance(inner, PreTrainedModel) or find_executor(inner) is None:
+    if not isinstance(inner, PreTrainedModel) or (inner not in ENGINES and find_executor(inner) is None):
         inside = "" if inner is model else f" (with a {type(inner).__name__} inside)"
         raise UnsupportedModelError(
             f"model={type(model).__name__}{inside}: expected one of {', '.join(SUPPORTED)}, bare or wrapped"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,13 @@ NEUTRAL_ARGUMENTS: dict[str, tuple] = {
     "output_router_logits": (False,),
 }
 
+# What image-text models are given, and what stock's generate makes of it: when it says that there is text alone.
+_OF_IMAGES: dict[str, Callable[[Any], bool]] = {
+    "pixel_values": lambda value: False,
+    "mm_encoder_outputs": lambda value: type(value) is dict and not value,
+    "token_type_ids": lambda value: isinstance(value, torch.Tensor) and not value.any(),
+}
+
 
 def model_kwargs_reason(model_kwargs: dict[str, Any]) -> str | None:
     """The first argument for the model's forward that a paged forward does not know, or None."""
@@ -55,6 +63,9 @@ def model_kwargs_reason(model_kwargs: dict[str, Any]) -> str | None:
                 return "past_key_values given by the caller"
             if type(value) is not DynamicCache or value.get_seq_length():
                 return f"a cache of type {type(value).__name__}"
+        elif name in _OF_IMAGES:
+            if not _OF_IMAGES[name](value):
+                return f"{name}: images are left to stock"
         elif not (name == "logits_to_keep" and value == 1) and not any(
                 value is neutral for neutral in NEUTRAL_ARGUMENTS.get(name, ())):
             return f"model argument {name}={described(value)}"

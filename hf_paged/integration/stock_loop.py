@@ -43,7 +43,7 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, input_ids: to
     check_token_ids(input_ids, engine.vocab_size)
     with engine.lockstep(call.prompts, call.max_new_tokens, salt_of_call()) as batch:
         if not isinstance(batch, str):
-            cache = PagedCache(batch, input_ids.shape[1], model.config.num_hidden_layers)
+            cache = PagedCache(batch, input_ids.shape[1], model.config.get_text_config(decoder=True).num_hidden_layers)
             with _seeded(engine, input_ids.device, model.device):
                 result = method(**(model_kwargs | {"past_key_values": cache, "use_cache": True}))
             if isinstance(result, ModelOutput) and result.get("past_key_values") is cache:

@@ -8,19 +8,24 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from hf_paged.models.base import KVSpec, ModelExecutor, StepContext
-from hf_paged.models.families import FAMILIES, family_of
+from hf_paged.models.families import FAMILIES, WRAPPERS, family_of
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.models.generic import GenericExecutor
+from hf_paged.models.guards.hub_kernels import runs_kernels
 
-SUPPORTED = tuple(family.model_name for family in FAMILIES)
+SUPPORTED = tuple(one.model_name for one in (*FAMILIES, *WRAPPERS))
 
 
 def find_executor(model: PreTrainedModel) -> Callable[..., ModelExecutor] | None:
-    """What makes the executor for the class of `model` or one it derives from, or None."""
+    """What makes the executor for the class of `model` or one it derives from, or None.
+
+    A model that runs kernels of the Hub keeps them: none of its modules are replaced by hf_paged's.
+    """
     family = family_of(model)
     if family is None:
         return None
-    return partial(FusedExecutor if family.fused else GenericExecutor, family=family)
+    is_fused = family.fused and not runs_kernels(model, family.modeling)
+    return partial(FusedExecutor if is_fused else GenericExecutor, family=family)
 
 
 __all__ = ["SUPPORTED", "KVSpec", "ModelExecutor", "StepContext", "find_executor"]

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.models.guards.facts import Facts
+from hf_paged.models.guards.hub_kernels import kernel_numbers
 from hf_paged.models.guards.originals import of_class
 from hf_paged.models.guards.plain_tensors import plain_tensors
 from hf_paged.models.layer_ops import FUSED, PLAIN
@@ -101,6 +102,11 @@ class ModelExecutor(ABC):
         return model
 
     @property
+    def config(self) -> Any:
+        """The config that the decoder's modules read: of an image-text model that of its text."""
+        return self.model.config.get_text_config(decoder=True)
+
+    @property
     def group(self) -> ParallelGroup:
         """The ranks that hold the model together."""
         return group_of(self.model)
@@ -158,6 +164,14 @@ class ModelExecutor(ABC):
         """Classes of the activation modules in the model."""
 
     @abstractmethod
+    def replacement_reason(self, name: str, module: torch.nn.Module) -> str | None:
+        """Why what stands on an instance for its class's forward is not run natively, or None."""
+
+    @abstractmethod
+    def function_kernels(self) -> list[tuple[str, int]]:
+        """(name, number) of every function of transformers that a kernel of the Hub replaces right now."""
+
+    @abstractmethod
     def registry_reason(self) -> str | None:
         """Why an entry of transformers' registries that the model's modules ask for is not its own, or None."""
 
@@ -210,7 +224,8 @@ class ModelExecutor(ABC):
         look = self.last_look() if facts is None else None
         if look is None:
             facts = Facts(self.model) if facts is None else facts  # first: what changes meanwhile is seen next time
-            state = repr((self.constants(), adapter_state(self.model)))
+            kernels = kernel_numbers(self.model.named_modules())
+            state = repr((self.constants(), adapter_state(self.model), kernels))
             kinds = {type(inner): None for _, module in self.called_modules() for inner in module.modules()}
             look = Look(facts, state, tuple(kind for kind in kinds if kind not in _KNOWN_LAYERS),
                         [tensor for _, tensor in plain_tensors(self.model.named_modules())])
@@ -225,10 +240,10 @@ class ModelExecutor(ABC):
         """Digest of what a forward depends on besides tensors: constants, active adapters, code of what is called."""
         look = self.look()
         versions = [(kind.__qualname__, of_class(kind).version()) for kind in look.called_kinds]
-        return xxhash.xxh3_128_digest(f"{look.state}{versions}".encode())
+        return xxhash.xxh3_128_digest(f"{look.state}{versions}{self.function_kernels()}".encode())
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Upper estimate of what one step allocates: hidden states, the MLP's inputs, fp32 logits and their copies."""
-        config, itemsize = self.model.config, self.kv_spec().compute_dtype.itemsize
+        config, itemsize = self.config, self.kv_spec().compute_dtype.itemsize
         per_token = (8 * config.hidden_size + 3 * config.intermediate_size // self.group.size) * itemsize
         return num_tokens * per_token + num_rows * config.vocab_size * 4 * 4

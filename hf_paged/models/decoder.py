@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.models.activations import ELEMENTWISE
 from hf_paged.models.base import KVSpec, ModelExecutor
 from hf_paged.models.families import Family
+from hf_paged.models.guards.hub_kernels import functions_of, kernel_numbers, replacement_reason
 from hf_paged.models.guards.originals import of_family, patched_class, patched_entry
 from hf_paged.models.paged_calls import implementation_of
 from hf_paged.models.parts import Part, parts_of
@@ -24,30 +27,38 @@ from hf_paged.parallel.shards import local_kv_heads
 # Of the config, what forwards read while they run.
 CONFIG_CONSTANTS = (
     "num_hidden_layers", "num_attention_heads", "sliding_window", "layer_types", "final_logit_softcapping", "is_causal",
-    "use_bidirectional_attention", "_experts_implementation",
+    "use_bidirectional_attention", "_experts_implementation", "logits_scaling", "rope_parameters",
 )
 
 
 class DecoderExecutor(ModelExecutor):
     """An executor for one family; how its layers run on packed tokens is left to the subclasses."""
 
+    calls_modules = False  # all of them as they stand, on packed tokens
+
     def __init__(self, model: PreTrainedModel, *, family: Family, **techniques: bool) -> None:
-        super().__init__(model, getattr(family.modeling, family.model_name), **techniques)
+        super().__init__(model, family.model_class, **techniques)
         self._family = family
+        self._functions = functions_of(family.modeling)
         of_family(family)  # taken now, before anybody patches what he enabled
 
+    @property
+    def decoder(self) -> Any:
+        """What holds embedding, layers and final norm."""
+        return self.model.model if self._family.wrapper is None else self.model.model.language_model
+
     def kv_spec(self) -> KVSpec:
-        config, weight = self.model.config, self.model.model.embed_tokens.weight
+        config, weight = self.config, self.decoder.embed_tokens.weight
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = local_kv_heads(config.num_key_value_heads, self.group.size)
         return KVSpec(len(self._layers()), kv_heads, head_dim, weight.dtype, weight.dtype, weight.device)
 
     def max_length(self) -> int:
-        return longest_unchanged(self.model.config)
+        return longest_unchanged(self.config)
 
     @property
     def vocab_size(self) -> int:
-        embedding = self.model.model.embed_tokens
+        embedding = self.decoder.embed_tokens
         if isinstance(embedding, VocabParallelEmbedding):
             return embedding.vocab_size
         return embedding.weight.shape[0]
@@ -62,7 +73,7 @@ class DecoderExecutor(ModelExecutor):
         return number
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
-        config = self.model.config
+        config = self.config
         experts = getattr(config, "num_experts_per_tok", None) or 0
         inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         per_token = experts * (3 * inner // self.group.size + 2 * config.hidden_size)
@@ -70,7 +81,10 @@ class DecoderExecutor(ModelExecutor):
         return super().step_bytes(num_tokens, num_rows) + num_tokens * per_token
 
     def own_modules(self) -> Iterator[tuple[str, nn.Module, type]]:
-        return ((part.name, part.module, part.expected) for part in self._parts() if part.expected is not None)
+        wrapper = self._family.wrapper
+        if wrapper is not None:
+            yield "model", self.model.model, wrapper.body
+        yield from ((part.name, part.module, part.expected) for part in self._parts() if part.expected is not None)
 
     def called_modules(self) -> Iterator[tuple[str, nn.Module]]:
         return ((p.name, p.module) for p in self._parts() if p.expected is None and not p.is_activation)
@@ -84,6 +98,12 @@ class DecoderExecutor(ModelExecutor):
     def asked_of_model(self) -> frozenset[str]:
         return of_family(self._family).names(self.model_class)
 
+    def replacement_reason(self, name: str, module: nn.Module) -> str | None:
+        return replacement_reason(name, module, calls_modules=self.calls_modules)
+
+    def function_kernels(self) -> list[tuple[str, int]]:
+        return kernel_numbers(self._functions)
+
     def may_have_float_weight(self, module: nn.Module) -> bool:
         return self._family.casts_norms and type(module) in self._family.classes("norm")
 
@@ -96,13 +116,13 @@ class DecoderExecutor(ModelExecutor):
 
     def _layers(self) -> list[Any]:
         # A list first: a slice of a ModuleList registers every layer again, in every step.
-        return list(self.model.model.layers)[: self.model.config.num_hidden_layers]
+        return list(self.decoder.layers)[: self.config.num_hidden_layers]
 
     def _parts(self) -> list[Part]:
         return parts_of(self.model, self._family)
 
     def _config_reason(self) -> str | None:
-        config, name = self.model.config, implementation_of(self.model.config)
+        config, name = self.config, implementation_of(self.config)
         for part in self._parts():
             own = vars(part.module).get("config", config)
             if part.expected is not None and own is not config and _read_in_forwards(own) != _read_in_forwards(config):
@@ -113,6 +133,9 @@ class DecoderExecutor(ModelExecutor):
             return "config.use_bidirectional_attention is set"
         if self._family.beyond_sdpa is not None and not self._carries_all(name):
             return f"attention implementation {name!r} leaves out {self._family.beyond_sdpa}, which pages would not"
+        image_token = getattr(self.model.config, "image_token_id", None) if self._family.wrapper is not None else None
+        if image_token is not None and image_token >= self.vocab_size:
+            return f"image_token_id={image_token} is outside the vocabulary, where stock puts another in its place"
         if self.num_logits > self.vocab_size:
             return f"lm_head has {self.num_logits} rows, the embedding {self.vocab_size}: a token may have no vector"
         if len(getattr(config, "layer_types", None) or self._layers()) < len(self._layers()):
@@ -123,11 +146,13 @@ class DecoderExecutor(ModelExecutor):
         """Does this implementation take all that attention hands it, or leave out what pages leave out with it?"""
         if name == "sdpa":
             return self._family.beyond_sdpa == "softcap" and self.model_class._supports_sdpa
-        return name is not None and (name in ("eager", "flex_attention") or name.startswith("flash_attention"))
+        if name is None or name in ("eager", "flex_attention") or name.startswith("flash_attention"):
+            return name is not None
+        return ALL_ATTENTION_FUNCTIONS.get(name) is flash_attention_forward  # a kernel of the Hub
 
     def _layer_reason(self) -> str | None:
         spec = self.kv_spec()
-        heads = self.model.config.num_attention_heads // self.group.size
+        heads = self.config.num_attention_heads // self.group.size
         for i, layer in enumerate(self._layers()):
             attention = layer.self_attn
             if not attention.is_causal or attention.layer_idx != i:
@@ -145,7 +170,7 @@ class DecoderExecutor(ModelExecutor):
 
     def _mask_window(self, layer: int) -> int | None:
         """The window of the mask that stock makes for this layer."""
-        config, windows = self.model.config, self._family.windows
+        config, windows = self.config, self._family.windows
         if windows == "by layer":
             windows = "all" if config.layer_types[layer] == "sliding_attention" else "none"
         return config.sliding_window if windows == "all" else None
@@ -164,18 +189,27 @@ class DecoderExecutor(ModelExecutor):
                 if is_activation and (place := patched_class((kind,))) is not None:
                     return f"{place} is patched"
                 methods[kind] = frozenset(k for k, v in vars(kind).items() if isinstance(v, FunctionType))
-            if not methods[kind].isdisjoint(vars(module)):
-                return f"{min(methods[kind].intersection(vars(module)))} of {name} is replaced on the instance"
+            # A forward is looked at where all of the model's are.
+            if replaced := methods[kind].intersection(vars(module)) - {"forward"}:
+                return f"{min(replaced)} of {name} is replaced on the instance"
         return None
 
     def registry_reason(self) -> str | None:
-        """Experts compute one token at a time in all of transformers' implementations; a user's may not."""
+        """Functions run as they are or by a kernel of the Hub; experts by one of transformers' implementations.
+
+        These compute one token at a time, a user's may not.
+        """
+        for name, function in self._functions:
+            if function._forward_hooks or function._forward_pre_hooks:
+                return f"{name} has a forward hook"
+            if (reason := self.replacement_reason(name, function)) is not None:
+                return reason
         if "experts" not in self._family.parts:
             return None
-        name = self.model.config._experts_implementation
-        function = ALL_EXPERTS_FUNCTIONS.get(name)
-        if not (name in (None, "eager") if function is None else patched_entry(function) is None):
-            return f"experts implementation {name!r} is not one of transformers' own"
+        experts = self.config._experts_implementation
+        entry = ALL_EXPERTS_FUNCTIONS.get(experts)
+        if not (experts in (None, "eager") if entry is None else patched_entry(entry) is None):
+            return f"experts implementation {experts!r} is not one of transformers' own"
         return None
 
     def _experts_reason(self) -> str | None:

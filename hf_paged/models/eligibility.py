@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.hub_kernels import is_kernel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -115,12 +117,14 @@ def _class_reason(executor: ModelExecutor) -> str | None:
 
 def _attention_reason(executor: ModelExecutor) -> str | None:
     """All of transformers' own implementations compute plain softmax attention; one that a user registered may not."""
-    name = implementation_of(executor.model.config)
+    name = implementation_of(executor.config)
     function, mask = ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     if name is None:
         return "attention implementation None, for which stock makes no causal mask"
     if function is None and name != "eager":
         return f"attention implementation {name!r} is not one of transformers' own"
+    if is_kernel(name) and function is not flash_attention_forward:
+        return f"attention implementation {name!r} is a Hub kernel that transformers does not call as FlashAttention"
     for entry in (function, mask):
         if entry is not None and (place := patched_entry(entry)) is not None:
             return f"attention implementation {name!r} is not one of transformers' own: {place} is patched"
@@ -145,8 +149,8 @@ def _module_reason(seen: Seen) -> str | None:
     if (place := patched_class(_watched_kinds(seen))) is not None:
         return f"{place} is patched"
     for name, module in seen.modules:
-        if name and "forward" in module.__dict__:
-            return f"the forward of {name} is replaced on the instance"
+        if name and "forward" in module.__dict__ and (reason := seen.executor.replacement_reason(name, module)):
+            return reason
         if not _CALL_CHAIN.isdisjoint(module.__dict__):
             return f"{min(_CALL_CHAIN.intersection(module.__dict__))} of {name or 'the model'} is replaced"
     return None
@@ -256,4 +260,6 @@ def _train_mode_reason(seen: Seen) -> str | None:
             return f"{name} drops out in train mode"
         if getattr(module, "attention_dropout", 0.0):
             return f"{name} has attention dropout in train mode"
+        if getattr(module, "jitter_noise", 0.0):
+            return f"{name} has jitter noise in train mode"
     return None

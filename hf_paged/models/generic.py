@@ -21,6 +21,8 @@ from hf_paged.models.plain_linear import all_columns, apply_head
 class GenericExecutor(DecoderExecutor):
     """Runs the decoder of one family as it stands; there are no weights to merge and no ops to fuse."""
 
+    calls_modules = True
+
     def prepare(self, max_model_len: int) -> None:
         """Nothing is kept besides the modules."""
 
@@ -31,7 +33,7 @@ class GenericExecutor(DecoderExecutor):
         """Nothing is kept besides the modules."""
 
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
-        decoder = self.model.model
+        decoder = self.decoder
         # A mask of four dims is passed on as it is: no mask is made, and nothing is looked up in the positions.
         no_mask = input_ids.new_empty((1, 1, 1, 1), dtype=torch.bool)
         windows = tuple(map(self._mask_window, range(len(self._layers()))))
@@ -49,11 +51,14 @@ class GenericExecutor(DecoderExecutor):
 
     def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits = apply_head(self.model.lm_head, hidden_states, F.linear)
-        cap = self.model.config.final_logit_softcapping if self._family.caps_logits else None
+        config = self.config
+        if self._family.logits == "divided":
+            return logits / config.logits_scaling
+        cap = config.final_logit_softcapping if self._family.logits == "capped" else None
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def constants(self) -> tuple:
-        config = self.model.config
+        config = self.config
         modules = [
             type(part.module).__qualname__ if part.is_activation else plain_values(part.module)
             for part in self._parts() if part.is_activation or part.expected is not None
@@ -63,5 +68,5 @@ class GenericExecutor(DecoderExecutor):
 
     def _configs(self) -> list[Any]:
         """Every config that the decoder or an attention module looks into, each once."""
-        modules = (self.model.model, *(layer.self_attn for layer in self._layers()))
+        modules = (self.decoder, *(layer.self_attn for layer in self._layers()))
         return list({id(module.config): module.config for module in modules}.values())

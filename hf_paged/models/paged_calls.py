@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.integrations.hub_kernels import is_kernel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -33,7 +34,7 @@ _IGNORED = frozenset({
     "position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
     "sliding_window",
 })
-# Implementations that take their name from the config again while they run.
+# Implementations that take their name from the config again while they run; so do those of kernels of the Hub.
 _READS_CONFIG = ("flash", "paged|")
 
 _lock = threading.Lock()
@@ -142,7 +143,7 @@ def _mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
 
 def _stock_name(config: PreTrainedConfig) -> str | None:
     name = implementation_of(config)
-    if name == NAME or (name or "").startswith(_READS_CONFIG):
+    if name == NAME or (name or "").startswith(_READS_CONFIG) or is_kernel(name):
         raise RuntimeError(
             f"a plain forward with attention implementation {name!r} met a paged generate of the same config in "
             "another thread; expected one after the other, or 'sdpa' or 'eager'"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -27,7 +27,14 @@ def parts_of(model: nn.Module, family: Family) -> list[Part]:
     classes = {name: family.classes(name) for name in family.parts}
     if experts := classes.get("experts"):
         classes["experts"] = (*experts, *map(sharded_class, experts))
-    _collect(parts, "", model, classes)
+    if family.wrapper is None:
+        _collect(parts, "", model, classes)
+        return parts
+    body: Any = model.model
+    _add(parts, "model.language_model", body.language_model, classes["model"], classes)
+    # Its vision tower has no part in calls with text alone.
+    beside = {name: module for name, module in model.named_children() if module is not body}
+    _collect(parts, "", nn.ModuleDict(beside), classes)
     return parts
 
 

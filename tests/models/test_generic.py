@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from family_models import VARIANTS, family_model
-from support import assert_native_parity, assert_same_tensor, batch, stock_copy, stock_generate
+from support import assert_lockstep, assert_native_parity, assert_same_tensor, batch, stock_copy, stock_generate
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_paged
+from hf_paged.models.families import FAMILIES as FAMILIES_KNOWN
+from hf_paged.models.families import WRAPPERS
 
 FAMILIES = sorted(VARIANTS)
 ONE_OF_EACH = sorted({variant.config: name for name, variant in reversed(VARIANTS.items())}.values())
@@ -53,6 +57,13 @@ def test_sampled_tokens_are_likely_in_stock_and_do_not_depend_on_the_engine(vari
 
 
 @pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_logits_are_stocks(variant):
+    """Scaled or capped as stock's are, which greedy tokens do not show."""
+    options = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True}
+    assert_lockstep(family_model(variant), **batch([9, 30]), **options)
+
+
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
 def test_plain_forward_and_training_are_stocks(variant):
     """Logits, loss and gradients, before, between the tokens of and after a generate."""
     model = family_model(variant)
@@ -95,5 +106,19 @@ def test_every_family_is_named_where_a_model_is_refused():
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=10))
     with pytest.raises(hf_paged.UnsupportedModelError) as error:
         hf_paged.enable(model)
-    for name in ("Qwen3", "Llama", "Mistral", "Qwen2", "Qwen3Moe", "Gemma2", "Gemma3", "Phi3", "Olmo2", "GptOss"):
-        assert f"{name}ForCausalLM" in str(error.value)
+    for family in FAMILIES_KNOWN:
+        assert family.model_name in str(error.value)
+
+
+@pytest.mark.slow
+def test_no_other_class_of_transformers_is_taken_for_a_family():
+    """Every causal LM that `AutoModelForCausalLM` may give is one of the table, or derives from none of it."""
+    supported = {(one.module_name, one.model_name) for one in (*FAMILIES_KNOWN, *WRAPPERS)}
+    names = {name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+             for name in ([names] if isinstance(names, str) else names)}
+    kinds = [getattr(transformers, name) for name in sorted(names)]
+    taken = {
+        kind.__name__ for kind in kinds if supported.intersection((k.__module__, k.__name__) for k in kind.__mro__)
+    }
+    assert taken == {name for _, name in supported} & names
+    assert len(taken) >= len(FAMILIES_KNOWN)

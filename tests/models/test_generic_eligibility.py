@@ -169,6 +169,13 @@ def test_dropout_in_train_mode():
     assert "model.layers.0.resid_attn_dropout drops out in train mode" in reason(model)
 
 
+def test_noise_of_a_router_in_train_mode():
+    model = hf_paged.enable(family_model("mixtral", router_jitter_noise=0.3))
+    assert reason(model) is None
+    model.train()
+    assert reason(model) == "model.layers.0.mlp has jitter noise in train mode"
+
+
 def test_norms_in_fp32_where_they_cast_and_where_they_do_not():
     """transformers keeps gpt-oss's norms in fp32; a Llama's would hand on fp32."""
     for variant, known in (("gpt-oss", True), ("llama", False)):
@@ -189,7 +196,7 @@ def test_norms_in_fp32_where_they_cast_and_where_they_do_not():
 # -- experts -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("variant", ["qwen3-moe", "gpt-oss", "mixtral"])
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_every_implementation_of_experts(variant, implementation):
     model = family_model(variant)
@@ -250,6 +257,10 @@ def test_dynamic_frequencies_that_a_longer_call_changed(variant):
     ("olmo2", lambda model: setattr(model.model.layers[0].self_attn.q_norm, "variance_epsilon", 0.5)),
     ("qwen3-moe", lambda model: setattr(model.model.layers[0].mlp.gate, "top_k", 4)),
     ("gemma3", lambda model: setattr(model.model.rotary_emb, "full_attention_attention_scaling", 1.5)),
+    ("smollm3", lambda model: setattr(model.model.layers[1].self_attn, "use_rope", 0)),
+    ("granite", lambda model: setattr(model.model.layers[0], "residual_multiplier", -1.0)),
+    ("granite", lambda model: setattr(model.config, "logits_scaling", -1.0)),
+    ("ministral3", lambda model: model.config.rope_parameters.update(llama_4_scaling_beta=3.0)),
 ])
 def test_a_changed_constant_leaves_the_cache_behind(variant, change):
     model = hf_paged.enable(family_model(variant), strict=True)

@@ -150,7 +150,7 @@ def _expected(model: Any, config: GenerationConfig, inputs: dict[str, Any]) -> s
     """The engine's error for these settings: it names options and accepted values where transformers may not."""
     try:
         merged = merge_config(model, tokens_only(config), {})
-        settings_from_config(merged, inputs["input_ids"].shape[1], model.config.vocab_size)
+        settings_from_config(merged, inputs["input_ids"].shape[1], model.config.get_text_config().vocab_size)
     except UnsupportedOptionError:
         pass
     except (ValueError, TypeError) as error:

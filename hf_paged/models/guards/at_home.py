@@ -23,6 +23,8 @@ import torch
 import transformers
 from transformers import GenerationMixin
 
+from hf_paged.models.guards.hub_kernels import function_inside
+
 _TORCH, _TRANSFORMERS = (f"{Path(str(package.__file__)).parent}{os.sep}" for package in (torch, transformers))
 # How torch gets from a module's call to its forward; what else a module inherits from nn.Module is not computing.
 CALL_CHAIN = ("__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward")
@@ -108,8 +110,9 @@ def _is_modules(module: ModuleType, name: str, value: Any) -> bool:
         return value.__name__ == f"{module.__name__}.{name}"
     if isinstance(value, type):
         return (value.__module__, value.__qualname__) == (module.__name__, name)
-    if isinstance(_innermost(value), FunctionType):
-        return _is_written_in(module.__name__, "", name, value)
+    function = function_inside(value) or value
+    if isinstance(_innermost(function), FunctionType):
+        return _is_written_in(module.__name__, "", name, function)
     if name in source.assigned and package_of(type(value)) == package_of(module):
         return True
     return name not in source.defined and _is_data(value)

@@ -16,7 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.models.activations import ELEMENTWISE
-from hf_paged.models.families import FAMILIES, Family
+from hf_paged.models.families import FAMILIES, Family, Wrapper
 from hf_paged.models.guards.at_home import Place, is_own_function
 from hf_paged.models.guards.own_code import Originals, of_tensors
 
@@ -26,9 +26,9 @@ DECIDING_METHODS = (
     "_prefill", "_get_logits_processor", "_get_stopping_criteria", "_optimize_model_for_decode",
     "_has_unfinished_sequences", "get_compiled_call",
 )
-_FAMILIES: dict[str, Originals] = {}  # by package
+_FAMILIES: dict[tuple[str, Wrapper | None], Originals] = {}
 _ENTRIES: dict[Any, Originals] = {}  # by function of transformers' in a registry
-_NOT_IN_A_FORWARD = frozenset({"extra_repr", "reset_parameters", "_init_weights"})
+_NOT_IN_A_FORWARD = frozenset({"extra_repr", "reset_parameters", "_init_weights", "kernel_condition"})
 
 
 @functools.cache
@@ -43,13 +43,16 @@ def of_class(kind: type) -> Originals:
 
 def of_family(family: Family) -> Originals:
     """Of all classes that may stand in a model of this family; its modeling file is imported."""
-    if family.package not in _FAMILIES:
+    key = family.package, family.wrapper
+    if key not in _FAMILIES:
         bindings = [Place(family.modeling, name) for name in family.class_names()]
+        if (wrapper := family.wrapper) is not None:
+            bindings += [Place(wrapper.modeling, kind.__name__) for kind in (family.model_class, wrapper.body)]
         classes = Originals(bindings)
         if classes.patched() is not None:  # whose classes these are, nobody knows: look again at the next call
             return classes
-        _FAMILIES[family.package] = _of_family(family, bindings)
-    return _FAMILIES[family.package]
+        _FAMILIES[key] = _of_family(family, bindings)
+    return _FAMILIES[key]
 
 
 def _of_family(family: Family, bindings: list[Place]) -> Originals:
@@ -58,8 +61,10 @@ def _of_family(family: Family, bindings: list[Place]) -> Originals:
         (kind, name) for kind in sorted(parts, key=lambda kind: kind.__name__)
         for name in ("forward", "__call__", *_functions_of(kind)) if name not in _NOT_IN_A_FORWARD
     ]
-    model_class = getattr(family.modeling, family.model_name)
+    model_class = family.model_class
     deciding = [(model_class, name) for name in DECIDING_METHODS if hasattr(model_class, name)]
+    if family.wrapper is not None:
+        deciding += [(family.wrapper.body, name) for name in ("forward", "__call__")]
     return Originals([*bindings, *roots, *deciding, *of_tensors()])
 
 

@@ -19,6 +19,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from hf_paged.models.guards import at_home
 from hf_paged.models.guards.at_home import ABSENT, CALL_CHAIN, Place, is_at_home, package_of
+from hf_paged.models.guards.hub_kernels import function_inside
 
 # Functions of these modules are looked into for what they call.
 _ENTERED = ("transformers.", "torch.nn.modules.", "torch.nn.functional", "hf_paged.parallel.layers")
@@ -256,6 +257,8 @@ class _Walk:
         self.watch(module, name)
         if isinstance(value, ModuleType):
             self._reach_into(value, names)
+        elif function_inside(value) is not None:
+            self.watch(type(value), "forward")
         elif isinstance(value, type):
             if package_of(value) == "transformers" and value.__module__ not in _LEFT_TO_OPTIONS:
                 self._owners.setdefault(value)
