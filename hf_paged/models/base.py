@@ -47,7 +47,8 @@ class Look:
     """What was read off a model's modules, and is so while `facts` hold. Keeps no tensor alive.
 
     ``state``: constants, active adapters, how quantized layers are set up. ``called_kinds``: classes of the layers that
-    are called as they stand, but for torch's. ``found``: under what ambient state nothing spoke against the model, and what else that depends on.
+    are called as they stand, but for torch's. ``found``: under what ambient state nothing spoke against the model, and
+    what else that depends on.
     """
 
     def __init__(self, facts: Facts, state: str, called_kinds: tuple[type, ...], tensors: list[torch.Tensor]) -> None:

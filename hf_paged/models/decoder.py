@@ -14,6 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from hf_paged.models.activations import ELEMENTWISE
 from hf_paged.models.base import KVSpec, ModelExecutor
 from hf_paged.models.families import Family
+from hf_paged.models.guards.compressed import is_known_forward
 from hf_paged.models.guards.originals import of_family, patched_class, patched_entry
 from hf_paged.models.paged_calls import implementation_of
 from hf_paged.models.parts import Part, parts_of
@@ -164,8 +165,9 @@ class DecoderExecutor(ModelExecutor):
                 if is_activation and (place := patched_class((kind,))) is not None:
                     return f"{place} is patched"
                 methods[kind] = frozenset(k for k, v in vars(kind).items() if isinstance(v, FunctionType))
-            if not methods[kind].isdisjoint(vars(module)):
-                return f"{min(methods[kind].intersection(vars(module)))} of {name} is replaced on the instance"
+            replaced = methods[kind].intersection(vars(module))
+            if replaced - {"forward"} or (replaced and not is_known_forward(module)):
+                return f"{min(replaced)} of {name} is replaced on the instance"
         return None
 
     def registry_reason(self) -> str | None:

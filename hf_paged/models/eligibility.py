@@ -17,16 +17,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_paged.models.base import ModelExecutor
 from hf_paged.models.guards.at_home import CALL_CHAIN
 from hf_paged.models.guards.capturing import only_captures
+from hf_paged.models.guards.compressed import is_known_forward, is_quantized_forward, offload_reason
 from hf_paged.models.guards.facts import Facts
 from hf_paged.models.guards.inner_tensors import PLAIN, inner_tensors
 from hf_paged.models.guards.originals import DECIDING_METHODS, patched_class, patched_entry
 from hf_paged.models.guards.plain_tensors import plain_tensors, unwatchable
 from hf_paged.models.guards.surroundings import autocast_state, surroundings_reason
-from hf_paged.models.guards.wrapped_forward import wrapped_forward_reason
+from hf_paged.models.guards.wrapped_forward import called_name, wrapped_forward_reason
 from hf_paged.models.paged_calls import implementation_of
 from hf_paged.models.tokenwise import (
     SHARDED_MODULE,
-    is_quantized_forward,
     layer_reason,
     scheme_reason,
     stores_float8,
@@ -148,9 +148,9 @@ def _module_reason(seen: Seen) -> str | None:
         return f"{place} is patched"
     for name, module in seen.modules:
         if name and "forward" in module.__dict__:
-            if not is_quantized_forward(module):
-                return f"the forward of {name} is replaced on the instance"
-            if (does := scheme_reason(module)) is not None:
+            if not is_known_forward(module):
+                return f"the forward of {name} is replaced on the instance by {called_name(vars(module)['forward'])}"
+            if is_quantized_forward(module) and (does := scheme_reason(module)) is not None:
                 return f"{name} is a quantized {type(module).__name__}, which {does}"
         if not _CALL_CHAIN.isdisjoint(module.__dict__):
             return f"{min(_CALL_CHAIN.intersection(module.__dict__))} of {name or 'the model'} is replaced"
@@ -178,6 +178,8 @@ def _device_reason(seen: Seen) -> str | None:
     devices = getattr(seen.executor.model, "hf_device_map", None)
     if devices and len(set(map(str, devices.values()))) > 1:
         return f"hf_device_map spreads the model over {len(set(map(str, devices.values())))} devices"
+    if (reason := next(filter(None, (offload_reason(*named) for named in seen.modules)), None)) is not None:
+        return reason
     found = set()
     for name, parameter in seen.parameters:
         if (does := weight_reason(parameter)) is not None:
@@ -228,6 +230,8 @@ def _is_inert(hook: Any) -> bool:
 
 
 def _hook_reason(seen: Seen) -> str | None:
+    if "ct_decompress_hook" in vars(seen.executor.model):
+        return "compressed-tensors decompresses the weights in the first forward, which stock has to run"
     for name, module in seen.modules:
         if module._forward_pre_hooks or not all(map(_is_inert, module._forward_hooks.values())):
             return f"{name or 'the model'} has a forward hook"

@@ -6,9 +6,7 @@ installed is never asked for. What is in no table may look at other rows.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -32,7 +30,6 @@ BATCH_DEPENDENT = {
 }
 # Strategies of compressed-tensors that scale each row, or groups of a row, by themselves; and scales that are fixed.
 _OF_A_ROW, _FIXED = ("token", "group", "tensor_group"), ("tensor", "group", "tensor_group")
-_LIFECYCLE = "compressed_tensors.quantization.lifecycle.forward"
 UNKNOWN = "may look at batch rows"
 
 
@@ -66,15 +63,6 @@ def weight_reason(weight: torch.Tensor) -> str | None:
         if kind.__module__.startswith(package) and kind.__name__ == name:
             return reason_of(weight)
     return UNKNOWN
-
-
-def is_quantized_forward(module: nn.Module) -> bool:
-    """Is the forward on this instance the wrapper that compressed-tensors puts around torch's own?"""
-    forward, lifecycle = vars(module).get("forward"), sys.modules.get(_LIFECYCLE)
-    if lifecycle is None or type(module) not in (nn.Linear, nn.Embedding) or not isinstance(forward, MethodType):
-        return False
-    code = getattr(forward.__func__, "__code__", None)
-    return forward.__self__ is module and code in lifecycle.set_forward_quantized.__code__.co_consts
 
 
 def scheme_reason(module: nn.Module) -> str | None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_paged.models.guards.compressed import as_dicts, places
 from hf_paged.models.guards.inner_tensors import PLAIN, watched
 from hf_paged.models.guards.plain_tensors import ATOMS, STANDARD
 
@@ -132,7 +133,8 @@ def _columns(modules: list[nn.Module], namespaces: list[dict]) -> tuple[tuple, l
 
     Tensors that hold others (quantized weights) stand after that by what they hold, and are returned beside.
     """
-    tensors_by_module = [*map(_PARAMETERS, namespaces), *map(_BUFFERS, namespaces)]
+    mappings = [*map(_PARAMETERS, namespaces), *map(_BUFFERS, namespaces)]
+    tensors_by_module = as_dicts(mappings)
     full, children = list(filter(None, tensors_by_module)), list(map(_CHILDREN, namespaces))
     tensors = [tensor for tensor in chain.from_iterable(map(dict.values, full)) if tensor is not None]
     wrappers = [tensor for tensor in tensors if type(tensor) not in PLAIN]
@@ -144,7 +146,7 @@ def _columns(modules: list[nn.Module], namespaces: list[dict]) -> tuple[tuple, l
         list(map(type, modules)), list(map(len, namespaces)),
         list(chain.from_iterable(full)), list(map(len, tensors_by_module)),
         list(chain.from_iterable(filter(None, children))), list(map(len, children)),
-        kinds, sizes, [list(own) for own in map(vars, tensors) if own],
+        places(mappings), kinds, sizes, [list(own) for own in map(vars, tensors) if own],
     )
     return columns, wrappers
 
