@@ -29,6 +29,7 @@ FALLBACK_TESTS = "integration/test_generate_fallbacks.py"
 LOCKSTEP_TESTS = "integration/test_stock_loop.py"
 PATCHED_TESTS = "models/guards/test_own_code.py"
 OWN_CODE, AT_HOME = (f"models/guards/{name}.py" for name in ("own_code", "at_home"))
+INNER_TESTS, TOKENWISE_TESTS = "models/guards/test_inner_tensors.py", "models/test_tokenwise.py"
 BATCHING_TESTS = "integration/continuous_batching/test_methods.py"
 
 # How `model.generate` and continuous batching reach the engine.
@@ -149,6 +150,19 @@ RECOGNITION = [
                     "helper_of_a_subclass"),
     PackageMutation("models/guards/capturing.py", "        _CODE is not None\n", "        False\n",
                     "models/guards/test_capturing.py", "auxiliary_loss"),
+    PackageMutation("runner/weights.py", "executor.plain_tensors()))]", "executor.plain_tensors())) if t.numel() > 96]",
+                    INNER_TESTS, "dropped and data"),
+    PackageMutation("models/guards/inner_tensors.py", "                found += inner_tensors(tensor) or [tensor]\n",
+                    "                found.append(tensor)\n", INNER_TESTS, "dropped or look"),
+    PackageMutation("models/guards/facts.py", " or self._wrappers != list(map(vars, wrappers))", "", INNER_TESTS,
+                    "settings_changed_in_place or look"),
+    PackageMutation("models/tokenwise.py", "    if kwargs is None:\n", "    if True:\n", INNER_TESTS,
+                    "not_computed_alone"),
+    PackageMutation("models/tokenwise.py", " and granularity.dim == -1", "", INNER_TESTS, "not_computed_alone"),
+    PackageMutation("models/tokenwise.py", "(_OF_A_ROW if args.dynamic else _FIXED)", "_FIXED", TOKENWISE_TESTS,
+                    "schemes"),
+    PackageMutation("models/guards/compressed.py", " or forward.__self__ is not module", "", TOKENWISE_TESTS,
+                    "another_forward"),
     PackageMutation("scheduler/sequence.py", "        key = model_key + self.cache_salt\n", "        key = model_key\n",
                     "test_cache_salt.py", "only_equal_salts"),
 ]
