@@ -89,8 +89,8 @@ STALENESS = [
                     "models/test_merged.py", "has_less_memory"),
     PackageMutation("models/fused.py", "for alias in merged.memory()]", "for alias in ()]",
                     "models/test_merged.py", "while_steps_may_read_it"),
-    PackageMutation("models/guards/facts.py", "for own in map(vars, tensors) if own], _storage_sizes(tensors),",
-                    "for own in map(vars, tensors) if own],",
+    PackageMutation("models/guards/facts.py", "list(map(_SHAPE, tensors)), _storage_sizes(tensors)",
+                    "list(map(_SHAPE, tensors))",
                     "models/test_merged.py", "too_small_for_its_parameter"),
     PackageMutation("models/eligibility.py",
                     "    if has >= needed:\n", "    if True:\n",
@@ -119,7 +119,7 @@ REQUESTS = [
 
 # Weights, own code and keys of the prefix cache.
 RECOGNITION = [
-    PackageMutation("runner/weights.py", "buffers, self._executor.plain_tensors())]", "buffers)]",
+    PackageMutation("runner/weights.py", "buffers, executor.plain_tensors())]", "buffers)]",
                     "models/guards/test_plain_tensors.py", "changed_in_place"),
     PackageMutation(OWN_CODE, "        if table.holds():\n            return None\n",
                     "        return None\n", PATCHED_TESTS, "attention_of_torch"),
@@ -150,8 +150,8 @@ RECOGNITION = [
                     "helper_of_a_subclass"),
     PackageMutation("models/guards/capturing.py", "        _CODE is not None\n", "        False\n",
                     "models/guards/test_capturing.py", "auxiliary_loss"),
-    PackageMutation("runner/weights.py", "executor.plain_tensors()))]", "executor.plain_tensors())) if t.numel() > 96]",
-                    INNER_TESTS, "dropped and data"),
+    PackageMutation("runner/weights.py", "for t in watched(every)]",
+                    "for t in every if type(t).__name__ != 'Int8Tensor']", INNER_TESTS, "dropped and data"),
     PackageMutation("models/guards/inner_tensors.py", "                found += inner_tensors(tensor) or [tensor]\n",
                     "                found.append(tensor)\n", INNER_TESTS, "dropped or look"),
     PackageMutation("models/guards/facts.py", " or self._wrappers != list(map(vars, wrappers))", "", INNER_TESTS,

@@ -115,4 +115,5 @@ def _tensors_of(executor: ModelExecutor) -> list[torch.Tensor]:
     model = executor.model
     # Duplicates stay in: RoPE modules may make one buffer an alias of another without changing what they compute.
     buffers = [buffer for _, buffer in model.named_buffers(remove_duplicate=False)]
-    return [t.detach() for t in watched(itertools.chain(model.parameters(), buffers, executor.plain_tensors()))]
+    every = [*itertools.chain(model.parameters(), buffers, executor.plain_tensors())]
+    return [t.detach() for t in watched(every)]
