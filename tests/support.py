@@ -7,6 +7,8 @@ import ctypes
 import random
 import re
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -191,6 +193,39 @@ def assert_native_parity(model: PreTrainedModel, expected: torch.Tensor | None =
     assert made == tokens_made(expected, kwargs["input_ids"].shape[1], eos_ids(kwargs, model))
     assert_idle(model)
     return actual
+
+
+def assert_native_beside_others(model: PreTrainedModel, long_tokens: int = 40, margin: float = 0.0) -> None:
+    """Of a model that is not enabled yet: batches, and a short call that ends while another thread's still runs.
+
+    All give stock's greedy tokens, made by the engine; with a `margin` the long call's may be others whose logit in
+    stock's forward is at most so much below the largest (layers that round activations enlarge what another order of
+    sums changes). The model stays enabled.
+    """
+    inputs, long, short = batch([40, 33, 7]), batch([20], seed=3), batch([9], seed=4)
+    wanted = [(inputs, 8), (long, long_tokens), (short, 3)]
+    expected = [model.generate(**given, max_new_tokens=count) for given, count in wanted]
+    hf_paged.enable(model, strict=True)
+    engine, found = hf_paged.get_engine(model), []
+    assert_native_parity(model, expected[0], **inputs, max_new_tokens=8)
+    assert_native_parity(model, expected[0], **inputs, max_new_tokens=8)
+    assert engine.stats().prefix_cache_hits == 32 + 32  # full blocks of both prompts
+    before = engine.stats().num_generated_tokens
+    thread = threading.Thread(target=lambda: found.append(model.generate(**long, max_new_tokens=long_tokens)))
+    thread.start()
+    while thread.is_alive() and not engine.stats().num_running:
+        time.sleep(0.001)
+    assert_same_tensor(model.generate(**short, max_new_tokens=3), expected[2])
+    assert thread.is_alive(), "the long call ended first"
+    thread.join()
+    if margin and not torch.equal(found[0], expected[1]):
+        logits = model(found[0]).logits[0, long["input_ids"].shape[1] - 1 : -1]
+        chosen = logits.gather(1, found[0][0, long["input_ids"].shape[1] :, None])[:, 0]
+        assert (logits.amax(1) - chosen).amax() <= margin
+    else:
+        assert_same_tensor(found[0], expected[1])
+    assert engine.stats().num_generated_tokens - before == long_tokens + 3
+    assert_idle(model)
 
 
 def assert_lockstep(model: PreTrainedModel, *, call: Any = None, paged: dict[str, Any] | None = None,

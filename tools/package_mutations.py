@@ -31,6 +31,7 @@ BATCH, BATCH_TESTS, CORE = "engine/lockstep.py", "engine/test_lockstep.py", "eng
 GRAPHS_TESTS = "runner/test_graphs.py"
 PATCHED_TESTS = "models/guards/test_own_code.py"
 OWN_CODE, AT_HOME = (f"models/guards/{name}.py" for name in ("own_code", "at_home"))
+INNER_TESTS, TOKENWISE_TESTS = "models/guards/test_inner_tensors.py", "models/test_tokenwise.py"
 BATCHING_TESTS = "integration/continuous_batching/test_methods.py"
 GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generic_eligibility.py"
 KERNELS, KERNEL_TESTS = "models/guards/hub_kernels.py", "models/guards/test_hub_kernels.py"
@@ -93,8 +94,8 @@ STALENESS = [
                     "models/test_merged.py", "has_less_memory"),
     PackageMutation("models/fused.py", "for alias in merged.memory()]", "for alias in ()]",
                     "models/test_merged.py", "while_steps_may_read_it"),
-    PackageMutation("models/guards/facts.py", "for own in map(vars, tensors) if own], _storage_sizes(tensors),",
-                    "for own in map(vars, tensors) if own],",
+    PackageMutation("models/guards/facts.py", "list(map(_SHAPE, tensors)), _storage_sizes(tensors)",
+                    "list(map(_SHAPE, tensors))",
                     "models/test_merged.py", "too_small_for_its_parameter"),
     PackageMutation("models/eligibility.py",
                     "    if has >= needed:\n", "    if True:\n",
@@ -156,6 +157,19 @@ RECOGNITION = [
                     "helper_of_a_subclass"),
     PackageMutation("models/guards/capturing.py", "        _CODE is not None\n", "        False\n",
                     "models/guards/test_capturing.py", "auxiliary_loss"),
+    PackageMutation("runner/weights.py", "for t in watched(every)]",
+                    "for t in every if type(t).__name__ != 'Int8Tensor']", INNER_TESTS, "dropped and data"),
+    PackageMutation("models/guards/inner_tensors.py", "                found += inner_tensors(tensor) or [tensor]\n",
+                    "                found.append(tensor)\n", INNER_TESTS, "dropped or look"),
+    PackageMutation("models/guards/facts.py", " or self._wrappers != list(map(vars, wrappers))", "", INNER_TESTS,
+                    "settings_changed_in_place or look"),
+    PackageMutation("models/tokenwise.py", "    if kwargs is None:\n", "    if True:\n", INNER_TESTS,
+                    "not_computed_alone"),
+    PackageMutation("models/tokenwise.py", " and granularity.dim == -1", "", INNER_TESTS, "not_computed_alone"),
+    PackageMutation("models/tokenwise.py", "(_OF_A_ROW if args.dynamic else _FIXED)", "_FIXED", TOKENWISE_TESTS,
+                    "schemes"),
+    PackageMutation("models/guards/compressed.py", " or forward.__self__ is not module", "", TOKENWISE_TESTS,
+                    "another_forward"),
     PackageMutation("scheduler/sequence.py", "        key = model_key + self.cache_salt\n", "        key = model_key\n",
                     "test_cache_salt.py", "only_equal_salts"),
 ]

@@ -19,6 +19,7 @@ from hf_paged.models.guards.hub_kernels import kernel_numbers
 from hf_paged.models.guards.originals import of_class
 from hf_paged.models.guards.plain_tensors import plain_tensors
 from hf_paged.models.layer_ops import FUSED, PLAIN
+from hf_paged.models.tokenwise import quantization_state
 from hf_paged.models.tuners import adapter_state
 from hf_paged.parallel.group import ParallelGroup, group_of
 
@@ -46,8 +47,9 @@ class KVSpec(NamedTuple):
 class Look:
     """What was read off a model's modules, and is so while `facts` hold. Keeps no tensor alive.
 
-    ``state``: constants and active adapters. ``called_kinds``: classes of the layers that are called as they stand, but
-    for torch's. ``found``: under what ambient state nothing spoke against the model, and what else that depends on.
+    ``state``: constants, active adapters, how quantized layers are set up. ``called_kinds``: classes of the layers that
+    are called as they stand, but for torch's. ``found``: under what ambient state nothing spoke against the model, and
+    what else that depends on.
     """
 
     def __init__(self, facts: Facts, state: str, called_kinds: tuple[type, ...], tensors: list[torch.Tensor]) -> None:
@@ -224,11 +226,12 @@ class ModelExecutor(ABC):
         look = self.last_look() if facts is None else None
         if look is None:
             facts = Facts(self.model) if facts is None else facts  # first: what changes meanwhile is seen next time
-            kernels = kernel_numbers(self.model.named_modules())
-            state = repr((self.constants(), adapter_state(self.model), kernels))
+            modules = list(self.model.named_modules())
+            kernels, quantization = kernel_numbers(modules), quantization_state(modules)
+            state = repr((self.constants(), adapter_state(self.model), kernels, quantization))
             kinds = {type(inner): None for _, module in self.called_modules() for inner in module.modules()}
             look = Look(facts, state, tuple(kind for kind in kinds if kind not in _KNOWN_LAYERS),
-                        [tensor for _, tensor in plain_tensors(self.model.named_modules())])
+                        [tensor for _, tensor in plain_tensors(modules)])
             self._look = look
         return look
 

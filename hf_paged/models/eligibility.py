@@ -19,23 +19,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_paged.models.base import ModelExecutor
 from hf_paged.models.guards.at_home import CALL_CHAIN
 from hf_paged.models.guards.capturing import only_captures
+from hf_paged.models.guards.compressed import is_known_forward, is_quantized_forward, offload_reason
 from hf_paged.models.guards.facts import Facts
+from hf_paged.models.guards.inner_tensors import PLAIN, inner_tensors
 from hf_paged.models.guards.originals import DECIDING_METHODS, patched_class, patched_entry
 from hf_paged.models.guards.plain_tensors import plain_tensors, unwatchable
 from hf_paged.models.guards.surroundings import autocast_state, surroundings_reason
 from hf_paged.models.guards.wrapped_forward import wrapped_forward_reason
 from hf_paged.models.paged_calls import implementation_of
+from hf_paged.models.tokenwise import (
+    SHARDED_MODULE,
+    layer_reason,
+    scheme_reason,
+    stores_float8,
+    weight_reason,
+)
 from hf_paged.parallel.intact import broken_part
 
-SHARDED_MODULE = "hf_paged.parallel.layers."
-# Modules whose layers work token by token, whatever the batch looks like.
-TOKENWISE_MODULES = (
-    "torch.nn.modules.linear.", "torch.nn.modules.sparse.", "peft.tuners.lora.", "transformers.integrations.",
-    "bitsandbytes.nn.", SHARDED_MODULE,
-)
 _OWN_LAYERS = ("torch.", SHARDED_MODULE[:-1])  # that are known, so that nobody may patch them
 _CALL_CHAIN = frozenset(CALL_CHAIN)
-BATCH_DEPENDENT = ("Linear8bitLt", "NVFP4Linear")  # outlier columns and activation scales over all rows
 SUPPORTED_ROUTE = "expected PagedGenerator.from_pretrained(..., tensor_parallel_size=N)"
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -134,30 +136,34 @@ def _attention_reason(executor: ModelExecutor) -> str | None:
 def _module_reason(seen: Seen) -> str | None:
     for name, module, expected in seen.own:
         if type(module) is not expected:
-            return f"{name} is a {type(module).__name__}, not transformers' own {expected.__name__}"
-    tokenwise: dict[type, bool] = {}
+            return f"{name} is a {_full_name(module)}, not transformers' own {expected.__name__}"
+        for key, parameter in module._parameters.items():
+            if parameter is not None and type(parameter) not in PLAIN:
+                return f"{name}.{key} is a {_full_name(parameter)}: expected a plain tensor in {expected.__name__}"
     for name, module in seen.called:
         for layer in (module, getattr(module, "base_layer", None)):  # a tuner's own, and what it wraps
             if layer is None:
                 continue
-            if type(layer) not in tokenwise:
-                tokenwise[type(layer)] = _is_tokenwise(type(layer))
-            if not tokenwise[type(layer)]:
-                return f"{name} is a {type(layer).__module__}.{type(layer).__name__}, which may look at batch rows"
+            if (does := layer_reason(layer)) is not None:
+                return f"{name} is a {_full_name(layer)}, which {does}"
             if vars(layer).get("max_norm") is not None:
                 return f"{name} has max_norm, with which a look-up changes the weights"
     if (place := patched_class(_watched_kinds(seen))) is not None:
         return f"{place} is patched"
     for name, module in seen.modules:
-        if name and "forward" in module.__dict__ and (reason := seen.executor.replacement_reason(name, module)):
-            return reason
+        if name and "forward" in module.__dict__:
+            if not is_known_forward(module):
+                if (reason := seen.executor.replacement_reason(name, module)) is not None:
+                    return reason
+            elif is_quantized_forward(module) and (does := scheme_reason(module)) is not None:
+                return f"{name} is a quantized {type(module).__name__}, which {does}"
         if not _CALL_CHAIN.isdisjoint(module.__dict__):
             return f"{min(_CALL_CHAIN.intersection(module.__dict__))} of {name or 'the model'} is replaced"
     return None
 
 
-def _is_tokenwise(kind: type[nn.Module]) -> bool:
-    return kind.__name__ not in BATCH_DEPENDENT and f"{kind.__module__}.".startswith(TOKENWISE_MODULES)
+def _full_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__name__}"
 
 
 def _sharding_reason(seen: Seen) -> str | None:
@@ -177,16 +183,21 @@ def _device_reason(seen: Seen) -> str | None:
     devices = getattr(seen.executor.model, "hf_device_map", None)
     if devices and len(set(map(str, devices.values()))) > 1:
         return f"hf_device_map spreads the model over {len(set(map(str, devices.values())))} devices"
+    if (reason := next(filter(None, (offload_reason(*named) for named in seen.modules)), None)) is not None:
+        return reason
     found = set()
     for name, parameter in seen.parameters:
-        kind = type(parameter.data)
-        if kind is not torch.Tensor and not type(parameter).__module__.startswith("bitsandbytes."):
-            return f"parameter {name} is a {kind.__name__}, whose bytes cannot be watched for changes"
-        if (reason := _memory_reason(parameter)) is not None:
-            return f"parameter {name} {reason}"
-        if parameter.device.type == "meta":
-            return f"parameter {name} is on the meta device (offloaded?)"
-        found.add(parameter.device)
+        if (does := weight_reason(parameter)) is not None:
+            return f"parameter {name} is a {_full_name(parameter)}: a layer that multiplies with it {does}"
+        inner = inner_tensors(parameter)
+        if inner is None:
+            return f"parameter {name} is a {_full_name(parameter)}, whose bytes cannot be watched for changes"
+        for tensor in inner:
+            if (reason := _memory_reason(tensor)) is not None:
+                return f"parameter {name} {reason}"
+            if tensor.device.type == "meta":
+                return f"parameter {name} is on the meta device (offloaded?)"
+            found.add(tensor.device)
     for name, buffer in seen.executor.model.named_buffers():
         if (reason := _memory_reason(buffer)) is not None:
             return f"buffer {name} {reason}"
@@ -224,6 +235,8 @@ def _is_inert(hook: Any) -> bool:
 
 
 def _hook_reason(seen: Seen) -> str | None:
+    if "ct_decompress_hook" in vars(seen.executor.model):
+        return "compressed-tensors decompresses the weights in the first forward, which stock has to run"
     for name, module in seen.modules:
         if module._forward_pre_hooks or not all(map(_is_inert, module._forward_hooks.values())):
             return f"{name or 'the model'} has a forward hook"
@@ -238,8 +251,11 @@ def _dtype_reason(seen: Seen) -> str | None:
         return f"weights of dtype {spec.compute_dtype}"
     norms = [(name, m) for name, m, _ in seen.own if not seen.executor.may_have_float_weight(m)]
     for name, module in norms + seen.called:
-        weight = getattr(getattr(module, "base_layer", module), "weight", None)
-        if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dtype != spec.compute_dtype:
+        layer = getattr(module, "base_layer", module)
+        weight = getattr(layer, "weight", None)
+        if not isinstance(weight, torch.Tensor) or stores_float8(layer, weight):
+            continue
+        if weight.is_floating_point() and weight.dtype != spec.compute_dtype:
             return f"mixed dtypes: {name} is {weight.dtype}, the embedding {spec.compute_dtype}"
     device = spec.device.type
     if torch.is_autocast_enabled(device):

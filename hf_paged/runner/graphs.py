@@ -19,6 +19,7 @@ import torch
 from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
 from hf_paged.kernels.upload import upload
 from hf_paged.models import ModelExecutor
+from hf_paged.models.guards.inner_tensors import watched
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
@@ -125,7 +126,7 @@ class StepGraphs:
 
     def _tensors(self) -> list[torch.Tensor]:
         model = self._executor.model
-        return [*model.parameters(), *model.buffers(), *self._executor.plain_tensors()]
+        return watched([*model.parameters(), *model.buffers(), *self._executor.plain_tensors()])
 
     def drop(self) -> None:
         """Destroy all graphs, also those that a traceback still refers to; does not wait for one that runs."""

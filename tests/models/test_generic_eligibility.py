@@ -125,7 +125,7 @@ def test_foreign_modules():
     model = hf_paged.enable(family_model("llama"))
     attention = model.model.layers[1].self_attn
     attention.__class__ = Attention
-    assert "model.layers.1.self_attn is a Attention, not transformers' own LlamaAttention" in reason(model)
+    assert f"model.layers.1.self_attn is a {__name__}.Attention, not transformers' own LlamaAttention" in reason(model)
     attention.__class__ = modeling_llama.LlamaAttention
     model.model.layers[0].extra = nn.Conv1d(1, 1, 1)
     assert "model.layers.0.extra is a torch.nn.modules.conv.Conv1d" in reason(model)

@@ -122,10 +122,10 @@ def test_what_stands_around_the_decoder():
         pass
 
     for change, message in [
-        (lambda body: setattr(body, "__class__", Body), "model is a Body, not transformers' own LlavaModel"),
+        (lambda body: setattr(body, "__class__", Body), "Body, not transformers' own LlavaModel"),
         (lambda body: setattr(body, "forward", lambda **kwargs: None), "the forward of model is replaced"),
         (lambda body: setattr(body.language_model.layers[0], "mlp", nn.Identity()),
-         "model.language_model.layers.0.mlp is a Identity, not transformers' own LlamaMLP"),
+         "model.language_model.layers.0.mlp is a torch.nn.modules.linear.Identity, not transformers' own LlamaMLP"),
         (lambda body: body.register_forward_hook(lambda *args: None), "model has a forward hook"),
     ]:
         model = hf_paged.enable(wrapped_model("llava"))

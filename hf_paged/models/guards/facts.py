@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_paged.models.guards.compressed import as_dicts, places
+from hf_paged.models.guards.inner_tensors import PLAIN, watched
 from hf_paged.models.guards.plain_tensors import ATOMS, STANDARD
 
 _PARAMETERS, _BUFFERS, _CHILDREN, _HOOKS, _PRE_HOOKS = map(
@@ -24,6 +26,7 @@ _PARAMETERS, _BUFFERS, _CHILDREN, _HOOKS, _PRE_HOOKS = map(
 )
 _STORAGE, _NBYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 _DTYPE, _DEVICE, _SHAPE = map(operator.attrgetter, ("dtype", "device", "shape"))
+_QUANTIZERS = ("torchao.", "compressed_tensors.")
 _MOST_MODULES = 100_000  # a module that contains itself is left to the full checks
 
 
@@ -38,6 +41,19 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return self._reference() is other
+
+
+class _Record:
+    """Equal to an object of the same class that holds the same, as quantizers' settings are compared."""
+
+    __slots__ = ("_fields", "_kind")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self._kind, self._fields = type(value), _frozen_inside(vars(value))
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is self._kind and self._fields == vars(other)
 
 
 class _Never:
@@ -64,10 +80,11 @@ class Facts:
             tuple(map(_frozen, getter(namespace)))
             for getter, namespace in zip(self._getters, namespaces, strict=True)
         ]
-        self._columns = _columns(modules, namespaces)
+        self._columns, wrappers = _columns(modules, namespaces)
+        self._wrappers = [_frozen_inside(vars(wrapper)) for wrapper in wrappers]
         self._hooks = list(map(dict, _hooks(namespaces)))
         found = (value for namespace in namespaces for value in namespace.values())
-        configs = {id(value): value for value in found if isinstance(value, PreTrainedConfig)}
+        configs = {id(value): value for value in found if isinstance(value, PreTrainedConfig) or _is_record(value)}
         self._configs = [(weakref.ref(config), _frozen(vars(config))) for config in configs.values()]
 
     def hold(self, model: nn.Module) -> bool:
@@ -84,7 +101,10 @@ class Facts:
         if modules is None or len(modules) != self._num_modules:
             return False
         namespaces = list(map(vars, modules))
-        if self._columns != _columns(modules, namespaces) or self._hooks != _hooks(namespaces):
+        columns, wrappers = _columns(modules, namespaces)
+        if self._columns != columns or self._wrappers != list(map(vars, wrappers)):
+            return False
+        if self._hooks != _hooks(namespaces):
             return False
         # The remembered value on the left: it is asked whether it equals the other.
         values = [getter(namespace) for getter, namespace in zip(self._getters, namespaces, strict=True)]
@@ -108,18 +128,27 @@ def _walk(model: nn.Module, most: int) -> list[nn.Module] | None:
     return modules
 
 
-def _columns(modules: list[nn.Module], namespaces: list[dict]) -> tuple:
-    """Classes, sizes and names of modules; of their tensors classes, dtypes, devices, shapes, added names, storages."""
-    tensors_by_module = [*map(_PARAMETERS, namespaces), *map(_BUFFERS, namespaces)]
+def _columns(modules: list[nn.Module], namespaces: list[dict]) -> tuple[tuple, list[torch.Tensor]]:
+    """Classes, sizes and names of modules; of their tensors classes, dtypes, devices, shapes, added names, storages.
+
+    Tensors that hold others (quantized weights) stand after that by what they hold, and are returned beside.
+    """
+    mappings = [*map(_PARAMETERS, namespaces), *map(_BUFFERS, namespaces)]
+    tensors_by_module = as_dicts(mappings)
     full, children = list(filter(None, tensors_by_module)), list(map(_CHILDREN, namespaces))
     tensors = [tensor for tensor in chain.from_iterable(map(dict.values, full)) if tensor is not None]
-    return (
+    wrappers = [tensor for tensor in tensors if type(tensor) not in PLAIN]
+    tensors += watched(wrappers)
+    with torch._C.DisableTorchFunctionSubclass():
+        kinds = list(map(type, tensors)), list(map(_DTYPE, tensors)), list(map(_DEVICE, tensors))
+        sizes = list(map(_SHAPE, tensors)), _storage_sizes(tensors)
+    columns = (
         list(map(type, modules)), list(map(len, namespaces)),
         list(chain.from_iterable(full)), list(map(len, tensors_by_module)),
         list(chain.from_iterable(filter(None, children))), list(map(len, children)),
-        list(map(type, tensors)), list(map(_DTYPE, tensors)), list(map(_DEVICE, tensors)), list(map(_SHAPE, tensors)),
-        [list(own) for own in map(vars, tensors) if own], _storage_sizes(tensors),
+        places(mappings), kinds, sizes, [list(own) for own in map(vars, tensors) if own],
     )
+    return columns, wrappers
 
 
 def _storage_sizes(tensors: list[Any]) -> Any:
@@ -142,10 +171,19 @@ def _frozen(value: Any, *, inside: bool = False) -> Any:
         return _frozen_inside(value)
     if isinstance(value, PreTrainedConfig):  # remembered by what it holds, where a module has it
         return _Never() if inside else _Same(value)
+    if inside and _is_record(value):
+        return _Record(value)
     try:
         return _Same(value)
     except TypeError:
         return _Never()
+
+
+def _is_record(value: Any) -> bool:
+    """Is it of a quantizer's classes for settings? They may be changed in place, and hold names and numbers."""
+    kind = type(value)
+    return kind.__module__.startswith(_QUANTIZERS) and not {"__dataclass_fields__", "__pydantic_fields__"}.isdisjoint(
+        dir(kind))
 
 
 def _frozen_inside(value: Any) -> Any:

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_paged.models.guards.wrapped_forward import called_name
+
 # What a kernel may stand in for, by transformers' names: each of these looks at one token alone.
 TOKENWISE = frozenset({
     "RMSNorm", "SiLU", "GeLU", "GeluTanh", "NewGELU", "FastGELU", "QuickGELU", "SwiGLUMLP", "GeGLUMLP", "Linear",
@@ -72,7 +74,7 @@ def replacement_reason(name: str, module: nn.Module, *, calls_modules: bool) -> 
     if replaced_forward(module) is None:
         return None
     if (kernel := kernel_of(module)) is None:
-        return f"the forward of {name} is replaced on the instance"
+        return f"the forward of {name} is replaced on the instance by {called_name(vars(module)['forward'])}"
     layer = getattr(type(module), "kernel_layer_name", None)
     if layer not in TOKENWISE:
         return f"{name} runs the Hub kernel {kernel} as {layer}, which may look at batch rows"

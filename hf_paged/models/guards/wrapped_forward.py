@@ -12,13 +12,21 @@ def wrapped_forward_reason(model: Any) -> str | None:
     """Known are accelerate's mixed precision, which computes in its autocast dtype, TRL's fused head, torch.compile."""
     contexts = _autocast_contexts(model.__dict__["forward"], model)
     if contexts is None:
-        return "forward is replaced on the instance by a wrapper that hf_paged does not know"
+        known = called_name(model.__dict__["forward"])
+        return f"forward is replaced on the instance by {known}, a wrapper that hf_paged does not know"
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     for context in contexts:
         if context._enabled and dtypes != {context.fast_dtype}:
             found = ", ".join(sorted(map(str, dtypes)))
             return f"accelerate runs the forward in {context.fast_dtype} while the weights are {found}"
     return None
+
+
+def called_name(wrapper: Any) -> str:
+    """A function's full name, or that of the class of another callable."""
+    function = getattr(wrapper, "__func__", wrapper)
+    named = function if isinstance(function, FunctionType) else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _autocast_contexts(wrapper: Any, model: Any) -> list[torch.autocast] | None:

@@ -1,0 +1,62 @@
+"""What compressed-tensors leaves on the modules of a model: forwards of its own, and mappings in place of dicts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+# Where the wrappers are made around a layer's forward: the one that rounds, and the one that moves what it is given.
+_ROUNDING = ("compressed_tensors.quantization.lifecycle.forward", "set_forward_quantized")
+_MOVING = ("compressed_tensors.offload.module", "offload_module")
+
+
+def is_quantized_forward(module: nn.Module) -> bool:
+    """Is the forward on this instance the wrapper that rounds weights and activations around torch's own?"""
+    return type(module) in (nn.Linear, nn.Embedding) and _is_made_by(_behind(module), _ROUNDING)
+
+
+def is_known_forward(module: nn.Module) -> bool:
+    """The same, or one that only hands on to the forward of the module's class."""
+    behind = _behind(module)
+    return behind is not None and (behind is type(module).forward or is_quantized_forward(module))
+
+
+def offload_reason(name: str, module: nn.Module) -> str | None:
+    """Why the tensors of a module do not lie where it computes, or None."""
+    for held in (module._parameters, module._buffers):
+        if not isinstance(held, dict):
+            here, kept = str(getattr(held, "onload_device", None)), str(getattr(held, "offload_device", None))
+            if here != kept:
+                return f"the tensors of {name or 'the model'} are kept on {kept} and computed with on {here}"
+    return None
+
+
+def as_dicts(mappings: Iterable[Any]) -> list[dict[str, torch.Tensor | None]]:
+    """Modules' mappings of parameters or buffers, each as the dict that it is or holds."""
+    return [held if isinstance(held, dict) else held.offloaded_values for held in mappings]
+
+
+def places(mappings: Iterable[Any]) -> list[tuple]:
+    """Of those that are no dicts, where tensors are kept and where they are computed with."""
+    return [(type(held), str(held.onload_device), str(held.offload_device))
+            for held in mappings if not isinstance(held, dict)]
+
+
+def _behind(module: nn.Module) -> Any:
+    """The function of the forward on this instance, without what moves its arguments; None where it is no method."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, MethodType) or forward.__self__ is not module:
+        return None
+    function = forward.__func__
+    return vars(module).get("_original_forward_func") if _is_made_by(function, _MOVING) else function
+
+
+def _is_made_by(function: Any, maker: tuple[str, str]) -> bool:
+    home = sys.modules.get(maker[0])
+    code = getattr(function, "__code__", None)
+    return home is not None and code is not None and code in getattr(home, maker[1]).__code__.co_consts

@@ -1,0 +1,128 @@
+"""Which layers compute each token alone, whatever else the batch holds: by class, and by how a quantizer set them up.
+
+The tables here are all that is known. Classes are known by name: nothing is imported, and a package that is not
+installed is never asked for. What is in no table may look at other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_paged.models.guards.inner_tensors import PLAIN, made_of
+
+SHARDED_MODULE = "hf_paged.parallel.layers."
+# Modules whose layers work token by token, whatever the batch looks like.
+TOKENWISE_MODULES = (
+    "torch.nn.modules.linear.", "torch.nn.modules.sparse.", "peft.tuners.lora.", "transformers.integrations.",
+    "bitsandbytes.nn.", "optimum.quanto.nn.qlinear.", SHARDED_MODULE,
+)
+_LARGEST = "scales activations by the largest of all rows"
+# Layers that do look at other rows, by the end of their class's full name or by the package that they lie in.
+BATCH_DEPENDENT = {
+    ".Linear8bitLt": "finds outlier columns over all rows (LLM.int8)",
+    ".NVFP4Linear": _LARGEST,
+    "torch.ao.nn.quantized.dynamic.": _LARGEST,
+    "torch.ao.nn.intrinsic.quantized.dynamic.": _LARGEST,
+}
+# Strategies of compressed-tensors that scale each row, or groups of a row, by themselves; and scales that are fixed.
+_OF_A_ROW, _FIXED = ("token", "group", "tensor_group"), ("tensor", "group", "tensor_group")
+UNKNOWN = "may look at batch rows"
+
+
+def class_reason(kind: type[nn.Module]) -> str | None:
+    """What a layer of this class does, or may do, with other rows; None: nothing."""
+    name = f"{kind.__module__}.{kind.__name__}"
+    for key, does in BATCH_DEPENDENT.items():
+        if name.startswith(key) or name.endswith(key):
+            return does
+    return None if f"{kind.__module__}.".startswith(TOKENWISE_MODULES) else UNKNOWN
+
+
+def layer_reason(layer: nn.Module) -> str | None:
+    """As `class_reason`, of one layer."""
+    if (does := class_reason(type(layer))) is not None:
+        return does
+    return "hands on rounded activations" if vars(layer).get("activation_qtype") is not None else None
+
+
+def stores_float8(layer: nn.Module, weight: torch.Tensor) -> bool:
+    """Is the weight's dtype how its bytes are kept, and not what the layer computes in?"""
+    return type(layer).__name__ == "CompressedTensorsFP8Linear" and weight.dtype.itemsize == 1
+
+
+def weight_reason(weight: torch.Tensor) -> str | None:
+    """The same of a layer with this weight, by the weight's class."""
+    kind = type(weight)
+    if kind in PLAIN or kind.__module__.startswith("bitsandbytes."):
+        return None
+    for package, name, reason_of in _WEIGHTS:
+        if kind.__module__.startswith(package) and kind.__name__ == name:
+            return reason_of(weight)
+    return UNKNOWN
+
+
+def scheme_reason(module: nn.Module) -> str | None:
+    """As `class_reason`, of a module with compressed-tensors' forward: by its scheme."""
+    scheme = vars(module).get("quantization_scheme")
+    for args in (getattr(scheme, "input_activations", None), getattr(scheme, "output_activations", None)):
+        if args is None or args.strategy in (_OF_A_ROW if args.dynamic else _FIXED):
+            continue
+        strategy = getattr(args.strategy, "value", args.strategy)
+        does = _LARGEST if args.dynamic and strategy == "tensor" else UNKNOWN
+        return f"{does} (compressed-tensors, strategy {strategy!r}, dynamic={args.dynamic})"
+    return None
+
+
+def quantization_state(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple]:
+    """How the quantized layers among these are set up, besides their tensors: part of what a forward depends on."""
+    found: list[tuple] = []
+    for name, module in modules:
+        for key, parameter in module._parameters.items():
+            if parameter is not None and (of := made_of(parameter)) is not None:
+                found.append((name, key, of))
+        held = vars(module)
+        found += [(name, key, held[key]) for key in _SETTINGS if key in held]
+    return found
+
+
+# What compressed-tensors and optimum-quanto keep on a module and read in its forward.
+_SETTINGS = ("quantization_scheme", "quantization_status", "quantization_enabled", "weight_qtype", "weight_group_size")
+
+
+def _of_torchao(weight: Any) -> str | None:
+    """Int8Tensor, Float8Tensor: `act_quant_kwargs` says how activations are rounded, None that they are not."""
+    kwargs = weight.act_quant_kwargs
+    if kwargs is None:
+        return None
+    granularity, scale = kwargs.granularity, getattr(weight, "act_quant_scale", None)
+    kind = type(granularity).__name__
+    if kind == "PerTensor":
+        return None if scale is not None and scale.numel() == 1 else f"{_LARGEST} (torchao, PerTensor)"
+    if scale is None and (kind == "PerToken" or (kind == "PerRow" and granularity.dim == -1)):
+        return None
+    return f"{UNKNOWN} (torchao, {granularity})"
+
+
+def _of_torchaos_integers(weight: Any) -> str | None:
+    """IntxUnpackedToInt8Tensor: `activation_quantization` is None or the name of a way."""
+    way = getattr(weight.activation_quantization, "value", weight.activation_quantization)
+    return None if way in (None, "int8_asym_per_token") else f"{UNKNOWN} (torchao, {way})"
+
+
+def _of_quanto(weight: Any) -> str | None:
+    """Activations are rounded by hooks of the module, where they are: a weight alone is just multiplied with."""
+    return None
+
+
+# Weights of quantized classes that a linear layer or an embedding may have: package, class, and what to look at.
+_WEIGHTS: tuple[tuple[str, str, Callable[[Any], str | None]], ...] = (
+    ("torchao.", "Int8Tensor", _of_torchao),
+    ("torchao.", "Float8Tensor", _of_torchao),
+    ("torchao.", "IntxUnpackedToInt8Tensor", _of_torchaos_integers),
+    ("optimum.quanto.", "WeightQBytesTensor", _of_quanto),
+    ("optimum.quanto.", "WeightQBitsTensor", _of_quanto),
+)
