@@ -216,7 +216,8 @@ def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousB
     try:
         sized = copy.copy(config)
         sized.max_new_tokens = config.max_new_tokens or 1  # lengths are each request's own
-        stop_rule(engine, settings_from_config(sized, 1, engine.num_logits), BatchedRequest("", [], tokenizer=tokenizer))
+        asked = settings_from_config(sized, 1, engine.num_logits)
+        stop_rule(engine, asked, BatchedRequest("", [], tokenizer=tokenizer))
         token_id_tuple(config.eos_token_id)
     except (ValueError, TypeError) as error:
         return str(error)

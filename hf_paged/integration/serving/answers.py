@@ -193,7 +193,8 @@ class Answer:
             events: list[str] = []
             for piece in batch:
                 if piece.error is not None:
-                    yield "".join([*events, _event({"error": piece.error})])
+                    events.append(f"data: {json.dumps({'error': piece.error})}\n\n")  # as transformers words it
+                    yield "".join(events)
                     return
                 num_tokens += piece.num_tokens
                 events += [_event({**head, "choices": [chunk]}) for chunk in chunks.of(piece, self.wishes.logprobs)]

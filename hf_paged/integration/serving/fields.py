@@ -109,6 +109,12 @@ def _text(value: Any) -> str:
     return value
 
 
+def _object(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise TypeError
+    return value
+
+
 def _temperature(value: Any, wishes: Wishes) -> None:
     wishes.temperature = _number(value, 0)
 
@@ -136,7 +142,7 @@ def _length(name: str) -> Callable[[Any, Wishes], None]:
 
 
 def _logit_bias(value: Any, wishes: Wishes) -> None:
-    bias = {(int(token),): _number(number, -100, 100) for token, number in dict(value).items()}
+    bias = {(int(token),): _number(number, -100, 100) for token, number in _object(value).items()}
     wishes.settings["sequence_bias"] = bias or None
 
 
@@ -174,7 +180,7 @@ def _text_logprobs(value: Any, wishes: Wishes) -> None:
 
 
 def _stream_options(value: Any, wishes: Wishes) -> None:
-    options = {name: flag for name, flag in dict(value).items() if flag is not None}
+    options = {name: flag for name, flag in _object(value).items() if flag is not None}
     wishes.has_stream_options = True
     wishes.usage_chunk = _flag(options.pop("include_usage", False))
     if options.pop("include_obfuscation", False) is not False or options:
@@ -182,7 +188,7 @@ def _stream_options(value: Any, wishes: Wishes) -> None:
 
 
 def _responses_stream_options(value: Any, wishes: Wishes) -> None:
-    if dict(value) not in ({}, {"include_obfuscation": False}):
+    if _object(value) not in ({}, {"include_obfuscation": False}):
         raise ValueError
 
 
@@ -209,7 +215,7 @@ def _effort(value: Any, wishes: Wishes) -> None:
 
 
 def _reasoning(value: Any, wishes: Wishes) -> None:
-    options = {name: option for name, option in dict(value).items() if option is not None}
+    options = {name: option for name, option in _object(value).items() if option is not None}
     if "effort" in options:
         _effort(options.pop("effort"), wishes)
     if options:

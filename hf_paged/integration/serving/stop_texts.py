@@ -25,10 +25,11 @@ class StopTexts:
         if self.is_met or not piece:
             return ""
         text = self._held + piece
-        found = [(at, at + len(stop) * self._keeps) for stop in self._texts if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._texts if (at := text.find(stop)) >= 0]
         if found:
             self.is_met, self._held = True, ""
-            return text[: min(found)[1]]
+            end, start = min(found)  # what came first, however the text is cut into pieces
+            return text[: end if self._keeps else start]
         start = len(text) - max((self._overlap(text, stop) for stop in self._texts), default=0)
         self._held = text[start:]
         return text[:start]
