@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hf_paged.integration.serving.calls import RefusedRequestError
-from hf_paged.integration.serving.wishes import Wishes
+from hf_paged.integration.serving.wishes import MOST_CHOICES, Wishes
 
 CHAT, TEXT, RESPONSES = "chat", "text", "responses"
 ALL = (CHAT, TEXT, RESPONSES)
-MOST_CHOICES = 128
 
 # Read by transformers' own handler, as they stand.
 BY_TRANSFORMERS: dict[str, tuple[str, ...]] = {
@@ -287,7 +286,7 @@ def read_body(endpoint: str, body: dict[str, Any]) -> Wishes:
     Raises:
         RefusedRequestError: a field that this endpoint does not have, or a value that is not carried out.
     """
-    wishes, fields = Wishes(), _READABLE[endpoint]
+    wishes, fields = Wishes(has_one_choice=endpoint == RESPONSES), _READABLE[endpoint]
     for name, value in body.items():
         if name in BY_TRANSFORMERS[endpoint]:
             wishes.body[name] = value

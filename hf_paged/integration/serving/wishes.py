@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+MOST_CHOICES = 128
+
 
 @dataclass
 class Wishes:
@@ -19,6 +21,7 @@ class Wishes:
         filters: `top_k`, `top_p` and `min_p`, which sampling alone looks at.
         stop: texts that end an answer and are not part of it, unless `keeps_stop`.
         n: choices of the answer; None: not said.
+        has_one_choice: the endpoint has no more.
         logprobs: of the tokens of the answer.
         usage_chunk: a stream ends with a chunk of usage alone.
     """
@@ -33,6 +36,7 @@ class Wishes:
     stop_token_ids: tuple[int, ...] = ()
     ignores_eos: bool = False
     n: int | None = None
+    has_one_choice: bool = False
     best_of: int | None = None
     logprobs: bool = False
     has_stream_options: bool = False
@@ -82,6 +86,18 @@ class Wishes:
         if self.stop:
             config.stop_strings = list(self.stop)
         self._set_ends(config, of_model)
+        if "generation_config" in self.body:
+            self._set_choices(config)
+
+    def _set_choices(self, config: GenerationConfig) -> None:
+        """Choices by their name in a `GenerationConfig`; what is no number of them is left for `generate` to refuse."""
+        count, beams = config.num_return_sequences, config.num_beams
+        if type(count) is not int or count < 2 or not (config.do_sample or (isinstance(beams, int) and beams > 1)):
+            return
+        most = 1 if self.has_one_choice or beams not in (None, 1) else MOST_CHOICES
+        if count > most:
+            raise ValueError(f"num_return_sequences={count}: expected at most {most} here")
+        self.n, config.num_return_sequences = self.n or count, None
 
     def _set_ends(self, config: GenerationConfig, of_model: GenerationConfig) -> None:
         if not self.ignores_eos and not self.stop_token_ids:

@@ -25,7 +25,7 @@ def test_an_answer_ends_before_its_stop_text(server, path, stream):
 
     plain, reason = text_of(ask(server, path=path))
     assert reason == "length" and len(plain) > 8
-    for at in range(1, len(plain) - 3, 3):
+    for at in range(1, len(plain) - 3, 5):
         stop = plain[at : at + 3]
         answer = ask(server, stream, path, stop=[stop, "never"])
         assert text_of(answer) == (parsed(plain[: plain.index(stop)]), "stop")
@@ -55,6 +55,9 @@ def test_choices_are_requests_of_one_prompt(server, path, stream):
     usage = [chunk["usage"] for chunk in answer if "usage" in chunk]
     assert usage == [{"prompt_tokens": one["prompt_tokens"], "completion_tokens": 24,
                       "total_tokens": one["prompt_tokens"] + 24}]
+    config = json.dumps({"do_sample": True, "temperature": 2.0, "top_k": 0, "num_return_sequences": 4})
+    other = choices_of(ask(server, stream, path, generation_config=config, **sampled))[0]
+    assert ["".join(other[index]) for index in range(4)] == texts
     greedy = choices_of(ask(server, stream, path, n=2, max_tokens=6, best_of=2) if path == TEXT else ask(
         server, stream, path, n=2, max_tokens=6))[0]
     assert "".join(greedy[0]) == "".join(greedy[1]) != ""

@@ -167,6 +167,15 @@ def test_the_newer_name_of_the_length_wins():
         assert effect(CHAT, body)["max_new_tokens"] == 7
 
 
+def test_more_sequences_than_there_are_choices_are_refused():
+    for endpoint, settings in ((RESPONSES, {"do_sample": True}), (CHAT, {"num_beams": 3}),
+                               (CHAT, {"do_sample": True, "num_return_sequences": 129})):
+        config = GenerationConfig(**{"num_return_sequences": 2, **settings})
+        with pytest.raises(ValueError, match=r"num_return_sequences=\d+: expected at most"):
+            read_body(endpoint, {"generation_config": "{}"}).apply(config, config)
+        read_body(endpoint, {}).apply(config, config)  # the model's own
+
+
 def test_zero_temperature_is_greedy_whatever_the_model_says():
     wishes = read_body(CHAT, {"temperature": 0, "top_k": 5})
     config = GenerationConfig(do_sample=True, top_k=20)
