@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from hf_paged.integration.continuous_batching.requests import ServedOutput
+from hf_paged.integration.serving.choices import finish_reason
 from hf_paged.integration.serving.stop_texts import StopTexts, cut
 
 
@@ -47,3 +49,11 @@ def test_nothing_follows_a_stop():
     watch = StopTexts(("b",))
     assert [watch.push(piece) for piece in ("a", "b", "c", "")] == ["a", "", "", ""]
     assert watch.finish() == ""
+
+
+def test_an_end_at_the_last_token_that_was_allowed_is_no_matter_of_length():
+    def reason(how, is_met=False, most=2):
+        return finish_reason(ServedOutput("one", generated_tokens=[5, 6], finish_reason=how), is_met, most)
+
+    assert [reason("eos"), reason("stop"), reason("length", is_met=True), reason(None, is_met=True)] == ["stop"] * 4
+    assert [reason("length"), reason(None), reason(None, most=3)] == ["length", "length", "stop"]
