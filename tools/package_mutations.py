@@ -229,4 +229,33 @@ MODELS = [
                     "if False:", KERNEL_TESTS, "attention_kernels"),
 ]
 
-PACKAGE_MUTATIONS = [*INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED, *MODELS]
+
+SERVING = "integration/serving"
+FIELDS_FILE, STOPS = f"{SERVING}/fields.py", f"{SERVING}/stop_texts.py"
+ANSWERS, CHOICES = f"{SERVING}/answers.py", f"{SERVING}/choices.py"
+FIELDS_TESTS, STOPS_TESTS = f"{SERVING}/test_fields.py", f"{SERVING}/test_stop_texts.py"
+ANSWERS_TESTS, BATCHED_TESTS = f"{SERVING}/test_answers.py", f"{SERVING}/test_batched_answers.py"
+
+# What the server reads out of a body, and how its answers end.
+SERVER = [
+    PackageMutation(FIELDS_FILE, "if not any(_is_same(value, neutral) for neutral in REFUSED[name].passes):",
+                    "if False:", FIELDS_TESTS, "not_accept and presence_penalty"),
+    PackageMutation(FIELDS_FILE, '            raise _refusal(name, value, f"expected one of the fields',
+                    '            _refusal(name, value, f"expected one of the fields', FIELDS_TESTS, "schema_is_known"),
+    PackageMutation(f"{SERVING}/wishes.py", "config.do_sample = self.temperature != 0", "pass", FIELDS_TESTS,
+                    "arrives and temperature"),
+    PackageMutation(STOPS, "        self._held = text[start:]\n        return text[:start]\n",
+                    "        return text\n", STOPS_TESTS, "pieces_join"),
+    PackageMutation(STOPS, "            end, start = min(found)", "            end, start = max(found)", STOPS_TESTS,
+                    "pieces_join"),
+    PackageMutation(ANSWERS, "for index in range(self.wishes.n or 1)]", "for index in range(1)]", ANSWERS_TESTS,
+                    "choices_are and continuous and whole"),
+    PackageMutation(CHOICES, "if is_met or reason in (\"eos\", \"stop\"):", "if False:", STOPS_TESTS,
+                    "last_token"),
+    PackageMutation("engine/stopping.py", 'return "stop" if any(stop in text for stop in self._texts) else None',
+                    "return None", "engine/test_stopping.py", "text"),
+    PackageMutation(f"{BATCHING}/worker.py", "                stop = stop_rule(self._engine, settings, request)\n",
+                    "                stop = None\n", BATCHED_TESTS, "runs_in_the_batch"),
+]
+
+PACKAGE_MUTATIONS = [*INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED, *MODELS, *SERVER]

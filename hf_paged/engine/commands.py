@@ -18,7 +18,6 @@ import torch
 
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.session import NewRequest, Request, Session
-from hf_paged.engine.stopping import StopRule
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.kernels._device import empty_cache
 from hf_paged.parallel.group import ParallelGroup
@@ -197,7 +196,7 @@ class CommandQueue:
         if stop is not None and stop.deadline is not None:
             if self.group.rank == 0:
                 self._deadlines[command.request_id] = stop.deadline
-            stop = StopRule(stop.strings, None, stop.before) if stop.strings is not None else None
+            stop = stop.without_deadline()
         session = self.followers if own is None else own.session
         request = self._core.make_request(replace(command, stop=stop), session)
         if own is not None and _asked(own, command.seed) != _asked(request, command.seed):

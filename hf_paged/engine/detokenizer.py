@@ -6,20 +6,21 @@ from typing import Any
 
 
 class TextStream:
-    """Decodes tokens as they come, special tokens left out. The pieces join up to the decoded whole.
+    """Decodes tokens as they come. The pieces join up to the decoded whole.
 
     A piece is held back while it ends inside a character. tokenizers' `DecodeStream` does the work where the
     tokenizer is a fast one; others are decoded as a whole each time.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._stream = None
         if self._backend is not None:
             from tokenizers.decoders import DecodeStream
 
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._ids: list[int] = []
         self._text = ""
 
@@ -29,7 +30,7 @@ class TextStream:
             piece = "".join(self._stream.step(self._backend, token) or "" for token in token_ids)
         else:
             self._ids += token_ids
-            whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+            whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
             piece = "" if whole.endswith("�") else whole[len(self._text) :]
         self._text += piece
         return piece

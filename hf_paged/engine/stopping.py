@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import StopStringCriteria
+
+from hf_paged.engine.detokenizer import TextStream
 
 
 class CachedStopStrings:
@@ -53,8 +55,16 @@ class StopRule:
         """Forget the output."""
         self.tail = deque(self.before, maxlen=self.strings.maximum_token_len if self.strings is not None else 0)
 
-    def push(self, token: int) -> tuple[int, int] | None:
-        """Take a token in; rows of one key can be looked at by one call of their criterion, None: no stop strings."""
+    def without_deadline(self) -> StopRule | None:
+        """What is left for ranks whose clocks do not count; None: nothing."""
+        return StopRule(self.strings, None, self.before) if self.strings is not None else None
+
+    def push(self, token: int) -> tuple[int, int] | Literal["stop"] | None:
+        """Take a token in; rows of one key can be looked at by one call of their criterion.
+
+        Returns:
+            "stop": it ended here; None: there are no stop strings.
+        """
         if self.strings is None:
             return None
         self.tail.append(token)
@@ -63,6 +73,39 @@ class StopRule:
     def is_late(self, now: float) -> bool:
         """Is the time of the call over?"""
         return self.deadline is not None and now > self.deadline
+
+
+class TextStopRule(StopRule):
+    """Ends a request whose output, decoded with its special tokens, holds one of some texts.
+
+    Unlike transformers' criterion, which looks at every token of the vocabulary first (seconds for a large one), it
+    costs nothing to make, and it finds characters that several tokens make up. Text of the prompt does not count.
+
+    Args:
+        texts: none of them empty.
+        tokenizer: decodes the output.
+        deadline: as in `StopRule`.
+    """
+
+    def __init__(self, texts: tuple[str, ...], tokenizer: Any, deadline: float | None = None) -> None:
+        self._texts = texts
+        self._tokenizer = tokenizer
+        self._longest = max(map(len, texts))
+        super().__init__(None, deadline, [])
+
+    def restart(self) -> None:
+        self._stream: TextStream | None = None  # other ranks get the rule before its first token, as bytes
+        self._end = ""
+
+    def without_deadline(self) -> StopRule:
+        return TextStopRule(self._texts, self._tokenizer)
+
+    def push(self, token: int) -> Literal["stop"] | None:
+        if self._stream is None:
+            self._stream = TextStream(self._tokenizer, skip_special_tokens=False)
+        text = self._end + self._stream.push([token])
+        self._end = text[-self._longest :]
+        return "stop" if any(stop in text for stop in self._texts) else None
 
 
 def ended(accepted: Iterable[tuple[str, StopRule | None, int]]) -> dict[str, str | Exception]:
@@ -75,12 +118,14 @@ def ended(accepted: Iterable[tuple[str, StopRule | None, int]]) -> dict[str, str
             continue
         try:
             key = rule.push(token)
-            if rule.is_late(now):
+            if key == "stop":
+                result[request_id] = key
+            elif rule.is_late(now):
                 result[request_id] = "length"
         except Exception as error:
             result[request_id] = error
             continue
-        if key is not None:
+        if isinstance(key, tuple):
             groups.setdefault(key, []).append((request_id, rule))
     for watched in groups.values():
         result |= _matched(watched)

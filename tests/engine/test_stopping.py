@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hf_paged.engine.stopping import ended
+from hf_paged.engine.stopping import TextStopRule, ended
 
 BAD, STOP, PLAIN = 7, 8, 9
 
@@ -35,3 +36,35 @@ def test_a_criterion_that_raises_at_one_row_ends_that_row_alone(tokens):
     result = ended([(names[token], rule_of(criterion), token) for token in tokens])
     assert set(result) == {"bad", "stops"}
     assert result["stops"] == "stop" and isinstance(result["bad"], KeyError)
+
+
+def met_at(rule, tokens):
+    """The number of tokens after which the rule ends a request, or None."""
+    return next((count for count, token in enumerate(tokens, 1) if ended([("one", rule, token)])), None)
+
+
+@pytest.mark.parametrize("stop", ["3 to", "to 7", "from", "7", "<|im_end|>", "é", "🦊", "7\n🦊", "never"])
+def test_a_text_ends_a_request_where_its_last_token_comes(trained_tokenizer, stop):
+    """Also one of special tokens, and characters that several tokens make up; and again after a restart."""
+    tokens = trained_tokenizer("count from 3 to 7\n🦊é<|im_end|>", add_special_tokens=False)["input_ids"]
+    ends = [n for n in range(1, len(tokens) + 1) if stop in trained_tokenizer.decode(tokens[:n])]
+    rule = TextStopRule(("never this", stop), trained_tokenizer)
+    assert met_at(rule, tokens) == (ends[0] if ends else None)
+    rule.restart()
+    assert met_at(rule, tokens) == (ends[0] if ends else None)
+    assert met_at(pickle.loads(pickle.dumps(TextStopRule((stop,), trained_tokenizer))), tokens) == (
+        ends[0] if ends else None)
+
+
+def test_a_text_before_a_restart_does_not_count(trained_tokenizer):
+    first, second = (trained_tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("3 t", "o 7"))
+    rule = TextStopRule(("3 to 7",), trained_tokenizer)
+    assert met_at(rule, first) is None
+    rule.restart()
+    assert met_at(rule, second) is None
+
+
+def test_the_time_of_a_request_with_a_text_ends_too(trained_tokenizer):
+    late = TextStopRule(("never",), trained_tokenizer, deadline=0.0)
+    assert ended([("late", late, 5)]) == {"late": "length"}
+    assert ended([("not late", late.without_deadline(), 5)]) == {}

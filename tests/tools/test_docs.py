@@ -26,7 +26,7 @@ def tool(monkeypatch):
     return importlib.import_module
 
 
-@pytest.mark.parametrize("name", ["options_table", "api_docs", "layers_picture"])
+@pytest.mark.parametrize("name", ["options_table", "api_docs", "layers_picture", "server_fields"])
 def test_the_committed_page_is_what_its_tool_makes_of_the_code(tool, monkeypatch, name):
     monkeypatch.setattr(sys, "argv", [name, "--check"])
     assert tool(name).main() == 0, f"run: python tools/{name}.py"

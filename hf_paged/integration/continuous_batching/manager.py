@@ -33,15 +33,22 @@ KEPT: weakref.WeakKeyDictionary[Any, PagedBatchingManager] = weakref.WeakKeyDict
 _RUNNING: weakref.WeakSet[PagedBatchingManager] = weakref.WeakSet()
 
 
-class _Own(NamedTuple):
-    """What requests that are added in a context have of their own."""
+class Own(NamedTuple):
+    """What requests that are added in a context (`requests_with`) have of their own.
+
+    `config` is as `batching_config` makes it. A request that asks for more new tokens than there is room for is cut
+    (`least_room` 0), or refused where there is room for fewer than this.
+    """
 
     config: GenerationConfig | None = None  # in place of the manager's
-    least_room: int = 0  # as in `BatchedRequest`
+    least_room: int = 0  # this and the tokenizer as in `BatchedRequest`
+    tokenizer: Any = None
+    seed: int | None = None  # None: as the manager draws them
+    logprobs: bool = False  # besides what the manager was made for
 
 
-_NOTHING_OWN = _Own()
-_OWN: ContextVar[_Own] = ContextVar("hf_paged_request_config", default=_NOTHING_OWN)
+_NOTHING_OWN = Own()
+_OWN: ContextVar[Own] = ContextVar("hf_paged_request_config", default=_NOTHING_OWN)
 
 
 class ThreadStatus:
@@ -237,12 +244,13 @@ class PagedBatchingManager:
                 self._num_requests += 1
             request = BatchedRequest(request_id, prompt, max_new_tokens, eos_token_id, streaming, record_timestamps,
                                      options, config,
-                                     wants_logprobs=self.continuous_batching_config.return_logprobs,
-                                     cache_salt=salt, least_room=own.least_room)
+                                     wants_logprobs=self.continuous_batching_config.return_logprobs or own.logprobs,
+                                     cache_salt=salt, least_room=own.least_room, tokenizer=own.tokenizer)
             requests = request.copies(copies)
             self.board.check_ids(requests)
             for one in requests:
-                one.seed = self._next_seed(options.get("do_sample", config.do_sample))
+                sampled = options.get("do_sample", config.do_sample)
+                one.seed = self._next_seed(sampled) if own.seed is None else own.seed
             self.board.add(requests, self.continuous_batching_config.max_queue_size)
         return request_id
 
@@ -350,14 +358,9 @@ class PagedBatchingManager:
         return derive_seed(base_seed(seed, engine_seed), self._num_seeds - 1)
 
 
-def request_config(config: GenerationConfig, least_room: int = 0) -> AbstractContextManager[None]:
-    """Requests that are added in here take `config` (see `batching_config`) in place of their manager's.
-
-    Args:
-        least_room: one that asks for more new tokens than there is room for is cut (0), or refused where there is room
-            for fewer than this.
-    """
-    return within(_OWN, _Own(config, least_room))
+def requests_with(own: Own) -> AbstractContextManager[None]:
+    """Requests that are added in here have this of their own."""
+    return within(_OWN, own)
 
 
 def runs_on(engine: Engine) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from hf_paged.config import PagedConfig
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.stopping import StopRule, TextStopRule
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.options.arguments import check_is_config
 from hf_paged.options.settings import RequestSettings, settings_from_config, token_id_tuple, unsupported_option
@@ -42,6 +44,14 @@ class NoRoom(str):
 
 
 @dataclasses.dataclass
+class ServedOutput(GenerationOutput):
+    """An output of a request with a tokenizer of its own, and how it ended: "eos", "stop" or "length"; None: not yet,
+    or not known."""
+
+    finish_reason: str | None = None
+
+
+@dataclasses.dataclass
 class BatchedRequest:
     """One request of a manager and what it has made so far."""
 
@@ -57,6 +67,7 @@ class BatchedRequest:
     wants_logprobs: bool = False
     cache_salt: bytes = b""  # as in `RequestSettings`
     least_room: int = 0  # of new tokens: one that asks for more than there is room for is refused below this, else cut
+    tokenizer: Any = None  # stop strings are looked for in the text that it makes; None: by the engine's tokenizer
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)  # of `tokens`, where wanted
     times: list[float] = dataclasses.field(default_factory=list)
@@ -90,15 +101,16 @@ class BatchedRequest:
         if self.record_timestamps:
             self.times += [time.perf_counter()] * len(tokens)
 
-    def finish(self, error: str | None = None) -> GenerationOutput:
+    def finish(self, error: str | None = None, reason: str | None = None) -> GenerationOutput:
         now = time.perf_counter()
         started = now if self.status is RequestStatus.PENDING else self.lifespan[0]
         self.lifespan = (started, now)
         self.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
-        return self.output(error)
+        return self.output(error, reason)
 
-    def output(self, error: str | None = None) -> GenerationOutput:
-        return GenerationOutput(
+    def output(self, error: str | None = None, reason: str | None = None) -> GenerationOutput:
+        kind = GenerationOutput if self.tokenizer is None else functools.partial(ServedOutput, finish_reason=reason)
+        return kind(
             request_id=self.request_id, prompt_ids=self.prompt, generated_tokens=self.tokens[:],
             logprobs=self.logprobs[:], error=error, status=self.status, created_time=self.created,
             lifespan=self.lifespan,
@@ -174,8 +186,20 @@ def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings
     return dataclasses.replace(settings, logprobs=request.wants_logprobs, cache_salt=request.cache_salt)
 
 
-def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousBatchingConfig) -> str | None:
+def stop_rule(engine: Engine, settings: RequestSettings, request: BatchedRequest) -> StopRule | None:
+    """What watches a request for its stop strings and its time; raises what `Engine.stop_rule` raises."""
+    if request.tokenizer is None or not settings.stop_strings:
+        return engine.stop_rule(settings, request.prompt)
+    deadline = None if settings.max_time is None else time.time() + settings.max_time
+    return TextStopRule(settings.stop_strings, request.tokenizer, deadline)
+
+
+def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousBatchingConfig,
+                 tokenizer: Any = None) -> str | None:
     """Why transformers' own continuous batching has to serve requests of `config`, or None.
+
+    Args:
+        tokenizer: as in `BatchedRequest`.
 
     Raises:
         UnsupportedModelError: every rank of a sharded model runs the script: their threads go at their own pace.
@@ -192,7 +216,8 @@ def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousB
     try:
         sized = copy.copy(config)
         sized.max_new_tokens = config.max_new_tokens or 1  # lengths are each request's own
-        engine.stop_rule(settings_from_config(sized, 1, engine.num_logits), [])
+        asked = settings_from_config(sized, 1, engine.num_logits)
+        stop_rule(engine, asked, BatchedRequest("", [], tokenizer=tokenizer))
         token_id_tuple(config.eos_token_id)
     except (ValueError, TypeError) as error:
         return str(error)

@@ -17,6 +17,7 @@ from hf_paged.integration.continuous_batching.requests import (
     Refused,
     failed_output,
     request_settings,
+    stop_rule,
 )
 from hf_paged.outputs import StepOutput
 
@@ -99,7 +100,8 @@ class BatchingWorker:
                 settings = request_settings(self._engine, request)
                 session = streams if request.needs_tokens else others
                 request.start()
-                engine_id = self._engine.add(session, NewRequest(prompt, settings, seed=request.seed))
+                stop = stop_rule(self._engine, settings, request)
+                engine_id = self._engine.add(session, NewRequest(prompt, settings, seed=request.seed, stop=stop))
                 self._running[engine_id] = request, session
             except Exception as error:
                 refused.append((request, failed_output(request, Refused(error))))
@@ -147,7 +149,7 @@ class BatchingWorker:
         if output.new_token_ids:
             request.extend(output.new_token_ids, output.new_logprobs)
         if output.completion is not None:
-            return request.finish(_error(request, output))
+            return request.finish(_error(request, output), output.finish_reason)
         return request.output() if request.streaming else None
 
     def _fail_lost(self, session: Session) -> None:

@@ -16,9 +16,11 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from hf_paged.errors import UnsupportedOptionError
 from hf_paged.integration.call_context import call_salt
 from hf_paged.integration.serving.errors import settings_error
+from hf_paged.integration.serving.wishes import Wishes
 from hf_paged.integration.stock_pieces import CallEndedError, EndOfCall
 from hf_paged.options.arguments import merge_config, salt_digest
 from hf_paged.options.settings import settings_from_config
+from hf_paged.sampling.sampler import derive_seed
 
 # What generate returns besides tokens; the server's answers hold nothing of it.
 _NOT_TOKENS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions",
@@ -41,6 +43,7 @@ class ServedCall:
         over: set when the HTTP request has ended, answered or abandoned by its client.
         streams: a streamed answer was started, whose status depends on `verdict`.
         settings: the generation settings of its body, as reasons name them.
+        wishes: what its body asks for.
     """
 
     def __init__(self, cache_salt: str | None = None) -> None:
@@ -48,6 +51,7 @@ class ServedCall:
         self.over = threading.Event()
         self.streams = False
         self.settings = "generation settings"
+        self.wishes = Wishes()
         self.refusal: str | None = None
         self._loop = asyncio.get_running_loop()
         self._settled = asyncio.Event()
@@ -92,11 +96,15 @@ def tokens_only(config: GenerationConfig) -> GenerationConfig:
 
 
 class GeneratesFor:
-    """A model as the server's code uses it, whose `generate` runs for one HTTP request and ends with it."""
+    """A model as the server's code uses it, whose `generate` runs for one HTTP request and ends with it.
 
-    def __init__(self, model: Any, call: ServedCall) -> None:
+    `index`: of the choice of the answer, which has a seed of its own.
+    """
+
+    def __init__(self, model: Any, call: ServedCall, index: int = 0) -> None:
         self._model = model
         self._call = call
+        self._index = index
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -115,6 +123,8 @@ class GeneratesFor:
             _check(generation_config=generation_config, **kwargs)
             if streamer is not None:
                 streamer = _BeginsWithAToken(streamer, call)
+            if call.wishes.seed is not None:
+                torch.manual_seed(derive_seed(call.wishes.seed, self._index))
             with call_salt(salt_digest(call.cache_salt)):
                 return self._model.generate(generation_config=tokens_only(generation_config), streamer=streamer,
                                             stopping_criteria=StoppingCriteriaList([end]), **kwargs)

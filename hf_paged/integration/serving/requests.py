@@ -11,10 +11,11 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from hf_paged.integration.continuous_batching.manager import PagedBatchingManager, request_config
+from hf_paged.integration.continuous_batching.manager import Own, PagedBatchingManager, requests_with
 from hf_paged.integration.continuous_batching.requests import BatchedRequest, NoRoom, Refused
-from hf_paged.integration.serving.calls import GeneratesFor, ServedCall
+from hf_paged.integration.serving.calls import GeneratesFor, RefusedRequestError, ServedCall
 from hf_paged.integration.stock_pieces import CallEndedError
+from hf_paged.sampling.sampler import derive_seed
 
 # The server's own length where a body says none. With less room than this, a request that wants more than there is runs
 # by `model.generate`, which goes past the model's positions; with more room it ends there, as of "length".
@@ -25,14 +26,17 @@ class ServedRequests:
     """Stands for the batching manager while the server's own code makes one request of it.
 
     Args:
-        manager: the manager of all requests.
+        manager: the manager of all requests; None: the server runs them by `model.generate`.
         thread: transformers' thread for `model.generate`.
         config: the request's settings; ``max_new_tokens`` is set to what it got where that was cut.
         settings: what the engine is told of them; None: the engine does not carry them out.
+        inputs: for `model.generate`, on the model's device; None: the prompt's tokens alone.
+        index: of the choice that it makes.
     """
 
-    def __init__(self, manager: PagedBatchingManager, thread: Any, model: Any, processor: Any, config: GenerationConfig,
-                 settings: GenerationConfig | None) -> None:
+    def __init__(self, manager: PagedBatchingManager | None, thread: Any, model: Any, processor: Any,
+                 config: GenerationConfig, settings: GenerationConfig | None, inputs: dict[str, Any] | None = None,
+                 index: int = 0) -> None:
         self.call = ServedCall.current()
         self._manager = manager
         self._thread = thread
@@ -40,44 +44,61 @@ class ServedRequests:
         self._processor = processor
         self._config = config
         self._settings = settings
+        self._inputs = inputs
+        self._index = index
         self._loop = asyncio.get_running_loop()
         self._callback: Callable[[GenerationOutput], None] | None = None
         self._request: BatchedRequest | None = None
 
     @property
     def background_thread_status(self) -> Any:
+        assert self._manager is not None
         return self._manager.background_thread_status
+
+    def is_dead(self) -> bool:
+        """Did the thread of the manager end before its time?"""
+        return self._manager is not None and self._manager.background_thread_status.fatal_error is not None
 
     def add_request(self, input_ids: list[int], request_id: str, streaming: bool = False, **lengths: Any) -> str:
         """Queue the one request; as `PagedBatchingManager.add_request`."""
         from transformers.cli.serving.utils import CBWorkerDeadError
 
         self._request = BatchedRequest(request_id, list(input_ids), streaming=streaming)
-        if self._settings is None:
+        manager, wishes = self._manager, self.call.wishes
+        if manager is None or self._settings is None:
+            self._check_for_running_alone()
             self._run_alone()
             return request_id
-        with request_config(self._settings, LEAST_ROOM):
-            made = self._manager.add_request(input_ids, request_id, streaming=streaming,
-                                             cache_salt=self.call.cache_salt, **lengths)
+        seed = None if wishes.seed is None else derive_seed(wishes.seed, self._index)
+        own = Own(self._settings, LEAST_ROOM, getattr(self._processor, "tokenizer", self._processor), seed,
+                  wishes.logprobs)
+        with requests_with(own):
+            made = manager.add_request(input_ids, request_id, streaming=streaming, cache_salt=self.call.cache_salt,
+                                       **lengths)
         if made is None:
             raise CBWorkerDeadError(f"the batching manager is stopping and cannot accept request {request_id}")
-        self.call.at_end(lambda: self._manager.cancel_request(request_id))
+        self.call.at_end(lambda: manager.cancel_request(request_id))
         return request_id
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """As `PagedBatchingManager.register_result_handler`, for outputs of `model.generate`, too."""
         self._callback = callback
-        if self._settings is not None:
+        if self._manager is not None and self._settings is not None:
             self._manager.register_result_handler(request_id, self._receive)
 
     def cancel_request(self, request_id: str) -> None:
-        """The one request ends."""
+        """The HTTP request ends, and with it this one."""
         self.call.end()
 
     def _receive(self, output: GenerationOutput) -> None:
         if isinstance(output.error, Refused):
-            self._run_alone()
-            return
+            try:
+                self._check_for_running_alone()
+            except RefusedRequestError as error:
+                self.call.refuse(f"{error} ({output.error})")
+            else:
+                self._run_alone()
+                return
         if isinstance(output.error, NoRoom):
             output.error, output.status = None, RequestStatus.FINISHED
             self._config.max_new_tokens = len(output.generated_tokens)
@@ -89,6 +110,11 @@ class ServedRequests:
         if not self.call.over.is_set():
             self._callback(output)
 
+    def _check_for_running_alone(self) -> None:
+        if self.call.wishes.logprobs:
+            raise RefusedRequestError("logprobs: expected it left out, since only requests that run in the batch have "
+                                      "them (--continuous-batching), and this one cannot")
+
     def _run_alone(self) -> None:
         self._thread.submit(self._generate)
 
@@ -96,17 +122,17 @@ class ServedRequests:
         """In the thread: what `model.generate` makes of the request, as outputs of it."""
         request = self._request
         assert request is not None
-        ids = torch.tensor([request.prompt], dtype=torch.int64, device=self._model.device)
-        config = copy.deepcopy(self._config)
-        config.use_cache = True  # the server turned it off, since continuous batching keeps a cache of its own
+        config, inputs = copy.deepcopy(self._config), self._inputs
+        if inputs is None:
+            ids = torch.tensor([request.prompt], dtype=torch.int64, device=self._model.device)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            config.use_cache = True  # the server turned it off, since continuous batching keeps a cache of its own
         tokens = _Tokens(request, self._send) if request.streaming else None
         error = None
         try:
-            made = GeneratesFor(self._model, self.call).generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=tokens,
-                tokenizer=self._processor,
-            )
-            request.tokens = made[0, ids.shape[1] :].tolist()
+            made = GeneratesFor(self._model, self.call, self._index).generate(
+                **inputs, generation_config=config, streamer=tokens, tokenizer=self._processor)
+            request.tokens = made[0, inputs["input_ids"].shape[1] :].tolist()
         except CallEndedError:
             return
         except Exception as raised:

@@ -1,14 +1,16 @@
 """`transformers serve` over the engine, where every request keeps its own settings, its own end and its own errors.
 
 transformers' manager of continuous batching is made with the first request's settings, and later requests bring but a
-length and EOS ids. Here it starts from the model's settings, and each request brings what its body asked for. One that
-the engine does not carry out (`stop`), or does not take (a prompt that is too long), runs by `model.generate`.
+length and EOS ids. Here it starts from the model's settings, and each request brings what its body asked for
+(`fields.py`). One that the engine does not carry out (beams), or does not take (a prompt that is too long), runs by
+`model.generate`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import queue
 import uuid
 from collections.abc import Callable
@@ -22,9 +24,12 @@ from hf_paged.integration.continuous_batching.manager import PagedBatchingManage
 from hf_paged.integration.continuous_batching.requests import batching_config, stock_reason
 from hf_paged.integration.enable import get_engine, is_enabled
 from hf_paged.integration.install import enable_once
+from hf_paged.integration.serving.answers import Answer
 from hf_paged.integration.serving.calls import GeneratesFor, RefusedRequestError, ServedCall, tokens_only
 from hf_paged.integration.serving.errors import reading_error, settings_of
+from hf_paged.integration.serving.fields import CHAT, RESPONSES, TEXT, read_body
 from hf_paged.integration.serving.requests import ServedRequests
+from hf_paged.integration.serving.templates import check_template
 
 _replaced: list[tuple[Any, str, Callable]] = []  # owner, name and what stood there
 
@@ -41,8 +46,16 @@ def install_serving() -> None:
     from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 
     _replace(server, "build_server", _building)
-    for handler in (ChatCompletionHandler, CompletionHandler, ResponseHandler):
-        _replace(handler, "handle_request", _answering)
+    for handler, endpoint in ((ChatCompletionHandler, CHAT), (CompletionHandler, TEXT), (ResponseHandler, RESPONSES)):
+        _replace(handler, "handle_request", functools.partial(_answering, endpoint))
+        _replace(handler, "_validate_request", lambda stock: lambda self, body: None)  # `read_body` has read it
+        _replace(handler, "_build_generation_config", _configuring)
+    for handler, whole, stream in ((ChatCompletionHandler, _whole_chat, _chat_stream),
+                                   (CompletionHandler, _whole_text, _text_stream)):
+        _replace(handler, "_non_streaming", functools.partial(_whole, whole))
+        _replace(handler, "_streaming", functools.partial(_stream, stream))
+    for name in ("_non_streaming", "_streaming"):
+        _replace(ResponseHandler, name, _checking_tools)
     _replace(CBGenerateManager, "init_cb", _starting)
     _replace(CBGenerateManager, "generate_streaming", _streaming_in_a_batch)
     _replace(CBGenerateManager, "generate_non_streaming", _answering_in_a_batch)
@@ -67,15 +80,16 @@ def _building(stock: Callable) -> Callable:
     return build_server
 
 
-def _answering(stock: Callable) -> Callable:
+def _answering(endpoint: str, stock: Callable) -> Callable:
     async def handle_request(self: Any, body: dict, *args: Any, **kwargs: Any) -> Any:
         from fastapi import HTTPException
 
         call = ServedCall.current()
         call.settings = settings_of(body)
         try:
-            _check_fields(body, self._unused_fields)
-            return await stock(self, body, *args, **kwargs)
+            call.wishes = read_body(endpoint, body)
+            _check_fields(body)
+            return await stock(self, call.wishes.for_transformers(), *args, **kwargs)
         except HTTPException:
             raise
         except RefusedRequestError as error:
@@ -90,14 +104,89 @@ def _answering(stock: Callable) -> Callable:
     return handle_request
 
 
-def _check_fields(body: dict, unused: set[str]) -> None:
-    """Fields that transformers looks at only when the answer has been generated."""
+def _check_fields(body: dict) -> None:
+    """A field that transformers looks at only when the answer has been generated."""
     from pydantic import TypeAdapter
 
-    kinds: tuple[tuple[str, Any], ...] = (("suffix", str | None), ("parallel_tool_calls", bool))
-    for name, kind in kinds:
-        if name in body and name not in unused:
-            TypeAdapter(kind).validate_python(body[name])
+    TypeAdapter(str | None).validate_python(body.get("suffix"))
+
+
+def _configuring(stock: Callable) -> Callable:
+    def _build_generation_config(self: Any, body: dict, of_model: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        config = stock(self, body, of_model, *args, **kwargs)
+        ServedCall.current().wishes.apply(config, of_model)
+        return config
+
+    return _build_generation_config
+
+
+def _whole(answer: Callable, stock: Callable) -> Callable:
+    arguments = inspect.signature(stock)
+
+    async def _non_streaming(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from fastapi.responses import JSONResponse
+
+        given = arguments.bind(self, *args, **kwargs).arguments
+        if _is_stocks(given["gen_manager"]):
+            return await stock(self, *args, **kwargs)
+        return JSONResponse(await answer(_answer(given), given), media_type="application/json")
+
+    return _non_streaming
+
+
+def _stream(answer: Callable, stock: Callable) -> Callable:
+    arguments = inspect.signature(stock)
+
+    def _streaming(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from fastapi.responses import StreamingResponse
+
+        given = arguments.bind(self, *args, **kwargs).arguments
+        if _is_stocks(given["gen_manager"]):
+            return stock(self, *args, **kwargs)
+        return StreamingResponse(answer(_answer(given), given), media_type="text/event-stream")
+
+    return _streaming
+
+
+def _whole_chat(answer: Answer, given: dict[str, Any]) -> Any:
+    return answer.whole_chat()
+
+
+def _chat_stream(answer: Answer, given: dict[str, Any]) -> Any:
+    return answer.chat_stream()
+
+
+def _whole_text(answer: Answer, given: dict[str, Any]) -> Any:
+    return answer.whole_text(given.get("suffix") or "")
+
+
+def _text_stream(answer: Answer, given: dict[str, Any]) -> Any:
+    return answer.text_stream(given.get("suffix") or "")
+
+
+def _answer(given: dict[str, Any]) -> Answer:
+    """Of the arguments of transformers' methods that make answers."""
+    manager, model, processor = given["gen_manager"], given["model"], given["processor"]
+    wishes = ServedCall.current().wishes
+    check_template(wishes, processor, model)
+    manager._check_alive(given["request_id"]) if hasattr(manager, "_check_alive") else None
+
+    def request(index: int, config: GenerationConfig) -> ServedRequests:
+        return _requests(manager, model, processor, config, given["inputs"], index)
+
+    return Answer(given["request_id"], given["model_id"], model, processor, given["inputs"], given["gen_config"],
+                  request, wishes.tools if wishes.has_tools else None)
+
+
+def _checking_tools(stock: Callable) -> Callable:
+    arguments = inspect.signature(stock)
+
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = arguments.bind(self, *args, **kwargs).arguments
+        check_template(ServedCall.current().wishes, given["processor"], given["model"])
+        return stock(self, *args, **kwargs)
+
+    return checked
 
 
 def _starting(stock: Callable) -> Callable:
@@ -161,17 +250,45 @@ def _answering_alone(stock: Callable) -> Callable:
     return generate_non_streaming
 
 
-def _requests(manager: Any, model: Any, processor: Any, config: GenerationConfig) -> ServedRequests:
-    from transformers.cli.serving.utils import InferenceThread
+def _requests(manager: Any, model: Any, processor: Any, config: GenerationConfig, inputs: Any = None,
+              index: int = 0) -> ServedRequests:
+    """The request of one choice.
 
+    Args:
+        manager: of the server, for a batch or for `model.generate`.
+        inputs: as in `ServedRequests`; a batch does not look at them.
+    """
+    from transformers.cli.serving.utils import GenerateManager, InferenceThread
+
+    if isinstance(manager, GenerateManager):
+        inputs = {**inputs, **({"generation_mode": "text"} if hasattr(model, "has_talker") else {})}
+        return ServedRequests(None, manager._thread, model, processor, config, None, inputs, index)
     if not hasattr(manager, "_hf_paged_thread"):
         manager._hf_paged_thread = InferenceThread()
     settings, told = None, tokens_only(config)
-    if _is_native(model, told, manager._cb.continuous_batching_config):
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if _is_native(model, told, manager._cb.continuous_batching_config, tokenizer):
         with suppress(ValueError, TypeError):  # `model.generate` raises its own error for them
-            # The server returns one sequence, whatever the settings say.
+            # One sequence, whatever the settings say: every choice is a request.
             settings = batching_config(model, told, {"num_return_sequences": None})
-    return ServedRequests(manager._cb, manager._hf_paged_thread, model, processor, config, settings)
+    return ServedRequests(manager._cb, manager._hf_paged_thread, model, processor, config, settings, index=index)
+
+
+def _is_stocks(manager: Any) -> bool:
+    """Does transformers' own continuous batching serve the model, which hf_paged does not take?
+
+    Raises:
+        RefusedRequestError: its one set of settings is not what the request asks for.
+    """
+    from transformers.cli.serving.utils import CBGenerateManager
+
+    if not isinstance(manager, CBGenerateManager) or isinstance(manager._cb, PagedBatchingManager):
+        return False
+    assert manager._cb is not None  # `init_cb` made it
+    if odd := ServedCall.current().wishes.beyond(manager._cb.generation_config):
+        raise RefusedRequestError(f"{odd}: expected it left out, since transformers' own continuous batching runs this "
+                                  "model, with one set of settings for all requests")
+    return True
 
 
 def _with(manager: Any, requests: ServedRequests) -> SimpleNamespace:
@@ -184,7 +301,7 @@ def _unique(request_id: str) -> str:
     return f"{request_id}-{uuid.uuid4().hex}"
 
 
-def _is_native(model: Any, config: GenerationConfig, batching: ContinuousBatchingConfig) -> bool:
+def _is_native(model: Any, config: GenerationConfig, batching: ContinuousBatchingConfig, tokenizer: Any = None) -> bool:
     if not is_enabled(model):
         return False
-    return stock_reason(get_engine(model), batching_config(model, config, {}), batching) is None
+    return stock_reason(get_engine(model), batching_config(model, config, {}), batching, tokenizer) is None

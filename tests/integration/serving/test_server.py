@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin, Qwen3ForCausalLM
 
 import hf_paged
 from hf_paged.integration import install as install_module
+from hf_paged.integration.serving.requests import ServedRequests
 
 FACTS = lookup_facts(12)
 QUESTIONS = [lookup_chat(FACTS, name) for name in list(FACTS)[:4]]
@@ -85,20 +86,23 @@ def test_requests_have_their_own_settings(continuous, stock, trained_tokenizer):
     assert continuous.cb.get_result(timeout=0.01) is None  # nothing lies about that nobody fetches
 
 
-def test_stop_and_penalties_are_honoured(continuous, stock, trained_tokenizer):
-    """Streaming and not, as `model.generate` with the same settings; the manager goes on serving."""
-    digit = answer(stock, trained_tokenizer, QUESTIONS[0])[1]
-    for body, settings in (({"stop": [digit]}, {"stop_strings": [digit]}),
-                           ({"frequency_penalty": 4.0}, {"repetition_penalty": 5.0})):
+def test_stop_and_penalties_are_honoured(continuous, stock, trained_tokenizer, monkeypatch):
+    """Streaming and not, as `model.generate` with the same settings, in the batch; without the stop text itself."""
+    monkeypatch.delattr(ServedRequests, "_run_alone")
+    plain = answer(stock, trained_tokenizer, QUESTIONS[0])
+    digits = plain[1:3]
+    for body, settings in (({"stop": [digits]}, {"stop_strings": [digits]}),
+                           ({"extra_body": {"repetition_penalty": 5.0}}, {"repetition_penalty": 5.0})):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", hf_paged.FallbackWarning)
             expected = answer(stock, trained_tokenizer, QUESTIONS[0], **settings)
-            assert expected != answer(stock, trained_tokenizer, QUESTIONS[0])
-            completion = continuous.chat(QUESTIONS[0], max_tokens=24, **body)
-            assert completion.choices[0].message.content == expected
-            assert continuous.streamed(QUESTIONS[0], max_tokens=24, **body)[0] == expected
-    plain = continuous.chat(QUESTIONS[1], max_tokens=24).choices[0].message.content
-    assert plain == answer(stock, trained_tokenizer, QUESTIONS[1])
+        assert expected != plain
+        expected = expected.partition(digits)[0] if "stop" in body else expected
+        completion = continuous.chat(QUESTIONS[0], max_tokens=24, **body)
+        assert completion.choices[0].message.content == expected
+        assert continuous.streamed(QUESTIONS[0], max_tokens=24, **body)[0] == expected
+    others = answer(stock, trained_tokenizer, QUESTIONS[1])
+    assert continuous.chat(QUESTIONS[1], max_tokens=24).choices[0].message.content == others
 
 
 def test_client_that_leaves_ends_its_request(continuous):

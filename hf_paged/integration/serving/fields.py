@@ -1,0 +1,330 @@
+"""Which fields of a body the server carries out, and which values of the others ask for nothing.
+
+Every other value is refused with the field, the value and what is accepted, so that nothing is dropped. The table
+stands in docs/server.md, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hf_paged.integration.serving.calls import RefusedRequestError
+from hf_paged.integration.serving.wishes import MOST_CHOICES, Wishes
+
+CHAT, TEXT, RESPONSES = "chat", "text", "responses"
+ALL = (CHAT, TEXT, RESPONSES)
+
+# Read by transformers' own handler, as they stand.
+BY_TRANSFORMERS: dict[str, tuple[str, ...]] = {
+    CHAT: ("messages", "model", "stream", "generation_config", "chat_template_kwargs"),
+    TEXT: ("prompt", "suffix", "model", "stream", "generation_config"),
+    RESPONSES: ("input", "instructions", "model", "stream", "generation_config"),
+}
+
+
+class Refused(NamedTuple):
+    """A field that is not carried out: the values that ask for nothing, and what is said of the others."""
+
+    endpoints: tuple[str, ...]
+    passes: tuple[Any, ...]
+    expected: str
+
+
+_NO_PENALTY = "expected 0: the engine counts no occurrences; repetition_penalty is carried out"
+_NOT_STORED = "the server keeps no answers"
+_NO_STRUCTURE = "expected text: the form of an answer cannot be enforced"
+_NO_TOOLS_OF_ITS_OWN = "expected it left out: the server runs no tools"
+_ONE_TIER = "expected 'auto' or 'default': every request is served alike"
+_TEXT_ONLY = "expected it left out: answers are text"
+_NO_CHECKS = "expected it left out: the server checks no content"
+
+REFUSED: dict[str, Refused] = {
+    "presence_penalty": Refused((CHAT, TEXT), (0,), _NO_PENALTY),
+    "frequency_penalty": Refused((CHAT, TEXT), (0,), _NO_PENALTY),
+    "response_format": Refused((CHAT,), ({"type": "text"},), _NO_STRUCTURE),
+    "text": Refused((RESPONSES,), ({}, {"format": {"type": "text"}}), _NO_STRUCTURE),
+    "verbosity": Refused((CHAT,), ("medium",), "expected 'medium', which is no wish"),
+    "functions": Refused((CHAT,), ([],), "expected tools in its place"),
+    "function_call": Refused((CHAT,), ("none", "auto"), "expected tool_choice in its place"),
+    "audio": Refused((CHAT,), (), _TEXT_ONLY),
+    "image": Refused((RESPONSES,), (), _TEXT_ONLY),
+    "modalities": Refused((CHAT,), (["text"],), "expected ['text']: answers are text"),
+    "prediction": Refused((CHAT,), (), "expected it left out: there is no speculative decoding of it"),
+    "web_search_options": Refused((CHAT,), (), _NO_TOOLS_OF_ITS_OWN),
+    "max_tool_calls": Refused((RESPONSES,), (), _NO_TOOLS_OF_ITS_OWN),
+    "moderation": Refused((CHAT, RESPONSES), (), _NO_CHECKS),
+    "access_programs": Refused((RESPONSES,), ([],), _NO_CHECKS),
+    "metadata": Refused((CHAT, RESPONSES), ({},), f"expected it left out: {_NOT_STORED}"),
+    "store": Refused((CHAT, RESPONSES), (False,), f"expected false: {_NOT_STORED}"),
+    "background": Refused((RESPONSES,), (False,), f"expected false: {_NOT_STORED}"),
+    "background_options": Refused((RESPONSES,), ({},), f"expected it left out: {_NOT_STORED}"),
+    "conversation": Refused((RESPONSES,), (), f"expected the whole conversation as input: {_NOT_STORED}"),
+    "previous_response_id": Refused((RESPONSES,), (), f"expected the whole conversation as input: {_NOT_STORED}"),
+    "prompt": Refused((RESPONSES,), (), f"expected its text as input: {_NOT_STORED}"),
+    "context_management": Refused((RESPONSES,), ([],), "expected it left out: inputs are taken as they are"),
+    "truncation": Refused((RESPONSES,), ("disabled",), "expected 'disabled': inputs are taken as they are"),
+    "include": Refused((RESPONSES,), ([],), "expected []: an answer has its text, its reasoning and its calls"),
+    "service_tier": Refused((CHAT, RESPONSES), ("auto", "default"), _ONE_TIER),
+    "prompt_cache_options": Refused((CHAT, RESPONSES), ({},), "expected it left out: prefixes are cached as long as "
+                                                              "there is room"),
+    "prompt_cache_retention": Refused((CHAT, RESPONSES), ("in_memory", "in-memory"), "expected 'in_memory'"),
+    "echo": Refused((TEXT,), (False,), "expected false: an answer holds new text alone"),
+}
+
+
+class Read(NamedTuple):
+    """A field that is carried out: what is accepted, and what a value changes (ValueError or TypeError: refused)."""
+
+    endpoints: tuple[str, ...]
+    expected: str
+    read: Callable[[Any, Wishes], None]
+
+
+def _number(value: Any, least: float, most: float = math.inf) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError
+    if not math.isfinite(float(value)):
+        raise ValueError
+    return float(value)
+
+
+def _integer(value: Any, least: int, most: int = 2**63 - 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _object(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise TypeError
+    return value
+
+
+def _temperature(value: Any, wishes: Wishes) -> None:
+    wishes.temperature = _number(value, 0)
+
+
+def _filter(name: str, least: float, most: float) -> Callable[[Any, Wishes], None]:
+    def read(value: Any, wishes: Wishes) -> None:
+        wishes.filters[name] = _number(value, least, most)
+
+    return read
+
+
+def _top_k(value: Any, wishes: Wishes) -> None:
+    wishes.filters["top_k"] = max(_integer(value, -1, 2**31 - 1), 0)
+
+
+def _repetition_penalty(value: Any, wishes: Wishes) -> None:
+    wishes.settings["repetition_penalty"] = _number(value, math.ulp(0.0))
+
+
+def _length(name: str) -> Callable[[Any, Wishes], None]:
+    def read(value: Any, wishes: Wishes) -> None:
+        wishes.settings[name] = _integer(value, 0 if name == "min_new_tokens" else 1)
+
+    return read
+
+
+def _logit_bias(value: Any, wishes: Wishes) -> None:
+    bias = {(int(token),): _number(number, -100, 100) for token, number in _object(value).items()}
+    wishes.settings["sequence_bias"] = bias or None
+
+
+def _stop(value: Any, wishes: Wishes) -> None:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise TypeError
+    wishes.stop = tuple(texts)
+
+
+def _stop_token_ids(value: Any, wishes: Wishes) -> None:
+    if not isinstance(value, list):
+        raise TypeError
+    wishes.stop_token_ids = tuple(_integer(token, 0) for token in value)
+
+
+def _set(name: str, check: Callable[..., Any], *limits: int) -> Callable[[Any, Wishes], None]:
+    def read(value: Any, wishes: Wishes) -> None:
+        setattr(wishes, name, check(value, *limits))
+
+    return read
+
+
+def _seed(value: Any, wishes: Wishes) -> None:
+    wishes.seed = _integer(value, -(2**63)) % 2**63
+
+
+def _no_top_logprobs(value: Any, wishes: Wishes) -> None:
+    _integer(value, 0, 0)
+
+
+def _text_logprobs(value: Any, wishes: Wishes) -> None:
+    _integer(value, 0, 0)
+    wishes.logprobs = True
+
+
+def _stream_options(value: Any, wishes: Wishes) -> None:
+    options = {name: flag for name, flag in _object(value).items() if flag is not None}
+    wishes.has_stream_options = True
+    wishes.usage_chunk = _flag(options.pop("include_usage", False))
+    if options.pop("include_obfuscation", False) is not False or options:
+        raise ValueError
+
+
+def _responses_stream_options(value: Any, wishes: Wishes) -> None:
+    if _object(value) not in ({}, {"include_obfuscation": False}):
+        raise ValueError
+
+
+def _tools(value: Any, wishes: Wishes) -> None:
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise TypeError
+    if not all(tool.get("type") == "function" and _has_name(tool.get("function", tool)) for tool in value):
+        raise ValueError
+    wishes.tools = value
+
+
+def _has_name(function: Any) -> bool:
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _tool_choice(value: Any, wishes: Wishes) -> None:
+    if value not in ("auto", "none"):
+        raise ValueError
+    wishes.may_call_tools = value == "auto"
+
+
+def _effort(value: Any, wishes: Wishes) -> None:
+    wishes.reasoning_effort = _text(value)
+
+
+def _reasoning(value: Any, wishes: Wishes) -> None:
+    options = {name: option for name, option in _object(value).items() if option is not None}
+    if "effort" in options:
+        _effort(options.pop("effort"), wishes)
+    if options:
+        raise ValueError
+
+
+def _label(value: Any, wishes: Wishes) -> None:
+    _text(value)
+
+
+_ONE_OR_MORE = "expected an integer of at least 1"
+_FUNCTIONS = "expected a list of function definitions, each with type 'function' and a name"
+_WHO_ASKS = "expected a string, which changes no answer"
+
+READ: dict[str, Read] = {
+    "max_tokens": Read((CHAT, TEXT), _ONE_OR_MORE, _length("max_new_tokens")),
+    "max_completion_tokens": Read((CHAT,), _ONE_OR_MORE, _length("max_new_tokens")),
+    "max_output_tokens": Read((RESPONSES,), _ONE_OR_MORE, _length("max_new_tokens")),
+    "min_tokens": Read(ALL, "expected an integer of at least 0", _length("min_new_tokens")),
+    "temperature": Read(ALL, "expected a number of at least 0", _temperature),
+    "top_p": Read(ALL, "expected a number in [0, 1]", _filter("top_p", 0, 1)),
+    "min_p": Read(ALL, "expected a number in [0, 1]", _filter("min_p", 0, 1)),
+    "top_k": Read(ALL, "expected an integer of at least 1, or 0 or -1 for all tokens", _top_k),
+    "repetition_penalty": Read(ALL, "expected a number above 0", _repetition_penalty),
+    "seed": Read(ALL, "expected an integer in [-2**63, 2**63)", _seed),
+    "logit_bias": Read((CHAT, TEXT), "expected an object of token ids with numbers in [-100, 100]", _logit_bias),
+    "stop": Read((CHAT, TEXT), "expected a string or a list of strings, none of them empty", _stop),
+    "include_stop_str_in_output": Read((CHAT, TEXT), "expected true or false", _set("keeps_stop", _flag)),
+    "stop_token_ids": Read(ALL, "expected a list of token ids", _stop_token_ids),
+    "ignore_eos": Read(ALL, "expected true or false", _set("ignores_eos", _flag)),
+    "n": Read((CHAT, TEXT), f"expected an integer in [1, {MOST_CHOICES}]", _set("n", _integer, 1, MOST_CHOICES)),
+    "best_of": Read((TEXT,), "expected it to be n: choices are not ranked", _set("best_of", _integer, 1)),
+    "stream_options": Read((CHAT, TEXT), "expected an object with include_usage as true or false", _stream_options),
+    "tools": Read((CHAT, RESPONSES), _FUNCTIONS, _tools),
+    "tool_choice": Read((CHAT, RESPONSES), "expected 'auto' or 'none': calls cannot be enforced", _tool_choice),
+    "parallel_tool_calls": Read((CHAT, RESPONSES), "expected true or false", _set("parallel_calls", _flag)),
+    "reasoning_effort": Read((CHAT,), "expected a string", _effort),
+    "reasoning": Read((RESPONSES,), "expected an object with nothing but an effort", _reasoning),
+    "user": Read(ALL, _WHO_ASKS, _label),
+    "safety_identifier": Read((CHAT, RESPONSES), _WHO_ASKS, _label),
+    "prompt_cache_key": Read((CHAT, RESPONSES), _WHO_ASKS, _label),
+}
+# Fields whose meaning depends on the endpoint.
+OWN_READ: dict[tuple[str, str], Read] = {
+    (CHAT, "logprobs"): Read((CHAT,), "expected true or false", _set("logprobs", _flag)),
+    (CHAT, "top_logprobs"): Read((CHAT,), "expected 0: log-probabilities are those of the tokens of the answer alone",
+                                 _no_top_logprobs),
+    (TEXT, "logprobs"): Read((TEXT,), "expected 0: log-probabilities are those of the tokens of the answer alone",
+                             _text_logprobs),
+    (RESPONSES, "top_logprobs"): Read((RESPONSES,), "expected 0: this endpoint gives no log-probabilities",
+                                      _no_top_logprobs),
+    (RESPONSES, "stream_options"): Read((RESPONSES,), "expected include_obfuscation as false",
+                                        _responses_stream_options),
+}
+
+
+def readable(endpoint: str) -> dict[str, Read]:
+    """The fields that are carried out at an endpoint, besides `BY_TRANSFORMERS`."""
+    found = {name: field for name, field in READ.items() if endpoint in field.endpoints}
+    return found | {name: field for (where, name), field in OWN_READ.items() if where == endpoint}
+
+
+_READABLE = {endpoint: readable(endpoint) for endpoint in ALL}
+
+
+def read_body(endpoint: str, body: dict[str, Any]) -> Wishes:
+    """What a body asks for.
+
+    Raises:
+        RefusedRequestError: a field that this endpoint does not have, or a value that is not carried out.
+    """
+    wishes, fields = Wishes(has_one_choice=endpoint == RESPONSES), _READABLE[endpoint]
+    for name, value in body.items():
+        if name in BY_TRANSFORMERS[endpoint]:
+            wishes.body[name] = value
+        elif value is None and (name in fields or name in REFUSED):
+            continue  # as if it were left out
+        elif name in fields:
+            try:
+                fields[name].read(value, wishes)
+            except (ValueError, TypeError, OverflowError):
+                raise _refusal(name, value, fields[name].expected) from None
+        elif name in REFUSED and endpoint in REFUSED[name].endpoints:
+            if not any(_is_same(value, neutral) for neutral in REFUSED[name].passes):
+                raise _refusal(name, value, REFUSED[name].expected)
+        else:
+            raise _refusal(name, value, f"expected one of the fields of this endpoint, {', '.join(_known(endpoint))}")
+    if body.get("max_completion_tokens") is not None and endpoint == CHAT:
+        wishes.settings["max_new_tokens"] = body["max_completion_tokens"]
+    _check_together(body, wishes)
+    return wishes
+
+
+def _check_together(body: dict[str, Any], wishes: Wishes) -> None:
+    if wishes.best_of not in (None, wishes.n or 1):
+        raise _refusal("best_of", wishes.best_of, READ["best_of"].expected)
+    if wishes.has_stream_options and not body.get("stream"):
+        raise _refusal("stream_options", body["stream_options"], "expected stream to be true with it")
+    if wishes.has_tools and not wishes.parallel_calls:
+        raise _refusal("parallel_tool_calls", False, "expected true with tools: the number of calls cannot be enforced")
+
+
+def _known(endpoint: str) -> list[str]:
+    refused = (name for name, field in REFUSED.items() if endpoint in field.endpoints)
+    return sorted({*BY_TRANSFORMERS[endpoint], *_READABLE[endpoint], *refused})
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
+
+
+def _refusal(name: str, value: Any, expected: str) -> RefusedRequestError:
+    return RefusedRequestError(f"{name}={value!r:.200}: {expected}")

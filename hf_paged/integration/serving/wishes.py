@@ -1,0 +1,113 @@
+"""What one body asks for, read and checked, and what it makes of a request's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig
+
+MOST_CHOICES = 128
+
+
+@dataclass
+class Wishes:
+    """Filled by `read_body`; the defaults ask for nothing.
+
+    Attributes:
+        body: the fields that transformers' handler reads.
+        settings: fields of a `GenerationConfig` as they are.
+        temperature: None: not said; 0: greedy.
+        filters: `top_k`, `top_p` and `min_p`, which sampling alone looks at.
+        stop: texts that end an answer and are not part of it, unless `keeps_stop`.
+        n: choices of the answer; None: not said.
+        has_one_choice: the endpoint has no more.
+        logprobs: of the tokens of the answer.
+        usage_chunk: a stream ends with a chunk of usage alone.
+    """
+
+    body: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    temperature: float | None = None
+    filters: dict[str, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    keeps_stop: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    ignores_eos: bool = False
+    n: int | None = None
+    has_one_choice: bool = False
+    best_of: int | None = None
+    logprobs: bool = False
+    has_stream_options: bool = False
+    usage_chunk: bool = False
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    may_call_tools: bool = True
+    parallel_calls: bool = True
+    reasoning_effort: str | None = None
+
+    @property
+    def has_tools(self) -> bool:
+        """May the answer call tools?"""
+        return bool(self.tools) and self.may_call_tools
+
+    def for_transformers(self) -> dict[str, Any]:
+        """The body that transformers' handler gets to see."""
+        body = dict(self.body)
+        if self.has_tools:
+            body["tools"] = self.tools
+        if self.reasoning_effort is not None:
+            body["chat_template_kwargs"] = {**(body.get("chat_template_kwargs") or {}),
+                                            "reasoning_effort": self.reasoning_effort}
+        return body
+
+    def beyond(self, config: GenerationConfig) -> str | None:
+        """The first wish that requests under one `config` for all, each with its length and EOS, do not get."""
+        asked = GenerationConfig(do_sample=config.do_sample, top_k=config.top_k)
+        self.apply(asked, config)
+        others = {name: value for name, value in vars(asked).items() if value is not None and name not in _EACH_ITS_OWN}
+        own = {"n": self.n if self.n != 1 else None, "logprobs": self.logprobs or None, "seed": self.seed}
+        odd = [name for name, value in others.items() if value != getattr(config, name, None)]
+        return next((name for name in [*odd, *own] if name in odd or own[name] is not None), None)
+
+    def apply(self, config: GenerationConfig, of_model: GenerationConfig) -> None:
+        """Lay the wishes over a request's `config`, which the model's own stands behind."""
+        for name, value in self.settings.items():
+            setattr(config, name, value)
+        if self.temperature is not None or any(value != _OFF[name] for name, value in self.filters.items()):
+            config.do_sample = self.temperature != 0
+        if self.temperature:
+            config.temperature = self.temperature
+        if config.do_sample:
+            for name, value in self.filters.items():
+                setattr(config, name, value)
+            if config.top_k is None:
+                config.top_k = 0  # generate's own default is 50
+        if self.stop:
+            config.stop_strings = list(self.stop)
+        self._set_ends(config, of_model)
+        if "generation_config" in self.body:
+            self._set_choices(config)
+
+    def _set_choices(self, config: GenerationConfig) -> None:
+        """Choices by their name in a `GenerationConfig`; what is no number of them is left for `generate` to refuse."""
+        count, beams = config.num_return_sequences, config.num_beams
+        if type(count) is not int or count < 2 or not (config.do_sample or (isinstance(beams, int) and beams > 1)):
+            return
+        most = 1 if self.has_one_choice or beams not in (None, 1) else MOST_CHOICES
+        if count > most:
+            raise ValueError(f"num_return_sequences={count}: expected at most {most} here")
+        self.n, config.num_return_sequences = self.n or count, None
+
+    def _set_ends(self, config: GenerationConfig, of_model: GenerationConfig) -> None:
+        if not self.ignores_eos and not self.stop_token_ids:
+            return
+        present = config.eos_token_id if config.eos_token_id is not None else of_model.eos_token_id
+        eos = [] if self.ignores_eos or present is None else present if isinstance(present, list) else [present]
+        config.eos_token_id = [*eos, *self.stop_token_ids] or -1
+        if config.eos_token_id == -1:
+            config.min_new_tokens = None  # it bars nothing but EOS
+
+
+_EACH_ITS_OWN = ("max_new_tokens", "eos_token_id", "transformers_version")
+_OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}

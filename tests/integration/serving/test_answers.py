@@ -1,0 +1,93 @@
+"""Answers of the server, whoever makes their tokens: where they stop, and how many choices they have."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from serve_answers import LENGTH, PROMPT, TOOLS, ask, choices_of, text_of
+from serve_bodies import CHAT, RESPONSES, TEXT
+from serve_support import served
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["generate", "continuous"])
+def server(request, trained_path):
+    with served(trained_path, request.param) as server:
+        yield server
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_an_answer_ends_before_its_stop_text(server, path, stream):
+    """Wherever it falls in the tokens, with what comes first, and none of it is ever sent."""
+    def parsed(text):  # transformers' parser strips a whole answer
+        return text.strip() if path == CHAT and not stream else text
+
+    plain, reason = text_of(ask(server, path=path))
+    assert reason == "length" and len(plain) > 8
+    for at in range(1, len(plain) - 3, 5):
+        stop = plain[at : at + 3]
+        answer = ask(server, stream, path, stop=[stop, "never"])
+        assert text_of(answer) == (parsed(plain[: plain.index(stop)]), "stop")
+        assert answer[-1]["usage"]["completion_tokens"] <= LENGTH
+    stop = plain[2:4]
+    assert text_of(ask(server, stream, path, stop=stop))[0] == parsed(plain[: plain.index(stop)])
+    kept = text_of(ask(server, stream, path, stop=stop, include_stop_str_in_output=True))
+    assert kept == (parsed(plain[: plain.index(stop) + 2]), "stop")
+    assert text_of(ask(server, stream, path, stop=[plain[-1] + "never"])) == (plain, "length")  # held back, then sent
+    assert text_of(ask(server, stream, path, stop=[])) == (plain, "length")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_choices_are_requests_of_one_prompt(server, path, stream):
+    """Each under its index, with a seed of its own; the prompt counts once."""
+    sampled = {"temperature": 2.0, "seed": 3, "max_tokens": 6}
+    answer = ask(server, stream, path, n=4, **sampled)
+    pieces, reasons = choices_of(answer)
+    assert sorted(pieces) == [0, 1, 2, 3] and set(reasons.values()) == {"length"}
+    texts = ["".join(pieces[index]) for index in range(4)]
+    assert len(set(texts)) > 1
+    again = choices_of(ask(server, stream, path, n=4, **sampled))[0]
+    assert ["".join(again[index]) for index in range(4)] == texts
+    assert text_of(ask(server, stream, path, **sampled))[0] == texts[0]
+    one = ask(server, path=path, max_tokens=6)[0]["usage"]
+    usage = [chunk["usage"] for chunk in answer if "usage" in chunk]
+    assert usage == [{"prompt_tokens": one["prompt_tokens"], "completion_tokens": 24,
+                      "total_tokens": one["prompt_tokens"] + 24}]
+    config = json.dumps({"do_sample": True, "temperature": 2.0, "top_k": 0, "num_return_sequences": 4})
+    other = choices_of(ask(server, stream, path, generation_config=config, **sampled))[0]
+    assert ["".join(other[index]) for index in range(4)] == texts
+    greedy = choices_of(ask(server, stream, path, n=2, max_tokens=6, best_of=2) if path == TEXT else ask(
+        server, stream, path, n=2, max_tokens=6))[0]
+    assert "".join(greedy[0]) == "".join(greedy[1]) != ""
+
+
+def test_log_probabilities_of_what_cannot_run_in_the_batch_are_refused(server):
+    """Beams do not, and without continuous batching nothing does."""
+    config = json.dumps({"max_new_tokens": 3, "num_beams": 2} if server.is_continuous else {"max_new_tokens": 3})
+    fields = {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "generation_config": config}
+    for stream in (False, True):
+        status, said = server.post(CHAT, json.dumps({**fields, "stream": stream}).encode())
+        assert status == 400 and "logprobs: expected it left out" in said["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_usage_comes_as_a_chunk_of_its_own_where_asked(server, path):
+    last = ask(server, True, path, stream_options={"include_usage": True})[-1]
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == LENGTH
+    assert ask(server, True, path)[-1]["choices"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("path", "fields"), [
+    (CHAT, {"tools": TOOLS}), (RESPONSES, {"tools": [{"type": "function", "name": "look_up", "parameters": {}}]}),
+    (CHAT, {"reasoning_effort": "low"}), (RESPONSES, {"reasoning": {"effort": "low"}}),
+])
+def test_what_the_chat_template_does_not_look_at_is_refused(server, path, fields, stream, monkeypatch):
+    tokenizer = next(iter(server._serve._model_manager.loaded_models.values())).processor
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    prompt = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"input": "hi"}
+    status, said = server.post(path, json.dumps({**prompt, **fields, "stream": stream}).encode())
+    assert status == 400
+    assert "chat template does not refer to" in said["error"]["message"]
