@@ -47,7 +47,8 @@ class AttentionInputs:
                 int(plan.num_new_tokens[a:b].max()), int(seq_lens[a:b].max()),
                 self._work(seq_lens[a:b], plan.slots[a:b]) if a < decodes else None,
             )
-            parts.append((first, last, meta))
+            width = self._spec.num_kv_heads * self._spec.head_dim
+            parts.append((first, last, self.backend.read_once(meta, self._state.block_size, width)))
         return parts
 
     def decode_rows(self, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,

@@ -10,6 +10,7 @@ import torch
 from hf_paged.kernels.attention import flash_backend
 from hf_paged.kernels.attention.decode import decode_cta_slots, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
+from hf_paged.kernels.attention.host_rows import HostRows
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.attention.reference import paged_attention_reference
@@ -33,6 +34,10 @@ class AttentionBackend(ABC):
              device: torch.device) -> np.ndarray | None:
         """`DecodeWork.items` of rows of one new token, or None where the backend runs without a plan."""
 
+    def read_once(self, meta: PagedMetadata, block_size: int, width: int) -> PagedMetadata:
+        """The layout of an eager step with what all its layers would read of it again; ``width``: Hkv * D."""
+        return meta
+
     @abstractmethod
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -48,6 +53,9 @@ class TorchBackend(AttentionBackend):
     def plan(self, seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
              device: torch.device) -> None:
         return None
+
+    def read_once(self, meta: PagedMetadata, block_size: int, width: int) -> PagedMetadata:
+        return meta._replace(host_rows=HostRows(meta, block_size, width))
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from hf_paged.kernels.attention.host_rows import HostRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +56,4 @@ class PagedMetadata(NamedTuple):
     max_query_len: int
     max_seq_len: int
     work: DecodeWork | None = None  # for rows of one new token: who computes what; None: every row is cut alike
+    host_rows: HostRows | None = None  # all of this as the torch backend reads it; None: it looks in every layer
