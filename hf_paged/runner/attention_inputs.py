@@ -35,7 +35,7 @@ class AttentionInputs:
         """An eager step: decode rows and prefill rows are parts of their own, each with its own attention kernel."""
         rows, decodes = len(plan.slots), plan.num_decode_rows
         seq_lens = plan.start + plan.num_new_tokens
-        packed = np.concatenate([plan.slots, seq_lens, query_start]).astype(np.int32)
+        packed = np.concatenate([plan.slots, seq_lens, query_start], dtype=np.int32)
         slots, lens, starts = upload(packed, self._spec.device).split((rows, rows, rows + 1))
         parts = []
         for a, b in ((0, decodes), (decodes, rows)):
@@ -43,7 +43,7 @@ class AttentionInputs:
                 continue
             first, last = int(query_start[a]), int(query_start[b])
             meta = self._metadata(
-                starts[a : b + 1] - first, lens[a:b], slots[a:b], slot_mapping[first:last],
+                starts[a : b + 1] - first if first else starts[: b + 1], lens[a:b], slots[a:b], slot_mapping[first:last],
                 int(plan.num_new_tokens[a:b].max()), int(seq_lens[a:b].max()),
                 self._work(seq_lens[a:b], plan.slots[a:b]) if a < decodes else None,
             )

@@ -88,6 +88,8 @@ class HostRows:
 
     def _reads(self, window: int) -> Reads:
         """One new token: together in groups of similar length. More, or nobody to be grouped with: row by row."""
+        if len(self._lengths) == 1 and self._longest:
+            return Reads([], [self._row(0, window)])
         seen = self._lengths > 0
         ones = np.flatnonzero((self._counts == 1) & seen)
         spans = np.minimum(self._lengths[ones], window)
