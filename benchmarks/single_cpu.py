@@ -2,11 +2,11 @@
 
     python benchmarks/single_cpu.py [--models tiny 26M 0.6B] [--prompts 16 256] [--pairs 20] [--threads 1] [--out f.json]
 
-tiny is examples/models/tiny-qwen3; 26M (millions of parameters) and 0.6B are Qwen3 shapes with random weights; all fp32.
-Stock runs on a model of its own over the same weights. The two take turns in one process, each first every other time;
-both calls of a pair get the same prompt, which no other pair has, so that the prefix cache finds nothing. Each figure is
-the median over the pairs of stock's time over hf_paged's (above 1: hf_paged is faster), for the clock on the wall and
-for the CPU time of the process, which is robust where others use the machine. Tokens have to agree.
+tiny is examples/models/tiny-qwen3; 26M (millions of parameters) and 0.6B are Qwen3 shapes with random weights; all are
+fp32. Stock runs on a model of its own over the same weights. The two take turns in one process, each first every other
+time; both calls of a pair get the same prompt, which no other pair has, so that the prefix cache finds nothing. Each
+figure is the median over the pairs of stock's time over hf_paged's (above 1: hf_paged is faster), for the clock on the
+wall and for the CPU time of the process, which is robust where others use the machine. Tokens have to agree.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measure(models: dict[str, Any], prompt: int, pairs: int) -> dict[str, float]
     """Ratios of a prompt of this length, and milliseconds a call."""
     times: dict[str, list[tuple[float, ...]]] = {name: [] for name in models}
     vocab = models["stock"].config.vocab_size
-    for turn in range(-2, pairs):
+    for turn in range(-1, pairs):
         ids, tokens = torch.randint(1, vocab, (1, prompt)), []
         for name in sorted(models, reverse=bool(turn % 2)):
             start = clocks()

@@ -54,10 +54,9 @@ class Projections(NamedTuple):
         if self.weight is not None:
             return self.ops.linear(hidden, self.weight)
         if self.are_plain and hidden.device.type == "cpu":
-            own = [linear._parameters for linear in self.linears]
-            if len(hidden) > _FEW_ROWS and all(parameters["bias"] is None for parameters in own):
-                return _side_by_side(hidden, [parameters["weight"] for parameters in own])
-            return torch.cat([F.linear(hidden, each["weight"], each["bias"]) for each in own], dim=-1)
+            if len(hidden) > _FEW_ROWS and all(linear.bias is None for linear in self.linears):
+                return _side_by_side(hidden, [linear.weight for linear in self.linears])
+            return torch.cat(self._products(hidden), dim=-1)
         return torch.cat([apply_linear(layer, hidden, self.ops.linear) for layer in self.linears], dim=-1)
 
     def silu_mul(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -65,9 +64,13 @@ class Projections(NamedTuple):
         if self.weight is not None:
             return self.ops.linear_silu_mul(hidden, self.weight)
         if self.are_plain and hidden.device.type == "cpu":
-            gate, up = (F.linear(hidden, own["weight"], own["bias"]) for own in (x._parameters for x in self.linears))
+            gate, up = self._products(hidden)
             return F.silu(gate, inplace=True).mul_(up)
         return self.ops.silu_mul(self(hidden))
+
+    def _products(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        linears: Any = self.linears
+        return [F.linear(hidden, linear.weight, linear.bias) for linear in linears]
 
 
 def _side_by_side(hidden: torch.Tensor, weights: list[Any]) -> torch.Tensor:
@@ -109,12 +112,14 @@ class FusedExecutor(DecoderExecutor):
         self._untouched = Untouched()
 
     def prepare(self, max_model_len: int) -> None:
-        spec = self.kv_spec()
+        spec, checked = self.kv_spec(), self._checked
         self._check_weights(spec)
         self._rope.update(self.model.model.rotary_emb, max_model_len, spec.compute_dtype, spec.device)
         if self._merge_weights:
             self._merge(spec.device)
-        self._look_up_parts()
+        is_same = self._checked is checked and self._untouched.holds()
+        if not is_same or self._merged or not self._parts_of_layers:
+            self._look_up_parts()
         self._held = [alias for merged in self._merged.values() for alias in merged.memory()]
 
     def _check_weights(self, spec: KVSpec) -> None:
@@ -173,7 +178,7 @@ class FusedExecutor(DecoderExecutor):
 
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None,
                   norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        args = residual, norm._parameters["weight"], norm.variance_epsilon
+        args = residual, norm.weight, norm.variance_epsilon
         if ranks is SINGLE:
             return self._ops.add_rms_norm(delta, *args)
         if self._ops is FUSED and (fused := ranks.all_reduce_add_rms_norm(delta, *args)) is not None:
@@ -266,7 +271,7 @@ def _weights_and_epsilon(norms: tuple[Any, Any] | None) -> tuple[torch.Tensor | 
     if norms is None:
         return None, None, 0.0
     query, key = norms
-    return query._parameters["weight"], key._parameters["weight"], query.variance_epsilon
+    return query.weight, key.weight, query.variance_epsilon
 
 
 def _groups(i: int, layer: Any) -> dict[str, tuple[nn.Module, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -62,7 +62,7 @@ def row_product(module: nn.Module, hidden: torch.Tensor,
 class RowProduct(NamedTuple):
     """`row_product` of a module that was looked at before; its parameters are read anew."""
 
-    module: nn.Module
+    module: Any
     is_plain: bool
 
     @classmethod
@@ -73,8 +73,7 @@ class RowProduct(NamedTuple):
                  linear: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ParallelGroup]:
         if not self.is_plain:
             return row_product(self.module, hidden, linear)
-        own = self.module._parameters
-        return linear(hidden, own["weight"], own["bias"]), SINGLE
+        return linear(hidden, self.module.weight, self.module.bias), SINGLE
 
 
 def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:

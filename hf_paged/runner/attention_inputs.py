@@ -42,8 +42,9 @@ class AttentionInputs:
             if a == b:
                 continue
             first, last = int(query_start[a]), int(query_start[b])
+            from_zero = starts[a : b + 1] - first if first else starts[: b + 1]
             meta = self._metadata(
-                starts[a : b + 1] - first if first else starts[: b + 1], lens[a:b], slots[a:b], slot_mapping[first:last],
+                from_zero, lens[a:b], slots[a:b], slot_mapping[first:last],
                 int(plan.num_new_tokens[a:b].max()), int(seq_lens[a:b].max()),
                 self._work(seq_lens[a:b], plan.slots[a:b]) if a < decodes else None,
             )

@@ -14,6 +14,7 @@ import torch
 from hf_paged.kernels.weights_checksum import ChecksumPlan
 from hf_paged.models import ModelExecutor, find_executor
 from hf_paged.models.eligibility import unsupported_reason
+from hf_paged.models.guards.facts import tensors_inside
 from hf_paged.scheduler import BlockPool
 
 
@@ -81,7 +82,7 @@ class WeightsGuard:
 
     def _current_signature(self) -> tuple:
         # Buffers are left to the checksum: some RoPE modules write theirs in every forward.
-        tensors = itertools.chain(self._executor.model.parameters(), self._executor.plain_tensors())
+        tensors = itertools.chain(tensors_inside(self._executor.model)[0], self._executor.plain_tensors())
         return tuple((t.data_ptr(), t.stride(), 0 if t.is_inference() else t._version) for t in tensors)
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -111,7 +112,6 @@ class ModelMark(NamedTuple):
 
 
 def _tensors_of(executor: ModelExecutor) -> list[torch.Tensor]:
-    model = executor.model
-    # Duplicates stay in: RoPE modules may make one buffer an alias of another without changing what they compute.
-    buffers = [buffer for _, buffer in model.named_buffers(remove_duplicate=False)]
-    return [t.detach() for t in itertools.chain(model.parameters(), buffers, executor.plain_tensors())]
+    # Duplicates of buffers stay in: RoPE modules may make one an alias of another without changing what they compute.
+    parameters, buffers = tensors_inside(executor.model)
+    return [*parameters, *buffers, *executor.plain_tensors()]

@@ -10,7 +10,6 @@ import torch
 from hf_paged.kernels.attention import flash_backend
 from hf_paged.kernels.attention.decode import decode_cta_slots, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
-from hf_paged.kernels.attention.host_rows import HostRows
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.attention.reference import paged_attention_reference
@@ -55,7 +54,7 @@ class TorchBackend(AttentionBackend):
         return None
 
     def read_once(self, meta: PagedMetadata, block_size: int, width: int) -> PagedMetadata:
-        return meta._replace(host_rows=HostRows(meta, block_size, width))
+        return meta._replace(host_rows=meta.read_on_host(block_size, width))
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.kernels.attention.metadata import PagedMetadata
-
 # Rows are gathered in groups whose padded K stays inside the CPU's cache; one gather of all rows measured 2.8x slower.
 _GROUP_ELEMENTS = 1 << 20
 
@@ -64,19 +62,20 @@ class HostRows:
     """The rows of a step. Reads the metadata on the host, so on CUDA it waits for the device.
 
     Args:
-        meta: of the step.
+        query_start, seq_lens, block_table, slots: as in `PagedMetadata`.
         block_size: of the caches.
         width: elements of a position in a cache, Hkv * D.
     """
 
-    def __init__(self, meta: PagedMetadata, block_size: int, width: int) -> None:
-        self._device, self._block_size, self._width = meta.slots.device, block_size, width
-        self._starts = meta.query_start.cpu().numpy()
-        self._lengths = meta.seq_lens.cpu().numpy().astype(np.int64)
+    def __init__(self, query_start: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+                 slots: torch.Tensor, block_size: int, width: int) -> None:
+        self._device, self._block_size, self._width = slots.device, block_size, width
+        self._starts = query_start.cpu().numpy()
+        self._lengths = seq_lens.cpu().numpy().astype(np.int64)
         self._counts = np.diff(self._starts)
         self._longest = int(self._lengths.max(initial=0))
         used = -(-self._longest // block_size)
-        self._tables = meta.block_table[:, :used].index_select(0, meta.slots).cpu().numpy()
+        self._tables = block_table[:, :used].index_select(0, slots).cpu().numpy()
         self._by_window: dict[int | None, Reads] = {}
 
     def reads(self, window: int | None) -> Reads:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from hf_paged.kernels.attention.host_rows import HostRows
+from hf_paged.kernels.attention.host_rows import HostRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +56,7 @@ class PagedMetadata(NamedTuple):
     max_seq_len: int
     work: DecodeWork | None = None  # for rows of one new token: who computes what; None: every row is cut alike
     host_rows: HostRows | None = None  # all of this as the torch backend reads it; None: it looks in every layer
+
+    def read_on_host(self, block_size: int, width: int) -> HostRows:
+        """What `host_rows` is to hold, for caches of this block size and Hkv * D elements a position."""
+        return HostRows(self.query_start, self.seq_lens, self.block_table, self.slots, block_size, width)

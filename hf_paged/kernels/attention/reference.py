@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels.attention.host_rows import GroupedRows, HostRows, SingleRow
+from hf_paged.kernels.attention.host_rows import GroupedRows, SingleRow
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 
 # Whatever somebody puts in its place in torch.nn.functional.
@@ -27,7 +27,7 @@ def paged_attention_reference(
     """
     rows = meta.host_rows
     if rows is None:
-        rows = HostRows(meta, k_cache.shape[1], k_cache.shape[2] * k_cache.shape[3])
+        rows = meta.read_on_host(k_cache.shape[1], k_cache.shape[2] * k_cache.shape[3])
     grouped, single = rows.reads(options.window)
     if out is None and len(single) == 1 and single[0].last - single[0].first == len(q):
         return _of_row(q, k_cache, v_cache, single[0], options)
