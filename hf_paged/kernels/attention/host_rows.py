@@ -12,18 +12,18 @@ _GROUP_ELEMENTS = 1 << 20
 
 
 class Pages(NamedTuple):
-    """Positions of one row: `count` slots that follow each other, of the cache or of `blocks` gathered from it."""
+    """Positions of one row: `length` slots that follow each other, of the cache or of `blocks` gathered from it."""
 
     blocks: torch.Tensor | None
     first: int
-    count: int
+    length: int
 
     def read(self, cache: torch.Tensor) -> torch.Tensor:
-        """[Hkv, 1, count, D], a view where nothing is gathered."""
+        """[Hkv, 1, length, D], a view where nothing is gathered."""
         held = cache if self.blocks is None else cache.index_select(0, self.blocks)
         heads, dim = cache.shape[2:]
         offset = held.storage_offset() + self.first * heads * dim
-        return held.as_strided((heads, 1, self.count, dim), (dim, dim, heads * dim, 1), offset)
+        return held.as_strided((heads, 1, self.length, dim), (dim, dim, heads * dim, 1), offset)
 
 
 class SingleRow(NamedTuple):
