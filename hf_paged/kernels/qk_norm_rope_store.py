@@ -76,8 +76,10 @@ def qk_norm_rope_store_unchecked(
     v_cache: torch.Tensor,
 ) -> torch.Tensor:
     """:func:`qk_norm_rope_store` for tensors that are known to be as it says; the tables also from `step_tables`."""
-    run = qk_norm_rope_store_triton if qkv.is_cuda else qk_norm_rope_store_host
-    return run(qkv, q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache)
+    rest = slot_mapping, k_cache, v_cache
+    if positions is None or not qkv.is_cuda:
+        return qk_norm_rope_store_host(qkv, q_weight, k_weight, eps, cos, sin, positions, *rest)
+    return qk_norm_rope_store_triton(qkv, q_weight, k_weight, eps, cos, sin, positions, *rest)
 
 
 def step_tables(

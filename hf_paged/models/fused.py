@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.kernels.silu_mul import silu_mul_host
 from hf_paged.models.activations import SILU
 from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.models.base import KVSpec, Look, StepContext
@@ -64,8 +65,7 @@ class Projections(NamedTuple):
         if self.weight is not None:
             return self.ops.linear_silu_mul(hidden, self.weight)
         if self.are_plain and hidden.device.type == "cpu":
-            gate, up = self._products(hidden)
-            return F.silu(gate, inplace=True).mul_(up)
+            return silu_mul_host(*self._products(hidden))
         return self.ops.silu_mul(self(hidden))
 
     def _products(self, hidden: torch.Tensor) -> list[torch.Tensor]:
