@@ -113,7 +113,10 @@ QWEN3_SHAPES: dict[str, dict] = {
            "tie_word_embeddings": False},
     "32B": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
             "tie_word_embeddings": False},
-    # Published by nobody: shows on a CPU that a benchmark runs.
+    # Published by nobody: small enough for a CPU.
+    "26M": {"vocab_size": 14336, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "head_dim": 64,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    # Shows on a CPU that a benchmark runs.
     "tiny": {"vocab_size": 10016, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
              "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
 }

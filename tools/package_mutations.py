@@ -258,4 +258,22 @@ SERVER = [
                     "                stop = None\n", BATCHED_TESTS, "runs_in_the_batch"),
 ]
 
-PACKAGE_MUTATIONS = [*INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED, *MODELS, *SERVER]
+
+HOST_ROWS, HOST_ROWS_TESTS = "kernels/attention/host_rows.py", "kernels/attention/test_host_rows.py"
+UNTOUCHED, UNTOUCHED_TESTS = "models/guards/untouched.py", "models/guards/test_untouched.py"
+
+# What a step on a CPU leaves out.
+ON_A_CPU = [
+    PackageMutation(HOST_ROWS, "if (np.diff(blocks) == 1).all():", "if True:", HOST_ROWS_TESTS, "in_place"),
+    PackageMutation(HOST_ROWS, "if (np.diff(blocks) == 1).all():", "if False:", HOST_ROWS_TESTS, "in_place"),
+    PackageMutation(HOST_ROWS, "found = self._by_window[window] = ", "found = ", HOST_ROWS_TESTS, "read_once"),
+    PackageMutation(UNTOUCHED, "and self._count_hooks() == self._counts", "and True", UNTOUCHED_TESTS, "hook"),
+    PackageMutation(UNTOUCHED, "and self._replaced_forwards() == self._replaced", "", UNTOUCHED_TESTS, "forward"),
+    PackageMutation(UNTOUCHED, "and all(map(operator.is_, inside, self._inside))", "", UNTOUCHED_TESTS, "another"),
+    PackageMutation("models/fused.py", "if not self._untouched.holds():", "if False:", "models/test_plain_linear.py",
+                    "between_two_steps"),
+    PackageMutation("runner/attention_inputs.py", "self.backend.read_once(meta, self._state.block_size, width)", "meta",
+                    "integration/test_single_row_calls.py", "laid_out_once"),
+]
+
+PACKAGE_MUTATIONS = [*INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED, *MODELS, *SERVER, *ON_A_CPU]

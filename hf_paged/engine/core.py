@@ -585,7 +585,9 @@ def _ambient(device: torch.device) -> Iterator[None]:
     # A default device costs every call of torch some microseconds, so it is only set against one of the caller's.
     has_default = torch.utils._device.CURRENT_DEVICE is not None
     default = torch.device(device) if has_default else nullcontext()
-    with torch.autocast(device.type, enabled=False), default, no_capturing():
+    casts = torch.is_autocast_enabled(device.type)
+    autocast = torch.autocast(device.type, enabled=False) if casts else nullcontext()
+    with autocast, default, no_capturing():
         if device.type == "cuda":
             with torch.cuda.device(device):
                 yield

@@ -42,8 +42,10 @@ def add_rms_norm_unchecked(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`add_rms_norm` for tensors that are known to be as it says."""
-    run = add_rms_norm_triton if x.is_cuda else add_rms_norm_reference
-    return run(x, residual, weight, eps)
+    if x.is_cuda:
+        return add_rms_norm_triton(x, residual, weight, eps)
+    summed = x if residual is None else residual + x
+    return rms_norm_host(summed, weight, eps), summed
 
 
 def add_rms_norm_reference(
@@ -59,6 +61,13 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     hidden = x.float()
     variance = hidden.pow(2).mean(-1, keepdim=True)
     return weight * (hidden * torch.rsqrt(variance + eps)).to(x.dtype)
+
+
+def rms_norm_host(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """:func:`rms_norm_reference` on a CPU, in one call of torch where nothing is rounded in between."""
+    if x.dtype != torch.float32:
+        return rms_norm_reference(x, weight, eps)
+    return torch.rms_norm(x, weight.shape, weight, eps)
 
 
 @jit()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from hf_paged.kernels._checks import Expected, check_tensors
+from hf_paged.kernels._qk_norm_rope_host import qk_norm_rope_store_host, rope_rows
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
@@ -69,14 +70,23 @@ def qk_norm_rope_store_unchecked(
     eps: float,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> torch.Tensor:
-    """:func:`qk_norm_rope_store` for tensors that are known to be as it says."""
-    run = qk_norm_rope_store_triton if qkv.is_cuda else qk_norm_rope_store_reference
-    return run(qkv, q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache)
+    """:func:`qk_norm_rope_store` for tensors that are known to be as it says; the tables also from `step_tables`."""
+    rest = slot_mapping, k_cache, v_cache
+    if positions is None or not qkv.is_cuda:
+        return qk_norm_rope_store_host(qkv, q_weight, k_weight, eps, cos, sin, positions, *rest)
+    return qk_norm_rope_store_triton(qkv, q_weight, k_weight, eps, cos, sin, positions, *rest)
+
+
+def step_tables(
+    cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``cos``, ``sin`` and ``positions`` for all layers of a step: what each would look up on a CPU is looked up."""
+    return (cos, sin, positions) if positions.is_cuda else (*rope_rows(cos, sin, positions), None)
 
 
 def qk_norm_rope_store_reference(

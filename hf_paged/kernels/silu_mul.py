@@ -41,6 +41,11 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def silu_mul_host(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of two tensors of a CPU, in the memory of ``gate``."""
+    return F.silu(gate, inplace=True).mul_(up)
+
+
 @jit()
 def silu_mul_tile(gate, up, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """silu(gate) * up of float32 values that were rounded to dtype, the same bits in kernels that fuse a * b + c."""

@@ -47,10 +47,9 @@ class ChecksumPlan:
         devices = {t.device for t in tensors}
         if len(devices) > 1:
             raise ValueError(f"tensors must share one device, got {sorted(map(str, devices))}")
-        dense = [t.detach().contiguous() for t in tensors]
         if not devices or devices == {torch.device("cpu")}:
-            return weights_checksum_reference(dense)
-        return self.launch(dense)
+            return weights_checksum_reference(tensors)
+        return self.launch([t.detach().contiguous() for t in tensors])
 
     def launch(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The Triton kernel over contiguous tensors of one device; its value differs from the reference's."""
@@ -73,7 +72,7 @@ def weights_checksum_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """:func:`weights_checksum` for CPU tensors: xxh3 over sizes and bytes, a value unlike the GPU's."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
-        dense = tensor.detach().contiguous()
+        dense = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
         digest.update(dense.nbytes.to_bytes(8, "little"))
         if dense.data_ptr():  # a storage that was resized to 0 has no memory
             # Not `numpy()`, after which the tensor's storage could not be resized any more.

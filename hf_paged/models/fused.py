@@ -10,24 +10,27 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.kernels.silu_mul import silu_mul_host
 from hf_paged.models.activations import SILU
 from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.models.base import KVSpec, Look, StepContext
 from hf_paged.models.decoder import DecoderExecutor, plain_values
 from hf_paged.models.families import Family
+from hf_paged.models.guards.untouched import Untouched
 from hf_paged.models.layer_ops import FUSED, LayerOps
 from hf_paged.models.merged import MergedWeight, merge
 from hf_paged.models.plain_linear import (
+    RowProduct,
     all_columns,
     apply_head,
     apply_linear,
     apply_module,
-    is_plain_product,
-    row_product,
+    is_plain_linear,
 )
 from hf_paged.models.rope import RopeTable
 from hf_paged.models.weight_shapes import check_weights
@@ -35,38 +38,61 @@ from hf_paged.parallel.group import SINGLE, ParallelGroup
 
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
+# On a CPU so few rows are copied in less time than it takes to tell products where to go.
+_FEW_ROWS = 8
 
 
 class Projections(NamedTuple):
-    """Linear layers over the same input, and their merged weight where there is one."""
+    """Linear layers over the same input, looked at before, and their merged weight where there is one."""
 
     linears: tuple[nn.Module, ...]
     weight: torch.Tensor | None
+    are_plain: bool
     ops: LayerOps
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, k] -> [T, sum of outputs]."""
         if self.weight is not None:
             return self.ops.linear(hidden, self.weight)
-        if hidden.device.type == "cpu" and all(map(is_plain_product, self.linears)):
-            return _side_by_side(hidden, self.linears)
+        if self.are_plain and hidden.device.type == "cpu":
+            if len(hidden) > _FEW_ROWS and all(linear.bias is None for linear in self.linears):
+                return _side_by_side(hidden, [linear.weight for linear in self.linears])
+            return torch.cat(self._products(hidden), dim=-1)
         return torch.cat([apply_linear(layer, hidden, self.ops.linear) for layer in self.linears], dim=-1)
 
     def silu_mul(self, hidden: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]."""
-        if self.weight is None:
-            return self.ops.silu_mul(self(hidden))
-        return self.ops.linear_silu_mul(hidden, self.weight)
+        if self.weight is not None:
+            return self.ops.linear_silu_mul(hidden, self.weight)
+        if self.are_plain and hidden.device.type == "cpu":
+            return silu_mul_host(*self._products(hidden))
+        return self.ops.silu_mul(self(hidden))
+
+    def _products(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        linears: Any = self.linears
+        return [F.linear(hidden, linear.weight, linear.bias) for linear in linears]
 
 
-def _side_by_side(hidden: torch.Tensor, linears: tuple[nn.Module, ...]) -> torch.Tensor:
+def _side_by_side(hidden: torch.Tensor, weights: list[Any]) -> torch.Tensor:
     """Each product in its columns of one tensor: on a CPU as fast as one product over merged weights."""
-    weights: list = [linear.weight for linear in linears]
     sizes = [len(weight) for weight in weights]
     products = hidden.new_empty((len(hidden), sum(sizes)))
     for weight, columns in zip(weights, products.split(sizes, dim=1), strict=True):
         torch.mm(hidden, weight.t(), out=columns)
     return products
+
+
+class LayerParts(NamedTuple):
+    """What else a step asks of a layer."""
+
+    input_norm: Any
+    head_norms: tuple[Any, Any] | None  # of query and key heads
+    options: AttentionOptions
+    o_proj: RowProduct
+    post_norm: Any
+    mlp: Any
+    has_silu: bool
+    down_proj: RowProduct | None  # None: a block of experts
 
 
 class FusedExecutor(DecoderExecutor):
@@ -82,14 +108,18 @@ class FusedExecutor(DecoderExecutor):
         self._held: list[torch.Tensor] = []  # what merged tensors read stays allocated, whoever re-points a parameter
         self._qkv: list[Projections] = []
         self._gate_up: list[Projections | None] = []  # None: a block of experts
+        self._parts_of_layers: list[LayerParts] = []
+        self._untouched = Untouched()
 
     def prepare(self, max_model_len: int) -> None:
-        spec = self.kv_spec()
+        spec, checked = self.kv_spec(), self._checked
         self._check_weights(spec)
         self._rope.update(self.model.model.rotary_emb, max_model_len, spec.compute_dtype, spec.device)
         if self._merge_weights:
             self._merge(spec.device)
-        self._qkv, self._gate_up = self._collect()
+        is_same = self._checked is checked and self._untouched.holds()
+        if not is_same or self._merged or not self._parts_of_layers:
+            self._look_up_parts()
         self._held = [alias for merged in self._merged.values() for alias in merged.memory()]
 
     def _check_weights(self, spec: KVSpec) -> None:
@@ -103,45 +133,54 @@ class FusedExecutor(DecoderExecutor):
     def is_current(self) -> bool:
         held = [*self._qkv, *filter(None, self._gate_up)]
         found = [projections for group in self._collect() for projections in group if projections]
-        same = all(a.linears == b.linears and a.weight is b.weight for a, b in zip(held, found, strict=False))
-        return same and len(held) == len(found) and self._rope.is_made_from(self.model.model.rotary_emb)
+        same = all(a.linears == b.linears and a.weight is b.weight and a.are_plain == b.are_plain
+                   for a, b in zip(held, found, strict=False))
+        same = same and len(held) == len(found) and self._parts_of_layers == self._collect_parts()
+        return same and self._rope.is_made_from(self.model.model.rotary_emb)
 
     def release(self) -> None:
-        self._qkv, self._gate_up, self._rope = [], [], RopeTable()
+        self._qkv, self._gate_up, self._parts_of_layers = [], [], []
+        self._untouched, self._rope = Untouched(), RopeTable()
         self._memory, self._merged, self._held = None, {}, []
+
+    def _look_up_parts(self) -> None:
+        self._untouched = Untouched(self.model.model)
+        self._qkv, self._gate_up = self._collect()
+        self._parts_of_layers = self._collect_parts()
 
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
         decoder, ops, cos, sin = self.model.model, self._ops, self._rope.cos, self._rope.sin
         assert cos is not None and sin is not None, "prepare() comes first"
+        if not self._untouched.holds():  # a streaming caller's code runs between steps
+            self._look_up_parts()
+        tables = ops.step_tables(cos, sin, step.positions)
         delta: torch.Tensor = decoder.embed_tokens(input_ids[None])[0]
         residual: torch.Tensor | None = None
         ranks = SINGLE  # over which delta has still to be added up
-        for i, layer in enumerate(self._layers()):
-            attention, mlp = layer.self_attn, layer.mlp
-            normed, residual = self._add_norm(delta, ranks, residual, layer.input_layernorm)
-            q_weight, k_weight, eps = self._head_norms(attention)
-            query = ops.qk_norm_rope_store(
-                self._qkv[i](normed), q_weight, k_weight, eps, cos, sin, step.positions, step.slot_mapping,
-                *step.kv_cache(i),
-            )
-            mixed = step.attend(i, query, AttentionOptions(attention.scaling, self._mask_window(i)))
-            delta, ranks = row_product(attention.o_proj, mixed.flatten(1), ops.linear)
-            normed, residual = self._add_norm(delta, ranks, residual, layer.post_attention_layernorm)
+        for i, layer in enumerate(self._parts_of_layers):
+            normed, residual = self._add_norm(delta, ranks, residual, layer.input_norm)
+            query = ops.qk_norm_rope_store(self._qkv[i](normed), *_weights_and_epsilon(layer.head_norms), *tables,
+                                           step.slot_mapping, *step.kv_cache(i))
+            mixed = step.attend(i, query, layer.options)
+            delta, ranks = layer.o_proj(mixed.flatten(1), ops.linear)
+            normed, residual = self._add_norm(delta, ranks, residual, layer.post_norm)
             gate_up = self._gate_up[i]
-            if gate_up is None:
-                delta, ranks = apply_module(mlp, normed), SINGLE
+            if gate_up is None or layer.down_proj is None:
+                delta, ranks = apply_module(layer.mlp, normed), SINGLE
                 continue
-            if isinstance(mlp.act_fn, SILU):
+            if layer.has_silu:
                 hidden = gate_up.silu_mul(normed)
             else:
                 gate, up = gate_up(normed).chunk(2, dim=-1)
-                hidden = mlp.act_fn(gate) * up
-            delta, ranks = row_product(mlp.down_proj, hidden, ops.linear)
+                hidden = layer.mlp.act_fn(gate) * up
+            delta, ranks = layer.down_proj(hidden, ops.linear)
         return self._add_norm(delta, ranks, residual, decoder.norm)[0]
 
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None,
                   norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
         args = residual, norm.weight, norm.variance_epsilon
+        if ranks is SINGLE:
+            return self._ops.add_rms_norm(delta, *args)
         if self._ops is FUSED and (fused := ranks.all_reduce_add_rms_norm(delta, *args)) is not None:
             return fused
         return self._ops.add_rms_norm(ranks.all_reduce(delta), *args)
@@ -173,12 +212,6 @@ class FusedExecutor(DecoderExecutor):
             if len(set(self._epsilons(layer.self_attn))) > 1:
                 return f"layer {i}'s q_norm and k_norm have different epsilons"
         return None
-
-    def _head_norms(self, attention: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
-        """Weights and epsilon of the norms of query and key heads; without such norms None and 0."""
-        if not self._has_head_norms:
-            return None, None, 0.0
-        return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
 
     def _epsilons(self, attention: Any) -> tuple[float, ...]:
         if not self._has_head_norms:
@@ -213,11 +246,32 @@ class FusedExecutor(DecoderExecutor):
         ]
         return [of[f"{i}.qkv"] for i, of in enumerate(found)], [of.get(f"{i}.mlp") for i, of in enumerate(found)]
 
+    def _collect_parts(self) -> list[LayerParts]:
+        """What else every layer is made of now."""
+        return [
+            LayerParts(
+                layer.input_layernorm,
+                (layer.self_attn.q_norm, layer.self_attn.k_norm) if self._has_head_norms else None,
+                AttentionOptions(layer.self_attn.scaling, self._mask_window(i)), RowProduct.of(layer.self_attn.o_proj),
+                layer.post_attention_layernorm, layer.mlp, isinstance(getattr(layer.mlp, "act_fn", None), SILU),
+                None if _has_experts(layer.mlp) else RowProduct.of(layer.mlp.down_proj),
+            )
+            for i, layer in enumerate(self._layers())
+        ]
+
     def _projections(self, key: str, linears: tuple[nn.Module, ...]) -> Projections:
         """With the merged weight as long as the parameters are the merged ones and still lie there."""
         merged = self._merged.get(key)
         intact = merged is not None and merged.belongs_to(linears)
-        return Projections(linears, merged.current() if merged is not None and intact else None, self._ops)
+        weight = merged.current() if merged is not None and intact else None
+        return Projections(linears, weight, all(map(is_plain_linear, linears)), self._ops)
+
+
+def _weights_and_epsilon(norms: tuple[Any, Any] | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+    if norms is None:
+        return None, None, 0.0
+    query, key = norms
+    return query.weight, key.weight, query.variance_epsilon
 
 
 def _groups(i: int, layer: Any) -> dict[str, tuple[nn.Module, ...]]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from hf_paged.kernels.add_rms_norm import add_rms_norm_reference, add_rms_norm_unchecked
 from hf_paged.kernels.linear import linear_silu_mul_unchecked, linear_unchecked
-from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store_reference, qk_norm_rope_store_unchecked
+from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store_reference, qk_norm_rope_store_unchecked, step_tables
 from hf_paged.kernels.silu_mul import silu_mul_reference, silu_mul_unchecked
 from hf_paged.kernels.store_kv import store_kv_unchecked
 
@@ -26,6 +26,7 @@ class LayerOps(NamedTuple):
     linear_silu_mul: Callable[..., torch.Tensor]
     silu_mul: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    step_tables: Callable[..., tuple]
     qk_norm_rope_store: Callable[..., torch.Tensor]
 
 
@@ -33,8 +34,12 @@ def _linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return silu_mul_reference(F.linear(x, weight))
 
 
+def _as_they_are(*tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tables
+
+
 FUSED = LayerOps(linear_unchecked, linear_silu_mul_unchecked, silu_mul_unchecked, add_rms_norm_unchecked,
-                 qk_norm_rope_store_unchecked)
+                 step_tables, qk_norm_rope_store_unchecked)
 # The cache is written by a kernel in any case: torch would have to ask the device which tokens are to be written.
 PLAIN = LayerOps(F.linear, _linear_silu_mul, silu_mul_reference, add_rms_norm_reference,
-                 partial(qk_norm_rope_store_reference, store=store_kv_unchecked))
+                 _as_they_are, partial(qk_norm_rope_store_reference, store=store_kv_unchecked))

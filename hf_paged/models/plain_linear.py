@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -56,6 +57,23 @@ def row_product(module: nn.Module, hidden: torch.Tensor,
     if type(module) is RowParallelLinear and module.bias is None and _is_untouched(module):
         return linear(hidden, module.weight, None), module.group
     return apply_linear(module, hidden, linear), SINGLE
+
+
+class RowProduct(NamedTuple):
+    """`row_product` of a module that was looked at before; its parameters are read anew."""
+
+    module: Any
+    is_plain: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> RowProduct:
+        return cls(module, is_plain_linear(module))
+
+    def __call__(self, hidden: torch.Tensor,
+                 linear: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ParallelGroup]:
+        if not self.is_plain:
+            return row_product(self.module, hidden, linear)
+        return linear(hidden, self.module.weight, self.module.bias), SINGLE
 
 
 def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:

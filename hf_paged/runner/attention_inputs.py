@@ -35,19 +35,21 @@ class AttentionInputs:
         """An eager step: decode rows and prefill rows are parts of their own, each with its own attention kernel."""
         rows, decodes = len(plan.slots), plan.num_decode_rows
         seq_lens = plan.start + plan.num_new_tokens
-        packed = np.concatenate([plan.slots, seq_lens, query_start]).astype(np.int32)
+        packed = np.concatenate([plan.slots, seq_lens, query_start], dtype=np.int32)
         slots, lens, starts = upload(packed, self._spec.device).split((rows, rows, rows + 1))
         parts = []
         for a, b in ((0, decodes), (decodes, rows)):
             if a == b:
                 continue
             first, last = int(query_start[a]), int(query_start[b])
+            from_zero = starts[a : b + 1] - first if first else starts[: b + 1]
             meta = self._metadata(
-                starts[a : b + 1] - first, lens[a:b], slots[a:b], slot_mapping[first:last],
+                from_zero, lens[a:b], slots[a:b], slot_mapping[first:last],
                 int(plan.num_new_tokens[a:b].max()), int(seq_lens[a:b].max()),
                 self._work(seq_lens[a:b], plan.slots[a:b]) if a < decodes else None,
             )
-            parts.append((first, last, meta))
+            width = self._spec.num_kv_heads * self._spec.head_dim
+            parts.append((first, last, self.backend.read_once(meta, self._state.block_size, width)))
         return parts
 
     def decode_rows(self, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,

@@ -174,9 +174,9 @@ class ModelRunner:
             if self.sharded is not None:
                 self.sharded.listen()
             return
-        packed = np.stack([query_start[rows + 1] - 1, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]])
-        last, slots, positions = upload(packed.astype(np.int64), self.device)
-        logits = self.executor.shard_logits(hidden[last])
+        ends = query_start[rows + 1] - 1, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
+        last, slots, positions = upload(np.array(ends, np.int64), self.device)
+        logits = self.executor.shard_logits(hidden if len(rows) == len(hidden) else hidden[last])
         known = torch.empty(len(rows), dtype=torch.float32, device=self.device) if logprobs is not None else None
         tokens = self.state.sample(logits, slots, positions, self.state.stages(plan.slots[rows]), known)
         self._fetch(tokens, rows, result)

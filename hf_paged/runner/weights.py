@@ -6,7 +6,6 @@ counters and pointers are a shortcut to "surely changed".
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from hf_paged.kernels.weights_checksum import ChecksumPlan
 from hf_paged.models import ModelExecutor, find_executor
 from hf_paged.models.eligibility import unsupported_reason
+from hf_paged.models.guards.facts import tensors_inside
 from hf_paged.models.guards.inner_tensors import watched
 from hf_paged.scheduler import BlockPool
 
@@ -82,7 +82,7 @@ class WeightsGuard:
 
     def _current_signature(self) -> tuple:
         # Buffers are left to the checksum: some RoPE modules write theirs in every forward.
-        tensors = watched(itertools.chain(self._executor.model.parameters(), self._executor.plain_tensors()))
+        tensors = watched([*tensors_inside(self._executor.model)[0], *self._executor.plain_tensors()])
         return tuple((t.data_ptr(), t.stride(), 0 if t.is_inference() else t._version) for t in tensors)
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -112,8 +112,6 @@ class ModelMark(NamedTuple):
 
 
 def _tensors_of(executor: ModelExecutor) -> list[torch.Tensor]:
-    model = executor.model
-    # Duplicates stay in: RoPE modules may make one buffer an alias of another without changing what they compute.
-    buffers = [buffer for _, buffer in model.named_buffers(remove_duplicate=False)]
-    every = [*itertools.chain(model.parameters(), buffers, executor.plain_tensors())]
-    return [t.detach() for t in watched(every)]
+    # Duplicates of buffers stay in: RoPE modules may make one an alias of another without changing what they compute.
+    parameters, buffers = tensors_inside(executor.model)
+    return watched([*parameters, *buffers, *executor.plain_tensors()])

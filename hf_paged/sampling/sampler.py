@@ -75,8 +75,10 @@ def sample_reference(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     nothing above -inf. Greedy ties go to the lowest index.
     """
     scores = _bar_eos(logits.float(), rows)
-    top = scores.amax(dim=-1)
     tokens = scores.argmax(dim=-1)
+    top = scores.gather(1, tokens[:, None])[:, 0]  # NaN counts as the largest
+    if not rows.drawn.any():
+        return tokens.masked_fill_(top.isnan(), -1)
     invalid = top.isnan() | (rows.drawn & top.isinf())
     # Gumbel-max (Gumbel 1954): argmax(log p + g) draws from p, with g = -log(Exponential(1)).
     filtered = rows.filtered.nonzero().flatten()
@@ -141,10 +143,9 @@ def _bar_eos(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     barred = (rows.position < rows.min_length)[:, None] & (rows.eos >= 0)
     if not barred.any():
         return scores
-    # Padding columns all point at token 0: amax keeps a real bar on it. A minimum of the scores would keep NaN.
-    marks = torch.zeros(scores.shape, dtype=torch.uint8, device=scores.device)
-    marks = marks.scatter_reduce(1, rows.eos.clamp(min=0), barred.to(torch.uint8), reduce="amax")
-    return scores.masked_fill(marks.bool(), -torch.inf)
+    row, column = barred.nonzero(as_tuple=True)
+    # A minimum of the scores would keep NaN.
+    return scores.index_put((row, rows.eos[row, column]), scores.new_tensor(-torch.inf))
 
 
 def drawn_in_groups(

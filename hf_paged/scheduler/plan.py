@@ -113,6 +113,8 @@ class StepPlan:
 
     def token_columns(self, first_row: int = 0) -> np.ndarray:
         """Slot, position and write_from of every token, row after row from `first_row` on; int64 [3, T]."""
+        if self.num_decode_rows == len(self.slots):  # a token each
+            return np.array((self.slots, self.start, self.write_from), np.int64)[:, first_row:]
         num_new = self.num_new_tokens[first_row:]
         row = np.repeat(np.arange(first_row, first_row + len(num_new)), num_new)
         place = np.arange(len(row)) - np.repeat(np.cumsum(num_new) - num_new, num_new)

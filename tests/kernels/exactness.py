@@ -11,6 +11,7 @@ def runs(reference, kernel, dispatch):
     """(function, device, dtype) to test an op with: the interpreter truncates to bfloat16, so it gets none."""
     return [
         *(pytest.param(reference, "cpu", dtype) for dtype in (torch.float32, *HALVES)),
+        *(pytest.param(dispatch, "cpu", dtype) for dtype in (torch.float32, *HALVES)),
         *(pytest.param(kernel, "cpu", d, marks=pytest.mark.interpreted) for d in (torch.float32, torch.float16)),
         *(pytest.param(dispatch, "cuda", d, marks=pytest.mark.gpu) for d in (torch.float32, *HALVES)),
     ]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_paged.kernels.step_inputs import step_inputs, step_inputs_reference, step_inputs_triton
+from hf_paged.kernels.step_inputs import step_inputs, step_inputs_host, step_inputs_reference, step_inputs_triton
 
 
 def case(num_tokens, device="cpu"):
@@ -27,7 +27,7 @@ def right(tokens, table, slots, positions, write_from, block_size):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("num_tokens", [0, 1, 127, 128, 300])
-@pytest.mark.parametrize("run", [step_inputs, step_inputs_reference, step_inputs_triton])
+@pytest.mark.parametrize("run", [step_inputs, step_inputs_reference, step_inputs_host, step_inputs_triton])
 def test_every_token(run, num_tokens):
     tokens, table, slots, positions, write_from = case(num_tokens)
     found = run(tokens, table, slots, positions, write_from, 16)

@@ -43,7 +43,7 @@ def test_fused_kernels_off_calls_no_fused_kernel(monkeypatch):
     def fail(*_):
         raise AssertionError("a fused op was called")
 
-    monkeypatch.setattr(fused_op, "qk_norm_rope_store_reference", fail)
+    monkeypatch.setattr(fused_op, "qk_norm_rope_store_host", fail)
     model = hf_paged.enable(tiny_model(), fused_kernels=False, strict=True)
     assert_native_parity(model, **batch([5]), max_new_tokens=4, do_sample=False)
 

@@ -33,6 +33,10 @@ class AttentionBackend(ABC):
              device: torch.device) -> np.ndarray | None:
         """`DecodeWork.items` of rows of one new token, or None where the backend runs without a plan."""
 
+    def read_once(self, meta: PagedMetadata, block_size: int, width: int) -> PagedMetadata:
+        """The layout of an eager step with what all its layers would read of it again; ``width``: Hkv * D."""
+        return meta
+
     @abstractmethod
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -48,6 +52,9 @@ class TorchBackend(AttentionBackend):
     def plan(self, seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
              device: torch.device) -> None:
         return None
+
+    def read_once(self, meta: PagedMetadata, block_size: int, width: int) -> PagedMetadata:
+        return meta._replace(host_rows=meta.read_on_host(block_size, width))
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:

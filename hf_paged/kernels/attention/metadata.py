@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_paged.kernels.attention.host_rows import HostRows
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
@@ -62,3 +64,8 @@ class PagedMetadata(NamedTuple):
     max_query_len: int
     max_seq_len: int
     work: DecodeWork | None = None  # for rows of one new token: who computes what; None: every row is cut alike
+    host_rows: HostRows | None = None  # all of this as the torch backend reads it; None: it looks in every layer
+
+    def read_on_host(self, block_size: int, width: int) -> HostRows:
+        """What `host_rows` is to hold, for caches of this block size and Hkv * D elements a position."""
+        return HostRows(self.query_start, self.seq_lens, self.block_table, self.slots, block_size, width)

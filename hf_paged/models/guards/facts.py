@@ -128,6 +128,17 @@ def _walk(model: nn.Module, most: int) -> list[nn.Module] | None:
     return modules
 
 
+def tensors_inside(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """All parameters, each once, and all buffers, in a fixed order; torch's own walk takes ten times as long."""
+    if (modules := _walk(model, _MOST_MODULES)) is None:
+        return list(model.parameters()), list(model.buffers())
+    namespaces = list(map(vars, modules))
+    parameters, buffers = (chain.from_iterable(map(dict.values, filter(None, as_dicts(map(of, namespaces)))))
+                           for of in (_PARAMETERS, _BUFFERS))
+    own = {id(tensor): tensor for tensor in parameters if tensor is not None}
+    return list(own.values()), [tensor for tensor in buffers if tensor is not None]
+
+
 def _columns(modules: list[nn.Module], namespaces: list[dict]) -> tuple[tuple, list[torch.Tensor]]:
     """Classes, sizes and names of modules; of their tensors classes, dtypes, devices, shapes, added names, storages.
 

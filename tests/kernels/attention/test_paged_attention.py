@@ -50,7 +50,7 @@ def test_torch_backend_is_as_exact_as_stock(rows):
 @pytest.mark.parametrize("limit", [1, 2000, 10**9])
 def test_torch_backend_groups(limit, monkeypatch):
     """However the rows of one new token are cut into groups, each gets its own result at its own place."""
-    monkeypatch.setattr("hf_paged.kernels.attention.reference._GROUP_ELEMENTS", limit)
+    monkeypatch.setattr("hf_paged.kernels.attention.host_rows._GROUP_ELEMENTS", limit)
     case = make_case([(1, n) for n in (70, 3, 41, 41, 1, 90, 16, 17)], seed=5)
     assert worst_error(paged_attention(*case[:5]), expected(case)) < 5e-6
 
