@@ -13,6 +13,7 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
+from hf_paged.errors import Reason
 from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.models.guards.facts import Facts
 from hf_paged.models.guards.originals import of_class
@@ -158,7 +159,7 @@ class ModelExecutor(ABC):
         """Classes of the activation modules in the model."""
 
     @abstractmethod
-    def registry_reason(self) -> str | None:
+    def registry_reason(self) -> Reason | None:
         """Why an entry of transformers' registries that the model's modules ask for is not its own, or None."""
 
     @abstractmethod
@@ -166,7 +167,7 @@ class ModelExecutor(ABC):
         """Numbers and names outside the tensors that its code reads: part of the prefix-cache key and of a graph's."""
 
     @abstractmethod
-    def constants_reason(self) -> str | None:
+    def constants_reason(self) -> Reason | None:
         """Why these constants, as they are now, are none that the executor's code can run with, or None."""
 
     def may_have_float_weight(self, module: torch.nn.Module) -> bool:
