@@ -63,8 +63,8 @@ class Explanation:
     Attributes:
         path: "native" (the engine runs it), "lockstep" (stock's decoding loop picks the tokens, the engine computes its
             forwards) or "stock" (with ``strict=True`` the call raises `FallbackError` instead).
-        reasons: why it is not native, and before that why not even lockstep; none for a native call. There may be
-            further ones that show once these are gone.
+        reasons: why it is not native, first of all why not even lockstep; none for a native call. There may be further
+            ones that show once these are gone.
         remedies: for each reason, what to change.
     """
 

@@ -223,14 +223,16 @@ def _announcing_generate(stock: Any) -> Callable:
         """Stock generate, with the warning where it never comes to `_sample`."""
         engine = engine_of(self)
         call = functools.partial(stock.generate, self, *args, **kwargs)
-        if engine is not None and not fallback.in_fallback(engine):
-            for name, values in (("custom_generate", None), ("cache_implementation", ("paged",))):
-                value = kwargs.get(name)
-                if value is not None and (values is None or value in values):
-                    reason = option_reason(name, value)
-                    ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
-                    return fallback.fall_back(engine, reason, call, _after_the_prompt(self, ids))
-        return call()
+        with paths.answered():
+            if engine is not None and not fallback.in_fallback(engine):
+                for name, values in (("custom_generate", None), ("cache_implementation", ("paged",))):
+                    value = kwargs.get(name)
+                    if value is not None and (values is None or value in values):
+                        reason = option_reason(name, value)
+                        ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+                        return fallback.fall_back(engine, reason, call, _after_the_prompt(self, ids))
+            return call()
+        return None
 
     return generate_
 

@@ -17,7 +17,7 @@ from hf_paged import at_fork
 from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.integration.enable import as_if_enabled, innermost, unsupported_class
 from hf_paged.integration.fallback import outside_of_fallbacks
-from hf_paged.integration.paths import Answer, asked, asking
+from hf_paged.integration.paths import Question, asked, asking
 from hf_paged.outputs import Explanation
 
 _one_at_a_time = threading.RLock()  # filters of warnings are the process' own
@@ -57,24 +57,27 @@ def explain(model: nn.Module, **generate_kwargs: Any) -> Explanation:
         raise UnsupportedModelError(f"model={type(model).__name__}: expected a transformers model, bare or wrapped")
     if (reason := unsupported_class(causal_lm)) is not None:
         return _explanation("stock", reason)
-    generate: Any = model.generate if hasattr(model, "generate") else causal_lm.generate
     if generate_kwargs.get("streamer") is not None:
         generate_kwargs["streamer"] = _Nobody()
-    if all(generate_kwargs.get(name) is None for name in ("inputs", "input_ids", "inputs_embeds")):
+    if generate_kwargs.keys().isdisjoint(("inputs", "input_ids", "inputs_embeds")):
         generate_kwargs["input_ids"] = ids = torch.zeros((1, 1), dtype=torch.int64, device=causal_lm.device)
         generate_kwargs.setdefault("attention_mask", torch.ones_like(ids))
-    try:
-        with _one_at_a_time, as_if_enabled(causal_lm) as engine, asking(engine), outside_of_fallbacks(), _quiet():
-            generate(**generate_kwargs)
-    except Answer as answer:
-        return _explanation(answer.path, *answer.reasons)
+    with _one_at_a_time, as_if_enabled(causal_lm) as engine:
+        question = Question(engine)
+        caller: Any = model if hasattr(model, "generate") else causal_lm
+        with asking(question), outside_of_fallbacks(), _quiet():
+            caller.generate(**generate_kwargs)
+    if question.answer is not None:
+        return _explanation(question.answer.path, *question.answer.reasons)
     reason = Reason(f"the generate of {type(causal_lm).__name__} does not come to stock's decoding",
                     remedy="Call `GenerationMixin.generate`, or use a class that does not override it.")
     return _explanation("stock", reason)
 
 
 def _explanation(path: str, *reasons: Reason) -> Explanation:
-    return Explanation(path, reasons, tuple(reason.remedy for reason in reasons))
+    by_kind = {reason.kind: reason for reason in reversed(reasons)}  # of each kind the first
+    distinct = tuple(by_kind.pop(reason.kind) for reason in reasons if reason.kind in by_kind)
+    return Explanation(path, distinct, tuple(reason.remedy for reason in distinct))
 
 
 @contextmanager

@@ -20,21 +20,18 @@ from hf_paged.parallel.intact import broken_part
 _IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines whose call runs in stock
 
 
-def fall_back(engine: Engine, reason: Reason, call: Callable[[], Any], num_tokens: Callable[[Any], int],
-              *others: Reason) -> Any:
+def fall_back(engine: Engine, reason: Reason, call: Callable[[], Any], num_tokens: Callable[[Any], int]) -> Any:
     """`call()` in stock, announced (see `announce_fallback`) and counted."""
-    announce_fallback(engine, reason, *others)
+    announce_fallback(engine, reason)
     with quiet_fallbacks(engine):
         return paths.counted(engine, "stock", reason, call, num_tokens)
 
 
-def announce_fallback(engine: Engine, reason: Reason, *others: Reason) -> None:
+def announce_fallback(engine: Engine, reason: Reason) -> None:
     """Warn that a call goes to stock generate, once a reason; raise where the config is ``strict`` or stock could not
     do it either.
-
-    `others` are why the call was not run in another way, for who only asks.
     """
-    paths.answer(engine, "stock", reason, *others)
+    paths.answer(engine, "stock", reason)
     if engine.group.driven:
         raise FallbackError(f"tensor_parallel_size={engine.group.size}, where rank 0 cannot run stock generate alone, "
                             f"and this call would go there: {reason.with_remedy}")

@@ -30,7 +30,7 @@ from hf_paged.integration.late_cache import LateCache
 from hf_paged.integration.stock_loop import SET_PAD, run_or_fall_back
 from hf_paged.integration.stock_pieces import EndOfCall, settled_config, stops_of
 from hf_paged.options.arguments import base_seed
-from hf_paged.options.settings import RequestSettings, option_beyond_tokens, settings_from_config, token_id_tuple
+from hf_paged.options.settings import RequestSettings, options_beyond_tokens, settings_from_config, token_id_tuple
 from hf_paged.sampling.edits import Edits
 from hf_paged.sampling.sampler import derive_seed
 
@@ -64,9 +64,8 @@ def sample_method(stock: Any) -> Callable:
             return run_or_fall_back(engine, self, functools.partial(in_stock, streamer=streamer), call, input_ids,
                                     stopping_criteria, generation_config, synced_gpus, model_kwargs)
         paths.answer(engine, "native")
-        check_token_ids(input_ids, engine.vocab_size)
         columns = _Columns(call, streamer)
-        if (reason := _run_counted(engine, call, columns)) is not None:
+        if (reason := _run_counted(engine, call, columns, input_ids)) is not None:
             return fall_back(
                 engine, reason, lambda: in_stock(streamer=columns.rest_of_streamer(), **model_kwargs),
                 lambda result: paths.new_tokens(result, input_ids.shape[1], stopping_criteria, generation_config),
@@ -84,9 +83,10 @@ def sample_method(stock: Any) -> Callable:
     return _sample
 
 
-def _run_counted(engine: Engine, call: NativeCall, columns: _Columns) -> Reason | None:
+def _run_counted(engine: Engine, call: NativeCall, columns: _Columns, input_ids: torch.Tensor) -> Reason | None:
     """`_run`; a call that it does not end natively is not counted as native."""
     try:
+        check_token_ids(input_ids, engine.vocab_size)
         reason = _run(engine, call, columns)
     except BaseException:
         engine.calls.add("native", None, 0)
@@ -194,7 +194,7 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
                stopping_criteria: Any, config: GenerationConfig, synced_gpus: bool,
                model_kwargs: dict[str, Any]) -> NativeCall | Reason:
     """The call as the engine would run it, or the reason why stock has to."""
-    if (reason := option_beyond_tokens(config)) is not None:
+    if (reason := next(options_beyond_tokens(config), None)) is not None:
         return reason
     try:
         token_id_tuple(config.eos_token_id)

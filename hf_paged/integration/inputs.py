@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,20 +21,25 @@ _CACHE = "Leave the cache out: the prefix cache finds earlier tokens by itself, 
 def paged_prompts(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,
                   model_kwargs: dict[str, Any]) -> list[list[int]] | Reason:
     """The rows without their left padding, or why no paged forward computes them here and now."""
+    reason = next(input_reasons(engine, input_ids, synced_gpus, model_kwargs), None)
+    return prompt_rows(input_ids, model_kwargs) if reason is None else reason
+
+
+def input_reasons(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,
+                  model_kwargs: dict[str, Any]) -> Iterator[Reason]:
+    """Why no paged forward computes these inputs here and now, whatever the mask says."""
     if engine.is_reentrant():
-        return Reason("generate was called from inside a step of the same engine", remedy=FROM_INSIDE)
+        yield Reason("generate was called from inside a step of the same engine", remedy=FROM_INSIDE)
     if synced_gpus:
-        return Reason("synced_gpus=True", remedy="Ranks that wait for each other step by step run in stock. It is not "
-                                                 "needed where each rank holds the whole model.")
+        yield Reason("synced_gpus=True", remedy="Ranks that wait for each other step by step run in stock. It is not "
+                                                "needed where each rank holds the whole model.")
     if input_ids.dtype not in (torch.int32, torch.int64):
-        return Reason("input_ids of dtype {}", input_ids.dtype, remedy=_IDS)
-    if (reason := model_kwargs_reason(model_kwargs)) is not None:
-        return reason
+        yield Reason("input_ids of dtype {}", input_ids.dtype, remedy=_IDS)
+    yield from argument_reasons(model_kwargs)
     if input_ids.ndim != 2 or 0 in input_ids.shape:
-        return Reason("input_ids of shape {}", tuple(input_ids.shape), remedy=_IDS)
+        yield Reason("input_ids of shape {}", tuple(input_ids.shape), remedy=_IDS)
     if (reason := engine.unsupported_reason()) is not None:
-        return reason
-    return prompt_rows(input_ids, model_kwargs)
+        yield reason
 
 
 # Arguments of the forward that change no token, whatever their value: why.
@@ -52,22 +58,21 @@ NEUTRAL_ARGUMENTS: dict[str, tuple] = {
 }
 
 
-def model_kwargs_reason(model_kwargs: dict[str, Any]) -> Reason | None:
-    """The first argument for the model's forward that a paged forward does not know, or None."""
+def argument_reasons(model_kwargs: dict[str, Any]) -> Iterator[Reason]:
+    """The arguments for the model's forward that a paged forward does not know."""
     for name, value in model_kwargs.items():
         if value is None or name in INERT_ARGUMENTS or name in ("attention_mask", "position_ids"):
             continue
         if name == "past_key_values":
             if getattr(value, "_is_user_defined", False):
-                return Reason("past_key_values given by the caller", remedy=_CACHE)
-            if type(value) is not DynamicCache or value.get_seq_length():
-                return Reason("a cache of type {}", type(value).__name__, remedy=_CACHE)
+                yield Reason("past_key_values given by the caller", remedy=_CACHE)
+            elif type(value) is not DynamicCache or value.get_seq_length():
+                yield Reason("a cache of type {}", type(value).__name__, remedy=_CACHE)
         elif not (name == "logits_to_keep" and value == 1) and not any(
                 value is neutral for neutral in NEUTRAL_ARGUMENTS.get(name, ())):
-            return Reason(f"model argument {name}={{}}", described(value),
-                          remedy="The model's forward gets an argument that pages do not know (`inputs_embeds`, for "
-                                 "example). Leave it out.")
-    return None
+            yield Reason(f"model argument {name}={{}}", described(value),
+                         remedy="The model's forward gets an argument that pages do not know (`inputs_embeds`, for "
+                                "example). Leave it out.")
 
 
 def prompt_rows(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[list[int]] | Reason:

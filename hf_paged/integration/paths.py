@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,6 @@ from hf_paged.errors import Reason
 from hf_paged.integration.call_context import within
 
 T = TypeVar("T")
-_ASKED: ContextVar[Engine | None] = ContextVar("hf_paged_asked", default=None)
 _FOR_ALL_ROWS = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)  # these, or an EOS, end rows
 
 
@@ -28,20 +28,43 @@ class Answer(BaseException):
         self.path, self.reasons = path, reasons
 
 
-def asking(engine: Engine) -> AbstractContextManager[None]:
-    """Calls of this engine's model in here raise an `Answer` where they would start to decode."""
-    return within(_ASKED, engine)
+@dataclass
+class Question:
+    """What would a call of this engine's model do? `answer`: None before one came to decode."""
+
+    engine: Engine
+    answer: Answer | None = None
+
+
+_ASKED: ContextVar[Question | None] = ContextVar("hf_paged_asked", default=None)
+
+
+def asking(question: Question) -> AbstractContextManager[None]:
+    """Calls of its engine's model in here end where they would start to decode."""
+    return within(_ASKED, question)
 
 
 def asked() -> Engine | None:
     """The engine of the innermost `asking`."""
-    return _ASKED.get()
+    question = _ASKED.get()
+    return None if question is None else question.engine
 
 
 def answer(engine: Engine, path: str, *reasons: Reason) -> None:
     """The call is about to take `path`: raise the `Answer` if this is what somebody asks."""
-    if _ASKED.get() is engine:
+    if asked() is engine:
         raise Answer(path, *reasons)
+
+
+@contextmanager
+def answered() -> Iterator[None]:
+    """Keeps an `Answer` from who called `generate`: PEFT takes its hooks off again only after calls that return."""
+    try:
+        yield
+    except Answer as found:
+        question = _ASKED.get()
+        assert question is not None
+        question.answer = found
 
 
 def counted(engine: Engine, path: str, reason: Reason | None, call: Callable[[], T],

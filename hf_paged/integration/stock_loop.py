@@ -21,11 +21,11 @@ from hf_paged.errors import Reason
 from hf_paged.integration import paths
 from hf_paged.integration.call_context import salt_of_call, seed_of_call
 from hf_paged.integration.fallback import fall_back, in_fallback, quiet_fallbacks, unreadable
-from hf_paged.integration.inputs import check_token_ids, paged_prompts
+from hf_paged.integration.inputs import check_token_ids, input_reasons, paged_prompts
 from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.integration.stock_pieces import NO_LENGTH
 from hf_paged.models.guards.at_home import is_method_of_mixin
-from hf_paged.options.settings import LEAVE_OUT, option_beyond_tokens, stock_only_option
+from hf_paged.options.settings import LEAVE_OUT, options_beyond_tokens, stock_only_options
 
 SET_PAD = "Set `pad_token_id` to a token of the model."
 
@@ -49,20 +49,22 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
         return paths.new_tokens(result, input_ids.shape[1], stopping_criteria, config)
 
     def in_stock(reason: Reason) -> Any:
-        others = () if reason.kind == why.kind else (why,)
-        return fall_back(engine, reason, lambda: method(**model_kwargs), num_tokens, *others)
+        return fall_back(engine, reason, lambda: method(**model_kwargs), num_tokens)
 
     try:
         call = recognise(engine, input_ids, stopping_criteria, config, synced_gpus, model_kwargs)
     except Exception as error:  # what cannot be read, stock may carry out, or it raises what it raises
         call = unreadable(error)
+    if paths.asked() is engine:
+        refusal = call if isinstance(call, Reason) else engine.lockstep_reason(call.prompts, call.max_new_tokens)
+        if refusal is None:
+            paths.answer(engine, "lockstep", why, *options_beyond_tokens(config))
+        else:
+            paths.answer(engine, "stock", refusal, *stock_only_options(config),
+                         *input_reasons(engine, input_ids, synced_gpus, model_kwargs), why,
+                         *options_beyond_tokens(config))
     if isinstance(call, Reason):
         return in_stock(call)
-    if paths.asked() is engine:
-        if (refusal := engine.lockstep_reason(call.prompts, call.max_new_tokens)) is not None:
-            return in_stock(refusal)
-        paths.answer(engine, "lockstep", why)
-    check_token_ids(input_ids, engine.vocab_size)
     with engine.lockstep(call.prompts, call.max_new_tokens, salt_of_call()) as batch:
         if not isinstance(batch, Reason):
             def over_pages(batch: LockstepBatch = batch) -> Any:
@@ -74,6 +76,7 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
 
 def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, input_ids: torch.Tensor,
          config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
+    check_token_ids(input_ids, engine.vocab_size)
     cache = PagedCache(batch, input_ids.shape[1], model.config.num_hidden_layers)
     with _seeded(engine, input_ids.device, model.device):
         result = method(**(model_kwargs | {"past_key_values": cache, "use_cache": True}))
@@ -87,7 +90,7 @@ def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, inp
 def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, config: GenerationConfig,
               synced_gpus: bool, model_kwargs: dict[str, Any]) -> LockstepCall | Reason:
     """What the engine needs to know of the call, or the reason why stock's forwards have to do."""
-    if (reason := stock_only_option(config)) is not None:
+    if (reason := next(stock_only_options(config), None)) is not None:
         return reason
     if config.prompt_lookup_num_tokens and config.use_cache is False:
         return Reason("use_cache=False, without which stock looks nothing up",
@@ -165,7 +168,8 @@ def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_
 
 def _beyond_sampling(config: GenerationConfig, method: str) -> Reason:
     """Why the engine does not pick the tokens of a call that came to one of stock's other decoding methods."""
-    return option_beyond_tokens(config) or Reason(f"{method} is not carried out by the paged engine", remedy=LEAVE_OUT)
+    found = next(options_beyond_tokens(config), None)
+    return found or Reason(f"{method} is not carried out by the paged engine", remedy=LEAVE_OUT)
 
 
 @contextmanager

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,18 +139,18 @@ def unsupported_option(config: GenerationConfig) -> Reason | None:
 
     An option that this version of hf_paged has never heard of counts as unsupported unless it is None or False.
     """
-    return _first_beyond(config, _UNASKED)
+    return next(_beyond(config, _UNASKED), None)
 
 
-def option_beyond_tokens(config: GenerationConfig) -> Reason | None:
-    """As `unsupported_option`, for `model.generate`, which may return the tokens in a dict."""
+def options_beyond_tokens(config: GenerationConfig) -> Iterator[Reason]:
+    """As `unsupported_option`, all of them, for `model.generate`, which may return the tokens in a dict."""
     with_a_dict = bool(config.return_dict_in_generate)  # as stock asks
-    return _first_beyond(config, _UNASKED_WITH_A_DICT if with_a_dict else _UNASKED_WITHOUT_A_DICT)
+    return _beyond(config, _UNASKED_WITH_A_DICT if with_a_dict else _UNASKED_WITHOUT_A_DICT)
 
 
-def stock_only_option(config: GenerationConfig) -> Reason | None:
-    """As `unsupported_option`, but options that run in lockstep are supported."""
-    return _first_beyond(config, _UNASKED_IN_LOCKSTEP)
+def stock_only_options(config: GenerationConfig) -> Iterator[Reason]:
+    """As `unsupported_option`, all of them, but options that run in lockstep are supported."""
+    return _beyond(config, _UNASKED_IN_LOCKSTEP)
 
 
 def option_reason(name: str, value: Any) -> Reason:
@@ -157,7 +158,7 @@ def option_reason(name: str, value: Any) -> Reason:
     return Reason(f"{name}={{}} is not carried out by the paged engine", described(value), remedy=LEAVE_OUT)
 
 
-def _first_beyond(config: GenerationConfig, carried_out: frozenset[str]) -> Reason | None:
+def _beyond(config: GenerationConfig, carried_out: frozenset[str]) -> Iterator[Reason]:
     for name, value in vars(config).items():
         # None is neutral for every field.
         if value is None or name in carried_out or name.startswith("_"):
@@ -165,8 +166,7 @@ def _first_beyond(config: GenerationConfig, carried_out: frozenset[str]) -> Reas
         if type(value) in _HASHABLE and (name, type(value), value) in _NEUTRAL:
             continue
         if not any(_same(value, neutral) for neutral in FALLBACK.get(name, (None, False))):
-            return option_reason(name, value)
-    return None
+            yield option_reason(name, value)
 
 
 def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_size: int) -> RequestSettings:
