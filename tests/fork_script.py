@@ -297,8 +297,12 @@ def locks():
     manager = model.init_continuous_batching()
     assert isinstance(manager, PagedBatchingManager)
     paged_calls = importlib.import_module("hf_paged.models.paged_calls")
+    enable, explain = (importlib.import_module(f"hf_paged.integration.{name}") for name in ("enable", "explain"))
     return {
         "hf_paged._importing": lambda: hf_paged._importing,
+        "hf_paged.engine.call_counts.CallCounts._lock": lambda: hf_paged.get_engine(model).calls._lock,
+        "hf_paged.integration.enable._swapping": lambda: enable._swapping,
+        "hf_paged.integration.explain._one_at_a_time": lambda: explain._one_at_a_time,
         "hf_paged.integration.install._enabling_one": lambda: install._enabling_one,
         "hf_paged.models.paged_calls._lock": lambda: paged_calls._lock,
         "hf_paged.engine.fair_lock.FairLock.rlock": lambda: hf_paged.get_engine(model)._lock.rlock,

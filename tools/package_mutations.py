@@ -19,6 +19,10 @@ class PackageMutation(NamedTuple):
 
 
 GENERATE, INPUTS, LOCKSTEP = (f"integration/{name}.py" for name in ("generate", "inputs", "stock_loop"))
+PATHS, EXPLAIN, ENABLE = (f"integration/{name}.py" for name in ("paths", "explain", "enable"))
+PATHS_TESTS, WARNING_TESTS, EXPLAIN_TESTS = (
+    f"integration/test_{name}.py" for name in ("paths", "fallback", "explain")
+)
 PIECES, FALLBACK, CACHE = (f"integration/{name}.py" for name in ("stock_pieces", "fallback", "paged_cache"))
 GIVEN, LATE = (f"integration/{name}.py" for name in ("given_options", "late_cache"))
 GIVEN_TESTS, LATE_TESTS = "integration/test_given_options.py", "integration/test_late_cache.py"
@@ -31,6 +35,34 @@ PATCHED_TESTS = "models/guards/test_own_code.py"
 OWN_CODE, AT_HOME = (f"models/guards/{name}.py" for name in ("own_code", "at_home"))
 BATCHING_TESTS = "integration/continuous_batching/test_methods.py"
 
+# Which path a call takes: asked beforehand, counted, and warned of.
+WHICH_PATH = [
+    PackageMutation(PATHS, "    over = is_eos.cumsum(1) > is_eos.int()\n", "    over = is_eos & False\n", PATHS_TESTS,
+                    "after_the_end"),
+    PackageMutation(PATHS, "        over |= is_tail & ~is_eos.any(1, keepdim=True)\n", "        pass\n", PATHS_TESTS,
+                    "criterion_ends"),
+    PackageMutation(PATHS, "    except Answer as found:", "    except ZeroDivisionError as found:", EXPLAIN_TESTS,
+                    "peft"),
+    PackageMutation(GENERATE, '        engine.calls.add("native", None, 0)\n', "        pass\n", PATHS_TESTS, "raises"),
+    PackageMutation("engine/call_counts.py", "calls + 1, tokens + num_tokens", "1, num_tokens", PATHS_TESTS,
+                    "tokens_of_each_path"),
+    PackageMutation("engine/call_counts.py", "            is_first = reason.kind not in self._warned\n",
+                    "            is_first = str(reason) not in self._warned\n", WARNING_TESTS, "once_a_reason"),
+    PackageMutation(FALLBACK, "            engine.calls.take_warning_back(reason)\n", "            pass\n",
+                    WARNING_TESTS, "as_an_error"),
+    PackageMutation(FALLBACK, """re.sub(r"tensor\\(.*?(\\)|$)", "a tensor", text, flags=re.DOTALL)""", "text",
+                    WARNING_TESTS, "lose_the_data"),
+    PackageMutation("options/notices.py", '"torch", "accelerate"', '"accelerate"', WARNING_TESTS, "line_that_called"),
+    PackageMutation(LOCKSTEP, "        refusal = call if isinstance(call, Reason) else engine.lockstep_reason(",
+                    "        refusal = call if isinstance(call, Reason) else (lambda *_: None)(", EXPLAIN_TESTS, "inputs"),
+    PackageMutation(ENABLE, "            causal_lm.__class__ = stock\n", "            pass\n", EXPLAIN_TESTS, "nothing_runs"),
+    PackageMutation(ENABLE, '            model_kwargs["past_key_values"] = copy.copy(given)\n', "            pass\n",
+                    EXPLAIN_TESTS, "no_mark"),
+    PackageMutation(EXPLAIN, "            warnings.simplefilter(\"ignore\")\n", "            pass\n", EXPLAIN_TESTS,
+                    "nothing_runs"),
+    PackageMutation("integration/install.py", "            _named.add(type(model))\n", "            pass\n",
+                    "integration/test_install.py", "named_once"),
+]
 # How `model.generate` and continuous batching reach the engine.
 INTEGRATION = [
     PackageMutation(GENERATE, "    if edits.no_repeat_ngram_size:\n", "    if False:\n", OPTIONS_TESTS,
@@ -62,7 +94,7 @@ INTEGRATION = [
     PackageMutation(LOCKSTEP, "if config.use_cache is False:\n", "if False:\n", "integration/test_inert_arguments.py",
                     "without_a_cache_in_lockstep"),
     PackageMutation(FALLBACK, "    if engine.config.strict:\n", "    if False:\n", FALLBACK_TESTS, "inputs_embeds"),
-    PackageMutation(LOCKSTEP, "                result[\"past_key_values\"] = cache.to_dynamic(model.config)\n",
+    PackageMutation(LOCKSTEP, "        result[\"past_key_values\"] = cache.to_dynamic(model.config)\n",
                     "                pass\n", LOCKSTEP_TESTS, "the_returned_cache_is_stocks"),
     PackageMutation(CACHE, "            self._length += tokens_to_remove\n", "", LOCKSTEP_TESTS, "prompt_lookup"),
     PackageMutation(BOARD, "for key in (request_id, *children):", "for key in (request_id,):",
@@ -153,4 +185,4 @@ RECOGNITION = [
                     "test_cache_salt.py", "only_equal_salts"),
 ]
 
-PACKAGE_MUTATIONS = [*INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION]
+PACKAGE_MUTATIONS = [*WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION]
