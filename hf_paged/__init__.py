@@ -23,15 +23,18 @@ if TYPE_CHECKING:
     )
     from hf_paged.generator import PagedGenerator
     from hf_paged.integration.enable import disable, enable, get_engine, is_enabled
+    from hf_paged.integration.explain import explain
     from hf_paged.integration.install import install, is_installed, uninstall
-    from hf_paged.outputs import Completion, EngineStats, StepOutput
+    from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CallStats",
     "Completion",
     "Engine",
     "EngineStats",
+    "Explanation",
     "FallbackError",
     "FallbackWarning",
     "PagedConfig",
@@ -42,6 +45,7 @@ __all__ = [
     "WorkerDiedError",
     "disable",
     "enable",
+    "explain",
     "get_engine",
     "install",
     "is_enabled",
@@ -59,7 +63,8 @@ _MODULES = {
     "hf_paged.generator": ("PagedGenerator",),
     "hf_paged.integration.install": ("install", "is_installed", "uninstall"),
     "hf_paged.integration.enable": ("disable", "enable", "get_engine", "is_enabled"),
-    "hf_paged.outputs": ("Completion", "EngineStats", "StepOutput"),
+    "hf_paged.integration.explain": ("explain",),
+    "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput"),
 }
 
 

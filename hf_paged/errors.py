@@ -2,6 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+
+class Reason(str):
+    """Why something is not done natively, as a text, with what to change.
+
+    Args:
+        template: the text, in which each ``{}`` stands for one of `values`.
+        remedy: one or more sentences.
+
+    Attributes:
+        kind: the text with … for the values. Reasons of one kind are one reason to whoever counts or warns.
+        remedy: as given.
+    """
+
+    kind: str
+    remedy: str
+
+    def __new__(cls, template: str, *values: Any, remedy: str) -> Reason:
+        reason = super().__new__(cls, template.format(*values))
+        reason.kind, reason.remedy = template.format(*("…" for _ in values)), remedy
+        return reason
+
+    @property
+    def with_remedy(self) -> str:
+        """The text and what to change, for messages."""
+        return f"{self}. {self.remedy}"
+
+    def __getnewargs_ex__(self) -> tuple[tuple[str, str], dict[str, str]]:  # of copies, which take over the kind
+        return ("{}", str(self)), {"remedy": self.remedy}
+
 
 class UnsupportedModelError(TypeError):
     """The object handed to `enable` or `PagedGenerator` is no causal LM that hf_paged can run."""

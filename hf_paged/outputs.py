@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+PATHS = ("native", "lockstep", "stock")
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,44 @@ class StepOutput:
 
 
 @dataclass(frozen=True)
+class Explanation:
+    """What a call of `model.generate` would do.
+
+    Attributes:
+        path: "native" (the engine runs it), "lockstep" (stock's decoding loop picks the tokens, the engine computes its
+            forwards) or "stock" (with ``strict=True`` the call raises `FallbackError` instead).
+        reasons: why it is not native, first of all why not even lockstep; none for a native call. There may be further
+            ones that show once these are gone.
+        remedies: for each reason, what to change.
+    """
+
+    path: str
+    reasons: tuple[str, ...] = ()
+    remedies: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        pairs = zip(self.reasons, self.remedies, strict=True)
+        return "\n".join([self.path, *(f"  {reason}\n    {remedy}" for reason, remedy in pairs)])
+
+
+@dataclass(frozen=True)
+class CallStats:
+    """Calls that took one path, or that took it for one reason.
+
+    Attributes:
+        num_calls: those that came to decode, also if they raised then.
+        num_tokens: new tokens of all rows that they returned, padding left out; of beams those that were returned. A
+            call that raised returned none.
+        by_reason: the same for each reason, in which … stands for what differs from call to call; empty for native
+            calls.
+    """
+
+    num_calls: int
+    num_tokens: int
+    by_reason: Mapping[str, CallStats]
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Counters since the engine was made (num_generated_tokens, ...) and its state now (num_running, ...).
 
@@ -68,6 +109,8 @@ class EngineStats:
         num_pool_growths: how often the pool was enlarged.
         num_graphs_captured, num_graphs_dropped: CUDA graphs of the present pool; they are dropped when memory that they
             point to moved.
+        calls: calls of the enabled model's `generate` and `generate_batch` by path: "native", "lockstep", "stock". What
+            a call in stock calls itself (drafts of assisted decoding) is a part of it.
     """
 
     num_running: int
@@ -84,3 +127,4 @@ class EngineStats:
     num_pool_growths: int
     num_graphs_captured: int
     num_graphs_dropped: int
+    calls: Mapping[str, CallStats]

@@ -22,6 +22,7 @@ from support import TRAINED_MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
+from hf_paged.errors import Reason
 
 pytest_plugins = ["interpreted"]
 torch.set_num_threads(1)
@@ -98,21 +99,15 @@ def process_group(tmp_path):
 @pytest.fixture
 def lockstep_only(monkeypatch):
     """Every call of generate takes lockstep, or stock where that cannot have it."""
-    monkeypatch.setattr("hf_paged.integration.generate._recognise", lambda *args: "a test wants lockstep")
+    reason = Reason("a test wants lockstep", remedy="Leave the fixture out.")
+    monkeypatch.setattr("hf_paged.integration.generate._recognise", lambda *args: reason)
 
 
 @pytest.fixture
 def native_only(monkeypatch):
     """A call of generate that the engine does not carry out itself fails."""
 
-    def refuse(*args):
-        raise AssertionError(f"not native: {_reason_of(*args)}")
+    def refuse(engine, model, method, why, *args):
+        raise AssertionError(f"not native: {why}")
 
     monkeypatch.setattr("hf_paged.integration.generate.run_or_fall_back", refuse)
-
-
-def _reason_of(engine, model, method, input_ids, stopping_criteria, config, synced_gpus, model_kwargs):
-    from hf_paged.integration.generate import _recognise
-
-    processors = method.keywords["logits_processor"]
-    return _recognise(engine, model, input_ids, processors, stopping_criteria, config, synced_gpus, model_kwargs)

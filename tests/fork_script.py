@@ -298,8 +298,12 @@ def locks():
     assert isinstance(manager, PagedBatchingManager)
     paged_calls = importlib.import_module("hf_paged.models.paged_calls")
     cache = model.generate(**INPUTS, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+    enable, explain = (importlib.import_module(f"hf_paged.integration.{name}") for name in ("enable", "explain"))
     return {
         "hf_paged._importing": lambda: hf_paged._importing,
+        "hf_paged.engine.call_counts.CallCounts._lock": lambda: hf_paged.get_engine(model).calls._lock,
+        "hf_paged.integration.enable._swapping": lambda: enable._swapping,
+        "hf_paged.integration.explain._one_at_a_time": lambda: explain._one_at_a_time,
         "hf_paged.integration.install._enabling_one": lambda: install._enabling_one,
         "hf_paged.integration.late_cache._Call.computing": lambda: cache._call.computing,
         "hf_paged.models.paged_calls._lock": lambda: paged_calls._lock,

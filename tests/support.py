@@ -176,21 +176,32 @@ def assert_idle(model: PreTrainedModel) -> None:
     """Nothing runs or waits, and every block but the null block is free."""
     stats = hf_paged.get_engine(model).stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert stats.num_free_blocks == stats.num_blocks - 1
+    assert stats.num_free_blocks == max(stats.num_blocks - 1, 0)  # there may be no pool as yet
+
+
+def num_calls(model: PreTrainedModel) -> dict[str, int]:
+    """How many calls of an enabled model took each path so far; those that took none left out."""
+    stats = hf_paged.get_engine(model).stats().calls
+    return {path: counted.num_calls for path, counted in stats.items() if counted.num_calls}
 
 
 def assert_native_parity(model: PreTrainedModel, expected: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
     """An enabled model's greedy generate equals stock's, and it was the engine that made exactly these tokens."""
     if expected is None:
         expected = stock_generate(model, **kwargs)
+    path = hf_paged.explain(model, **kwargs).path
+    assert path != "stock"  # lockstep where a fixture wants it
     engine = hf_paged.get_engine(model)
-    before = engine.stats().num_generated_tokens
+    before = engine.stats()
     with warnings.catch_warnings():
         warnings.simplefilter("error", hf_paged.FallbackWarning)
         actual = model.generate(**kwargs)
     assert_same_tensor(actual, expected)
-    made = engine.stats().num_generated_tokens - before
-    assert made == tokens_made(expected, kwargs["input_ids"].shape[1], eos_ids(kwargs, model))
+    after = engine.stats()
+    made = tokens_made(expected, kwargs["input_ids"].shape[1], eos_ids(kwargs, model))
+    assert after.num_generated_tokens - before.num_generated_tokens == made
+    counts = [(stats.calls[path].num_calls, stats.calls[path].num_tokens) for stats in (before, after)]
+    assert counts[1] == (counts[0][0] + 1, counts[0][1] + made)
     assert_idle(model)
     return actual
 
@@ -235,6 +246,7 @@ def assert_lockstep(model: PreTrainedModel, *, call: Any = None, paged: dict[str
     `call(model, **kwargs)` stands in for `model.generate`. The model stays enabled, with `paged` as settings. Returns
     what the enabled model returned.
     """
+    is_generate = call is None
     call = call or (lambda model, **kwargs: model.generate(**kwargs))
     hf_paged.disable(model)
 
@@ -246,6 +258,8 @@ def assert_lockstep(model: PreTrainedModel, *, call: Any = None, paged: dict[str
     hf_paged.enable(model, **({"strict": True} | (paged or {})))
     actual = run()
     assert hf_paged.get_engine(model).stats().num_generated_tokens > 0
+    if is_generate:
+        assert num_calls(model) == {hf_paged.explain(model, **kwargs).path: 1}
     assert_idle(model)
     assert type(actual) is type(expected)
     if isinstance(expected, torch.Tensor):
@@ -287,12 +301,15 @@ def assert_falls_back(model: PreTrainedModel, reason: str, *, call: Any = None, 
     `reason` is a regular expression for the message; `call(model, **kwargs)` stands in for `model.generate`.
     Returns stock's result.
     """
+    is_generate = call is None
     call = call or (lambda model, **kwargs: model.generate(**kwargs))
     torch.manual_seed(0)
     expected = call(model, **kwargs)
+    foreseen = [hf_paged.explain(model, **kwargs)] if is_generate else []
     hf_paged.enable(model)
     try:
         engine = hf_paged.get_engine(model)
+        foreseen += [hf_paged.explain(model, **kwargs)] if is_generate else []
         torch.manual_seed(0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -306,6 +323,12 @@ def assert_falls_back(model: PreTrainedModel, reason: str, *, call: Any = None, 
             assert type(actual) is type(expected)
             assert_same_tensor(actual["sequences"], expected["sequences"])
         assert engine.stats().num_generated_tokens == 0
+        assert num_calls(model) == {"stock": 1}
+        [kind] = engine.stats().calls["stock"].by_reason
+        for explained in foreseen:
+            assert explained == foreseen[0] and explained.path == "stock"
+            assert explained.reasons[0].kind == kind
+            assert f"{explained.reasons[0]}. {explained.remedies[0]}" in messages[0]
         hf_paged.enable(model, strict=True)
         with pytest.raises(hf_paged.FallbackError, match=reason):
             call(model, **kwargs)

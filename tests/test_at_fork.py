@@ -23,8 +23,11 @@ LOCKS = {"Lock", "RLock", "Condition", "Event", "Semaphore", "BoundedSemaphore",
 _ELSEWHERE = {"torch.cuda.Event"}
 RENEWED = {
     "hf_paged._importing",
+    "hf_paged.engine.call_counts.CallCounts._lock",
     "hf_paged.engine.fair_lock.FairLock.rlock",
     "hf_paged.integration.continuous_batching.board.RequestBoard.changed",
+    "hf_paged.integration.enable._swapping",
+    "hf_paged.integration.explain._one_at_a_time",
     "hf_paged.integration.install._enabling_one",
     "hf_paged.integration.late_cache._Call.computing",
     "hf_paged.models.paged_calls._lock",

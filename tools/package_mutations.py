@@ -19,6 +19,10 @@ class PackageMutation(NamedTuple):
 
 
 GENERATE, INPUTS, LOCKSTEP = (f"integration/{name}.py" for name in ("generate", "inputs", "stock_loop"))
+PATHS, EXPLAIN, ENABLE = (f"integration/{name}.py" for name in ("paths", "explain", "enable"))
+PATHS_TESTS, WARNING_TESTS, EXPLAIN_TESTS = (
+    f"integration/test_{name}.py" for name in ("paths", "fallback", "explain")
+)
 PIECES, FALLBACK, CACHE = (f"integration/{name}.py" for name in ("stock_pieces", "fallback", "paged_cache"))
 GIVEN, LATE = (f"integration/{name}.py" for name in ("given_options", "late_cache"))
 GIVEN_TESTS, LATE_TESTS = "integration/test_given_options.py", "integration/test_late_cache.py"
@@ -37,6 +41,36 @@ GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generi
 KERNELS, KERNEL_TESTS = "models/guards/hub_kernels.py", "models/guards/test_hub_kernels.py"
 WRAPPER_TESTS = "models/test_wrappers.py"
 
+# Which path a call takes: asked beforehand, counted, and warned of.
+WHICH_PATH = [
+    PackageMutation(PATHS, "    over = is_eos.cumsum(1) > is_eos.int()\n", "    over = is_eos & False\n", PATHS_TESTS,
+                    "after_the_end"),
+    PackageMutation(PATHS, "        over |= is_tail & ~is_eos.any(1, keepdim=True)\n", "        pass\n", PATHS_TESTS,
+                    "criterion_ends"),
+    PackageMutation(PATHS, "    except Answer as found:", "    except ZeroDivisionError as found:", EXPLAIN_TESTS,
+                    "peft"),
+    PackageMutation(GENERATE, '        engine.calls.add("native", None, 0)\n', "        pass\n", PATHS_TESTS, "raises"),
+    PackageMutation("engine/call_counts.py", "calls + 1, tokens + num_tokens", "1, num_tokens", PATHS_TESTS,
+                    "tokens_of_each_path"),
+    PackageMutation("engine/call_counts.py", "            is_first = reason.kind not in self._warned\n",
+                    "            is_first = str(reason) not in self._warned\n", WARNING_TESTS, "once_a_reason"),
+    PackageMutation(FALLBACK, "            engine.calls.take_warning_back(reason)\n", "            pass\n",
+                    WARNING_TESTS, "as_an_error"),
+    PackageMutation(FALLBACK, """re.sub(r"tensor\\(.*?(\\)|$)", "a tensor", text, flags=re.DOTALL)""", "text",
+                    WARNING_TESTS, "lose_the_data"),
+    PackageMutation("options/notices.py", '"torch", "accelerate"', '"accelerate"', WARNING_TESTS, "line_that_called"),
+    PackageMutation(LOCKSTEP, "        refusal = call if isinstance(call, Reason) else engine.lockstep_reason(",
+                    "        refusal = call if isinstance(call, Reason) else (lambda *_: None)(", EXPLAIN_TESTS,
+                    "inputs"),
+    PackageMutation(ENABLE, "            causal_lm.__class__ = stock\n", "            pass\n", EXPLAIN_TESTS,
+                    "nothing_runs"),
+    PackageMutation(ENABLE, '            model_kwargs["past_key_values"] = copy.copy(given)\n', "            pass\n",
+                    EXPLAIN_TESTS, "no_mark"),
+    PackageMutation(EXPLAIN, "            warnings.simplefilter(\"ignore\")\n", "            pass\n", EXPLAIN_TESTS,
+                    "nothing_runs"),
+    PackageMutation("integration/install.py", "            _named.add(type(model))\n", "            pass\n",
+                    "integration/test_install.py", "named_once"),
+]
 # How `model.generate` and continuous batching reach the engine.
 INTEGRATION = [
     PackageMutation(GENERATE, "    if edits.no_repeat_ngram_size:\n", "    if False:\n", OPTIONS_TESTS,
@@ -68,8 +102,8 @@ INTEGRATION = [
     PackageMutation(LOCKSTEP, "if config.use_cache is False:\n", "if False:\n", "integration/test_inert_arguments.py",
                     "without_a_cache_in_lockstep"),
     PackageMutation(FALLBACK, "    if engine.config.strict:\n", "    if False:\n", FALLBACK_TESTS, "inputs_embeds"),
-    PackageMutation(LOCKSTEP, "                result[\"past_key_values\"] = cache.to_dynamic(model.config)\n",
-                    "                pass\n", LOCKSTEP_TESTS, "the_returned_cache_is_stocks"),
+    PackageMutation(LOCKSTEP, "        result[\"past_key_values\"] = cache.to_dynamic(model.config)\n",
+                    "        pass\n", LOCKSTEP_TESTS, "the_returned_cache_is_stocks"),
     PackageMutation(CACHE, "            self._length += tokens_to_remove\n", "", LOCKSTEP_TESTS, "prompt_lookup"),
     PackageMutation(BOARD, "for key in (request_id, *children):", "for key in (request_id,):",
                     "integration/continuous_batching/test_board.py", "children"),
@@ -126,7 +160,7 @@ REQUESTS = [
 
 # Weights, own code and keys of the prefix cache.
 RECOGNITION = [
-    PackageMutation("runner/weights.py", "buffers, executor.plain_tensors())]", "buffers)]",
+    PackageMutation("runner/weights.py", "*buffers, *executor.plain_tensors()])", "*buffers])",
                     "models/guards/test_plain_tensors.py", "changed_in_place"),
     PackageMutation(OWN_CODE, "        if table.holds():\n            return None\n",
                     "        return None\n", PATCHED_TESTS, "attention_of_torch"),
@@ -157,8 +191,9 @@ RECOGNITION = [
                     "helper_of_a_subclass"),
     PackageMutation("models/guards/capturing.py", "        _CODE is not None\n", "        False\n",
                     "models/guards/test_capturing.py", "auxiliary_loss"),
-    PackageMutation("runner/weights.py", "for t in watched(every)]",
-                    "for t in every if type(t).__name__ != 'Int8Tensor']", INNER_TESTS, "dropped and data"),
+    PackageMutation("runner/weights.py", "    return watched([*parameters,",
+                    "    return list([t for t in parameters if type(t).__name__ != 'Int8Tensor'] + [", INNER_TESTS,
+                    "dropped and data"),
     PackageMutation("models/guards/inner_tensors.py", "                found += inner_tensors(tensor) or [tensor]\n",
                     "                found.append(tensor)\n", INNER_TESTS, "dropped or look"),
     PackageMutation("models/guards/facts.py", " or self._wrappers != list(map(vars, wrappers))", "", INNER_TESTS,
@@ -220,8 +255,8 @@ MODELS = [
                     "token_types"),
     PackageMutation("models/__init__.py", " and not runs_kernels(model, family.modeling)", "", KERNEL_TESTS,
                     "as_they_stand"),
-    PackageMutation("models/base.py", "adapter_state(self.model), kernels))", "adapter_state(self.model)))",
-                    KERNEL_TESTS, "not_hit"),
+    PackageMutation("models/base.py", "adapter_state(self.model), kernels, quantization))",
+                    "adapter_state(self.model), quantization))", KERNEL_TESTS, "not_hit"),
     PackageMutation(KERNELS, "    if not calls_modules:\n", "    if False:\n", KERNEL_TESTS, "after_enable"),
     PackageMutation(KERNELS, "    if layer not in TOKENWISE:\n", "    if False:\n", KERNEL_TESTS, "look_at_rows"),
     PackageMutation(KERNELS, " or forward.__self__ is not module", "", KERNEL_TESTS, "no_kernel_brought"),
@@ -276,4 +311,6 @@ ON_A_CPU = [
                     "integration/test_single_row_calls.py", "laid_out_once"),
 ]
 
-PACKAGE_MUTATIONS = [*INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED, *MODELS, *SERVER, *ON_A_CPU]
+PACKAGE_MUTATIONS = [
+    *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED, *MODELS, *SERVER, *ON_A_CPU,
+]

@@ -17,13 +17,14 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_paged import at_fork
 from hf_paged.config import PagedConfig
+from hf_paged.engine.call_counts import CallCounts
 from hf_paged.engine.commands import Build, Command, CommandQueue, End, Release, ResetCache
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.fair_lock import FairLock
 from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.engine.session import NewRequest, Session
 from hf_paged.engine.stopping import CachedStopStrings, StopRule
-from hf_paged.errors import EngineClosedError, UnsupportedModelError
+from hf_paged.errors import EngineClosedError, Reason, UnsupportedModelError
 from hf_paged.kernels.attention import flash_backend
 from hf_paged.models import ModelExecutor, find_executor
 from hf_paged.models.eligibility import unsupported_reason
@@ -35,10 +36,13 @@ from hf_paged.parallel.peers import connect
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.weights import ModelMark
 from hf_paged.sampling.sampler import derive_seed
-from hf_paged.scheduler.lockstep_rows import too_many_rows
+from hf_paged.scheduler.lockstep_rows import blocks_together
 
 # Seconds between two looks of a thread whose work has to wait for another's.
 _NAP = 0.5e-3
+FROM_INSIDE = ("A streamer, processor or criterion called `generate` of its own model. That inner call runs in stock; "
+               "call it after the outer one.")
+DISABLED = "Disable a model after its calls are done."
 _CANNOT_RUN = "the model cannot run on the paged engine as it is now: "
 _CLOSED = "this engine is closed: its model was disabled"
 _FORKED = "this process is a fork of one whose model is sharded over several ranks: expected that process"
@@ -100,6 +104,7 @@ class Engine:
         largest = config.max_num_batched_tokens * self._executor.config.hidden_size * spec.compute_dtype.itemsize
         connect(self._executor.group, spec.device, config.all_reduce, largest)
         self.config = config
+        self.calls = CallCounts()
         self.owns_device = owns_device
         self._core = EngineCore(self._executor, config, tokenizer, owns_device=owns_device)
         self._commands = CommandQueue(self._executor.group, self._core)
@@ -250,7 +255,7 @@ class Engine:
 
     @contextmanager
     def lockstep(self, prompts: list[list[int]], max_new_tokens: int,
-                 cache_salt: bytes = b"") -> Iterator[LockstepBatch | str]:
+                 cache_salt: bytes = b"") -> Iterator[LockstepBatch | Reason]:
         """Rows that step together while the caller picks their tokens; or the reason why they cannot.
 
         Other callers go on meanwhile. The engine's lock is held only while logits are asked for.
@@ -264,14 +269,20 @@ class Engine:
         call = _Call()
         try:
             with self._held():
-                if (refusal := self._refusal(prompts, max_new_tokens)) is None:
+                refusal = self._refusal()
+                if refusal is None and self._core.pool.moved():
+                    self._core.restart_over_a_new_pool()
+                if refusal is None:
+                    self._pool()
+                    refusal = self._too_many(prompts, max_new_tokens)
+                if refusal is None:
                     batch = LockstepBatch(self._core, self._held, self._drive, weakref.ref(call), prompts,
                                           max_new_tokens, cache_salt)
                     self._core.batches.append(batch)
             if batch is not None:
                 yield batch
-            else:
-                yield refusal or ""
+            elif refusal is not None:
+                yield refusal
         finally:
             if batch is not None:
                 with self._held():
@@ -284,17 +295,29 @@ class Engine:
                 while self._at_end_of_batches and not self._core.batches:
                     self._at_end_of_batches.pop()()
 
-    def _refusal(self, prompts: list[list[int]], max_new_tokens: int) -> str | None:
-        """Why these rows cannot step together, or None."""
+    def lockstep_reason(self, prompts: list[list[int]], max_new_tokens: int) -> Reason | None:
+        """Why `lockstep` would refuse these rows as things stand, or None; changes nothing."""
+        return self._refusal() or self._too_many(prompts, max_new_tokens)
+
+    def _refusal(self) -> Reason | None:
+        """Why no rows at all can step together here and now, or None."""
         if self.is_reentrant():
-            return "it was called from inside a step of the same engine"
+            return Reason("it was called from inside a step of the same engine", remedy=FROM_INSIDE)
         if self._is_shut_down:
-            return "the model was disabled by another thread"
+            return Reason("the model was disabled by another thread", remedy=DISABLED)
         if self.group.is_parallel:
-            return "the model is sharded over several ranks"
-        if self._core.pool.moved():
-            self._core.restart_over_a_new_pool()
-        return too_many_rows(prompts, max_new_tokens, self.config.block_size, self._pool().max_blocks)
+            return Reason("the model is sharded over several ranks",
+                          remedy="Lockstep needs the whole model on one GPU. Leave the option out.")
+        return None
+
+    def _too_many(self, prompts: list[list[int]], max_new_tokens: int) -> Reason | None:
+        """Why these rows could not step together if they had the pool to themselves, or None."""
+        wanted, most = blocks_together(prompts, max_new_tokens, self.config.block_size), self._core.pool.most_blocks - 1
+        if wanted <= most:
+            return None
+        return Reason("rows that step together may need {} blocks, and the KV pool holds {}", wanted, most,
+                      remedy="A lockstep call needs room for all its rows at once. Give fewer rows a call, or raise "
+                             "`num_blocks` or `gpu_memory_utilization`.")
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -347,6 +370,7 @@ class Engine:
                 num_pool_growths=pool.num_growths,
                 num_graphs_captured=pool.graph_counts[0],
                 num_graphs_dropped=pool.graph_counts[1],
+                calls=self.calls.stats(),
             )
 
     def reset_prefix_cache(self) -> bool:
@@ -450,7 +474,7 @@ class Engine:
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
-    def unsupported_reason(self) -> str | None:
+    def unsupported_reason(self) -> Reason | None:
         """Why the model cannot run natively as it is now, or None."""
         return unsupported_reason(self._executor)
 
@@ -473,7 +497,7 @@ class Engine:
         """Raise UnsupportedModelError where `unsupported_reason` gives one; EngineClosedError after `shutdown`."""
         self._check_open()
         if (reason := self.unsupported_reason()) is not None:
-            raise UnsupportedModelError(_CANNOT_RUN + reason)
+            raise UnsupportedModelError(_CANNOT_RUN + reason.with_remedy)
 
     def _check_open(self) -> None:
         if self._is_shut_down:
@@ -494,17 +518,24 @@ class Engine:
             return checked
         return [self.check_prompt(prompt) for prompt in prompts]
 
-    def too_long(self, prompt_length: int, max_new_tokens: int) -> str | None:
-        """Why a sequence of this length can never run here, or None."""
+    def too_long(self, prompt_length: int, max_new_tokens: int) -> Reason | None:
+        """Why a sequence of this length can never run here, or None. The pool need not be there for it.
+
+        One that was sized by a warm-up pass, or together with other ranks, is built for the answer.
+        """
         with self._lock.turn(), self._lock.rlock:
-            pool = self._pool()
+            pool = self._pool() if self.owns_device or self.group.is_parallel else self._core.pool
             length = prompt_length + max_new_tokens
             if length > pool.max_model_len:
-                return f"{length} tokens with {max_new_tokens} new ones, and max_model_len is {pool.max_model_len}"
+                return Reason("{} tokens with {} new ones, and max_model_len is {}", length, max_new_tokens,
+                              pool.max_model_len,
+                              remedy="Raise `PagedConfig.max_model_len`, if the model's positions allow it, or ask for "
+                                     "fewer tokens.")
             # The last token's keys and values are never needed.
             blocks = -(-(length - 1) // self.config.block_size)
-            if blocks > pool.max_blocks - 1:
-                return f"{blocks} blocks are needed, and the KV pool holds {pool.max_blocks - 1}"
+            if blocks > (most := pool.most_blocks - 1):
+                return Reason("{} blocks are needed, and the KV pool holds {}", blocks, most,
+                              remedy="Raise `num_blocks` or `gpu_memory_utilization`, or ask for fewer tokens.")
         return None
 
     def room(self, prompt_length: int) -> int:
@@ -587,7 +618,7 @@ class Engine:
             reason = self.unsupported_reason()
         if reason is not None:
             for request in [self._core.requests[i] for i in arrived if i in self._core.requests]:
-                self._core.refuse(request, _CANNOT_RUN + reason)
+                self._core.refuse(request, _CANNOT_RUN + reason.with_remedy)
 
     def _carry_out(self, command: Command) -> Any:
         try:

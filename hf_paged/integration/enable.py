@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import dataclasses
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_paged import at_fork
 from hf_paged.config import PagedConfig
 from hf_paged.engine.engine import Engine
-from hf_paged.errors import UnsupportedModelError
-from hf_paged.integration import fallback, generate, stock_loop
+from hf_paged.errors import Reason, UnsupportedModelError
+from hf_paged.integration import fallback, generate, paths, stock_loop
 from hf_paged.integration.continuous_batching import methods
 from hf_paged.integration.engines import ENGINES, engine_of
 from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.models import SUPPORTED, find_executor
+from hf_paged.options.settings import option_reason
 from hf_paged.parallel.group import group_of
+
+_swapping = threading.RLock()  # a model's class is looked at and changed by one thread at a time
 
 
 def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any) -> nn.Module:
@@ -62,10 +69,28 @@ def enable_with_engine(causal_lm: PreTrainedModel, config: PagedConfig, **engine
     """Swap the class of an unwrapped model and give it a new `Engine`."""
     engine = Engine(causal_lm, config, **engine_options)
     disable(causal_lm)
-    stock: Any = type(causal_lm)
-    causal_lm.__class__ = _enabled_class(stock)
-    ENGINES[causal_lm] = engine
+    with _swapping:
+        stock: Any = type(causal_lm)
+        causal_lm.__class__ = _enabled_class(stock)
+        ENGINES[causal_lm] = engine
     return engine
+
+
+@contextmanager
+def as_if_enabled(causal_lm: PreTrainedModel) -> Iterator[Engine]:
+    """The engine that an unwrapped model has, or would have; in here its methods are the enabled class'.
+
+    For `paths.asking`: of a model that is not enabled, other threads' calls stay in stock.
+    """
+    with _swapping:
+        stock: Any = type(causal_lm)
+        if (engine := ENGINES.get(causal_lm)) is None:
+            engine = Engine(causal_lm, PagedConfig())
+            causal_lm.__class__ = _enabled_class(stock)
+        try:
+            yield engine
+        finally:
+            causal_lm.__class__ = stock
 
 
 def disable(model: nn.Module) -> nn.Module:
@@ -87,9 +112,10 @@ def disable(model: nn.Module) -> nn.Module:
     try:
         engine.shutdown()  # waits for a call in lockstep, whose forwards need the class as it is
     finally:
-        if ENGINES.get(causal_lm) is engine:  # not disabled by another thread in the meantime
-            causal_lm.__class__ = type(causal_lm).__dict__["_hf_paged_stock_class"]
-            del ENGINES[causal_lm]
+        with _swapping:
+            if ENGINES.get(causal_lm) is engine:  # not disabled by another thread in the meantime
+                causal_lm.__class__ = type(causal_lm).__dict__["_hf_paged_stock_class"]
+                del ENGINES[causal_lm]
     return model
 
 
@@ -114,7 +140,30 @@ def get_engine(model: nn.Module) -> Engine:
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """The causal LM inside torch.compile's OptimizedModule, DDP and PEFT wrappers."""
+    """The causal LM inside torch.compile's OptimizedModule, DDP and PEFT wrappers.
+
+    Raises:
+        UnsupportedModelError: it is of no class that is supported.
+    """
+    inner = innermost(model)
+    if not isinstance(inner, PreTrainedModel) or (inner not in ENGINES and find_executor(inner) is None):
+        inside = "" if inner is model else f" (with a {type(inner).__name__} inside)"
+        raise UnsupportedModelError(
+            f"model={type(model).__name__}{inside}: expected one of {', '.join(SUPPORTED)}, bare or wrapped"
+        )
+    return inner
+
+
+def unsupported_class(causal_lm: Any) -> Reason | None:
+    """Why a model can never be enabled, or None."""
+    if find_executor(causal_lm) is not None:
+        return None
+    return Reason(f"{type(causal_lm).__name__} is no class that the paged engine runs",
+                  remedy=f"It runs in stock. The engine runs {', '.join(SUPPORTED)}.")
+
+
+def innermost(model: Any) -> Any:
+    """What is inside these wrappers, whatever it is."""
     inner = model
     while True:
         if isinstance(inner, torch._dynamo.OptimizedModule):
@@ -124,13 +173,14 @@ def unwrap(model: Any) -> PreTrainedModel:
         elif hasattr(inner, "get_base_model") and hasattr(inner, "peft_config"):
             inner = inner.get_base_model()
         else:
-            break
-    if not isinstance(inner, PreTrainedModel) or (inner not in ENGINES and find_executor(inner) is None):
-        inside = "" if inner is model else f" (with a {type(inner).__name__} inside)"
-        raise UnsupportedModelError(
-            f"model={type(model).__name__}{inside}: expected one of {', '.join(SUPPORTED)}, bare or wrapped"
-        )
-    return inner
+            return inner
+
+
+@at_fork.in_child
+def _renew_in_child() -> None:
+    """The thread that was swapping a class when another one forked does not exist in the child."""
+    global _swapping
+    _swapping = at_fork.renewed(_swapping)
 
 
 @functools.cache
@@ -146,6 +196,8 @@ def _enabled_class(stock: Any) -> type:
         "_beam_search": _lockstep_beam_search(stock),
         "_assisted_decoding": _lockstep_assisted_decoding(stock),
         "generate": _announcing_generate(stock),
+        "load_custom_generate": _announcing_load(stock),
+        "_prepare_cache_for_generation": _no_cache_for_a_question(stock),
         "__call__": _paged_call(stock),
         **methods.overrides(stock),
     }
@@ -170,13 +222,61 @@ def _announcing_generate(stock: Any) -> Callable:
     def generate_(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock generate, with the warning where it never comes to `_sample`."""
         engine = engine_of(self)
-        for name, values in (("custom_generate", None), ("cache_implementation", ("paged",))):
-            value = kwargs.get(name)
-            if engine is not None and value is not None and (values is None or value in values):
-                fallback.announce_fallback(engine, f"{name}={value!r:.60} is not carried out by the paged engine")
-        return stock.generate(self, *args, **kwargs)
+        call = functools.partial(stock.generate, self, *args, **kwargs)
+        with paths.answered():
+            if engine is not None and not fallback.in_fallback(engine):
+                for name, values in (("custom_generate", None), ("cache_implementation", ("paged",))):
+                    value = kwargs.get(name)
+                    if value is not None and (values is None or value in values):
+                        reason = option_reason(name, value)
+                        ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+                        return fallback.fall_back(engine, reason, call, _after_the_prompt(self, ids))
+            return call()
+        return None
 
     return generate_
+
+
+def _after_the_prompt(model: Any, ids: Any) -> Callable[[Any], int]:
+    """Counts the tokens that somebody's own decoding returned after these prompts; what is padding, nobody knows."""
+    width = ids.shape[-1] if isinstance(ids, torch.Tensor) else 0
+    return lambda result: paths.new_tokens(result, width, (), model.generation_config)
+
+
+def _announcing_load(stock: Any) -> Callable:
+    """For decoding methods that transformers moved to the Hub, and fetches by itself."""
+
+    @functools.wraps(stock.load_custom_generate)
+    def load_custom_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = engine_of(self)
+        if engine is None or fallback.in_fallback(engine):
+            return stock.load_custom_generate(self, *args, **kwargs)
+        reason = option_reason("custom_generate", args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+        paths.answer(engine, "stock", reason)
+        loaded = stock.load_custom_generate(self, *args, **kwargs)
+
+        def announced(*args: Any, **kwargs: Any) -> Any:
+            ids = kwargs.get("input_ids", kwargs.get("inputs"))
+            call = functools.partial(loaded, *args, **kwargs)
+            return fallback.fall_back(engine, reason, call, _after_the_prompt(self, ids))
+
+        return announced
+
+    return load_custom_generate
+
+
+def _no_cache_for_a_question(stock: Any) -> Callable:
+    @functools.wraps(stock._prepare_cache_for_generation)
+    def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any,
+                                      **kwargs: Any) -> Any:
+        """Stock's, but a call that is only asked about allocates no cache and leaves no mark on the caller's."""
+        if paths.asked() is not None:
+            if (given := model_kwargs.get("past_key_values")) is None:
+                return None
+            model_kwargs["past_key_values"] = copy.copy(given)
+        return stock._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
+
+    return _prepare_cache_for_generation
 
 
 def _lockstep_beam_search(stock: Any) -> Callable:

@@ -12,13 +12,15 @@ from transformers import PreTrainedModel
 
 from hf_paged.config import PagedConfig
 from hf_paged.engine.engine import Engine
+from hf_paged.integration.paths import asked
 
 ENGINES: weakref.WeakKeyDictionary[PreTrainedModel, Engine] = weakref.WeakKeyDictionary()
 
 
 def engine_of(model: Any) -> Engine | None:
-    """The engine of a causal LM, or None where it is not enabled."""
-    return ENGINES.get(model)
+    """The engine of a causal LM, or None where it is not enabled and nobody asks what it would do."""
+    engine = asked()
+    return engine if engine is not None and engine.model is model else ENGINES.get(model)
 
 
 def renew_engine(model: PreTrainedModel, config: PagedConfig) -> None:

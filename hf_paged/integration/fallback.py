@@ -2,32 +2,70 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Any
 
 from hf_paged.engine.engine import Engine
-from hf_paged.errors import FallbackError, FallbackWarning
+from hf_paged.errors import FallbackError, FallbackWarning, Reason
+from hf_paged.integration import paths
 from hf_paged.integration.call_context import within
 from hf_paged.integration.same_draws import same_draws
+from hf_paged.options.notices import level_of_caller
 from hf_paged.parallel.intact import broken_part
 
 _IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines whose call runs in stock
 
 
-def announce_fallback(engine: Engine, reason: str) -> None:
-    """Warn that a call goes to stock generate; raise where the config is ``strict`` or stock could not do it either."""
-    if in_fallback(engine):
-        return
+def fall_back(engine: Engine, reason: Reason, call: Callable[[], Any], num_tokens: Callable[[Any], int]) -> Any:
+    """`call()` in stock, announced (see `announce_fallback`) and counted."""
+    announce_fallback(engine, reason)
+    with quiet_fallbacks(engine):
+        return paths.counted(engine, "stock", reason, call, num_tokens)
+
+
+def announce_fallback(engine: Engine, reason: Reason) -> None:
+    """Warn that a call goes to stock generate, once a reason; raise where the config is ``strict`` or stock could not
+    do it either.
+    """
+    paths.answer(engine, "stock", reason)
     if engine.group.driven:
         raise FallbackError(f"tensor_parallel_size={engine.group.size}, where rank 0 cannot run stock generate alone, "
-                            f"and this call would go there: {reason}")
+                            f"and this call would go there: {reason.with_remedy}")
     if (broken := broken_part(engine.model)) is not None:
-        raise FallbackError(f"this call would go to stock generate, which would be wrong as well: {broken}")
+        raise FallbackError("this call would go to stock generate, which would be wrong as well: "
+                            f"{broken.with_remedy}")
     if engine.config.strict:
-        raise FallbackError(f"strict=True, and this call would go to stock generate: {reason}")
-    warnings.warn(f"hf_paged: this call goes to stock generate: {reason}", FallbackWarning, stacklevel=2)
+        raise FallbackError(f"strict=True, and this call would go to stock generate: {reason.with_remedy}")
+    if engine.calls.is_first_warning(reason):
+        try:
+            text = f"hf_paged: this call goes to stock generate: {reason.with_remedy}"
+            warnings.warn(text, FallbackWarning, stacklevel=level_of_caller())
+        except FallbackWarning:
+            engine.calls.take_warning_back(reason)
+            raise
+
+
+def value_reason(error: Exception) -> Reason:
+    """That some value is none that the engine takes, as an error says it."""
+    return Reason("a value that the paged engine does not take: {}", _without_data(str(error)),
+                  remedy="The value is one that stock refuses, too, or that the kernels' numbers do not hold. The text "
+                         "says what is accepted.")
+
+
+def unreadable(error: Exception) -> Reason:
+    """That an argument raised an error where the engine looked at it."""
+    return Reason("this call cannot be read: {}", _without_data(f"{error!r:.200}"),
+                  remedy="Some argument raised the error that the text quotes. If stock carries the call out, please "
+                         "report it.")
+
+
+def _without_data(text: str) -> str:
+    """Without what tensors hold, which nobody wants in a warning."""
+    return re.sub(r"tensor\(.*?(\)|$)", "a tensor", text, flags=re.DOTALL)
 
 
 def in_fallback(engine: Engine) -> bool:
@@ -38,6 +76,11 @@ def in_fallback(engine: Engine) -> bool:
 def fallback_engines() -> tuple:
     """Engines whose calls run in stock right now, in this context (see `quiet_fallbacks`)."""
     return _IN_FALLBACK.get()
+
+
+def outside_of_fallbacks() -> AbstractContextManager[None]:
+    """Calls in here are looked at as if none went on in stock."""
+    return within(_IN_FALLBACK, ())
 
 
 @contextmanager

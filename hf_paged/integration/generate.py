@@ -16,20 +16,21 @@ import torch
 from transformers import DynamicCache, GenerationConfig, RepetitionPenaltyLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_paged.engine.engine import Engine
+from hf_paged.engine.engine import DISABLED, Engine
 from hf_paged.engine.session import NewRequest
 from hf_paged.engine.stopping import StopRule
-from hf_paged.errors import EngineClosedError
+from hf_paged.errors import EngineClosedError, Reason
+from hf_paged.integration import paths
 from hf_paged.integration.call_context import salt_of_call, seed_of_call
 from hf_paged.integration.engines import engine_of
-from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks
+from hf_paged.integration.fallback import fall_back, in_fallback, quiet_fallbacks, unreadable, value_reason
 from hf_paged.integration.given_options import min_new_tokens
 from hf_paged.integration.inputs import check_token_ids, paged_prompts
 from hf_paged.integration.late_cache import LateCache
-from hf_paged.integration.stock_loop import run_or_fall_back
+from hf_paged.integration.stock_loop import SET_PAD, run_or_fall_back
 from hf_paged.integration.stock_pieces import EndOfCall, settled_config, stops_of
 from hf_paged.options.arguments import base_seed
-from hf_paged.options.settings import RequestSettings, option_beyond_tokens, settings_from_config, token_id_tuple
+from hf_paged.options.settings import RequestSettings, options_beyond_tokens, settings_from_config, token_id_tuple
 from hf_paged.sampling.edits import Edits
 from hf_paged.sampling.sampler import derive_seed
 
@@ -59,15 +60,16 @@ def sample_method(stock: Any) -> Callable:
                 return in_stock(streamer=streamer, **model_kwargs)
         call = _recognised(engine, self, input_ids, logits_processor, stopping_criteria, generation_config,
                            synced_gpus, model_kwargs)
-        if call is None:
-            return run_or_fall_back(engine, self, functools.partial(in_stock, streamer=streamer), input_ids,
+        if isinstance(call, Reason):
+            return run_or_fall_back(engine, self, functools.partial(in_stock, streamer=streamer), call, input_ids,
                                     stopping_criteria, generation_config, synced_gpus, model_kwargs)
-        check_token_ids(input_ids, engine.vocab_size)
+        paths.answer(engine, "native")
         columns = _Columns(call, streamer)
-        if (reason := _run(engine, call, columns)) is not None:
-            announce_fallback(engine, reason)
-            with quiet_fallbacks(engine):
-                return in_stock(streamer=columns.rest_of_streamer(), **model_kwargs)
+        if (reason := _run_counted(engine, call, columns, input_ids)) is not None:
+            return fall_back(
+                engine, reason, lambda: in_stock(streamer=columns.rest_of_streamer(), **model_kwargs),
+                lambda result: paths.new_tokens(result, input_ids.shape[1], stopping_criteria, generation_config),
+            )
         if streamer is not None:
             streamer.end()
         sequences = torch.cat([input_ids, columns.tensor().to(input_ids.device)], dim=-1)
@@ -81,7 +83,20 @@ def sample_method(stock: Any) -> Callable:
     return _sample
 
 
-def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
+def _run_counted(engine: Engine, call: NativeCall, columns: _Columns, input_ids: torch.Tensor) -> Reason | None:
+    """`_run`; a call that it does not end natively is not counted as native."""
+    try:
+        check_token_ids(input_ids, engine.vocab_size)
+        reason = _run(engine, call, columns)
+    except BaseException:
+        engine.calls.add("native", None, 0)
+        raise
+    if reason is None:
+        engine.calls.add("native", None, sum(map(len, columns.rows)))
+    return reason
+
+
+def _run(engine: Engine, call: NativeCall, columns: _Columns) -> Reason | None:
     """Drive the engine until every row of the call is done; returns why it cannot be done natively, if so."""
     is_sampled = call.requests[0].settings.do_sample
     seed = base_seed(seed_of_call(), engine.config.seed) if is_sampled else 0
@@ -91,20 +106,27 @@ def _run(engine: Engine, call: NativeCall, columns: _Columns) -> str | None:
                 engine.add(session, replace(request, seed=derive_seed(seed, row))): row
                 for row, request in enumerate(call.requests)
             }
-        except (EngineClosedError, ValueError) as error:  # closed by another thread, or settings that cannot be encoded
-            return str(error)
+        except EngineClosedError:
+            return _DISABLED
+        except ValueError as error:  # settings that cannot be encoded
+            return value_reason(error)
         while session.unfinished():
             for end in call.ends:
                 end.check()
             for output in engine.advance(session):
                 if output.finish_reason == "error":
                     assert output.completion is not None
-                    return f"row {rows[output.request_id]} failed: {output.completion.error}"
+                    return Reason("row {} failed: {}", rows[output.request_id], output.completion.error,
+                                  remedy="The row's error is in the text. If stock runs the same call, please report "
+                                         "it.")
                 columns.extend(rows[output.request_id], output.new_token_ids, done=output.completion is not None)
             columns.put_ready()
     if columns.open:
-        return "the model was disabled by another thread during the call"
+        return _DISABLED
     return None
+
+
+_DISABLED = Reason("the model was disabled by another thread during the call", remedy=DISABLED)
 
 
 class _Columns:
@@ -160,55 +182,59 @@ class _SkippingStreamer:
         self._streamer.end()
 
 
-def _recognised(*call: Any) -> NativeCall | None:
-    """The call of `_recognise` as the engine runs it; None: lockstep or stock has to."""
+def _recognised(*call: Any) -> NativeCall | Reason:
+    """`_recognise` where something in the call may raise."""
     try:
-        recognised = _recognise(*call)
-    except Exception:  # what cannot be read, stock may carry out, or it raises what it raises
-        return None
-    return None if isinstance(recognised, str) else recognised
+        return _recognise(*call)
+    except Exception as error:  # what cannot be read, stock may carry out, or it raises what it raises
+        return unreadable(error)
 
 
 def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_processor: Any,
                stopping_criteria: Any, config: GenerationConfig, synced_gpus: bool,
-               model_kwargs: dict[str, Any]) -> NativeCall | str:
+               model_kwargs: dict[str, Any]) -> NativeCall | Reason:
     """The call as the engine would run it, or the reason why stock has to."""
-    if (option := option_beyond_tokens(config)) is not None:
-        return f"{option} is not carried out by the paged engine"
+    if (reason := next(options_beyond_tokens(config), None)) is not None:
+        return reason
     try:
         token_id_tuple(config.eos_token_id)
         stops = stops_of(stopping_criteria)
     except TypeError as error:
-        return str(error)
-    if isinstance(stops, str):
+        return value_reason(error)
+    if isinstance(stops, Reason):
         return stops
     prompts = paged_prompts(engine, input_ids, synced_gpus, model_kwargs)
-    if isinstance(prompts, str):
+    if isinstance(prompts, Reason):
         return prompts
     if config.return_dict_in_generate and config.use_cache is not False and engine.group.is_parallel:
-        return "the keys and values of a model that is sharded over several ranks"
+        return Reason("the keys and values of a model that is sharded over several ranks",
+                      remedy="`return_dict_in_generate` also returns a cache, which no rank has alone. Leave the "
+                             "option out, or give `use_cache=False`.")
     width = input_ids.shape[1]
     stops = stops._replace(max_length=max(stops.max_length, width + 1))  # stock looks after a token was made
     settled = settled_config(model, config, logits_processor, stops, input_ids, model_kwargs,
                              engine.num_logits)
-    if isinstance(settled, str):
+    if isinstance(settled, Reason):
         return settled
     try:
         settings = settings_from_config(settled, width, engine.num_logits)
         settings = replace(settings, cache_salt=salt_of_call(), min_new_tokens=min_new_tokens(settled, width))
     except (ValueError, TypeError) as error:
-        return str(error)
+        return value_reason(error)
     if (reason := engine.too_long(max(map(len, prompts)), settings.max_new_tokens)) is not None:
         return reason
     if stops.eos and config._pad_token_tensor is None:
-        return "an EOS without a pad_token_id"
+        return Reason("an EOS without a pad_token_id", remedy=SET_PAD)
     pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     if settings.eos_token_ids and len(prompts) > 1 and not 0 <= pad < engine.vocab_size:
-        return f"pad_token_id={pad} is outside the vocabulary"
+        return Reason("pad_token_id={} is outside the vocabulary", pad, remedy=SET_PAD)
     if stops.are_watched and len(prompts) > 1 and not settings.eos_token_ids:
-        return "stop_strings or max_time without an EOS: rows that met theirs go on until all have"
+        return Reason("stop_strings or max_time without an EOS: rows that met theirs go on until all have",
+                      remedy="Give an `eos_token_id`, or one prompt a call.")
     if settings.edits.repetition_penalty != 1.0 and int(input_ids.max()) >= engine.num_logits:
-        return "repetition_penalty with token ids that the head has no logits for"
+        return Reason("repetition_penalty with token ids that the head has no logits for",
+                      remedy="The prompt holds tokens beyond the rows of `lm_head`. Resize the head with the "
+                             "embedding.")
     paddings = _paddings(input_ids, prompts)
     if any(paddings) and (reason := _padding_reason(settings.edits, paddings, min(map(len, prompts)))) is not None:
         return reason
@@ -230,15 +256,19 @@ def _paddings(input_ids: torch.Tensor, prompts: list[list[int]]) -> list[list[in
     return [row[: width - len(prompt)] for row, prompt in zip(input_ids.tolist(), prompts, strict=True)]
 
 
-def _padding_reason(edits: Edits, paddings: list[list[int]], shortest: int) -> str | None:
+def _padding_reason(edits: Edits, paddings: list[list[int]], shortest: int) -> Reason | None:
     """Why these edits, which in stock see the padding as tokens, cannot be had from the unpadded rows."""
     if edits.no_repeat_ngram_size:
-        return "no_repeat_ngram_size with left padding, whose n-grams count in stock"
+        return Reason("no_repeat_ngram_size with left padding, whose n-grams count in stock", remedy=_NO_PADDING)
     seen = {token for padding in paddings for token in padding}
     sequences = [*edits.bad_words_ids, *(sequence for sequence, _ in edits.sequence_bias)]
     if any(seen.intersection(sequence[:-1]) or len(sequence) > max(1, shortest) for sequence in sequences):
-        return "a biased or banned sequence that holds the token of the left padding, or is longer than a prompt"
+        return Reason("a biased or banned sequence that holds the token of the left padding, or is longer than a "
+                      "prompt", remedy=_NO_PADDING)
     return None
+
+
+_NO_PADDING = ("Stock looks at padding here. Give prompts of one length, or a `PagedGenerator` a list of prompts.")
 
 
 def _with_padding(settings: RequestSettings, padding: list[int], logits_processor: Any) -> RequestSettings:

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache
 
-from hf_paged.engine.engine import Engine
+from hf_paged.engine.engine import FROM_INSIDE, Engine
+from hf_paged.errors import Reason
+from hf_paged.options.arguments import described
+
+_IDS = "Give integers of shape [rows, tokens], with at least one token."
+_PAD_LEFT = "Pad on the left: `AutoTokenizer.from_pretrained(..., padding_side=\"left\")`."
+_CACHE = "Leave the cache out: the prefix cache finds earlier tokens by itself, if the prompt is given as a whole."
 
 
 def paged_prompts(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,
-                  model_kwargs: dict[str, Any]) -> list[list[int]] | str:
+                  model_kwargs: dict[str, Any]) -> list[list[int]] | Reason:
     """The rows without their left padding, or why no paged forward computes them here and now."""
+    reason = next(input_reasons(engine, input_ids, synced_gpus, model_kwargs), None)
+    return prompt_rows(input_ids, model_kwargs) if reason is None else reason
+
+
+def input_reasons(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,
+                  model_kwargs: dict[str, Any]) -> Iterator[Reason]:
+    """Why no paged forward computes these inputs here and now, whatever the mask says."""
     if engine.is_reentrant():
-        return "generate was called from inside a step of the same engine"
+        yield Reason("generate was called from inside a step of the same engine", remedy=FROM_INSIDE)
     if synced_gpus:
-        return "synced_gpus=True"
+        yield Reason("synced_gpus=True", remedy="Ranks that wait for each other step by step run in stock. It is not "
+                                                "needed where each rank holds the whole model.")
     if input_ids.dtype not in (torch.int32, torch.int64):
-        return f"input_ids of dtype {input_ids.dtype}"
-    if (reason := model_kwargs_reason(model_kwargs)) is not None:
-        return reason
+        yield Reason("input_ids of dtype {}", input_ids.dtype, remedy=_IDS)
+    yield from argument_reasons(model_kwargs)
     if input_ids.ndim != 2 or 0 in input_ids.shape:
-        return f"input_ids of shape {tuple(input_ids.shape)}"
+        yield Reason("input_ids of shape {}", tuple(input_ids.shape), remedy=_IDS)
     if (reason := engine.unsupported_reason()) is not None:
-        return reason
-    return prompt_rows(input_ids, model_kwargs)
+        yield reason
 
 
 # Arguments of the forward that change no token, whatever their value: why.
@@ -53,52 +65,48 @@ _OF_IMAGES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def model_kwargs_reason(model_kwargs: dict[str, Any]) -> str | None:
-    """The first argument for the model's forward that a paged forward does not know, or None."""
+def argument_reasons(model_kwargs: dict[str, Any]) -> Iterator[Reason]:
+    """The arguments for the model's forward that a paged forward does not know."""
     for name, value in model_kwargs.items():
         if value is None or name in INERT_ARGUMENTS or name in ("attention_mask", "position_ids"):
             continue
         if name == "past_key_values":
             if getattr(value, "_is_user_defined", False):
-                return "past_key_values given by the caller"
-            if type(value) is not DynamicCache or value.get_seq_length():
-                return f"a cache of type {type(value).__name__}"
+                yield Reason("past_key_values given by the caller", remedy=_CACHE)
+            elif type(value) is not DynamicCache or value.get_seq_length():
+                yield Reason("a cache of type {}", type(value).__name__, remedy=_CACHE)
         elif name in _OF_IMAGES:
             if not _OF_IMAGES[name](value):
-                return f"{name}: images are left to stock"
+                yield Reason("{}: images are left to stock", name,
+                             remedy="Calls with text alone run natively. Leave it out where there is no image.")
         elif not (name == "logits_to_keep" and value == 1) and not any(
                 value is neutral for neutral in NEUTRAL_ARGUMENTS.get(name, ())):
-            return f"model argument {name}={described(value)}"
-    return None
+            yield Reason(f"model argument {name}={{}}", described(value),
+                         remedy="The model's forward gets an argument that pages do not know (`inputs_embeds`, for "
+                                "example). Leave it out.")
 
 
-def described(value: Any) -> str:
-    """A value in a message: a tensor by its kind, so that equal reasons read alike and no data is shown."""
-    if isinstance(value, torch.Tensor):
-        return f"{type(value).__name__} {str(value.dtype).removeprefix('torch.')}"
-    return f"{value!r:.60}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
-
-
-def prompt_rows(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[list[int]] | str:
+def prompt_rows(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[list[int]] | Reason:
     """The rows without their left padding; a reason where the mask or the positions are anything else."""
     ids = input_ids.cpu().numpy()
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is None:
         real = np.ones(ids.shape, dtype=np.int64)
     elif tuple(mask.shape) != ids.shape:
-        return f"attention_mask of shape {tuple(mask.shape)} for input_ids of shape {ids.shape}"
+        return Reason("attention_mask of shape {} for input_ids of shape {}", tuple(mask.shape), ids.shape,
+                      remedy=_PAD_LEFT)
     else:
         real = mask.to("cpu", torch.float64).numpy()
         if not np.isin(real, (0, 1)).all():
-            return "attention_mask holds values other than 0 and 1"
+            return Reason("attention_mask holds values other than 0 and 1", remedy=_PAD_LEFT)
         real = real.astype(np.int64)
     if not real[:, -1].all() or (np.diff(real, axis=1) < 0).any():
-        return "attention_mask has holes, right padding or an empty row"
+        return Reason("attention_mask has holes, right padding or an empty row", remedy=_PAD_LEFT)
     if positions is not None:
         expected = np.where(real == 1, np.cumsum(real, axis=1) - 1, 0)
         given = positions.cpu().numpy()
         if given.shape not in (expected.shape, (1, expected.shape[1])) or not (given == expected).all():
-            return "position_ids given by the caller"
+            return Reason("position_ids given by the caller", remedy="Leave them out if they count the tokens from 0.")
     return [row[row_mask == 1].tolist() for row, row_mask in zip(ids, real, strict=True)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,11 @@ from transformers import GenerationMixin
 
 from hf_paged import at_fork
 from hf_paged.config import PagedConfig
+from hf_paged.errors import FallbackWarning
 from hf_paged.integration import fallback
-from hf_paged.integration.enable import disable, enable, is_enabled, merged_config
-from hf_paged.models import find_executor
+from hf_paged.integration.enable import disable, enable, is_enabled, merged_config, unsupported_class
+from hf_paged.integration.paths import asked
+from hf_paged.options.notices import level_of_caller
 
 HOOKED = ("generate", "generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 
@@ -23,6 +26,7 @@ _replaced: dict[str, tuple[Any, Callable]] = {}  # what stood in GenerationMixin
 _config = PagedConfig()
 # Enabled here once: a later `disable` of one is the user's wish.
 _enabled: weakref.WeakSet[Any] = weakref.WeakSet()
+_named: weakref.WeakSet[type] = weakref.WeakSet()  # classes that stay stock's, of which somebody was told
 _enabling_one = threading.RLock()  # threads that meet in a model's first call: one enables it
 
 
@@ -30,8 +34,9 @@ def install(config: PagedConfig | None = None, **overrides: Any) -> None:
     """From now on a supported model is enabled at its first `generate`, `generate_batch` or
     `init_continuous_batching`, wherever it and its caller came from (`transformers serve`, pipelines, TRL, lm-eval).
 
-    Only these methods of `GenerationMixin` are replaced. Models that hf_paged does not support stay stock's; one that
-    is disabled afterwards stays disabled. Installing again changes the config of models to come.
+    Only these methods of `GenerationMixin` are replaced. Models that hf_paged does not support stay stock's: a
+    `FallbackWarning` names each such class once. A model that is disabled afterwards stays disabled. Installing again
+    changes the config of models to come.
 
     Args:
         config: how to run; None: the defaults.
@@ -67,6 +72,7 @@ def uninstall() -> None:
     for model in list(_enabled):
         disable(model)
     _enabled.clear()
+    _named.clear()
 
 
 def is_installed() -> bool:
@@ -76,8 +82,14 @@ def is_installed() -> bool:
 
 def enable_once(model: Any) -> bool:
     """Enable a model that is supported and was not enabled here before; True if this call or another thread did it."""
-    if model in _enabled or is_enabled(model) or fallback.fallback_engines() or find_executor(model) is None:
+    if model in _enabled or is_enabled(model) or fallback.fallback_engines() or asked() is not None:
         return False  # inside a fallback: a draft model belongs to the stock call that runs it
+    if (reason := unsupported_class(model)) is not None:
+        if type(model) not in _named:
+            _named.add(type(model))
+            text = f"hf_paged: {reason.with_remedy}"
+            warnings.warn(text, FallbackWarning, stacklevel=level_of_caller())
+        return False
     with _enabling_one:
         if model not in _enabled:
             enable(model, _config)

@@ -16,12 +16,18 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.utils import ModelOutput
 
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.lockstep import LockstepBatch
+from hf_paged.errors import Reason
+from hf_paged.integration import paths
 from hf_paged.integration.call_context import salt_of_call, seed_of_call
-from hf_paged.integration.fallback import announce_fallback, in_fallback, quiet_fallbacks
-from hf_paged.integration.inputs import check_token_ids, paged_prompts
+from hf_paged.integration.fallback import fall_back, in_fallback, quiet_fallbacks, unreadable
+from hf_paged.integration.inputs import check_token_ids, input_reasons, paged_prompts
 from hf_paged.integration.paged_cache import PagedCache
+from hf_paged.integration.stock_pieces import NO_LENGTH
 from hf_paged.models.guards.at_home import is_method_of_mixin
-from hf_paged.options.settings import stock_only_option
+from hf_paged.options.settings import LEAVE_OUT, options_beyond_tokens, stock_only_options
+
+SET_PAD = "Set `pad_token_id` to a token of the model."
 
 
 class LockstepCall(NamedTuple):
@@ -31,52 +37,72 @@ class LockstepCall(NamedTuple):
     max_new_tokens: int
 
 
-def run_or_fall_back(engine: Engine, model: Any, method: Callable, input_ids: torch.Tensor, stopping_criteria: Any,
-                     config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]) -> Any:
-    """`method(**model_kwargs)`, one of stock's decoding methods, over paged forwards or, announced, as it is."""
+def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, input_ids: torch.Tensor,
+                     stopping_criteria: Any, config: GenerationConfig, synced_gpus: bool,
+                     model_kwargs: dict[str, Any]) -> Any:
+    """`method(**model_kwargs)`, one of stock's decoding methods, over paged forwards or, announced, as it is.
+
+    `why` the engine does not pick the tokens itself.
+    """
+
+    def num_tokens(result: Any) -> int:
+        return paths.new_tokens(result, input_ids.shape[1], stopping_criteria, config)
+
+    def in_stock(reason: Reason) -> Any:
+        return fall_back(engine, reason, lambda: method(**model_kwargs), num_tokens)
+
     try:
         call = recognise(engine, input_ids, stopping_criteria, config, synced_gpus, model_kwargs)
     except Exception as error:  # what cannot be read, stock may carry out, or it raises what it raises
-        call = f"this call cannot be read: {error!r:.200}"
-    if isinstance(call, str):
-        return fall_back(engine, call, method, model_kwargs)
-    check_token_ids(input_ids, engine.vocab_size)
+        call = unreadable(error)
+    if paths.asked() is engine:
+        refusal = call if isinstance(call, Reason) else engine.lockstep_reason(call.prompts, call.max_new_tokens)
+        if refusal is None:
+            paths.answer(engine, "lockstep", why, *options_beyond_tokens(config))
+        else:
+            paths.answer(engine, "stock", refusal, *stock_only_options(config),
+                         *input_reasons(engine, input_ids, synced_gpus, model_kwargs), why,
+                         *options_beyond_tokens(config))
+    if isinstance(call, Reason):
+        return in_stock(call)
     with engine.lockstep(call.prompts, call.max_new_tokens, salt_of_call()) as batch:
-        if not isinstance(batch, str):
-            cache = PagedCache(batch, input_ids.shape[1], model.config.get_text_config(decoder=True).num_hidden_layers)
-            with _seeded(engine, input_ids.device, model.device):
-                result = method(**(model_kwargs | {"past_key_values": cache, "use_cache": True}))
-            if isinstance(result, ModelOutput) and result.get("past_key_values") is cache:
-                if config.use_cache is False:
-                    return type(result)(**{name: value for name, value in result.items() if value is not cache})
-                result["past_key_values"] = cache.to_dynamic(model.config)
-            return result
-    return fall_back(engine, batch, method, model_kwargs)
+        if not isinstance(batch, Reason):
+            def over_pages(batch: LockstepBatch = batch) -> Any:
+                return _run(engine, model, batch, method, input_ids, config, model_kwargs)
+
+            return paths.counted(engine, "lockstep", why, over_pages, num_tokens)
+    return in_stock(batch)
 
 
-def fall_back(engine: Engine | None, reason: str, method: Callable, model_kwargs: dict[str, Any]) -> Any:
-    """Stock, with the reason."""
-    if engine is not None:
-        announce_fallback(engine, reason)
-    with quiet_fallbacks(engine):
-        return method(**model_kwargs)
+def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, input_ids: torch.Tensor,
+         config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
+    check_token_ids(input_ids, engine.vocab_size)
+    cache = PagedCache(batch, input_ids.shape[1], model.config.get_text_config(decoder=True).num_hidden_layers)
+    with _seeded(engine, input_ids.device, model.device):
+        result = method(**(model_kwargs | {"past_key_values": cache, "use_cache": True}))
+    if isinstance(result, ModelOutput) and result.get("past_key_values") is cache:
+        if config.use_cache is False:
+            return type(result)(**{name: value for name, value in result.items() if value is not cache})
+        result["past_key_values"] = cache.to_dynamic(model.config)
+    return result
 
 
 def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, config: GenerationConfig,
-              synced_gpus: bool, model_kwargs: dict[str, Any]) -> LockstepCall | str:
+              synced_gpus: bool, model_kwargs: dict[str, Any]) -> LockstepCall | Reason:
     """What the engine needs to know of the call, or the reason why stock's forwards have to do."""
-    if (option := stock_only_option(config)) is not None:
-        return f"{option} is not carried out by the paged engine"
+    if (reason := next(stock_only_options(config), None)) is not None:
+        return reason
     if config.prompt_lookup_num_tokens and config.use_cache is False:
-        return "use_cache=False, without which stock looks nothing up"
+        return Reason("use_cache=False, without which stock looks nothing up",
+                      remedy="`prompt_lookup_num_tokens` needs a cache in stock. Leave one of them out.")
     prompts = paged_prompts(engine, input_ids, synced_gpus, model_kwargs)
-    if isinstance(prompts, str):
+    if isinstance(prompts, Reason):
         return prompts
     # A subclass may never stop.
     bounds = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
     lengths = [length for length in bounds if isinstance(length, int)]
     if not lengths:
-        return "no MaxLengthCriteria bounds the output"
+        return NO_LENGTH
     # Drafts may reach beyond the end before they are cut.
     max_new_tokens = max(1, min(lengths) - input_ids.shape[1]) + (config.prompt_lookup_num_tokens or 0)
     if (reason := engine.too_long(max(map(len, prompts)), max_new_tokens)) is not None:
@@ -84,7 +110,7 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
     pad = config._pad_token_tensor
     feeds_padding = len(prompts) > 1 and any(hasattr(c, "eos_token_id") for c in stopping_criteria)
     if feeds_padding and pad is not None and not 0 <= int(pad) < engine.vocab_size:
-        return f"pad_token_id={int(pad)} is outside the vocabulary"
+        return Reason("pad_token_id={} is outside the vocabulary", int(pad), remedy=SET_PAD)
     return LockstepCall(prompts, max_new_tokens)
 
 
@@ -98,11 +124,17 @@ def beam_search(engine: Engine | None, stock: Callable, model: Any, input_ids: t
                      generation_config=generation_config, synced_gpus=synced_gpus, **kwargs)
 
     if engine is None or in_fallback(engine):
-        return fall_back(engine, "", method, model_kwargs)
+        with quiet_fallbacks(engine):
+            return method(**model_kwargs)
     if not is_method_of_mixin("_beam_search", stock) or hasattr(model, "_reorder_cache"):
-        return fall_back(engine, f"{type(model).__name__} has a beam search of its own", method, model_kwargs)
-    return run_or_fall_back(engine, model, method, input_ids, stopping_criteria, generation_config, synced_gpus,
-                            model_kwargs)
+        reason = Reason("{} has a beam search of its own", type(model).__name__,
+                        remedy="The model's class replaces stock's beam search, so it runs as it is.")
+        return fall_back(
+            engine, reason, lambda: method(**model_kwargs),
+            lambda result: paths.new_tokens(result, input_ids.shape[1], stopping_criteria, generation_config),
+        )
+    return run_or_fall_back(engine, model, method, _beyond_sampling(generation_config, "beam search"), input_ids,
+                            stopping_criteria, generation_config, synced_gpus, model_kwargs)
 
 
 def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_ids: torch.Tensor,
@@ -119,14 +151,25 @@ def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_
                      assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer, **kwargs)
 
     if engine is None or in_fallback(engine):
-        return fall_back(engine, "", method, model_kwargs)
+        with quiet_fallbacks(engine):
+            return method(**model_kwargs)
     drafted_by_a_model = assistant_model is not None or generation_config.assistant_early_exit is not None
     own = is_method_of_mixin("_assisted_decoding", stock)
     if drafted_by_a_model or not generation_config.prompt_lookup_num_tokens or not own:
-        reason = "assisted decoding is not carried out by the paged engine"
-        return fall_back(engine, reason, method, model_kwargs)
-    return run_or_fall_back(engine, model, method, input_ids, stopping_criteria, generation_config, synced_gpus,
-                            model_kwargs)
+        reason = Reason("assisted decoding is not carried out by the paged engine",
+                        remedy="Drafts of another model run in stock. Leave `assistant_model` away.")
+        return fall_back(
+            engine, reason, lambda: method(**model_kwargs),
+            lambda result: paths.new_tokens(result, input_ids.shape[1], stopping_criteria, generation_config),
+        )
+    return run_or_fall_back(engine, model, method, _beyond_sampling(generation_config, "prompt lookup"), input_ids,
+                            stopping_criteria, generation_config, synced_gpus, model_kwargs)
+
+
+def _beyond_sampling(config: GenerationConfig, method: str) -> Reason:
+    """Why the engine does not pick the tokens of a call that came to one of stock's other decoding methods."""
+    found = next(options_beyond_tokens(config), None)
+    return found or Reason(f"{method} is not carried out by the paged engine", remedy=LEAVE_OUT)
 
 
 @contextmanager

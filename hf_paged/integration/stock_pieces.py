@@ -10,9 +10,17 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
+from hf_paged.errors import Reason
 from hf_paged.integration.given_options import config_of, in_stocks_order, is_known
 from hf_paged.options.patched_options import patched_code
 from hf_paged.options.settings import token_id_tuple
+
+NO_LENGTH = Reason("no MaxLengthCriteria bounds the output", remedy="Give `max_new_tokens` or `max_length`.")
+_GIVE_OPTION = ("Processors and criteria of your own run in lockstep. If an option says the same (`stop_strings`, "
+                "`bad_words_ids`, `sequence_bias`), give the option.")
+_NO_OPTION_SAYS = ("Processors or criteria of transformers were given as objects that no option says: two of a kind, "
+                   "in another order than stock's, or with values that no config sets. Give the options, or one object "
+                   "of a kind.")
 
 
 class CallEndedError(Exception):
@@ -53,12 +61,13 @@ class Stops(NamedTuple):
 
 
 def settled_config(model: Any, config: GenerationConfig, given: Any, stops: Stops, input_ids: torch.Tensor,
-                   model_kwargs: dict[str, Any], num_logits: int) -> GenerationConfig | str:
+                   model_kwargs: dict[str, Any], num_logits: int) -> GenerationConfig | Reason:
     """The config, all of whose options are native, of which stock would make the processors `given`; or why there
     is none."""
     for processor in given:
         if type(processor).__module__ != processors.__name__ or not is_known(type(processor)):
-            return f"logits processor {type(processor).__name__} is not carried out by the paged engine"
+            return Reason(f"logits processor {type(processor).__name__} is not carried out by the paged engine",
+                          remedy=_GIVE_OPTION)
     if (reason := patched_code([type(given), *map(type, given)])) is not None:
         return reason
     settled = config_of(config, given, input_ids.shape[1], stops.eos, stops.max_length)
@@ -71,12 +80,13 @@ def settled_config(model: Any, config: GenerationConfig, given: Any, stops: Stop
     ordered = in_stocks_order(given)
     if ordered is None or [type(p) for p in ordered] != [type(p) for p in expected]:
         found = ", ".join(type(p).__name__ for p in given)
-        return f"the logits processors ({found}) are not those that stock makes of a generation config"
+        return Reason("the logits processors ({}) are not those that stock makes of a generation config", found,
+                      remedy=_NO_OPTION_SAYS)
     for processor, made in zip(ordered, expected, strict=True):
         if getattr(processor, "prepared_bias_variables", False):  # it served another call before
             made._prepare_bias_variables(torch.zeros(1, num_logits, device=processor.length_1_bias.device))
         if not _means(vars(processor), vars(made)):
-            return f"a {type(processor).__name__} of the caller's own"
+            return Reason(f"a {type(processor).__name__} of the caller's own", remedy=_NO_OPTION_SAYS)
     return settled
 
 
@@ -90,25 +100,26 @@ def _means(given: dict[str, Any], made: dict[str, Any]) -> bool:
     return _same(given, made)
 
 
-def stops_of(given: Any) -> Stops | str:
+def stops_of(given: Any) -> Stops | Reason:
     """What the criteria end rows for, or why the engine cannot."""
     given = [criterion for criterion in given if type(criterion) is not EndOfCall]
     by_kind: dict[type, list[Any]] = {kind: [] for kind in _CRITERIA}
     for criterion in given:
         if type(criterion) not in by_kind:
-            return f"stopping criterion {type(criterion).__name__} is not carried out by the paged engine"
+            return Reason(f"stopping criterion {type(criterion).__name__} is not carried out by the paged engine",
+                          remedy=_GIVE_OPTION)
         by_kind[type(criterion)].append(criterion)
     if (reason := patched_code([criteria.StoppingCriteriaList, *map(type, given)])) is not None:
         return reason
     lengths, clocks, strings, eos = (by_kind[kind] for kind in _CRITERIA)
     if len(strings) > 1:
-        return f"{len(strings)} StopStringCriteria in one call"
+        return Reason("{} StopStringCriteria in one call", len(strings), remedy=_NO_OPTION_SAYS)
     if not lengths:
-        return "no MaxLengthCriteria bounds the output"
+        return NO_LENGTH
     for criterion, value in [*((c, c.max_length) for c in lengths), *((c, c.max_time) for c in clocks),
                              *((c, c.initial_timestamp) for c in clocks)]:
         if not isinstance(value, int if criterion in lengths else (int, float)) or isinstance(value, bool):
-            return f"a {type(criterion).__name__} of the caller's own"
+            return Reason(f"a {type(criterion).__name__} of the caller's own", remedy=_NO_OPTION_SAYS)
     tokens = [token_id_tuple(criterion.eos_token_id) for criterion in eos]
     return Stops(
         tokens[0] if len(tokens) == 1 else tuple(dict.fromkeys(token for ids in tokens for token in ids)),

@@ -13,6 +13,7 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
+from hf_paged.errors import Reason
 from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.models.guards.facts import Facts
 from hf_paged.models.guards.hub_kernels import kernel_numbers
@@ -166,7 +167,7 @@ class ModelExecutor(ABC):
         """Classes of the activation modules in the model."""
 
     @abstractmethod
-    def replacement_reason(self, name: str, module: torch.nn.Module) -> str | None:
+    def replacement_reason(self, name: str, module: torch.nn.Module) -> Reason | None:
         """Why what stands on an instance for its class's forward is not run natively, or None."""
 
     @abstractmethod
@@ -174,7 +175,7 @@ class ModelExecutor(ABC):
         """(name, number) of every function of transformers that a kernel of the Hub replaces right now."""
 
     @abstractmethod
-    def registry_reason(self) -> str | None:
+    def registry_reason(self) -> Reason | None:
         """Why an entry of transformers' registries that the model's modules ask for is not its own, or None."""
 
     @abstractmethod
@@ -182,7 +183,7 @@ class ModelExecutor(ABC):
         """Numbers and names outside the tensors that its code reads: part of the prefix-cache key and of a graph's."""
 
     @abstractmethod
-    def constants_reason(self) -> str | None:
+    def constants_reason(self) -> Reason | None:
         """Why these constants, as they are now, are none that the executor's code can run with, or None."""
 
     def may_have_float_weight(self, module: torch.nn.Module) -> bool:

@@ -13,11 +13,13 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_paged.errors import Reason
 from hf_paged.models.activations import ELEMENTWISE
 from hf_paged.models.base import KVSpec, ModelExecutor
 from hf_paged.models.families import Family
 from hf_paged.models.guards.hub_kernels import functions_of, kernel_numbers, replacement_reason
 from hf_paged.models.guards.originals import of_family, patched_class, patched_entry
+from hf_paged.models.guards.remedies import DISAGREE, ONE_DTYPE, PUT_BACK, REMOVE_HOOK, UNDO_PATCH, UNDO_REPLACEMENT
 from hf_paged.models.paged_calls import implementation_of
 from hf_paged.models.parts import Part, parts_of
 from hf_paged.models.rope import longest_unchanged
@@ -98,7 +100,7 @@ class DecoderExecutor(ModelExecutor):
     def asked_of_model(self) -> frozenset[str]:
         return of_family(self._family).names(self.model_class)
 
-    def replacement_reason(self, name: str, module: nn.Module) -> str | None:
+    def replacement_reason(self, name: str, module: nn.Module) -> Reason | None:
         return replacement_reason(name, module, calls_modules=self.calls_modules)
 
     def function_kernels(self) -> list[tuple[str, int]]:
@@ -107,9 +109,9 @@ class DecoderExecutor(ModelExecutor):
     def may_have_float_weight(self, module: nn.Module) -> bool:
         return self._family.casts_norms and type(module) in self._family.classes("norm")
 
-    def constants_reason(self) -> str | None:
+    def constants_reason(self) -> Reason | None:
         if not self._layers():
-            return "the model has no layers"
+            return Reason("the model has no layers", remedy=DISAGREE)
         reasons = (self._config_reason, self._layer_reason, self._code_reason, self.registry_reason,
                    self._experts_reason)
         return next((reason for check in reasons if (reason := check()) is not None), None)
@@ -121,25 +123,29 @@ class DecoderExecutor(ModelExecutor):
     def _parts(self) -> list[Part]:
         return parts_of(self.model, self._family)
 
-    def _config_reason(self) -> str | None:
+    def _config_reason(self) -> Reason | None:
         config, name = self.config, implementation_of(self.config)
         for part in self._parts():
             own = vars(part.module).get("config", config)
             if part.expected is not None and own is not config and _read_in_forwards(own) != _read_in_forwards(config):
-                return f"{part.name} has another config than the model"
+                return Reason("{} has another config than the model", part.name, remedy=DISAGREE)
         if not getattr(config, "is_causal", True):
-            return "config.is_causal is False"
+            return Reason("config.is_causal is False", remedy=DISAGREE)
         if getattr(config, "use_bidirectional_attention", None):
-            return "config.use_bidirectional_attention is set"
+            return Reason("config.use_bidirectional_attention is set", remedy=DISAGREE)
         if self._family.beyond_sdpa is not None and not self._carries_all(name):
-            return f"attention implementation {name!r} leaves out {self._family.beyond_sdpa}, which pages would not"
+            return Reason("attention implementation {} leaves out {}, which pages would not", repr(name),
+                          self._family.beyond_sdpa,
+                          remedy='Load the model with `attn_implementation="eager"` or a FlashAttention one.')
         image_token = getattr(self.model.config, "image_token_id", None) if self._family.wrapper is not None else None
         if image_token is not None and image_token >= self.vocab_size:
-            return f"image_token_id={image_token} is outside the vocabulary, where stock puts another in its place"
+            return Reason("image_token_id={} is outside the vocabulary, where stock puts another in its place",
+                          image_token, remedy="`model.resize_token_embeddings(n)` gives the image token a vector.")
         if self.num_logits > self.vocab_size:
-            return f"lm_head has {self.num_logits} rows, the embedding {self.vocab_size}: a token may have no vector"
+            return Reason("lm_head has {} rows, the embedding {}: a token may have no vector", self.num_logits,
+                          self.vocab_size, remedy="`model.resize_token_embeddings(n)` changes both.")
         if len(getattr(config, "layer_types", None) or self._layers()) < len(self._layers()):
-            return "config.layer_types is shorter than the model"
+            return Reason("config.layer_types is shorter than the model", remedy=DISAGREE)
         return None
 
     def _carries_all(self, name: str | None) -> bool:
@@ -150,22 +156,26 @@ class DecoderExecutor(ModelExecutor):
             return name is not None
         return ALL_ATTENTION_FUNCTIONS.get(name) is flash_attention_forward  # a kernel of the Hub
 
-    def _layer_reason(self) -> str | None:
+    def _layer_reason(self) -> Reason | None:
         spec = self.kv_spec()
         heads = self.config.num_attention_heads // self.group.size
         for i, layer in enumerate(self._layers()):
             attention = layer.self_attn
             if not attention.is_causal or attention.layer_idx != i:
-                return f"layer {i}'s attention is not causal, or not layer {i}'s"
+                return Reason("layer {0}'s attention is not causal, or not layer {0}'s", i, remedy=DISAGREE)
             if attention.head_dim != spec.head_dim:
-                return f"layer {i} has head_dim={attention.head_dim}, its config {spec.head_dim}"
+                return Reason("layer {} has head_dim={}, its config {}", i, attention.head_dim, spec.head_dim,
+                              remedy=DISAGREE)
             if attention.num_key_value_groups * spec.num_kv_heads != heads:
-                return f"layer {i} has {attention.num_key_value_groups} query heads to a KV head, its config others"
+                return Reason("layer {} has {} query heads to a KV head, its config others", i,
+                              attention.num_key_value_groups, remedy=DISAGREE)
             window = self._mask_window(i)
             if getattr(attention, "sliding_window", window) != window:
-                return f"layer {i} has sliding_window={attention.sliding_window}, its config {window}"
+                return Reason("layer {} has sliding_window={}, its config {}", i, attention.sliding_window, window,
+                              remedy=DISAGREE)
             if window is not None and window < 2:  # stock's cache then keeps all keys, and its masks follow the cache
-                return f"layer {i} has sliding_window={window}: expected None or at least 2"
+                return Reason("layer {} has sliding_window={}: expected None or at least 2", i, window,
+                              remedy="Set a window of at least two tokens, or None.")
         return None
 
     def _mask_window(self, layer: int) -> int | None:
@@ -175,7 +185,7 @@ class DecoderExecutor(ModelExecutor):
             windows = "all" if config.layer_types[layer] == "sliding_attention" else "none"
         return config.sliding_window if windows == "all" else None
 
-    def _code_reason(self) -> str | None:
+    def _code_reason(self) -> Reason | None:
         """Helpers besides `forward` (a norm's `_norm`, a gate's `_apply_gate`) are the class' own, too."""
         methods: dict[type, frozenset[str]] = {}
         for name, module, expected, is_activation in self._parts():
@@ -185,23 +195,24 @@ class DecoderExecutor(ModelExecutor):
             kind = stock_class(kind)
             if kind not in methods:
                 if is_activation and kind not in ELEMENTWISE:
-                    return f"the activation {name} is a {kind.__module__}.{kind.__name__}"
+                    return Reason("the activation {} is a {}.{}", name, kind.__module__, kind.__name__,
+                                  remedy=PUT_BACK)
                 if is_activation and (place := patched_class((kind,))) is not None:
-                    return f"{place} is patched"
+                    return Reason("{} is patched", place, remedy=UNDO_PATCH)
                 methods[kind] = frozenset(k for k, v in vars(kind).items() if isinstance(v, FunctionType))
             # A forward is looked at where all of the model's are.
             if replaced := methods[kind].intersection(vars(module)) - {"forward"}:
-                return f"{min(replaced)} of {name} is replaced on the instance"
+                return Reason("{} of {} is replaced on the instance", min(replaced), name, remedy=UNDO_REPLACEMENT)
         return None
 
-    def registry_reason(self) -> str | None:
+    def registry_reason(self) -> Reason | None:
         """Functions run as they are or by a kernel of the Hub; experts by one of transformers' implementations.
 
         These compute one token at a time, a user's may not.
         """
         for name, function in self._functions:
             if function._forward_hooks or function._forward_pre_hooks:
-                return f"{name} has a forward hook"
+                return Reason("{} has a forward hook", name, remedy=REMOVE_HOOK)
             if (reason := self.replacement_reason(name, function)) is not None:
                 return reason
         if "experts" not in self._family.parts:
@@ -209,10 +220,11 @@ class DecoderExecutor(ModelExecutor):
         experts = self.config._experts_implementation
         entry = ALL_EXPERTS_FUNCTIONS.get(experts)
         if not (experts in (None, "eager") if entry is None else patched_entry(entry) is None):
-            return f"experts implementation {experts!r} is not one of transformers' own"
+            return Reason("experts implementation {} is not one of transformers' own", repr(experts),
+                          remedy="Set one of transformers' own in the config.")
         return None
 
-    def _experts_reason(self) -> str | None:
+    def _experts_reason(self) -> Reason | None:
         """Experts are of the model's dtype, like the inputs that they get."""
         if "experts" not in self._family.parts:
             return None
@@ -222,7 +234,8 @@ class DecoderExecutor(ModelExecutor):
             if stock_class(expected) in kinds:
                 for key, parameter in module.named_parameters(recurse=False):
                     if parameter.dtype != dtype:
-                        return f"mixed dtypes: {path}.{key} is {parameter.dtype}, the embedding {dtype}"
+                        return Reason("mixed dtypes: {}.{} is {}, the embedding {}", path, key, parameter.dtype, dtype,
+                                      remedy=ONE_DTYPE)
         return None
 
 

@@ -16,6 +16,7 @@ from transformers.integrations.hub_kernels import is_kernel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_paged.errors import Reason
 from hf_paged.models.base import ModelExecutor
 from hf_paged.models.guards.at_home import CALL_CHAIN
 from hf_paged.models.guards.capturing import only_captures
@@ -24,6 +25,22 @@ from hf_paged.models.guards.facts import Facts
 from hf_paged.models.guards.inner_tensors import PLAIN, inner_tensors
 from hf_paged.models.guards.originals import DECIDING_METHODS, patched_class, patched_entry
 from hf_paged.models.guards.plain_tensors import plain_tensors, unwatchable
+from hf_paged.models.guards.remedies import (
+    DEQUANTIZE,
+    DTYPE_OF_AUTOCAST,
+    EACH_ROW_ALONE,
+    EVAL_MODE,
+    FLASH_KERNEL,
+    ONE_DEVICE,
+    ONE_DTYPE,
+    OWN_ATTENTION,
+    PUT_BACK,
+    QUANTIZE_LINEAR,
+    REMOVE_HOOK,
+    SHARD,
+    UNDO_PATCH,
+    UNDO_REPLACEMENT,
+)
 from hf_paged.models.guards.surroundings import autocast_state, surroundings_reason
 from hf_paged.models.guards.wrapped_forward import wrapped_forward_reason
 from hf_paged.models.paged_calls import implementation_of
@@ -38,7 +55,6 @@ from hf_paged.parallel.intact import broken_part
 
 _OWN_LAYERS = ("torch.", SHARDED_MODULE[:-1])  # that are known, so that nobody may patch them
 _CALL_CHAIN = frozenset(CALL_CHAIN)
-SUPPORTED_ROUTE = "expected PagedGenerator.from_pretrained(..., tensor_parallel_size=N)"
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -67,7 +83,7 @@ class Passed(NamedTuple):
         )
 
 
-def unsupported_reason(executor: ModelExecutor) -> str | None:
+def unsupported_reason(executor: ModelExecutor) -> Reason | None:
     """Why the model in `executor` cannot run natively right now, or None if it can.
 
     Looked at again, a model that did not change costs a comparison of what the checks read (see `Facts`).
@@ -96,69 +112,78 @@ def _watched_kinds(seen: Seen) -> tuple[type, ...]:
     return (*kinds, *seen.executor.activations())
 
 
-def _class_reason(executor: ModelExecutor) -> str | None:
+def _class_reason(executor: ModelExecutor) -> Reason | None:
     model = executor.model
     cls = type(model).__dict__.get("_hf_paged_stock_class", type(model))
     for name in DECIDING_METHODS:
         method = getattr(cls, name, None)
         if method is not getattr(executor.model_class, name, None):
-            return f"{cls.__name__}.{name} is not transformers' own"
+            return Reason("{}.{} is not transformers' own", cls.__name__, name, remedy=UNDO_PATCH)
         replaced = model.__dict__.get(name) if name != "forward" else None
         # PEFT's prompt learning leaves the model's own method behind on the instance.
         if replaced is not None and (method is None or replaced != method.__get__(model)):
-            return f"{name} is replaced on the instance (prompt learning?)"
+            return Reason("{} is replaced on the instance (prompt learning?)", name,
+                          remedy="PEFT's prompt, prefix and p-tuning change what the model is given. Call the bare "
+                                 "model, or merge.")
     for kind in takewhile(lambda kind: kind is not executor.model_class, cls.__mro__):
         if own := executor.asked_of_model().intersection(vars(kind)):
-            return f"{kind.__name__}.{min(own)} is not transformers' own"
+            return Reason("{}.{} is not transformers' own", kind.__name__, min(own), remedy=UNDO_PATCH)
     if (place := executor.patched()) is not None:
-        return f"{place} is patched"
+        return Reason("{} is patched", place, remedy=UNDO_PATCH)
     if "forward" in model.__dict__:
         return wrapped_forward_reason(model)
     return None
 
 
-def _attention_reason(executor: ModelExecutor) -> str | None:
+def _attention_reason(executor: ModelExecutor) -> Reason | None:
     """All of transformers' own implementations compute plain softmax attention; one that a user registered may not."""
     name = implementation_of(executor.config)
     function, mask = ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     if name is None:
-        return "attention implementation None, for which stock makes no causal mask"
+        return Reason("attention implementation None, for which stock makes no causal mask", remedy=OWN_ATTENTION)
     if function is None and name != "eager":
-        return f"attention implementation {name!r} is not one of transformers' own"
+        return Reason("attention implementation {} is not one of transformers' own", repr(name), remedy=OWN_ATTENTION)
     if is_kernel(name) and function is not flash_attention_forward:
-        return f"attention implementation {name!r} is a Hub kernel that transformers does not call as FlashAttention"
+        return Reason("attention implementation {} is a Hub kernel that transformers does not call as FlashAttention",
+                      repr(name), remedy=FLASH_KERNEL)
     for entry in (function, mask):
         if entry is not None and (place := patched_entry(entry)) is not None:
-            return f"attention implementation {name!r} is not one of transformers' own: {place} is patched"
+            return Reason("attention implementation {} is not one of transformers' own: {} is patched", repr(name),
+                          place, remedy=OWN_ATTENTION)
     return None
 
 
-def _module_reason(seen: Seen) -> str | None:
+def _module_reason(seen: Seen) -> Reason | None:
     for name, module, expected in seen.own:
         if type(module) is not expected:
-            return f"{name} is a {_full_name(module)}, not transformers' own {expected.__name__}"
+            return Reason("{} is a {}, not transformers' own {}", name, _full_name(module), expected.__name__,
+                          remedy=PUT_BACK)
         for key, parameter in module._parameters.items():
             if parameter is not None and type(parameter) not in PLAIN:
-                return f"{name}.{key} is a {_full_name(parameter)}: expected a plain tensor in {expected.__name__}"
+                return Reason("{}.{} is a {}: expected a plain tensor in {}", name, key, _full_name(parameter),
+                              expected.__name__, remedy=QUANTIZE_LINEAR)
     for name, module in seen.called:
         for layer in (module, getattr(module, "base_layer", None)):  # a tuner's own, and what it wraps
             if layer is None:
                 continue
             if (does := layer_reason(layer)) is not None:
-                return f"{name} is a {_full_name(layer)}, which {does}"
+                return Reason("{} is a {}, which {}", name, _full_name(layer), does, remedy=EACH_ROW_ALONE)
             if vars(layer).get("max_norm") is not None:
-                return f"{name} has max_norm, with which a look-up changes the weights"
+                return Reason("{} has max_norm, with which a look-up changes the weights", name,
+                              remedy="Set `max_norm` of the embedding to None.")
     if (place := patched_class(_watched_kinds(seen))) is not None:
-        return f"{place} is patched"
+        return Reason("{} is patched", place, remedy=UNDO_PATCH)
     for name, module in seen.modules:
         if name and "forward" in module.__dict__:
             if not is_known_forward(module):
                 if (reason := seen.executor.replacement_reason(name, module)) is not None:
                     return reason
             elif is_quantized_forward(module) and (does := scheme_reason(module)) is not None:
-                return f"{name} is a quantized {type(module).__name__}, which {does}"
+                return Reason("{} is a quantized {}, which {}", name, type(module).__name__, does,
+                              remedy=EACH_ROW_ALONE)
         if not _CALL_CHAIN.isdisjoint(module.__dict__):
-            return f"{min(_CALL_CHAIN.intersection(module.__dict__))} of {name or 'the model'} is replaced"
+            return Reason("{} of {} is replaced", min(_CALL_CHAIN.intersection(module.__dict__)), name or "the model",
+                          remedy=UNDO_REPLACEMENT)
     return None
 
 
@@ -166,48 +191,51 @@ def _full_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__name__}"
 
 
-def _sharding_reason(seen: Seen) -> str | None:
+def _sharding_reason(seen: Seen) -> Reason | None:
     """Parameters of which somebody else keeps a part on each rank, or parts of ours that do not fit together."""
     for name, parameter in seen.parameters:
         kinds = type(parameter).__name__, type(parameter.data).__name__
         if hasattr(parameter, "ds_id"):
-            return f"the parameters are partitioned by DeepSpeed: {SUPPORTED_ROUTE}"
+            return Reason("the parameters are partitioned by DeepSpeed", remedy=SHARD)
         if "DTensor" in kinds:
-            return f"parameter {name} is a DTensor (FSDP2 or a device mesh): {SUPPORTED_ROUTE}"
+            return Reason("parameter {} is a DTensor (FSDP2 or a device mesh)", name, remedy=SHARD)
         if "FlatParameter" in kinds or hasattr(parameter, "_fsdp_flattened"):
-            return f"parameter {name} belongs to FSDP: {SUPPORTED_ROUTE}"
+            return Reason("parameter {} belongs to FSDP", name, remedy=SHARD)
     return broken_part(seen.executor.model)
 
 
-def _device_reason(seen: Seen) -> str | None:
+def _device_reason(seen: Seen) -> Reason | None:
     devices = getattr(seen.executor.model, "hf_device_map", None)
     if devices and len(set(map(str, devices.values()))) > 1:
-        return f"hf_device_map spreads the model over {len(set(map(str, devices.values())))} devices"
+        return Reason("hf_device_map spreads the model over {} devices", len(set(map(str, devices.values()))),
+                      remedy=ONE_DEVICE)
     if (reason := next(filter(None, (offload_reason(*named) for named in seen.modules)), None)) is not None:
         return reason
     found = set()
     for name, parameter in seen.parameters:
         if (does := weight_reason(parameter)) is not None:
-            return f"parameter {name} is a {_full_name(parameter)}: a layer that multiplies with it {does}"
+            return Reason("parameter {} is a {}: a layer that multiplies with it {}", name, _full_name(parameter), does,
+                          remedy=EACH_ROW_ALONE)
         inner = inner_tensors(parameter)
         if inner is None:
-            return f"parameter {name} is a {_full_name(parameter)}, whose bytes cannot be watched for changes"
+            return Reason("parameter {} is a {}, whose bytes cannot be watched for changes", name,
+                          _full_name(parameter), remedy=DEQUANTIZE)
         for tensor in inner:
-            if (reason := _memory_reason(tensor)) is not None:
-                return f"parameter {name} {reason}"
+            if (reason := _memory_reason(f"parameter {name}", tensor)) is not None:
+                return reason
             if tensor.device.type == "meta":
-                return f"parameter {name} is on the meta device (offloaded?)"
+                return Reason("parameter {} is on the meta device (offloaded?)", name, remedy=ONE_DEVICE)
             found.add(tensor.device)
     for name, buffer in seen.executor.model.named_buffers():
-        if (reason := _memory_reason(buffer)) is not None:
-            return f"buffer {name} {reason}"
+        if (reason := _memory_reason(f"buffer {name}", buffer)) is not None:
+            return reason
         found.add(buffer.device)
     if len(found) > 1:
-        return f"parameters and buffers are on several devices: {sorted(map(str, found))}"
+        return Reason("parameters and buffers are on several devices: {}", sorted(map(str, found)), remedy=ONE_DEVICE)
     return unwatchable(plain_tensors(seen.modules), next(iter(found), torch.device("cpu")))
 
 
-def _memory_reason(tensor: torch.Tensor) -> str | None:
+def _memory_reason(name: str, tensor: torch.Tensor) -> Reason | None:
     """Why the tensor cannot be read where it lies, or None."""
     if tensor.device.type == "meta" or tensor.layout != torch.strided or not tensor.numel():
         return None
@@ -215,7 +243,8 @@ def _memory_reason(tensor: torch.Tensor) -> str | None:
     needed, has = (last + 1) * tensor.element_size(), tensor.untyped_storage().nbytes()
     if has >= needed:
         return None
-    return f"has {f'{has} of {needed} bytes' if has else 'no'} memory: its storage was resized"
+    return Reason("{} has {} memory: its storage was resized", name, f"{has} of {needed} bytes" if has else "no",
+                  remedy="The parameter or buffer is offloaded. Bring it back before generating.")
 
 
 def _require_grad(module: Any, args: Any, output: Any) -> None:
@@ -234,21 +263,23 @@ def _is_inert(hook: Any) -> bool:
     return _only_requires_grad(hook) or only_captures(hook)
 
 
-def _hook_reason(seen: Seen) -> str | None:
+def _hook_reason(seen: Seen) -> Reason | None:
     if "ct_decompress_hook" in vars(seen.executor.model):
-        return "compressed-tensors decompresses the weights in the first forward, which stock has to run"
+        return Reason("compressed-tensors decompresses the weights in the first forward, which stock has to run",
+                      remedy="Nothing: later calls are native. `model(torch.tensor([[1]]))` decompresses at once.")
     for name, module in seen.modules:
         if module._forward_pre_hooks or not all(map(_is_inert, module._forward_hooks.values())):
-            return f"{name or 'the model'} has a forward hook"
+            return Reason("{} has a forward hook", name or "the model", remedy=REMOVE_HOOK)
         if nn.utils.parametrize.is_parametrized(module):
-            return f"{name} is parametrized"
+            return Reason("{} is parametrized", name,
+                          remedy="`torch.nn.utils.parametrize.remove_parametrizations` ends it.")
     return None
 
 
-def _dtype_reason(seen: Seen) -> str | None:
+def _dtype_reason(seen: Seen) -> Reason | None:
     spec = seen.executor.kv_spec()
     if spec.compute_dtype not in COMPUTE_DTYPES:
-        return f"weights of dtype {spec.compute_dtype}"
+        return Reason("weights of dtype {}", spec.compute_dtype, remedy=ONE_DTYPE)
     norms = [(name, m) for name, m, _ in seen.own if not seen.executor.may_have_float_weight(m)]
     for name, module in norms + seen.called:
         layer = getattr(module, "base_layer", module)
@@ -256,26 +287,29 @@ def _dtype_reason(seen: Seen) -> str | None:
         if not isinstance(weight, torch.Tensor) or stores_float8(layer, weight):
             continue
         if weight.is_floating_point() and weight.dtype != spec.compute_dtype:
-            return f"mixed dtypes: {name} is {weight.dtype}, the embedding {spec.compute_dtype}"
+            return Reason("mixed dtypes: {} is {}, the embedding {}", name, weight.dtype, spec.compute_dtype,
+                          remedy=ONE_DTYPE)
     device = spec.device.type
     if torch.is_autocast_enabled(device):
         # Adapters too: autocast would round what an fp32 adapter on bf16 weights computes.
         dtypes = {p.dtype for _, p in seen.parameters if p.is_floating_point()}
         if dtypes != {torch.get_autocast_dtype(device)}:
-            return f"autocast to {torch.get_autocast_dtype(device)} while the weights are {sorted(map(str, dtypes))}"
+            return Reason("autocast to {} while the weights are {}", torch.get_autocast_dtype(device),
+                          sorted(map(str, dtypes)), remedy=DTYPE_OF_AUTOCAST)
     return None
 
 
-def _train_mode_reason(seen: Seen) -> str | None:
+def _train_mode_reason(seen: Seen) -> Reason | None:
     for name, module in seen.modules:
         if not module.training:
             continue
         if getattr(module, "gradient_checkpointing", False):
-            return f"{name} checkpoints activations in train mode, where stock's layers forget their KV cache"
+            return Reason("{} checkpoints activations in train mode, where stock's layers forget their KV cache", name,
+                          remedy=EVAL_MODE)
         if isinstance(module, nn.Dropout) and module.p > 0:
-            return f"{name} drops out in train mode"
+            return Reason("{} drops out in train mode", name, remedy=EVAL_MODE)
         if getattr(module, "attention_dropout", 0.0):
-            return f"{name} has attention dropout in train mode"
+            return Reason("{} has attention dropout in train mode", name, remedy=EVAL_MODE)
         if getattr(module, "jitter_noise", 0.0):
-            return f"{name} has jitter noise in train mode"
+            return Reason("{} has jitter noise in train mode", name, remedy=EVAL_MODE)
     return None

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_paged.errors import Reason
 from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.kernels.silu_mul import silu_mul_host
 from hf_paged.models.activations import SILU
@@ -21,6 +22,7 @@ from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.models.base import KVSpec, Look, StepContext
 from hf_paged.models.decoder import DecoderExecutor, plain_values
 from hf_paged.models.families import Family
+from hf_paged.models.guards.remedies import DISAGREE
 from hf_paged.models.guards.untouched import Untouched
 from hf_paged.models.layer_ops import FUSED, LayerOps
 from hf_paged.models.merged import MergedWeight, merge
@@ -205,12 +207,12 @@ class FusedExecutor(DecoderExecutor):
         windows += [getattr(layer.self_attn, "sliding_window", None) for layer in self._layers()]
         return decoder.norm.variance_epsilon, decoder.rotary_emb.attention_scaling, windows, tuple(layers)
 
-    def constants_reason(self) -> str | None:
+    def constants_reason(self) -> Reason | None:
         if (reason := super().constants_reason()) is not None:
             return reason
         for i, layer in enumerate(self._layers()):
             if len(set(self._epsilons(layer.self_attn))) > 1:
-                return f"layer {i}'s q_norm and k_norm have different epsilons"
+                return Reason("layer {}'s q_norm and k_norm have different epsilons", i, remedy=DISAGREE)
         return None
 
     def _epsilons(self, attention: Any) -> tuple[float, ...]:

@@ -73,6 +73,13 @@ def base_seed(seed: int | None, default: int | None) -> int:
     return seed
 
 
+def described(value: Any) -> str:
+    """A value in a message: a tensor by its kind, so that equal reasons read alike and no data is shown."""
+    if isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {str(value.dtype).removeprefix('torch.')}"
+    return f"{value!r:.60}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+
+
 def check_is_config(config: Any) -> None:
     """Raise TypeError for what is neither a GenerationConfig nor None."""
     if config is not None and not isinstance(config, GenerationConfig):

@@ -41,7 +41,7 @@ class Notices:
 
     def _give(self, kind: str, text: str) -> None:
         self._given.add(kind)
-        warnings.warn(f"hf_paged: {text}", UserWarning, stacklevel=_level_of_caller())
+        warnings.warn(f"hf_paged: {text}", UserWarning, stacklevel=level_of_caller())
 
 
 def unused_sampling(config: GenerationConfig | None, keywords: dict[str, Any], of_model: GenerationConfig) -> list[str]:
@@ -65,9 +65,13 @@ def takes_default_length(config: GenerationConfig | None, keywords: dict[str, An
     return not any(value is not None for value in (*given, *map(keywords.get, _LENGTHS)))
 
 
-def _level_of_caller() -> int:
-    """The `stacklevel` at which a warning of this module's caller points at the first line outside of hf_paged."""
+# Packages that stand between a user's line and a warning: those that are called to generate, and their decorators.
+_BETWEEN = ("hf_paged", "transformers", "torch", "accelerate", "peft", "trl", "contextlib")
+
+
+def level_of_caller() -> int:
+    """The `stacklevel` at which a warning of the calling function points at the user's own line."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "hf_paged":
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
     return level

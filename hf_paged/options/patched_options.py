@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
+from hf_paged.errors import Reason
 from hf_paged.models.guards.originals import patched_class
 from hf_paged.options.logits_options import GREEDY_TOO, SAMPLING_ONLY
 
@@ -51,15 +52,19 @@ _IS_ASKED: dict[str, Callable[[Any], bool]] = GREEDY_TOO | SAMPLING_ONLY | {
 ALWAYS = (processors.LogitsProcessorList, criteria.StoppingCriteriaList, criteria.MaxLengthCriteria)
 
 
-def patched_option(config: GenerationConfig) -> str | None:
+def patched_option(config: GenerationConfig) -> Reason | None:
     """Which class or method that stock would run for the options of a merged config is not its own, or None."""
     return patched_code([*ALWAYS, *_made_for(config)])
 
 
-def patched_code(kinds: Iterable[type]) -> str | None:
+def patched_code(kinds: Iterable[type]) -> Reason | None:
     """As `patched_option`, for processors and criteria of these classes."""
     place = patched_class(kinds)
-    return None if place is None else f"{place} is patched, which the paged engine would not run"
+    if place is None:
+        return None
+    return Reason("{} is patched, which the paged engine would not run", place,
+                  remedy="Some code replaced a class or method of transformers that this option uses. Undo the patch; "
+                         "lockstep runs it as it is.")
 
 
 def _made_for(config: GenerationConfig) -> Iterator[type]:

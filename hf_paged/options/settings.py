@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
-from hf_paged.errors import UnsupportedOptionError
+from hf_paged.errors import Reason, UnsupportedOptionError
+from hf_paged.options.arguments import described
 from hf_paged.options.logits_options import GREEDY_TOO, SAMPLING_ONLY, decay_overflows, edits_from_config
 from hf_paged.options.patched_options import patched_option
 from hf_paged.sampling.edits import NEUTRAL, Edits
@@ -129,26 +131,34 @@ class RequestSettings:
     cache_salt: bytes = b""  # a digest (`salt_digest`): blocks of the prefix cache are shared under the same one
 
 
-def unsupported_option(config: GenerationConfig) -> str | None:
-    """The first option of `config` that only stock generate carries out, as "name=value", or None.
+LEAVE_OUT = "Leave the option out if its result is not needed."
+
+
+def unsupported_option(config: GenerationConfig) -> Reason | None:
+    """The first option of `config` that only stock generate carries out, or None.
 
     An option that this version of hf_paged has never heard of counts as unsupported unless it is None or False.
     """
-    return _option_beyond(config, _UNASKED)
+    return next(_beyond(config, _UNASKED), None)
 
 
-def option_beyond_tokens(config: GenerationConfig) -> str | None:
-    """As `unsupported_option`, for `model.generate`, which may return the tokens in a dict."""
+def options_beyond_tokens(config: GenerationConfig) -> Iterator[Reason]:
+    """As `unsupported_option`, all of them, for `model.generate`, which may return the tokens in a dict."""
     with_a_dict = bool(config.return_dict_in_generate)  # as stock asks
-    return _option_beyond(config, _UNASKED_WITH_A_DICT if with_a_dict else _UNASKED_WITHOUT_A_DICT)
+    return _beyond(config, _UNASKED_WITH_A_DICT if with_a_dict else _UNASKED_WITHOUT_A_DICT)
 
 
-def stock_only_option(config: GenerationConfig) -> str | None:
-    """As `unsupported_option`, but options that run in lockstep are supported."""
-    return _option_beyond(config, _UNASKED_IN_LOCKSTEP)
+def stock_only_options(config: GenerationConfig) -> Iterator[Reason]:
+    """As `unsupported_option`, all of them, but options that run in lockstep are supported."""
+    return _beyond(config, _UNASKED_IN_LOCKSTEP)
 
 
-def _option_beyond(config: GenerationConfig, carried_out: frozenset[str]) -> str | None:
+def option_reason(name: str, value: Any) -> Reason:
+    """That stock has to carry out an option, or an argument of `generate`."""
+    return Reason(f"{name}={{}} is not carried out by the paged engine", described(value), remedy=LEAVE_OUT)
+
+
+def _beyond(config: GenerationConfig, carried_out: frozenset[str]) -> Iterator[Reason]:
     for name, value in vars(config).items():
         # None is neutral for every field.
         if value is None or name in carried_out or name.startswith("_"):
@@ -156,8 +166,7 @@ def _option_beyond(config: GenerationConfig, carried_out: frozenset[str]) -> str
         if type(value) in _HASHABLE and (name, type(value), value) in _NEUTRAL:
             continue
         if not any(_same(value, neutral) for neutral in FALLBACK.get(name, (None, False))):
-            return f"{name}={value!r}"
-    return None
+            yield option_reason(name, value)
 
 
 def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_size: int) -> RequestSettings:
@@ -184,7 +193,7 @@ def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_siz
 
 def _read(config: GenerationConfig, prompt_length: int, vocab_size: int) -> RequestSettings:
     if (option := unsupported_option(config)) is not None:
-        raise UnsupportedOptionError(f"{option} is not carried out by the paged engine; use model.generate for it")
+        raise UnsupportedOptionError(f"{option}; use model.generate for it")
     if (reason := patched_option(config)) is not None:
         raise UnsupportedOptionError(f"{reason}; use model.generate for it")
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "top_k"):

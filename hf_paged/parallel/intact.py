@@ -6,11 +6,14 @@ from typing import Any
 
 from torch import nn
 
+from hf_paged.errors import Reason
 from hf_paged.parallel.group import group_of
 from hf_paged.parallel.layers import Sharded, is_sharded
 
+_LOAD_AGAIN = "A layer was replaced or resized after loading. Change the checkpoint and load it again."
 
-def broken_part(model: Any) -> str | None:
+
+def broken_part(model: Any) -> Reason | None:
     """Which module makes this rank's part of a causal LM compute something else than a part, or None.
 
     A tuner's own matrices see a part of the columns, and their product misses the sum over ranks; a layer that is
@@ -22,14 +25,17 @@ def broken_part(model: Any) -> str | None:
     for name, module in model.named_modules():
         inner = getattr(module, "base_layer", None)
         if inner is not None and is_sharded(inner):
-            return (f"{name} wraps a layer that is sharded over ranks, which its adapter is not: expected a checkpoint "
-                    "that the adapter is merged into (merge_and_unload, then save_pretrained)")
+            return Reason("{} wraps a layer that is sharded over ranks, which its adapter is not: expected a "
+                          "checkpoint that the adapter is merged into (merge_and_unload, then save_pretrained)", name,
+                          remedy="Merge the adapter, save the model, and load that.")
         if isinstance(module, Sharded):
             if module.group is not group:
-                return f"{name} is sharded over other ranks than the model"
+                return Reason("{} is sharded over other ranks than the model", name, remedy=_LOAD_AGAIN)
             for key, parameter in module._parameters.items():  # type: ignore[attr-defined]
                 if parameter is not None and tuple(parameter.shape) != (part := module.shard_of(key).part_shape):
-                    return f"{name}.{key} has shape {tuple(parameter.shape)}: expected this rank's part, {part}"
+                    return Reason("{}.{} has shape {}: expected this rank's part, {}", name, key,
+                                  tuple(parameter.shape), part, remedy=_LOAD_AGAIN)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
-            return f"{name} is a whole {type(module).__name__} in a model that is sharded over ranks"
+            return Reason("{} is a whole {} in a model that is sharded over ranks", name, type(module).__name__,
+                          remedy=_LOAD_AGAIN)
     return None

@@ -44,6 +44,16 @@ class DevicePool:
         graphs = self.runner.graphs if self.runner else None
         return (graphs.num_captured, graphs.num_dropped) if graphs else (0, 0)
 
+    @property
+    def most_blocks(self) -> int:
+        """What `max_blocks` is, or would be if the pool were built now; allocates nothing."""
+        if self.runner is not None:
+            return self.max_blocks
+        if self._config.num_blocks is not None:
+            return self._config.num_blocks
+        return shared_num_blocks(self._executor, self._executor.kv_spec(), self._config, self.max_model_len,
+                                 held_blocks=0)
+
     def build(self) -> ModelRunner:
         """Allocate; RuntimeError where the device has no room for two blocks."""
         spec, config = self._executor.kv_spec(), self._config
@@ -54,8 +64,7 @@ class DevicePool:
             num_blocks = owned_num_blocks(self._executor, spec, config, self.max_model_len)
             num_blocks = self.max_blocks = smallest(num_blocks)
         else:
-            most = shared_num_blocks(self._executor, spec, config, self.max_model_len, held_blocks=0)
-            self.max_blocks = smallest(most)
+            self.max_blocks = smallest(self.most_blocks)
             num_blocks = min(FIRST_POOL_BLOCKS, self.max_blocks)
         self.runner = ModelRunner(
             self._executor, spec, block_size=config.block_size, num_blocks=num_blocks,

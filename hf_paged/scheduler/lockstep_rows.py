@@ -29,18 +29,12 @@ class RowMoves(NamedTuple):
     targets: list[int]
 
 
-def too_many_rows(prompts: list[list[int]], max_new_tokens: int, block_size: int, max_blocks: int) -> str | None:
-    """Why these rows could not step together if they had the pool to themselves, or None.
-
-    `max_blocks`: the pool at its largest, the null block included.
-    """
+def blocks_together(prompts: list[list[int]], max_new_tokens: int, block_size: int) -> int:
+    """Blocks that these rows may need while they step together."""
     # Equal rows share the full blocks of their prompt; the last token's keys and values are never needed.
     wanted = sum(len(prompt) // block_size for prompt in set(map(tuple, prompts)))
     ends = (-(-(len(prompt) + max_new_tokens - 1) // block_size) for prompt in prompts)
-    wanted += sum(end - len(prompt) // block_size for end, prompt in zip(ends, prompts, strict=True))
-    if wanted > max_blocks - 1:
-        return f"rows that step together may need {wanted} blocks, and the KV pool holds {max_blocks - 1}"
-    return None
+    return wanted + sum(end - len(prompt) // block_size for end, prompt in zip(ends, prompts, strict=True))
 
 
 class LockstepRows:

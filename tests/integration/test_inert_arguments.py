@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 from transformers.utils import TransformersKwargs
 
 import hf_paged
-from hf_paged.integration.inputs import INERT_ARGUMENTS, NEUTRAL_ARGUMENTS, model_kwargs_reason
+from hf_paged.integration.inputs import INERT_ARGUMENTS, NEUTRAL_ARGUMENTS, argument_reasons
 from hf_paged.models import SUPPORTED
 
 INPUTS = batch([20, 13, 5])
@@ -42,11 +42,11 @@ def arguments():
 @pytest.mark.parametrize("name", arguments())
 def test_every_argument_of_a_forward_is_inert_for_a_reason_or_left_to_stock(name):
     if name in INERT_ARGUMENTS:
-        assert model_kwargs_reason({name: object()}) is None
+        assert next(argument_reasons({name: object()}), None) is None
     else:
-        assert model_kwargs_reason({name: object()}) == f"model argument {name}=a object"
-        assert model_kwargs_reason({name: torch.ones(2, 3)}) == f"model argument {name}=Tensor float32"
-    assert model_kwargs_reason({name: None}) is None
+        assert next(argument_reasons({name: object()})) == f"model argument {name}=a object"
+        assert next(argument_reasons({name: torch.ones(2, 3)})) == f"model argument {name}=Tensor float32"
+    assert next(argument_reasons({name: None}), None) is None
 
 
 def test_the_values_tried_are_those_of_the_tables():

@@ -131,6 +131,23 @@ def test_other_models_stay_stock():
     assert not hf_paged.is_enabled(model)
 
 
+def test_a_class_that_is_not_supported_is_named_once():
+    """At the line that called, and anew after another `install`."""
+    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    with torch.random.fork_rng():
+        models = [GPT2LMHeadModel(config).eval() for _ in range(2)]
+    for _ in range(2):
+        hf_paged.install()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for model in models * 2:
+                model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, pad_token_id=0)
+        [warned] = [w for w in caught if w.category is hf_paged.FallbackWarning]
+        assert "GPT2LMHeadModel is no class that the paged engine runs" in str(warned.message)
+        assert "Qwen3ForCausalLM" in str(warned.message) and warned.filename == __file__
+        hf_paged.uninstall()
+
+
 def test_a_draft_model_inside_a_stock_call_stays_stock():
     hf_paged.install()
     model, draft = tiny_model(), tiny_model(seed=1)

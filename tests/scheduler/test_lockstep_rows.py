@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, invariants
 from hf_paged.scheduler.invariants import check_pool
-from hf_paged.scheduler.lockstep_rows import LockstepRows, OutOfBlocksError, too_many_rows
+from hf_paged.scheduler.lockstep_rows import LockstepRows, OutOfBlocksError, blocks_together
 
 SIZE = 4
 
@@ -136,12 +136,11 @@ def test_equal_prompts_are_one_row_until_the_fork():
 
 
 def test_what_is_promised_to_fit_fits():
-    """`too_many_rows` counts the worst case: no reordering of these rows needs more, and one block less is refused."""
+    """`blocks_together` counts the worst case: no reordering of these rows needs more."""
     prompts, new = [[1, 2, 3, 4, 5]] * 4, 8
     needed = 1 + 4 * 2
-    assert too_many_rows(prompts, new, SIZE, needed) is not None
+    assert blocks_together(prompts, new, SIZE) == needed
     book = scheduler(needed + 1)
-    assert too_many_rows(prompts, new, SIZE, needed + 1) is None
     rows = LockstepRows(book, prompts, 13, b"")
     compute_prompts(rows, Pages(rows))
     for _ in range(new - 1):

@@ -19,13 +19,15 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_paged.config import PagedConfig
-from hf_paged.engine.engine import Engine
-from hf_paged.integration import fallback
+from hf_paged.engine.engine import FROM_INSIDE, Engine
+from hf_paged.errors import Reason
+from hf_paged.integration import fallback, paths
 from hf_paged.integration.continuous_batching.manager import KEPT, PagedBatchingManager, runs_on
 from hf_paged.integration.continuous_batching.requests import batching_config, paged_config, stock_reason
 from hf_paged.integration.continuous_batching.worker import BROKE
 from hf_paged.integration.engines import engine_of, renew_engine
 from hf_paged.options.arguments import num_copies
+from hf_paged.options.notices import level_of_caller
 
 logger = logging.getLogger(__name__)
 
@@ -111,14 +113,18 @@ def _generate_batch(stock: Any, model: Any, inputs: list[Any], generation_config
     batching = _batching(generation_config or model.generation_config, continuous_batching_config)
     reason = _stock_reason(model, engine, config, batching) or _too_long(engine, config, inputs)
     if reason is not None:
-        fallback.announce_fallback(engine, reason)
-        with fallback.quiet_fallbacks(engine):
-            return in_stock(generation_config=config, continuous_batching_config=batching)
+        call = functools.partial(in_stock, generation_config=config, continuous_batching_config=batching)
+        return fallback.fall_back(engine, reason, call, _num_tokens)
     with model.continuous_batching_context_manager(
         generation_config=config, continuous_batching_config=batching, timeout=5,
         persistent_manager=persistent_manager, warmup=warmup,
     ) as manager:
-        return _run_batch(manager, inputs, record_timestamps, progress_bar)
+        return paths.counted(engine_of(model) or engine, "native", None,
+                             lambda: _run_batch(manager, inputs, record_timestamps, progress_bar), _num_tokens)
+
+
+def _num_tokens(outputs: dict[str, GenerationOutput]) -> int:
+    return sum(len(output.generated_tokens) for output in outputs.values())
 
 
 _METHODS: dict[str, Callable] = {
@@ -170,16 +176,16 @@ def _batching(config: GenerationConfig, given: ContinuousBatchingConfig | None) 
 
 
 def _stock_reason(model: Any, engine: Engine, config: GenerationConfig,
-                  batching: ContinuousBatchingConfig) -> str | None:
+                  batching: ContinuousBatchingConfig) -> Reason | None:
     """`stock_reason` of the model in eval mode and outside autocast, where transformers' thread runs it, too."""
     if engine.is_reentrant():
-        return "continuous batching was started from inside a step of the same engine"
+        return Reason("continuous batching was started from inside a step of the same engine", remedy=FROM_INSIDE)
     model.eval()
     with torch.autocast(model.device.type, enabled=False):
         return stock_reason(engine, config, batching)
 
 
-def _too_long(engine: Engine, config: GenerationConfig, inputs: list[Any]) -> str | None:
+def _too_long(engine: Engine, config: GenerationConfig, inputs: list[Any]) -> Reason | None:
     """Known beforehand: transformers goes on past the positions that the model was made for, like stock generate."""
     longest = max(map(len, inputs))
     if isinstance(config.max_new_tokens, int):
@@ -195,6 +201,6 @@ def _resize(model: Any, engine: Engine, batching: ContinuousBatchingConfig) -> N
     stats = engine.stats()
     if engine.owns_device or stats.num_running or stats.num_waiting or runs_on(engine):
         warnings.warn(f"hf_paged: the model's engine is in use and keeps its sizes; asked for: {wanted}", UserWarning,
-                      stacklevel=3)
+                      stacklevel=level_of_caller())
         return
     renew_engine(model, wanted)

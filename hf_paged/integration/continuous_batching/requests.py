@@ -18,8 +18,9 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from hf_paged.config import PagedConfig
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.stopping import StopRule, TextStopRule
-from hf_paged.errors import UnsupportedModelError
-from hf_paged.options.arguments import check_is_config
+from hf_paged.errors import Reason, UnsupportedModelError
+from hf_paged.integration.fallback import value_reason
+from hf_paged.options.arguments import check_is_config, described
 from hf_paged.options.settings import RequestSettings, settings_from_config, token_id_tuple, unsupported_option
 
 # Options of how the cache is kept: continuous batching keeps its own, whatever their values.
@@ -195,7 +196,7 @@ def stop_rule(engine: Engine, settings: RequestSettings, request: BatchedRequest
 
 
 def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousBatchingConfig,
-                 tokenizer: Any = None) -> str | None:
+                 tokenizer: Any = None) -> Reason | None:
     """Why transformers' own continuous batching has to serve requests of `config`, or None.
 
     Args:
@@ -210,9 +211,11 @@ def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousB
     if (reason := engine.unsupported_reason()) is not None:
         return reason
     if (option := unsupported_option(config)) is not None:
-        ignored = option.partition("=")[0] not in SEEN_BY_STOCK
-        return f"{option:.200} is not carried out by the paged engine" + (
-            ", and transformers' own continuous batching ignores it" if ignored else "")
+        name = option.partition("=")[0]
+        if name in SEEN_BY_STOCK:
+            return option
+        return Reason(f"{name}={{}} is not carried out by the paged engine, and transformers' own continuous batching "
+                      "ignores it", described(getattr(config, name)), remedy="Use `model.generate` for this option.")
     try:
         sized = copy.copy(config)
         sized.max_new_tokens = config.max_new_tokens or 1  # lengths are each request's own
@@ -220,7 +223,7 @@ def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousB
         stop_rule(engine, asked, BatchedRequest("", [], tokenizer=tokenizer))
         token_id_tuple(config.eos_token_id)
     except (ValueError, TypeError) as error:
-        return str(error)
+        return value_reason(error)
     return None
 
 

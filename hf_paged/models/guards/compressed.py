@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.errors import Reason
+
 # Where the wrappers are made around a layer's forward: the one that rounds, and the one that moves what it is given.
 _ROUNDING = ("compressed_tensors.quantization.lifecycle.forward", "set_forward_quantized")
 _MOVING = ("compressed_tensors.offload.module", "offload_module")
@@ -26,13 +28,15 @@ def is_known_forward(module: nn.Module) -> bool:
     return behind is not None and (behind is type(module).forward or is_quantized_forward(module))
 
 
-def offload_reason(name: str, module: nn.Module) -> str | None:
+def offload_reason(name: str, module: nn.Module) -> Reason | None:
     """Why the tensors of a module do not lie where it computes, or None."""
     for held in (module._parameters, module._buffers):
         if not isinstance(held, dict):
             here, kept = str(getattr(held, "onload_device", None)), str(getattr(held, "offload_device", None))
             if here != kept:
-                return f"the tensors of {name or 'the model'} are kept on {kept} and computed with on {here}"
+                return Reason("the tensors of {} are kept on {} and computed with on {}", name or "the model", kept,
+                              here,
+                              remedy="compressed-tensors offloads the weights. Load the whole model onto one device.")
     return None
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_paged.errors import Reason
+from hf_paged.models.guards.remedies import UNDO_REPLACEMENT
 from hf_paged.models.guards.wrapped_forward import called_name
 
 # What a kernel may stand in for, by transformers' names: each of these looks at one token alone.
@@ -69,17 +71,23 @@ def kernel_numbers(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, 
     return [(name, _numbers.setdefault(forward, len(_numbers))) for name, forward in forwards if forward in loaded]
 
 
-def replacement_reason(name: str, module: nn.Module, *, calls_modules: bool) -> str | None:
+def replacement_reason(name: str, module: nn.Module, *, calls_modules: bool) -> Reason | None:
     """Why the forward on this instance cannot run natively, or None. `calls_modules`: modules run as they stand."""
     if replaced_forward(module) is None:
         return None
     if (kernel := kernel_of(module)) is None:
-        return f"the forward of {name} is replaced on the instance by {called_name(vars(module)['forward'])}"
+        return Reason("the forward of {} is replaced on the instance by {}", name, called_name(vars(module)["forward"]),
+                      remedy=UNDO_REPLACEMENT)
     layer = getattr(type(module), "kernel_layer_name", None)
     if layer not in TOKENWISE:
-        return f"{name} runs the Hub kernel {kernel} as {layer}, which may look at batch rows"
+        return Reason("{} runs the Hub kernel {} as {}, which may look at batch rows", name, kernel, layer,
+                      remedy="Kernels for norms, activations, gated MLPs, linear layers and RoPE run natively. Leave "
+                             "this one out of the `KernelConfig`.")
     if not calls_modules:
-        return f"{name} runs the Hub kernel {kernel} only since the model was enabled"
+        return Reason("{} runs the Hub kernel {} only since the model was enabled", name, kernel,
+                      remedy="`use_kernels=True` came after `enable`. Call `hf_paged.disable(model)` and "
+                             "`hf_paged.enable(model)`: the model's own modules then run, kernels included, around "
+                             "paged attention.")
     return None
 
 

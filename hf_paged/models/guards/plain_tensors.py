@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.errors import Reason
+from hf_paged.models.guards.remedies import DEQUANTIZE, ONE_DEVICE
+
 # What every module has; of these, no value is a tensor of the module's own beside its parameters and buffers.
 STANDARD = frozenset(vars(nn.Module()))
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type})
@@ -36,13 +39,14 @@ def _inside(name: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str
                 yield from _inside(f"{name}[{key!r}]", inner, (*above, id(value)))
 
 
-def unwatchable(found: list[tuple[str, torch.Tensor]], device: torch.device) -> str | None:
+def unwatchable(found: list[tuple[str, torch.Tensor]], device: torch.device) -> Reason | None:
     """Why changes of one of these cannot be noticed, or None. `device` is the model's."""
     for name, tensor in found:
         if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
-            return f"{name} is a {type(tensor).__name__}, whose bytes cannot be watched for changes"
+            return Reason("{} is a {}, whose bytes cannot be watched for changes", name, type(tensor).__name__,
+                          remedy=DEQUANTIZE)
         if tensor.layout != torch.strided or tensor.is_quantized:
-            return f"{name} is no dense tensor, so its bytes cannot be watched for changes"
+            return Reason("{} is no dense tensor, so its bytes cannot be watched for changes", name, remedy=DEQUANTIZE)
         if tensor.device != device:
-            return f"{name} is on {tensor.device}, the model on {device}"
+            return Reason("{} is on {}, the model on {}", name, tensor.device, device, remedy=ONE_DEVICE)
     return None

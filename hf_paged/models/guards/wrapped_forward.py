@@ -7,18 +7,22 @@ from typing import Any
 
 import torch
 
+from hf_paged.errors import Reason
+from hf_paged.models.guards.remedies import DTYPE_OF_AUTOCAST, UNDO_REPLACEMENT
 
-def wrapped_forward_reason(model: Any) -> str | None:
+
+def wrapped_forward_reason(model: Any) -> Reason | None:
     """Known are accelerate's mixed precision, which computes in its autocast dtype, TRL's fused head, torch.compile."""
     contexts = _autocast_contexts(model.__dict__["forward"], model)
     if contexts is None:
-        known = called_name(model.__dict__["forward"])
-        return f"forward is replaced on the instance by {known}, a wrapper that hf_paged does not know"
+        return Reason("forward is replaced on the instance by {}, a wrapper that hf_paged does not know",
+                      called_name(model.__dict__["forward"]), remedy=UNDO_REPLACEMENT)
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     for context in contexts:
         if context._enabled and dtypes != {context.fast_dtype}:
             found = ", ".join(sorted(map(str, dtypes)))
-            return f"accelerate runs the forward in {context.fast_dtype} while the weights are {found}"
+            return Reason("accelerate runs the forward in {} while the weights are {}", context.fast_dtype, found,
+                          remedy=DTYPE_OF_AUTOCAST)
     return None
 
 

@@ -1,0 +1,106 @@
+"""`hf_paged.explain`: which path a call would take, found by stock's preparation of it, which ends before decoding."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_paged import at_fork
+from hf_paged.errors import Reason, UnsupportedModelError
+from hf_paged.integration.enable import as_if_enabled, innermost, unsupported_class
+from hf_paged.integration.fallback import outside_of_fallbacks
+from hf_paged.integration.paths import Question, asked, asking
+from hf_paged.outputs import Explanation
+
+_one_at_a_time = threading.RLock()  # filters of warnings are the process' own
+
+
+class _Nobody:
+    """The streamer of a call that is only asked about."""
+
+    def put(self, value: torch.Tensor) -> None:
+        """Stock hands over the prompt before it decodes."""
+
+    def end(self) -> None:
+        """Never called."""
+
+
+def explain(model: nn.Module, **generate_kwargs: Any) -> Explanation:
+    """What ``model.generate(**generate_kwargs)`` would do here and now, why, and what to change. Nothing runs.
+
+    The model may be enabled or not (then: as `enable(model)` would make it). It is not changed, no cache is
+    allocated, no random number drawn, and nothing warned of. A `PagedGenerator` whose memory was released gets its KV
+    pool back.
+
+    Args:
+        model: as for `enable`.
+        **generate_kwargs: those of the call. Without `inputs`, `input_ids` and `inputs_embeds` a prompt of one token
+            stands in; a longer one, or padding, may lead to another path.
+
+    Returns:
+        The path, and each reason with its remedy.
+
+    Raises:
+        UnsupportedModelError (a TypeError): no transformers model is inside.
+        Exception: what `generate` raises about its arguments before it decodes.
+    """
+    causal_lm = innermost(model)
+    if not isinstance(causal_lm, PreTrainedModel):
+        raise UnsupportedModelError(f"model={type(model).__name__}: expected a transformers model, bare or wrapped")
+    if (reason := unsupported_class(causal_lm)) is not None:
+        return _explanation("stock", reason)
+    if generate_kwargs.get("streamer") is not None:
+        generate_kwargs["streamer"] = _Nobody()
+    if generate_kwargs.keys().isdisjoint(("inputs", "input_ids", "inputs_embeds")):
+        generate_kwargs["input_ids"] = ids = torch.zeros((1, 1), dtype=torch.int64, device=causal_lm.device)
+        generate_kwargs.setdefault("attention_mask", torch.ones_like(ids))
+    with _one_at_a_time, as_if_enabled(causal_lm) as engine:
+        question = Question(engine)
+        caller: Any = model if hasattr(model, "generate") else causal_lm
+        with asking(question), outside_of_fallbacks(), _quiet():
+            caller.generate(**generate_kwargs)
+    if question.answer is not None:
+        return _explanation(question.answer.path, *question.answer.reasons)
+    reason = Reason(f"the generate of {type(causal_lm).__name__} does not come to stock's decoding",
+                    remedy="Call `GenerationMixin.generate`, or use a class that does not override it.")
+    return _explanation("stock", reason)
+
+
+def _explanation(path: str, *reasons: Reason) -> Explanation:
+    by_kind = {reason.kind: reason for reason in reversed(reasons)}  # of each kind the first
+    distinct = tuple(by_kind.pop(reason.kind) for reason in reasons if reason.kind in by_kind)
+    return Explanation(path, distinct, tuple(reason.remedy for reason in distinct))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Whatever stock's preparation says is said when the call is made."""
+    names = [name for name in logging.Logger.manager.loggerDict if name.startswith("transformers.generation")]
+    loggers = list(map(logging.getLogger, names))
+    for logger in loggers:
+        logger.addFilter(_not_asked)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_not_asked)
+
+
+def _not_asked(record: logging.LogRecord) -> bool:
+    return asked() is None  # in this thread
+
+
+@at_fork.in_child
+def _renew_in_child() -> None:
+    global _one_at_a_time
+    _one_at_a_time = at_fork.renewed(_one_at_a_time)
