@@ -36,6 +36,7 @@ RENEWED = {
 _RANKS = "a child never comes to it: every way there compares os.getpid() with the owner's first"
 _SERVER = "the server's event loop is the parent's: a child serves nobody"
 SAFE = {
+    "hf_paged.integration.serving.answers.Answer._pieces": _SERVER,
     "hf_paged.integration.serving.calls.ServedCall._settled": _SERVER,
     "hf_paged.integration.serving.calls.ServedCall.over": _SERVER,
     "hf_paged.integration.serving.http._Answer": _SERVER,

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -326,9 +327,18 @@ class EngineCore:
             return
         pieces = logits.split([len(plan.slots) for _, plan in joining])
         for (batch, _), piece in zip(joining, pieces, strict=True):
-            batch.answer(piece)
+            self._attempt_for(batch, partial(batch.answer, piece))
         if len(joining) == 1 and not self.requests:
-            joining[0][0].plan_ahead()  # the device still computes
+            batch = joining[0][0]
+            self._attempt_for(batch, batch.plan_ahead)  # the device still computes
+
+    def _attempt_for(self, batch: LockstepBatch, action: Callable[[], None]) -> None:
+        """Do what belongs to one caller's rows: where it raises, that caller gets the exception, and nobody else."""
+        try:
+            action()
+        except Exception as error:
+            batch.give_back()
+            batch.fail(error)
 
     def _launch(self, plan: StepPlan | None,
                 joining: list[tuple[LockstepBatch, StepPlan]]) -> tuple[StepPlan, StepHandle] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -16,13 +17,18 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        self.restart([])
+
+    def restart(self, token_ids: Sequence[int]) -> None:
+        """Start anew behind `token_ids`, which were pushed before."""
         self._stream = None
         if self._backend is not None:
             from tokenizers.decoders import DecodeStream
 
-            self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
         self._ids: list[int] = []
         self._text = ""
+        self.push(list(token_ids))
 
     def push(self, token_ids: list[int]) -> str:
         """The text that `token_ids` add, as far as it is certain."""

@@ -62,6 +62,8 @@ class Request:
         if self.stop is not None:
             self.stop.restart()  # first: where it raises, the output is still there
         old = self.sequence
+        if self.text is not None:
+            self.text.restart(old.output_token_ids[: self.num_emitted])
         self.sequence = Sequence(
             old.request_id,
             old.token_ids[: old.num_prompt_tokens],
@@ -99,9 +101,10 @@ class Request:
         if self.sequence.num_output_tokens <= self.num_emitted or done:
             return  # made again after a recovery, or part of the completion's own output
         text = self.text.push([token]) if self.text else None
-        self.num_emitted += 1
         logprobs = None if self.logprobs is None else self.logprobs[-1:]
-        self.session.outbox.append(StepOutput(self.request_id, [token], text, new_logprobs=logprobs))
+        output = StepOutput(self.request_id, [token], text, new_logprobs=logprobs)
+        self.session.outbox.append(output)
+        self.num_emitted += 1  # here: an interrupt before this line has the token made and handed out again
 
     def completed(self, tokenizer: Any) -> StepOutput:
         """The last output, of a sequence that the scheduler ended."""

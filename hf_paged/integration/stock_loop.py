@@ -104,7 +104,10 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
     if not lengths:
         return NO_LENGTH
     # Drafts may reach beyond the end before they are cut.
-    max_new_tokens = max(1, min(lengths) - input_ids.shape[1]) + (config.prompt_lookup_num_tokens or 0)
+    drafts = config.prompt_lookup_num_tokens or 0
+    if not isinstance(drafts, int):
+        return Reason("prompt_lookup_num_tokens={} is no integer", repr(drafts), remedy="Give a number of tokens.")
+    max_new_tokens = max(1, min(lengths) - input_ids.shape[1]) + drafts
     if (reason := engine.too_long(max(map(len, prompts)), max_new_tokens)) is not None:
         return reason
     pad = config._pad_token_tensor

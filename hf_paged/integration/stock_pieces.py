@@ -84,7 +84,8 @@ def settled_config(model: Any, config: GenerationConfig, given: Any, stops: Stop
                       remedy=_NO_OPTION_SAYS)
     for processor, made in zip(ordered, expected, strict=True):
         if getattr(processor, "prepared_bias_variables", False):  # it served another call before
-            made._prepare_bias_variables(torch.zeros(1, num_logits, device=processor.length_1_bias.device))
+            bias = processor.length_1_bias
+            made._prepare_bias_variables(torch.zeros(1, num_logits, dtype=bias.dtype, device=bias.device))
         if not _means(vars(processor), vars(made)):
             return Reason(f"a {type(processor).__name__} of the caller's own", remedy=_NO_OPTION_SAYS)
     return settled

@@ -95,7 +95,7 @@ class StepGraphs:
         self._pool: Any = None  # dies with its last graph
         self._stream: torch.cuda.Stream | None = None
         self._model_signature: tuple | None = None
-        self._nothing = torch.empty(0, device=self._device)
+        self._nothing = torch.empty(0, dtype=torch.float32, device=self._device)
         self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
         self._memory_signature: tuple | None = None
         self._ready: tuple[StepPlan, Captured] | None = None  # the device has what this step reads

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import time
 import typing
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -19,6 +20,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 import hf_paged
 from hf_paged.engine import core, detokenizer, log_probs, session, stopping
 from hf_paged.engine.session import NewRequest, Request, Session
+from hf_paged.engine.stopping import StopRule, TextStopRule
 from hf_paged.integration.continuous_batching.requests import BatchedRequest
 from hf_paged.options.settings import RequestSettings
 from hf_paged.runner.request_state import SlotParameters
@@ -43,7 +45,7 @@ def own_classes() -> set[type]:
     for field in dataclasses.fields(Request):
         for kind in (hints[field.name], *typing.get_args(hints[field.name])):
             if inspect.isclass(kind) and kind.__module__.startswith("hf_paged."):
-                found.add(kind)
+                found |= {kind, *kind.__subclasses__()}
     return found - {Sequence, Session}
 
 
@@ -54,10 +56,12 @@ def functions_of(kind: type) -> list[str]:
 
 # What runs before a request is queued, in its caller's own thread: there it raises.
 AT_ADD = {(SlotParameters, "lines"), (SlotParameters, "filtered")}
+# What a sharded model asks before a request is queued.
+OF_RANKS = {(StopRule, "without_deadline"), (TextStopRule, "without_deadline")}
 # The engine finds a request by these two, which read fields only.
 NAMES = {(Request, "request_id")}
 CASES = sorted(((kind, name) for kind in own_classes() for name in functions_of(kind)), key=str)
-CASES = [case for case in CASES if case not in AT_ADD | NAMES]
+CASES = [case for case in CASES if case not in AT_ADD | OF_RANKS | NAMES]
 
 
 @contextmanager
@@ -99,6 +103,9 @@ def test_every_function_of_a_request_may_raise(monkeypatch, kind, name, overlap)
     """Enumerated from the classes that a request holds, and each is really called for the victim in this run."""
     model = tiny_model()
     engine = hf_paged.Engine(model, hf_paged.PagedConfig(overlap=overlap), byte_tokenizer())
+    if kind is TextStopRule:  # the server's
+        monkeypatch.setattr(engine, "stop_rule", lambda settings, _: TextStopRule(
+            settings.stop_strings, engine.tokenizer, time.time() + 1e6))
     expected, _, _ = run(engine)
 
     def arm(ids):

@@ -21,6 +21,7 @@ from support import (
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
+from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.engine.pace import Pace
 from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.runner.model_runner import ModelRunner
@@ -293,6 +294,40 @@ def test_what_was_planned_ahead_is_taken_back_where_the_caller_wants_something_e
     assert [num for _, num in cached] == [len(row) // size * size for row in kept]
     assert engine.stats().num_free_blocks >= free
     assert_idle(model)
+
+
+@pytest.mark.parametrize("method", ["answer", "plan_ahead"])
+def test_what_goes_wrong_in_one_callers_rows_is_that_callers(model, method, monkeypatch):
+    """A request and another caller's rows, which are in the same steps, end as they should."""
+    engine = hf_paged.get_engine(hf_paged.enable(model, strict=True))
+    monkeypatch.setattr(Pace, "may_join", lambda self: True)
+    own, victims = getattr(LockstepBatch, method), []
+
+    def raising(self, *args):
+        if self in victims and self._count > 2:
+            raise ZeroDivisionError("here")
+        return own(self, *args)
+
+    monkeypatch.setattr(LockstepBatch, method, raising)
+    prompt = random_prompts([11], seed=3)[0]
+    expected = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=30)[0].tolist()
+    if method == "answer":  # nothing is planned ahead where requests run
+        engine.add_request(prompt, GenerationConfig(max_new_tokens=30))
+
+    class Marking(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            victims[:] = engine._core.batches[:1]
+            return scores
+
+    with pytest.raises(ZeroDivisionError, match="here"):
+        model.generate(**INPUTS, **OPTIONS, logits_processor=LogitsProcessorList([Marking()]))
+    tokens = []
+    while engine.has_unfinished():
+        tokens += [token for output in engine.step() for token in output.new_token_ids]
+    assert method != "answer" or prompt + tokens == expected
+    monkeypatch.undo()
+    assert_idle(model)
+    assert_lockstep(model, **INPUTS, **OPTIONS)
 
 
 def test_a_pool_that_cannot_grow_in_the_middle_is_out_of_memory(model, monkeypatch):

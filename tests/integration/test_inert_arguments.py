@@ -44,8 +44,9 @@ def test_every_argument_of_a_forward_is_inert_for_a_reason_or_left_to_stock(name
     if name in INERT_ARGUMENTS:
         assert next(argument_reasons({name: object()}), None) is None
     else:
-        assert next(argument_reasons({name: object()})) == f"model argument {name}=a object"
-        assert next(argument_reasons({name: torch.ones(2, 3)})) == f"model argument {name}=Tensor float32"
+        for value, described in ((object(), "a object"), (torch.ones(2, 3), "Tensor float32")):
+            reason = next(argument_reasons({name: value}))
+            assert reason in (f"model argument {name}={described}", f"{name}: images are left to stock")
     assert next(argument_reasons({name: None}), None) is None
 
 
