@@ -90,7 +90,8 @@ def new_tokens(result: Any, width: int, stopping_criteria: Any, config: Generati
     if not isinstance(sequences, torch.Tensor) or sequences.ndim < 2:
         return 0
     new = sequences.flatten(0, -2)[:, width:].cpu()
-    eos = [torch.as_tensor(c.eos_token_id, dtype=torch.int64, device=new.device) for c in stopping_criteria if hasattr(c, "eos_token_id")]
+    ending = [criterion for criterion in stopping_criteria if hasattr(criterion, "eos_token_id")]
+    eos = [torch.as_tensor(criterion.eos_token_id, dtype=torch.int64, device=new.device) for criterion in ending]
     if not eos:  # stock pads no row then
         return new.numel()
     is_eos = torch.isin(new, torch.cat([ids.flatten() for ids in eos]))
