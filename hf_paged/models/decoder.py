@@ -55,6 +55,10 @@ class DecoderExecutor(ModelExecutor):
         kv_heads = local_kv_heads(config.num_key_value_heads, self.group.size)
         return KVSpec(len(self._layers()), kv_heads, head_dim, weight.dtype, weight.dtype, weight.device)
 
+    @property
+    def config(self) -> Any:
+        return self.model.config if self._family.wrapper is None else super().config  # a look-up takes a while
+
     def max_length(self) -> int:
         return longest_unchanged(self.config)
 

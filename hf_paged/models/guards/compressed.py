@@ -42,6 +42,9 @@ def offload_reason(name: str, module: nn.Module) -> Reason | None:
 
 def as_dicts(mappings: Iterable[Any]) -> list[dict[str, torch.Tensor | None]]:
     """Modules' mappings of parameters or buffers, each as the dict that it is or holds."""
+    mappings = list(mappings)
+    if set(map(type, mappings)) <= {dict}:  # as a rule
+        return mappings
     return [held if isinstance(held, dict) else held.offloaded_values for held in mappings]
 
 
