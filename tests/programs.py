@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import hf_paged
 from hf_paged.engine.engine import Engine
-from hf_paged.integration import generate, stock_loop
+from hf_paged.integration import fallback, generate
 from hf_paged.integration.fallback import in_fallback
 
 SECONDS = 120.0
@@ -51,7 +51,7 @@ class Calls:
 def watched_calls() -> Iterator[Calls]:
     """What became of each call of `generate`, of whichever thread, of models that are enabled."""
     calls = Calls()
-    run, lockstep, announce = generate._run, Engine.lockstep, generate.announce_fallback
+    run, lockstep, announce = generate._run_counted, Engine.lockstep, fallback.announce_fallback
 
     def watched_run(*args: Any) -> str | None:
         with calls.one("native"):
@@ -67,9 +67,8 @@ def watched_calls() -> Iterator[Calls]:
             calls.paths.append(f"stock: {reason}")
         announce(engine, reason)
 
-    with patch.object(generate, "_run", watched_run), patch.object(Engine, "lockstep", watched_lockstep), \
-            patch.object(generate, "announce_fallback", watched_announcement), \
-            patch.object(stock_loop, "announce_fallback", watched_announcement):
+    with patch.object(generate, "_run_counted", watched_run), patch.object(Engine, "lockstep", watched_lockstep), \
+            patch.object(fallback, "announce_fallback", watched_announcement):
         yield calls
 
 

@@ -151,6 +151,11 @@ class _Untouchable(LogitsProcessor):
         raise AssertionError("a processor ran")
 
 
+def logging_filters():
+    return {name: list(logging.getLogger(name).filters) for name in list(logging.Logger.manager.loggerDict)}
+
+
+
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("options", [
     {}, {"do_sample": True}, {"num_beams": 2}, {"cache_implementation": "static"}, {"eos_token_id": 5},
@@ -167,7 +172,7 @@ def test_nothing_runs_or_stays(enabled, options, monkeypatch, capsys):
     state, kind, streamer = dict(vars(model)), type(model), RecordingStreamer()
     if "num_beams" not in options and "assistant_model" not in options:
         inputs["streamer"] = streamer
-    draws = torch.get_rng_state()
+    draws, filtered = torch.get_rng_state(), logging_filters()
     generation_config = model.generation_config.to_json_string()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -182,7 +187,7 @@ def test_nothing_runs_or_stays(enabled, options, monkeypatch, capsys):
     assert model.generation_config.to_json_string() == generation_config
     assert torch.equal(torch.get_rng_state(), draws)
     assert streamer.puts == [] and capsys.readouterr() == ("", "")
-    assert not any(logging.getLogger(name).filters for name in logging.Logger.manager.loggerDict)
+    assert logging_filters() == filtered
     assert hf_paged.is_enabled(model) == enabled
     if enabled:
         stats = hf_paged.get_engine(model).stats()

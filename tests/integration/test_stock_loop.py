@@ -337,9 +337,9 @@ def test_rows_that_do_not_fit_go_to_stock_before_anything_ran(model):
     with pytest.warns(hf_paged.FallbackWarning, match="5 blocks.* holds 4"):
         output = model.generate(**INPUTS, max_new_tokens=12, repetition_penalty=1.2)
     assert_same_tensor(output, expected)
-    with pytest.warns(hf_paged.FallbackWarning):
-        model.generate(**INPUTS, max_new_tokens=12, logits_processor=LogitsProcessorList([seen]))
+    model.generate(**INPUTS, max_new_tokens=12, logits_processor=LogitsProcessorList([seen]))
     assert len(seen.ids) == 12
+    assert [calls.num_calls for calls in hf_paged.get_engine(model).stats().calls.values()] == [0, 0, 2]
     assert_idle(model)
     assert hf_paged.get_engine(model).stats().num_generated_tokens == 0
 

@@ -120,5 +120,6 @@ def sharded_by_others() -> dict[str, str | None]:
         else:
             FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"),
                                      use_orig_params=name == "original")
-        reasons[name] = unsupported_reason(find_executor(model)(model))  # type: ignore[misc]
+        reason = unsupported_reason(find_executor(model)(model))  # type: ignore[misc]
+        reasons[name] = None if reason is None else reason.with_remedy
     return reasons

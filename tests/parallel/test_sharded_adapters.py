@@ -154,7 +154,7 @@ def test_parts_of_parameters_that_others_keep_are_refused(tmp_path: Path) -> Non
     """DeepSpeed marks the parameters that it partitions; FSDP and DTensors: `test_model_over_ranks`."""
     model = family_model("llama")
     model.model.norm.weight.ds_id = 7
-    reason = str(unsupported_reason(adapter_of(model)))
+    reason = unsupported_reason(adapter_of(model)).with_remedy
     assert "DeepSpeed" in reason and "PagedGenerator.from_pretrained(..., tensor_parallel_size=N)" in reason
 
 
