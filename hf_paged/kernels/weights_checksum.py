@@ -17,33 +17,29 @@ CHUNK_BYTES = 1 << 16
 TILE_WORDS = 1024
 
 
-def weights_checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Position-dependent checksum of every byte of ``tensors``, which all lie on one device.
-
-    The value depends on contents, sizes and order, not on addresses or strides; it is comparable with others from the
-    same device type only. Callers that repeat it keep a :class:`ChecksumPlan` instead.
-
-    Args:
-        tensors: any dtypes, sizes and alignments; a non-contiguous one is copied first.
-
-    Returns:
-        ``[1]`` int64 on the tensors' device (CPU for no tensors), enqueued without waiting for it.
-
-    Raises:
-        ValueError: tensors on more than one device.
-    """
-    return ChecksumPlan()(tensors)
-
-
 class ChecksumPlan:
-    """:func:`weights_checksum` that keeps the pointer table of its last call while addresses and sizes stay."""
+    """Position-dependent checksum of every byte of some tensors, which all lie on one device.
+
+    It keeps the pointer table of its last call while addresses and sizes stay. The value depends on contents, sizes and
+    order, not on addresses or strides; it is comparable with others from the same device type only.
+    """
 
     def __init__(self) -> None:
         self._signature: list[tuple[int, int]] = []
         self._chunks: torch.Tensor | None = None
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Same arguments, result and errors as :func:`weights_checksum`."""
+        """The checksum.
+
+        Args:
+            tensors: any dtypes, sizes and alignments; a non-contiguous one is copied first.
+
+        Returns:
+            ``[1]`` int64 on the tensors' device (CPU for no tensors), enqueued without waiting for it.
+
+        Raises:
+            ValueError: tensors on more than one device.
+        """
         devices = {t.device for t in tensors}
         if len(devices) > 1:
             raise ValueError(f"tensors must share one device, got {sorted(map(str, devices))}")
@@ -69,7 +65,7 @@ class ChecksumPlan:
 
 
 def weights_checksum_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """:func:`weights_checksum` for CPU tensors: xxh3 over sizes and bytes, a value unlike the GPU's."""
+    """The checksum of CPU tensors: xxh3 over sizes and bytes, a value unlike the GPU's."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         dense = tensor if tensor.is_contiguous() else tensor.detach().contiguous()

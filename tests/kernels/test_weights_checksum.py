@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_paged.kernels.weights_checksum import CHUNK_BYTES, ChecksumPlan, weights_checksum
+from hf_paged.kernels.weights_checksum import CHUNK_BYTES, ChecksumPlan
 
 GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
@@ -46,7 +46,7 @@ def tensors_of_all_kinds(seed: int, device: str = "cpu") -> list[torch.Tensor]:
 
 
 def on_cpu(tensors):
-    return int(weights_checksum(tensors))
+    return int(ChecksumPlan()(tensors))
 
 
 def interpreted(tensors):
@@ -54,7 +54,7 @@ def interpreted(tensors):
 
 
 def on_gpu(tensors):
-    return int(weights_checksum([t.cuda() for t in tensors]))
+    return int(ChecksumPlan()([t.cuda() for t in tensors]))
 
 
 EVERYWHERE = [
@@ -73,7 +73,7 @@ def test_kernel_computes_what_it_says():
 @pytest.mark.gpu
 def test_gpu_kernel_computes_what_it_says():
     tensors = tensors_of_all_kinds(0, "cuda")
-    value = weights_checksum(tensors)
+    value = ChecksumPlan()(tensors)
     assert value.shape == (1,)
     assert value.dtype == torch.int64
     assert value.is_cuda
@@ -135,15 +135,15 @@ def test_value_depends_on_contents_not_on_addresses_or_strides(checksum):
 def test_parameters_and_no_tensors():
     parameter = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.bfloat16))
     assert on_cpu([parameter]) == on_cpu([parameter.detach()])
-    assert weights_checksum([]).shape == (1,)
-    value = weights_checksum([parameter])
+    assert ChecksumPlan()([]).shape == (1,)
+    value = ChecksumPlan()([parameter])
     assert value.dtype == torch.int64
     assert not value.requires_grad
 
 
 def test_two_devices_are_refused():
     with pytest.raises(ValueError, match="device"):
-        weights_checksum([torch.zeros(2), torch.zeros(2, device="meta")])
+        ChecksumPlan()([torch.zeros(2), torch.zeros(2, device="meta")])
 
 
 @pytest.mark.interpreted
