@@ -303,6 +303,7 @@ def test_settings_that_no_table_holds_are_found_when_they_are_queued(generator, 
 def heard(generator, *arguments, **keywords):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)  # garbage of whatever ran before
         generator.generate(PROMPTS, *arguments, **keywords)
     assert {w.filename for w in caught} <= {__file__}
     return [str(w.message) for w in caught]
