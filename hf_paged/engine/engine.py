@@ -398,12 +398,12 @@ class Engine:
         """End the requests of all callers, give all memory back, and refuse new requests.
 
         Waits for other threads' calls in lockstep, whose forwards need the model as it is; inside of a call in lockstep
-        of this thread all but the refusal comes at its end.
+        of this thread, for which one of those may be waiting, all but the refusal comes when the last such call ends.
         """
         self._is_shut_down = True
         # A thread that holds the lock, as in garbage collection, would wait for those who wait for it.
-        waits = not self._lock.is_held_here()
-        while waits and any(batch.thread != threading.get_ident() for batch in self._core.batches):
+        waits, me = not self._lock.is_held_here(), threading.get_ident()
+        while waits and self._core.batches and all(batch.thread != me for batch in self._core.batches):
             with self._held():
                 pass  # calls that were interrupted in their very end are over now
             time.sleep(_NAP)

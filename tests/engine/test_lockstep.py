@@ -296,6 +296,37 @@ def test_what_was_planned_ahead_is_taken_back_where_the_caller_wants_something_e
     assert_idle(model)
 
 
+@pytest.mark.parametrize("action", [hf_paged.disable, lambda model: hf_paged.enable(model, num_blocks=50)])
+def test_two_callers_whose_own_code_disables_the_model_do_not_wait_for_each_other(action):
+    """Each call ends, with stock's tokens or with an error that says what happened."""
+    model, barrier, ended = hf_paged.enable(tiny_model()), threading.Barrier(2), []
+
+    class Ending(LogitsProcessor):
+        calls = 0
+
+        def __call__(self, input_ids, scores):
+            self.calls += 1
+            if self.calls == 2:
+                barrier.wait(20)
+                action(model)
+            return scores
+
+    def call():
+        try:
+            ended.append(model.generate(**INPUTS, **OPTIONS, logits_processor=LogitsProcessorList([Ending()])))
+        except RuntimeError as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=call, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(ended) == 2
+    for result in ended:
+        assert "disabled" in str(result) if isinstance(result, RuntimeError) else torch.equal(result, EXPECTED)
+
+
 @pytest.mark.parametrize("method", ["answer", "plan_ahead"])
 def test_what_goes_wrong_in_one_callers_rows_is_that_callers(model, method, monkeypatch):
     """A request and another caller's rows, which are in the same steps, end as they should."""

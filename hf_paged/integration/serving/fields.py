@@ -142,7 +142,8 @@ def _length(name: str) -> Callable[[Any, Wishes], None]:
 
 def _logit_bias(value: Any, wishes: Wishes) -> None:
     bias = {(int(token),): _number(number, -100, 100) for token, number in _object(value).items()}
-    wishes.settings["sequence_bias"] = bias or None
+    if bias:
+        wishes.settings["sequence_bias"] = bias
 
 
 def _stop(value: Any, wishes: Wishes) -> None:

@@ -153,7 +153,7 @@ class _Tokens:
 
     def put(self, value: torch.Tensor) -> None:
         if not self._is_prompt:
-            self._request.extend(value.tolist(), None)
+            self._request.extend(value.flatten().tolist(), None)  # drafts that were accepted come as a row
             self._send(self._request.output())
         self._is_prompt = False
 

@@ -71,7 +71,12 @@ class Wishes:
         return next((name for name in [*odd, *own] if name in odd or own[name] is not None), None)
 
     def apply(self, config: GenerationConfig, of_model: GenerationConfig) -> None:
-        """Lay the wishes over a request's `config`, which the model's own stands behind."""
+        """Lay the wishes over a request's `config`, which the model's own stands behind.
+
+        Raises:
+            ValueError: `generation_config` says something else of what a field says, or names what no config has.
+        """
+        self._check_config(config, of_model)
         for name, value in self.settings.items():
             setattr(config, name, value)
         if self.temperature is not None or any(value != _OFF[name] for name, value in self.filters.items()):
@@ -88,6 +93,16 @@ class Wishes:
         self._set_ends(config, of_model)
         if "generation_config" in self.body:
             self._set_choices(config)
+
+    def _check_config(self, config: GenerationConfig, of_model: GenerationConfig) -> None:
+        if "generation_config" not in self.body:
+            return
+        if unknown := set(vars(config)) - set(vars(GenerationConfig())) - set(vars(of_model)):
+            raise ValueError(f"generation_config: expected names of a GenerationConfig, not {min(unknown)!r:.200}")
+        for name, of_config, is_given in (("logit_bias", "sequence_bias", "sequence_bias" in self.settings),
+                                          ("stop", "stop_strings", bool(self.stop))):
+            if is_given and getattr(config, of_config) not in (None, getattr(of_model, of_config, None)):
+                raise ValueError(f"{name}: expected no {of_config} in generation_config beside it")
 
     def _set_choices(self, config: GenerationConfig) -> None:
         """Choices by their name in a `GenerationConfig`; what is no number of them is left for `generate` to refuse."""

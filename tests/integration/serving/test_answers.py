@@ -63,6 +63,34 @@ def test_choices_are_requests_of_one_prompt(server, path, stream):
     assert "".join(greedy[0]) == "".join(greedy[1]) != ""
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_drafts_that_are_accepted_are_streamed_once(server, path):
+    """Several tokens come at a time then, and count as such."""
+    config = json.dumps({"prompt_lookup_num_tokens": 3})
+    fields = {"generation_config": config, "ignore_eos": True, "max_tokens": LENGTH}
+    whole, streamed = (ask(server, stream, path, **fields) for stream in (False, True))
+    assert text_of(streamed)[0].strip() == text_of(whole)[0].strip()
+    assert len(text_of(streamed)[0]) >= LENGTH
+    assert streamed[-1]["usage"] == whole[-1]["usage"]
+
+
+@pytest.mark.parametrize(("config", "fields", "message"), [
+    ({"sequence_bias": [[[5], 9.0]]}, {"logit_bias": {"6": 1}}, "logit_bias: expected no sequence_bias"),
+    ({"stop_strings": ["qu"]}, {"stop": "zzz"}, "stop: expected no stop_strings"),
+    ({"nope": 1}, {}, "generation_config: expected names of a GenerationConfig, not 'nope'"),
+])
+def test_a_generation_config_that_says_something_else_than_a_field_is_refused(server, config, fields, message):
+    body = {"prompt": PROMPT, "max_tokens": 6}
+    status, answer = server.post(TEXT, json.dumps({**body, "generation_config": json.dumps(config), **fields}).encode())
+    assert status == 400 and message in str(answer)
+    config = {name: value for name, value in config.items() if name != "nope"}
+    fields = {"logit_bias": {}, "stop": []} if config else {}
+    same = [server.post(TEXT, json.dumps({**body, "generation_config": json.dumps(config), **more}).encode())
+            for more in ({}, fields)]
+    assert [status for status, _ in same] == [200, 200]
+    assert same[0][1]["choices"] == same[1][1]["choices"]
+
+
 def test_log_probabilities_of_what_cannot_run_in_the_batch_are_refused(server):
     """Beams do not, and without continuous batching nothing does."""
     config = json.dumps({"max_new_tokens": 3, "num_beams": 2} if server.is_continuous else {"max_new_tokens": 3})
