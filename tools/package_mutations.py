@@ -232,8 +232,6 @@ JOINED = [
                     "runner/test_request_state.py", "more_slots"),
     PackageMutation("runner/request_state.py", "        self._stages = np.pad(self._stages, (0, more))\n", "",
                     "runner/test_request_state.py", "more_slots"),
-    PackageMutation(CORE, "        if not has_looked and self.model_changed():", "        if False:", BATCH_TESTS,
-                    "nothing_stale_behind"),
 ]
 
 # Families, image-text models and kernels of the Hub.
