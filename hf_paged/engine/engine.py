@@ -23,7 +23,7 @@ from hf_paged.engine.core import EngineCore
 from hf_paged.engine.fair_lock import FairLock
 from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.engine.session import NewRequest, Session
-from hf_paged.engine.stopping import CachedStopStrings, StopRule
+from hf_paged.engine.stopping import CachedStopStrings, StopRule, deadline_after
 from hf_paged.errors import EngineClosedError, Reason, UnsupportedModelError
 from hf_paged.kernels.attention import flash_backend
 from hf_paged.models import ModelExecutor, find_executor
@@ -270,9 +270,9 @@ class Engine:
         try:
             with self._held():
                 refusal = self._refusal()
-                if refusal is None and self._core.pool.moved():
-                    self._core.restart_over_a_new_pool()
                 if refusal is None:
+                    if self._core.pool.moved():
+                        self._core.restart_over_a_new_pool()
                     self._pool()
                     refusal = self._too_many(prompts, max_new_tokens)
                 if refusal is None:
@@ -586,8 +586,7 @@ class Engine:
             if cached is None or not cached.is_of(self.tokenizer, settings.stop_strings):
                 cached = self._stop_strings = CachedStopStrings(self.tokenizer, settings.stop_strings)
             strings = cached.criterion
-        deadline = None if settings.max_time is None else time.time() + settings.max_time
-        return StopRule(strings, deadline, prompt)
+        return StopRule(strings, deadline_after(settings.max_time), prompt)
 
     def _unused_id(self, request_id: str | None) -> str:
         """`request_id`, or one that is made; ValueError where it is in use."""

@@ -36,6 +36,11 @@ def _traits(tokenizer: Any) -> tuple:
     return id(tokenizer), size, id(backend), None if decoder is None else decoder.__getstate__()
 
 
+def deadline_after(max_time: float | None) -> float | None:
+    """The `time.time` at which seconds that begin now are over; None: never."""
+    return None if max_time is None else time.time() + max_time
+
+
 class StopRule:
     """What ends one request besides EOS and its length.
 

@@ -31,6 +31,10 @@ _EXPERTS = {"experts": ("Experts",), "gate": ("TopKRouter",)}
 _SCALED_EMBEDDING = {"embed_tokens": ("TextScaledWordEmbedding",)}
 
 
+def _module_name(package: str) -> str:
+    return f"transformers.models.{package}.modeling_{package}"
+
+
 class Wrapper(NamedTuple):
     """An image-text model whose `model.language_model` is the decoder of a family: calls with text alone run there.
 
@@ -48,7 +52,7 @@ class Wrapper(NamedTuple):
     @property
     def module_name(self) -> str:
         """Name of the modeling file's module."""
-        return f"transformers.models.{self.package}.modeling_{self.package}"
+        return _module_name(self.package)
 
     @property
     def modeling(self) -> ModuleType:
@@ -86,7 +90,7 @@ class Family(NamedTuple):
     @property
     def module_name(self) -> str:
         """Name of the modeling file's module."""
-        return f"transformers.models.{self.package}.modeling_{self.package}"
+        return _module_name(self.package)
 
     @property
     def modeling(self) -> ModuleType:

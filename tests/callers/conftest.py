@@ -1,8 +1,9 @@
-"""A model that goes on talking, for programs whose calls have to last: random weights, the trained tokenizer."""
+"""What programs of others need: a model that goes on talking, since their calls last; no accelerator left over."""
 
 from __future__ import annotations
 
 import pytest
+from accelerate.state import AcceleratorState, GradientState
 from support import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +20,19 @@ def talker_path(tmp_path_factory, trained_tokenizer) -> str:
     model.save_pretrained(folder)
     trained_tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def no_accelerator_left():
+    """Trainers keep accelerate's state, which the process shares, and the next one would take it over."""
+    _forget_accelerator()
+    yield
+    _forget_accelerator()
+
+
+def _forget_accelerator() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from support import assert_native_parity, assert_same_tensor, batch, stock_copy, tiny_model
 
 import hf_paged
@@ -22,14 +21,8 @@ OPTIONS = {"max_new_tokens": 8}
 
 
 @pytest.fixture
-def make_accelerator():
-    def reset() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-    reset()
-    yield lambda precision="no", **kwargs: accelerate.Accelerator(mixed_precision=precision, cpu=True, **kwargs)
-    reset()
+def make_accelerator(no_accelerator_left):
+    return lambda precision="no", **kwargs: accelerate.Accelerator(mixed_precision=precision, cpu=True, **kwargs)
 
 
 def _train(accelerator: Any, model: Any, steps: int = 2) -> tuple[Any, list[float], list[torch.Tensor]]:

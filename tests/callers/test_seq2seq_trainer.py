@@ -5,19 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 from programs import assert_program
 from support import random_prompts, stock_copy
 from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-
-@pytest.fixture(autouse=True)
-def _no_accelerator_left():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("no_accelerator_left")
 
 
 def _trainer(model: Any, tokenizer: Any, folder: Any, **options: Any) -> Seq2SeqTrainer:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from support import stock_copy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -22,17 +21,9 @@ datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl", reason="an extra of the test environment")
 trl_utils = pytest.importorskip("trl.trainer.utils")
 
+pytestmark = pytest.mark.usefixtures("no_accelerator_left")
 SUMS = [(41, 3), (52, 6), (13, 8), (77, 4), (31, 2), (62, 9)]
 STEPS, GROUP, NEW_TOKENS = 4, 2, 12
-
-
-@pytest.fixture(autouse=True)
-def _no_accelerator_left():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 class Rollout(NamedTuple):

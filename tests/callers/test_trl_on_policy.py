@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from programs import assert_program, watched_calls
 from support import stock_copy
 from transformers import AutoModelForCausalLM
@@ -21,6 +20,7 @@ datasets = pytest.importorskip("datasets")
 gkd = pytest.importorskip("trl.experimental.gkd", reason="an extra of the test environment")
 online_dpo = pytest.importorskip("trl.experimental.online_dpo")
 
+pytestmark = pytest.mark.usefixtures("no_accelerator_left")
 QUESTIONS = ["What is 47 + 8?", "Repeat: owl red swan", "bold-fox", "amber"]
 STEPS, NEW_TOKENS = 2, 96
 COMMON: dict[str, Any] = {
@@ -28,15 +28,6 @@ COMMON: dict[str, Any] = {
     "bf16": False, "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "seed": 0,
     "disable_tqdm": True,
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_accelerator_left():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 class Rollout(NamedTuple):

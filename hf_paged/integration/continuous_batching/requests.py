@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from hf_paged.config import PagedConfig
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.stopping import StopRule, TextStopRule
+from hf_paged.engine.stopping import StopRule, TextStopRule, deadline_after
 from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.integration.fallback import value_reason
 from hf_paged.options.arguments import check_is_config, described
@@ -191,8 +191,7 @@ def stop_rule(engine: Engine, settings: RequestSettings, request: BatchedRequest
     """What watches a request for its stop strings and its time; raises what `Engine.stop_rule` raises."""
     if request.tokenizer is None or not settings.stop_strings:
         return engine.stop_rule(settings, request.prompt)
-    deadline = None if settings.max_time is None else time.time() + settings.max_time
-    return TextStopRule(settings.stop_strings, request.tokenizer, deadline)
+    return TextStopRule(settings.stop_strings, request.tokenizer, deadline_after(settings.max_time))
 
 
 def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousBatchingConfig,
