@@ -3,8 +3,9 @@
     python benchmarks/logprob_error.py [--model 0.6B] [--seeds 3] [--sequences 36] [--length 1024] [--autocast]
                                        [--out f.json]
 
-With `--autocast` the weights stay fp32, and both compute under bf16 autocast. Random weights and tokens. The first half of each sequence goes through (chunked) prefill, the second half through
-decode steps whose sampled token is replaced by the teacher's. The measure is |log p(next token) - fp32's|.
+Random weights and tokens; with `--autocast` the weights stay fp32, and both compute under bf16 autocast. The first half
+of each sequence goes through (chunked) prefill, the second half through decode steps whose sampled token is replaced by
+the teacher's. The measure is |log p(next token) - fp32's|.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def main() -> None:
     for seed in range(args.seeds):
         model = qwen3(args.model, torch.float32, args.device, seed)
         generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(0, model.config.vocab_size, (args.sequences, args.length), generator=generator).to(args.device)
+        shape, vocabulary = (args.sequences, args.length), model.config.vocab_size
+        tokens = torch.randint(0, vocabulary, shape, generator=generator).to(args.device)
         if not args.autocast:  # the reference has the bf16 weights, so that only arithmetic differs
             model = model.to(torch.bfloat16).float()
         exact = stock(model, tokens)

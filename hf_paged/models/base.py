@@ -143,7 +143,8 @@ class ModelExecutor(ABC):
     def prepare(self, max_model_len: int) -> None:
         """Between idle and busy: make or renew what the layers need besides the modules (merged weights, RoPE)."""
 
-    def refresh(self, checksum: torch.Tensor | None) -> None:  # noqa: B027: most executors have no copies
+    @abstractmethod
+    def refresh(self, checksum: torch.Tensor | None) -> None:
         """Enqueue the renewal of copies of weights, if there are any (see `Shadow.refresh`); `prepare` came before."""
 
     def copies_are_stale(self) -> bool:
