@@ -336,7 +336,7 @@ AUTOCAST = [
                     AUTOCAST_TESTS, "while_others_run"),
     PackageMutation(CORE, "            if not self._executor.copies_are_stale():\n                return False\n",
                     "            if True:\n                return False\n", AUTOCAST_TESTS, "processor_changes"),
-    PackageMutation(CORE, "        self._executor.refresh(self._guard.latest)\n", "        pass\n", AUTOCAST_TESTS,
+    PackageMutation(CORE, "            self._executor.refresh(self._guard.latest)\n", "            pass\n", AUTOCAST_TESTS,
                     "between_calls"),
     PackageMutation(LOCKSTEP, "        if rounds_cache:\n", "        if False:\n", AUTOCAST_TESTS, "scores_and_logits"),
     PackageMutation(GENERATE, "    autocast = engine.autocast_of_call()\n", "    autocast = None\n", AUTOCAST_TESTS,
