@@ -170,7 +170,7 @@ class EngineCore:
 
     def model_changed(self) -> bool:
         """Prepare the runner anew where the model computes something else than when prompts were last received."""
-        if self._executor.state_key() == self._state_key:
+        if self._executor.state_key(compares_tensors=False) == self._state_key:
             return False
         self._recompute_all(self.scheduler_or_build())
         self._prepare()
