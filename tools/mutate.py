@@ -141,12 +141,13 @@ def main() -> int:
         print("the tests fail without any mutation")
         return 1
 
+    verdicts = []
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        verdicts = list(pool.map(try_mutation, jobs))
-    for job, verdict in zip(jobs, verdicts, strict=True):
-        line = next(a.strip() for a in job.old.splitlines() if a.strip())
-        name = job.file.name if PACKAGE in job.file.parents else str(job.file.relative_to("hf_paged"))
-        print(f"{job.label:>6}  {name:<36} {line[:72]:<72}  {verdict}")
+        for job, verdict in zip(jobs, pool.map(try_mutation, jobs), strict=True):  # as they come: it may be interrupted
+            verdicts.append(verdict)
+            line = next(a.strip() for a in job.old.splitlines() if a.strip())
+            name = job.file.name if PACKAGE in job.file.parents else str(job.file.relative_to("hf_paged"))
+            print(f"{job.label:>6}  {name:<36} {line[:72]:<72}  {verdict}", flush=True)
     caught = sum(verdict.startswith(CAUGHT) for verdict in verdicts)
     missing = set(range(1, 23)) - {number for mutation in MUTATIONS for number in mutation.behaviours}
     print(f"{caught} of {len(jobs)} mutations caught in {time.time() - begin:.0f} s", end="")
