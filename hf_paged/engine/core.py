@@ -518,10 +518,19 @@ class EngineCore:
         self.drop_pool()
 
     def drop_pool(self) -> None:
+        """Everything on the device goes."""
+        self._forget_pool()
+        self.pool.drop()
+
+    def release_pool(self) -> None:
+        """The pool's memory goes; its addresses and the graphs stay where that can be (see `DevicePool.release`)."""
+        self._forget_pool()
+        self.pool.release()
+
+    def _forget_pool(self) -> None:
         self._lose_rows()
         self._retire_scheduler()
         self.scheduler = None
-        self.pool.drop()
         self._guard.forget()
 
     def _retire_scheduler(self) -> None:
@@ -543,7 +552,7 @@ class EngineCore:
         self._guard.forget()
         self._lose_rows()
         self._retire_scheduler()
-        self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.runner is not None else None
+        self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.num_blocks else None
         for request_id, request in list(self.requests.items()):
             if request_id in request.session.open:
                 self._start_again(request)

@@ -140,10 +140,14 @@ class FusedExecutor(DecoderExecutor):
         same = same and len(held) == len(found) and self._parts_of_layers == self._collect_parts()
         return same and self._rope.is_made_from(self.model.model.rotary_emb)
 
-    def release(self) -> None:
+    def let_go(self) -> None:
         self._qkv, self._gate_up, self._parts_of_layers = [], [], []
-        self._untouched, self._rope = Untouched(), RopeTable()
+        self._untouched = Untouched()
         self._memory, self._merged, self._held = None, {}, []
+
+    def release(self) -> None:
+        self.let_go()
+        self._rope = RopeTable()
 
     def _look_up_parts(self) -> None:
         self._untouched = Untouched(self.model.model)

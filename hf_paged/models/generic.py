@@ -29,6 +29,9 @@ class GenericExecutor(DecoderExecutor):
     def is_current(self) -> bool:
         return True
 
+    def let_go(self) -> None:
+        """Nothing is kept besides the modules."""
+
     def release(self) -> None:
         """Nothing is kept besides the modules."""
 

@@ -7,10 +7,9 @@ Padding rows have length 0 and a slot of their own. Steps that bring log-probabi
 
 from __future__ import annotations
 
-import threading
 import weakref
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache, partial
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +20,7 @@ from hf_paged.kernels.upload import upload
 from hf_paged.models import ModelExecutor
 from hf_paged.models.guards.inner_tensors import watched
 from hf_paged.runner.attention_inputs import AttentionInputs
+from hf_paged.runner.captures import capture_lock, captures
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
 from hf_paged.runner.step_context import PagedStep
@@ -67,17 +67,6 @@ def prompt_sizes(num_parameters: int, max_num_batched_tokens: int) -> list[int]:
     most = min(max_num_batched_tokens, max(128, int(_PROMPT_FLOPS / (2 * num_parameters))))
     sizes = [*(1 << i for i in range(4, 10)), *range(768, 2048, 256), *range(2048, most + 1, 1024)]
     return [size for size in sizes if size <= most]
-
-
-@cache
-def _captures(device: torch.device) -> tuple[list[torch.cuda.Stream], threading.Lock]:
-    """Streams of a device that no engine captures on any more, and the lock that a capture holds."""
-    return [], threading.Lock()
-
-
-def capture_lock(device: torch.device) -> AbstractContextManager:
-    """For what a capture in another thread must not meet: memory pools that come and go, a cache that is emptied."""
-    return _captures(device)[1] if device.type == "cuda" else nullcontext()
 
 
 class StepGraphs:
@@ -127,6 +116,10 @@ class StepGraphs:
     def _tensors(self) -> list[torch.Tensor]:
         model = self._executor.model
         return watched([*model.parameters(), *model.buffers(), *self._executor.plain_tensors()])
+
+    def let_go(self) -> None:
+        """Keep the graphs, but none of the memory that they read, until `check` finds it all where it was."""
+        self._held = []
 
     def drop(self) -> None:
         """Destroy all graphs, also those that a traceback still refers to; does not wait for one that runs."""
@@ -279,7 +272,7 @@ class StepGraphs:
         share one while they run beside each other spoil each other: no two engines use one stream.
         """
         if self._stream is None:
-            free, _ = _captures(self._device)
+            free, _ = captures(self._device)
             try:
                 stream = free.pop()
             except IndexError:
