@@ -199,7 +199,8 @@ class StepGraphs:
         return self._ready is not None and self._ready[0] is plan
 
     def _drop_if_moved(self) -> None:
-        signature = (self._state.version, self._state.edits.generation, self._cache.version)
+        size = self._cache.num_blocks if self._attention.backend.knows_pool_size else 0
+        signature = (self._state.version, self._state.edits.generation, self._cache.version, size)
         if signature != self._memory_signature:
             self.drop()
             self._memory_signature = signature
