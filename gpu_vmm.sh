@@ -6,7 +6,7 @@ mkdir -p "$OUT"
 export OUT PYTHONPATH=$PWD:${PYTHONPATH:-} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 S="setsid -w timeout -k 5"
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(rates tests engine growth speed old_tests)
+[ ${#steps[@]} -gt 0 ] || steps=(tests engine speed old_tests)
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
 python3 -c "import torch, cuda.bindings; print(torch.__version__, torch.version.cuda, 'cuda.bindings', cuda.bindings.__version__)"
 for step in "${steps[@]}"; do

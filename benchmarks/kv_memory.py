@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from workloads import Workload, generation_configs, qwen3, uniform
@@ -58,13 +58,27 @@ def driver() -> Driver:
     return found
 
 
-def used() -> int:
-    """Bytes of the device that are taken, but for what torch caches."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+class Taken(NamedTuple):
+    """MiB of the device: in torch's tensors, in its segments (holes between tensors included), and outside of torch."""
+
+    tensors: float
+    segments: float
+    outside: float
+
+    @classmethod
+    def now(cls) -> Taken:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        segments = torch.cuda.memory_reserved()
+        return cls(torch.cuda.memory_allocated() / MIB, segments / MIB, (total - free - segments) / MIB)
+
+    def since(self, before: Taken) -> Taken:
+        return Taken(*(now - then for now, then in zip(self, before, strict=True)))
+
+    def __str__(self) -> str:
+        return f"tensors {self.tensors:.1f}, segments {self.segments:.1f}, outside of torch {self.outside:.1f} MiB"
 
 
 def clock(action: Callable[[], Any]) -> float:
@@ -127,60 +141,44 @@ def rate(driver: Driver, piece: int, count: int, threads: int) -> dict[str, floa
 def engine(args: argparse.Namespace) -> dict[str, Any]:
     model = qwen3(args.model, torch.bfloat16, "cuda")
     model(torch.zeros(1, 8, dtype=torch.int64, device=DEVICE))  # cuBLAS' workspace stays in the process
-    before, found = used(), {}
+    before, found = Taken.now(), {}
     config = model.config
     block_bytes = 2 * config.num_hidden_layers * 16 * config.num_key_value_heads * config.head_dim * 2
-    workload = uniform(64, output=32)
-    options = {"use_tqdm": False}
+    workload = uniform(64, output=32)._replace(temperature=0.0)
     with hf_paged.PagedGenerator(model, num_blocks=args.gib * GIB // block_bytes) as generator:
-        core = generator.engine._core
-        configs = generation_configs(workload._replace(temperature=0.0))
-
-        def run() -> list[list[int]]:
-            return [c.token_ids for c in generator.generate(workload.prompts, configs, **options)]
-
-        expected = run()
+        core, release = generator.engine._core, generator.engine.release_memory
+        run = partial(generator.generate, workload.prompts, generation_configs(workload), use_tqdm=False)
+        expected = [completion.token_ids for completion in run()]
         captured = generator.engine.stats().num_graphs_captured
         found["pool_gib"] = generator.engine.stats().kv_cache_bytes / GIB
         print(f"pool of {found['pool_gib']:.2f} GiB, {captured} graphs", flush=True)
-        for i in range(4):
-            release = clock(generator.engine.release_memory)
-            left = used() - before
-            back = clock(core.scheduler_or_build)
-            prepare = clock(run)
-            assert core.pool.runner is not None
-            print(f"release {release:.1f} ms, return {back:.1f} ms (the call after it {prepare:.0f} ms); left after "
-                  f"release {left / MIB:.1f} MiB", flush=True)
-            found[f"round {i}"] = {"release_ms": release, "return_ms": back, "left_mib": left / MIB}
-        tokens = run()
+        for pause in (0.0, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0):
+            ms = [clock(release)]
+            time.sleep(pause)
+            ms += [clock(core.scheduler_or_build), clock(run)]
+            print(f"release {ms[0]:.1f} ms, {pause * 1e3:.0f} ms later return {ms[1]:.1f} ms, call {ms[2]:.0f} ms",
+                  flush=True)
+            found[f"after {pause} s"] = {"release_ms": ms[0], "return_ms": ms[1]}
+        release()
+        found["tokens_equal"] = [completion.token_ids for completion in run()] == expected
         stats = generator.engine.stats()
-        print(f"tokens equal: {tokens == expected}; captured anew: {stats.num_graphs_captured - captured}; dropped: "
-              f"{stats.num_graphs_dropped}", flush=True)
-        found["captured_anew"] = stats.num_graphs_captured - captured
-        found["tokens_equal"] = tokens == expected
-        generator.engine.release_memory()
+        found["captured_anew"], found["dropped"] = stats.num_graphs_captured - captured, stats.num_graphs_dropped
+        print({name: found[name] for name in ("tokens_equal", "captured_anew", "dropped")}, flush=True)
+        release()
         runner = core.pool.runner
-        left = used() - before
-        state = runner.state
-        tables = {
-            "token history": state.tokens.nbytes, "block table": state.block_table.nbytes,
-            "rope": sum(t.nbytes for t in (core._executor._rope.cos, core._executor._rope.sin)),
-            "arrivals": runner.graphs._arrivals.nbytes,
-        }
-        segments = torch.cuda.memory_snapshot()
-        private = sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
-        common = sum(s["total_size"] for s in segments) - private
-        weights = sum(p.nbytes for p in model.parameters())
-        print(f"left: {left / MIB:.1f} MiB; graphs' pool {private / MIB:.1f}; torch's other segments "
-              f"{common / MIB:.1f} with weights of {weights / MIB:.1f}; tables",
-              {name: round(nbytes / MIB, 2) for name, nbytes in tables.items()}, flush=True)
-        found["left_mib"], found["graph_pool_mib"] = left / MIB, private / MIB
-        found["tables_mib"] = {name: nbytes / MIB for name, nbytes in tables.items()}
-        graphs = clock(lambda: generator.engine.release_memory(graphs=True))
-        found["left_without_graphs_mib"] = (used() - before) / MIB
-        print(f"with graphs=True {graphs:.1f} ms; left {found['left_without_graphs_mib']:.1f} MiB", flush=True)
-    found["left_when_closed_mib"] = (used() - before) / MIB
-    print(f"left when closed {found['left_when_closed_mib']:.1f} MiB", flush=True)
+        assert runner is not None and runner.graphs is not None
+        tables = {"token history": runner.state.tokens, "block table": runner.state.block_table,
+                  "cosines": core._executor._rope.cos, "sines": core._executor._rope.sin}
+        found["tables_mib"] = {name: tensor.nbytes / MIB for name, tensor in tables.items()}
+        del tables, runner  # or they stay
+        found["left"] = Taken.now().since(before)
+        print(f"left after release_memory(): {found['left']}; of it tables", found["tables_mib"], flush=True)
+        ms = [clock(partial(release, graphs=True))]
+        found["left without graphs"] = Taken.now().since(before)
+        print(f"left after release_memory(graphs=True), {ms[0]:.1f} ms: {found['left without graphs']}", flush=True)
+    hf_paged.disable(model)
+    found["left when disabled"] = Taken.now().since(before)
+    print(f"left when disabled: {found['left when disabled']}", flush=True)
     return found
 
 
@@ -221,7 +219,7 @@ def growth(args: argparse.Namespace) -> dict[str, Any]:
         found[name] = {"growths_ms": list(times), "calls_ms": calls, "captured": stats.num_graphs_captured,
                        "dropped": stats.num_graphs_dropped}
         del model
-        used()
+        Taken.now()
     return found
 
 

@@ -217,6 +217,6 @@ class VirtualMemory:
 
 def sweep() -> None:
     """Give back what was abandoned where that could not be done."""
-    waiting, _abandoned[:] = list(_abandoned), []
-    for memory in waiting:
-        memory.abandon()
+    for _ in range(len(_abandoned)):
+        with suppress(IndexError):  # another thread sweeps, too
+            _abandoned.pop(0).abandon()

@@ -333,7 +333,8 @@ def free_bytes():
 @pytest.mark.usefixtures("alone")
 def test_gpu_memory_comes_from_the_device_and_goes_back(cuda_driver):
     assert isinstance(cuda_driver, CudaDriver) and cuda_driver.granularity >= MIB
-    torch.empty(1, device="cuda")
+    ordinary = torch.zeros(4, dtype=torch.uint8, device="cuda").fill_(1)  # code of kernels stays on the device
+    ordinary[-1] = int(ordinary.max()) + int(ordinary.min())
     torch.cuda.empty_cache()
     before, allocated = free_bytes(), torch.cuda.memory_allocated()
     memory = VirtualMemory(cuda_driver, 4, 1 << 30)
