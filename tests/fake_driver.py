@@ -33,6 +33,7 @@ class FakeDriver:
         self.mapped: dict[int, tuple[int, int]] = {}  # address: bytes, handle
         self.allowed: set[int] = set()
         self.memory: dict[int, int] = {}  # bytes of memory that a handle or a mapping keeps, by handle
+        self.seen_free: int | None = None  # where `num_free` is mistaken
         self.counts: dict[str, int] = {}
         self.tensors: list[tuple[int, int, weakref.ref]] = []
         self.num_finished = 0
@@ -124,6 +125,9 @@ class FakeDriver:
     def finish_at_once(self):
         self.in_finalizer = True  # of an object whose attributes go right after it
         return self.finish() if self.may_wait else False
+
+    def num_free(self):
+        return self.seen_free if self.seen_free is not None else self.free
 
     def free_cached(self):
         self.free, self.cached = self.free + self.cached, 0

@@ -63,6 +63,10 @@ class Driver(Protocol):
         """The same, but for a place where it may not be waited for (a capture goes on): False, and nothing done."""
         ...
 
+    def num_free(self) -> int:
+        """Bytes that `create` may find."""
+        ...
+
     def free_cached(self) -> None:
         """Have torch give the driver back what its allocator caches and does not use."""
 
@@ -135,6 +139,9 @@ class CudaDriver:
             lock.release()
         return True
 
+    def num_free(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
+
     def free_cached(self) -> None:
         with capture_lock(self._device):
             empty_cache()
@@ -144,7 +151,7 @@ class CudaDriver:
 
     def _call(self, name: str, *args: Any) -> Any:
         status, *values = getattr(self._cuda, name)(*args)
-        if status == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        if status == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY and name != "cuMemAddressReserve":
             raise torch.OutOfMemoryError(f"{name}: no memory for {args[0]:,} bytes on {self._device}")
         if status != self._cuda.CUresult.CUDA_SUCCESS:
             numbers = ", ".join(str(arg) for arg in args if isinstance(arg, int))

@@ -93,12 +93,17 @@ class VirtualMemory:
                              "of a range")
         assert self._address is not None, "it was closed"
         sweep()
+        nbytes = self._whole(nbytes)
         with self._driver.current():
-            try:
-                self._back(self._whole(nbytes))
-            except torch.OutOfMemoryError:  # torch's allocator may hold what it does not use
+            # torch's allocator may hold what it does not use; asked first, since memory that is created in vain and
+            # given back is zeroed before it can be had again.
+            if self.num_ranges * nbytes - self.nbytes > self._driver.num_free():
                 self._driver.free_cached()
-                self._back(self._whole(nbytes))
+            try:
+                self._back(nbytes)
+            except torch.OutOfMemoryError:
+                self._driver.free_cached()
+                self._back(nbytes)
 
     def tensors(self, nbytes: int) -> list[torch.Tensor]:
         """The first bytes of each range, which have memory: [nbytes] uint8. They own nothing and hold nothing."""

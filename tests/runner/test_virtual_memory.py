@@ -77,10 +77,12 @@ def test_memory_goes_and_comes_back_to_its_addresses(driver, memory):
     memory.close()
 
 
-def test_torchs_cache_is_emptied_before_memory_is_said_to_be_too_little(driver, memory):
-    driver.free, driver.cached = 4 * UNIT, 2 * UNIT
+@pytest.mark.parametrize("seen", [None, 1 << 40])
+def test_torchs_cache_is_emptied_before_memory_is_said_to_be_too_little(driver, memory, seen):
+    driver.free, driver.cached, driver.seen_free = 4 * UNIT, 2 * UNIT, seen
     memory.back(2 * UNIT)
     assert driver.cached == 0 and driver.free == 0
+    assert driver.counts["create"] == (RANGES if seen is None else 3 + RANGES), "what is in vain costs time"
     driver.cached = UNIT
     with pytest.raises(torch.OutOfMemoryError):
         memory.back(3 * UNIT)
