@@ -14,7 +14,7 @@ for step in "${steps[@]}"; do
   case $step in
     rates) $S 40 python3 benchmarks/kv_memory.py rates --out "$OUT/rates.json" >"$OUT/rates.log" 2>&1 ;;
     tests) $S 80 python3 -m pytest -q -m gpu -p no:cacheprovider -p no:randomly --durations=8 \
-      tests/runner/test_virtual_memory.py tests/runner/test_kv_cache.py >"$OUT/tests.log" 2>&1 ;;
+      tests/models/test_virtual_memory.py tests/runner/test_kv_cache.py >"$OUT/tests.log" 2>&1 ;;
     old_tests) $S 60 python3 -m pytest -q -n 8 -m gpu -p no:cacheprovider tests/gpu/test_generate_cuda.py tests/runner/test_graphs.py \
       tests/runner/test_memory.py tests/models/test_merged.py tests/models/test_adjacent.py >"$OUT/old_tests.log" 2>&1 ;;
     engine) $S 60 python3 benchmarks/kv_memory.py engine --out "$OUT/engine.json" >"$OUT/engine.log" 2>&1 ;;

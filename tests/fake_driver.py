@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 
-from hf_paged.runner.cuda_driver import DriverError
+from hf_paged.models.cuda_driver import DriverError
 
 GRANULARITY = 4096
 

@@ -6,7 +6,7 @@ import torch
 
 from hf_paged.config import PagedConfig
 from hf_paged.models import ModelExecutor
-from hf_paged.runner.cuda_driver import DriverError
+from hf_paged.models.cuda_driver import DriverError
 from hf_paged.runner.kv_cache import filled
 from hf_paged.runner.memory import most_blocks_ever, owned_num_blocks, rehearse, shared_num_blocks
 from hf_paged.runner.model_runner import ModelRunner

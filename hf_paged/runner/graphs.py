@@ -18,9 +18,9 @@ import torch
 from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
 from hf_paged.kernels.upload import upload
 from hf_paged.models import ModelExecutor
+from hf_paged.models.captures import capture_lock, captures
 from hf_paged.models.guards.inner_tensors import watched
 from hf_paged.runner.attention_inputs import AttentionInputs
-from hf_paged.runner.captures import capture_lock, captures
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
 from hf_paged.runner.step_context import PagedStep

@@ -8,8 +8,8 @@ import weakref
 import torch
 
 from hf_paged.models import KVSpec
-from hf_paged.runner.cuda_driver import DriverError, find_driver
-from hf_paged.runner.virtual_memory import VirtualMemory
+from hf_paged.models.cuda_driver import DriverError, find_driver
+from hf_paged.models.virtual_memory import VirtualMemory
 
 logger = logging.getLogger(__name__)
 

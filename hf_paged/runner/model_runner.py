@@ -12,8 +12,8 @@ import torch
 from hf_paged.kernels.attention.backends import resolve_backend
 from hf_paged.kernels.upload import upload
 from hf_paged.models import KVSpec, ModelExecutor
+from hf_paged.models.captures import capture_lock
 from hf_paged.runner.attention_inputs import AttentionInputs
-from hf_paged.runner.captures import capture_lock
 from hf_paged.runner.graphs import StepGraphs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.prompt_scores import NOTHING, PromptSpan, Wanted, prompt_log_probs

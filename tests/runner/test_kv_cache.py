@@ -16,10 +16,10 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.models import KVSpec
+from hf_paged.models.cuda_driver import DriverError, find_driver
+from hf_paged.models.virtual_memory import VirtualMemory
 from hf_paged.runner import kv_cache
-from hf_paged.runner.cuda_driver import DriverError, find_driver
 from hf_paged.runner.kv_cache import KVCache, blocks_within, filled
-from hf_paged.runner.virtual_memory import VirtualMemory
 
 SPEC = KVSpec(2, 3, 16, torch.float32, torch.float32, torch.device("cpu"))
 MIB = 1 << 20

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_paged.runner.cuda_driver import Driver, DriverError
+from hf_paged.models.cuda_driver import Driver, DriverError
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class VirtualMemory:
         self.range_bytes = self._whole(range_bytes)
         if num_ranges * self.range_bytes > _MOST_ADDRESSES:
             raise ValueError(f"num_ranges={num_ranges}, range_bytes={range_bytes}: expected at most {_MOST_ADDRESSES} "
-                             "bytes together; fewer blocks need less")
+                             "bytes together")
         self._pieces: list[list[_Piece]] = [[] for _ in range(num_ranges)]
         self._process = os.getpid()
         sweep()
@@ -145,7 +145,7 @@ class VirtualMemory:
                 address, self._address = self._address, None
                 self._driver.unreserve(address, self.num_ranges * self.range_bytes)
         except Exception as error:  # a device that a kernel has broken answers nothing any more
-            logger.warning("hf_paged: memory of a KV pool was not given back: %r", error)
+            logger.warning("hf_paged: memory was not given back to the device: %r", error)
 
     def _back(self, nbytes: int) -> None:
         """All of them, or none."""

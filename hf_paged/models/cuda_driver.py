@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from hf_paged.kernels._device import bytes_at, empty_cache
-from hf_paged.runner.captures import capture_lock, captures
+from hf_paged.models.captures import capture_lock, captures
 
 logger = logging.getLogger(__name__)
 
@@ -167,5 +167,5 @@ def find_driver(device: torch.device) -> Driver | None:
     try:
         return CudaDriver(importlib.import_module("cuda.bindings.driver"), device)
     except (ImportError, AttributeError, RuntimeError) as error:
-        logger.info("hf_paged: the KV pool lies in torch's memory: %s", error)
+        logger.info("hf_paged: no memory behind reserved addresses on %s: %s", device, error)
         return None

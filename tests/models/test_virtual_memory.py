@@ -14,9 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hf_paged.runner import virtual_memory
-from hf_paged.runner.cuda_driver import CudaDriver, DriverError, find_driver
-from hf_paged.runner.virtual_memory import VirtualMemory
+from hf_paged.models import virtual_memory
+from hf_paged.models.cuda_driver import CudaDriver, DriverError, find_driver
+from hf_paged.models.virtual_memory import VirtualMemory
 
 UNIT = GRANULARITY
 RANGES = 3
