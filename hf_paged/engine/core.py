@@ -525,6 +525,7 @@ class EngineCore:
     def drop_pool(self) -> None:
         """Everything on the device goes."""
         self._forget_pool()
+        self._guard.release()
         self.pool.drop()
 
     def release_pool(self) -> None:

@@ -143,11 +143,11 @@ class FusedExecutor(DecoderExecutor):
     def let_go(self) -> None:
         self._qkv, self._gate_up, self._parts_of_layers = [], [], []
         self._untouched = Untouched()
-        self._memory, self._merged, self._held = None, {}, []
+        self._merged, self._held = {}, []
 
     def release(self) -> None:
         self.let_go()
-        self._rope = RopeTable()
+        self._rope, self._memory = RopeTable(), None
 
     def _look_up_parts(self) -> None:
         self._untouched = Untouched(self.model.model)

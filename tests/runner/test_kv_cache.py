@@ -176,10 +176,12 @@ def test_release_gives_the_memory_back_and_the_next_call_captures_nothing(driver
         assert numbers(model) == before and driver.in_use == held and engine.stats().num_blocks == blocks
         assert engine._core.scheduler is scheduler, "its blocks take longer to make than the memory to map"
         assert_idle(model)
+    engine._core._guard._checksum._chunks = table = torch.zeros(1)  # there is one on a GPU
     engine.release_memory()
     engine.release_memory()
+    assert engine._core._guard._checksum._chunks is table
     engine.release_memory(graphs=True)
-    assert driver.is_empty()
+    assert driver.is_empty() and engine._core._guard._checksum._chunks is None
     assert_native_parity(model, expected, **inputs, max_new_tokens=9)
     hf_paged.disable(model)
     assert driver.is_empty()
