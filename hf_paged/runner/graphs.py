@@ -115,7 +115,8 @@ class StepGraphs:
 
     def _tensors(self) -> list[torch.Tensor]:
         model = self._executor.model
-        return watched([*model.parameters(), *model.buffers(), *self._executor.plain_tensors()])
+        own = self._executor.own_tensors()
+        return watched([*model.parameters(), *model.buffers(), *self._executor.plain_tensors(), *own])
 
     def let_go(self) -> None:
         """Keep the graphs, but none of the memory that they read, until `check` finds it all where it was."""
