@@ -25,8 +25,8 @@ import torch
 from workloads import Workload, generation_configs, qwen3, uniform
 
 import hf_paged
+from hf_paged.models import virtual_memory
 from hf_paged.models.cuda_driver import Driver, find_driver
-from hf_paged.runner import kv_cache
 from hf_paged.runner.kv_cache import KVCache
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -185,13 +185,13 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
 @contextmanager
 def memory_of(name: str) -> Iterator[None]:
     """Pools that are made in here lie there."""
-    own = kv_cache.find_driver
+    own = virtual_memory.find_driver
     if name == "torch's memory":
-        kv_cache.find_driver = lambda device: None  # type: ignore[assignment]
+        virtual_memory.find_driver = lambda device: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        kv_cache.find_driver = own
+        virtual_memory.find_driver = own
 
 
 def growth(args: argparse.Namespace) -> dict[str, Any]:

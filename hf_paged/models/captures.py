@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 
 
 @cache
-def captures(device: torch.device) -> tuple[list[torch.cuda.Stream], threading.Lock]:
-    """Streams of a device that no engine captures on any more, and the lock that a capture holds."""
-    return [], threading.Lock()
+def captures(device: torch.device) -> tuple[list[torch.cuda.Stream], Any]:
+    """Streams of a device that no engine captures on any more, and the lock that a capture holds.
+
+    Re-entrant: what must not meet a capture may take memory that is mapped, and that gives memory of others back.
+    """
+    return [], threading.RLock()
 
 
 def capture_lock(device: torch.device) -> AbstractContextManager:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from hf_paged.models.cuda_driver import Driver, DriverError
+from hf_paged.models.cuda_driver import Driver, DriverError, find_driver
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,20 @@ class _Piece:
     may_be_mapped: bool = False
     is_mapped: bool = False
     is_ready: bool = False
+
+
+def reserve(owner: object, device: torch.device, num_ranges: int, range_bytes: int) -> VirtualMemory | None:
+    """Addresses for what `owner` has on a device, which go with it; None where they cannot be had."""
+    driver = find_driver(device)
+    if driver is None:
+        return None
+    try:
+        memory = VirtualMemory(driver, num_ranges, range_bytes)
+    except (DriverError, ValueError) as error:
+        logger.warning("hf_paged: torch's memory is taken in place of mapped memory: %s", error)
+        return None
+    weakref.finalize(owner, memory.abandon).atexit = False  # the driver takes all back by itself then
+    return memory
 
 
 class VirtualMemory:

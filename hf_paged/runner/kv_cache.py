@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import weakref
 
 import torch
 
-from hf_paged.models import KVSpec
-from hf_paged.models.cuda_driver import DriverError, find_driver
+from hf_paged.models import KVSpec, virtual_memory
+from hf_paged.models.cuda_driver import DriverError
 from hf_paged.models.virtual_memory import VirtualMemory
 
 logger = logging.getLogger(__name__)
@@ -94,16 +93,10 @@ class KVCache:
         return self.num_blocks * self.spec.block_bytes(self.block_size)
 
     def _reserve(self, num_blocks: int, max_blocks: int) -> None:
-        driver = find_driver(self.spec.device)
-        if driver is None:
-            return
         tensor_bytes = max(num_blocks, max_blocks) * _tensor_block_bytes(self.spec, self.block_size)
-        try:
-            memory = VirtualMemory(driver, 2 * self.spec.num_layers, tensor_bytes)
-        except (DriverError, ValueError) as error:
-            logger.warning("hf_paged: the KV pool lies in torch's memory: %s", error)
+        memory = virtual_memory.reserve(self, self.spec.device, 2 * self.spec.num_layers, tensor_bytes)
+        if memory is None:
             return
-        weakref.finalize(self, memory.abandon).atexit = False  # the driver takes all back by itself then
         try:
             self._back(memory, num_blocks)
         except DriverError as error:
@@ -143,5 +136,5 @@ def _tensor_block_bytes(spec: KVSpec, block_size: int) -> int:
 
 
 def _granularity(spec: KVSpec) -> int:
-    driver = find_driver(spec.device)
+    driver = virtual_memory.find_driver(spec.device)
     return 1 if driver is None else driver.granularity

@@ -15,10 +15,9 @@ from support import assert_idle, assert_native_parity, batch, random_prompts, st
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged.models import KVSpec
+from hf_paged.models import KVSpec, virtual_memory
 from hf_paged.models.cuda_driver import DriverError, find_driver
 from hf_paged.models.virtual_memory import VirtualMemory
-from hf_paged.runner import kv_cache
 from hf_paged.runner.kv_cache import KVCache, blocks_within, filled
 
 SPEC = KVSpec(2, 3, 16, torch.float32, torch.float32, torch.device("cpu"))
@@ -29,7 +28,7 @@ MIB = 1 << 20
 def driver(monkeypatch):
     """Every pool on the CPU lies in the reserved addresses of a driver."""
     fake = FakeDriver()
-    monkeypatch.setattr(kv_cache, "find_driver", lambda device: fake)
+    monkeypatch.setattr(virtual_memory, "find_driver", lambda device: fake)
     yield fake
     gc.collect()
     assert fake.is_empty()
@@ -72,7 +71,7 @@ def test_a_pool_that_is_garbage_gives_everything_back(driver):
 
 
 def test_without_reserved_addresses_the_tensors_are_torchs_and_move(monkeypatch):
-    monkeypatch.setattr(kv_cache, "find_driver", lambda device: None)
+    monkeypatch.setattr(virtual_memory, "find_driver", lambda device: None)
     cache = KVCache(SPEC, 16, 3, max_blocks=100)
     cache.layers[1][0].fill_(3)
     assert not cache.keeps_addresses and cache.nbytes == 3 * SPEC.block_bytes(16)
@@ -113,7 +112,7 @@ def test_blocks_are_counted_in_whole_pieces_of_memory(layers, heads, head_dim, b
         return 2 * layers * -(-num_blocks * one // unit) * unit
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_cache, "find_driver", lambda device: FakeDriver(granularity=unit))
+        patch.setattr(virtual_memory, "find_driver", lambda device: FakeDriver(granularity=unit))
         most = blocks_within(spec, block_size, nbytes)
         assert mapped(most) <= nbytes < mapped(most + 1)
         count = most + 1
@@ -324,6 +323,26 @@ def test_rows_in_lockstep_find_the_memory_again(driver, steps):
     hf_paged.disable(model)
 
 
+def test_copies_of_weights_go_and_come_back_to_the_same_graphs(driver, steps):
+    """A trainer's fp32 weights under bf16 autocast: neither pool nor copies stay, and nothing is captured anew."""
+    model, inputs = tiny_model(), batch([40, 33])
+    hf_paged.enable(model, strict=True)
+    engine, before = hf_paged.get_engine(model), None
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            assert_native_parity(model, **inputs, max_new_tokens=8)
+            assert engine.stats().shadow_bytes > 0
+            before = before or numbers(model)
+            assert numbers(model) == before and before[1] == 0
+            driver.start_work()
+            engine.release_memory()
+            assert engine.stats().shadow_bytes == 0 == driver.in_use
+            with torch.no_grad():
+                model.model.layers[0].mlp.up_proj.weight.mul_(-1.5)
+    assert_native_parity(model, **inputs, max_new_tokens=8)
+    hf_paged.disable(model)
+
+
 @settings(max_examples=12)
 @given(st.lists(st.one_of(
     st.tuples(st.just("call"), st.integers(1, 150), st.integers(1, 12)),
@@ -334,7 +353,7 @@ def test_any_order_of_calls_and_releases_gives_stocks_tokens(actions):
     """Others take and give back memory meanwhile; the pool never holds more than its account says."""
     model, driver = tiny_model(), FakeDriver()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_cache, "find_driver", lambda device: driver)
+        patch.setattr(virtual_memory, "find_driver", lambda device: driver)
         hf_paged.enable(model, max_num_seqs=4, max_num_batched_tokens=64)
         engine, taken = hf_paged.get_engine(model), 0
         for action, size, rows in actions:
