@@ -341,6 +341,7 @@ POOL = [
                     "nothing_holds"),
     PackageMutation("runner/device.py", "for size in (self._released_blocks, FIRST_POOL_BLOCKS)",
                     "for size in (self._released_blocks,)", POOL_TESTS, "starts_small"),
+    PackageMutation("models/fused.py", "        self._copied.take_back()\n", "", POOL_TESTS, "copies_of_weights"),
     PackageMutation(CORE, "        self._forget_pool()\n        self.pool.release()\n",
                     "        self.pool.release()\n", POOL_TESTS, "captures_nothing"),
 ]
