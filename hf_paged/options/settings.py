@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from hf_paged.config import ON_WEIGHT_CHANGE
 from hf_paged.errors import Reason, UnsupportedOptionError
 from hf_paged.options.arguments import described
 from hf_paged.options.logits_options import GREEDY_TOO, SAMPLING_ONLY, decay_overflows, edits_from_config
@@ -128,6 +129,7 @@ class RequestSettings:
     max_time: float | None = None  # seconds from the start of the call
     logprobs: bool = False
     prompt_logprobs: bool = False
+    on_weight_change: str | None = None  # as in `PagedConfig`; None: what that says
     cache_salt: bytes = b""  # a digest (`salt_digest`): blocks of the prefix cache are shared under the same one
 
 
@@ -269,6 +271,12 @@ def check_flags(**flags: Any) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r}: expected True or False")
+
+
+def check_weight_change(on_weight_change: Any) -> None:
+    """Raise ValueError for what is neither None nor one of `ON_WEIGHT_CHANGE`."""
+    if on_weight_change is not None and on_weight_change not in ON_WEIGHT_CHANGE:
+        raise ValueError(f"on_weight_change={on_weight_change!r:.80}: expected None or one of {ON_WEIGHT_CHANGE}")
 
 
 def token_id_tuple(value: Any) -> tuple[int, ...]:
