@@ -130,7 +130,7 @@ class PagedGenerator:
     # -- generation -------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Any = None, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
-                 use_tqdm: bool | None = None, logprobs: bool = False, prompt_logprobs: bool = False,
+                 use_tqdm: bool | None = None, logprobs: bool | str = False, prompt_logprobs: bool = False,
                  cache_salt: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
                  chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
                  **generate_kwargs: Any) -> Any:
@@ -146,8 +146,9 @@ class PagedGenerator:
             seed: of the random numbers; one for the call, or one per prompt. None: the config's, else drawn from
                 torch's default generator.
             use_tqdm: show progress. None: once the work takes longer than two seconds.
-            logprobs, prompt_logprobs: fill in these fields of every `Completion`; not for tensors. Prompts that are
-                scored fill the prefix cache and do not read it.
+            logprobs, prompt_logprobs: fill in these fields of every `Completion`; not for tensors. ``logprobs`` is
+                True, "processed" or "raw" (see `Engine.add_request`). Prompts that are scored fill the prefix cache and
+                do not read it.
             cache_salt: one for the call, or one per prompt. Cached prefixes are shared among prompts of the same salt
                 alone (None: those without one), in this and in other calls.
             on_error: what becomes of a prompt that cannot run (too long, empty, ids outside the vocabulary, refused by
@@ -199,7 +200,7 @@ class PagedGenerator:
         return self.engine.group.rank > 0
 
     def stream(self, prompts: Any, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
-               logprobs: bool = False, prompt_logprobs: bool = False,
+               logprobs: bool | str = False, prompt_logprobs: bool = False,
                cache_salt: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
                chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
                **generate_kwargs: Any) -> Iterator[tuple[int, StepOutput]]:

@@ -94,7 +94,7 @@ class EngineCore:
         request = Request(
             sequence, parameters, session, stop=new.stop, made=made,
             text=TextStream(self.tokenizer) if is_decoded else None,
-            logprobs=[] if settings.logprobs else None,
+            logprobs=[] if settings.logprobs else None, logprobs_kind=settings.logprobs,
             prompt_logprobs=[None] * prompt_length if settings.prompt_logprobs else None,
         )
         if made is not None:

@@ -31,7 +31,13 @@ from hf_paged.models.eligibility import unsupported_reason
 from hf_paged.options.arguments import RecentMerges, base_seed, salt_digest, token_id_lists, token_ids
 from hf_paged.options.continued import Made, split_output
 from hf_paged.options.prompts import prompt_ids
-from hf_paged.options.settings import RequestSettings, check_flags, check_weight_change, settings_from_config
+from hf_paged.options.settings import (
+    RequestSettings,
+    check_flags,
+    check_weight_change,
+    logprobs_kind,
+    settings_from_config,
+)
 from hf_paged.outputs import EngineStats, StepOutput
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.peers import connect
@@ -127,7 +133,8 @@ class Engine:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def add_request(self, prompt_token_ids: Any, generation_config: GenerationConfig | None = None, *,
-                    request_id: str | None = None, priority: int = 0, seed: int | None = None, logprobs: bool = False,
+                    request_id: str | None = None, priority: int = 0, seed: int | None = None,
+                    logprobs: bool | str = False,
                     prompt_logprobs: bool = False, cache_salt: str | None = None,
                     on_weight_change: str | None = None) -> str:
         """Queue a request; `step` returns its tokens.
@@ -142,8 +149,11 @@ class Engine:
             priority: lower runs earlier; equal ones in order of arrival.
             seed: of this request's random numbers, in [0, 2**63). None: the config's `seed`, else drawn from torch's
                 default generator.
-            logprobs, prompt_logprobs: fill in these fields of the `Completion`. A prompt that is scored is computed as
-                a whole: it fills the prefix cache and does not read it.
+            logprobs: fill in this field of the `Completion`. "processed", or True: log p of each token under the
+                distribution that it was drawn from, behind all logits processors (temperature, filters, penalties).
+                "raw": from the model's logits as they are.
+            prompt_logprobs: fill in this field. A prompt that is scored is computed as a whole: it fills the prefix
+                cache and does not read it.
             cache_salt: cached prefixes are shared among requests of the same salt alone (None: those without one).
             on_weight_change: in place of the config's, for this request.
 
@@ -160,16 +170,17 @@ class Engine:
         # Under autocast always: steps run without it, so only here it can be seen.
         if not self._has_looked or self.group.is_parallel or torch.is_autocast_enabled(self._device_type):
             self.check_runnable()
-        given, made = split_output(prompt_token_ids)
+        given, before = split_output(prompt_token_ids)
         prompt = self.check_prompt(prompt_ids(given, self.tokenizer, {}) if isinstance(given, dict) else given)
         merged = self._merged(self._executor.model, generation_config)
         if merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
-        check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        check_flags(prompt_logprobs=prompt_logprobs)
+        kind = logprobs_kind(logprobs)
         check_weight_change(on_weight_change)
         settings = settings_from_config(merged, len(prompt), self.num_logits)
         if logprobs or prompt_logprobs or cache_salt is not None or on_weight_change is not None:
-            settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+            settings = replace(settings, logprobs=kind, prompt_logprobs=prompt_logprobs,
                                cache_salt=salt_digest(cache_salt), on_weight_change=on_weight_change)
         if not isinstance(priority, int):
             raise TypeError(f"priority={priority!r}: expected an integer")
@@ -177,11 +188,11 @@ class Engine:
             raise TypeError(f"request_id={request_id!r}: expected None or a str")
         # Other ranks may not know an enumeration of the user's script.
         request_id = None if request_id is None else str.__str__(request_id)
-        made = None if made is None else self.check_made(prompt, made, settings)
+        before = None if before is None else self.check_made(prompt, before, settings)
         seed = derive_seed(base_seed(seed, self.config.seed), 0)
-        if made is not None and made.seed is not None:
-            seed = made.seed
-        new = NewRequest(prompt, settings, seed=seed, priority=int(priority), request_id=request_id, made=made)
+        if before is not None and before.seed is not None:
+            seed = before.seed
+        new = NewRequest(prompt, settings, seed=seed, priority=int(priority), request_id=request_id, made=before)
         with self._lock.turn(), self._lock.rlock:
             made = self.add(self._public, new)
             self._arrived.append(made)

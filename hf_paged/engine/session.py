@@ -50,6 +50,7 @@ class Request:
     num_emitted: int = 0  # of the output, that among it
     error: str | None = None
     logprobs: list[float | None] | None = None  # of the committed output, where asked for
+    logprobs_kind: str | None = None  # which ones
     prompt_logprobs: list[float | None] | None = None  # None in it: not known yet, and for the first token for good
     version_runs: list[VersionRun] = field(default_factory=list)  # of the output, but for what the present weights made
     thread: int = field(default_factory=threading.get_ident)  # whose caller waits for it
@@ -108,9 +109,9 @@ class Request:
         count = min(num_new, self.sequence.num_prompt_tokens - 1 - start)
         return PromptSpan(row, start + 1, count) if count > 0 else None
 
-    def take_logprob(self, logprob: float) -> None:
-        """Keep the log-probability of the token that was just committed."""
-        if self.logprobs is not None:
+    def take_logprob(self, kind: str, logprob: float) -> None:
+        """Keep the log-probability of the token that was just committed, if it is of the kind that was asked for."""
+        if self.logprobs is not None and kind == self.logprobs_kind:
             self.logprobs.append(logprob)
 
     def take_prompt_logprobs(self, first: int, logprobs: list[float]) -> None:
@@ -156,7 +157,7 @@ class Request:
             token_ids=token_ids, text=text, finish_reason=reason, prompt_token_ids=sequence.prompt_token_ids,
             logprobs=self.logprobs, num_cached_tokens=sequence.num_cached_tokens, error=error,
             prompt_logprobs=prompt_logprobs, version_runs=tuple(self.version_runs),
-            seed=self.parameters.seed,
+            seed=self.parameters.seed, logprobs_kind=self.logprobs_kind,
         )
         logprobs = None if self.logprobs is None else self.logprobs[len(token_ids) - len(fresh) :]
         return StepOutput(self.request_id, fresh, piece, reason, completion, logprobs,

@@ -17,7 +17,13 @@ from hf_paged.options.chat_keywords import split_keywords, template_parameters
 from hf_paged.options.continued import Made, split_output
 from hf_paged.options.notices import Notices
 from hf_paged.options.prompts import prompt_ids, prompt_list
-from hf_paged.options.settings import RequestSettings, check_flags, check_weight_change, settings_from_config
+from hf_paged.options.settings import (
+    RequestSettings,
+    check_flags,
+    check_weight_change,
+    logprobs_kind,
+    settings_from_config,
+)
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.sampling.sampler import derive_seed
 
@@ -32,7 +38,7 @@ class Call:
     generation_config: Any
     seed: Any
     cache_salt: Any
-    logprobs: bool
+    logprobs: bool | str
     prompt_logprobs: bool
     on_error: str
     chat_template_kwargs: Any
@@ -41,7 +47,8 @@ class Call:
 
     def check(self) -> None:
         """Raise TypeError or ValueError for a flag or `on_error`."""
-        check_flags(logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
+        check_flags(prompt_logprobs=self.prompt_logprobs)
+        logprobs_kind(self.logprobs)
         check_weight_change(self.on_weight_change)
         if self.on_error not in ON_ERROR:
             raise ValueError(f"on_error={self.on_error!r:.80}: expected one of {ON_ERROR}")
@@ -154,7 +161,7 @@ class RequestMaker:
         """What one prompt runs with, and how often."""
         settings = settings_from_config(merged, len(ids), self._engine.num_logits)
         if call.logprobs or call.prompt_logprobs or salt is not None or call.on_weight_change is not None:
-            settings = replace(settings, logprobs=call.logprobs, prompt_logprobs=call.prompt_logprobs,
+            settings = replace(settings, logprobs=logprobs_kind(call.logprobs), prompt_logprobs=call.prompt_logprobs,
                                cache_salt=salt_digest(salt), on_weight_change=call.on_weight_change)
         copies = num_copies(merged.num_return_sequences)
         if copies > 1 and not settings.do_sample:
