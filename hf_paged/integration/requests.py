@@ -174,8 +174,8 @@ class RequestMaker:
         if made is None:
             return None
         if copies > 1 and made.seed is not None:
-            raise ValueError(f"num_return_sequences={copies!r}: expected 1 for a Completion, which draws on with its own "
-                             "seed; for several ways on give its prompt_token_ids and output_token_ids")
+            raise ValueError(f"num_return_sequences={copies!r}: expected 1 for a Completion, which draws on with its "
+                             "own seed; for several ways on give its prompt_token_ids and output_token_ids")
         return self._engine.check_made(ids, made, settings)
 
     def _request(self, ids: list[int], settings: RequestSettings, seed: Any, number: int,

@@ -128,10 +128,9 @@ def test_a_request_that_goes_on_may_be_preempted_and_interrupted(overlap):
         options = {"max_new_tokens": 40, **SAMPLED, "stop_strings": ["never"]}
         whole = generator.generate(PROMPTS, **options, seed=8, logprobs=True)
         parts = [interrupted(one, 17) for one in whole]
-        made, steps = {}, 0
-        for index, output in generator.stream(parts, **options, logprobs=True):
-            steps += 1
-            if steps == 10:
+        made = {}
+        for number, (index, output) in enumerate(generator.stream(parts, **options, logprobs=True)):
+            if number == 10:
                 generator.engine._core.dirty = True  # as an interrupt leaves it
             made.setdefault(index, []).extend(output.new_token_ids)
             if output.completion is not None:
