@@ -25,6 +25,7 @@ from hf_paged.engine.stopping import ended
 from hf_paged.errors import EngineClosedError
 from hf_paged.models import ModelExecutor
 from hf_paged.models.guards.capturing import no_capturing
+from hf_paged.outputs import VersionRun
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
 from hf_paged.runner.prompt_scores import NOTHING
@@ -432,10 +433,11 @@ class EngineCore:
         log_probs.keep(plan, handle, result.accepted, self._request_of, self._attempt)
         if self._any_stop:
             self._stop(plan, result.accepted, tokens)
+        runs = (VersionRun(self._guard.version, 1),)  # of each row's token
         for row in result.accepted if self._any_stream else ():
             request = self._request_of(plan, row)
             if request is not None and request.session.stream:
-                self._attempt(request, request.emit, int(tokens[row]), self._guard.version)
+                self._attempt(request, request.emit, int(tokens[row]), runs)
         for sequence in result.finished:
             request = self.requests.get(sequence.request_id)
             if request is not None and request.sequence is sequence:

@@ -125,15 +125,14 @@ class Request:
         if count:
             self.version_runs.append(VersionRun(version, count))
 
-    def emit(self, token: int, version: int) -> None:
-        """Hand a committed token, made with the weights of this version, to a session that streams."""
+    def emit(self, token: int, runs: tuple[VersionRun, ...]) -> None:
+        """Hand a committed token, and its version of the weights, to a session that streams."""
         done = self.sequence.finish_reason is not None
         if self.sequence.num_output_tokens <= self.num_emitted or done:
             return  # made again after a recovery, or part of the completion's own output
         text = self.text.push([token]) if self.text else None
         logprobs = None if self.logprobs is None else self.logprobs[-1:]
-        output = StepOutput(self.request_id, [token], text, new_logprobs=logprobs,
-                            version_runs=(VersionRun(version, 1),))
+        output = StepOutput(self.request_id, [token], text, new_logprobs=logprobs, version_runs=runs)
         self.session.outbox.append(output)
         self.num_emitted += 1  # here: an interrupt before this line has the token made and handed out again
 
