@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from hf_paged.engine.detokenizer import TextStream
 from hf_paged.engine.stopping import StopRule
 from hf_paged.options.continued import Made
@@ -22,6 +24,7 @@ class NewRequest:
     """A request that is asked for: a checked prompt and all that is settled about it. None as the id: one is made.
 
     ``made``: the output that it goes on from, also checked; None: it begins.
+    ``autocast``: the dtype to which its caller's forwards cast (`ModelExecutor.autocast_of_call`), or None.
     """
 
     prompt: list[int]
@@ -31,6 +34,7 @@ class NewRequest:
     stop: StopRule | None = None
     request_id: str | None = None
     made: Made | None = None
+    autocast: torch.dtype | None = None
 
 
 @dataclass

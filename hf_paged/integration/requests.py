@@ -110,7 +110,7 @@ class RequestMaker:
         given = [_attempt(split_output, prompt) for prompt in prompt_list(call.prompts)]
         prompts = [one if isinstance(one, Exception) else one[0] for one in given]
         configs = _one_per_prompt("generation_config", call.generation_config, len(prompts))
-        own_seeds = isinstance(call.seed, (list, tuple))
+        own_seeds, autocast = isinstance(call.seed, (list, tuple)), engine.autocast_of_call()
         seed = call.seed if own_seeds else base_seed(call.seed, engine.config.seed)
         seeds = _one_per_prompt("seed", seed, len(prompts))
         salts = _one_per_prompt("cache_salt", call.cache_salt, len(prompts))
@@ -133,7 +133,8 @@ class RequestMaker:
                 settings, copies = self._settled(ids, merged, call, salts[index])
                 before = self._before(ids, given[index][1], settings, copies)
                 first = 0 if own_seeds else len(asked)
-                made = [self._request(ids, settings, seeds[index], first + copy, before) for copy in range(copies)]
+                made = [replace(self._request(ids, settings, seeds[index], first + copy, before), autocast=autocast)
+                        for copy in range(copies)]
             except UnsupportedModelError:
                 raise
             except Exception as error:

@@ -13,7 +13,7 @@ import torch
 
 from hf_paged.kernels.weights_checksum import ChecksumPlan
 from hf_paged.models import ModelExecutor, find_executor
-from hf_paged.models.eligibility import unsupported_reason
+from hf_paged.models.eligibility import reason_under
 from hf_paged.models.guards.facts import tensors_inside
 from hf_paged.models.guards.inner_tensors import watched
 from hf_paged.scheduler import BlockPool
@@ -51,7 +51,7 @@ class WeightsGuard:
         if not full:
             return False
         baseline = self._cached if self._pending is None else int(self._pending)
-        return int(self._checksum(self._tensors())) != baseline
+        return int(self.fresh()) != baseline
 
     def begin(self, pool: BlockPool) -> None:
         """The engine was idle and becomes busy: distrust what is cached, and start the checksum."""
@@ -63,7 +63,16 @@ class WeightsGuard:
             if self._signature is not None:
                 self.found_change()
         self._signature = signature
-        self._pending = self._checksum(self._tensors())
+        self._pending = self.fresh()
+
+    @property
+    def latest(self) -> torch.Tensor | None:
+        """The checksum that `begin` started, [1] int64 on the weights' device; None after `verify`."""
+        return self._pending
+
+    def fresh(self) -> torch.Tensor:
+        """A checksum of the weights as they are now, [1] int64, maybe still on its way."""
+        return self._checksum(self._tensors())
 
     def announce(self, pool: BlockPool | None, *, is_busy: bool) -> None:
         """The weights were written, and whoever did so says it: nothing has to be compared to know.
@@ -79,7 +88,7 @@ class WeightsGuard:
             pool.new_generation()
             pool.drop_older()
         if is_busy:
-            self._pending = self._checksum(self._tensors())
+            self._pending = self.fresh()
 
     def found_change(self) -> None:
         """The model is another."""
@@ -110,7 +119,7 @@ class WeightsGuard:
     def checksum(self) -> int | torch.Tensor:
         """Of the weights at `begin`, or as they are now where none was taken; a tensor may still be on its way."""
         taken = self._cached if self._pending is None else self._pending
-        return self._checksum(self._tensors()) if taken is None else taken
+        return self.fresh() if taken is None else taken
 
     def _current_signature(self) -> tuple:
         # Buffers are left to the checksum: some RoPE modules write theirs in every forward.
@@ -125,6 +134,7 @@ class ModelMark(NamedTuple):
     """What a model computed at some time, to be told from what it computes later. Keeps no memory of it."""
 
     options: dict[str, Any]
+    autocast: torch.dtype | None
     state_key: bytes
     checksum: int | torch.Tensor
 
@@ -134,7 +144,8 @@ class ModelMark(NamedTuple):
         if executor_class is None:
             return f"it is a {type(model).__name__}"
         executor = executor_class(model, **self.options)
-        if (reason := unsupported_reason(executor)) is not None:
+        executor.autocast = self.autocast
+        if (reason := reason_under(executor, self.autocast)) is not None:
             return reason
         if executor.state_key() != self.state_key:
             return "its adapters or constants are others"

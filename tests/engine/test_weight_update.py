@@ -453,3 +453,20 @@ def test_rows_in_lockstep_whose_prompt_is_half_computed_publish_nothing_of_it():
             engine._core.step()
     assert_fresh(model, engine, PROMPT)
     assert_native_parity(model, input_ids=torch.tensor([PROMPT]), max_new_tokens=12)
+
+
+def test_copies_of_the_weights_under_autocast_are_renewed_before_the_next_step():
+    model, other = enabled(), enabled()
+    engine, tokens, completions = hf_paged.get_engine(model), {}, {}
+    with torch.autocast("cpu", torch.bfloat16):
+        request_id = engine.add_request(PROMPT, GenerationConfig(max_new_tokens=24))
+        collect(engine, tokens, completions, 8)
+    assert engine.stats().shadow_bytes > 0
+    with engine.weight_update():
+        negate(model)
+    collect(engine, tokens, completions)
+    negate(other)
+    made = completions[request_id].token_ids
+    with torch.autocast("cpu", torch.bfloat16):
+        rest = other.generate(torch.tensor([PROMPT + made[:8]]), max_new_tokens=16)[0, len(PROMPT) + 8 :]
+    assert made[8:] == rest.tolist()
