@@ -166,6 +166,8 @@ UPDATES = [
                     "own_way"),
     PackageMutation(CORE, "                self._leave_old_model(self.scheduler)\n", "                pass\n",
                     UPDATE_TESTS, "own_way"),
+    PackageMutation(CORE, "                    self._executor.refresh(None)\n", "                    pass\n", UPDATE_TESTS,
+                    "copies_of"),
     PackageMutation("engine/lockstep.py", "            sequence.is_mixed = True\n", "            pass\n", UPDATE_TESTS,
                     "in_lockstep"),
     PackageMutation("runner/weights.py", "            if self._cached is not None:\n", "            if True:\n",

@@ -458,7 +458,7 @@ class EngineCore:
         log_probs.keep(plan, handle, result.accepted, self._request_of, self._attempt)
         if self._any_stop:
             self._stop(plan, result.accepted, tokens)
-        runs = (VersionRun(self._guard.version, 1),)  # of each row's token
+        runs = (VersionRun(self._guard.version, 1),) if self._any_stream else ()  # of each row's token
         for row in result.accepted if self._any_stream else ():
             request = self._request_of(plan, row)
             if request is not None and request.session.stream:
