@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         WorkerDiedError,
     )
     from hf_paged.generator import PagedGenerator
-    from hf_paged.integration.enable import disable, enable, get_engine, is_enabled
+    from hf_paged.integration.enable import disable, enable, get_engine, is_enabled, weight_update
     from hf_paged.integration.explain import explain
     from hf_paged.integration.install import install, is_installed, uninstall
     from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput
@@ -51,6 +51,7 @@ __all__ = [
     "is_enabled",
     "is_installed",
     "uninstall",
+    "weight_update",
 ]
 
 # Imported at first use: a worker has to watch its parent before the seconds that torch and transformers take.
@@ -62,7 +63,7 @@ _MODULES = {
     ),
     "hf_paged.generator": ("PagedGenerator",),
     "hf_paged.integration.install": ("install", "is_installed", "uninstall"),
-    "hf_paged.integration.enable": ("disable", "enable", "get_engine", "is_enabled"),
+    "hf_paged.integration.enable": ("disable", "enable", "get_engine", "is_enabled", "weight_update"),
     "hf_paged.integration.explain": ("explain",),
     "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput"),
 }

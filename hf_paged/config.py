@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch")
 ALL_REDUCES = ("auto", "nccl", "peers")
+ON_WEIGHT_CHANGE = ("recompute", "keep")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class PagedConfig:
         all_reduce: how several GPUs add up what each has computed: "nccl"; "peers": by kernels that reach the
             other GPUs' memory over NVLink, an error where they cannot; "auto": those where they can, and are faster. A
             model on one device has nothing to add up, whatever this says.
+        on_weight_change: what becomes of running requests when the model is found to have changed: "recompute": they
+            compute the keys and values of all their tokens again; "keep": those stay, and later tokens are computed
+            over them with the new weights. Tokens made so far stay in either case.
         overlap: schedule step n + 1 while step n runs. None: on CUDA yes, on a CPU (where it gains nothing) no.
 
     Raises:
@@ -53,6 +57,7 @@ class PagedConfig:
     merge_weights: bool = True
     fused_kernels: bool = True
     all_reduce: str = "auto"
+    on_weight_change: str = "recompute"
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +83,7 @@ class PagedConfig:
         for name in ("enable_prefix_caching", "enforce_eager", "strict", "merge_weights", "fused_kernels"):
             _require_one_of(self, name, (True, False))
         _require_one_of(self, "all_reduce", ALL_REDUCES)
+        _require_one_of(self, "on_weight_change", ON_WEIGHT_CHANGE)
         _require_one_of(self, "overlap", (None, True, False))
 
 

@@ -130,22 +130,25 @@ class PagedGenerator:
     # -- generation -------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Any = None, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
-                 use_tqdm: bool | None = None, logprobs: bool = False, prompt_logprobs: bool = False,
+                 use_tqdm: bool | None = None, logprobs: bool | str = False, prompt_logprobs: bool = False,
                  cache_salt: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
-                 chat_template_kwargs: dict[str, Any] | None = None, **generate_kwargs: Any) -> Any:
+                 chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
+                 **generate_kwargs: Any) -> Any:
         """Complete every prompt.
 
         Args:
             prompts: a str, token ids, a chat (a list of messages, each a dict with a role), ``{"prompt": str}`` or
-                ``{"prompt_token_ids": ids}``, or a list of such prompts, of one form or of several. Or none, and
-                tensors ``input_ids=``, ``attention_mask=`` as for `model.generate`.
+                ``{"prompt_token_ids": ids}``, or a list of such prompts, of one form or of several. To go on with what
+                was ended half-way: its `Completion`, or ``"output_token_ids": ids`` beside the prompt in its dict (see
+                `Engine.add_request`). Or none, and tensors ``input_ids=``, ``attention_mask=`` as for `model.generate`.
             generation_config: one for all, or one per prompt. Merged as in stock generate: ``generate_kwargs`` over
                 it over `model.generation_config`.
             seed: of the random numbers; one for the call, or one per prompt. None: the config's, else drawn from
                 torch's default generator.
             use_tqdm: show progress. None: once the work takes longer than two seconds.
-            logprobs, prompt_logprobs: fill in these fields of every `Completion`; not for tensors. Prompts that are
-                scored fill the prefix cache and do not read it.
+            logprobs, prompt_logprobs: fill in these fields of every `Completion`; not for tensors. ``logprobs`` is
+                True, "processed" or "raw" (see `Engine.add_request`). Prompts that are scored fill the prefix cache and
+                do not read it.
             cache_salt: one for the call, or one per prompt. Cached prefixes are shared among prompts of the same salt
                 alone (None: those without one), in this and in other calls.
             on_error: what becomes of a prompt that cannot run (too long, empty, ids outside the vocabulary, refused by
@@ -154,6 +157,7 @@ class PagedGenerator:
                 ``finish_reason="error"`` and the message in `Completion.error`; the others run.
             chat_template_kwargs: keywords of ``tokenizer.apply_chat_template`` for prompts that are chats, whatever
                 their names; they win over those in ``generate_kwargs``.
+            on_weight_change: in place of the config's, for this call; not for tensors.
             **generate_kwargs: fields of a `GenerationConfig`; besides, for prompts that are chats, parameters of
                 `apply_chat_template` (``tools``, ``documents``, ``chat_template``, ``continue_final_message``,
                 ``add_generation_prompt``: True unless a message is continued) and variables that the chat template
@@ -171,7 +175,7 @@ class PagedGenerator:
             UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes).
         """
         call = Call(prompts, generation_config, seed, cache_salt, logprobs, prompt_logprobs, on_error,
-                    chat_template_kwargs, generate_kwargs)
+                    chat_template_kwargs, on_weight_change, generate_kwargs)
         if "input_ids" in generate_kwargs or isinstance(prompts, torch.Tensor):
             call.check_for_tensors()
             with call_salt(salt_digest(cache_salt)):
@@ -196,9 +200,9 @@ class PagedGenerator:
         return self.engine.group.rank > 0
 
     def stream(self, prompts: Any, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
-               logprobs: bool = False, prompt_logprobs: bool = False,
+               logprobs: bool | str = False, prompt_logprobs: bool = False,
                cache_salt: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
-               chat_template_kwargs: dict[str, Any] | None = None,
+               chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
                **generate_kwargs: Any) -> Iterator[tuple[int, StepOutput]]:
         """Like `generate`, but yields (index of the completion, `StepOutput`) as tokens come.
 
@@ -207,7 +211,7 @@ class PagedGenerator:
         and whose `request_id` is empty.
         """
         call = Call(prompts, generation_config, seed, cache_salt, logprobs, prompt_logprobs, on_error,
-                    chat_template_kwargs, generate_kwargs)
+                    chat_template_kwargs, on_weight_change, generate_kwargs)
         asked = self._maker.make(call)
 
         def outputs() -> Iterator[tuple[int, StepOutput]]:

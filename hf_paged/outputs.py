@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 PATHS = ("native", "lockstep", "stock")
+
+
+class VersionRun(NamedTuple):
+    """``num_tokens`` tokens in a row that the weights of one ``version`` made; None: it is not known."""
+
+    version: int | None
+    num_tokens: int
+
+
+def last_of(runs: Iterable[VersionRun], count: int) -> tuple[VersionRun, ...]:
+    """The runs of the last ``count`` tokens."""
+    left: list[VersionRun] = []
+    for version, length in reversed(tuple(runs)):
+        taken = min(length, count)
+        count -= taken
+        if taken:
+            left.append(VersionRun(version, taken))
+    return tuple(reversed(left))
+
+
+def _versions(runs: Iterable[VersionRun]) -> list[int | None]:
+    return [version for version, count in runs for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -24,16 +47,30 @@ class Completion:
             ``on_error`` of `PagedGenerator.generate`) the exception's type and message.
         prompt_logprobs: None unless asked for, or where the request ended before all of its prompt was computed: None
             for the first prompt token, then log p(token | tokens before it) from the raw logits.
+        version_runs: (version of the weights, number of tokens) of the pieces of `token_ids` that one version made.
+        seed: of the request's random numbers: a request that goes on from this completion draws on with it.
+        logprobs_kind: "processed" or "raw", which `logprobs` are; None without any.
     """
 
     token_ids: list[int]
     text: str | None
     finish_reason: str
     prompt_token_ids: list[int]
-    logprobs: list[float] | None = None
+    logprobs: list[float | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
     prompt_logprobs: list[float | None] | None = None
+    version_runs: tuple[VersionRun, ...] = ()
+    seed: int | None = None
+    logprobs_kind: str | None = None
+
+    @property
+    def weight_versions(self) -> list[int | None]:
+        """Of every generated token, the `EngineStats.weights_version` of the weights that made it.
+
+        None for tokens that were given as ``output_token_ids``, and after an error that left it unknown.
+        """
+        return _versions(self.version_runs)
 
 
 @dataclass(frozen=True)
@@ -46,6 +83,7 @@ class StepOutput:
         new_text: their text; None where the engine has no tokenizer.
         finish_reason, completion: only with the last output of a request.
         new_logprobs: None unless asked for: one per new token, as in `Completion`.
+        version_runs: as in `Completion`, of `new_token_ids`.
     """
 
     request_id: str
@@ -53,7 +91,13 @@ class StepOutput:
     new_text: str | None = None
     finish_reason: str | None = None
     completion: Completion | None = None
-    new_logprobs: list[float] | None = None
+    new_logprobs: list[float | None] | None = None
+    version_runs: tuple[VersionRun, ...] = ()
+
+    @property
+    def new_weight_versions(self) -> list[int | None]:
+        """Of every new token, the version of the weights that made it."""
+        return _versions(self.version_runs)
 
 
 @dataclass(frozen=True)
@@ -110,6 +154,8 @@ class EngineStats:
         num_pool_growths: how often the pool was enlarged.
         num_graphs_captured, num_graphs_dropped: CUDA graphs of the present pool, released or not; they are dropped when
             memory that they point to moved.
+        weights_version: goes up whenever the weights, the active adapters or constants of the model were found to be
+            others than before (see docs/reinforcement_learning.md for when that is looked at).
         shadow_bytes: memory of copies of the weights in the dtype of autocast, 0 where there are none.
         calls: calls of the enabled model's `generate` and `generate_batch` by path: "native", "lockstep", "stock". What
             a call in stock calls itself (drafts of assisted decoding) is a part of it.
@@ -129,5 +175,6 @@ class EngineStats:
     num_pool_growths: int
     num_graphs_captured: int
     num_graphs_dropped: int
+    weights_version: int
     calls: Mapping[str, CallStats]
     shadow_bytes: int = 0

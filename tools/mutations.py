@@ -157,4 +157,7 @@ MUTATIONS = [
     Mutation(SCHEDULER, "present = table.tenancy[slots] == plan.tenancy", "present = plan.tenancy >= 0",
              tests="takes_in_its_token_in_flight"),
     Mutation(QUEUE, "(seq.rank, seq)", "((0, seq.arrival), seq)", tests="priority"),
+    Mutation(MANAGER, " or seq.is_mixed", "", (23,)),
+    Mutation(MANAGER, "        seq.is_mixed = False  # what", "        pass  # what", (23,)),
+    Mutation(SCHEDULER, "                seq.is_mixed = True\n", "                pass\n", (23,)),
 ]

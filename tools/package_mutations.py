@@ -161,6 +161,29 @@ REQUESTS = [
                     "before_a_change_of_the_model"),
 ]
 
+# Weights that change while requests run, requests that go on, and kinds of log-probabilities.
+UPDATE_TESTS, CONTINUED_TESTS = "engine/test_weight_update.py", "options/test_continued.py"
+UPDATES = [
+    PackageMutation(CORE, "scheduler.preempt_all(but_keepers=True)", "scheduler.preempt_all()", UPDATE_TESTS,
+                    "own_way"),
+    PackageMutation(CORE, "                self._leave_old_model(self.scheduler)\n", "                pass\n",
+                    UPDATE_TESTS, "own_way"),
+    PackageMutation(CORE, "                    self._executor.refresh(None)\n", "                    pass\n",
+                    UPDATE_TESTS, "copies_of"),
+    PackageMutation("engine/lockstep.py", "            sequence.is_mixed = True\n", "            pass\n", UPDATE_TESTS,
+                    "in_lockstep"),
+    PackageMutation("runner/weights.py", "            if self._cached is not None:\n", "            if True:\n",
+                    UPDATE_TESTS, "stays_while_nothing"),
+    PackageMutation("engine/session.py", "output_token_ids=made,\n", "\n", CONTINUED_TESTS,
+                    "preempted_and_interrupted"),
+    PackageMutation("engine/session.py", "kind == self.logprobs_kind", "True", "engine/test_log_probs.py",
+                    "kinds_meet"),
+    PackageMutation("engine/stopping.py", "            key = self.push(token)\n", "            pass\n", CONTINUED_TESTS,
+                    "stop_strings"),
+    PackageMutation("engine/engine.py", "            seed = before.seed\n", "            pass\n", CONTINUED_TESTS,
+                    "cached_blocks"),
+]
+
 # Weights, own code and keys of the prefix cache.
 RECOGNITION = [
     PackageMutation("runner/weights.py", "*buffers, *executor.plain_tensors()])", "*buffers])",
@@ -381,6 +404,6 @@ POOL = [
 ]
 
 PACKAGE_MUTATIONS = [
-    *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED, *MODELS, *SERVER, *ON_A_CPU, *AUTOCAST,
-    *POOL,
+    *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *UPDATES, *RECOGNITION, *JOINED, *MODELS, *SERVER, *ON_A_CPU,
+    *AUTOCAST, *POOL,
 ]

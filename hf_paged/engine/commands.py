@@ -46,6 +46,11 @@ class ResetCache:
 
 
 @dataclass(frozen=True)
+class HoldForWeights:
+    """No step runs until this rank's caller has written the weights. Ranks without one find them written."""
+
+
+@dataclass(frozen=True)
 class Release:
     """Give the KV pool back, and with ``graphs`` everything else on the device."""
 
@@ -57,7 +62,7 @@ class Stop:
     """Rank 0 ends its engine: the ranks that follow it are done."""
 
 
-Command = NewRequest | End | Build | ResetCache | Release | Stop
+Command = NewRequest | End | Build | ResetCache | HoldForWeights | Release | Stop
 
 
 class CommandQueue:
@@ -180,6 +185,10 @@ class CommandQueue:
             core.scheduler_or_build()
         elif isinstance(command, ResetCache):
             return core.scheduler.reset_prefix_cache() if core.scheduler else True
+        elif isinstance(command, HoldForWeights):
+            core.drain()
+            if self.group.driven and self.group.rank > 0:
+                core.weights_written()
         else:
             if isinstance(command, Release) and not command.graphs:
                 core.release_pool()

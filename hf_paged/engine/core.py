@@ -25,6 +25,7 @@ from hf_paged.engine.stopping import ended
 from hf_paged.errors import EngineClosedError
 from hf_paged.models import ModelExecutor
 from hf_paged.models.guards.capturing import no_capturing
+from hf_paged.outputs import VersionRun
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
 from hf_paged.runner.prompt_scores import NOTHING
@@ -46,7 +47,8 @@ class EngineCore:
         self._config = config
         self.tokenizer = tokenizer
         self.pool = DevicePool(executor, config, owns_device=owns_device)
-        self._guard = WeightsGuard(executor)
+        core = weakref.proxy(self)
+        self._guard = WeightsGuard(executor, lambda version: core._end_version_runs(version))
         self.scheduler: Scheduler | None = None
         self._resting: tuple[ModelRunner, Scheduler] | None = None  # of a pool that was released
         self.requests: dict[str, Request] = {}
@@ -75,7 +77,7 @@ class EngineCore:
             ValueError: settings that the device's tables cannot hold.
         """
         assert new.request_id is not None
-        settings, prompt_length = new.settings, len(new.prompt)
+        settings, prompt_length, made = new.settings, len(new.prompt), new.made
         eos = tuple(t for t in settings.eos_token_ids if 0 <= t < self._executor.vocab_size)  # others never come
         parameters = SlotParameters(
             do_sample=settings.do_sample, temperature=settings.temperature, top_k=settings.top_k,
@@ -87,27 +89,48 @@ class EngineCore:
         _ = parameters.lines  # encoded here, where what cannot be encoded is its caller's error
         sequence = Sequence(new.request_id, new.prompt, max_new_tokens=settings.max_new_tokens, eos_token_ids=eos,
                             priority=new.priority, read_cache=not settings.prompt_logprobs,
-                            cache_salt=settings.cache_salt)
+                            cache_salt=settings.cache_salt,
+                            keeps_computed=(settings.on_weight_change or self._config.on_weight_change) == "keep",
+                            output_token_ids=() if made is None else made.token_ids)
         is_decoded = session.stream and session.text and self.tokenizer is not None
-        return Request(
-            sequence, parameters, session, stop=new.stop,
+        request = Request(
+            sequence, parameters, session, stop=new.stop, made=made,
             text=TextStream(self.tokenizer) if is_decoded else None,
-            logprobs=[] if settings.logprobs else None,
+            logprobs=[] if settings.logprobs else None, logprobs_kind=settings.logprobs,
             prompt_logprobs=[None] * prompt_length if settings.prompt_logprobs else None,
         )
+        if made is not None:
+            request.num_emitted, request.version_runs = len(made.token_ids), made.known_versions()
+            request.logprobs = made.known_logprobs() if settings.logprobs else None
+        return request
 
     def add(self, request: Request) -> None:
         """Queue a request."""
         self.dirty = True
-        self.scheduler_or_build().add(request.sequence)
+        scheduler = self.scheduler_or_build()
+        end = None if request.made is None else self._resumed_end(request)
+        if end is None:
+            scheduler.add(request.sequence)
         self._any_stream = request.session.stream or (self._any_stream and bool(self.requests))
         self._any_stop = request.stop is not None or (self._any_stop and bool(self.requests))
         asks = request.logprobs is not None or request.prompt_logprobs is not None
         self._any_logprobs = asks or (self._any_logprobs and bool(self.requests))
         request_id, opened = request.request_id, request.session.open
         self.requests[request_id] = opened[request_id] = request
-        self._arrivals.append(request)
+        if end is None:
+            self._arrivals.append(request)
+        else:
+            request.sequence.end(end)
+            self.finish(request)
         self.dirty = False
+
+    def _resumed_end(self, request: Request) -> str | None:
+        """Why a request that goes on from output of before is over already, if so."""
+        try:
+            return request.resume(self.pool.max_model_len)
+        except Exception as error:
+            request.error, request.text = f"this request failed: {error!r}", None
+            return "error"
 
     @property
     def owes_requests(self) -> bool:
@@ -167,7 +190,7 @@ class EngineCore:
 
     @property
     def weights_version(self) -> int:
-        """Goes up whenever the weights were found to be others than before."""
+        """Goes up whenever the weights, active adapters or constants were found to be others than before."""
         return self._guard.version
 
     def compute_under(self, autocast: torch.dtype | None) -> bool:
@@ -197,9 +220,26 @@ class EngineCore:
                 return False
             self._refresh_copies()
             return True
-        self._recompute_all(self.scheduler_or_build())
+        self._leave_old_model(self.scheduler_or_build())
         self._prepare()
         return True
+
+    def weights_written(self) -> None:
+        """The weights are others since the last `drain`, whatever storages and counters say."""
+        if self.scheduler is None:
+            self._guard.announce(None, is_busy=False)
+        elif self.pool.moved():
+            self._guard.announce(None, is_busy=False)
+            self.restart_over_a_new_pool()
+        else:
+            with self.changing(), self._executor.compared_once():
+                self._leave_old_model(self.scheduler)
+                is_busy = bool(self.requests or self.batches)
+                pool = self.scheduler.kv_cache_manager.block_pool
+                self._guard.announce(pool, is_busy=is_busy and self._config.enable_prefix_caching)
+                if is_busy:
+                    self._prepare()
+                    self._executor.refresh(None)
 
     def trust_cache(self) -> None:
         """Wait for the checksum that `receive_rows` started."""
@@ -393,6 +433,11 @@ class EngineCore:
         self.totals["prefill"] += int(plan.num_new_tokens[plan.num_decode_rows :].sum())
         return plan, handle._replace(logits=None)
 
+    def follow_stream(self) -> None:
+        """Work that this thread enqueues from now on runs behind the last step, and the next step behind it."""
+        if self.pool.runner is not None:
+            self.pool.runner.follow_stream()
+
     def _commit_in_flight(self) -> None:
         launched, self._in_flight = self._in_flight, None
         self._commit(launched)
@@ -414,10 +459,11 @@ class EngineCore:
         log_probs.keep(plan, handle, result.accepted, self._request_of, self._attempt)
         if self._any_stop:
             self._stop(plan, result.accepted, tokens)
+        runs = (VersionRun(self._guard.version, 1),) if self._any_stream else ()  # of each row's token
         for row in result.accepted if self._any_stream else ():
             request = self._request_of(plan, row)
             if request is not None and request.session.stream:
-                self._attempt(request, request.emit, int(tokens[row]))
+                self._attempt(request, request.emit, int(tokens[row]), runs)
         for sequence in result.finished:
             request = self.requests.get(sequence.request_id)
             if request is not None and request.sequence is sequence:
@@ -466,10 +512,10 @@ class EngineCore:
         """Deliver the completion of a request that the scheduler ended."""
         sequence, session = request.sequence, request.session
         try:
-            output = request.completed(self.tokenizer)
+            output = request.completed(self.tokenizer, self._guard.version)
         except Exception as error:
             message = request.error or f"this request failed at its end: {error!r}"
-            output = failed_output(sequence, request.num_emitted if session.stream else 0, message)
+            output = failed_output(sequence, request.num_emitted, message)
         request_id = sequence.request_id
         session.outbox.append(output)
         del session.open[request_id]  # first: what no session has open does not start again
@@ -495,7 +541,7 @@ class EngineCore:
                 if self._executor.has_copies:  # what comes is computed with the weights as they are
                     self._refresh_copies()
                 return
-            self._recompute_all(scheduler)
+            self._leave_old_model(scheduler)
         self._prepare()
         if caching:
             self._guard.begin(manager.block_pool)
@@ -515,11 +561,14 @@ class EngineCore:
         self.runner.follow_stream()
         self._executor.refresh(self._guard.fresh())
 
-    def _recompute_all(self, scheduler: Scheduler) -> None:
-        """The model changed under running requests: they compute their keys and values again, like everyone after."""
+    def _leave_old_model(self, scheduler: Scheduler) -> None:
+        """The model changed under running requests: they compute their keys and values again, or keep what they have.
+
+        Everyone after computes with the new one.
+        """
         self._commit_in_flight()
         self._executor.compare_again()  # a tokenizer or a stop rule may have run
-        scheduler.preempt_all()
+        scheduler.preempt_all(but_keepers=True)
         for batch in self.batches:
             batch.distrust()
 
@@ -527,10 +576,17 @@ class EngineCore:
         assert self.pool.runner is not None
         self.pool.runner.prepare()
         before, self._state_key = self._state_key, self._executor.state_key()
+        if before and self._state_key != before:
+            self._guard.found_change()
         for batch in self.batches if self._state_key != before else ():
             batch.distrust()
         for request in self.requests.values():
             request.sequence.use_model_key(self._state_key)
+
+    def _end_version_runs(self, version: int) -> None:
+        """Tokens that are known were made with the weights of this version, and later ones are not."""
+        for request in list(self.requests.values()):
+            self._attempt(request, request.end_version_run, version)
 
     def scheduler_or_build(self) -> Scheduler:
         if self.scheduler is None:

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_paged import at_fork
 from hf_paged.config import PagedConfig
 from hf_paged.engine.call_counts import CallCounts
-from hf_paged.engine.commands import Build, Command, CommandQueue, End, Release, ResetCache
+from hf_paged.engine.commands import Build, Command, CommandQueue, End, HoldForWeights, Release, ResetCache
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.fair_lock import FairLock
 from hf_paged.engine.lockstep import LockstepBatch
@@ -29,7 +29,15 @@ from hf_paged.kernels.attention import flash_backend
 from hf_paged.models import ModelExecutor, find_executor
 from hf_paged.models.eligibility import reason_under, unsupported_reason
 from hf_paged.options.arguments import RecentMerges, base_seed, salt_digest, token_id_lists, token_ids
-from hf_paged.options.settings import RequestSettings, check_flags, settings_from_config
+from hf_paged.options.continued import Made, split_output
+from hf_paged.options.prompts import prompt_ids
+from hf_paged.options.settings import (
+    RequestSettings,
+    check_flags,
+    check_weight_change,
+    logprobs_kind,
+    settings_from_config,
+)
 from hf_paged.outputs import EngineStats, StepOutput
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.peers import connect
@@ -120,6 +128,7 @@ class Engine:
         self._public = Session(stream=True)
         self._ids = itertools.count()
         self._is_shut_down = False
+        self._updating_thread: int | None = None  # inside of `weight_update`
         self._stop_strings: CachedStopStrings | None = None  # the last one: calls ask for one over and over
         self._deferred: list[Callable[[], None]] = []  # what must wait for the end of a step
         self._at_end_of_batches: list[Callable[[], None]] = []  # and of all calls in lockstep
@@ -132,20 +141,29 @@ class Engine:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def add_request(self, prompt_token_ids: Any, generation_config: GenerationConfig | None = None, *,
-                    request_id: str | None = None, priority: int = 0, seed: int | None = None, logprobs: bool = False,
-                    prompt_logprobs: bool = False, cache_salt: str | None = None) -> str:
+                    request_id: str | None = None, priority: int = 0, seed: int | None = None,
+                    logprobs: bool | str = False,
+                    prompt_logprobs: bool = False, cache_salt: str | None = None,
+                    on_weight_change: str | None = None) -> str:
         """Queue a request; `step` returns its tokens.
 
         Args:
-            prompt_token_ids: token ids, at least one, each in [0, vocab_size).
+            prompt_token_ids: token ids, at least one, each in [0, vocab_size). Or, to go on with a request that was
+                ended half-way, its `Completion` or ``{"prompt_token_ids": ids, "output_token_ids": ids}``: what was
+                made counts as generated, in every setting and in the new completion. A completion draws on with its
+                own seed, whatever ``seed`` says. One that had reached its end has it at once.
             generation_config: None: `model.generation_config`. Unset fields take the model's and then stock's values.
             request_id: None: one is made. Must not be in use.
             priority: lower runs earlier; equal ones in order of arrival.
             seed: of this request's random numbers, in [0, 2**63). None: the config's `seed`, else drawn from torch's
                 default generator.
-            logprobs, prompt_logprobs: fill in these fields of the `Completion`. A prompt that is scored is computed as
-                a whole: it fills the prefix cache and does not read it.
+            logprobs: fill in this field of the `Completion`. "processed", or True: log p of each token under the
+                distribution that it was drawn from, behind all logits processors (temperature, filters, penalties).
+                "raw": from the model's logits as they are.
+            prompt_logprobs: fill in this field. A prompt that is scored is computed as a whole: it fills the prefix
+                cache and does not read it.
             cache_salt: cached prefixes are shared among requests of the same salt alone (None: those without one).
+            on_weight_change: in place of the config's, for this request.
 
         Returns:
             The request's id.
@@ -161,23 +179,29 @@ class Engine:
         autocast = self.autocast_of_call()
         if not self._has_looked or self.group.is_parallel or autocast is not None:
             self.check_runnable()
-        prompt = self.check_prompt(prompt_token_ids)
+        given, before = split_output(prompt_token_ids)
+        prompt = self.check_prompt(prompt_ids(given, self.tokenizer, {}) if isinstance(given, dict) else given)
         merged = self._merged(self._executor.model, generation_config)
         if merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
-        check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        check_flags(prompt_logprobs=prompt_logprobs)
+        kind = logprobs_kind(logprobs)
+        check_weight_change(on_weight_change)
         settings = settings_from_config(merged, len(prompt), self.num_logits)
-        if logprobs or prompt_logprobs or cache_salt is not None:
-            settings = replace(settings, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
-                               cache_salt=salt_digest(cache_salt))
+        if logprobs or prompt_logprobs or cache_salt is not None or on_weight_change is not None:
+            settings = replace(settings, logprobs=kind, prompt_logprobs=prompt_logprobs,
+                               cache_salt=salt_digest(cache_salt), on_weight_change=on_weight_change)
         if not isinstance(priority, int):
             raise TypeError(f"priority={priority!r}: expected an integer")
         if not isinstance(request_id, (str, type(None))):
             raise TypeError(f"request_id={request_id!r}: expected None or a str")
         # Other ranks may not know an enumeration of the user's script.
         request_id = None if request_id is None else str.__str__(request_id)
+        before = None if before is None else self.check_made(prompt, before, settings)
         seed = derive_seed(base_seed(seed, self.config.seed), 0)
-        new = NewRequest(prompt, settings, seed=seed, priority=int(priority), request_id=request_id,
+        if before is not None and before.seed is not None:
+            seed = before.seed
+        new = NewRequest(prompt, settings, seed=seed, priority=int(priority), request_id=request_id, made=before,
                          autocast=autocast)
         with self._lock.turn(), self._lock.rlock:
             made = self.add(self._public, new)
@@ -224,7 +248,7 @@ class Engine:
         stop = self.stop_rule(new.settings, new.prompt) if new.stop is None else new.stop
         with self._lock.turn(), self._lock.rlock:
             if self.is_reentrant():
-                raise RuntimeError("a request cannot be added from inside a step of the same engine")
+                raise RuntimeError("a request cannot be added inside a step or a weight_update() of the same engine")
             self._core.recover_if_dirty()
             if not self._core.compute_under(new.autocast):
                 raise PrecisionBusyError(self._busy_reason(new.autocast))
@@ -247,7 +271,7 @@ class Engine:
     def advance(self, session: Session, *, always_step: bool = False) -> list[StepOutput]:
         """The outputs that wait for a session, after at most one step. It may be unfinished after an empty list."""
         if self.is_reentrant():
-            raise RuntimeError("step() was called from inside a step of the same engine")
+            raise RuntimeError("step() was called from inside a step or a weight_update() of the same engine")
         with self._lock.turn(after_others=True) as turn, self._lock.rlock:
             turn.leave()
             is_stuck = False
@@ -386,6 +410,7 @@ class Engine:
                 num_pool_growths=pool.num_growths,
                 num_graphs_captured=pool.graph_counts[0],
                 num_graphs_dropped=pool.graph_counts[1],
+                weights_version=self._core.weights_version,
                 calls=self.calls.stats(),
                 shadow_bytes=self._executor.copied_bytes,
             )
@@ -443,6 +468,42 @@ class Engine:
                 self._close(request.session)
             self.release_memory(graphs=True)
 
+    @contextmanager
+    def weight_update(self) -> Iterator[None]:
+        """In here this thread may write the model's weights, while requests of any thread run.
+
+            with engine.weight_update():
+                optimizer.step()
+
+        Waits for the end of the step under way, and holds further steps off. At the end the engine knows that the
+        weights are others, whatever wrote them: `EngineStats.weights_version` goes up, cached prefixes are forgotten,
+        running requests start over or keep their keys and values (`PagedConfig.on_weight_change`), and merged weights,
+        RoPE tables and CUDA graphs are looked at before the next step. What an exception in the block leaves counts as
+        written. On a GPU the block runs behind the last step on its thread's current stream, and the next step behind
+        that. Ranks that run one script enter it together.
+
+        Raises:
+            RuntimeError: inside of a step, or of another update, of this engine by the same thread.
+            EngineClosedError: the model was disabled.
+        """
+        with self._lock.turn() as turn, self._lock.rlock:
+            turn.leave()
+            if self.is_reentrant():
+                raise RuntimeError("weight_update() was entered inside a step or another update of the same engine")
+            self._check_open()
+            self._carry_out(HoldForWeights())
+            self._updating_thread = threading.get_ident()
+            try:
+                self._core.follow_stream()
+                yield
+            finally:
+                try:
+                    self._core.follow_stream()
+                    self._core.weights_written()
+                finally:
+                    self._updating_thread = None
+                    self._run_deferred()
+
     def after_step(self, action: Callable[[], None]) -> None:
         """Do it now, or after the step of this engine that this thread is inside."""
         if self.is_reentrant():
@@ -491,8 +552,9 @@ class Engine:
         return self._executor.model
 
     def is_reentrant(self) -> bool:
-        """True in the thread that is inside a step of this engine right now."""
-        return threading.get_ident() in (self._core.stepping_thread, self._commands.busy_thread)
+        """True in the thread that is inside a step, or a `weight_update`, of this engine right now."""
+        busy = self._core.stepping_thread, self._commands.busy_thread, self._updating_thread
+        return threading.get_ident() in busy
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
@@ -550,6 +612,15 @@ class Engine:
             return checked
         return [self.check_prompt(prompt) for prompt in prompts]
 
+    def check_made(self, prompt: list[int], made: Made, settings: RequestSettings) -> Made:
+        """Output of before that a checked prompt can go on from, or ValueError / TypeError naming what is wrong."""
+        made = made.checked(self._executor.vocab_size, settings.max_new_tokens, settings.logprobs)
+        count = len(made.token_ids)
+        if count and (reason := self.too_long(len(prompt) + count - 1, 1)) is not None:
+            raise ValueError(f"output_token_ids of {count} tokens after a prompt of {len(prompt)}: expected fewer "
+                             f"({reason})")
+        return made
+
     def too_long(self, prompt_length: int, max_new_tokens: int) -> Reason | None:
         """Why a sequence of this length can never run here, or None. The pool need not be there for it.
 
@@ -588,7 +659,7 @@ class Engine:
             return
         if self._lock.after_fork_in_child():  # a thread that is gone held it, at an unknown point
             self._core.dirty = True
-        self._core.stepping_thread = self._commands.busy_thread = None
+        self._core.stepping_thread = self._commands.busy_thread = self._updating_thread = None
         self._forget_threads_that_are_gone()
 
     def _forget_threads_that_are_gone(self) -> None:

@@ -234,6 +234,8 @@ class LockstepBatch:
     def distrust(self) -> None:
         """The model changed: keys and values of before and after it are no prefix of anyone else's."""
         self._version = None
+        for sequence in self.rows.sequences if self.rows is not None else ():
+            sequence.is_mixed = True
 
     def fail(self, error: Exception) -> None:
         """Answer the open question with an exception."""

@@ -27,20 +27,22 @@ def wanted_by(plan: StepPlan, requests: Mapping[str, Request], attempt: Attempt)
     rows = [requests[sequence.request_id] for sequence in plan.sequences]
     for row in range(plan.num_decode_rows, len(rows)):
         attempt(rows[row], ask, rows[row], row)
-    return Wanted(any(request.logprobs is not None for request in rows), tuple(spans))
+    # Sorted: all ranks of a sharded model add them up in one order.
+    kinds = sorted({request.logprobs_kind for request in rows if request.logprobs_kind is not None})
+    return Wanted(tuple(kinds), tuple(spans))
 
 
 def keep(plan: StepPlan, handle: StepHandle, accepted: np.ndarray,
          request_of: Callable[[StepPlan, int], Request | None], attempt: Attempt) -> None:
     """Give the requests what a step brought: ``accepted`` are the rows whose token was taken."""
-    if handle.logprobs is not None:
-        logprobs = handle.logprobs.tolist()
+    for kind, values in handle.logprobs.items():
+        logprobs = values.tolist()
         for row in accepted.tolist():
             if (request := request_of(plan, row)) is not None:
-                attempt(request, request.take_logprob, logprobs[row])
+                attempt(request, request.take_logprob, kind, logprobs[row])
     if handle.prompt_logprobs is not None:
-        values, end = handle.prompt_logprobs.tolist(), 0
+        scores, end = handle.prompt_logprobs.tolist(), 0
         for row, first, count in handle.spans:
             begin, end = end, end + count
             if (request := request_of(plan, row)) is not None:
-                attempt(request, request.take_prompt_logprobs, first, values[begin:end])
+                attempt(request, request.take_prompt_logprobs, first, scores[begin:end])

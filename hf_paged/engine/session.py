@@ -11,8 +11,9 @@ import torch
 
 from hf_paged.engine.detokenizer import TextStream
 from hf_paged.engine.stopping import StopRule
+from hf_paged.options.continued import Made
 from hf_paged.options.settings import RequestSettings
-from hf_paged.outputs import Completion, StepOutput
+from hf_paged.outputs import Completion, StepOutput, VersionRun, last_of
 from hf_paged.runner.prompt_scores import PromptSpan
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Sequence
@@ -22,6 +23,7 @@ from hf_paged.scheduler import Sequence
 class NewRequest:
     """A request that is asked for: a checked prompt and all that is settled about it. None as the id: one is made.
 
+    ``made``: the output that it goes on from, also checked; None: it begins.
     ``autocast``: the dtype to which its caller's forwards cast (`ModelExecutor.autocast_of_call`), or None.
     """
 
@@ -31,6 +33,7 @@ class NewRequest:
     priority: int = 0
     stop: StopRule | None = None
     request_id: str | None = None
+    made: Made | None = None
     autocast: torch.dtype | None = None
 
 
@@ -47,10 +50,13 @@ class Request:
     session: Session
     text: TextStream | None = None
     stop: StopRule | None = None
-    num_emitted: int = 0
+    made: Made | None = None  # output that was there when it came
+    num_emitted: int = 0  # of the output, that among it
     error: str | None = None
-    logprobs: list[float] | None = None  # of the committed output, where asked for
+    logprobs: list[float | None] | None = None  # of the committed output, where asked for
+    logprobs_kind: str | None = None  # which ones
     prompt_logprobs: list[float | None] | None = None  # None in it: not known yet, and for the first token for good
+    version_runs: list[VersionRun] = field(default_factory=list)  # of the output, but for what the present weights made
     thread: int = field(default_factory=threading.get_ident)  # whose caller waits for it
 
     @property
@@ -63,10 +69,24 @@ class Request:
     def request_id(self) -> str:
         return self.sequence.request_id
 
+    def resume(self, max_model_len: int) -> str | None:
+        """Begin behind `made`; the reason for which there is nothing to go on with, if so."""
+        assert self.made is not None
+        stops = self.stop is not None and self.stop.resume(self.made.token_ids)
+        if self.text is not None:
+            self.text.restart(self.made.token_ids)
+        reason = self.sequence.reached_end(max_model_len)
+        return "stop" if reason is None and stops else reason
+
     def restart(self) -> None:
         """Forget the output made so far; what was emitted of it is not emitted again."""
-        if self.stop is not None:
-            self.stop.restart()  # first: where it raises, the output is still there
+        made: list[int] = []
+        logprobs: list[float | None] = []
+        version_runs: list[VersionRun] = []
+        if self.made is not None:
+            made, logprobs, version_runs = self.made.token_ids, self.made.known_logprobs(), self.made.known_versions()
+        if self.stop is not None:  # first: where it raises, the output is still there
+            self.stop.resume(made)
         old = self.sequence
         if self.text is not None:
             self.text.restart(old.output_token_ids[: self.num_emitted])
@@ -79,9 +99,11 @@ class Request:
             cache_key=old.cache_key,
             cache_salt=old.cache_salt,
             read_cache=old.read_cache,
+            keeps_computed=old.keeps_computed,
+            output_token_ids=made,
         )
-        self.error = None
-        self.logprobs = None if self.logprobs is None else []
+        self.error, self.version_runs = None, version_runs
+        self.logprobs = None if self.logprobs is None else logprobs
         self.prompt_logprobs = None if self.prompt_logprobs is None else [None] * len(self.prompt_logprobs)
 
     def span_to_score(self, row: int, start: int, num_new: int) -> PromptSpan | None:
@@ -91,9 +113,9 @@ class Request:
         count = min(num_new, self.sequence.num_prompt_tokens - 1 - start)
         return PromptSpan(row, start + 1, count) if count > 0 else None
 
-    def take_logprob(self, logprob: float) -> None:
-        """Keep the log-probability of the token that was just committed."""
-        if self.logprobs is not None:
+    def take_logprob(self, kind: str, logprob: float) -> None:
+        """Keep the log-probability of the token that was just committed, if it is of the kind that was asked for."""
+        if self.logprobs is not None and kind == self.logprobs_kind:
             self.logprobs.append(logprob)
 
     def take_prompt_logprobs(self, first: int, logprobs: list[float]) -> None:
@@ -101,22 +123,29 @@ class Request:
         assert self.prompt_logprobs is not None
         self.prompt_logprobs[first : first + len(logprobs)] = logprobs
 
-    def emit(self, token: int) -> None:
-        """Hand a committed token to a session that streams."""
+    def end_version_run(self, version: int) -> None:
+        """All of the output whose version is not known yet was made with the weights of this one."""
+        count = self.sequence.num_output_tokens - sum(run.num_tokens for run in self.version_runs)
+        if count:
+            self.version_runs.append(VersionRun(version, count))
+
+    def emit(self, token: int, runs: tuple[VersionRun, ...]) -> None:
+        """Hand a committed token, and its version of the weights, to a session that streams."""
         done = self.sequence.finish_reason is not None
         if self.sequence.num_output_tokens <= self.num_emitted or done:
             return  # made again after a recovery, or part of the completion's own output
         text = self.text.push([token]) if self.text else None
         logprobs = None if self.logprobs is None else self.logprobs[-1:]
-        output = StepOutput(self.request_id, [token], text, new_logprobs=logprobs)
+        output = StepOutput(self.request_id, [token], text, new_logprobs=logprobs, version_runs=runs)
         self.session.outbox.append(output)
         self.num_emitted += 1  # here: an interrupt before this line has the token made and handed out again
 
-    def completed(self, tokenizer: Any) -> StepOutput:
-        """The last output, of a sequence that the scheduler ended."""
+    def completed(self, tokenizer: Any, version: int) -> StepOutput:
+        """The last output, of a sequence that the scheduler ended while the weights were those of this version."""
         sequence = self.sequence
+        self.end_version_run(version)
         token_ids = list(sequence.output_token_ids)
-        fresh = token_ids[self.num_emitted :] if self.session.stream else token_ids
+        fresh = token_ids[self.num_emitted :]
         reason = "error" if self.error is not None else sequence.finish_reason or "abort"
         error = self.error
         if reason == "error" and error is None:
@@ -130,18 +159,23 @@ class Request:
         completion = Completion(
             token_ids=token_ids, text=text, finish_reason=reason, prompt_token_ids=sequence.prompt_token_ids,
             logprobs=self.logprobs, num_cached_tokens=sequence.num_cached_tokens, error=error,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=prompt_logprobs, version_runs=tuple(self.version_runs),
+            seed=self.parameters.seed, logprobs_kind=self.logprobs_kind,
         )
         logprobs = None if self.logprobs is None else self.logprobs[len(token_ids) - len(fresh) :]
-        return StepOutput(self.request_id, fresh, piece, reason, completion, logprobs)
+        return StepOutput(self.request_id, fresh, piece, reason, completion, logprobs,
+                          last_of(completion.version_runs, len(fresh)))
 
 
 def failed_output(sequence: Sequence, num_emitted: int, error: str) -> StepOutput:
     """The last output of a request for which not even `Request.completed` can be asked."""
     token_ids = list(sequence.output_token_ids)
     completion = Completion(token_ids, None, "error", sequence.prompt_token_ids,
-                            num_cached_tokens=sequence.num_cached_tokens, error=error)
-    return StepOutput(sequence.request_id, token_ids[num_emitted:], None, "error", completion)
+                            num_cached_tokens=sequence.num_cached_tokens, error=error,
+                            version_runs=last_of([VersionRun(None, len(token_ids))], len(token_ids)))
+    fresh = token_ids[num_emitted:]
+    return StepOutput(sequence.request_id, fresh, None, "error", completion,
+                      version_runs=last_of(completion.version_runs, len(fresh)))
 
 
 @dataclass(eq=False)

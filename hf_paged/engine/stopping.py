@@ -60,6 +60,19 @@ class StopRule:
         """Forget the output."""
         self.tail = deque(self.before, maxlen=self.strings.maximum_token_len if self.strings is not None else 0)
 
+    def resume(self, tokens: list[int]) -> bool:
+        """Begin behind output of before; True: its last token is one at which the request ends."""
+        self.restart()
+        key: tuple[int, int] | str | None = None
+        for token in tokens:
+            key = self.push(token)
+        if not isinstance(key, tuple):
+            return key == "stop"
+        end = _matched([("", self)]).get("")
+        if isinstance(end, Exception):
+            raise end
+        return end is not None
+
     def without_deadline(self) -> StopRule | None:
         """What is left for ranks whose clocks do not count; None: nothing."""
         return StopRule(self.strings, None, self.before) if self.strings is not None else None

@@ -139,6 +139,17 @@ def get_engine(model: nn.Module) -> Engine:
     return ENGINES[causal_lm]
 
 
+@contextmanager
+def weight_update(model: nn.Module) -> Iterator[None]:
+    """`Engine.weight_update` of an enabled model.
+
+    Raises:
+        ValueError: the model is not enabled.
+    """
+    with get_engine(model).weight_update():
+        yield
+
+
 def unwrap(model: Any) -> PreTrainedModel:
     """The causal LM inside torch.compile's OptimizedModule, DDP and PEFT wrappers.
 

@@ -14,9 +14,16 @@ from hf_paged.engine.session import NewRequest
 from hf_paged.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_paged.options.arguments import ConfigMerger, base_seed, num_copies, salt_digest
 from hf_paged.options.chat_keywords import split_keywords, template_parameters
+from hf_paged.options.continued import Made, split_output
 from hf_paged.options.notices import Notices
 from hf_paged.options.prompts import prompt_ids, prompt_list
-from hf_paged.options.settings import RequestSettings, check_flags, settings_from_config
+from hf_paged.options.settings import (
+    RequestSettings,
+    check_flags,
+    check_weight_change,
+    logprobs_kind,
+    settings_from_config,
+)
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.sampling.sampler import derive_seed
 
@@ -31,15 +38,18 @@ class Call:
     generation_config: Any
     seed: Any
     cache_salt: Any
-    logprobs: bool
+    logprobs: bool | str
     prompt_logprobs: bool
     on_error: str
     chat_template_kwargs: Any
+    on_weight_change: Any
     keywords: dict[str, Any]
 
     def check(self) -> None:
         """Raise TypeError or ValueError for a flag or `on_error`."""
-        check_flags(logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
+        check_flags(prompt_logprobs=self.prompt_logprobs)
+        logprobs_kind(self.logprobs)
+        check_weight_change(self.on_weight_change)
         if self.on_error not in ON_ERROR:
             raise ValueError(f"on_error={self.on_error!r:.80}: expected one of {ON_ERROR}")
 
@@ -50,6 +60,9 @@ class Call:
             raise ValueError("logprobs, prompt_logprobs: expected False where tensors come in; give token ids")
         if self.on_error != "raise":
             raise ValueError(f"on_error={self.on_error!r}: expected 'raise' where tensors come in; give token ids")
+        if self.on_weight_change is not None:
+            raise ValueError(f"on_weight_change={self.on_weight_change!r}: expected None where tensors come in; give "
+                             "token ids, or set it in the PagedConfig")
         of_template = sorted({*(self.chat_template_kwargs or ()), *(template_parameters(None) & {*self.keywords})} -
                              {*vars(GenerationConfig())})
         if of_template:
@@ -94,7 +107,8 @@ class RequestMaker:
         engine, model = self._engine, self._model
         engine.check_runnable()
         call.check()
-        prompts = prompt_list(call.prompts)
+        given = [_attempt(split_output, prompt) for prompt in prompt_list(call.prompts)]
+        prompts = [one if isinstance(one, Exception) else one[0] for one in given]
         configs = _one_per_prompt("generation_config", call.generation_config, len(prompts))
         own_seeds, autocast = isinstance(call.seed, (list, tuple)), engine.autocast_of_call()
         seed = call.seed if own_seeds else base_seed(call.seed, engine.config.seed)
@@ -109,14 +123,17 @@ class RequestMaker:
         asked: list[Asked] = []
         for index, ids in enumerate(self._checked(prompts, template)):
             config = configs[index]
+            if isinstance(given[index], Exception):
+                ids = given[index]
             try:
                 if isinstance(ids, Exception):
                     raise ids
                 merged = merge(config)
                 self._notices.look(merged, config, keywords, model.generation_config)
                 settings, copies = self._settled(ids, merged, call, salts[index])
+                before = self._before(ids, given[index][1], settings, copies)
                 first = 0 if own_seeds else len(asked)
-                made = [replace(self._request(ids, settings, seeds[index], first + copy), autocast=autocast)
+                made = [replace(self._request(ids, settings, seeds[index], first + copy, before), autocast=autocast)
                         for copy in range(copies)]
             except UnsupportedModelError:
                 raise
@@ -144,18 +161,30 @@ class RequestMaker:
     def _settled(self, ids: list[int], merged: GenerationConfig, call: Call, salt: Any) -> tuple[RequestSettings, int]:
         """What one prompt runs with, and how often."""
         settings = settings_from_config(merged, len(ids), self._engine.num_logits)
-        if call.logprobs or call.prompt_logprobs or salt is not None:
-            settings = replace(settings, logprobs=call.logprobs, prompt_logprobs=call.prompt_logprobs,
-                               cache_salt=salt_digest(salt))
+        if call.logprobs or call.prompt_logprobs or salt is not None or call.on_weight_change is not None:
+            settings = replace(settings, logprobs=logprobs_kind(call.logprobs), prompt_logprobs=call.prompt_logprobs,
+                               cache_salt=salt_digest(salt), on_weight_change=call.on_weight_change)
         copies = num_copies(merged.num_return_sequences)
         if copies > 1 and not settings.do_sample:
             raise ValueError(f"num_return_sequences={copies!r}: expected 1, or more with do_sample=True")
         self._engine.stop_rule(settings, ids)
         return settings, copies
 
-    def _request(self, ids: list[int], settings: RequestSettings, seed: Any, number: int) -> NewRequest:
+    def _before(self, ids: list[int], made: Made | None, settings: RequestSettings, copies: int) -> Made | None:
+        """The output that a prompt brings, checked."""
+        if made is None:
+            return None
+        if copies > 1 and made.seed is not None:
+            raise ValueError(f"num_return_sequences={copies!r}: expected 1 for a Completion, which draws on with its "
+                             "own seed; for several ways on give its prompt_token_ids and output_token_ids")
+        return self._engine.check_made(ids, made, settings)
+
+    def _request(self, ids: list[int], settings: RequestSettings, seed: Any, number: int,
+                 made: Made | None) -> NewRequest:
         seed = derive_seed(base_seed(seed, self._engine.config.seed), number)
-        return NewRequest(ids, settings, seed=seed, stop=self._engine.stop_rule(settings, ids))
+        if made is not None and made.seed is not None:
+            seed = made.seed
+        return NewRequest(ids, settings, seed=seed, stop=self._engine.stop_rule(settings, ids), made=made)
 
 
 def refused_output(completion: Completion) -> StepOutput:

@@ -18,8 +18,10 @@ from hf_paged.models.guards.originals import MERGING
 PLAIN = frozenset((int, float, bool, str, type(None)))  # types whose repr tells any two values apart
 
 
-def token_ids(prompt_token_ids: Any, vocab_size: int) -> list[int]:
+def token_ids(prompt_token_ids: Any, vocab_size: int, name: str = "prompt_token_ids") -> list[int]:
     """A prompt (sequence or 1-D tensor or array of ids) as a list of ints in [0, vocab_size), at least one.
+
+    Errors call it `name`.
 
     Raises:
         TypeError: no sequence of integers.
@@ -29,19 +31,19 @@ def token_ids(prompt_token_ids: Any, vocab_size: int) -> list[int]:
         prompt_token_ids = prompt_token_ids.tolist()
     if isinstance(prompt_token_ids, (str, bytes)) or not isinstance(prompt_token_ids, Sequence):
         kind = type(prompt_token_ids).__name__
-        raise TypeError(f"prompt_token_ids={prompt_token_ids!r:.80}: expected token ids, got {kind}")
+        raise TypeError(f"{name}={prompt_token_ids!r:.80}: expected token ids, got {kind}")
     if not prompt_token_ids:
-        raise ValueError("prompt_token_ids=[]: expected at least one token id")
+        raise ValueError(f"{name}=[]: expected at least one token id")
     ids = np.array(prompt_token_ids)
     in_range = ids.ndim == 1 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < vocab_size
     if in_range and set(map(type, prompt_token_ids)).isdisjoint((bool, np.bool_)):
         return ids.tolist()
     for token in prompt_token_ids:  # find what to name
         if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
-            raise TypeError(f"prompt_token_ids holds {token!r}: expected integers")
+            raise TypeError(f"{name} holds {token!r}: expected integers")
         if not 0 <= token < vocab_size:
-            raise ValueError(f"prompt_token_ids holds {token}: expected ids in [0, {vocab_size})")
-    raise TypeError(f"prompt_token_ids={prompt_token_ids!r:.80}: expected a flat sequence of integers")
+            raise ValueError(f"{name} holds {token}: expected ids in [0, {vocab_size})")
+    raise TypeError(f"{name}={prompt_token_ids!r:.80}: expected a flat sequence of integers")
 
 
 def token_id_lists(prompts: Sequence[Any], vocab_size: int) -> list[list[int]] | None:

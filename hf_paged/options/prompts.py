@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from hf_paged.outputs import Completion
+
 ACCEPTED = (
-    "a str, token ids, a chat (a list of messages with a role), {'prompt': str} or {'prompt_token_ids': token ids}, or "
-    "a list of such prompts"
+    "a str, token ids, a chat (a list of messages with a role), {'prompt': str} or {'prompt_token_ids': token ids}, a "
+    "Completion to go on from, or a list of such prompts"
 )
 _TEXT, _IDS = "prompt", "prompt_token_ids"
 
@@ -20,7 +22,7 @@ def prompt_list(prompts: Any) -> list[Any]:
     Raises:
         TypeError: neither a prompt nor a list.
     """
-    if isinstance(prompts, (str, dict)) or is_chat(prompts) or _is_token_ids(prompts):
+    if isinstance(prompts, (str, dict, Completion)) or is_chat(prompts) or _is_token_ids(prompts):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise TypeError(f"prompts={prompts!r:.80}: expected {ACCEPTED}, got {type(prompts).__name__}")
@@ -64,7 +66,7 @@ def is_without_template(prompt: Any) -> bool:
     """Is this a prompt that no chat template is applied to? False also for what is no prompt at all."""
     if isinstance(prompt, dict):
         return "role" not in prompt
-    return isinstance(prompt, (str, np.ndarray)) or (_is_token_ids(prompt) and not is_chat(prompt))
+    return isinstance(prompt, (str, np.ndarray, Completion)) or (_is_token_ids(prompt) and not is_chat(prompt))
 
 
 def _inside(prompt: dict[str, Any]) -> Any:

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from hf_paged.config import ON_WEIGHT_CHANGE
 from hf_paged.errors import Reason, UnsupportedOptionError
 from hf_paged.options.arguments import described
 from hf_paged.options.logits_options import GREEDY_TOO, SAMPLING_ONLY, decay_overflows, edits_from_config
 from hf_paged.options.patched_options import patched_option
 from hf_paged.sampling.edits import NEUTRAL, Edits
+from hf_paged.sampling.token_log_probs import LOGPROBS, PROCESSED
 
 # Options that the engine carries out itself.
 NATIVE = (
@@ -126,8 +128,9 @@ class RequestSettings:
     edits: Edits = NEUTRAL
     stop_strings: tuple[str, ...] = ()
     max_time: float | None = None  # seconds from the start of the call
-    logprobs: bool = False
+    logprobs: str | None = None  # one of `LOGPROBS`
     prompt_logprobs: bool = False
+    on_weight_change: str | None = None  # as in `PagedConfig`; None: what that says
     cache_salt: bytes = b""  # a digest (`salt_digest`): blocks of the prefix cache are shared under the same one
 
 
@@ -269,6 +272,23 @@ def check_flags(**flags: Any) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r}: expected True or False")
+
+
+def logprobs_kind(logprobs: Any) -> str | None:
+    """One of `LOGPROBS`, or None, for what a caller asks for; ValueError or TypeError for anything else."""
+    if isinstance(logprobs, bool):
+        return PROCESSED if logprobs else None
+    if not isinstance(logprobs, str):
+        raise TypeError(f"logprobs={logprobs!r:.80}: expected True, False or one of {LOGPROBS}")
+    if logprobs not in LOGPROBS:
+        raise ValueError(f"logprobs={logprobs!r:.80}: expected True, False or one of {LOGPROBS}")
+    return str.__str__(logprobs)
+
+
+def check_weight_change(on_weight_change: Any) -> None:
+    """Raise ValueError for what is neither None nor one of `ON_WEIGHT_CHANGE`."""
+    if on_weight_change is not None and on_weight_change not in ON_WEIGHT_CHANGE:
+        raise ValueError(f"on_weight_change={on_weight_change!r:.80}: expected None or one of {ON_WEIGHT_CHANGE}")
 
 
 def token_id_tuple(value: Any) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ Padding rows have length 0 and a slot of their own. Steps that bring log-probabi
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
 from hf_paged.runner.step_context import PagedStep
+from hf_paged.sampling.token_log_probs import NO_LOG_PROBS
 from hf_paged.scheduler import StepPlan
 
 # Prompts of more operations keep a GPU longer than their launches keep the host: nothing to gain from a graph, and one
@@ -35,13 +37,13 @@ _MOST_PROMPT_ROWS = 256
 
 
 class Drawn(NamedTuple):
-    """Sampled ``tokens`` [rows] int64 and, of a graph that makes them, their log-probabilities [rows] float32.
+    """Sampled ``tokens`` [rows] int64 and, of a graph that makes them, kinds of log-probabilities [rows] float32.
 
     ``logits`` [rows, V] of a graph whose first rows are asked for them.
     """
 
     tokens: torch.Tensor
-    logprobs: torch.Tensor | None
+    logprobs: Mapping[str, torch.Tensor]
     logits: torch.Tensor | None = None
 
 
@@ -131,14 +133,14 @@ class StepGraphs:
         self._captured.clear()
         self._pool = self._ready = None
 
-    def launch(self, plan: StepPlan, result: torch.Tensor, logprobs: torch.Tensor | None = None,
+    def launch(self, plan: StepPlan, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor] = NO_LOG_PROBS,
                num_logits: int = 0) -> torch.Tensor | None:
         """Replay a step and start the copy of its sampled tokens to `result` [R]; None where no graph holds it.
 
-        `logprobs` [R] float32, where given, receives the tokens' log-probabilities. Returns the logits of the first
+        `logprobs` {kind: [R] float32} receive the tokens' log-probabilities. Returns the logits of the first
         `num_logits` rows, which are decode rows: [num_logits, V].
         """
-        scored, logits = logprobs is not None, self._nothing
+        scored, logits = tuple(logprobs), self._nothing
         self._drop_if_moved()
         decodes = plan.num_decode_rows
         num_new = plan.num_new_tokens[decodes:]
@@ -165,8 +167,8 @@ class StepGraphs:
             self._send(captured, inputs)
             drawn = self._replay(captured)
             result[rows].copy_(drawn.tokens[: rows.stop - rows.start], non_blocking=True)
-            if logprobs is not None and drawn.logprobs is not None:
-                logprobs[rows].copy_(drawn.logprobs[: rows.stop - rows.start], non_blocking=True)
+            for kind, values in drawn.logprobs.items():
+                logprobs[kind][rows].copy_(values[: rows.stop - rows.start], non_blocking=True)
             if drawn.logits is not None:
                 logits = drawn.logits[:num_logits].clone()
         return logits
@@ -318,7 +320,7 @@ class StepGraphs:
         assert items is not None, "a backend that runs in graphs plans"
         return rows, items
 
-    def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str], scored: bool,
+    def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str], scored: tuple[str, ...],
                 with_logits: bool) -> Drawn:
         logits, (slots, positions) = self._executor.shard_logits(self._decode_hidden(rows, items)), rows
         # The sampled token's place is the length of what it follows.
@@ -355,7 +357,7 @@ class StepGraphs:
         return tokens, by_row
 
     def _prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *, stages: frozenset[str], long: bool,
-                 scored: bool) -> Drawn:
+                 scored: tuple[str, ...]) -> Drawn:
         state, (slots, positions, write_from) = self._state, tokens
         input_ids, at, slot_mapping = state.inputs(slots, positions, write_from)
         small = rows[:3].to(torch.int32)
@@ -366,8 +368,8 @@ class StepGraphs:
         return self._draw(logits, sampled_slots, sampled_positions.to(torch.int32), stages, scored)
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
-              scored: bool) -> Drawn:
-        logprobs = torch.empty(len(slots), dtype=torch.float32, device=self._device) if scored else None
+              scored: tuple[str, ...]) -> Drawn:
+        logprobs = {kind: torch.empty(len(slots), dtype=torch.float32, device=self._device) for kind in scored}
         return Drawn(self._state.sample(logits, slots, positions, stages, logprobs), logprobs)
 
     def _step(self, positions: torch.Tensor, meta: PagedMetadata) -> PagedStep:

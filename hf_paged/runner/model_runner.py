@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +28,8 @@ from hf_paged.scheduler import StepPlan
 class StepHandle(NamedTuple):
     """A launched step. ``tokens`` [R] int64 on the host, valid once ``done`` (None on a CPU) has passed.
 
-    As far as they were wanted also, float32: ``logprobs`` [R] of the tokens, undefined for rows that sample nothing,
-    and ``prompt_logprobs`` of the tokens of ``spans``, one span after the other.
+    As far as they were wanted also, float32: ``logprobs`` {kind: [R]} of the tokens, undefined for rows that sample
+    nothing, and ``prompt_logprobs`` of the tokens of ``spans``, one span after the other.
 
     ``heard`` [1] int64, of a sharded model: not 0 where rank 0 has something to say (`hf_paged.engine.commands`).
 
@@ -36,7 +38,7 @@ class StepHandle(NamedTuple):
 
     tokens: torch.Tensor
     done: torch.cuda.Event | None
-    logprobs: torch.Tensor | None = None
+    logprobs: Mapping[str, torch.Tensor] = MappingProxyType({})
     prompt_logprobs: torch.Tensor | None = None
     spans: tuple[PromptSpan, ...] = ()
     heard: torch.Tensor | None = None
@@ -116,8 +118,8 @@ class ModelRunner:
             plan = plan.behind(joining)
         self._update_state(plan, parameters)
         result = self._on_host(len(plan.slots), torch.int64)
-        logprobs = self._on_host(len(plan.slots), torch.float32) if wanted.sampled else None
-        own = logprobs[first:] if logprobs is not None else None
+        logprobs = {kind: self._on_host(len(plan.slots), torch.float32) for kind in wanted.sampled}
+        own = {kind: values[first:] for kind, values in logprobs.items()}
         if self.graphs is not None and not wanted.prompt:
             logits = self.graphs.launch(plan, result, logprobs, num_logits=first)
             if logits is not None:
@@ -179,7 +181,7 @@ class ModelRunner:
         return self.executor.hidden_states(input_ids, step), query_start
 
     def _sample(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor, result: torch.Tensor,
-                logprobs: torch.Tensor | None) -> None:
+                logprobs: Mapping[str, torch.Tensor]) -> None:
         rows = np.flatnonzero(plan.samples)
         if not len(rows):
             result.fill_(-1)
@@ -189,11 +191,11 @@ class ModelRunner:
         ends = query_start[rows + 1] - 1, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
         last, slots, positions = upload(np.array(ends, np.int64), self.device)
         logits = self.executor.shard_logits(hidden if len(rows) == len(hidden) else hidden[last])
-        known = torch.empty(len(rows), dtype=torch.float32, device=self.device) if logprobs is not None else None
+        known = {kind: torch.empty(len(rows), dtype=torch.float32, device=self.device) for kind in logprobs}
         tokens = self.state.sample(logits, slots, positions, self.state.stages(plan.slots[rows]), known)
         self._fetch(tokens, rows, result)
-        if logprobs is not None and known is not None:
-            self._fetch(known, rows, logprobs)
+        for kind, values in known.items():
+            self._fetch(values, rows, logprobs[kind])
 
     def _score_prompts(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor,
                        spans: list[PromptSpan]) -> torch.Tensor:
@@ -218,7 +220,7 @@ class ModelRunner:
     def _on_host(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=self.device.type == "cuda")
 
-    def _handle(self, result: torch.Tensor, logprobs: torch.Tensor | None, scored: torch.Tensor | None = None,
+    def _handle(self, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor], scored: torch.Tensor | None = None,
                 spans: tuple[PromptSpan, ...] = (), logits: torch.Tensor | None = None) -> StepHandle:
         """A handle on what is on its way to the host."""
         heard = None

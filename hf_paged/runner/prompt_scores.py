@@ -22,9 +22,9 @@ class PromptSpan(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Log-probabilities that a step has to bring: of its sampled tokens, and of these prompt tokens."""
+    """Log-probabilities that a step has to bring: of its sampled tokens these kinds, and of these prompt tokens."""
 
-    sampled: bool = False
+    sampled: tuple[str, ...] = ()
     prompt: tuple[PromptSpan, ...] = ()
 
 

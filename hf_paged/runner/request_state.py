@@ -5,6 +5,7 @@ The host sends a sequence once, when it gets its slot, and from then on only new
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from hf_paged.sampling.edit_lines import float_line, int_line
 from hf_paged.sampling.edits import NEUTRAL, EditLines, Edits, EditState, encode_edits, sample_edited
 from hf_paged.sampling.sampler import sample
 from hf_paged.sampling.table import FloatSettings, IntSettings, SamplingTable
+from hf_paged.sampling.token_log_probs import NO_LOG_PROBS, PROCESSED, RAW, token_log_probs
 
 FIRST_TOKEN_CAPACITY = 2048
 _MOST_STAGE_SETS = 6
@@ -146,20 +148,28 @@ class RequestState:
         return frozenset(name for i, name in enumerate(self._stage_names) if bits >> i & 1) if bits else frozenset()
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
-               stages: frozenset[str], logprob: torch.Tensor | None = None) -> torch.Tensor:
-        """Tokens int64 [R] for `positions` [R] of `slots` [R], written to `tokens` there, too (see `sample_tokens`)."""
+               stages: frozenset[str], logprobs: Mapping[str, torch.Tensor] = NO_LOG_PROBS) -> torch.Tensor:
+        """Tokens int64 [R] for `positions` [R] of `slots` [R], written to `tokens` there, too (see `sample_tokens`).
+
+        ``logprobs``: {one of `LOGPROBS`: [R] float32} receive the tokens' log-probabilities.
+        """
         if self.sharded is None:
-            return self._sample_whole(logits, slots, positions, logprob, stages=stages)
-        if not stages and logprob is None and self.sharded.can_agree(logits):
+            return self._sample_whole(logits, slots, positions, logprobs, stages=stages)
+        if not stages and not logprobs and self.sharded.can_agree(logits):
             return self.sharded.agree(logits, self.sampling, slots, positions, self.tokens)
         draw = partial(self._sample_whole, stages=stages - {FILTERS})
-        return self.sharded.deal(logits, slots, positions, self.padding_slot, self.tokens, draw, logprob)
+        return self.sharded.deal(logits, slots, positions, self.padding_slot, self.tokens, draw, logprobs)
 
     def _sample_whole(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
-                      logprob: torch.Tensor | None, *, stages: frozenset[str]) -> torch.Tensor:
+                      logprobs: Mapping[str, torch.Tensor], *, stages: frozenset[str]) -> torch.Tensor:
+        settings, processed = (self.sampling, slots, positions, self.tokens), logprobs.get(PROCESSED)
         if stages:
-            return sample_edited(logits, self.sampling, self.edits, slots, positions, self.tokens, stages, logprob)
-        return sample(logits, self.sampling, slots, positions, self.tokens, logprob)
+            tokens = sample_edited(logits, self.sampling, self.edits, *settings[1:], stages, processed)
+        else:
+            tokens = sample(logits, *settings, processed)
+        if RAW in logprobs:
+            token_log_probs(logits, tokens, logprobs[RAW])
+        return tokens
 
     def set_tables(self, slots: list[int], tables: list[list[int]]) -> None:
         """Write whole block tables."""

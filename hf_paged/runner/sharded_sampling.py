@@ -7,7 +7,7 @@ them and samples as one rank does, and the same maximum tells the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.nn.functional import pad
@@ -53,10 +53,10 @@ class ShardedSampling:
 
     def deal(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, padding_slot: int,
              history: torch.Tensor, draw: Callable[..., torch.Tensor],
-             logprob: torch.Tensor | None) -> torch.Tensor:
-        """Tokens by ``draw(logits, slots, positions, logprob)``, which each rank calls for its share of the rows.
+             logprobs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Tokens by ``draw(logits, slots, positions, logprobs)``, which each rank calls for its share of the rows.
 
-        Same arguments and result as `agree`; ``logprob`` [R] float32, if given, is filled for all rows.
+        Same arguments and result as `agree`; ``logprobs`` {kind: [R] float32} are filled for all rows, in their order.
         """
         rows, size = len(slots), self.group.size
         padding = -rows % size
@@ -64,15 +64,15 @@ class ShardedSampling:
         mine = slice(self.group.rank * share, (self.group.rank + 1) * share)
         logits = pad(logits, (0, 0, 0, padding)) if padding else logits  # a pad by nothing is a copy
         whole = self.group.exchange_rows(logits)[:, : self._vocab_size]
-        known = None if logprob is None else torch.empty(share, dtype=torch.float32, device=logits.device)
+        known = {kind: torch.empty(share, dtype=torch.float32, device=logits.device) for kind in logprobs}
         tokens = draw(whole, pad(slots, (0, padding), value=padding_slot)[mine], pad(positions, (0, padding))[mine],
                       known)
         keys = torch.full((rows + padding,), NO_TOKEN, dtype=torch.int64, device=logits.device)
         keys[mine] = keys_of(tokens)
-        if logprob is not None and known is not None:
+        for kind, values in known.items():
             every = torch.zeros(rows + padding, dtype=torch.float32, device=logits.device)
-            every[mine] = known
-            logprob.copy_(self.group.all_reduce(every)[:rows])
+            every[mine] = values
+            logprobs[kind].copy_(self.group.all_reduce(every)[:rows])
         return self._settle(keys[:rows], slots, positions, history)
 
     def listen(self) -> None:

@@ -6,6 +6,7 @@ counters and pointers are a shortcut to "surely changed".
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +26,23 @@ class WeightsGuard:
     waits for it, only when a prompt would hit older blocks (`verify` at once) or when the first step's tokens are
     waited for anyway; until then older blocks are not hit. Ranks of a sharded model decide together: what changed on
     one has changed.
+
+    Args:
+        executor: of the model.
+        on_change: called with `version` before it goes up.
+
+    Attributes:
+        version: goes up whenever the model is found to be another than before.
     """
 
-    def __init__(self, executor: ModelExecutor) -> None:
+    def __init__(self, executor: ModelExecutor, on_change: Callable[[int], None] = lambda version: None) -> None:
         self._executor = executor
-        self.version = 0  # goes up whenever the weights are found to be others than before
+        self._on_change = on_change
+        self.version = 0
         self._signature: tuple | None = None
         self._checksum = ChecksumPlan()
         self._pending: torch.Tensor | None = None
-        self._cached: int | None = None
+        self._cached: int | None = None  # of the weights of `version`; None: not known yet
 
     def changed(self, *, full: bool) -> bool:
         """Are this rank's weights others than at `begin`? Without `full` only storage and versions are asked."""
@@ -51,7 +60,8 @@ class WeightsGuard:
         if self._executor.group.any(signature != self._signature):
             pool.drop_older()
             self._cached = None
-            self.version += 1
+            if self._signature is not None:
+                self.found_change()
         self._signature = signature
         self._pending = self.fresh()
 
@@ -64,6 +74,27 @@ class WeightsGuard:
         """A checksum of the weights as they are now, [1] int64, maybe still on its way."""
         return self._checksum(self._tensors())
 
+    def announce(self, pool: BlockPool | None, *, is_busy: bool) -> None:
+        """The weights were written, and whoever did so says it: nothing has to be compared to know.
+
+        Args:
+            pool: None: there is none yet.
+            is_busy: requests go on, so that blocks are cached before the next `begin`: the checksum that these will be
+                compared by is started.
+        """
+        self.found_change()
+        self._signature, self._cached, self._pending = self._current_signature(), None, None
+        if pool is not None:
+            pool.new_generation()
+            pool.drop_older()
+        if is_busy:
+            self._pending = self.fresh()
+
+    def found_change(self) -> None:
+        """The model is another."""
+        self._on_change(self.version)
+        self.version += 1
+
     @property
     def pending(self) -> bool:
         """True between `begin` and `verify`."""
@@ -75,14 +106,15 @@ class WeightsGuard:
         checksum, self._pending = int(self._pending), None
         if self._executor.group.any(checksum != self._cached):
             pool.drop_older()
-            self.version += 1
+            if self._cached is not None:
+                self.found_change()
         else:
             pool.trust_older()
         self._cached = checksum
 
     def forget(self) -> None:
         """The cache is gone."""
-        self._pending = self._cached = None
+        self._pending = None
 
     def release(self) -> None:
         """Give up the table of addresses that the checksum keeps on the device."""

@@ -106,7 +106,7 @@ class KVCacheManager:
         Returns:
             The blocks that were not published before.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or seq.is_mixed:
             return []
         size, pool = self.block_size, self.block_pool
         published = []
@@ -126,6 +126,7 @@ class KVCacheManager:
         blocks = self.block_pool.blocks
         self.block_pool.free([blocks[i] for i in reversed(seq.block_table)])
         seq.block_table = []
+        seq.is_mixed = False  # what is computed from now on is of one state of the model again
         seq.num_published = 0
         seq.prefix_id = ROOT_PREFIX_ID
         seq.prefix_digest = ROOT_DIGEST

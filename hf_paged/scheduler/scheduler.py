@@ -80,8 +80,14 @@ class Scheduler:
         failed, self._failed = self._failed, []
         return failed
 
-    def preempt_all(self) -> None:
-        """Send every running sequence back to waiting and drop the plans in flight (their blocks are not hit)."""
+    def preempt_all(self, *, but_keepers: bool = False) -> None:
+        """Send every running sequence back to waiting and drop the plans in flight (their blocks are not hit).
+
+        Args:
+            but_keepers: The model changed between two steps, no plan being in flight: a sequence with `keeps_computed`
+                goes on over what it has, and what it fills from now on is never published.
+        """
+        assert not (but_keepers and self._in_flight)
         pool, table = self.kv_cache_manager.block_pool, self._table
         for plan in self._in_flight:
             pool.unpublish(plan.published)
@@ -93,6 +99,8 @@ class Scheduler:
         for seq in sorted(table.tenants(), key=lambda seq: seq.rank, reverse=True):
             if seq.status is Status.FINISHED:
                 self._release(seq.slot)
+            elif but_keepers and seq.keeps_computed:
+                seq.is_mixed = True
             else:
                 self._send_back(seq)
 

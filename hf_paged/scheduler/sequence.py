@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 import numpy as np
@@ -33,12 +34,14 @@ class Sequence:
     Args:
         request_id: Unique among the unfinished requests of a scheduler.
         prompt_token_ids: At least one token id, each below 2**31.
-        max_new_tokens: Generated tokens after which the sequence ends with ``"length"``.
+        output_token_ids: What has been generated already.
+        max_new_tokens: Generated tokens, those among them, after which the sequence ends with ``"length"``.
         eos_token_ids: Tokens that end the sequence with ``"eos"`` (the token itself is kept).
         priority: Lower goes first; ties go by arrival.
         cache_key: Extra bytes (the model's state, then the salt) under which the prefix cache keeps its blocks.
         cache_salt: Bytes that only those sequences have that may share its blocks; see `use_model_key`.
         read_cache: False computes every prompt token (prompt logprobs need them) yet still fills the cache.
+        keeps_computed: What is computed stays when the model changes, see `Scheduler.preempt_all`.
 
     Raises:
         ValueError: Empty prompt or ``max_new_tokens < 1``.
@@ -56,6 +59,8 @@ class Sequence:
         "cache_salt",
         "eos_token_ids",
         "finish_reason",
+        "is_mixed",
+        "keeps_computed",
         "max_new_tokens",
         "num_cached_tokens",
         "num_in_flight",
@@ -83,6 +88,8 @@ class Sequence:
         cache_key: bytes = b"",
         cache_salt: bytes = b"",
         read_cache: bool = True,
+        keeps_computed: bool = False,
+        output_token_ids: Seq[int] = (),
     ) -> None:
         if not prompt_token_ids:
             raise ValueError(f"request {request_id!r}: prompt_token_ids is empty; at least one token is needed")
@@ -97,6 +104,7 @@ class Sequence:
         self.cache_key = cache_key
         self.cache_salt = cache_salt
         self.read_cache = read_cache
+        self.keeps_computed = keeps_computed
 
         self.status = Status.WAITING
         self.finish_reason: str | None = None
@@ -107,13 +115,14 @@ class Sequence:
 
         # The scheduler's own book-keeping from here on.
         self.was_admitted = False
+        self.is_mixed = False  # its blocks hold what several states of the model computed: nobody else may hit them
         self.num_in_flight = 0  # uncommitted plans that still name this sequence after it was preempted
         self.num_published = 0  # leading blocks of the table that are in the prefix cache
         self.prefix_id = ROOT_PREFIX_ID  # of the last published block
         self.prefix_digest = ROOT_DIGEST
         self.block_hashes: list[tuple[bytes, bytes]] = []  # (content, digest) of leading full blocks, while waiting
         self._prompt = list(prompt_token_ids)
-        self._output: list[int] = []
+        self._output = list(output_token_ids)
         self._num_computed = 0
         self._table: RunningColumns | None = None
 
@@ -175,6 +184,11 @@ class Sequence:
         if len(output) >= self.max_new_tokens or self.num_prompt_tokens + len(output) >= max_model_len:
             return "length"
         return None
+
+    def end(self, reason: str) -> None:
+        """It ended before any scheduler had it."""
+        assert self.status is Status.WAITING and self.arrival < 0
+        self.status, self.finish_reason = Status.FINISHED, reason
 
     def attach(self, table: RunningColumns, slot: int) -> None:
         """From now on the running table holds the output and the lengths."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import assert_idle, left_padded, random_prompts, tiny_model
+from option_cases import CASES
+from support import assert_idle, byte_tokenizer, left_padded, random_prompts, tiny_model
 from test_interrupts import Interrupt, raising
 from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator
+from hf_paged.options.settings import NATIVE
 from hf_paged.runner import prompt_scores
 from hf_paged.runner.model_runner import ModelRunner
 
@@ -123,6 +125,70 @@ def test_barred_eos_has_no_share(stock, generator, options):
     assert completion.logprobs[0] > unbarred + 0.01
 
 
+def stocks_steps(stock, prompt, tokens, options):
+    """log_softmax of stock's `output_logits` and `output_scores` at each of `tokens`, which stock is made to draw."""
+    draws = iter(tokens)
+
+    def draw(probs, num_samples):
+        return torch.tensor([[next(draws)]])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "multinomial", draw)
+        output = stock.generate(input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **options,
+                                return_dict_in_generate=True, output_logits=True, output_scores=True)
+    assert output.sequences[0, len(prompt) :].tolist() == tokens
+    return {kind: [step[0].float().log_softmax(-1)[token].item() for step, token in zip(steps, tokens, strict=True)]
+            for kind, steps in (("raw", output.logits), ("processed", output.scores))}
+
+
+@pytest.fixture(scope="module")
+def with_text():
+    with PagedGenerator(tiny_model(), byte_tokenizer()) as generator:
+        yield generator
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_both_kinds_are_stocks_logits_and_scores_under_every_native_option(stock, with_text, name):
+    options = ({} if name == "max_length" else {"max_new_tokens": 14}) | CASES[name]
+    prompts = [PROMPTS[0], [7]]
+    made = {kind: with_text.generate(prompts, **options, seed=2, logprobs=kind) for kind in ("raw", "processed", True)}
+    assert [c.logprobs for c in made[True]] == [c.logprobs for c in made["processed"]]
+    of_stock = {key: value for key, value in options.items() if key != "num_return_sequences"}
+    if name == "stop_strings":
+        of_stock["tokenizer"] = with_text.tokenizer
+    for raw, processed in zip(made["raw"], made["processed"], strict=True):
+        assert raw.token_ids == processed.token_ids
+        expected = stocks_steps(stock, raw.prompt_token_ids, raw.token_ids, of_stock)
+        assert_close(raw.logprobs, expected["raw"])
+        assert_close(processed.logprobs, expected["processed"])
+        assert (raw.logprobs_kind, processed.logprobs_kind) == ("raw", "processed")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_kinds_meet_in_one_step(overlap):
+    config = GenerationConfig(max_new_tokens=9, do_sample=True, temperature=0.6, top_k=20, repetition_penalty=1.5)
+    kinds = ["raw", False, "processed", True, "raw"]
+    with PagedGenerator(tiny_model(), overlap=overlap) as generator:
+        engine = generator.engine
+        alone = [generator.generate([p], config, seed=[4], logprobs=kind)[0]
+                 for p, kind in zip(PROMPTS, kinds, strict=True)]
+        ids = [engine.add_request(p, config, seed=4, logprobs=kind) for p, kind in zip(PROMPTS, kinds, strict=True)]
+        outputs = []
+        run(engine, outputs)
+        completions = {output.request_id: output.completion for output in outputs if output.completion}
+        for request_id, expected in zip(ids, alone, strict=True):
+            completion = completions[request_id]
+            assert completion.token_ids == expected.token_ids
+            if expected.logprobs is None:
+                assert completion.logprobs is completion.logprobs_kind is None
+            else:
+                assert_close(completion.logprobs, expected.logprobs)
+        assert alone[0].logprobs != alone[3].logprobs
+        with pytest.raises(ValueError, match="logprobs='processed': expected 'raw', as the completion has them"):
+            engine.add_request(alone[0], GenerationConfig(max_new_tokens=20), logprobs=True)
+        assert not engine.has_unfinished()
+
+
 def test_samples_of_one_prompt_have_their_own(stock, generator):
     completions = generator.generate(
         PROMPTS[:2], **SAMPLED, top_k=0, num_return_sequences=3, logprobs=True, prompt_logprobs=True
@@ -166,7 +232,7 @@ def test_steps_without_an_asker_do_not_compute_them(generator, monkeypatch):
     del wanted[:]
     while generator.engine.has_unfinished():
         generator.engine.step()
-    assert [w.sampled for w in wanted] == [True, True, False, False, False, False]
+    assert [w.sampled for w in wanted] == [("processed",)] * 2 + [()] * 4
     assert [bool(w.prompt) for w in wanted] == [True, False, False, False, False, False]
 
 
@@ -385,7 +451,7 @@ def test_a_launch_that_raises(stock, generator):
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 @pytest.mark.parametrize("value", [1, 0, None, "yes", 5])
-def test_only_true_and_false_are_taken(generator, name, value):
+def test_other_values_are_refused(generator, name, value):
     calls = [
         lambda: generator.generate(PROMPTS, max_new_tokens=2, **{name: value}),
         lambda: generator.generate([], max_new_tokens=2, **{name: value}),
@@ -394,7 +460,7 @@ def test_only_true_and_false_are_taken(generator, name, value):
         lambda: generator.engine.add_request(PROMPTS[0], **{name: value}),
     ]
     for call in calls:
-        with pytest.raises(TypeError, match=f"^{name}={value!r}: expected True or False"):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}={value!r}: expected True"):
             call()
     assert not generator.engine.has_unfinished()
     generator.generate(PROMPTS[:1], max_new_tokens=1)

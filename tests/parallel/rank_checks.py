@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from family_models import family_model
 from support import batch
+from transformers import GenerationConfig
 
 import hf_paged
+from hf_paged.config import ON_WEIGHT_CHANGE
 from hf_paged.errors import FallbackWarning
 from hf_paged.models import find_executor
 from hf_paged.models.eligibility import unsupported_reason
@@ -123,3 +125,22 @@ def sharded_by_others() -> dict[str, str | None]:
         reason = unsupported_reason(find_executor(model)(model))  # type: ignore[misc]
         reasons[name] = None if reason is None else reason.with_remedy
     return reasons
+
+
+def updated_while_it_runs(group: ParallelGroup, path: str, after: list[int]) -> list[Any]:
+    """Every rank runs this: its own part of the weights changes after some steps. Tokens and versions of each mode."""
+    made = []
+    for mode in ON_WEIGHT_CHANGE:
+        model = load(path, group, dtype=torch.float32, device=torch.device("cpu"))
+        hf_paged.enable(model, num_blocks=20, on_weight_change=mode)
+        engine = hf_paged.get_engine(model)
+        engine.add_request(list(range(1, 30)), GenerationConfig(max_new_tokens=24))
+        steps = 0
+        while engine.has_unfinished():
+            made += [(o.completion.token_ids, o.completion.weight_versions) for o in engine.step() if o.completion]
+            steps += 1
+            if steps in after:
+                with hf_paged.weight_update(model):
+                    model.model.layers[0].self_attn.v_proj.weight.data.neg_()
+        hf_paged.disable(model)
+    return made

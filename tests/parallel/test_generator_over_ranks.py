@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -104,14 +105,65 @@ def test_a_batch_of_unlike_requests(alone, sharded):
     assert [len(tokens) for tokens in ids(made)] == list(range(10, 20))
 
 
-def test_log_probabilities(alone, sharded):
-    asked = {"max_new_tokens": 8, "do_sample": True, "top_k": 50, "seed": 2, "logprobs": True, "prompt_logprobs": True}
+@pytest.mark.parametrize("kind", ["processed", "raw"])
+def test_log_probabilities(alone, sharded, kind):
+    asked = {"max_new_tokens": 8, "do_sample": True, "top_k": 50, "seed": 2, "logprobs": kind, "prompt_logprobs": True}
     for made, expected in zip(sharded.generate(PROMPTS, **asked), alone.generate(PROMPTS, **asked), strict=True):
         assert made.token_ids == expected.token_ids
         torch.testing.assert_close(torch.tensor(made.logprobs), torch.tensor(expected.logprobs), atol=1e-4, rtol=1e-4)
         assert made.prompt_logprobs[0] is None
         torch.testing.assert_close(torch.tensor(made.prompt_logprobs[1:]), torch.tensor(expected.prompt_logprobs[1:]),
                                    atol=1e-4, rtol=1e-4)
+
+
+def test_both_kinds_of_log_probabilities_in_one_step(alone, sharded):
+    """They are added up over the ranks, in one order on all of them."""
+    scores = []
+    for generator in (alone, sharded):
+        config = GenerationConfig(max_new_tokens=6, do_sample=True, temperature=0.5)
+        engine, found = generator.engine, {}
+        asked = [engine.add_request(prompt, config, seed=5, logprobs=kind)
+                 for prompt, kind in zip(PROMPTS[:5], ["raw", False, "processed", "raw", True], strict=True)]
+        while engine.has_unfinished():
+            found.update((o.request_id, o.completion.logprobs) for o in engine.step() if o.completion)
+        scores.append([found[i] for i in asked])
+    assert scores[0][1] is scores[1][1] is None
+    for one, other in zip(*(lists[:1] + lists[2:] for lists in scores), strict=True):
+        assert other == pytest.approx(one, abs=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep"])
+def test_an_update_while_requests_run_reaches_every_rank(alone, sharded, mode):
+    """Every rank's requests start over, or all keep their keys and values; nothing cached is left anywhere."""
+    engine = sharded.engine
+    before = engine.stats().weights_version
+    made = {}
+    for i, (index, output) in enumerate(sharded.stream(PROMPTS, max_new_tokens=12, on_weight_change=mode)):
+        if i in (5, 30):
+            with engine.weight_update():
+                pass
+        if output.completion is not None:
+            made[index] = output.completion
+    expected = alone.generate(PROMPTS, max_new_tokens=12)
+    assert [made[i].token_ids for i in range(len(PROMPTS))] == ids(expected)
+    assert engine.stats().weights_version == before + 2
+    assert {v for c in made.values() for v in c.weight_versions} == {before, before + 1, before + 2}
+    with engine.weight_update():
+        pass
+    assert [c.num_cached_tokens for c in sharded.generate(PROMPTS[:1], max_new_tokens=2)] == [0]
+    assert ids(sharded.generate(PROMPTS, max_new_tokens=12)) == ids(expected)
+
+
+def test_requests_go_on_from_their_tokens(alone, sharded):
+    options = {"max_new_tokens": 14, "do_sample": True, "min_new_tokens": 9, "repetition_penalty": 1.2,
+               "eos_token_id": list(range(0, VOCAB, 20)), "stop_strings": ["a"]}
+    sharded_options = options if alone.tokenizer else {k: v for k, v in options.items() if k != "stop_strings"}
+    whole = sharded.generate(PROMPTS, **sharded_options, seed=4, logprobs=True)
+    parts = [replace(c, token_ids=c.token_ids[: 2 * i], logprobs=c.logprobs[: 2 * i], version_runs=())
+             for i, c in enumerate(whole)]
+    for made, one in zip(sharded.generate(parts, **sharded_options, logprobs=True), whole, strict=True):
+        assert (made.token_ids, made.finish_reason) == (one.token_ids, one.finish_reason)
+        assert made.logprobs == pytest.approx(one.logprobs, abs=1e-4)
 
 
 def test_tensors_as_in_model_generate(alone, sharded):

@@ -9,6 +9,7 @@ import pytest
 from family_models import family_model
 from rank_checks import NEW_TOKENS
 from ranks import run_ranks
+from support import tiny_model
 
 # Vocabularies that no size divides, one larger than the sampler's groups; a tied head; fewer KV heads than ranks.
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -57,3 +58,14 @@ def check_refusals(found: list[dict[str, str | None]]) -> None:
 def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
     with pytest.raises(RuntimeError, match=r"rank 0 ended with 1:(.|\n)*in fails(.|\n)*ValueError: on purpose by"):
         run_ranks("rank_checks:fails", 1)
+
+
+def test_ranks_that_run_one_script_update_their_weights_together(tmp_path: Path) -> None:
+    """What becomes of a running request is what becomes of it on one rank, whichever way it goes on."""
+    tiny_model(num_key_value_heads=2).save_pretrained(tmp_path)
+    # Two ranks agree on when in the commit of a further step.
+    [alone] = run_ranks("rank_checks:updated_while_it_runs", 1, str(tmp_path), [8, 17])
+    assert run_ranks("rank_checks:updated_while_it_runs", 2, str(tmp_path), [7, 15]) == [alone, alone]
+    assert [versions for _, versions in alone] == [[0] * 8 + [1] * 9 + [2] * 7] * 2
+    assert alone[0][0][:8] == alone[1][0][:8]
+    assert alone[0] != alone[1]

@@ -390,3 +390,59 @@ def test_b22_a_finished_sequence_in_flight_is_let_go():
     invariants.check(driver.scheduler)
     assert driver.scheduler.num_free_blocks == driver.scheduler.num_blocks - 1
     assert seq.num_output_tokens == 0
+
+
+# -- 23 a sequence that keeps what it has over a change of the model fills no block that anyone else may hit ---------
+
+
+def change_model(driver):
+    driver.drain()
+    driver.scheduler.preempt_all(but_keepers=True)
+    pool = driver.scheduler.kv_cache_manager.block_pool
+    pool.new_generation()
+    pool.drop_older()
+    driver.model.weights += 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("length", [2, 6])
+def test_b23_a_sequence_of_two_models_publishes_nothing(overlap, length):
+    driver = Driver(config(), overlap=overlap)
+    seq = driver.add("a", prompt(length), max_new_tokens=20, keeps_computed=True)
+    driver.step()
+    change_model(driver)
+    assert seq.status is Status.RUNNING
+    for _ in range(9):
+        driver.step()
+    assert seq.num_computed_tokens >= length + 9
+    assert not driver.scheduler.kv_cache_manager.block_pool.cached
+    again = driver.add("b", seq.token_ids[:9], max_new_tokens=4)
+    driver.run()
+    assert again.num_cached_tokens == 0
+    driver.check_output(again)
+
+
+def test_b23_others_start_over_and_publish_again():
+    driver = Driver(config())
+    seqs = [driver.add(str(keeps), [9 + keeps] * 6, max_new_tokens=12, keeps_computed=keeps) for keeps in (False, True)]
+    driver.step()
+    change_model(driver)
+    assert [seq.status for seq in seqs] == [Status.WAITING, Status.RUNNING]
+    assert [seq.num_output_tokens for seq in seqs] == [1, 1]
+    driver.step()
+    assert len(driver.scheduler.kv_cache_manager.block_pool.cached) == 1  # of the first
+    driver.check_findable()
+    driver.run()
+
+
+def test_b23_a_preempted_one_is_of_one_model_again():
+    driver = Driver(config())
+    seq = driver.add("a", prompt(6), max_new_tokens=12, keeps_computed=True)
+    driver.step()
+    change_model(driver)
+    driver.scheduler.preempt_all()
+    driver.step()
+    assert driver.scheduler.kv_cache_manager.block_pool.cached
+    driver.check_findable()
+    driver.run()
+    assert seq.finish_reason == "length"

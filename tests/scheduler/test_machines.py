@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hf_paged.scheduler import BlockPool, block_pool, invariants
+from hf_paged.scheduler import BlockPool, Status, block_pool, invariants
 from hf_paged.scheduler.block_pool import ROOT_DIGEST, ROOT_PREFIX_ID
 from hf_paged.scheduler.invariants import check_pool
 
@@ -179,6 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver = Driver(sizes, overlap=overlap, max_blocks=max_blocks, vocab=vocab)
         self.seqs = []
         self.num_added = 0
+        self.has_stale = False
 
     @rule(
         base=st.sampled_from(BASES),
@@ -189,12 +190,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         read_cache=st.sampled_from([True, True, True, False]),
         cache_key=st.sampled_from([b"", b"", b"k"]),
+        keeps=st.booleans(),
     )
-    def add(self, base, shared, own, max_new_tokens, eos, priority, read_cache, cache_key):
+    def add(self, base, shared, own, max_new_tokens, eos, priority, read_cache, cache_key, keeps):
         tokens = (base[:shared] + own)[: self.driver.config.max_model_len - 1] or [5]
         seq = self.driver.add(
             str(self.num_added), tokens, max_new_tokens, eos_token_ids=eos, priority=priority, read_cache=read_cache,
-            cache_key=cache_key,
+            cache_key=cache_key, keeps_computed=keeps,
         )
         self.num_added += 1
         self.seqs.append(seq)
@@ -205,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def traffic(self, lengths, n):
         for base, length, max_new_tokens in lengths:
-            self.add(base, length, [], max_new_tokens, (1,), 0, True, b"")
+            self.add(base, length, [], max_new_tokens, (1,), 0, True, b"", False)
         self.steps(n)
 
     @rule(n=st.integers(1, 6))
@@ -235,6 +237,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.drain()
         self.driver.scheduler.preempt_all()
 
+    @rule(announced=st.booleans())
+    def change_weights(self, announced):
+        """Sequences that keep what they have go on over it; whatever can be found is of the new weights alone."""
+        self.driver.drain()
+        self.check_finished()
+        scheduler = self.driver.scheduler
+        running = [seq for seq in self.seqs if seq.status is Status.RUNNING]
+        computed = {id(seq): seq.num_computed_tokens for seq in running}
+        scheduler.preempt_all(but_keepers=True)
+        pool = scheduler.kv_cache_manager.block_pool
+        pool.new_generation()
+        self.has_stale |= not announced  # a checksum is compared later: till then what is older is not trusted
+        if announced:
+            pool.drop_older()
+        self.driver.model.weights += 1
+        self.driver.spans_change |= {seq.request_id for seq in self.seqs}
+        for seq in running:
+            assert (seq.status is Status.RUNNING) == seq.keeps_computed
+            assert seq.num_computed_tokens == (computed[id(seq)] if seq.keeps_computed else 0)
+
+    @rule(base=st.sampled_from(BASES), length=st.integers(1, 3), before=st.integers(1, 3), after=st.integers(1, 6),
+          announced=st.booleans())
+    def change_weights_in_a_first_block(self, base, length, before, after, announced):
+        self.add(base, length, [], 12, (), 0, True, b"", True)
+        self.steps(before)
+        self.change_weights(announced)
+        self.steps(after)
+
     @rule()
     def grow(self):
         if self.driver.scheduler.num_blocks < self.driver.max_blocks:
@@ -256,22 +286,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool.new_generation()
         if changed:
             self.driver.model.weights += 1
+        if changed or self.has_stale:
             pool.drop_older()
         elif verified:
             pool.trust_older()
+        self.has_stale = False
 
     @invariant()
     def books_agree(self):
         if hasattr(self, "driver"):
             invariants.check(self.driver.scheduler)
+            self.driver.check_findable()
 
     def finish_all(self):
         self.driver.run()
-        for seq in self.seqs:
+        self.check_finished()
+        assert not self.seqs
+
+    def check_finished(self):
+        for seq in [seq for seq in self.seqs if seq.status is Status.FINISHED]:
+            self.seqs.remove(seq)
             self.driver.check_output(seq)
             if seq.finish_reason == "error" and seq.request_id not in self.driver.model.bad_requests:
                 assert seq in self.driver.finished
-        self.seqs.clear()
 
     def teardown(self):
         if hasattr(self, "driver"):

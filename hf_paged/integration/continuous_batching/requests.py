@@ -21,7 +21,13 @@ from hf_paged.engine.stopping import StopRule, TextStopRule, deadline_after
 from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.integration.fallback import value_reason
 from hf_paged.options.arguments import check_is_config, described
-from hf_paged.options.settings import RequestSettings, settings_from_config, token_id_tuple, unsupported_option
+from hf_paged.options.settings import (
+    RequestSettings,
+    logprobs_kind,
+    settings_from_config,
+    token_id_tuple,
+    unsupported_option,
+)
 
 # Options of how the cache is kept: continuous batching keeps its own, whatever their values.
 CACHE_OPTIONS = ("use_cache", "cache_implementation")
@@ -95,10 +101,10 @@ class BatchedRequest:
     def start(self) -> None:
         self.status, self.lifespan = RequestStatus.PREFILLING, (time.perf_counter(), -1)
 
-    def extend(self, tokens: list[int], logprobs: list[float] | None) -> None:
+    def extend(self, tokens: list[int], logprobs: list[float | None] | None) -> None:
         self.status = RequestStatus.DECODING
         self.tokens += tokens
-        self.logprobs += logprobs or []
+        self.logprobs += logprobs or []  # type: ignore[arg-type]  # None for output of before, which none here has
         if self.record_timestamps:
             self.times += [time.perf_counter()] * len(tokens)
 
@@ -184,7 +190,7 @@ def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings
                              f"the KV pool has room for {max(room, 0)}")
         config.max_new_tokens, request.is_cut = room, True
     settings = settings_from_config(config, len(request.prompt), engine.num_logits)
-    return dataclasses.replace(settings, logprobs=request.wants_logprobs, cache_salt=request.cache_salt)
+    return dataclasses.replace(settings, logprobs=logprobs_kind(request.wants_logprobs), cache_salt=request.cache_salt)
 
 
 def stop_rule(engine: Engine, settings: RequestSettings, request: BatchedRequest) -> StopRule | None:

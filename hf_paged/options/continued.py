@@ -1,0 +1,72 @@
+"""Prompts that bring output of before: a request that was ended half-way goes on as if it had not been."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_paged.options.arguments import token_ids
+from hf_paged.outputs import Completion, VersionRun, last_of
+
+OUTPUT = "output_token_ids"
+
+
+@dataclass(frozen=True)
+class Made:
+    """Output of before, which counts as generated.
+
+    Attributes:
+        token_ids: may be empty: the request was ended before its first token.
+        logprobs: of these tokens; None: not known.
+        logprobs_kind: which ones they are, as in `Completion`.
+        version_runs: as in `Completion`.
+        seed: of the request's random numbers; None: the call's, as for any prompt.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float | None] | None = None
+    logprobs_kind: str | None = None
+    version_runs: tuple[VersionRun, ...] = ()
+    seed: int | None = None
+
+    def checked(self, vocab_size: int, max_new_tokens: int, logprobs_kind: str | None) -> Made:
+        """The same with a list of ints, if it can be gone on from with these settings.
+
+        Raises:
+            ValueError, TypeError: naming what is wrong with it.
+        """
+        ids = token_ids(self.token_ids, vocab_size, OUTPUT) if len(self.token_ids) else []
+        if len(ids) > max_new_tokens:
+            raise ValueError(f"{OUTPUT} of {len(ids)} tokens: expected at most {max_new_tokens}, the max_new_tokens, "
+                             "which count from the prompt")
+        if None not in (logprobs_kind, self.logprobs_kind) and logprobs_kind != self.logprobs_kind:
+            raise ValueError(f"logprobs={logprobs_kind!r}: expected {self.logprobs_kind!r}, as the completion has them")
+        return replace(self, token_ids=ids)
+
+    def known_logprobs(self) -> list[float | None]:
+        """One entry per token."""
+        return list(self.logprobs) if self.logprobs is not None else [None] * len(self.token_ids)
+
+    def known_versions(self) -> list[VersionRun]:
+        """Runs of all tokens."""
+        count = len(self.token_ids)
+        if sum(run.num_tokens for run in self.version_runs) == count:
+            return list(self.version_runs)
+        return list(last_of([VersionRun(None, count)], count))
+
+
+def split_output(prompt: Any) -> tuple[Any, Made | None]:
+    """A prompt in one of the forms of `prompt_ids`, and what was made of it, if anything is given.
+
+    Raises:
+        TypeError: output that is no sequence.
+    """
+    if isinstance(prompt, Completion):
+        return prompt.prompt_token_ids, Made(prompt.token_ids, prompt.logprobs, prompt.logprobs_kind,
+                                             prompt.version_runs, prompt.seed)
+    if isinstance(prompt, dict) and prompt.get(OUTPUT) is not None:
+        output = prompt[OUTPUT]
+        if isinstance(output, (str, bytes)) or not hasattr(output, "__len__"):
+            raise TypeError(f"{OUTPUT}={output!r:.80}: expected token ids, got {type(output).__name__}")
+        return {name: value for name, value in prompt.items() if name != OUTPUT}, Made(output)
+    return prompt, None

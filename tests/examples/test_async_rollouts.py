@@ -1,0 +1,25 @@
+"""examples/async_rollouts.py: training beside rollouts leaves whole records, and ended requests reach their ends."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "async_rollouts.py"
+
+
+def test_it_runs_and_every_token_has_its_version_and_log_probability(capsys):
+    spec = importlib.util.spec_from_file_location("async_rollouts", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.UPDATES = 2
+    rollouts, resumed = example.main()
+    for made in rollouts + resumed:
+        assert made.finish_reason in ("eos", "length")
+        assert len(made.token_ids) == len(made.logprobs) == len(made.weight_versions)
+        assert made.weight_versions == sorted(made.weight_versions)
+        assert all(score <= 0 for score in made.logprobs)
+    assert len(rollouts) >= 2 * example.BATCH
+    assert len(resumed) > example.IN_FLIGHT // 2
+    assert {version for made in rollouts + resumed for version in made.weight_versions} >= {0, 1}
+    assert "update 2 from tokens" in capsys.readouterr().out
