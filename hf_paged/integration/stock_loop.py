@@ -31,10 +31,11 @@ SET_PAD = "Set `pad_token_id` to a token of the model."
 
 
 class LockstepCall(NamedTuple):
-    """A call as its rows run: their prompts, and how many tokens each may get."""
+    """A call as its rows run: their prompts, how many tokens each may get, and their adapters."""
 
     prompts: list[list[int]]
     max_new_tokens: int
+    adapters: list[str | None]
 
 
 def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, input_ids: torch.Tensor,
@@ -56,7 +57,7 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
     except Exception as error:  # what cannot be read, stock may carry out, or it raises what it raises
         call = unreadable(error)
     if paths.asked() is engine:
-        refusal = call if isinstance(call, Reason) else engine.lockstep_reason(call.prompts, call.max_new_tokens)
+        refusal = call if isinstance(call, Reason) else engine.lockstep_reason(*call)
         if refusal is None:
             paths.answer(engine, "lockstep", why, *options_beyond_tokens(config))
         else:
@@ -65,7 +66,7 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
                          *options_beyond_tokens(config))
     if isinstance(call, Reason):
         return in_stock(call)
-    with engine.lockstep(call.prompts, call.max_new_tokens, salt_of_call()) as batch:
+    with engine.lockstep(call.prompts, call.max_new_tokens, salt_of_call(), call.adapters) as batch:
         if not isinstance(batch, Reason):
             def over_pages(batch: LockstepBatch = batch) -> Any:
                 return _run(engine, model, batch, method, input_ids, config, model_kwargs)
@@ -98,6 +99,9 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
     prompts = paged_prompts(engine, input_ids, synced_gpus, model_kwargs)
     if isinstance(prompts, Reason):
         return prompts
+    adapters = engine.adapters_of_rows(len(prompts))
+    if isinstance(adapters, Reason):
+        return adapters
     # A subclass may never stop.
     bounds = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
     lengths = [length for length in bounds if isinstance(length, int)]
@@ -114,7 +118,7 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
     feeds_padding = len(prompts) > 1 and any(hasattr(c, "eos_token_id") for c in stopping_criteria)
     if feeds_padding and pad is not None and not 0 <= int(pad) < engine.vocab_size:
         return Reason("pad_token_id={} is outside the vocabulary", int(pad), remedy=SET_PAD)
-    return LockstepCall(prompts, max_new_tokens)
+    return LockstepCall(prompts, max_new_tokens, adapters)
 
 
 def beam_search(engine: Engine | None, stock: Callable, model: Any, input_ids: torch.Tensor, logits_processor: Any,

@@ -25,6 +25,7 @@ from hf_paged.models.families import Family
 from hf_paged.models.guards.remedies import DISAGREE
 from hf_paged.models.guards.untouched import Untouched
 from hf_paged.models.layer_ops import FUSED, LayerOps
+from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.models.merged import MergedWeight, merge
 from hf_paged.models.plain_linear import (
     RowProduct,
@@ -52,7 +53,7 @@ class Projections(NamedTuple):
     are_plain: bool
     ops: LayerOps
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
         """[T, k] -> [T, sum of outputs]."""
         if self.weight is not None:
             return self.ops.linear(hidden, self.weight)
@@ -60,15 +61,15 @@ class Projections(NamedTuple):
             if len(hidden) > _FEW_ROWS and all(linear.bias is None for linear in self.linears):
                 return _side_by_side(hidden, [linear.weight for linear in self.linears])
             return torch.cat(self._products(hidden), dim=-1)
-        return torch.cat([apply_linear(layer, hidden, self.ops.linear) for layer in self.linears], dim=-1)
+        return torch.cat([apply_linear(layer, hidden, self.ops.linear, rows) for layer in self.linears], dim=-1)
 
-    def silu_mul(self, hidden: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
         """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]."""
         if self.weight is not None:
             return self.ops.linear_silu_mul(hidden, self.weight)
         if self.are_plain and hidden.device.type == "cpu":
             return silu_mul_host(*self._products(hidden))
-        return self.ops.silu_mul(self(hidden))
+        return self.ops.silu_mul(self(hidden, rows))
 
     def _products(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         linears: Any = self.linears
@@ -156,26 +157,27 @@ class FusedExecutor(DecoderExecutor):
         if not self._untouched.holds():  # a streaming caller's code runs between steps
             self._look_up_parts()
         tables = ops.step_tables(cos, sin, step.positions)
-        delta: torch.Tensor = decoder.embed_tokens(input_ids[None])[0]
+        rows = self.adapter_rows(step.adapters)
+        delta = apply_layer(decoder.embed_tokens, input_ids, rows)
         residual: torch.Tensor | None = None
         ranks = SINGLE  # over which delta has still to be added up
         for i, layer in enumerate(self._parts_of_layers):
             normed, residual = self._add_norm(delta, ranks, residual, layer.input_norm)
-            query = ops.qk_norm_rope_store(self._qkv[i](normed), *_weights_and_epsilon(layer.head_norms), *tables,
+            query = ops.qk_norm_rope_store(self._qkv[i](normed, rows), *_weights_and_epsilon(layer.head_norms), *tables,
                                            step.slot_mapping, *step.kv_cache(i))
             mixed = step.attend(i, query, layer.options)
-            delta, ranks = layer.o_proj(mixed.flatten(1), ops.linear)
+            delta, ranks = layer.o_proj(mixed.flatten(1), ops.linear, rows)
             normed, residual = self._add_norm(delta, ranks, residual, layer.post_norm)
             gate_up = self._gate_up[i]
             if gate_up is None or layer.down_proj is None:
                 delta, ranks = apply_module(layer.mlp, normed), SINGLE
                 continue
             if layer.has_silu:
-                hidden = gate_up.silu_mul(normed)
+                hidden = gate_up.silu_mul(normed, rows)
             else:
-                gate, up = gate_up(normed).chunk(2, dim=-1)
+                gate, up = gate_up(normed, rows).chunk(2, dim=-1)
                 hidden = layer.mlp.act_fn(gate) * up
-            delta, ranks = layer.down_proj(hidden, ops.linear)
+            delta, ranks = layer.down_proj(hidden, ops.linear, rows)
         return self._add_norm(delta, ranks, residual, decoder.norm)[0]
 
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None,
@@ -187,11 +189,11 @@ class FusedExecutor(DecoderExecutor):
             return fused
         return self._ops.add_rms_norm(ranks.all_reduce(delta), *args)
 
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return all_columns(self.model.lm_head, self.shard_logits(hidden_states))
+    def logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        return all_columns(self.model.lm_head, self.shard_logits(hidden_states, adapters))
 
-    def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return apply_head(self.model.lm_head, hidden_states, self._ops.linear)
+    def shard_logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        return apply_head(self.model.lm_head, hidden_states, self._ops.linear, self.adapter_rows(adapters))
 
     def constants(self) -> tuple:
         decoder = self.model.model

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from hf_paged.models.base import StepContext
 from hf_paged.models.decoder import CONFIG_CONSTANTS, DecoderExecutor, plain_values
+from hf_paged.models.lora_rows import by_row
 from hf_paged.models.paged_calls import STEP_ARGUMENT, WindowedStep, implementation_of, paged_call
 from hf_paged.models.plain_linear import all_columns, apply_head
 
@@ -37,7 +38,7 @@ class GenericExecutor(DecoderExecutor):
         # A mask of four dims is passed on as it is: no mask is made, and nothing is looked up in the positions.
         no_mask = input_ids.new_empty((1, 1, 1, 1), dtype=torch.bool)
         windows = tuple(map(self._mask_window, range(len(self._layers()))))
-        with paged_call(self._configs()):
+        with paged_call(self._configs()), by_row(self._lora, self.adapter_rows(step.adapters)):
             output = decoder(
                 input_ids=input_ids[None], attention_mask=no_mask, position_ids=step.positions[None], use_cache=False,
                 output_attentions=False, output_hidden_states=False, output_router_logits=False, return_dict=True,
@@ -46,11 +47,11 @@ class GenericExecutor(DecoderExecutor):
         result: torch.Tensor = output.last_hidden_state[0]
         return result
 
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return all_columns(self.model.lm_head, self.shard_logits(hidden_states))
+    def logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        return all_columns(self.model.lm_head, self.shard_logits(hidden_states, adapters))
 
-    def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        logits = apply_head(self.model.lm_head, hidden_states, F.linear)
+    def shard_logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        logits = apply_head(self.model.lm_head, hidden_states, F.linear, self.adapter_rows(adapters))
         config = self.config
         if self._family.logits == "divided":
             return logits / config.logits_scaling
