@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import family_model, family_names
+from family_models import VARIANTS, family_model
 from support import (
     assert_falls_back,
     assert_lockstep,
@@ -52,7 +52,7 @@ def test_rows_are_stocks_whatever_is_active(active):
     assert hf_paged.explain(wrapped, **OPTIONS, adapter_names=NAMES).path == "native"
 
 
-@pytest.mark.parametrize("family", family_names())
+@pytest.mark.parametrize("family", VARIANTS)
 def test_every_family(family):
     """Fused families by their own code, the others by stock's modules with the layers called row by row."""
     model = family_model(family)
