@@ -19,6 +19,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.follower import load_on_ranks
 from hf_paged.engine.session import NewRequest, Session
 from hf_paged.errors import EngineClosedError
+from hf_paged.integration.adapter_rows import each_under
 from hf_paged.integration.call_context import call_salt, call_seed
 from hf_paged.integration.enable import disable, enable_with_engine, get_engine, is_enabled, merged_config, unwrap
 from hf_paged.integration.pretrained import load_whole, split_arguments
@@ -287,8 +288,7 @@ class PagedGenerator:
         if None in asked:
             raise ValueError("adapter_names: expected a name for every row, or none at all, where tensors come in")
         merged = merge_config(self._causal_lm, config, {k: v for k, v in kwargs.items() if hasattr(_NEUTRAL, k)})
-        copies = max(merged.num_beams or 1, merged.num_return_sequences or 1)  # as stock expands them
-        return self.engine.naming([str(name) for name in asked for _ in range(copies)])
+        return each_under(self._causal_lm, [str(name) for name in asked], merged)
 
 
 _NEUTRAL = GenerationConfig()

@@ -28,7 +28,6 @@ from hf_paged.errors import EngineClosedError, Reason, UnsupportedModelError
 from hf_paged.kernels.attention import flash_backend
 from hf_paged.models import ModelExecutor, find_executor
 from hf_paged.models.eligibility import unsupported_reason
-from hf_paged.models.guards.adapter_hooks import naming
 from hf_paged.options.arguments import RecentMerges, base_seed, salt_digest, token_id_lists, token_ids
 from hf_paged.options.settings import RequestSettings, check_flags, settings_from_config
 from hf_paged.outputs import EngineStats, StepOutput
@@ -555,10 +554,6 @@ class Engine:
                           remedy="Give one name for each row: with num_return_sequences=n, n times that of each prompt.")
         reasons = (self._executor.adapter_reason(name) for name in dict.fromkeys(names))
         return next(filter(None, reasons), None) or list(names)
-
-    def naming(self, names: list[str]) -> AbstractContextManager[None]:
-        """Calls of the model in here, native or stock, give their rows these adapters."""
-        return naming([layer for _, layer in self._executor.look().lora_layers()], names)
 
     def too_long(self, prompt_length: int, max_new_tokens: int) -> Reason | None:
         """Why a sequence of this length can never run here, or None. The pool need not be there for it.

@@ -21,6 +21,7 @@ from support import (
 from transformers import GenerationConfig, LogitsProcessorList
 
 import hf_paged
+from hf_paged.models.guards.adapter_hooks import naming
 
 peft = pytest.importorskip("peft", reason="an extra of the test environment")
 from lora_models import lora_config, randomize, with_adapter  # noqa: E402
@@ -217,7 +218,7 @@ def test_hooks_on_some_layers_only():
     wrapped = _two_adapters()
     hf_paged.enable(wrapped, strict=True)
     layers = [m for m in wrapped.modules() if hasattr(m, "lora_A")]
-    with hf_paged.get_engine(wrapped).naming(NAMES):
+    with naming(layers, NAMES):
         layers[3]._forward_pre_hooks.popitem()
         with pytest.raises(hf_paged.FallbackError, match="hooks for different adapter_names"):
             wrapped.get_base_model().generate(**INPUTS, **OPTIONS)
@@ -234,7 +235,7 @@ def test_hooks_of_one_call_and_requests_that_run_meanwhile():
     engine.add_request(prompt, GenerationConfig(max_new_tokens=30))
     tokens = [t for _ in range(4) for output in engine.step() for t in output.new_token_ids]
     assert_same_tensor(wrapped.generate(**INPUTS, **OPTIONS, adapter_names=NAMES), expected)
-    with engine.naming(["two"]):
+    with naming([m for m in wrapped.modules() if hasattr(m, "lora_A")], ["two"]):
         tokens += [t for _ in range(3) for output in engine.step() for t in output.new_token_ids]
         engine.add_request(prompt, GenerationConfig(max_new_tokens=30), request_id="under hooks")
     done = {}
