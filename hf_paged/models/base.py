@@ -74,6 +74,11 @@ class StepContext(Protocol):
     def slot_mapping(self) -> torch.Tensor:
         """[T] int64, where its key and value go; -1: nowhere."""
 
+    @property
+    def adapters(self) -> torch.Tensor | None:
+        """[T] int32, the adapter of each token: 0 the model's active ones, -1 none, i > 0 the i-th by name alone.
+        None: 0 for all."""
+
     def kv_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V pool of a layer."""
         ...
