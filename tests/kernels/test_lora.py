@@ -16,6 +16,7 @@ from hf_paged.kernels.lora_expand import (
 )
 from hf_paged.kernels.lora_shrink import ShrinkConfig, lora_shrink, lora_shrink_reference, lora_shrink_triton
 from hf_paged.kernels.lora_table import Members, make_tables
+from hf_paged.kernels.silu_mul import silu_mul
 
 pytestmark = pytest.mark.usefixtures("guarded_outputs")
 ONE = [[[16, 16, 16]]]
@@ -163,3 +164,58 @@ def test_reference_leaves_rows_without_an_entry():
     before = case.product.clone()
     shrunk = lora_shrink_reference(case.x, case.table, nobody)
     assert torch.equal(lora_expand_reference(case.product, shrunk, case.table, nobody), before)
+
+
+SHRINKS = [ShrinkConfig(16, 64, 4, "p", 4, 3), ShrinkConfig(32, 128, 2, "p", 4, 3), ShrinkConfig(64, 64, 1, "p", 4, 2),
+           ShrinkConfig(128, 64, 1, "p", 8, 3)]
+EXPANDS = [ExpandConfig(16, 128, "p", 4), ExpandConfig(32, 64, "p", 4), ExpandConfig(64, 128, "p", 4),
+           ExpandConfig(128, 64, "p", 8)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["tf32x3", "bf16x3"])
+@pytest.mark.parametrize(("shrink", "expand"), zip(SHRINKS, EXPANDS, strict=True))
+@pytest.mark.parametrize(("dtype", "adapters"), [
+    (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32),
+    (torch.float32, torch.float32), (torch.float32, torch.bfloat16),
+])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_on_a_gpu(precision, shrink, expand, dtype, adapters, mixed):
+    """Compiled: one rounding of the result for float32 adapters, that of PEFT's types for others."""
+    ranks = [[[16, 3, 64]], [[8, 40, 0]], [[0, 1, 16]]]
+    case = make_case(1, 150, 520, [264, 128, 72], ranks, dtype=dtype, adapters=adapters, mixed=mixed, bias=True,
+                     device="cuda")
+    wanted = expected(case)
+    before = case.product.double()
+    shrunk = lora_shrink_triton(case.x, case.table, case.row_entries, shrink._replace(precision=precision))
+    actual = lora_expand_triton(case.product, shrunk, case.table, case.row_entries, expand._replace(precision=precision))
+    if adapters == torch.float32:
+        # Besides the rounding of the result an error like float32's own.
+        rounded = torch.finfo(dtype).eps / 2 * wanted.abs() if dtype != torch.float32 else 0
+        assert ((actual.double() - wanted).abs() <= rounded + 2e-6 * (wanted - before).abs().max()).all()
+    else:
+        assert (actual.double() - wanted).norm() / wanted.norm() < 2 * torch.finfo(adapters).eps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 16, 33, 100, 256, 300, 1024])
+@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [1, 4, 16, 24, 64])
+def test_chosen_configs(rows, adapters, rank):
+    case = make_case(2, rows, 1024, [512, 256], [[[rank, rank]], [[rank, 2]]], dtype=torch.bfloat16, adapters=adapters,
+                     mixed=rows % 2 == 0, device="cuda")
+    wanted = expected(case)
+    actual = lora_expand(case.product, lora_shrink(case.x, case.table, case.row_entries), case.table, case.row_entries)
+    assert (actual.double() - wanted).norm() / wanted.norm() < 8e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
+def test_with_silu_on_a_gpu(adapters):
+    """The same bits as the two operations one after the other."""
+    case = make_case(3, 200, 256, [320, 320], [[[16, 8]], [[4, 0]]], dtype=torch.bfloat16, adapters=adapters,
+                     device="cuda")
+    shrunk = lora_shrink(case.x, case.table, case.row_entries)
+    together = lora_expand_silu_mul_unchecked(case.product.clone(), shrunk, case.table, case.row_entries)
+    product = lora_expand(case.product.contiguous(), shrunk, case.table, case.row_entries)
+    assert torch.equal(together, silu_mul(product))

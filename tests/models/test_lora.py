@@ -202,3 +202,29 @@ def test_peft_need_not_be_there(monkeypatch):
     monkeypatch.setattr(lora, "_MODULE", "no.such.module")
     assert not lora.is_loaded()
     assert not find_layers([_linear(adapted())])
+
+
+SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 256}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"r": 20}, {"target_modules": ["v_proj", "up_proj"]}, {"lora_bias": True}],
+                         ids=str)
+def test_on_a_gpu(options):
+    """Kernels and graphs, switched and trained between calls."""
+    inputs = {name: tensor.cuda() for name, tensor in INPUTS.items()}
+    model = adapted(tiny_model(**SHAPE), **options)
+    adapted(model, "second", 6)
+    model = model.cuda()
+    for names in (["default"], ["second", "default"], ["second"]):
+        model.base_model.set_adapter(names)
+        assert_native_tokens(hf_paged.enable(model, strict=True), stock_copy(model).generate(**inputs, **OPTIONS), inputs,
+                             **OPTIONS)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "second" in name:
+                parameter.neg_()
+    assert_native_tokens(model, stock_copy(model).generate(**inputs, **OPTIONS), inputs, **OPTIONS)
+    graphs = hf_paged.get_engine(model).stats().num_graphs_captured
+    model.generate(**inputs, **OPTIONS)
+    assert hf_paged.get_engine(model).stats().num_graphs_captured == graphs
