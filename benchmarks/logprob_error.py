@@ -113,7 +113,8 @@ def main() -> None:
     for seed in range(args.seeds):
         model = qwen3(args.model, torch.float32, args.device, seed)
         generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(0, 151936, (args.sequences, args.length), generator=generator).to(args.device)
+        tokens = torch.randint(0, model.config.vocab_size, (args.sequences, args.length), generator=generator)
+        tokens = tokens.to(args.device)
         # The reference has the bf16 weights, so that only arithmetic differs.
         model = model.to(torch.bfloat16).float()
         adapters = getattr(torch, args.lora) if args.lora else None

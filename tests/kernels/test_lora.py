@@ -188,7 +188,8 @@ def test_on_a_gpu(precision, shrink, expand, dtype, adapters, mixed):
     wanted = expected(case)
     before = case.product.double()
     shrunk = lora_shrink_triton(case.x, case.table, case.row_entries, shrink._replace(precision=precision))
-    actual = lora_expand_triton(case.product, shrunk, case.table, case.row_entries, expand._replace(precision=precision))
+    config = expand._replace(precision=precision)
+    actual = lora_expand_triton(case.product, shrunk, case.table, case.row_entries, config)
     if adapters == torch.float32:
         # Besides the rounding of the result an error like float32's own.
         rounded = torch.finfo(dtype).eps / 2 * wanted.abs() if dtype != torch.float32 else 0

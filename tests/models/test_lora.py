@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import HostMemory, assert_native_parity, assert_native_tokens, batch, stock_copy, stock_generate, tiny_model
+from support import (
+    HostMemory,
+    assert_native_parity,
+    assert_native_tokens,
+    batch,
+    stock_copy,
+    stock_generate,
+    tiny_model,
+)
 from torch import nn
 
 import hf_paged
@@ -218,8 +226,8 @@ def test_on_a_gpu(options):
     model = model.cuda()
     for names in (["default"], ["second", "default"], ["second"]):
         model.base_model.set_adapter(names)
-        assert_native_tokens(hf_paged.enable(model, strict=True), stock_copy(model).generate(**inputs, **OPTIONS), inputs,
-                             **OPTIONS)
+        expected = stock_copy(model).generate(**inputs, **OPTIONS)
+        assert_native_tokens(hf_paged.enable(model, strict=True), expected, inputs, **OPTIONS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "second" in name:
