@@ -1,6 +1,7 @@
 """Teacher-forced log-prob error against fp32: hf_paged in bf16 next to stock in bf16.
 
     python benchmarks/logprob_error.py [--model 0.6B] [--seeds 3] [--sequences 36] [--length 1024] [--out f.json]
+    python benchmarks/logprob_error.py --lora float32        # rank-16 adapters of all linear layers, in this type
 
 Random weights and tokens. The first half of each sequence goes through (chunked) prefill, the second half through
 decode steps whose sampled token is replaced by the teacher's. The measure is |log p(next token) - fp32's|.
@@ -84,6 +85,20 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def with_adapters(model: Qwen3ForCausalLM, dtype: torch.dtype) -> None:
+    """PEFT's, in place, with values that `dtype` holds; their share of a product is about a tenth of the base's."""
+    import peft
+
+    config = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(0.1)
+            if "lora_" in name:
+                parameter.copy_(parameter.to(dtype))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(QWEN3_SHAPES), default="0.6B")
@@ -91,17 +106,23 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=18)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--lora", choices=["float32", "bfloat16"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     errors: dict[str, list[torch.Tensor]] = {"stock bf16": [], "hf_paged bf16": []}
     for seed in range(args.seeds):
         model = qwen3(args.model, torch.float32, args.device, seed)
         generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(0, 151936, (args.sequences, args.length), generator=generator).to(args.device)
+        tokens = torch.randint(0, model.config.vocab_size, (args.sequences, args.length), generator=generator)
+        tokens = tokens.to(args.device)
         # The reference has the bf16 weights, so that only arithmetic differs.
         model = model.to(torch.bfloat16).float()
+        adapters = getattr(torch, args.lora) if args.lora else None
+        if adapters is not None:
+            with_adapters(model, adapters)
         exact = stock(model, tokens)
-        model = model.to(torch.bfloat16)
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(adapters if adapters and "lora_" in name else torch.bfloat16)
         errors["stock bf16"].append((stock(model, tokens) - exact).abs().flatten())
         errors["hf_paged bf16"].append((paged(model, tokens) - exact).abs().flatten())
         del model

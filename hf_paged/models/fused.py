@@ -25,6 +25,7 @@ from hf_paged.models.families import Family
 from hf_paged.models.guards.remedies import DISAGREE
 from hf_paged.models.guards.untouched import Untouched
 from hf_paged.models.layer_ops import FUSED, LayerOps
+from hf_paged.models.lora import AdaptedLayers, Adapters, is_loaded, reads_tables
 from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.models.merged import MergedWeight, merge
 from hf_paged.models.plain_linear import (
@@ -46,15 +47,35 @@ _FEW_ROWS = 8
 
 
 class Projections(NamedTuple):
-    """Linear layers over the same input, looked at before, and their merged weight where there is one."""
+    """Linear layers over the same input, looked at before, and their merged weight where there is one.
+
+    With `lora`, where kernels add to their product, the layers are those inside.
+    """
 
     linears: tuple[nn.Module, ...]
     weight: torch.Tensor | None
     are_plain: bool
     ops: LayerOps
+    lora: AdaptedLayers | None = None
 
     def __call__(self, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
-        """[T, k] -> [T, sum of outputs]."""
+        """[T, k] -> [T, sum of outputs]; `rows`: which adapters each row uses, None: active ones."""
+        product = self._product(hidden, rows)
+        if self.lora is None or not self.lora.adds(rows):
+            return product
+        return self.lora.add(product, hidden, rows)
+
+    def silu_mul(self, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
+        """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]."""
+        if self.lora is not None and self.lora.adds(rows):
+            return self.lora.add_silu_mul(self._product(hidden, rows), hidden, rows)
+        if self.weight is not None:
+            return self.ops.linear_silu_mul(hidden, self.weight)
+        if self.are_plain and hidden.device.type == "cpu":
+            return silu_mul_host(*self._products(hidden))
+        return self.ops.silu_mul(self._product(hidden, rows))
+
+    def _product(self, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
         if self.weight is not None:
             return self.ops.linear(hidden, self.weight)
         if self.are_plain and hidden.device.type == "cpu":
@@ -62,14 +83,6 @@ class Projections(NamedTuple):
                 return _side_by_side(hidden, [linear.weight for linear in self.linears])
             return torch.cat(self._products(hidden), dim=-1)
         return torch.cat([apply_linear(layer, hidden, self.ops.linear, rows) for layer in self.linears], dim=-1)
-
-    def silu_mul(self, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
-        """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]."""
-        if self.weight is not None:
-            return self.ops.linear_silu_mul(hidden, self.weight)
-        if self.are_plain and hidden.device.type == "cpu":
-            return silu_mul_host(*self._products(hidden))
-        return self.ops.silu_mul(self(hidden, rows))
 
     def _products(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         linears: Any = self.linears
@@ -113,15 +126,18 @@ class FusedExecutor(DecoderExecutor):
         self._gate_up: list[Projections | None] = []  # None: a block of experts
         self._parts_of_layers: list[LayerParts] = []
         self._untouched = Untouched()
+        self._adapters: Adapters | None = None  # None: not looked for yet
 
     def prepare(self, max_model_len: int) -> None:
         spec, checked = self.kv_spec(), self._checked
         self._check_weights(spec)
         self._rope.update(self.model.model.rotary_emb, max_model_len, spec.compute_dtype, spec.device)
+        is_same = self._checked is checked and self._untouched.holds()
+        if not is_same or self._adapters is None or self._adapters:
+            self._look_up_adapters()
         if self._merge_weights:
             self._merge(spec.device)
-        is_same = self._checked is checked and self._untouched.holds()
-        if not is_same or self._merged or not self._parts_of_layers:
+        if not is_same or self._merged or self._adapters or not self._parts_of_layers:
             self._look_up_parts()
         self._held = [alias for merged in self._merged.values() for alias in merged.memory()]
 
@@ -133,7 +149,30 @@ class FusedExecutor(DecoderExecutor):
             check_weights(self.model, self._layers(), spec, heads)
             self._checked = look
 
+    def _look_up_adapters(self) -> None:
+        """What was found before stays where the LoRA layers are as they were."""
+        found = self._find_adapters()
+        if self._adapters is None or found.key != self._adapters.key:
+            found.load(self._groups_of_inputs() if found else [], self.kv_spec().device)
+            self._adapters = found
+
+    def _find_adapters(self) -> Adapters:
+        """Those that kernels apply; without kernels PEFT's modules are called as they stand."""
+        by_tables = is_loaded() and self._ops is FUSED and not self.group.is_parallel
+        groups = self._groups_of_inputs() if by_tables and reads_tables(self.kv_spec().device) else ()
+        return Adapters(groups, self._row_names)
+
+    def _groups_of_inputs(self) -> list[tuple[nn.Module, ...]]:
+        """All linear layers, together where they read one input."""
+        groups: list[tuple[nn.Module, ...]] = []
+        for i, layer in enumerate(self._layers()):
+            groups += [*_groups(i, layer).values(), (layer.self_attn.o_proj,)]
+            groups += [] if _has_experts(layer.mlp) else [(layer.mlp.down_proj,)]
+        return groups
+
     def is_current(self) -> bool:
+        if self._adapters and self._find_adapters().key != self._adapters.key:
+            return False
         held = [*self._qkv, *filter(None, self._gate_up)]
         found = [projections for group in self._collect() for projections in group if projections]
         same = all(a.linears == b.linears and a.weight is b.weight and a.are_plain == b.are_plain
@@ -145,6 +184,7 @@ class FusedExecutor(DecoderExecutor):
         self._qkv, self._gate_up, self._parts_of_layers = [], [], []
         self._untouched, self._rope = Untouched(), RopeTable()
         self._memory, self._merged, self._held = None, {}, []
+        self._adapters = None
 
     def _look_up_parts(self) -> None:
         self._untouched = Untouched(self.model.model)
@@ -155,16 +195,17 @@ class FusedExecutor(DecoderExecutor):
         decoder, ops, cos, sin = self.model.model, self._ops, self._rope.cos, self._rope.sin
         assert cos is not None and sin is not None, "prepare() comes first"
         if not self._untouched.holds():  # a streaming caller's code runs between steps
+            self._look_up_adapters()
             self._look_up_parts()
-        tables = ops.step_tables(cos, sin, step.positions)
-        rows = self.adapter_rows(step.adapters)
+        tables, rows = ops.step_tables(cos, sin, step.positions), self.adapter_rows(step.adapters)
         delta = apply_layer(decoder.embed_tokens, input_ids, rows)
         residual: torch.Tensor | None = None
         ranks = SINGLE  # over which delta has still to be added up
         for i, layer in enumerate(self._parts_of_layers):
             normed, residual = self._add_norm(delta, ranks, residual, layer.input_norm)
-            query = ops.qk_norm_rope_store(self._qkv[i](normed, rows), *_weights_and_epsilon(layer.head_norms), *tables,
-                                           step.slot_mapping, *step.kv_cache(i))
+            qkv = self._qkv[i](normed, rows)
+            query = ops.qk_norm_rope_store(qkv, *_weights_and_epsilon(layer.head_norms), *tables, step.slot_mapping,
+                                           *step.kv_cache(i))
             mixed = step.attend(i, query, layer.options)
             delta, ranks = layer.o_proj(mixed.flatten(1), ops.linear, rows)
             normed, residual = self._add_norm(delta, ranks, residual, layer.post_norm)
@@ -237,7 +278,7 @@ class FusedExecutor(DecoderExecutor):
         held = set(map(id, self.model.parameters()))
         self._merged = {key: merged for key, merged in self._merged.items() if merged.lies_in(held)}
         for i, layer in enumerate(self._layers()):
-            linears = {key: found for key, found in _groups(i, layer).items() if key not in self._merged}
+            linears = {key: self._bases(found) for key, found in _groups(i, layer).items() if key not in self._merged}
             found = zip(linears, merge(list(linears.values()), self._memory), strict=True)
             self._merged |= {key: merged for key, merged in found if merged is not None}
         self._memory.finish()
@@ -256,19 +297,30 @@ class FusedExecutor(DecoderExecutor):
             LayerParts(
                 layer.input_layernorm,
                 (layer.self_attn.q_norm, layer.self_attn.k_norm) if self._has_head_norms else None,
-                AttentionOptions(layer.self_attn.scaling, self._mask_window(i)), RowProduct.of(layer.self_attn.o_proj),
+                AttentionOptions(layer.self_attn.scaling, self._mask_window(i)),
+                self._row_product(layer.self_attn.o_proj),
                 layer.post_attention_layernorm, layer.mlp, isinstance(getattr(layer.mlp, "act_fn", None), SILU),
-                None if _has_experts(layer.mlp) else RowProduct.of(layer.mlp.down_proj),
+                None if _has_experts(layer.mlp) else self._row_product(layer.mlp.down_proj),
             )
             for i, layer in enumerate(self._layers())
         ]
 
+    def _bases(self, linears: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
+        """The layers whose products are taken: of LoRA those inside, where kernels add the rest."""
+        return tuple(map(self._adapters.base, linears)) if self._adapters else linears
+
+    def _row_product(self, linear: nn.Module) -> RowProduct:
+        base, = self._bases((linear,))
+        return RowProduct.of(base, self._adapters.group((linear,)) if self._adapters else None)
+
     def _projections(self, key: str, linears: tuple[nn.Module, ...]) -> Projections:
         """With the merged weight as long as the parameters are the merged ones and still lie there."""
+        lora = self._adapters.group(linears) if self._adapters else None
+        linears = self._bases(linears)
         merged = self._merged.get(key)
         intact = merged is not None and merged.belongs_to(linears)
         weight = merged.current() if merged is not None and intact else None
-        return Projections(linears, weight, all(map(is_plain_linear, linears)), self._ops)
+        return Projections(linears, weight, all(map(is_plain_linear, linears)), self._ops, lora)
 
 
 def _weights_and_epsilon(norms: tuple[Any, Any] | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -61,21 +61,37 @@ def row_product(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., t
     return apply_linear(module, hidden, linear, rows), SINGLE
 
 
+class Added(Protocol):
+    """What LoRA adds to the products of linear layers (`hf_paged.models.lora.AdaptedLayers`)."""
+
+    def adds(self, rows: AdapterRows | None) -> bool: ...
+
+    def add(self, product: torch.Tensor, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor: ...
+
+
 class RowProduct(NamedTuple):
-    """`row_product` of a module that was looked at before; its parameters are read anew."""
+    """`row_product` of a module that was looked at before; its parameters are read anew.
+
+    With `lora` the module is the layer inside, where kernels add to its product.
+    """
 
     module: Any
     is_plain: bool
+    lora: Added | None = None
 
     @classmethod
-    def of(cls, module: nn.Module) -> RowProduct:
-        return cls(module, is_plain_linear(module))
+    def of(cls, module: nn.Module, lora: Added | None = None) -> RowProduct:
+        return cls(module, is_plain_linear(module), lora)
 
     def __call__(self, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
                  rows: AdapterRows | None = None) -> tuple[torch.Tensor, ParallelGroup]:
+        """`rows`: which adapters each row uses; None: those that are active."""
         if not self.is_plain:
             return row_product(self.module, hidden, linear, rows)
-        return linear(hidden, self.module.weight, self.module.bias), SINGLE
+        product = linear(hidden, self.module.weight, self.module.bias)
+        if self.lora is not None and self.lora.adds(rows):
+            product = self.lora.add(product, hidden, rows)
+        return product, SINGLE
 
 
 def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],

@@ -86,9 +86,9 @@ class ModelRunner:
 
     def prepare(self) -> None:
         """Between idle and busy: let the executor renew what it keeps, and drop graphs that point to other memory."""
+        self.state.adapters.use_entries(self.executor.name_rows())
         with capture_lock(self.device):
             self.executor.prepare(self.max_model_len)
-        self.state.adapters.use_entries(self.executor.name_rows())
         if self.graphs is not None:
             self.graphs.check()
 

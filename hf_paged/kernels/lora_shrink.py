@@ -1,0 +1,192 @@
+# mypy: disallow-untyped-defs=False
+"""x @ a.T * scaling of all LoRA adapters of the layers that read x, each row by its own adapters, in one launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hf_paged.kernels._device import num_multiprocessors
+from hf_paged.kernels._lora_tile import FIELDS, entry_of_rows, lora_dot, pointer_to, table_options
+from hf_paged.kernels._triton import (
+    after_previous_kernel,
+    jit,
+    on_device_of,
+    prefetch_rows,
+    require_triton,
+    tl,
+    triton,
+)
+from hf_paged.kernels.lora_table import LoraTable
+
+
+class ShrinkConfig(NamedTuple):
+    """Rows and columns of x in a tile, programs that share a row's columns, float32 products, launch options."""
+
+    block_m: int
+    block_k: int
+    split_k: int
+    precision: str
+    num_warps: int
+    num_stages: int
+
+
+def lora_shrink(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> torch.Tensor:
+    """``x @ a.T * scaling``, added up in float32, in a fixed order.
+
+    Args:
+        x: ``[T, K]``, rows contiguous; converted to the table's `compute_dtype`, as the adapters are.
+        table: whose a are ``[r, K]``.
+        row_entries: ``[T]`` int32, the entry of each row, -1: none; None: the first for all.
+
+    Returns:
+        ``[splits, T, P, J, rank]`` float32, partial sums for `lora_expand`. Undefined for rows without an entry and
+        beyond the adapter's rank.
+
+    Raises:
+        ValueError: shapes or dtypes that are not as above.
+    """
+    _check(x, table, row_entries)
+    return lora_shrink_unchecked(x, table, row_entries)
+
+
+def lora_shrink_unchecked(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> torch.Tensor:
+    """:func:`lora_shrink` for tensors that are known to be as it says."""
+    if not x.is_cuda:
+        return lora_shrink_reference(x, table, row_entries)
+    return lora_shrink_triton(x, table, row_entries, shrink_config(x, table, row_entries))
+
+
+def lora_shrink_reference(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> torch.Tensor:
+    """:func:`lora_shrink` in plain torch, zero where that is undefined."""
+    out = x.new_zeros((1, len(x), table.num_parts, table.num_members, table.rank), dtype=torch.float32)
+    x = x.to(table.compute_dtype).float()
+    for e, entry in enumerate(table.entries[: 1 if row_entries is None else None]):
+        rows = slice(None) if row_entries is None else (row_entries == e).nonzero()[:, 0]
+        for p, part in enumerate(entry):
+            for j, adapter in enumerate(part):
+                if adapter is not None:
+                    a = adapter.a.to(table.compute_dtype).float()
+                    out[0, rows, p, j, : len(a)] = x[rows] @ a.t() * adapter.scaling
+    return out
+
+
+@jit(varying_ints=("num_rows",))
+def _shrink_kernel(
+    x,
+    places,
+    scales,
+    row_entries,
+    out,
+    num_rows,
+    K,
+    k_per_split,
+    x_stride,
+    HAS_ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_TILE: tl.constexpr,
+    KIND: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    LOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    X_IS_EXACT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out [splits, num_rows, PARTS * MEMBERS, RANK]; a program an adapter's rank tile, rows and part of K."""
+    TILES: tl.constexpr = RANK // RANK_TILE
+    SLOTS: tl.constexpr = PARTS * MEMBERS
+    slot = tl.program_id(1) // TILES
+    first = tl.program_id(1) % TILES * RANK_TILE
+    split = tl.program_id(2)
+    k_begin = split * k_per_split
+    k_end = tl.minimum(k_begin + k_per_split, K)
+    rank = tl.load(places + slot * FIELDS + 3).to(tl.int32)
+    a = pointer_to(tl.load(places + slot * FIELDS), KIND, ALIGNED)
+    if PREFETCH:
+        size: tl.constexpr = KIND.primitive_bitwidth // 8
+        count = tl.minimum(tl.maximum(rank - first, 0), RANK_TILE)
+        prefetch_rows(a + first * K + k_begin, count, (k_end - k_begin) * size, K * size)
+    after_previous_kernel(PDL)
+
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = entry_of_rows(row_entries, row, row < num_rows, HAS_ROWS) == slot // SLOTS
+    if (first < rank) & (tl.max(inside.to(tl.int32), 0) > 0):
+        scale = tl.load(scales + slot)
+        k = tl.arange(0, BLOCK_K)
+        column = first + tl.arange(0, RANK_TILE)
+        x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+        a_at = a + column[:, None] * K + k[None, :]
+        acc = tl.zeros([BLOCK_M, RANK_TILE], tl.float32)
+        for start in range(k_begin, k_end, BLOCK_K):
+            k_inside = (start + k < k_end) | EVEN_K
+            x_tile = tl.load(x_at + start, mask=inside[:, None] & k_inside[None, :], other=0.0)
+            a_tile = tl.load(a_at + start, mask=(column < rank)[:, None] & k_inside[None, :], other=0.0)
+            if LOW or not X_IS_EXACT:
+                x_tile = x_tile.to(COMPUTE)
+            acc = lora_dot(x_tile, tl.trans(a_tile.to(COMPUTE)), acc, LOW, PRECISION, X_IS_EXACT)
+        at = (split * num_rows + row).to(tl.int64) * (SLOTS * RANK) + slot % SLOTS * RANK
+        tl.store(out + at[:, None] + column[None, :], acc * scale, mask=inside[:, None])
+
+
+def shrink_config(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> ShrinkConfig:
+    """What is fastest on an H200."""
+    rows, width = x.shape
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    entries = 1 if row_entries is None else len(table.entries)
+    programs = -(-rows // block_m) * entries * table.num_parts * table.num_members * (table.rank // table.rank_tile)
+    split_k = 1
+    while split_k < 8 and programs * split_k * 2 <= 2 * num_multiprocessors(x.device) and width >= 256 * split_k:
+        split_k *= 2
+    return ShrinkConfig(block_m, 64 if table.rank_tile > 32 else 128, split_k, "tf32x3", 4, 3)
+
+
+def lora_shrink_triton(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None,
+                       config: ShrinkConfig) -> torch.Tensor:
+    """:func:`lora_shrink` as one Triton launch."""
+    require_triton()
+    num_rows, width = x.shape
+    per_split = triton.cdiv(triton.cdiv(width, config.split_k), config.block_k) * config.block_k
+    splits = triton.cdiv(width, per_split)
+    out = torch.empty(splits, num_rows, table.num_parts, table.num_members, table.rank, dtype=torch.float32,
+                      device=x.device)
+    if not num_rows:
+        return out
+    entries = 1 if row_entries is None else len(table.entries)
+    tiles = entries * table.num_parts * table.num_members * (table.rank // table.rank_tile)
+    options = table_options(table, x, config.precision)
+    with on_device_of(x):
+        _shrink_kernel[(triton.cdiv(num_rows, config.block_m), tiles, splits)](
+            x, table.places, table.scales, row_entries, out, num_rows, width, per_split, x.stride(0),
+            HAS_ROWS=row_entries is not None,
+            X_IS_EXACT=x.dtype == torch.bfloat16,
+            BLOCK_M=config.block_m,
+            BLOCK_K=config.block_k,
+            EVEN_K=width % config.block_k == 0,
+            PREFETCH=options["PDL"] and table.aligned and row_entries is None,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **options,
+        )
+    return out
+
+
+def _check(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> None:
+    widths = {adapter.a.shape[1] for adapter in table.adapters()}
+    if x.dim() != 2 or x.stride(1) != 1 or widths != {x.shape[1]}:
+        raise ValueError(f"x must be [T, K] with contiguous rows, K that of the adapters ({sorted(widths)}), "
+                         f"got {tuple(x.shape)} with strides {x.stride()}")
+    check_row_entries(row_entries, len(x))
+
+
+def check_row_entries(row_entries: torch.Tensor | None, num_rows: int) -> None:
+    """Raise ValueError unless it is None or [num_rows] int32."""
+    if row_entries is not None and (row_entries.dtype != torch.int32 or row_entries.shape != (num_rows,)):
+        raise ValueError(f"row_entries must be int32 [{num_rows}], got {row_entries.dtype} {tuple(row_entries.shape)}")

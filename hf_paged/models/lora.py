@@ -1,0 +1,190 @@
+"""PEFT's LoRA over plain linear layers, as fused layers compute it: two launches for all layers that read one input.
+
+Follows `peft.tuners.lora.layer.Linear.forward` and `_mixed_batch_forward` of PEFT 0.18 to 0.21, rounding included but
+for sums that a kernel keeps in float32. Adapters are read where they lie, so a trained one needs no renewal. PEFT is
+never imported here; other tuners and LoRA's variants (DoRA) are called as they stand.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_paged.kernels._triton import triton
+from hf_paged.kernels.lora_expand import lora_expand_silu_mul_unchecked, lora_expand_unchecked
+from hf_paged.kernels.lora_shrink import lora_shrink_unchecked
+from hf_paged.kernels.lora_table import Adapter, Entry, LoraTable, Members, make_tables
+from hf_paged.models.guards.adapter_hooks import has_only_names
+from hf_paged.models.guards.originals import patched_class
+from hf_paged.models.lora_rows import AdapterRows
+from hf_paged.models.plain_linear import is_plain_linear
+from hf_paged.models.tuners import is_lora
+
+_MODULE = "peft.tuners.lora.layer"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class LoraLayer(NamedTuple):
+    """A LoRA layer that was looked at: the plain layer inside, its adapters by name, and which of them are active."""
+
+    module: Any
+    base: nn.Linear
+    adapters: dict[str, Adapter]
+    active: tuple[str, ...]
+
+    def key(self) -> tuple:
+        """Equal as long as it computes the same of the same values in the same places."""
+        return id(self.base), self.active, [(name, adapter.key()) for name, adapter in self.adapters.items()]
+
+
+def is_loaded() -> bool:
+    """Can there be a LoRA layer at all?"""
+    return _MODULE in sys.modules
+
+
+def find_layers(modules: Iterable[nn.Module]) -> dict[int, LoraLayer]:
+    """By id, those of the modules that are LoRA as it is known here; none where their adapters are not of one dtype."""
+    kind = getattr(sys.modules.get(_MODULE), "Linear", None)
+    if kind is None:
+        return {}
+    candidates = [module for module in modules if type(module) is kind]
+    if not candidates or patched_class((kind,)) is not None:
+        return {}
+    layers = {id(module): layer for module in candidates if (layer := _read(module)) is not None}
+    dtypes = {adapter.a.dtype for layer in layers.values() for adapter in layer.adapters.values()}
+    return layers if len(dtypes) <= 1 else {}
+
+
+def _read(module: Any) -> LoraLayer | None:
+    """None where its forward is more than the base's product and that of plain adapters."""
+    base = module.base_layer
+    if type(base) is not nn.Linear or not is_plain_linear(base) or not _is_bare(module):
+        return None
+    if module.lora_variant or not module.cast_input_dtype_enabled:
+        return None
+    if module.disable_adapters or module.merged:
+        # A disabled layer would unmerge in its forward.
+        return None if module.disable_adapters and module.merged else LoraLayer(module, base, {}, ())
+    adapters: dict[str, Adapter] = {}
+    for name in module.lora_A:
+        if (adapter := _adapter(module, name, base)) is None:
+            return None
+        adapters[name] = adapter
+    return LoraLayer(module, base, adapters, tuple(name for name in module.active_adapters if name in adapters))
+
+
+def _adapter(module: Any, name: str, base: nn.Linear) -> Adapter | None:
+    a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    plain = is_plain_linear(a) and is_plain_linear(b) and a.bias is None and type(a) is type(b) is nn.Linear
+    if not plain or type(dropout) not in (nn.Identity, nn.Dropout) or not _is_bare(dropout):
+        return None
+    tensors = [a.weight, b.weight, *([] if b.bias is None else [b.bias])]
+    alike = {(t.dtype, t.device, t.is_contiguous()) for t in tensors} == {(a.weight.dtype, base.weight.device, True)}
+    rank = len(a.weight)
+    fits = a.weight.shape == (rank, base.in_features) and b.weight.shape == (base.out_features, rank)
+    if not alike or not fits or a.weight.dtype not in _DTYPES:
+        return None
+    bias = None if b.bias is None else b.bias.detach()
+    return Adapter(a.weight.detach(), b.weight.detach(), bias, float(module.scaling[name]))
+
+
+def _is_bare(module: nn.Module) -> bool:
+    hooked = module._forward_hooks or (module._forward_pre_hooks and not (is_lora(module) and has_only_names(module)))
+    return not (hooked or "forward" in vars(module))
+
+
+def reads_tables(device: torch.device) -> bool:
+    """Do kernels compute LoRA on this device? Else PEFT's own operations do."""
+    return device.type == "cuda" and triton is not None
+
+
+def _num_outputs(module: nn.Module) -> int | None:
+    """Columns of its product, None where it does not say."""
+    number = getattr(module, "out_features", None)
+    return number if isinstance(number, int) else None
+
+
+class AdaptedLayers:
+    """Linear layers that read one input and whose products are their bases', with what LoRA adds by kernels.
+
+    Entries of the table: the active adapters, then each adapter alone, by name.
+    """
+
+    def __init__(self, layers: Sequence[LoraLayer], table: LoraTable) -> None:
+        self._table = table
+        self._has_active = any(layer.active for layer in layers)
+
+    def adds(self, rows: AdapterRows | None) -> bool:
+        """May rows of such a step get more than the bases compute?"""
+        return rows is not None or self._has_active
+
+    def add(self, product: torch.Tensor, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
+        """The base layers' product [T, N], which is written, with what each row's adapters add."""
+        entries = None if rows is None else rows.index
+        shrunk = lora_shrink_unchecked(hidden, self._table, entries)
+        return lora_expand_unchecked(product, shrunk, self._table, entries)
+
+    def add_silu_mul(self, product: torch.Tensor, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
+        """The same of gates and ups [T, 2 * I], and silu(gate) * up: [T, I]."""
+        entries = None if rows is None else rows.index
+        shrunk = lora_shrink_unchecked(hidden, self._table, entries)
+        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, entries)
+
+
+class Adapters:
+    """The LoRA layers of a decoder that tables stand for, read at one time."""
+
+    def __init__(self, groups: Sequence[Sequence[nn.Module]], names: Sequence[str]) -> None:
+        """`groups`: linear layers that read one input; only those are looked at. `names`: entries 1, 2, ... ."""
+        known = [group for group in groups if all(_num_outputs(module) is not None for module in group)]
+        self._layers = find_layers(module for group in known for module in group)
+        self._names = tuple(names)
+        self.key = self._names, [layer.key() for layer in self._layers.values()]
+        self._groups: dict[tuple[int, ...], AdaptedLayers] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._layers)
+
+    def base(self, module: nn.Module) -> nn.Module:
+        """The plain layer inside one of the LoRA layers; else the module itself."""
+        layer = self._layers.get(id(module))
+        return module if layer is None else layer.base
+
+    def group(self, modules: Sequence[nn.Module]) -> AdaptedLayers | None:
+        """What `load` found of these modules; None: nothing is added to what their bases compute."""
+        return self._groups.get(tuple(map(id, modules)))
+
+    def load(self, groups: Sequence[Sequence[nn.Module]], device: torch.device) -> None:
+        """Look the groups' adapters up, and send the device where they lie."""
+        members = {tuple(map(id, group)): self._members(group) for group in groups}
+        found = {key: some for key, some in members.items() if some is not None}
+        tables = make_tables(list(found.values()), device)
+        for key, table in zip(found, tables, strict=True):
+            self._groups[key] = AdaptedLayers([self._layers[i] for i in key if i in self._layers], table)
+
+    def _members(self, group: Sequence[nn.Module]) -> Members | None:
+        """None where no layer of the group has an adapter now."""
+        if not any(id(module) in self._layers for module in group):
+            return None
+        columns, found, first = [], [], 0
+        for module in group:
+            layer = self._layers.get(id(module))
+            size = _num_outputs(module)
+            assert size is not None
+            if layer is not None and layer.adapters:
+                columns.append((first, size))
+                found.append(layer)
+            first += size
+        if not found:
+            return None
+        most = max(len(layer.active) for layer in found)
+        active: Entry = tuple(
+            tuple(layer.adapters[layer.active[p]] if p < len(layer.active) else None for layer in found)
+            for p in range(most))
+        named = tuple((tuple(layer.adapters.get(name) for layer in found),) for name in self._names)
+        dtype = next(iter(found[0].adapters.values())).a.dtype
+        return Members((active, *named), tuple(columns), dtype)
