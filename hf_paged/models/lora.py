@@ -124,13 +124,13 @@ class AdaptedLayers:
 
     def add(self, product: torch.Tensor, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
         """The base layers' product [T, N], which is written, with what each row's adapters add."""
-        entries = None if rows is None else rows.index
+        entries = None if rows is None else rows.entries
         shrunk = lora_shrink_unchecked(hidden, self._table, entries)
         return lora_expand_unchecked(product, shrunk, self._table, entries)
 
     def add_silu_mul(self, product: torch.Tensor, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
         """The same of gates and ups [T, 2 * I], and silu(gate) * up: [T, I]."""
-        entries = None if rows is None else rows.index
+        entries = None if rows is None else rows.entries
         shrunk = lora_shrink_unchecked(hidden, self._table, entries)
         return lora_expand_silu_mul_unchecked(product, shrunk, self._table, entries)
 
