@@ -1,4 +1,4 @@
-"""Requests under LoRA adapters of their own: tokens, the prefix cache, and adapters that come, go and change meanwhile."""
+"""Requests under LoRA adapters of their own: tokens, the prefix cache, adapters that come, go and change meanwhile."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_log_probabilities_are_the_adapters(wrapped):
 
 
 @pytest.mark.parametrize(("name", "error", "message"), [
-    ("nope", ValueError, "adapter_name='nope': the model has no adapter 'nope': expected one of 'one', 'two', '__base__'"),
+    ("nope", ValueError, "adapter_name='nope': the model has no adapter 'nope': expected one of 'one', 'two', '__bas"),
     ("", ValueError, "adapter_name=''"), (1, TypeError, "adapter_name=1"), (["one"], TypeError, "adapter_name="),
 ])
 def test_what_is_no_adapter_is_refused(wrapped, name, error, message):
@@ -127,7 +127,7 @@ def test_adapters_that_cannot_be_named(wrapped, change):
         add(engine, prompt, "two")
 
 
-# -- the prefix cache ---------------------------------------------------------------------------------------------------
+# -- the prefix cache --------------------------------------------------------------------------------------------------
 
 PROMPT = random_prompts([5 * 16 + 4], seed=4)[0]
 
@@ -180,7 +180,7 @@ def test_an_adapter_that_is_another_under_its_name_hits_nothing_old(wrapped, cha
     assert cached(engine, "two") == 80
 
 
-# -- adapters that come and go while requests run -----------------------------------------------------------------------
+# -- adapters that come and go while requests run ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -263,15 +263,32 @@ def test_rows_in_lockstep_whose_adapter_goes(wrapped):
     assert_idle(wrapped.get_base_model())
 
 
+def test_rows_in_lockstep_when_another_adapter_comes(wrapped):
+    """Its name sorts first, so the rows' entries move under them; their blocks stay."""
+    prompt = random_prompts([21], seed=2)[0]
+    expected = [stocks(wrapped, prompt, name, 12) for name in ("two", "__base__", "one")]
+    calls = []
+
+    def adding(ids: Any, scores: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 4:
+            with_adapter(wrapped, "another", 20)
+        return scores
+
+    ids = torch.tensor([prompt] * 3)
+    made = wrapped.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, logits_processor=[adding],
+                            adapter_names=["two", "__base__", "one"])
+    assert made[:, len(prompt):].tolist() == expected
+
+
 @pytest.mark.parametrize("at", [3, 40, 170, 400])
 def test_requests_keep_their_adapters_over_an_interrupt(at):
     wrapped = hf_paged.enable(two_adapters(), strict=True)
     engine, prompts = hf_paged.get_engine(wrapped), random_prompts([40, 21], seed=2)
     asked = {add(engine, p, name): (p, name) for p in prompts for name in NAMES}
     expected = {key: stocks(wrapped, *one) for key, one in asked.items()}
-    with interrupted(at):
-        with pytest.raises(Interrupt):
-            finish(engine)
+    with interrupted(at), pytest.raises(Interrupt):
+        finish(engine)
     done = finish(engine)
     assert {key: completion.token_ids for key, completion in done.items()} == expected
     assert_idle(wrapped.get_base_model())
@@ -288,7 +305,7 @@ def test_requests_keep_their_adapters_when_they_are_preempted():
     assert engine.stats().num_preemptions > 0
 
 
-# -- anything, in any order ---------------------------------------------------------------------------------------------
+# -- anything, in any order --------------------------------------------------------------------------------------------
 
 
 class AdaptersPromptsAndCache(RuleBasedStateMachine):
@@ -342,8 +359,8 @@ class AdaptersPromptsAndCache(RuleBasedStateMachine):
             self._take(self.engine.step())
         assert not self.expected
 
-    @rule(rows=st.lists(st.tuples(st.sampled_from([16, 33, 48]), st.sampled_from(["one", "two", "__base__"])), min_size=1,
-                        max_size=4))
+    @rule(rows=st.lists(st.tuples(st.sampled_from([16, 33, 48]), st.sampled_from(["one", "two", "__base__"])),
+                        min_size=1, max_size=4))
     def generate(self, rows):
         """By PEFT's own `generate`, beside the requests."""
         if not {name for _, name in rows} <= {*self.names, "__base__"}:
