@@ -24,8 +24,8 @@ def lora_dot(x, weight, acc, LOW: tl.constexpr, PRECISION: tl.constexpr, X_IS_EX
     add up in float32; terms below 2**-24 are left out. Else what `tl.dot` calls so.
     """
     if LOW:
-        return tl.dot(x, weight, acc, input_precision="ieee")
-    if PRECISION == "bf16x3":
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
+    elif PRECISION == "bf16x3":
         w_high = weight.to(tl.bfloat16)
         rest = weight - w_high.to(tl.float32)
         w_middle = rest.to(tl.bfloat16)
@@ -33,33 +33,40 @@ def lora_dot(x, weight, acc, LOW: tl.constexpr, PRECISION: tl.constexpr, X_IS_EX
         if X_IS_EXACT:
             acc = tl.dot(x, w_low, acc)
             acc = tl.dot(x, w_middle, acc)
-            return tl.dot(x, w_high, acc)
-        x_high = x.to(tl.bfloat16)
-        x_rest = x - x_high.to(tl.float32)
-        x_middle = x_rest.to(tl.bfloat16)
-        x_low = (x_rest - x_middle.to(tl.float32)).to(tl.bfloat16)
-        acc = tl.dot(x_low, w_high, acc)
-        acc = tl.dot(x_middle, w_middle, acc)
-        acc = tl.dot(x_high, w_low, acc)
-        acc = tl.dot(x_middle, w_high, acc)
-        acc = tl.dot(x_high, w_middle, acc)
-        return tl.dot(x_high, w_high, acc)
-    return tl.dot(x.to(tl.float32), weight, acc, input_precision=PRECISION)
+            acc = tl.dot(x, w_high, acc)
+        else:
+            x_high = x.to(tl.bfloat16)
+            x_rest = x - x_high.to(tl.float32)
+            x_middle = x_rest.to(tl.bfloat16)
+            x_low = (x_rest - x_middle.to(tl.float32)).to(tl.bfloat16)
+            acc = tl.dot(x_low, w_high, acc)
+            acc = tl.dot(x_middle, w_middle, acc)
+            acc = tl.dot(x_high, w_low, acc)
+            acc = tl.dot(x_middle, w_high, acc)
+            acc = tl.dot(x_high, w_middle, acc)
+            acc = tl.dot(x_high, w_high, acc)
+    else:
+        acc = tl.dot(x.to(tl.float32), weight, acc, input_precision=PRECISION)
+    return acc
 
 
 @jit()
 def entry_of_rows(row_entries, row, inside, HAS_ROWS: tl.constexpr):
     """Entry of each row, -1 outside: without HAS_ROWS the first."""
     if HAS_ROWS:
-        return tl.load(row_entries + row, mask=inside, other=-1)
-    return tl.where(inside, 0, -1)
+        entries = tl.load(row_entries + row, mask=inside, other=-1)
+    else:
+        entries = tl.where(inside, 0, -1)
+    return entries
 
 
 @jit()
 def pointer_to(address, kind: tl.constexpr, ALIGNED: tl.constexpr):
     """An address out of the table as a pointer to `kind`."""
     pointer = address.to(tl.pointer_type(kind))
-    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 def table_options(table: LoraTable, x: torch.Tensor, precision: str) -> dict:

@@ -99,8 +99,8 @@ def _entry_delta(acc, shrunk_rows, split_stride, places, scales, entry, mine, me
         slot = (entry * PARTS + part) * MEMBERS + member
         rank = tl.multiple_of(tl.load(places + slot * FIELDS + 3).to(tl.int32), RANK_DIVISOR)
         b = pointer_to(tl.load(places + slot * FIELDS + 1), KIND, ALIGNED)
-        for first in range(0, rank, RANK_TILE):
-            column = first + tl.arange(0, RANK_TILE)
+        for tile in tl.static_range(RANK // RANK_TILE):
+            column = tile * RANK_TILE + tl.arange(0, RANK_TILE)
             inside = column < rank
             b_tile = tl.load(b + n[:, None] * rank + column[None, :], mask=n_inside[:, None] & inside[None, :],
                              other=0.0)
