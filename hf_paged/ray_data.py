@@ -200,7 +200,7 @@ class PagedActor:
 
     def _generate(self, rows: list[tuple[Any, int, Any]]) -> list[Completion]:
         prompts, seeds, adapters = map(list, zip(*rows, strict=True))
-        named = {} if self._adapter_column is None else {"adapter_names": adapters}
+        named: dict[str, Any] = {} if self._adapter_column is None else {"adapter_names": adapters}
         return self._generator.generate(prompts, self._config, seed=seeds, use_tqdm=False, on_error=self._on_error,
                                         **named, **self._kwargs)
 

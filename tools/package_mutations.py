@@ -209,6 +209,34 @@ RECOGNITION = [
                     "test_cache_salt.py", "only_equal_salts"),
 ]
 
+NAMES_TESTS, ADAPTER_TESTS = "integration/test_adapter_names.py", "engine/test_adapters.py"
+# LoRA adapters of rows.
+ADAPTERS = [
+    PackageMutation("engine/core.py", "keys[name] = self._executor.state_key(name)", "keys[name] = state_key",
+                    ADAPTER_TESTS, "only_rows_of_the_same"),
+    PackageMutation("models/base.py", "digest + hashlib.sha256(b\"adapter:\" + adapter.encode(\"utf-8\", "
+                    "\"surrogatepass\")).digest()", "digest", ADAPTER_TESTS, "that_come_while"),
+    PackageMutation("models/base.py", "state = look.state if adapter is None else look.adapters.get(adapter)",
+                    "state = look.state", ADAPTER_TESTS, "only_rows_of_the_same"),
+    PackageMutation("runner/adapter_slots.py", "            self._send(list(self._names))\n", "", ADAPTER_TESTS,
+                    "when_another_adapter_comes"),
+    PackageMutation("engine/core.py", "if self._any_adapter and not self._adapter_counts.hold():", "if False:",
+                    ADAPTER_TESTS, "does_not_stream"),
+    PackageMutation("engine/core.py", "                self._end_without_adapter(arrivals)\n", "                pass\n",
+                    ADAPTER_TESTS, "deleted_while"),
+    PackageMutation("engine/lockstep.py", "self._version, self.has_checked_adapters = None, False",
+                    "self._version = None", ADAPTER_TESTS, "whose_adapter_goes"),
+    PackageMutation("engine/session.py", "            adapter=old.adapter,\n", "", ADAPTER_TESTS, "over_an_interrupt"),
+    PackageMutation("models/lora_rows.py", " if layer._forward_pre_hooks and is_lora(layer) and has_only_names(layer) "
+                    "else layer", " if False else layer", NAMES_TESTS, "run_meanwhile"),
+    PackageMutation("models/guards/adapter_hooks.py", "any(names != found[0] for names in found)", "False", NAMES_TESTS,
+                    "run_meanwhile or some_layers"),
+    PackageMutation("integration/generate.py", "config.use_cache is not False and any(adapters)", "False", NAMES_TESTS,
+                    "returns_is_the_rows_own"),
+    PackageMutation("integration/adapter_rows.py", "for _ in range(max(copies))", "", "test_generator_adapters.py",
+                    "tensors"),
+]
+
 # Rows of stock's decoding loop in the engine's steps.
 JOINED = [
     PackageMutation(BATCH, "            core.trust_cache()\n            self._take_back()\n",
@@ -310,5 +338,5 @@ ON_A_CPU = [
 ]
 
 PACKAGE_MUTATIONS = [
-    *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED, *MODELS, *SERVER, *ON_A_CPU,
+    *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *ADAPTERS, *JOINED, *MODELS, *SERVER, *ON_A_CPU,
 ]

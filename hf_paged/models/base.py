@@ -304,8 +304,11 @@ class ModelExecutor(ABC):
         return row_reason(look.lora_layers(), name)
 
     def adapters_in_force(self) -> list[str] | Reason | None:
-        """The adapters that PEFT's hooks give the rows of a forward right now, by row; None: there are no hooks."""
-        look = self.look()
+        """The adapters that PEFT's hooks give the rows of a forward right now, by row; None: there are no hooks.
+
+        The LoRA layers are those of the last look: `unsupported_reason` has just compared the modules with it.
+        """
+        look = self._look or self.look()
         return names_in_force([layer for _, layer in look.lora_layers()]) if look.adapters else None
 
     def adapter_counts(self) -> AdapterCounts:

@@ -231,6 +231,18 @@ def test_a_hook_that_only_looks_like_pefts():
     wrapped.generate(**INPUTS, **OPTIONS)
 
 
+def test_pefts_own_code_that_was_patched(monkeypatch):
+    """Ours stands for it in rows that name an adapter."""
+    wrapped = _two_adapters()
+    hf_paged.enable(wrapped)
+    wrapped.generate(**INPUTS, **OPTIONS, adapter_names=NAMES)
+    kind = peft.tuners.lora.Linear
+    stock = kind._mixed_batch_forward
+    monkeypatch.setattr(kind, "_mixed_batch_forward", lambda self, *args, **kwargs: -stock(self, *args, **kwargs))
+    with pytest.warns(hf_paged.FallbackWarning, match="._mixed_batch_forward is patched"):
+        wrapped.generate(**INPUTS, **OPTIONS, adapter_names=NAMES)
+
+
 def test_hooks_on_some_layers_only():
     wrapped = _two_adapters()
     hf_paged.enable(wrapped, strict=True)
