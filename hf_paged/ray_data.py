@@ -166,7 +166,8 @@ class PagedActor:
         adapters = [None] * len(prompts)
         if self._adapter_column is not None:
             adapters = batch.column(self._adapter_column).to_pylist()
-        rows = [row for row in zip(prompts, seeds, adapters, strict=True) if isinstance(row[1], int)]
+        rows = [(prompt, seed, adapter) for prompt, seed, adapter in zip(prompts, seeds, adapters, strict=True)
+                if isinstance(seed, int)]
         made = iter(self._generate(rows) if rows else ())
         completions = [next(made) if isinstance(seed, int) else seed for seed in seeds]
         columns = (
