@@ -223,14 +223,16 @@ ADAPTERS = [
     PackageMutation("engine/core.py", "if self._any_adapter and not self._adapter_counts.hold():", "if False:",
                     ADAPTER_TESTS, "does_not_stream"),
     PackageMutation("engine/core.py", "                self._end_without_adapter(arrivals)\n", "                pass\n",
-                    ADAPTER_TESTS, "deleted_while"),
+                    ADAPTER_TESTS, "gone_before_its_request"),
+    PackageMutation("runner/graphs.py", "state.adapters.of(slots) if named else None\n        return", "None\n        "
+                    "return", GRAPHS_TESTS, "name_adapters"),
     PackageMutation("engine/lockstep.py", "self._version, self.has_checked_adapters = None, False",
                     "self._version = None", ADAPTER_TESTS, "whose_adapter_goes"),
     PackageMutation("engine/session.py", "            adapter=old.adapter,\n", "", ADAPTER_TESTS, "over_an_interrupt"),
     PackageMutation("models/lora_rows.py", " if layer._forward_pre_hooks and is_lora(layer) and has_only_names(layer) "
                     "else layer", " if False else layer", NAMES_TESTS, "run_meanwhile"),
     PackageMutation("models/guards/adapter_hooks.py", "any(names != found[0] for names in found)", "False", NAMES_TESTS,
-                    "run_meanwhile or some_layers"),
+                    "of_two_calls"),
     PackageMutation("integration/generate.py", "config.use_cache is not False and any(adapters)", "False", NAMES_TESTS,
                     "returns_is_the_rows_own"),
     PackageMutation("integration/adapter_rows.py", "for _ in range(max(copies))", "", "test_generator_adapters.py",

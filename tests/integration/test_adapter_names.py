@@ -253,6 +253,18 @@ def test_hooks_on_some_layers_only():
             wrapped.get_base_model().generate(**INPUTS, **OPTIONS)
 
 
+def test_hooks_of_two_calls_at_once():
+    """Whose names count, nobody can tell; equal ones are no question."""
+    wrapped = _two_adapters()
+    expected = wrapped.generate(**INPUTS, **OPTIONS, adapter_names=NAMES)
+    hf_paged.enable(wrapped, strict=True)
+    layers = [m for m in wrapped.modules() if hasattr(m, "lora_A")]
+    with naming(layers, NAMES[::-1]), naming(layers, NAMES), pytest.raises(hf_paged.FallbackError, match="different"):
+        wrapped.get_base_model().generate(**INPUTS, **OPTIONS)
+    with naming(layers, NAMES), naming(layers, NAMES):
+        assert_same_tensor(wrapped.get_base_model().generate(**INPUTS, **OPTIONS), expected)
+
+
 def test_hooks_of_one_call_and_requests_that_run_meanwhile():
     """A request of the engine goes on under the active adapters while somebody's call has its hooks on the layers."""
     wrapped = _two_adapters()
