@@ -120,6 +120,8 @@ class AdaptedLayers:
 
     def add(self, product: torch.Tensor, hidden: torch.Tensor, row_entries: torch.Tensor | None) -> torch.Tensor:
         """The base layers' product [T, N], which is written, with what each row's adapters add."""
+        if not self.adds(row_entries):
+            return product
         shrunk = lora_shrink_unchecked(hidden, self._table, row_entries)
         return lora_expand_unchecked(product, shrunk, self._table, row_entries)
 
@@ -133,11 +135,12 @@ class AdaptedLayers:
 class Adapters:
     """The LoRA layers of a decoder that tables stand for, read at one time."""
 
-    def __init__(self, groups: Sequence[Sequence[nn.Module]]) -> None:
-        """`groups`: linear layers that read one input; only those are looked at."""
+    def __init__(self, groups: Sequence[Sequence[nn.Module]], autocast: torch.dtype | None = None) -> None:
+        """`groups`: linear layers that read one input; only those are looked at. `autocast`: to which dtype."""
         known = [group for group in groups if all(_num_outputs(module) is not None for module in group)]
         self._layers = find_layers(module for group in known for module in group)
-        self.key = [layer.key() for layer in self._layers.values()]
+        self._modules, self._autocast = groups, autocast
+        self.key = [layer.key() for layer in self._layers.values()], autocast if self._layers else None
         self._groups: dict[tuple[int, ...], AdaptedLayers] = {}
 
     def __bool__(self) -> bool:
@@ -152,10 +155,10 @@ class Adapters:
         """What `load` found of these modules; None: nothing is added to what their bases compute."""
         return self._groups.get(tuple(map(id, modules)))
 
-    def load(self, groups: Sequence[Sequence[nn.Module]], device: torch.device) -> None:
-        """Look the groups' adapters up, and send the device where they lie."""
+    def load(self, device: torch.device) -> None:
+        """Send the device where the groups' adapters lie."""
         names = sorted({name for layer in self._layers.values() for name in layer.adapters})
-        members = {tuple(map(id, group)): self._members(group, names) for group in groups}
+        members = {tuple(map(id, group)): self._members(group, names) for group in self._modules}
         found = {key: some for key, some in members.items() if some is not None}
         tables = make_tables(list(found.values()), device)
         for key, table in zip(found, tables, strict=True):
@@ -182,4 +185,4 @@ class Adapters:
             for p in range(most))
         named = tuple((tuple(layer.adapters.get(name) for layer in found),) for name in names)
         dtype = next(iter(found[0].adapters.values())).a.dtype
-        return Members((active, *named), tuple(columns), dtype)
+        return Members((active, *named), tuple(columns), self._autocast or dtype)

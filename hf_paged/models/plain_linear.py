@@ -45,7 +45,8 @@ def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., 
 def apply_module(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """[T, k] -> [T, n] by a module as it stands; ValueError where it returns what the kernels do not take."""
     result: torch.Tensor = module(hidden[None])[0]
-    if result.dtype != hidden.dtype or result.dim() != 2 or result.stride(1) != 1:
+    same = result.dtype == hidden.dtype or torch.is_autocast_enabled(hidden.device.type)
+    if not same or result.dim() != 2 or result.stride(1) != 1:
         found = f"{result.dtype} {list(result.shape)} with strides {list(result.stride())}"
         raise ValueError(f"{type(module).__name__} returned {found}: expected {hidden.dtype} [T, n], rows contiguous")
     return result
@@ -61,8 +62,6 @@ def row_product(module: nn.Module, hidden: torch.Tensor,
 
 class Added(Protocol):
     """What LoRA adds to the products of linear layers (`hf_paged.models.lora.AdaptedLayers`)."""
-
-    def adds(self, row_entries: torch.Tensor | None) -> bool: ...
 
     def add(self, product: torch.Tensor, hidden: torch.Tensor, row_entries: torch.Tensor | None) -> torch.Tensor: ...
 
@@ -87,9 +86,7 @@ class RowProduct(NamedTuple):
         if not self.is_plain:
             return row_product(self.module, hidden, linear)
         product = linear(hidden, self.module.weight, self.module.bias)
-        if self.lora is not None and self.lora.adds(row_entries):
-            product = self.lora.add(product, hidden, row_entries)
-        return product, SINGLE
+        return product if self.lora is None else self.lora.add(product, hidden, row_entries), SINGLE
 
 
 def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:
