@@ -5,6 +5,8 @@ On a CPU nothing reads tables, so a fixture has the kernels' references do so; k
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from support import (
@@ -158,6 +160,35 @@ def test_bases_are_merged_and_state_stays(way, monkeypatch):
             assert ends[:-1] == [w.data_ptr() for w in weights[1:]]
     assert model.state_dict().keys() == state.keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("base", "adapters"), [
+    (torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16),
+])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_log_probs_are_as_near_to_float32_as_stocks(way, base, adapters, autocast):
+    """Of every token, by the logits that a call returns."""
+    exact = adapted()
+    with torch.no_grad():
+        for name, parameter in exact.named_parameters():
+            parameter.copy_(parameter.to(adapters if "lora_" in name else base))
+    model = copy.deepcopy(exact)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(adapters if "lora_" in name else base)
+    inputs = batch([*range(5, 45)])
+
+    def log_probs(of, dtype):
+        """[rows, V] float64, behind the inputs."""
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            made = of.generate(**inputs, max_new_tokens=1, output_logits=True, return_dict_in_generate=True,
+                               use_cache=False)
+        return made.logits[0].double().log_softmax(-1)
+
+    wanted = log_probs(exact, None)
+    stock = (log_probs(model, autocast) - wanted).abs().mean()
+    hf_paged.enable(model, strict=True)
+    assert (log_probs(model, autocast) - wanted).abs().mean() <= 1.1 * stock + 1e-6
 
 
 def _first_layer(model):
