@@ -79,6 +79,7 @@ class Request:
             cache_key=old.cache_key,
             cache_salt=old.cache_salt,
             read_cache=old.read_cache,
+            adapter=old.adapter,
         )
         self.error = None
         self.logprobs = None if self.logprobs is None else []

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_paged.models.lora_rows import AdapterRows
 from hf_paged.models.plain_linear import Added, is_plain_linear
 from hf_paged.models.shadow import Shadow, side_by_side
 from hf_paged.parallel.group import SINGLE, ParallelGroup
@@ -23,10 +24,10 @@ class CopiedLinears(NamedTuple):
     lora: Added | None = None
 
     def __call__(self, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
-                 row_entries: torch.Tensor | None = None) -> tuple[torch.Tensor, ParallelGroup]:
+                 rows: AdapterRows | None = None) -> tuple[torch.Tensor, ParallelGroup]:
         """As `RowProduct`."""
         product = linear(hidden, self.weight, self.bias)
-        return product if self.lora is None else self.lora.add(product, hidden, row_entries), SINGLE
+        return product if self.lora is None else self.lora.add(product, hidden, rows), SINGLE
 
 
 class CopiedWeights:

@@ -27,6 +27,7 @@ from hf_paged.models.guards.remedies import DISAGREE
 from hf_paged.models.guards.untouched import Untouched
 from hf_paged.models.layer_ops import FUSED, LayerOps
 from hf_paged.models.lora import AdaptedLayers, Adapters, is_loaded, reads_tables
+from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.models.merged import MergedWeight, merge
 from hf_paged.models.plain_linear import (
     RowProduct,
@@ -60,29 +61,29 @@ class Projections(NamedTuple):
     bias: torch.Tensor | None = None  # of a merged weight
     lora: AdaptedLayers | None = None
 
-    def __call__(self, hidden: torch.Tensor, row_entries: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, k] -> [T, sum of outputs]; `row_entries` [T] int32: which adapters each row uses, None: active ones."""
-        product = self._product(hidden)
-        return product if self.lora is None else self.lora.add(product, hidden, row_entries)
+    def __call__(self, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
+        """[T, k] -> [T, sum of outputs]; `rows`: which adapters each row uses, None: active ones."""
+        product = self._product(hidden, rows)
+        return product if self.lora is None else self.lora.add(product, hidden, rows)
 
-    def silu_mul(self, hidden: torch.Tensor, row_entries: torch.Tensor | None = None) -> torch.Tensor:
+    def silu_mul(self, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
         """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]."""
-        if self.lora is not None and self.lora.adds(row_entries):
-            return self.lora.add_silu_mul(self._product(hidden), hidden, row_entries)
+        if self.lora is not None and self.lora.adds(rows):
+            return self.lora.add_silu_mul(self._product(hidden, rows), hidden, rows)
         if self.weight is not None and self.bias is None:
             return self.ops.linear_silu_mul(hidden, self.weight)
         if self.weight is None and self.are_plain and hidden.device.type == "cpu":
             return silu_mul_host(*self._products(hidden))
-        return self.ops.silu_mul(self._product(hidden))
+        return self.ops.silu_mul(self._product(hidden, rows))
 
-    def _product(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _product(self, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
         if self.weight is not None:
             return self.ops.linear(hidden, self.weight, self.bias)
         if self.are_plain and hidden.device.type == "cpu":
             if len(hidden) > _FEW_ROWS and all(linear.bias is None for linear in self.linears):
                 return _side_by_side(hidden, [linear.weight for linear in self.linears])
             return torch.cat(self._products(hidden), dim=-1)
-        return torch.cat([apply_linear(layer, hidden, self.ops.linear) for layer in self.linears], dim=-1)
+        return torch.cat([apply_linear(layer, hidden, self.ops.linear, rows) for layer in self.linears], dim=-1)
 
     def _products(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         linears: Any = self.linears
@@ -227,7 +228,7 @@ class FusedExecutor(DecoderExecutor):
         if by_tables and reads_tables(self.kv_spec().device):
             for i, layer in enumerate(self._layers()):
                 groups += _all_groups(i, layer).values()
-        return Adapters(groups, self.autocast)
+        return Adapters(groups, self._row_names, self.autocast)
 
     def is_current(self) -> bool:
         if self._adapters and self._find_adapters().key != self._adapters.key:
@@ -270,28 +271,28 @@ class FusedExecutor(DecoderExecutor):
                     return self.hidden_states_of_modules(input_ids, step)
                 self.refresh(None)
             self._look_up_parts()
-        tables, row_entries = ops.step_tables(cos, sin, step.positions), step.adapters
-        delta: torch.Tensor = decoder.embed_tokens(input_ids[None])[0]
+        tables, rows = ops.step_tables(cos, sin, step.positions), self.adapter_rows(step.adapters)
+        delta = apply_layer(decoder.embed_tokens, input_ids, rows)
         residual: torch.Tensor | None = None
         ranks = SINGLE  # over which delta has still to be added up
         for i, layer in enumerate(self._parts_of_layers):
             normed, residual = self._add_norm(delta, ranks, residual, layer.input_norm)
-            qkv = self._qkv[i](normed, row_entries)
+            qkv = self._qkv[i](normed, rows)
             query = ops.qk_norm_rope_store(qkv, *_weights_and_epsilon(layer.head_norms), *tables, step.slot_mapping,
                                            *step.kv_cache(i))
             mixed = step.attend(i, query, layer.options)
-            delta, ranks = layer.o_proj(mixed.flatten(1), ops.linear, row_entries)
+            delta, ranks = layer.o_proj(mixed.flatten(1), ops.linear, rows)
             normed, residual = self._add_norm(delta, ranks, residual, layer.post_norm)
             gate_up = self._gate_up[i]
             if gate_up is None or layer.down_proj is None:
                 delta, ranks = apply_module(layer.mlp, normed), SINGLE
                 continue
             if layer.has_silu:
-                hidden = gate_up.silu_mul(normed, row_entries)
+                hidden = gate_up.silu_mul(normed, rows)
             else:
-                gate, up = gate_up(normed, row_entries).chunk(2, dim=-1)
+                gate, up = gate_up(normed, rows).chunk(2, dim=-1)
                 hidden = layer.mlp.act_fn(gate) * up
-            delta, ranks = layer.down_proj(hidden, ops.linear, row_entries)
+            delta, ranks = layer.down_proj(hidden, ops.linear, rows)
         return self._add_norm(delta, ranks, residual, decoder.norm)[0]
 
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None,
@@ -303,16 +304,17 @@ class FusedExecutor(DecoderExecutor):
             return fused
         return self._ops.add_rms_norm(ranks.all_reduce(delta), *args)
 
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return all_columns(self.model.lm_head, self.shard_logits(hidden_states))
+    def logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        return all_columns(self.model.lm_head, self.shard_logits(hidden_states, adapters))
 
-    def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def shard_logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         if self._copied is not None and (head := self._copied.by_name.get(HEAD)) is not None:
             return head(hidden_states, self._ops.linear)[0]
+        rows = self.adapter_rows(adapters)
         if self._runs_modules:
             with self.casting():
-                return apply_head(self.model.lm_head, hidden_states, F.linear)
-        return apply_head(self.model.lm_head, hidden_states, self._ops.linear)
+                return apply_head(self.model.lm_head, hidden_states, F.linear, rows)
+        return apply_head(self.model.lm_head, hidden_states, self._ops.linear, rows)
 
     def constants(self) -> tuple:
         decoder = self.model.model

@@ -18,8 +18,11 @@ from hf_paged.kernels._triton import triton
 from hf_paged.kernels.lora_expand import lora_expand_silu_mul_unchecked, lora_expand_unchecked
 from hf_paged.kernels.lora_shrink import lora_shrink_unchecked
 from hf_paged.kernels.lora_table import Adapter, Entry, LoraTable, Members, make_tables
+from hf_paged.models.guards.adapter_hooks import has_only_names
 from hf_paged.models.guards.originals import patched_class
+from hf_paged.models.lora_rows import AdapterRows
 from hf_paged.models.plain_linear import is_plain_linear
+from hf_paged.models.tuners import is_lora
 
 _MODULE = "peft.tuners.lora.layer"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -90,7 +93,8 @@ def _adapter(module: Any, name: str, base: nn.Linear) -> Adapter | None:
 
 
 def _is_bare(module: nn.Module) -> bool:
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    hooked = module._forward_hooks or (module._forward_pre_hooks and not (is_lora(module) and has_only_names(module)))
+    return not (hooked or "forward" in vars(module))
 
 
 def reads_tables(device: torch.device) -> bool:
@@ -114,33 +118,38 @@ class AdaptedLayers:
         self._table = table
         self._has_active = any(layer.active for layer in layers)
 
-    def adds(self, row_entries: torch.Tensor | None) -> bool:
-        """May rows of such a step get more than the bases compute? `row_entries`: see `StepContext.adapters`."""
-        return row_entries is not None or self._has_active
+    def adds(self, rows: AdapterRows | None) -> bool:
+        """May rows of such a step get more than the bases compute?"""
+        return rows is not None or self._has_active
 
-    def add(self, product: torch.Tensor, hidden: torch.Tensor, row_entries: torch.Tensor | None) -> torch.Tensor:
+    def add(self, product: torch.Tensor, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
         """The base layers' product [T, N], which is written, with what each row's adapters add."""
-        if not self.adds(row_entries):
+        if not self.adds(rows):
             return product
-        shrunk = lora_shrink_unchecked(hidden, self._table, row_entries)
-        return lora_expand_unchecked(product, shrunk, self._table, row_entries)
+        entries = None if rows is None else rows.index
+        shrunk = lora_shrink_unchecked(hidden, self._table, entries)
+        return lora_expand_unchecked(product, shrunk, self._table, entries)
 
-    def add_silu_mul(self, product: torch.Tensor, hidden: torch.Tensor,
-                     row_entries: torch.Tensor | None) -> torch.Tensor:
+    def add_silu_mul(self, product: torch.Tensor, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
         """The same of gates and ups [T, 2 * I], and silu(gate) * up: [T, I]."""
-        shrunk = lora_shrink_unchecked(hidden, self._table, row_entries)
-        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, row_entries)
+        entries = None if rows is None else rows.index
+        shrunk = lora_shrink_unchecked(hidden, self._table, entries)
+        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, entries)
 
 
 class Adapters:
     """The LoRA layers of a decoder that tables stand for, read at one time."""
 
-    def __init__(self, groups: Sequence[Sequence[nn.Module]], autocast: torch.dtype | None = None) -> None:
-        """`groups`: linear layers that read one input; only those are looked at. `autocast`: to which dtype."""
+    def __init__(self, groups: Sequence[Sequence[nn.Module]], names: Sequence[str] = (),
+                 autocast: torch.dtype | None = None) -> None:
+        """`groups`: linear layers that read one input; only those are looked at. `names`: of entries 1, 2, ...
+
+        `autocast`: to which dtype the calls cast.
+        """
         known = [group for group in groups if all(_num_outputs(module) is not None for module in group)]
         self._layers = find_layers(module for group in known for module in group)
-        self._modules, self._autocast = groups, autocast
-        self.key = [layer.key() for layer in self._layers.values()], autocast if self._layers else None
+        self._modules, self._names, self._autocast = groups, tuple(names), autocast
+        self.key = [layer.key() for layer in self._layers.values()], (*self._names, autocast) if self._layers else ()
         self._groups: dict[tuple[int, ...], AdaptedLayers] = {}
 
     def __bool__(self) -> bool:
@@ -157,14 +166,13 @@ class Adapters:
 
     def load(self, device: torch.device) -> None:
         """Send the device where the groups' adapters lie."""
-        names = sorted({name for layer in self._layers.values() for name in layer.adapters})
-        members = {tuple(map(id, group)): self._members(group, names) for group in self._modules}
+        members = {tuple(map(id, group)): self._members(group) for group in self._modules}
         found = {key: some for key, some in members.items() if some is not None}
         tables = make_tables(list(found.values()), device)
         for key, table in zip(found, tables, strict=True):
             self._groups[key] = AdaptedLayers([self._layers[i] for i in key if i in self._layers], table)
 
-    def _members(self, group: Sequence[nn.Module], names: Sequence[str]) -> Members | None:
+    def _members(self, group: Sequence[nn.Module]) -> Members | None:
         """None where no layer of the group has an adapter now."""
         if not any(id(module) in self._layers for module in group):
             return None
@@ -183,6 +191,6 @@ class Adapters:
         active: Entry = tuple(
             tuple(layer.adapters[layer.active[p]] if p < len(layer.active) else None for layer in found)
             for p in range(most))
-        named = tuple((tuple(layer.adapters.get(name) for layer in found),) for name in names)
+        named = tuple((tuple(layer.adapters.get(name) for layer in found),) for name in self._names)
         dtype = next(iter(found[0].adapters.values())).a.dtype
         return Members((active, *named), tuple(columns), self._autocast or dtype)

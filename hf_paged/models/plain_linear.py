@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
 
@@ -32,19 +33,20 @@ def _is_untouched(module: nn.Module) -> bool:
     return type(weight) is nn.Parameter and weight.is_floating_point() and "forward" not in vars(module)
 
 
-def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:
+def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
+                 rows: AdapterRows | None = None) -> torch.Tensor:
     """[T, k] -> [T, n] by `linear`; a layer that is not plain (LoRA, quantized) is called as it stands."""
     if is_plain_linear(module):
         assert isinstance(module, nn.Linear)
         return linear(hidden, module.weight, module.bias)
     if type(module) is RowParallelLinear and module.group.is_parallel and _is_untouched(module):
         return module.finish(linear(hidden, module.weight, None))
-    return apply_module(module, hidden)
+    return apply_module(module, hidden, rows)
 
 
-def apply_module(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+def apply_module(module: nn.Module, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
     """[T, k] -> [T, n] by a module as it stands; ValueError where it returns what the kernels do not take."""
-    result: torch.Tensor = module(hidden[None])[0]
+    result = apply_layer(module, hidden, rows)
     same = result.dtype == hidden.dtype or torch.is_autocast_enabled(hidden.device.type)
     if not same or result.dim() != 2 or result.stride(1) != 1:
         found = f"{result.dtype} {list(result.shape)} with strides {list(result.stride())}"
@@ -52,18 +54,18 @@ def apply_module(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def row_product(module: nn.Module, hidden: torch.Tensor,
-                linear: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ParallelGroup]:
+def row_product(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
+                rows: AdapterRows | None = None) -> tuple[torch.Tensor, ParallelGroup]:
     """`apply_linear`, and the ranks whose products have still to be added up; `SINGLE` where that is done."""
     if type(module) is RowParallelLinear and module.bias is None and _is_untouched(module):
         return linear(hidden, module.weight, None), module.group
-    return apply_linear(module, hidden, linear), SINGLE
+    return apply_linear(module, hidden, linear, rows), SINGLE
 
 
 class Added(Protocol):
     """What LoRA adds to the products of linear layers (`hf_paged.models.lora.AdaptedLayers`)."""
 
-    def add(self, product: torch.Tensor, hidden: torch.Tensor, row_entries: torch.Tensor | None) -> torch.Tensor: ...
+    def add(self, product: torch.Tensor, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor: ...
 
 
 class RowProduct(NamedTuple):
@@ -81,19 +83,20 @@ class RowProduct(NamedTuple):
         return cls(module, is_plain_linear(module), lora)
 
     def __call__(self, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
-                 row_entries: torch.Tensor | None = None) -> tuple[torch.Tensor, ParallelGroup]:
-        """`row_entries` [T] int32: which adapters each row uses; None: those that are active."""
+                 rows: AdapterRows | None = None) -> tuple[torch.Tensor, ParallelGroup]:
+        """`rows`: which adapters each row uses; None: those that are active."""
         if not self.is_plain:
-            return row_product(self.module, hidden, linear)
+            return row_product(self.module, hidden, linear, rows)
         product = linear(hidden, self.module.weight, self.module.bias)
-        return product if self.lora is None else self.lora.add(product, hidden, row_entries), SINGLE
+        return product if self.lora is None else self.lora.add(product, hidden, rows), SINGLE
 
 
-def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:
+def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
+               rows: AdapterRows | None = None) -> torch.Tensor:
     """[R, k] -> [R, this rank's own columns]; all columns of a head that is not sharded."""
     if type(head) is VocabParallelHead:
         return linear(hidden, head.weight, head.bias)
-    return apply_linear(head, hidden, linear)
+    return apply_linear(head, hidden, linear, rows)
 
 
 def all_columns(head: nn.Module, columns: torch.Tensor) -> torch.Tensor:

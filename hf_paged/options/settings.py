@@ -129,6 +129,7 @@ class RequestSettings:
     logprobs: bool = False
     prompt_logprobs: bool = False
     cache_salt: bytes = b""  # a digest (`salt_digest`): blocks of the prefix cache are shared under the same one
+    adapter_name: str | None = None  # the LoRA adapter to apply alone; None: those that are active in the model
 
 
 LEAVE_OUT = "Leave the option out if its result is not needed."

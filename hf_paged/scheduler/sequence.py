@@ -39,6 +39,7 @@ class Sequence:
         cache_key: Extra bytes (the model's state, then the salt) under which the prefix cache keeps its blocks.
         cache_salt: Bytes that only those sequences have that may share its blocks; see `use_model_key`.
         read_cache: False computes every prompt token (prompt logprobs need them) yet still fills the cache.
+        adapter: Name of the adapter that computes it, a part of the model's state; None: the model as it is.
 
     Raises:
         ValueError: Empty prompt or ``max_new_tokens < 1``.
@@ -49,6 +50,7 @@ class Sequence:
         "_output",
         "_prompt",
         "_table",
+        "adapter",
         "arrival",
         "block_hashes",
         "block_table",
@@ -83,6 +85,7 @@ class Sequence:
         cache_key: bytes = b"",
         cache_salt: bytes = b"",
         read_cache: bool = True,
+        adapter: str | None = None,
     ) -> None:
         if not prompt_token_ids:
             raise ValueError(f"request {request_id!r}: prompt_token_ids is empty; at least one token is needed")
@@ -97,6 +100,7 @@ class Sequence:
         self.cache_key = cache_key
         self.cache_salt = cache_salt
         self.read_cache = read_cache
+        self.adapter = adapter
 
         self.status = Status.WAITING
         self.finish_reason: str | None = None

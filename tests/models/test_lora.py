@@ -232,9 +232,9 @@ def test_adapters_of_two_dtypes_are_left_to_peft():
 
 def test_a_patched_class_is_left_to_peft(monkeypatch):
     model = adapted()
-    assert Adapters([(_linear(model),)])
+    assert Adapters([(_linear(model),)], ())
     monkeypatch.setattr(type(_linear(model)), "forward", lambda self, x: x)
-    assert not Adapters([(_linear(model),)])
+    assert not Adapters([(_linear(model),)], ())
 
 
 def test_peft_need_not_be_there(monkeypatch):
