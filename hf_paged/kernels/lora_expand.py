@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._lora_tile import FIELDS, entry_of_rows, lora_dot, pointer_to, table_options
+from hf_paged.kernels._lora_tile import FIELDS, entry_of_rows, lora_dot, pointer_to, precision_of, table_options
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
@@ -56,7 +56,7 @@ def lora_expand_unchecked(product: torch.Tensor, shrunk: torch.Tensor, table: Lo
     """:func:`lora_expand` for tensors that are known to be as it says."""
     if not product.is_cuda:
         return lora_expand_reference(product, shrunk, table, row_entries)
-    return lora_expand_triton(product, shrunk, table, row_entries, expand_config(len(product), table))
+    return lora_expand_triton(product, shrunk, table, row_entries, expand_config(product, table, row_entries))
 
 
 def lora_expand_reference(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
@@ -86,35 +86,69 @@ def lora_expand_silu_mul_unchecked(product: torch.Tensor, shrunk: torch.Tensor, 
     """
     if not product.is_cuda:
         return silu_mul_reference(lora_expand_reference(product, shrunk, table, row_entries))
-    return lora_expand_silu_mul_triton(product, shrunk, table, row_entries, expand_config(len(product), table))
+    return lora_expand_silu_mul_triton(product, shrunk, table, row_entries, expand_config(product, table, row_entries))
 
 
 @jit()
-def _entry_delta(acc, shrunk_rows, split_stride, places, scales, entry, mine, member, n, n_inside,
-                 PARTS: tl.constexpr, MEMBERS: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr,
-                 RANK_DIVISOR: tl.constexpr, KIND: tl.constexpr, COMPUTE: tl.constexpr, LOW: tl.constexpr,
-                 PRECISION: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr):
-    """acc [rows, columns] and what the entry's adapters of a member add to the rows that are `mine`."""
+def _add_delta(acc, shrunk_rows, split_stride, places, entry, first_entry, end_entry, member, n, n_inside,
+               HAS_ROWS: tl.constexpr, PARTS: tl.constexpr, MEMBERS: tl.constexpr, RANK: tl.constexpr,
+               BLOCK_R: tl.constexpr, RANK_DIVISOR: tl.constexpr, KIND: tl.constexpr, COMPUTE: tl.constexpr,
+               LOW: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, SPLITS: tl.constexpr):
+    """acc [rows, columns] and what the rows' adapters of a member add, BLOCK_R ranks of all entries at a time.
+
+    entry [rows] is from first_entry up to, but not, end_entry, or -1; without HAS_ROWS 0, or -1.
+    """
+    if HAS_ROWS:
+        # Three dimensions, so that the ranks of an adapter are known to lie side by side.
+        AT_ONCE: tl.constexpr = max(1, BLOCK_R // RANK)
+        for tile in range(first_entry * PARTS * RANK // BLOCK_R, tl.cdiv(end_entry * PARTS * RANK, BLOCK_R)):
+            adapter = tile * BLOCK_R // RANK + tl.arange(0, AT_ONCE)  # entry by entry, part by part
+            index = tile * BLOCK_R % RANK + tl.arange(0, BLOCK_R // AT_ONCE)
+            known = adapter // PARTS < end_entry
+            place = places + (adapter * MEMBERS + member) * FIELDS
+            rank = tl.load(place + 3, mask=known, other=0).to(tl.int32)
+            rank = tl.multiple_of(rank, RANK_DIVISOR)[None, :, None]
+            b = pointer_to(tl.load(place + 1, mask=known, other=0), KIND, ALIGNED)
+            inside = index[None, None, :] < rank
+            b_at = b[None, :, None] + (n[:, None, None] * rank + index[None, None, :])
+            b_tile = tl.reshape(tl.load(b_at, mask=n_inside[:, None, None] & inside, other=0.0), [n.shape[0], BLOCK_R])
+            slot = adapter % PARTS * MEMBERS + member
+            at = shrunk_rows[:, None, None] + (slot[None, :, None] * RANK + index[None, None, :])
+            mine = (entry[:, None, None] == (adapter // PARTS)[None, :, None]) & inside
+            total = tl.zeros([entry.shape[0], AT_ONCE, BLOCK_R // AT_ONCE], tl.float32)
+            for split in tl.static_range(SPLITS):
+                total += tl.load(at + split * split_stride, mask=mine, other=0.0)
+            s_tile = tl.reshape(total, [entry.shape[0], BLOCK_R])
+            acc = lora_dot(s_tile.to(COMPUTE), tl.trans(b_tile.to(COMPUTE)), acc, LOW, PRECISION, False)
+    else:  # one address for all columns, so that loads are wide
+        for part in tl.static_range(PARTS):
+            place = places + (part * MEMBERS + member) * FIELDS
+            rank = tl.multiple_of(tl.load(place + 3).to(tl.int32), RANK_DIVISOR)
+            b = pointer_to(tl.load(place + 1), KIND, ALIGNED)
+            for tile in tl.static_range(RANK // BLOCK_R):
+                index = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+                inside = index < rank
+                b_tile = tl.load(b + (n[:, None] * rank + index[None, :]), mask=n_inside[:, None] & inside[None, :],
+                                 other=0.0)
+                at = shrunk_rows[:, None] + ((part * MEMBERS + member) * RANK + index)[None, :]
+                total = tl.zeros([shrunk_rows.shape[0], BLOCK_R], tl.float32)
+                for split in tl.static_range(SPLITS):
+                    total += tl.load(at + split * split_stride, mask=(entry == 0)[:, None] & inside[None, :], other=0.0)
+                acc = lora_dot(total.to(COMPUTE), tl.trans(b_tile.to(COMPUTE)), acc, LOW, PRECISION, False)
+    return acc
+
+
+@jit()
+def _add_bias(acc, places, scales, entry, member, n, n_inside, PARTS: tl.constexpr, MEMBERS: tl.constexpr,
+              KIND: tl.constexpr, COMPUTE: tl.constexpr):
+    """acc [rows, columns] and the biases of the rows' adapters of a member, scaled."""
     for part in tl.static_range(PARTS):
         slot = (entry * PARTS + part) * MEMBERS + member
-        rank = tl.multiple_of(tl.load(places + slot * FIELDS + 3).to(tl.int32), RANK_DIVISOR)
-        b = pointer_to(tl.load(places + slot * FIELDS + 1), KIND, ALIGNED)
-        for tile in tl.static_range(RANK // RANK_TILE):
-            column = tile * RANK_TILE + tl.arange(0, RANK_TILE)
-            inside = column < rank
-            b_tile = tl.load(b + n[:, None] * rank + column[None, :], mask=n_inside[:, None] & inside[None, :],
-                             other=0.0)
-            at = shrunk_rows[:, None] + (part * MEMBERS + member) * RANK + column[None, :]
-            total = tl.zeros([shrunk_rows.shape[0], RANK_TILE], tl.float32)
-            for split in tl.static_range(SPLITS):
-                total += tl.load(at + split * split_stride, mask=mine[:, None] & inside[None, :], other=0.0)
-            acc = lora_dot(total.to(COMPUTE), tl.trans(b_tile.to(COMPUTE)), acc, LOW, PRECISION, False)
-        if HAS_BIAS:
-            address = tl.load(places + slot * FIELDS + 2)
-            if address != 0:
-                bias = tl.load(pointer_to(address, KIND, False) + n, mask=n_inside, other=0.0)
-                added = bias.to(COMPUTE).to(tl.float32) * tl.load(scales + slot)
-                acc += tl.where(mine[:, None], added[None, :], 0.0)
+        address = tl.load(places + slot * FIELDS + 2, mask=entry >= 0, other=0)
+        scale = tl.load(scales + slot, mask=entry >= 0, other=0.0)
+        bias = tl.load(pointer_to(address, KIND, False)[:, None] + n[None, :],
+                       mask=(address != 0)[:, None] & n_inside[None, :], other=0.0)
+        acc += bias.to(COMPUTE).to(tl.float32) * scale[:, None]
     return acc
 
 
@@ -139,8 +173,9 @@ def _expand_kernel(
     PARTS: tl.constexpr,
     MEMBERS: tl.constexpr,
     RANK: tl.constexpr,
-    RANK_TILE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     RANK_DIVISOR: tl.constexpr,
+   
     KIND: tl.constexpr,
     COMPUTE: tl.constexpr,
     LOW: tl.constexpr,
@@ -187,7 +222,7 @@ def _expand_kernel(
     dtype = out.dtype.element_ty
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = row < num_rows
-    entry_of_row = entry_of_rows(row_entries, row, inside, HAS_ROWS)
+    entry = entry_of_rows(row_entries, row, inside, HAS_ROWS)
     mask = inside[:, None] & n_inside[None, :]
     product_at = product + row.to(tl.int64)[:, None] * product_stride + n[None, :]
     base = tl.load(product_at + begin, mask=mask, other=0.0).to(tl.float32)
@@ -196,28 +231,24 @@ def _expand_kernel(
         base_up = tl.load(product_at + first_1, mask=mask, other=0.0).to(tl.float32)
     shrunk_rows = shrunk + row.to(tl.int64) * (PARTS * MEMBERS * RANK)
     split_stride = num_rows.to(tl.int64) * (PARTS * MEMBERS * RANK)
+    first_entry = 0
+    end_entry = 1
+    if HAS_ROWS:
+        first_entry = tl.min(tl.where(entry < 0, 1 << 30, entry), 0)
+        end_entry = tl.max(entry, 0) + 1
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = acc
-    if HAS_ROWS:  # one after the other, of those that are there
-        lowest = tl.min(tl.where(entry_of_row < 0, 1 << 30, entry_of_row), 0)
-        for entry in range(lowest, tl.max(entry_of_row, 0) + 1):
-            mine = entry_of_row == entry
-            if tl.max(mine.to(tl.int32), 0) > 0:
-                acc = _entry_delta(acc, shrunk_rows, split_stride, places, scales, entry, mine, member, n, n_inside,
-                                   PARTS, MEMBERS, RANK, RANK_TILE, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION,
-                                   ALIGNED, HAS_BIAS, SPLITS)
-                if SILU:
-                    acc_up = _entry_delta(acc_up, shrunk_rows, split_stride, places, scales, entry, mine, 1, n,
-                                          n_inside, PARTS, MEMBERS, RANK, RANK_TILE, RANK_DIVISOR, KIND, COMPUTE, LOW,
-                                          PRECISION, ALIGNED, HAS_BIAS, SPLITS)
-    else:
-        acc = _entry_delta(acc, shrunk_rows, split_stride, places, scales, 0, inside, member, n, n_inside, PARTS,
-                           MEMBERS, RANK, RANK_TILE, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED, HAS_BIAS,
-                           SPLITS)
-        if SILU:
-            acc_up = _entry_delta(acc_up, shrunk_rows, split_stride, places, scales, 0, inside, 1, n, n_inside, PARTS,
-                                  MEMBERS, RANK, RANK_TILE, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED,
-                                  HAS_BIAS, SPLITS)
+    acc = _add_delta(acc, shrunk_rows, split_stride, places, entry, first_entry, end_entry, member, n, n_inside,
+                     HAS_ROWS, PARTS, MEMBERS, RANK, BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED,
+                     SPLITS)
+    if HAS_BIAS:
+        acc = _add_bias(acc, places, scales, entry, member, n, n_inside, PARTS, MEMBERS, KIND, COMPUTE)
+    if SILU:
+        acc_up = _add_delta(acc_up, shrunk_rows, split_stride, places, entry, first_entry, end_entry, 1, n, n_inside,
+                            HAS_ROWS, PARTS, MEMBERS, RANK, BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION,
+                            ALIGNED, SPLITS)
+        if HAS_BIAS:
+            acc_up = _add_bias(acc_up, places, scales, entry, 1, n, n_inside, PARTS, MEMBERS, KIND, COMPUTE)
     result = (base + acc).to(dtype)
     if SILU:
         up = (base_up + acc_up).to(dtype).to(tl.float32)
@@ -226,10 +257,14 @@ def _expand_kernel(
     tl.store(out + row.to(tl.int64)[:, None] * out_stride + (begin + n)[None, :], result, mask=mask)
 
 
-def expand_config(num_rows: int, table: LoraTable) -> ExpandConfig:
-    """What is fastest on an H200."""
-    block_m = 16 if num_rows <= 16 else 32 if num_rows <= 128 else 64
-    return ExpandConfig(block_m, 128, "tf32x3", 4)
+def expand_config(product: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> ExpandConfig:
+    """What is fastest on an H200 (lora_speed.py)."""
+    rows, precision = len(product), precision_of(product.dtype)
+    if rows >= 1024:
+        return ExpandConfig(64, 128, precision, 4)
+    if row_entries is not None:
+        return ExpandConfig(16 if rows <= 16 else 32, 64, precision, 4)
+    return ExpandConfig(16, 128, precision, 4)
 
 
 def lora_expand_triton(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
@@ -263,6 +298,7 @@ def _launch(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, row_e
             product.stride(0), out.stride(0),
             HAS_ROWS=row_entries is not None,
             RANK_DIVISOR=table.rank_divisor,
+            BLOCK_R=table.rank_tile if row_entries is None else _block_r(table),
             HAS_BIAS=table.has_bias,
             SPLITS=len(shrunk),
             SILU=silu,
@@ -273,6 +309,12 @@ def _launch(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, row_e
             num_warps=config.num_warps,
             **options,
         )
+
+
+def _block_r(table: LoraTable) -> int:
+    """Ranks of all entries that are taken at once where each row has its own."""
+    ranks = len(table.entries) * table.num_parts * table.rank
+    return min(64, 1 << (ranks - 1).bit_length())
 
 
 def _check(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> None:

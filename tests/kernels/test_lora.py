@@ -50,7 +50,7 @@ def test_reference(mixed, dtype, adapters):
 @pytest.mark.parametrize("rank", [1, 2, 5, 8, 16, 17, 31, 32, 48, 64, 80])
 def test_ranks(rank):
     case = make_case(rank, 9, 96, [40], [[[rank]]], mixed=False)
-    check(case, ShrinkConfig(16, 32, 2, "tf32x3", 4, 2), ExpandConfig(16, 32, "tf32x3", 4), 1e-5)
+    check(case, ShrinkConfig(16, 16, 32, 2, "tf32x3", 4, 2), ExpandConfig(16, 32, "tf32x3", 4), 1e-5)
 
 
 @pytest.mark.interpreted
@@ -58,7 +58,7 @@ def test_ranks(rank):
 @pytest.mark.parametrize("mixed", [False, True])
 def test_rows(rows, mixed):
     case = make_case(rows, rows, 70, [33, 16, 7], MANY, mixed=mixed, bias=True, gap=3)
-    check(case, ShrinkConfig(32, 32, 3, "tf32x3", 4, 2), ExpandConfig(64, 16, "tf32x3", 4), 1e-5)
+    check(case, ShrinkConfig(32, 16, 32, 3, "tf32x3", 4, 2), ExpandConfig(64, 16, "tf32x3", 4), 1e-5)
 
 
 @pytest.mark.interpreted
@@ -67,7 +67,7 @@ def test_rows(rows, mixed):
 def test_members_and_splits(members, splits):
     ranks = [[[3, 9, 16][:members]], [[4, 4, 4][:members]]]
     case = make_case(members, 21, 130, [48, 20, 16][:members], ranks)
-    check(case, ShrinkConfig(16, 16, splits, "tf32x3", 4, 2), ExpandConfig(16, 16, "tf32x3", 4), 1e-5)
+    check(case, ShrinkConfig(16, 16, 16, splits, "tf32x3", 4, 2), ExpandConfig(16, 16, "tf32x3", 4), 1e-5)
 
 
 @pytest.mark.interpreted
@@ -78,7 +78,7 @@ def test_members_and_splits(members, splits):
 def test_types(dtype, adapters, compute):
     """The interpreter has no products of bfloat16: those run on a GPU."""
     case = make_case(3, 20, 64, [24, 8], [[[4, 16]], [[8, 8]]], dtype=dtype, adapters=adapters, compute=compute)
-    check(case, ShrinkConfig(16, 32, 2, "tf32x3", 4, 2), ExpandConfig(16, 16, "tf32x3", 4), 2e-3)
+    check(case, ShrinkConfig(16, 16, 32, 2, "tf32x3", 4, 2), ExpandConfig(16, 16, "tf32x3", 4), 2e-3)
 
 
 @pytest.mark.interpreted
@@ -86,7 +86,7 @@ def test_float32_adapters_are_not_rounded():
     """Over a half-precision base each product has float32's accuracy, so that only the last rounding shows."""
     case = make_case(4, 16, 128, [32], [[[16]]], dtype=torch.float16, mixed=False)
     wanted = expected(case).to(torch.float16)
-    shrunk = lora_shrink_triton(case.x, case.table, None, ShrinkConfig(16, 64, 2, "tf32x3", 4, 2))
+    shrunk = lora_shrink_triton(case.x, case.table, None, ShrinkConfig(16, 16, 64, 2, "tf32x3", 4, 2))
     actual = lora_expand_triton(case.product, shrunk, case.table, None, ExpandConfig(16, 32, "tf32x3", 4))
     assert (actual != wanted).float().mean() < 0.005
 
@@ -98,7 +98,7 @@ def test_with_silu_behind_it(mixed):
     case = make_case(5, 37, 64, [40, 40], ranks, mixed=mixed, bias=True)
     gate, up = expected(case).chunk(2, dim=-1)
     wanted = torch.nn.functional.silu(gate) * up
-    shrunk = lora_shrink_triton(case.x, case.table, case.row_entries, ShrinkConfig(32, 32, 2, "tf32x3", 4, 2))
+    shrunk = lora_shrink_triton(case.x, case.table, case.row_entries, ShrinkConfig(32, 16, 32, 2, "tf32x3", 4, 2))
     kernel = lora_expand_silu_mul_triton(case.product, shrunk, case.table, case.row_entries,
                                          ExpandConfig(16, 16, "tf32x3", 4))
     plain = lora_expand_silu_mul_unchecked(case.product, shrunk, case.table, case.row_entries)
@@ -120,7 +120,7 @@ def test_a_row_does_not_depend_on_the_others():
 
 
 def _result(x, product, case, row_entries):
-    shrunk = lora_shrink_triton(x, case.table, row_entries, ShrinkConfig(16, 32, 2, "tf32x3", 4, 2))
+    shrunk = lora_shrink_triton(x, case.table, row_entries, ShrinkConfig(16, 16, 32, 2, "tf32x3", 4, 2))
     return lora_expand_triton(product, shrunk, case.table, row_entries, ExpandConfig(16, 16, "tf32x3", 4))
 
 
@@ -134,13 +134,13 @@ def test_an_unaligned_adapter():
     entries = (((adapter._replace(a=a, b=b),),),)
     table, = make_tables([Members(entries, ((0, 24),), torch.float32)], torch.device("cpu"))
     assert not table.aligned
-    check(case._replace(table=table), ShrinkConfig(16, 16, 1, "tf32x3", 4, 2), ExpandConfig(16, 32, "tf32x3", 4), 1e-5)
+    check(case._replace(table=table), ShrinkConfig(16, 16, 16, 1, "tf32x3", 4, 2), ExpandConfig(16, 32, "tf32x3", 4), 1e-5)
 
 
 @pytest.mark.interpreted
 def test_nothing_to_do():
     case = make_case(8, 0, 32, [16], [[[4]]], mixed=False)
-    check(case, ShrinkConfig(16, 32, 1, "tf32x3", 4, 2), ExpandConfig(16, 32, "tf32x3", 4), 0)
+    check(case, ShrinkConfig(16, 16, 32, 1, "tf32x3", 4, 2), ExpandConfig(16, 32, "tf32x3", 4), 0)
 
 
 def test_arguments_that_are_refused():
@@ -166,8 +166,8 @@ def test_reference_leaves_rows_without_an_entry():
     assert torch.equal(lora_expand_reference(case.product, shrunk, case.table, nobody), before)
 
 
-SHRINKS = [ShrinkConfig(16, 64, 4, "p", 4, 3), ShrinkConfig(32, 128, 2, "p", 4, 3), ShrinkConfig(64, 64, 1, "p", 4, 2),
-           ShrinkConfig(128, 64, 1, "p", 8, 3)]
+SHRINKS = [ShrinkConfig(16, 16, 64, 4, "p", 4, 3), ShrinkConfig(32, 16, 128, 2, "p", 4, 3), ShrinkConfig(64, 16, 64, 1, "p", 4, 2),
+           ShrinkConfig(128, 16, 64, 1, "p", 8, 3)]
 EXPANDS = [ExpandConfig(16, 128, "p", 4), ExpandConfig(32, 64, "p", 4), ExpandConfig(64, 128, "p", 4),
            ExpandConfig(128, 64, "p", 8)]
 
