@@ -42,8 +42,8 @@ class LoraTable(NamedTuple):
     """The adapters of J members in E entries of at most P parts.
 
     ``places`` [E, P, J, 5] int64: addresses of a, b and bias (0: none), rank (0: no adapter), bytes of b. ``scales``
-    [E, P, J] float32. Both were written by a copy, on which kernels rely (see `_lora_tile`). ``columns``: first column and
-    number of columns of each member in the members' product. ``compute_dtype``: in which PEFT would multiply.
+    [E, P, J] float32. Both were written by a copy, on which kernels rely (see `_lora_tile`). ``columns``: first column
+    and number of columns of each member in the members' product. ``compute_dtype``: in which PEFT would multiply.
     ``rank``: the largest rank, padded to a power of two; ``rank_divisor`` divides all ranks. ``aligned``: each address
     and each row of a begins at a multiple of 16 bytes.
     """

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_paged.models.lora_rows import AdapterRows
-from hf_paged.models.plain_linear import Added, is_plain_linear
+from hf_paged.models.plain_linear import Added, added, is_plain_linear
 from hf_paged.models.shadow import Shadow, side_by_side
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 
@@ -26,8 +26,7 @@ class CopiedLinears(NamedTuple):
     def __call__(self, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
                  rows: AdapterRows | None = None) -> tuple[torch.Tensor, ParallelGroup]:
         """As `RowProduct`."""
-        product = linear(hidden, self.weight, self.bias)
-        return product if self.lora is None else self.lora.add(product, hidden, rows), SINGLE
+        return added(self.lora, hidden, self.weight, self.bias, linear, rows), SINGLE
 
 
 class CopiedWeights:

@@ -63,13 +63,15 @@ class Projections(NamedTuple):
 
     def __call__(self, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
         """[T, k] -> [T, sum of outputs]; `rows`: which adapters each row uses, None: active ones."""
-        product = self._product(hidden, rows)
-        return product if self.lora is None else self.lora.add(product, hidden, rows)
+        if self.lora is None:
+            return self._product(hidden, rows)
+        shrunk = self.lora.shrink(hidden, rows)
+        return self.lora.expand(self._product(hidden, rows), shrunk, rows)
 
     def silu_mul(self, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
         """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]."""
-        if self.lora is not None and self.lora.adds(rows):
-            return self.lora.add_silu_mul(self._product(hidden, rows), hidden, rows)
+        if self.lora is not None and (shrunk := self.lora.shrink(hidden, rows)) is not None:
+            return self.lora.expand_silu_mul(self._product(hidden, rows), shrunk, rows)
         if self.weight is not None and self.bias is None:
             return self.ops.linear_silu_mul(hidden, self.weight)
         if self.weight is None and self.are_plain and hidden.device.type == "cpu":

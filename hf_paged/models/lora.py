@@ -122,19 +122,21 @@ class AdaptedLayers:
         """May rows of such a step get more than the bases compute?"""
         return rows is not None or self._has_active
 
-    def add(self, product: torch.Tensor, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
-        """The base layers' product [T, N], which is written, with what each row's adapters add."""
-        if not self.adds(rows):
-            return product
-        entries = None if rows is None else rows.index
-        shrunk = lora_shrink_unchecked(hidden, self._table, entries)
-        return lora_expand_unchecked(product, shrunk, self._table, entries)
+    def shrink(self, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor | None:
+        """To be called before the bases' product is taken, which hides what it waits for; None: nothing is added."""
+        return lora_shrink_unchecked(hidden, self._table, _index(rows)) if self.adds(rows) else None
 
-    def add_silu_mul(self, product: torch.Tensor, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
+    def expand(self, product: torch.Tensor, shrunk: torch.Tensor | None, rows: AdapterRows | None) -> torch.Tensor:
+        """The bases' product [T, N], which is written, with what each row's adapters add to it."""
+        return product if shrunk is None else lora_expand_unchecked(product, shrunk, self._table, _index(rows))
+
+    def expand_silu_mul(self, product: torch.Tensor, shrunk: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
         """The same of gates and ups [T, 2 * I], and silu(gate) * up: [T, I]."""
-        entries = None if rows is None else rows.index
-        shrunk = lora_shrink_unchecked(hidden, self._table, entries)
-        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, entries)
+        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, _index(rows))
+
+
+def _index(rows: AdapterRows | None) -> torch.Tensor | None:
+    return None if rows is None else rows.index
 
 
 class Adapters:

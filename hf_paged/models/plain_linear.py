@@ -65,7 +65,18 @@ def row_product(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., t
 class Added(Protocol):
     """What LoRA adds to the products of linear layers (`hf_paged.models.lora.AdaptedLayers`)."""
 
-    def add(self, product: torch.Tensor, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor: ...
+    def shrink(self, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor | None: ...
+
+    def expand(self, product: torch.Tensor, shrunk: torch.Tensor | None, rows: AdapterRows | None) -> torch.Tensor: ...
+
+
+def added(lora: Added | None, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+          linear: Callable[..., torch.Tensor], rows: AdapterRows | None) -> torch.Tensor:
+    """`linear` of hidden [T, k], and what LoRA adds to it."""
+    if lora is None:
+        return linear(hidden, weight, bias)
+    shrunk = lora.shrink(hidden, rows)
+    return lora.expand(linear(hidden, weight, bias), shrunk, rows)
 
 
 class RowProduct(NamedTuple):
@@ -87,8 +98,7 @@ class RowProduct(NamedTuple):
         """`rows`: which adapters each row uses; None: those that are active."""
         if not self.is_plain:
             return row_product(self.module, hidden, linear, rows)
-        product = linear(hidden, self.module.weight, self.module.bias)
-        return product if self.lora is None else self.lora.add(product, hidden, rows), SINGLE
+        return added(self.lora, hidden, self.module.weight, self.module.bias, linear, rows), SINGLE
 
 
 def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],

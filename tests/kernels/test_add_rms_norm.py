@@ -70,8 +70,8 @@ def test_sum_and_norm(run, device, dtype, width, scale):
 
 @pytest.mark.parametrize(("run", "device", "lower", "kinds", "width"), every_pair(
     lower_runs(add_rms_norm_reference, add_rms_norm_triton, add_rms_norm),
-    ["lower full full", "lower lower full", "full lower full", "lower full lower", "full full full", "other lower other",
-     "full None full", "lower None full", "other None other"],
+    ["lower full full", "lower lower full", "full lower full", "lower full lower", "full full full",
+     "other lower other", "full None full", "lower None full", "other None other"],
     [64, 1000]))
 def test_dtypes_of_autocast(run, device, lower, kinds, width):
     """Sum and norm are rounded where modules round them whose tensors are promoted, and then once more."""

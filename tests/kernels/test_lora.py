@@ -62,6 +62,16 @@ def test_rows(rows, mixed):
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize(("block_r", "rank"), [(16, 40), (32, 9), (64, 16), (64, 5), (64, 70)])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_tiles_of_several_adapters(block_r, rank, mixed):
+    """A tile of ranks may hold many adapters, or a part of one."""
+    ranks = [[[rank, 4], [2, rank]], [[3, 0]], [[rank, rank]], [[0, 0]], [[1, rank]]]
+    case = make_case(rank, 40, 50, [20, 36], ranks, mixed=mixed, bias=True)
+    check(case, ShrinkConfig(16, block_r, 32, 2, "tf32x3", 4, 2), ExpandConfig(32, 16, "tf32x3", 4), 1e-5)
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("members", [1, 2, 3])
 @pytest.mark.parametrize("splits", [1, 4, 8])
 def test_members_and_splits(members, splits):
@@ -134,7 +144,8 @@ def test_an_unaligned_adapter():
     entries = (((adapter._replace(a=a, b=b),),),)
     table, = make_tables([Members(entries, ((0, 24),), torch.float32)], torch.device("cpu"))
     assert not table.aligned
-    check(case._replace(table=table), ShrinkConfig(16, 16, 16, 1, "tf32x3", 4, 2), ExpandConfig(16, 32, "tf32x3", 4), 1e-5)
+    check(case._replace(table=table), ShrinkConfig(16, 16, 16, 1, "tf32x3", 4, 2), ExpandConfig(16, 32, "tf32x3", 4),
+          1e-5)
 
 
 @pytest.mark.interpreted
@@ -166,18 +177,18 @@ def test_reference_leaves_rows_without_an_entry():
     assert torch.equal(lora_expand_reference(case.product, shrunk, case.table, nobody), before)
 
 
-SHRINKS = [ShrinkConfig(16, 16, 64, 4, "p", 4, 3), ShrinkConfig(32, 16, 128, 2, "p", 4, 3), ShrinkConfig(64, 16, 64, 1, "p", 4, 2),
-           ShrinkConfig(128, 16, 64, 1, "p", 8, 3)]
+SHRINKS = [ShrinkConfig(16, 64, 64, 4, "p", 4, 3), ShrinkConfig(32, 16, 128, 2, "p", 4, 3),
+           ShrinkConfig(64, 32, 64, 1, "p", 4, 2), ShrinkConfig(128, 64, 64, 1, "p", 8, 3)]
 EXPANDS = [ExpandConfig(16, 128, "p", 4), ExpandConfig(32, 64, "p", 4), ExpandConfig(64, 128, "p", 4),
            ExpandConfig(128, 64, "p", 8)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["tf32x3", "bf16x3"])
 @pytest.mark.parametrize(("shrink", "expand"), zip(SHRINKS, EXPANDS, strict=True))
-@pytest.mark.parametrize(("dtype", "adapters"), [
-    (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32),
-    (torch.float32, torch.float32), (torch.float32, torch.bfloat16),
+@pytest.mark.parametrize(("dtype", "adapters", "precision"), [
+    (torch.bfloat16, torch.float32, "tf32x3"), (torch.bfloat16, torch.float32, "bf16x3"),
+    (torch.bfloat16, torch.bfloat16, "low"), (torch.float16, torch.float32, "tf32x3"),
+    (torch.float32, torch.float32, "tf32x3"), (torch.float32, torch.bfloat16, "low"),
 ])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_on_a_gpu(precision, shrink, expand, dtype, adapters, mixed):

@@ -22,7 +22,8 @@ RUNS = runs(qk_norm_rope_store_reference, qk_norm_rope_store_triton, qk_norm_rop
 class Case:
     """Random arguments: strided rows of qkv and tables, some tokens without a slot, caches with ends to guard."""
 
-    def __init__(self, seed, device, dtype, head_dim, heads, kv_heads, tokens=5, block_size=16, norms=None, tables=None):
+    def __init__(self, seed, device, dtype, head_dim, heads, kv_heads, tokens=5, block_size=16, norms=None,
+                 tables=None):
         g = torch.Generator().manual_seed(seed)
         self.heads, self.kv_heads, self.head_dim, num_positions = heads, kv_heads, head_dim, 40
         width = (heads + 2 * kv_heads) * head_dim
