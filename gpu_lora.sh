@@ -11,7 +11,7 @@ S="setsid -w timeout -k 5"
 for step in "${steps[@]}"; do
   start=$SECONDS
   case $step in
-    tests) $S 100 python3 -m pytest -q -n 8 -m gpu -p no:cacheprovider tests/kernels/test_lora.py tests/models/test_lora.py >"$OUT/tests.log" 2>&1 ;;
+    tests) $S 100 python3 -m pytest -q -n 8 -m gpu -p no:cacheprovider tests/kernels/test_lora_kernels.py tests/models/test_lora.py >"$OUT/tests.log" 2>&1 ;;
     compile) # candidates for tune, in parallel: no timing
       pids=()
       for kind in fp32 bf16 "fp32 mixed"; do for rows in 16 64 256 8192; do

@@ -288,7 +288,7 @@ class Engine:
             adapters: every row's `RequestSettings.adapter_name`.
         """
         batch: LockstepBatch | None = None
-        named = [None] * len(prompts) if adapters is None else adapters
+        named: list[str | None] = [None] * len(prompts) if adapters is None else adapters
         call = _Call()
         try:
             with self._held():
@@ -579,7 +579,7 @@ class Engine:
             return names
         if len(names) != num_rows:
             return Reason("{} adapter_names for {} rows", len(names), num_rows,
-                          remedy="Give one name for each row: with num_return_sequences=n, n times that of each prompt.")
+                          remedy="Give a name for each row: with num_return_sequences=n, n times that of each prompt.")
         reasons = (self._executor.adapter_reason(name) for name in dict.fromkeys(names))
         return next(filter(None, reasons), None) or list(names)
 

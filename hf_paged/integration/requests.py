@@ -112,12 +112,13 @@ class RequestMaker:
         for index, ids in enumerate(self._checked(prompts, template)):
             config = configs[index]
             try:
-                for given in (ids, adapters[index]):
-                    if isinstance(given, Exception):
-                        raise given
+                if isinstance(ids, Exception):
+                    raise ids
+                if isinstance(adapter := adapters[index], Exception):
+                    raise adapter
                 merged = merge(config)
                 self._notices.look(merged, config, keywords, model.generation_config)
-                settings, copies = self._settled(ids, merged, call, salts[index], adapters[index])
+                settings, copies = self._settled(ids, merged, call, salts[index], adapter)
                 first = 0 if own_seeds else len(asked)
                 made = [replace(self._request(ids, settings, seeds[index], first + copy), autocast=autocast)
                         for copy in range(copies)]
@@ -135,7 +136,7 @@ class RequestMaker:
                 asked += [Asked(index, request) for request in made]
         return asked
 
-    def _adapters(self, names: Any, count: int) -> list[str | None | Exception]:
+    def _adapters(self, names: Any, count: int) -> list[str | Exception | None]:
         """Each prompt's adapter, or what is wrong with it."""
         given, check = one_per_prompt("adapter_names", names, count), self._engine.check_adapter
         if names is not None and not isinstance(names, (list, tuple)):
@@ -205,7 +206,7 @@ def _copies_of(config: Any, keywords: dict[str, Any], of_model: GenerationConfig
 
 
 def one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    """`value` for each prompt, or the values of a list; ValueError naming the argument where their number is another."""
+    """`value` for each prompt, or the values of a list; ValueError naming the argument where the number is wrong."""
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:

@@ -326,8 +326,9 @@ class ModelExecutor(ABC):
         return self.look().adapter_names
 
     def name_rows(self) -> tuple[str, ...]:
-        """From now on the entries of `StepContext.adapters` stand for what `adapter_names` are now, which it returns."""
-        self._row_names, self._lora = self.adapter_names, [weakref.ref(layer) for _, layer in self.look().lora_layers()]
+        """From now on `StepContext.adapters` counts the names that `adapter_names` holds now, which it returns."""
+        look = self.look()
+        self._row_names, self._lora = look.adapter_names, [weakref.ref(layer) for _, layer in look.lora_layers()]
         return self._row_names
 
     def adapter_rows(self, adapters: torch.Tensor | None) -> AdapterRows | None:

@@ -118,25 +118,22 @@ class AdaptedLayers:
         self._table = table
         self._has_active = any(layer.active for layer in layers)
 
-    def adds(self, rows: AdapterRows | None) -> bool:
-        """May rows of such a step get more than the bases compute?"""
-        return rows is not None or self._has_active
-
     def shrink(self, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor | None:
         """To be called before the bases' product is taken, which hides what it waits for; None: nothing is added."""
-        return lora_shrink_unchecked(hidden, self._table, _index(rows)) if self.adds(rows) else None
+        adds = rows is not None or self._has_active
+        return lora_shrink_unchecked(hidden, self._table, _entries(rows)) if adds else None
 
     def expand(self, product: torch.Tensor, shrunk: torch.Tensor | None, rows: AdapterRows | None) -> torch.Tensor:
         """The bases' product [T, N], which is written, with what each row's adapters add to it."""
-        return product if shrunk is None else lora_expand_unchecked(product, shrunk, self._table, _index(rows))
+        return product if shrunk is None else lora_expand_unchecked(product, shrunk, self._table, _entries(rows))
 
     def expand_silu_mul(self, product: torch.Tensor, shrunk: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
         """The same of gates and ups [T, 2 * I], and silu(gate) * up: [T, I]."""
-        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, _index(rows))
+        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, _entries(rows))
 
 
-def _index(rows: AdapterRows | None) -> torch.Tensor | None:
-    return None if rows is None else rows.index
+def _entries(rows: AdapterRows | None) -> torch.Tensor | None:
+    return None if rows is None else rows.entries
 
 
 class Adapters:

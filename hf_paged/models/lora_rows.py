@@ -18,10 +18,10 @@ from hf_paged.models.tuners import BASE, is_lora
 class AdapterRows(NamedTuple):
     """Which adapter each of T tokens goes through.
 
-    ``index`` [T] int32: 0 the model's active adapters, -1 none, i > 0 ``names[i - 1]`` alone.
+    ``entries`` [T] int32: 0 the model's active adapters, -1 none, i > 0 ``names[i - 1]`` alone.
     """
 
-    index: torch.Tensor
+    entries: torch.Tensor
     names: tuple[str, ...]
 
 
@@ -71,7 +71,7 @@ def _by_row(layer: Any, tokens: torch.Tensor, rows: AdapterRows, base: torch.Ten
 
     All adapters are applied to all tokens, so that nothing has to be known of `rows` on the host.
     """
-    index = rows.index[:, None]
+    index = rows.entries[:, None]
     result = torch.where(index == 0, layer.forward(tokens[None])[0], base)
     for entry, name in enumerate(rows.names, 1):
         if (delta := _delta(layer, name, tokens)) is not None:

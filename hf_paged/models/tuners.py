@@ -17,8 +17,8 @@ BASE = "__base__"  # PEFT's name for rows that no adapter is applied to
 # Classes of PEFT's that apply an adapter row by row, with the arithmetic of `lora_rows`.
 _ROW_BY_ROW = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding",
                "peft.tuners.lora.torchao.TorchaoLoraLinear")
-_ONE_AT_A_TIME = ("Give all rows of a call one adapter with `set_adapter`, or call `generate(adapter_names=...)` of the "
-                  "PeftModel, which runs in stock what PEFT can do.")
+_ONE_AT_A_TIME = ("Give all rows of a call one adapter with `set_adapter`, or call `generate(adapter_names=...)` of "
+                  "the PeftModel, which runs in stock what PEFT can do.")
 
 
 def adapter_state(model: nn.Module) -> list[tuple]:

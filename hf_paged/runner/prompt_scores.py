@@ -35,7 +35,8 @@ def prompt_log_probs(executor: ModelExecutor, hidden: torch.Tensor, at: torch.Te
                      token_ids: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
     """log p of ``token_ids`` [N] int64, each from the raw logits of its row ``at`` [N] int64 of ``hidden`` [T, size].
 
-    ``adapters`` [T]: as `StepContext.adapters`. float32 [N], as log_softmax in float32. Of the logits at most `_MOST_LOGITS` numbers exist at a time.
+    ``adapters`` [T]: as `StepContext.adapters`. float32 [N], as log_softmax in float32. Of the logits at most
+    `_MOST_LOGITS` numbers exist at a time.
     """
     size = max(1, min(_MOST_POSITIONS, _MOST_LOGITS // executor.vocab_size))
     known = torch.empty(len(token_ids), dtype=torch.float32, device=hidden.device)

@@ -42,8 +42,8 @@ def blocks_together(prompts: list[list[int]], max_new_tokens: int, block_size: i
 class LockstepRows:
     """R rows, each with a slot, a block table and a number of tokens whose KV is computed.
 
-    Equal prompts under one adapter are one row until `fork`. After an OutOfBlocksError of `prompt_plans` only `free` may be called;
-    any other method that raises one may be called again.
+    Equal prompts under one adapter are one row until `fork`. After an OutOfBlocksError of `prompt_plans` only `free`
+    may be called; any other method that raises one may be called again.
 
     Args:
         scheduler: Whose slots and blocks these rows take.

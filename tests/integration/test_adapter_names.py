@@ -1,4 +1,4 @@
-"""`PeftModel.generate(adapter_names=...)`: an adapter of its own for every row, by the hooks that PEFT puts on layers."""
+"""`PeftModel.generate(adapter_names=...)`: an adapter for every row, by the hooks that PEFT puts on layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from hf_paged.models.guards.adapter_hooks import naming
 
 peft = pytest.importorskip("peft", reason="an extra of the test environment")
 from lora_models import lora_config, randomize, with_adapter  # noqa: E402
-
 
 
 @pytest.fixture(params=["modules", "tables"], autouse=True)
@@ -74,7 +73,7 @@ def test_every_family(family):
                           "gate_up_proj") if any(name.endswith(f".{n}") and type(module) is torch.nn.Linear
                                                  for name, module in model.named_modules())]
     wrapped = with_adapter(with_adapter(model, "one", 5, linear), "two", 6, linear[:2])
-    if not hf_paged.explain(wrapped, **INPUTS, **OPTIONS).path == "native":
+    if hf_paged.explain(wrapped, **INPUTS, **OPTIONS).path != "native":
         pytest.skip("LoRA of this family runs in stock")
     expected = wrapped.generate(**INPUTS, **OPTIONS, adapter_names=NAMES)
     assert not torch.equal(expected, wrapped.generate(**INPUTS, **OPTIONS))
@@ -102,14 +101,17 @@ def test_adapters_over_bfloat16_weights(dtype):
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.to(dtype)
-    options = {**INPUTS, **OPTIONS, "adapter_names": NAMES, "return_dict_in_generate": True, "output_logits": True}
-    exact = stock_copy(wrapped).float().generate(**options).logits[0]
-    stocks = wrapped.generate(**options).logits[0]
+    options = {"max_new_tokens": 1, "adapter_names": NAMES * 3, "return_dict_in_generate": True, "output_logits": True}
+    exact, stock = stock_copy(wrapped).float(), stock_copy(wrapped)
     hf_paged.enable(wrapped, strict=True)
-    ours = wrapped.generate(**options).logits[0]
-    errors = [(logits.float() - exact).square().mean().sqrt() for logits in (ours, stocks)]
-    assert errors[0] <= 1.2 * errors[1]
-    assert errors[1] < 0.1 * exact.std()
+    errors = []
+    for seed in range(8):
+        logits = [m.generate(**batch([40, 33, 7, 33] * 3, seed=seed), **options).logits[0].float()
+                  for m in (exact, wrapped, stock)]
+        errors.append([(of - logits[0]).square().mean() for of in logits[1:]])
+    ours, stocks = torch.tensor(errors).mean(0).sqrt()
+    assert ours <= 1.1 * stocks
+    assert 0 < stocks < 0.1 * logits[0].std()
 
 
 def _as_it_is(ids: Any, scores: Any) -> Any:

@@ -193,7 +193,8 @@ class Beside:
 
     def begin(self, prompts):
         try:
-            self.rows = LockstepRows(self.book, arriving(prompts, b"nobody else hits what only these plans promise"), 40)
+            arrivals = arriving(prompts, b"nobody else hits what only these plans promise")
+            self.rows = LockstepRows(self.book, arrivals, 40)
             for _ in self.rows.prompt_plans():
                 pass
             self.rows.fork()

@@ -247,7 +247,8 @@ class PagedBatchingManager:
             request = BatchedRequest(request_id, prompt, max_new_tokens, eos_token_id, streaming, record_timestamps,
                                      options, config,
                                      wants_logprobs=self.continuous_batching_config.return_logprobs or own.logprobs,
-                                     cache_salt=salt, adapter_name=adapter_name, least_room=own.least_room, tokenizer=own.tokenizer)
+                                     cache_salt=salt, adapter_name=adapter_name, least_room=own.least_room,
+                                     tokenizer=own.tokenizer)
             requests = request.copies(copies)
             self.board.check_ids(requests)
             for one in requests:

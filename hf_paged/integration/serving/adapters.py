@@ -102,8 +102,8 @@ def refuse_adapter() -> None:
         RefusedRequestError: the request names an adapter.
     """
     if (name := ServedCall.current().adapter_name) is not None:
-        raise RefusedRequestError(f"model={name!r}: expected the model that the adapter belongs to, since transformers' "
-                                  "own continuous batching runs it, with the same adapters for all requests")
+        raise RefusedRequestError(f"model={name!r}: expected the model that the adapter belongs to: transformers' own "
+                                  "continuous batching runs it, with the same adapters for all requests")
 
 
 def _loaded(manager: Any) -> list[tuple[str, Any]]:

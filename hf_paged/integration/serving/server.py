@@ -184,8 +184,9 @@ def _answer(given: dict[str, Any]) -> Answer:
     def request(index: int, config: GenerationConfig) -> ServedRequests:
         return _requests(manager, model, processor, config, given["inputs"], index)
 
-    return Answer(given["request_id"], ServedCall.current().adapter_name or given["model_id"], model, processor, given["inputs"], given["gen_config"],
-                  request, wishes.tools if wishes.has_tools else None)
+    model_id = ServedCall.current().adapter_name or given["model_id"]
+    return Answer(given["request_id"], model_id, model, processor, given["inputs"], given["gen_config"], request,
+                  wishes.tools if wishes.has_tools else None)
 
 
 def _checking_tools(stock: Callable) -> Callable:
