@@ -21,6 +21,8 @@ from hf_paged.kernels.lora_shrink import check_row_entries
 from hf_paged.kernels.lora_table import LoraTable
 from hf_paged.kernels.silu_mul import silu_mul_reference, silu_mul_tile
 
+_MOST_PARTIALS = 32
+
 
 class ExpandConfig(NamedTuple):
     """Rows and columns of the product in a tile, float32 products, launch option."""
@@ -78,15 +80,31 @@ def lora_expand_reference(product: torch.Tensor, shrunk: torch.Tensor, table: Lo
     return product.copy_(total)
 
 
-def lora_expand_silu_mul_unchecked(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
-                                   row_entries: torch.Tensor | None) -> torch.Tensor:
+def lora_expand_silu_mul_unchecked(
+    product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None,
+    following: LoraTable | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``silu_mul(lora_expand(product, ...))`` of gates and ups ``[T, 2 * I]``, the members: ``[T, I]``.
+
+    Beside it `lora_shrink` of that for the `following` table, or None where it has to be taken by itself.
 
     Unchecked; `product` may be written.
     """
     if not product.is_cuda:
-        return silu_mul_reference(lora_expand_reference(product, shrunk, table, row_entries))
-    return lora_expand_silu_mul_triton(product, shrunk, table, row_entries, expand_config(product, table, row_entries))
+        return silu_mul_reference(lora_expand_reference(product, shrunk, table, row_entries)), None
+    config = expand_config(product, table, row_entries)
+    if following is not None and row_entries is None and _can_follow(product, following, config):
+        # One product after another: each warp has rows of its own, so that few rows would keep some warps idle.
+        config = config._replace(block_m=16 if len(product) <= 64 else 32 if len(product) <= 128 else 64)
+    else:
+        following = None
+    return lora_expand_silu_mul_triton(product, shrunk, table, row_entries, config, following)
+
+
+def _can_follow(product: torch.Tensor, table: LoraTable, config: ExpandConfig) -> bool:
+    """Is it one adapter, and are the partial sums, one a tile of columns, few?"""
+    one = table.num_parts == table.num_members == 1 and table.rank == table.rank_tile
+    return one and len(product) < 1024 and product.shape[1] // 2 <= _MOST_PARTIALS * config.block_n
 
 
 @jit()
@@ -160,6 +178,9 @@ def _expand_kernel(
     scales,
     row_entries,
     out,
+    next_places,
+    next_scales,
+    next_out,
     num_rows,
     first_0,
     first_1,
@@ -184,13 +205,19 @@ def _expand_kernel(
     HAS_BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     SILU: tl.constexpr,
+    NEXT_RANK: tl.constexpr,
+    NEXT_ALIGNED: tl.constexpr,
+    IS_BFLOAT16: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out [num_rows, N] may be product. SILU: the members are gates and ups, a program takes as many of both."""
+    """out [num_rows, N] may be product. SILU: the members are gates and ups, a program takes as many of both.
+
+    NEXT_RANK not 0: next_out [tiles, num_rows, NEXT_RANK] are partial sums of out with the adapter of next_places.
+    """
     tile = tl.program_id(1)
     member = 0
     begin = first_0
@@ -254,6 +281,18 @@ def _expand_kernel(
         up = (base_up + acc_up).to(dtype).to(tl.float32)
         result = silu_mul_tile(result.to(tl.float32), up, dtype, INTERPRETED)
         begin = 0
+    if NEXT_RANK > 0:
+        index = tl.arange(0, NEXT_RANK)
+        a = pointer_to(tl.load(next_places), KIND, NEXT_ALIGNED)
+        a_tile = tl.load(a + index[:, None] * size + n[None, :],
+                         mask=(index < tl.load(next_places + 3))[:, None] & n_inside[None, :], other=0.0)
+        sums = tl.zeros([BLOCK_M, NEXT_RANK], tl.float32)
+        x_tile = result
+        if LOW or not IS_BFLOAT16:
+            x_tile = result.to(COMPUTE)
+        sums = lora_dot(x_tile, tl.trans(a_tile.to(COMPUTE)), sums, LOW, PRECISION, IS_BFLOAT16)
+        at = (tl.program_id(1) * num_rows + row).to(tl.int64) * NEXT_RANK
+        tl.store(next_out + at[:, None] + index[None, :], sums * tl.load(next_scales), mask=inside[:, None])
     tl.store(out + row.to(tl.int64)[:, None] * out_stride + (begin + n)[None, :], result, mask=mask)
 
 
@@ -271,37 +310,49 @@ def lora_expand_triton(product: torch.Tensor, shrunk: torch.Tensor, table: LoraT
                        row_entries: torch.Tensor | None, config: ExpandConfig) -> torch.Tensor:
     """:func:`lora_expand` as one Triton launch."""
     tiles = sum(triton.cdiv(size, config.block_n) for _, size in table.columns)
-    _launch(product, shrunk, table, row_entries, product, tiles, config, silu=False)
+    _launch(product, shrunk, table, row_entries, product, tiles, config)
     return product
 
 
-def lora_expand_silu_mul_triton(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
-                                row_entries: torch.Tensor | None, config: ExpandConfig) -> torch.Tensor:
+def lora_expand_silu_mul_triton(
+    product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None,
+    config: ExpandConfig, following: LoraTable | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """:func:`lora_expand_silu_mul_unchecked` as one Triton launch."""
-    inner = product.shape[1] // 2
-    out = torch.empty(len(product), inner, dtype=product.dtype, device=product.device)
-    _launch(product, shrunk, table, row_entries, out, triton.cdiv(inner, config.block_n), config, silu=True)
-    return out
+    require_triton()
+    rows, inner = len(product), product.shape[1] // 2
+    tiles = triton.cdiv(inner, config.block_n)
+    out = torch.empty(rows, inner, dtype=product.dtype, device=product.device)
+    sums = None
+    if following is not None:
+        sums = torch.empty(tiles, rows, 1, 1, following.rank, dtype=torch.float32, device=product.device)
+    _launch(product, shrunk, table, row_entries, out, tiles, config, silu=True, following=following, sums=sums)
+    return out, sums
 
 
 def _launch(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None,
-            out: torch.Tensor, tiles: int, config: ExpandConfig, *, silu: bool) -> None:
+            out: torch.Tensor, tiles: int, config: ExpandConfig, *, silu: bool = False,
+            following: LoraTable | None = None, sums: torch.Tensor | None = None) -> None:
     require_triton()
     if not product.numel():
         return
     firsts, sizes = zip(*(*table.columns, (0, 0), (0, 0)), strict=True)
     options = table_options(table, product, config.precision)
     fits = table.rank_divisor * table.dtype.itemsize % 16 == 0 and config.block_n <= 32 * config.num_warps
+    then = following or table
     with on_device_of(product):
         _expand_kernel[(triton.cdiv(len(product), config.block_m), tiles)](
-            product, shrunk, table.places, table.scales, row_entries, out, len(product), *firsts[:3], *sizes[:3],
-            product.stride(0), out.stride(0),
+            product, shrunk, table.places, table.scales, row_entries, out, then.places, then.scales, sums,
+            len(product), *firsts[:3], *sizes[:3], product.stride(0), out.stride(0),
             HAS_ROWS=row_entries is not None,
             RANK_DIVISOR=table.rank_divisor,
             BLOCK_R=table.rank_tile if row_entries is None else _block_r(table),
             HAS_BIAS=table.has_bias,
             SPLITS=len(shrunk),
             SILU=silu,
+            NEXT_RANK=0 if following is None else following.rank,
+            NEXT_ALIGNED=then.aligned,
+            IS_BFLOAT16=out.dtype == torch.bfloat16,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             INTERPRETED=triton.knobs.runtime.interpret,

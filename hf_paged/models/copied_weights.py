@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hf_paged.models.lora_rows import AdapterRows
-from hf_paged.models.plain_linear import Added, added, is_plain_linear
+from hf_paged.models.plain_linear import added, is_plain_linear
 from hf_paged.models.shadow import Shadow, side_by_side
 from hf_paged.parallel.group import SINGLE, ParallelGroup
+
+if TYPE_CHECKING:
+    from hf_paged.models.lora import AdaptedLayers
 
 Groups = Mapping[str, tuple[Any, ...]]  # of linear layers with one input, by name
 
@@ -21,12 +24,13 @@ class CopiedLinears(NamedTuple):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    lora: Added | None = None
+    lora: AdaptedLayers | None = None
 
     def __call__(self, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
-                 rows: AdapterRows | None = None) -> tuple[torch.Tensor, ParallelGroup]:
+                 rows: AdapterRows | None = None,
+                 shrunk: torch.Tensor | None = None) -> tuple[torch.Tensor, ParallelGroup]:
         """As `RowProduct`."""
-        return added(self.lora, hidden, self.weight, self.bias, linear, rows), SINGLE
+        return added(self.lora, hidden, self.weight, self.bias, linear, rows, shrunk), SINGLE
 
 
 class CopiedWeights:

@@ -68,15 +68,16 @@ class Projections(NamedTuple):
         shrunk = self.lora.shrink(hidden, rows)
         return self.lora.expand(self._product(hidden, rows), shrunk, rows)
 
-    def silu_mul(self, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
-        """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]."""
+    def silu_mul(self, hidden: torch.Tensor, rows: AdapterRows | None = None,
+                 following: AdaptedLayers | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]; see `AdaptedLayers.expand_silu_mul`."""
         if self.lora is not None and (shrunk := self.lora.shrink(hidden, rows)) is not None:
-            return self.lora.expand_silu_mul(self._product(hidden, rows), shrunk, rows)
+            return self.lora.expand_silu_mul(self._product(hidden, rows), shrunk, rows, following)
         if self.weight is not None and self.bias is None:
-            return self.ops.linear_silu_mul(hidden, self.weight)
+            return self.ops.linear_silu_mul(hidden, self.weight), None
         if self.weight is None and self.are_plain and hidden.device.type == "cpu":
-            return silu_mul_host(*self._products(hidden))
-        return self.ops.silu_mul(self._product(hidden, rows))
+            return silu_mul_host(*self._products(hidden)), None
+        return self.ops.silu_mul(self._product(hidden, rows)), None
 
     def _product(self, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
         if self.weight is not None:
@@ -290,11 +291,12 @@ class FusedExecutor(DecoderExecutor):
                 delta, ranks = apply_module(layer.mlp, normed), SINGLE
                 continue
             if layer.has_silu:
-                hidden = gate_up.silu_mul(normed, rows)
+                hidden, shrunk = gate_up.silu_mul(normed, rows, layer.down_proj.lora)
             else:
+                shrunk = None
                 gate, up = gate_up(normed, rows).chunk(2, dim=-1)
                 hidden = layer.mlp.act_fn(gate) * up
-            delta, ranks = layer.down_proj(hidden, ops.linear, rows)
+            delta, ranks = layer.down_proj(hidden, ops.linear, rows, shrunk)
         return self._add_norm(delta, ranks, residual, decoder.norm)[0]
 
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None,

@@ -127,9 +127,15 @@ class AdaptedLayers:
         """The bases' product [T, N], which is written, with what each row's adapters add to it."""
         return product if shrunk is None else lora_expand_unchecked(product, shrunk, self._table, _entries(rows))
 
-    def expand_silu_mul(self, product: torch.Tensor, shrunk: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
-        """The same of gates and ups [T, 2 * I], and silu(gate) * up: [T, I]."""
-        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, _entries(rows))
+    def expand_silu_mul(self, product: torch.Tensor, shrunk: torch.Tensor, rows: AdapterRows | None,
+                        following: AdaptedLayers | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same of gates and ups [T, 2 * I], and silu(gate) * up: [T, I].
+
+        Beside it `shrink` of that for the layers that read it, if they add anything, where that is cheaper together.
+        """
+        adds = following is not None and (rows is not None or following._has_active)
+        then = following._table if adds and following is not None else None
+        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, _entries(rows), then)
 
 
 def _entries(rows: AdapterRows | None) -> torch.Tensor | None:

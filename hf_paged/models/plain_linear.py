@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,6 +11,9 @@ from torch import nn
 from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
+
+if TYPE_CHECKING:
+    from hf_paged.models.lora import AdaptedLayers
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -62,20 +65,13 @@ def row_product(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., t
     return apply_linear(module, hidden, linear, rows), SINGLE
 
 
-class Added(Protocol):
-    """What LoRA adds to the products of linear layers (`hf_paged.models.lora.AdaptedLayers`)."""
-
-    def shrink(self, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor | None: ...
-
-    def expand(self, product: torch.Tensor, shrunk: torch.Tensor | None, rows: AdapterRows | None) -> torch.Tensor: ...
-
-
-def added(lora: Added | None, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-          linear: Callable[..., torch.Tensor], rows: AdapterRows | None) -> torch.Tensor:
-    """`linear` of hidden [T, k], and what LoRA adds to it."""
+def added(lora: AdaptedLayers | None, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+          linear: Callable[..., torch.Tensor], rows: AdapterRows | None, shrunk: torch.Tensor | None) -> torch.Tensor:
+    """`linear` of hidden [T, k], and what LoRA adds to it; `shrunk`: of `lora`, where it was taken before."""
     if lora is None:
         return linear(hidden, weight, bias)
-    shrunk = lora.shrink(hidden, rows)
+    if shrunk is None:
+        shrunk = lora.shrink(hidden, rows)
     return lora.expand(linear(hidden, weight, bias), shrunk, rows)
 
 
@@ -87,18 +83,19 @@ class RowProduct(NamedTuple):
 
     module: Any
     is_plain: bool
-    lora: Added | None = None
+    lora: AdaptedLayers | None = None
 
     @classmethod
-    def of(cls, module: nn.Module, lora: Added | None = None) -> RowProduct:
+    def of(cls, module: nn.Module, lora: AdaptedLayers | None = None) -> RowProduct:
         return cls(module, is_plain_linear(module), lora)
 
     def __call__(self, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
-                 rows: AdapterRows | None = None) -> tuple[torch.Tensor, ParallelGroup]:
-        """`rows`: which adapters each row uses; None: those that are active."""
+                 rows: AdapterRows | None = None,
+                 shrunk: torch.Tensor | None = None) -> tuple[torch.Tensor, ParallelGroup]:
+        """`rows`: which adapters each row uses; None: those that are active. `shrunk`: see `added`."""
         if not self.is_plain:
             return row_product(self.module, hidden, linear, rows)
-        return added(self.lora, hidden, self.module.weight, self.module.bias, linear, rows), SINGLE
+        return added(self.lora, hidden, self.module.weight, self.module.bias, linear, rows, shrunk), SINGLE
 
 
 def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],

@@ -109,11 +109,25 @@ def test_with_silu_behind_it(mixed):
     gate, up = expected(case).chunk(2, dim=-1)
     wanted = torch.nn.functional.silu(gate) * up
     shrunk = lora_shrink_triton(case.x, case.table, case.row_entries, ShrinkConfig(32, 16, 32, 2, "tf32x3", 4, 2))
-    kernel = lora_expand_silu_mul_triton(case.product, shrunk, case.table, case.row_entries,
-                                         ExpandConfig(16, 16, "tf32x3", 4))
-    plain = lora_expand_silu_mul_unchecked(case.product, shrunk, case.table, case.row_entries)
+    kernel, _ = lora_expand_silu_mul_triton(case.product, shrunk, case.table, case.row_entries,
+                                            ExpandConfig(16, 16, "tf32x3", 4))
+    plain, _ = lora_expand_silu_mul_unchecked(case.product, shrunk, case.table, case.row_entries)
     torch.testing.assert_close(kernel.double(), wanted, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(plain.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("rank", [3, 16, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_shrinking_for_the_layer_behind_silu(rank, dtype):
+    case = make_case(rank, 37, 64, [72, 72], [[[16, 4]]], dtype=dtype, mixed=False)
+    behind = make_case(rank, 37, 72, [24], [[[rank]]], dtype=dtype, mixed=False)
+    shrunk = lora_shrink_triton(case.x, case.table, None, ShrinkConfig(32, 16, 32, 2, "tf32x3", 4, 2))
+    hidden, sums = lora_expand_silu_mul_triton(case.product, shrunk, case.table, None,
+                                               ExpandConfig(16, 16, "tf32x3", 4), behind.table)
+    assert sums.shape == (5, 37, 1, 1, behind.table.rank)
+    wanted = lora_shrink_reference(hidden, behind.table, None)
+    torch.testing.assert_close(sums.sum(0), wanted[0], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.interpreted
@@ -228,6 +242,6 @@ def test_with_silu_on_a_gpu(adapters):
     case = make_case(3, 200, 256, [320, 320], [[[16, 8]], [[4, 0]]], dtype=torch.bfloat16, adapters=adapters,
                      device="cuda")
     shrunk = lora_shrink(case.x, case.table, case.row_entries)
-    together = lora_expand_silu_mul_unchecked(case.product.clone(), shrunk, case.table, case.row_entries)
+    together, _ = lora_expand_silu_mul_unchecked(case.product.clone(), shrunk, case.table, case.row_entries)
     product = lora_expand(case.product.contiguous(), shrunk, case.table, case.row_entries)
     assert torch.equal(together, silu_mul(product))

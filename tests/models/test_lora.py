@@ -1,6 +1,6 @@
 """PEFT's LoRA in fused layers: stock's tokens with PEFT's modules called, and with tables of adapters in their place.
 
-On a CPU nothing reads tables, so a fixture has the kernels' references do so; kernels: `tests/kernels/test_lora_kernels.py`.
+On a CPU nothing reads tables, so a fixture has the kernels' references do so. Kernels: `test_lora_kernels.py`.
 """
 
 from __future__ import annotations
