@@ -245,3 +245,22 @@ def test_with_silu_on_a_gpu(adapters):
     together, _ = lora_expand_silu_mul_unchecked(case.product.clone(), shrunk, case.table, case.row_entries)
     product = lora_expand(case.product.contiguous(), shrunk, case.table, case.row_entries)
     assert torch.equal(together, silu_mul(product))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 64, 100, 200, 2000])
+@pytest.mark.parametrize(("dtype", "adapters", "rank"), [
+    (torch.bfloat16, torch.float32, 16), (torch.bfloat16, torch.bfloat16, 16), (torch.bfloat16, torch.float32, 50),
+    (torch.float32, torch.float32, 8),
+])
+def test_shrinking_for_the_layer_behind_silu_on_a_gpu(rows, dtype, adapters, rank):
+    options = {"dtype": dtype, "adapters": adapters, "mixed": False, "device": "cuda"}
+    case = make_case(1, rows, 256, [384, 384], [[[16, 8]]], **options)
+    behind = make_case(2, rows, 384, [128], [[[rank]]], **options).table
+    shrunk = lora_shrink(case.x, case.table, None)
+    hidden, sums = lora_expand_silu_mul_unchecked(case.product, shrunk, case.table, None, behind)
+    assert (sums is None) == (rows >= 1024)
+    if sums is not None:
+        wanted = lora_shrink_reference(hidden, behind, None)[0, ..., :rank]
+        error = (sums.sum(0)[..., :rank] - wanted).norm() / wanted.norm()
+        assert error < (1e-5 if adapters == torch.float32 else 1e-4)
