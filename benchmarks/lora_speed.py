@@ -7,7 +7,7 @@ On a GPU. `layers`: microseconds a decoder layer of its four products (merged q,
 silu(gate) * up; down) over all layers of the model in one CUDA graph, without adapters, and what rank-16 adapters of
 all of them add: float32 or bfloat16, one or 8 mixed row by row. `floor` is the time to read the adapters at the speed
 of a copy. `--tune` tries tiles and ways of multiplying first. `workload`: tokens a second of nano, as run_all.py
-measures them, with PEFT's adapters; mixed: each row has one of 8, whatever it asked for.
+measures them, with PEFT's adapters; mixed: each prompt names one of 8.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -35,7 +35,6 @@ from hf_paged.kernels.linear import linear_silu_mul_unchecked, linear_unchecked
 from hf_paged.kernels.lora_expand import ExpandConfig, lora_expand_silu_mul_unchecked, lora_expand_unchecked
 from hf_paged.kernels.lora_shrink import ShrinkConfig, lora_shrink_unchecked
 from hf_paged.kernels.lora_table import Adapter, LoraTable, Members, make_tables
-from hf_paged.models import fused
 
 RANK, NUM_MIXED = 16, 8
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -220,18 +219,6 @@ def adapted(model: Any, dtype: torch.dtype, count: int) -> Any:
     return wrapped.eval()
 
 
-def mixed_rows(hidden_states: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Each step's rows have one of 8 adapters, in turn; a prompt's tokens together."""
-    every = torch.arange(1 << 17, device="cuda", dtype=torch.int32)
-
-    def mixed(self: Any, input_ids: torch.Tensor, step: Any) -> torch.Tensor:
-        count = len(input_ids)
-        entries = every[:count] % NUM_MIXED if count <= 512 else every[:count] // 512 % NUM_MIXED
-        return hidden_states(self, input_ids, step._replace(adapters=entries + 1))
-
-    return mixed
-
-
 def workload_rows(size: str, name: str, kinds: list[str], runs: int) -> Iterator[dict[str, Any]]:
     workload = make_workload(name)
     base = None
@@ -239,14 +226,14 @@ def workload_rows(size: str, name: str, kinds: list[str], runs: int) -> Iterator
         model = qwen3(size, BF16, "cuda")
         if kind != "base":
             model = adapted(model, BF16 if "bf16" in kind else FP32, NUM_MIXED if "mixed" in kind else 1)
-        patched = mock.patch.object(fused.FusedExecutor, "hidden_states",
-                                    mixed_rows(fused.FusedExecutor.hidden_states))
-        with (patched if "mixed" in kind else nullcontext(),
-              PagedGenerator(model, enable_prefix_caching=False) as generator):
+        options = {}
+        if "mixed" in kind:
+            options["adapter_names"] = [f"a{i % NUM_MIXED}" for i in range(len(workload.prompts))]
+        with PagedGenerator(model, enable_prefix_caching=False) as generator:
             seconds = []
             for _ in range(runs + 1):
                 start = time.perf_counter()
-                generator.generate(workload.prompts, generation_configs(workload), use_tqdm=False)
+                generator.generate(workload.prompts, generation_configs(workload), use_tqdm=False, **options)
                 seconds.append(time.perf_counter() - start)
             graphs = generator.engine.stats().num_graphs_captured
         rate = workload.output_tokens / statistics.median(seconds[1:])
