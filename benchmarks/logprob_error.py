@@ -1,10 +1,12 @@
 """Teacher-forced log-prob error against fp32: hf_paged in bf16 next to stock in bf16.
 
-    python benchmarks/logprob_error.py [--model 0.6B] [--seeds 3] [--sequences 36] [--length 1024] [--out f.json]
+    python benchmarks/logprob_error.py [--model 0.6B] [--seeds 3] [--sequences 36] [--length 1024] [--autocast]
+                                       [--out f.json]
     python benchmarks/logprob_error.py --lora float32        # rank-16 adapters of all linear layers, in this type
 
-Random weights and tokens. The first half of each sequence goes through (chunked) prefill, the second half through
-decode steps whose sampled token is replaced by the teacher's. The measure is |log p(next token) - fp32's|.
+Random weights and tokens; with `--autocast` the weights stay fp32, and both compute under bf16 autocast. The first half
+of each sequence goes through (chunked) prefill, the second half through decode steps whose sampled token is replaced by
+the teacher's. The measure is |log p(next token) - fp32's|.
 """
 
 from __future__ import annotations
@@ -37,13 +39,14 @@ def stock(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor, autocast: torch.dtype | None) -> torch.Tensor:
     """The same through scheduler and runner."""
     rows, length = tokens.shape
     half, config = length // 2, PagedConfig()
     executor_class = find_executor(model)
     assert executor_class is not None
     executor = executor_class(model)
+    executor.autocast = autocast
     num_blocks = rows * -(-length // config.block_size) + 1
     scheduler = Scheduler(SchedulerConfig(block_size=config.block_size, num_blocks=num_blocks, max_num_seqs=rows,
                                           max_num_batched_tokens=4096, max_model_len=length))
@@ -75,6 +78,7 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
         return taught
 
     runner.prepare()
+    executor.refresh(None)
     greedy = SlotParameters(max_length=length)
     executor.hidden_states, runner.state.sample = hidden_states, teacher  # type: ignore[method-assign, assignment]
     while scheduler.num_waiting + scheduler.num_running:
@@ -105,6 +109,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sequences", type=int, default=18)
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--autocast", action="store_true", help="fp32 weights under bf16 autocast")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--lora", choices=["float32", "bfloat16"])
     parser.add_argument("--out", type=Path)
@@ -113,18 +118,23 @@ def main() -> None:
     for seed in range(args.seeds):
         model = qwen3(args.model, torch.float32, args.device, seed)
         generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(0, model.config.vocab_size, (args.sequences, args.length), generator=generator)
-        tokens = tokens.to(args.device)
-        # The reference has the bf16 weights, so that only arithmetic differs.
-        model = model.to(torch.bfloat16).float()
-        adapters = getattr(torch, args.lora) if args.lora else None
-        if adapters is not None:
-            with_adapters(model, adapters)
+        shape, vocabulary = (args.sequences, args.length), model.config.vocab_size
+        tokens = torch.randint(0, vocabulary, shape, generator=generator).to(args.device)
+        if not args.autocast:  # the reference has the bf16 weights, so that only arithmetic differs
+            model = model.to(torch.bfloat16).float()
+        if args.lora:
+            with_adapters(model, getattr(torch, args.lora))
         exact = stock(model, tokens)
-        for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.to(adapters if adapters and "lora_" in name else torch.bfloat16)
-        errors["stock bf16"].append((stock(model, tokens) - exact).abs().flatten())
-        errors["hf_paged bf16"].append((paged(model, tokens) - exact).abs().flatten())
+        adapters = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
+        if not args.autocast:
+            model = model.to(torch.bfloat16)
+        for name, values in adapters.items():
+            model.get_parameter(name).data = values.to(getattr(torch, args.lora))
+        with torch.autocast(args.device, torch.bfloat16, enabled=args.autocast):
+            lower = stock(model, tokens)
+        errors["stock bf16"].append((lower - exact).abs().flatten())
+        ours = paged(model, tokens, torch.bfloat16 if args.autocast else None)
+        errors["hf_paged bf16"].append((ours - exact).abs().flatten())
         del model
     figures = {}
     for name, parts in errors.items():
@@ -132,8 +142,7 @@ def main() -> None:
         figures[name] = {"tokens": everything.numel(), "mean": everything.mean().item(),
                          "p99": np.quantile(everything.cpu().numpy(), 0.99).item()}
         print(f"{name:14} {figures[name]}")
-    ours, theirs = figures["hf_paged bf16"], figures["stock bf16"]
-    mean, p99 = ours["mean"] / theirs["mean"], ours["p99"] / theirs["p99"]
+    mean, p99 = (figures["hf_paged bf16"][key] / figures["stock bf16"][key] for key in ("mean", "p99"))
     print(f"ratio to stock: mean {mean:.3f}, p99 {p99:.3f} (at most 1.1)")
     if args.out:
         args.out.write_text(json.dumps(figures, indent=1))

@@ -7,7 +7,7 @@ On a GPU. `layers`: microseconds a decoder layer of its four products (merged q,
 silu(gate) * up; down) over all layers of the model in one CUDA graph, without adapters, and what rank-16 adapters of
 all of them add: float32 or bfloat16, one or 8 mixed row by row. `floor` is the time to read the adapters at the speed
 of a copy. `--tune` tries tiles and ways of multiplying first. `workload`: tokens a second of nano, as run_all.py
-measures them, with PEFT's adapters; mixed: each row has one of 8, whatever it asked for.
+measures them, with PEFT's adapters; mixed: each prompt names one of 8.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -35,7 +35,6 @@ from hf_paged.kernels.linear import linear_silu_mul_unchecked, linear_unchecked
 from hf_paged.kernels.lora_expand import ExpandConfig, lora_expand_silu_mul_unchecked, lora_expand_unchecked
 from hf_paged.kernels.lora_shrink import ShrinkConfig, lora_shrink_unchecked
 from hf_paged.kernels.lora_table import Adapter, LoraTable, Members, make_tables
-from hf_paged.models import fused
 
 RANK, NUM_MIXED = 16, 8
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -88,31 +87,24 @@ class Layers:
         every = torch.arange(rows, device="cuda")
         # Decode rows stand in any order, a prompt's tokens together.
         self._entries = (every % NUM_MIXED if rows <= 512 else every * NUM_MIXED // rows).int() + 1
-        self._side = torch.cuda.Stream()
 
-    def __call__(self, kind: str | None = None, names: tuple[str, ...] = ("qkv", "o", "gate_up", "down"),
-                 beside: bool = False) -> None:
-        """`kind` None: without adapters. `beside`: shrink on a stream of its own."""
+    def __call__(self, kind: str | None = None, names: tuple[str, ...] = ("qkv", "o", "gate_up", "down")) -> None:
+        """`kind` None: without adapters."""
         for layer in self._layers:
+            following = None
             for name in names:
                 of, x = layer[name], self._x[name]
                 if kind is None:
                     (linear_silu_mul_unchecked if of.silu else linear_unchecked)(x, of.weight)
                     continue
-                row_entries = self._entries if "mixed" in kind else None
-                table = of.tables[kind]
-                if beside:
-                    current = torch.cuda.current_stream()
-                    self._side.wait_stream(current)
-                    with torch.cuda.stream(self._side):
-                        shrunk = lora_shrink_unchecked(x, table, row_entries)
-                    out = linear_unchecked(x, of.weight)
-                    current.wait_stream(self._side)
+                table, row_entries = of.tables[kind], self._entries if "mixed" in kind else None
+                shrunk = lora_shrink_unchecked(x, table, row_entries) if following is None else following
+                out, following = linear_unchecked(x, of.weight), None
+                if of.silu:
+                    behind = layer["down"].tables[kind] if "down" in names else None
+                    _, following = lora_expand_silu_mul_unchecked(out, shrunk, table, row_entries, behind)
                 else:
-                    out = linear_unchecked(x, of.weight)
-                    shrunk = lora_shrink_unchecked(x, table, row_entries)
-                (lora_expand_silu_mul_unchecked if of.silu else lora_expand_unchecked)(
-                    out, shrunk, table, row_entries)
+                    lora_expand_unchecked(out, shrunk, table, row_entries)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -133,14 +125,15 @@ def configured(shrink: ShrinkConfig | None, expand: ExpandConfig | None) -> Iter
         yield
 
 
-def shrink_candidates(rows: int, low: bool) -> Iterator[ShrinkConfig]:
+def shrink_candidates(rows: int, low: bool, mixed: bool) -> Iterator[ShrinkConfig]:
     for precision in ("low",) if low else ("tf32x3", "bf16x3"):
-        if rows >= 2048:
-            yield from (ShrinkConfig(m, k, 1, precision, w, 3) for m, k, w in
-                        [(64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8)])
+        if rows >= 1024:
+            yield from (ShrinkConfig(m, r, 64, 1, precision, w, 3) for m, r, w in
+                        [(64, 16, 4), (64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 16, 4)])
             continue
         block_m = [16] if rows <= 16 else [32, 64] if rows >= 64 else [32]
-        yield from (ShrinkConfig(m, k, s, precision, 4, 3) for m in block_m for k in (64, 128) for s in (2, 4, 8))
+        yield from (ShrinkConfig(m, r, k, s, precision, 4, 3) for m in block_m for r in ((16, 64) if mixed else (16,))
+                    for k in (64, 128) for s in (4, 8, 16))
 
 
 def expand_candidates(rows: int, low: bool) -> Iterator[ExpandConfig]:
@@ -154,7 +147,7 @@ def tune(layers: Layers, rows: int, kind: str, deadline: float) -> Iterator[dict
     """Each candidate with the best of the others so far, shrink first."""
     low, mixed = kind.startswith("bf16"), "mixed" in kind
     best: dict[str, Any] = {"shrink": None, "expand": None}
-    for op, candidates in (("shrink", shrink_candidates(rows, low)), ("expand", expand_candidates(rows, low))):
+    for op, candidates in (("shrink", shrink_candidates(rows, low, mixed)), ("expand", expand_candidates(rows, low))):
         timed = []
         for config in candidates:
             if time.perf_counter() > deadline:
@@ -177,12 +170,12 @@ def tune(layers: Layers, rows: int, kind: str, deadline: float) -> Iterator[dict
 def compile_all(model: str, rows: int, kind: str) -> None:
     """Every candidate once, so that a later run finds them on the disk; several at a time in processes of their own."""
     layers, low = Layers(products(model, 1), rows), kind.startswith("bf16")
-    for shrink in shrink_candidates(rows, low):
+    for shrink in shrink_candidates(rows, low, "mixed" in kind):
         with suppress(Exception), configured(shrink, None):
             layers(kind)
-    splits = sorted({config.split_k for config in shrink_candidates(rows, low)})
+    splits = sorted({config.split_k for config in shrink_candidates(rows, low, "mixed" in kind)})
     for split, expand in product(splits, expand_candidates(rows, low)):
-        shrink = next(config for config in shrink_candidates(rows, low) if config.split_k == split)
+        shrink = next(config for config in shrink_candidates(rows, low, "mixed" in kind) if config.split_k == split)
         with suppress(Exception), configured(shrink, expand):
             layers(kind)
 
@@ -203,11 +196,9 @@ def layer_rows(model: str, rows_list: list[int], kinds: list[str], with_tuning: 
             table_bytes = sum(adapter.a.nbytes + adapter.b.nbytes for of in made[0].values()
                               for adapter in of.tables[kind].adapters())
             found[kind] = {"added_us": layers.microseconds(kind) - base, "floor_us": table_bytes / copied * 1e6}
-            if rows <= 512 and "mixed" not in kind:
-                found[kind]["beside_added_us"] = layers.microseconds(kind, beside=True) - base
+            if rows <= 512:
                 for name in made[0]:
-                    alone = layers.microseconds(None, (name,))
-                    found[kind][name] = layers.microseconds(kind, (name,)) - alone
+                    found[kind][name] = layers.microseconds(kind, (name,)) - layers.microseconds(None, (name,))
         yield found
 
 
@@ -228,18 +219,6 @@ def adapted(model: Any, dtype: torch.dtype, count: int) -> Any:
     return wrapped.eval()
 
 
-def mixed_rows(hidden_states: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Each step's rows have one of 8 adapters, in turn; a prompt's tokens together."""
-    every = torch.arange(1 << 17, device="cuda", dtype=torch.int32)
-
-    def mixed(self: Any, input_ids: torch.Tensor, step: Any) -> torch.Tensor:
-        count = len(input_ids)
-        entries = every[:count] % NUM_MIXED if count <= 512 else every[:count] // 512 % NUM_MIXED
-        return hidden_states(self, input_ids, step._replace(adapters=entries + 1))
-
-    return mixed
-
-
 def workload_rows(size: str, name: str, kinds: list[str], runs: int) -> Iterator[dict[str, Any]]:
     workload = make_workload(name)
     base = None
@@ -247,14 +226,14 @@ def workload_rows(size: str, name: str, kinds: list[str], runs: int) -> Iterator
         model = qwen3(size, BF16, "cuda")
         if kind != "base":
             model = adapted(model, BF16 if "bf16" in kind else FP32, NUM_MIXED if "mixed" in kind else 1)
-        patched = mock.patch.object(fused.FusedExecutor, "hidden_states",
-                                    mixed_rows(fused.FusedExecutor.hidden_states))
-        with (patched if "mixed" in kind else nullcontext(),
-              PagedGenerator(model, enable_prefix_caching=False) as generator):
+        options = {}
+        if "mixed" in kind:
+            options["adapter_names"] = [f"a{i % NUM_MIXED}" for i in range(len(workload.prompts))]
+        with PagedGenerator(model, enable_prefix_caching=False) as generator:
             seconds = []
             for _ in range(runs + 1):
                 start = time.perf_counter()
-                generator.generate(workload.prompts, generation_configs(workload), use_tqdm=False)
+                generator.generate(workload.prompts, generation_configs(workload), use_tqdm=False, **options)
                 seconds.append(time.perf_counter() - start)
             graphs = generator.engine.stats().num_graphs_captured
         rate = workload.output_tokens / statistics.median(seconds[1:])

@@ -339,6 +339,28 @@ ON_A_CPU = [
                     "integration/test_single_row_calls.py", "laid_out_once"),
 ]
 
+LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
+LORA_KERNEL_TESTS = "kernels/test_lora_kernels.py"
+
+LORA_LAYERS = [
+    PackageMutation(LORA, "if not candidates or patched_class((kind,)) is not None:", "if not candidates:", LORA_TESTS,
+                    "patched"),
+    PackageMutation(LORA, "return layers if len(dtypes) <= 1 else {}", "return layers", LORA_TESTS, "two_dtypes"),
+    PackageMutation(LORA, "if module.lora_variant or not module.cast_input_dtype_enabled:", "if False:", LORA_TESTS,
+                    "no_plain_lora"),
+    PackageMutation(LORA, "tuple(columns), self._autocast or dtype)", "tuple(columns), torch.bfloat16)", LORA_TESTS,
+                    "log_probs"),
+    PackageMutation("models/fused.py", "if self._adapters is None or found.key != self._adapters.key:",
+                    "if self._adapters is None:", LORA_TESTS, "switched and tables"),
+    PackageMutation("kernels/lora_shrink.py", "acc * scale[None, :], mask=mask", "acc, mask=mask", LORA_KERNEL_TESTS,
+                    "ranks"),
+    PackageMutation("kernels/lora_expand.py", "(adapter // PARTS)[None, :, None]) & inside",
+                    "entry[:, None, None]) & inside", LORA_KERNEL_TESTS, "rows"),
+    PackageMutation("kernels/lora_expand.py", "sums * tl.load(next_scales), mask", "sums, mask", LORA_KERNEL_TESTS,
+                    "behind_silu"),
+]
+
 PACKAGE_MUTATIONS = [
     *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *ADAPTERS, *JOINED, *MODELS, *SERVER, *ON_A_CPU,
+    *LORA_LAYERS,
 ]

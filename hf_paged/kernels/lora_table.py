@@ -17,7 +17,7 @@ from hf_paged.kernels.upload import upload
 MOST_MEMBERS = 3
 _SMALLEST_RANK = 16  # of a product on tensor cores
 _LARGEST_TILE = 64  # rank columns that a program takes at once
-_FIELDS = 4  # int64 values of an adapter in the table
+_FIELDS = 5  # int64 values of an adapter in the table
 
 
 class Adapter(NamedTuple):
@@ -41,9 +41,9 @@ Entry = tuple[Part, ...]
 class LoraTable(NamedTuple):
     """The adapters of J members in E entries of at most P parts.
 
-    ``places`` [E, P, J, 4] int64: addresses of a, b and bias (0: none), rank (0: no adapter). ``scales`` [E, P, J]
-    float32. Both were written by a copy, on which kernels rely (see `_lora_tile`). ``columns``: first column and
-    number of columns of each member in the members' product. ``compute_dtype``: in which PEFT would multiply.
+    ``places`` [E, P, J, 5] int64: addresses of a, b and bias (0: none), rank (0: no adapter), bytes of b. ``scales``
+    [E, P, J] float32. Both were written by a copy, on which kernels rely (see `_lora_tile`). ``columns``: first column
+    and number of columns of each member in the members' product. ``compute_dtype``: in which PEFT would multiply.
     ``rank``: the largest rank, padded to a power of two; ``rank_divisor`` divides all ranks. ``aligned``: each address
     and each row of a begins at a multiple of 16 bytes.
     """
@@ -139,7 +139,7 @@ def _numbers(group: Members) -> tuple[np.ndarray, np.ndarray]:
                 if adapter is None:
                     continue
                 bias = 0 if adapter.bias is None else adapter.bias.data_ptr()
-                places[e, p, j] = adapter.a.data_ptr(), adapter.b.data_ptr(), bias, len(adapter.a)
+                places[e, p, j] = adapter.a.data_ptr(), adapter.b.data_ptr(), bias, len(adapter.a), adapter.b.nbytes
                 scales[e, p, j] = adapter.scaling
     return places, scales
 

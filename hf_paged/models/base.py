@@ -24,6 +24,7 @@ from hf_paged.models.guards.originals import of_class
 from hf_paged.models.guards.plain_tensors import plain_tensors
 from hf_paged.models.layer_ops import FUSED, PLAIN
 from hf_paged.models.lora_rows import AdapterRows
+from hf_paged.models.precision import Precision, autocast_of_call
 from hf_paged.models.tokenwise import quantization_state
 from hf_paged.models.tuners import BASE, AdapterCounts, adapter_state, is_lora, row_reason, states_by_adapter
 from hf_paged.parallel.group import ParallelGroup, group_of
@@ -34,7 +35,8 @@ _KNOWN_LAYERS = (torch.nn.Linear, torch.nn.Embedding)  # of which `recognise` al
 class KVSpec(NamedTuple):
     """Shape of the cache a model needs: per layer K and V of [num_blocks, block_size, num_kv_heads, head_dim].
 
-    ``cache_dtype`` is theirs, ``compute_dtype`` that of weights and hidden states. So far they are one.
+    ``cache_dtype`` is theirs, ``compute_dtype`` that of the embedding, with which the hidden states begin. They are one
+    but for calls under autocast (see `Precision`).
     """
 
     num_layers: int
@@ -53,14 +55,14 @@ class Look:
     """What was read off a model's modules, and is so while `facts` hold. Keeps no tensor alive.
 
     ``state``: constants, active adapters, how quantized layers are set up. ``called_kinds``: classes of the layers that
-    are called as they stand, but for torch's. ``adapters``: by name, what the result of a row under this LoRA adapter
-    depends on in place of the active ones. ``found``: under what ambient state nothing spoke against the model, and
-    what else that depends on.
+    are called as they stand, but for torch's. ``dtypes``: of parameters of floats. ``adapters``: by name, what the
+    result of a row under this LoRA adapter depends on in place of the active ones. ``found``: under what ambient state
+    nothing spoke against the model, and what else that depends on.
     """
 
-    def __init__(self, facts: Facts, state: str, called_kinds: tuple[type, ...], tensors: list[torch.Tensor],
-                 modules: list[tuple[str, nn.Module]], constants: str) -> None:
-        self.facts, self.state, self.called_kinds = facts, state, called_kinds
+    def __init__(self, facts: Facts, state: str, called_kinds: tuple[type, ...], dtypes: frozenset[torch.dtype],
+                 tensors: list[torch.Tensor], modules: list[tuple[str, nn.Module]], constants: str) -> None:
+        self.facts, self.state, self.called_kinds, self.dtypes = facts, state, called_kinds, dtypes
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         lora = [(path, module) for path, module in modules if is_lora(module)]
         self._lora = [(path, weakref.ref(layer)) for path, layer in lora]
@@ -111,6 +113,9 @@ class ModelExecutor(ABC):
         self.model_class: Any = model_class  # transformers' own, which the model's class is or derives from
         self._merge_weights = merge_weights
         self._ops = FUSED if fused_kernels else PLAIN
+        # To which dtype the calls that run now cast (see `autocast_of_call`). It changes while none runs: what the
+        # executor keeps, the pool's dtype and the prefix cache's key follow.
+        self.autocast: torch.dtype | None = None
         self._look: Look | None = None
         self._row_names: tuple[str, ...] = ()
         self._lora: list[weakref.ref] = []
@@ -135,9 +140,20 @@ class ModelExecutor(ABC):
         """The ranks that hold the model together."""
         return group_of(self.model)
 
+    @property
+    def precision(self) -> Precision:
+        """In which dtypes the calls that run now compute."""
+        spec = self.kv_spec()
+        return Precision(spec.compute_dtype, spec.cache_dtype, self.autocast is not None)
+
+    def autocast_of_call(self) -> torch.dtype | None:
+        """To which dtype a call made here and now casts; None: it does not, or nothing of the model is another's."""
+        cast = autocast_of_call(self.model)
+        return None if cast is None or self.look().dtypes == {cast} else cast
+
     @abstractmethod
     def kv_spec(self) -> KVSpec:
-        """Shapes, dtype and device of this rank's cache, read off the modules."""
+        """Shapes, dtypes and device of this rank's cache, read off the modules."""
 
     @abstractmethod
     def max_length(self) -> int:
@@ -146,6 +162,32 @@ class ModelExecutor(ABC):
     @abstractmethod
     def prepare(self, max_model_len: int) -> None:
         """Between idle and busy: make or renew what the layers need besides the modules (merged weights, RoPE)."""
+
+    @abstractmethod
+    def refresh(self, checksum: torch.Tensor | None) -> None:
+        """Enqueue the renewal of copies of weights, if there are any (see `Shadow.refresh`); `prepare` came before."""
+
+    def copies_are_stale(self) -> bool:
+        """Do addresses and version counters say that weights are others than their copies were made of?"""
+        return False
+
+    @property
+    def has_copies(self) -> bool:
+        """Are there copies of weights, which `refresh` has to renew?"""
+        return False
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory of copies of weights that are held now."""
+        return 0
+
+    def bytes_to_come(self) -> int:
+        """Memory of copies of weights that `prepare` would add now."""
+        return 0
+
+    def own_tensors(self) -> list[torch.Tensor]:
+        """Tensors besides the modules' that steps read and that may be replaced by others."""
+        return []
 
     @abstractmethod
     def is_current(self) -> bool:
@@ -253,7 +295,8 @@ class ModelExecutor(ABC):
             constants = repr((self.constants(), kernels, quantization))
             state = f"{constants}{adapter_state(self.model)}"
             kinds = {type(inner): None for _, module in self.called_modules() for inner in module.modules()}
-            look = Look(facts, state, tuple(kind for kind in kinds if kind not in _KNOWN_LAYERS),
+            dtypes = frozenset(p.dtype for p in self.model.parameters() if p.is_floating_point())
+            look = Look(facts, state, tuple(kind for kind in kinds if kind not in _KNOWN_LAYERS), dtypes,
                         [tensor for _, tensor in plain_tensors(modules)], modules, constants)
             self._look = look
         return look
@@ -272,7 +315,7 @@ class ModelExecutor(ABC):
         look = self.look()
         versions = [(kind.__qualname__, of_class(kind).version()) for kind in look.called_kinds]
         state = look.state if adapter is None else look.adapters.get(adapter)
-        digest = xxhash.xxh3_128_digest(f"{state}{versions}{self.function_kernels()}".encode())
+        digest = xxhash.xxh3_128_digest(f"{state}{versions}{self.function_kernels()}{self.autocast}".encode())
         if adapter is None:
             return digest
         return digest + hashlib.sha256(b"adapter:" + adapter.encode("utf-8", "surrogatepass")).digest()

@@ -118,32 +118,43 @@ class AdaptedLayers:
         self._table = table
         self._has_active = any(layer.active for layer in layers)
 
-    def adds(self, rows: AdapterRows | None) -> bool:
-        """May rows of such a step get more than the bases compute?"""
-        return rows is not None or self._has_active
+    def shrink(self, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor | None:
+        """To be called before the bases' product is taken, which hides what it waits for; None: nothing is added."""
+        adds = rows is not None or self._has_active
+        return lora_shrink_unchecked(hidden, self._table, _entries(rows)) if adds else None
 
-    def add(self, product: torch.Tensor, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
-        """The base layers' product [T, N], which is written, with what each row's adapters add."""
-        entries = None if rows is None else rows.entries
-        shrunk = lora_shrink_unchecked(hidden, self._table, entries)
-        return lora_expand_unchecked(product, shrunk, self._table, entries)
+    def expand(self, product: torch.Tensor, shrunk: torch.Tensor | None, rows: AdapterRows | None) -> torch.Tensor:
+        """The bases' product [T, N], which is written, with what each row's adapters add to it."""
+        return product if shrunk is None else lora_expand_unchecked(product, shrunk, self._table, _entries(rows))
 
-    def add_silu_mul(self, product: torch.Tensor, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
-        """The same of gates and ups [T, 2 * I], and silu(gate) * up: [T, I]."""
-        entries = None if rows is None else rows.entries
-        shrunk = lora_shrink_unchecked(hidden, self._table, entries)
-        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, entries)
+    def expand_silu_mul(self, product: torch.Tensor, shrunk: torch.Tensor, rows: AdapterRows | None,
+                        following: AdaptedLayers | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same of gates and ups [T, 2 * I], and silu(gate) * up: [T, I].
+
+        Beside it `shrink` of that for the layers that read it, if they add anything, where that is cheaper together.
+        """
+        adds = following is not None and (rows is not None or following._has_active)
+        then = following._table if adds and following is not None else None
+        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, _entries(rows), then)
+
+
+def _entries(rows: AdapterRows | None) -> torch.Tensor | None:
+    return None if rows is None else rows.entries
 
 
 class Adapters:
     """The LoRA layers of a decoder that tables stand for, read at one time."""
 
-    def __init__(self, groups: Sequence[Sequence[nn.Module]], names: Sequence[str]) -> None:
-        """`groups`: linear layers that read one input; only those are looked at. `names`: entries 1, 2, ... ."""
+    def __init__(self, groups: Sequence[Sequence[nn.Module]], names: Sequence[str] = (),
+                 autocast: torch.dtype | None = None) -> None:
+        """`groups`: linear layers that read one input; only those are looked at. `names`: of entries 1, 2, ...
+
+        `autocast`: to which dtype the calls cast.
+        """
         known = [group for group in groups if all(_num_outputs(module) is not None for module in group)]
         self._layers = find_layers(module for group in known for module in group)
-        self._names = tuple(names)
-        self.key = self._names, [layer.key() for layer in self._layers.values()]
+        self._modules, self._names, self._autocast = groups, tuple(names), autocast
+        self.key = [layer.key() for layer in self._layers.values()], (*self._names, autocast) if self._layers else ()
         self._groups: dict[tuple[int, ...], AdaptedLayers] = {}
 
     def __bool__(self) -> bool:
@@ -158,9 +169,9 @@ class Adapters:
         """What `load` found of these modules; None: nothing is added to what their bases compute."""
         return self._groups.get(tuple(map(id, modules)))
 
-    def load(self, groups: Sequence[Sequence[nn.Module]], device: torch.device) -> None:
-        """Look the groups' adapters up, and send the device where they lie."""
-        members = {tuple(map(id, group)): self._members(group) for group in groups}
+    def load(self, device: torch.device) -> None:
+        """Send the device where the groups' adapters lie."""
+        members = {tuple(map(id, group)): self._members(group) for group in self._modules}
         found = {key: some for key, some in members.items() if some is not None}
         tables = make_tables(list(found.values()), device)
         for key, table in zip(found, tables, strict=True):
@@ -187,4 +198,4 @@ class Adapters:
             for p in range(most))
         named = tuple((tuple(layer.adapters.get(name) for layer in found),) for name in self._names)
         dtype = next(iter(found[0].adapters.values())).a.dtype
-        return Members((active, *named), tuple(columns), dtype)
+        return Members((active, *named), tuple(columns), self._autocast or dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,6 +11,9 @@ from torch import nn
 from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
+
+if TYPE_CHECKING:
+    from hf_paged.models.lora import AdaptedLayers
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -47,7 +50,8 @@ def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., 
 def apply_module(module: nn.Module, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
     """[T, k] -> [T, n] by a module as it stands; ValueError where it returns what the kernels do not take."""
     result = apply_layer(module, hidden, rows)
-    if result.dtype != hidden.dtype or result.dim() != 2 or result.stride(1) != 1:
+    same = result.dtype == hidden.dtype or torch.is_autocast_enabled(hidden.device.type)
+    if not same or result.dim() != 2 or result.stride(1) != 1:
         found = f"{result.dtype} {list(result.shape)} with strides {list(result.stride())}"
         raise ValueError(f"{type(module).__name__} returned {found}: expected {hidden.dtype} [T, n], rows contiguous")
     return result
@@ -61,12 +65,14 @@ def row_product(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., t
     return apply_linear(module, hidden, linear, rows), SINGLE
 
 
-class Added(Protocol):
-    """What LoRA adds to the products of linear layers (`hf_paged.models.lora.AdaptedLayers`)."""
-
-    def adds(self, rows: AdapterRows | None) -> bool: ...
-
-    def add(self, product: torch.Tensor, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor: ...
+def added(lora: AdaptedLayers | None, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+          linear: Callable[..., torch.Tensor], rows: AdapterRows | None, shrunk: torch.Tensor | None) -> torch.Tensor:
+    """`linear` of hidden [T, k], and what LoRA adds to it; `shrunk`: of `lora`, where it was taken before."""
+    if lora is None:
+        return linear(hidden, weight, bias)
+    if shrunk is None:
+        shrunk = lora.shrink(hidden, rows)
+    return lora.expand(linear(hidden, weight, bias), shrunk, rows)
 
 
 class RowProduct(NamedTuple):
@@ -77,21 +83,19 @@ class RowProduct(NamedTuple):
 
     module: Any
     is_plain: bool
-    lora: Added | None = None
+    lora: AdaptedLayers | None = None
 
     @classmethod
-    def of(cls, module: nn.Module, lora: Added | None = None) -> RowProduct:
+    def of(cls, module: nn.Module, lora: AdaptedLayers | None = None) -> RowProduct:
         return cls(module, is_plain_linear(module), lora)
 
     def __call__(self, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
-                 rows: AdapterRows | None = None) -> tuple[torch.Tensor, ParallelGroup]:
-        """`rows`: which adapters each row uses; None: those that are active."""
+                 rows: AdapterRows | None = None,
+                 shrunk: torch.Tensor | None = None) -> tuple[torch.Tensor, ParallelGroup]:
+        """`rows`: which adapters each row uses; None: those that are active. `shrunk`: see `added`."""
         if not self.is_plain:
             return row_product(self.module, hidden, linear, rows)
-        product = linear(hidden, self.module.weight, self.module.bias)
-        if self.lora is not None and self.lora.adds(rows):
-            product = self.lora.add(product, hidden, rows)
-        return product, SINGLE
+        return added(self.lora, hidden, self.module.weight, self.module.bias, linear, rows, shrunk), SINGLE
 
 
 def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],

@@ -1,9 +1,11 @@
 """PEFT's LoRA in fused layers: stock's tokens with PEFT's modules called, and with tables of adapters in their place.
 
-On a CPU nothing reads tables, so a fixture has the kernels' references do so; kernels: `tests/kernels/test_lora.py`.
+On a CPU nothing reads tables, so a fixture has the kernels' references do so. Kernels: `test_lora_kernels.py`.
 """
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -160,6 +162,35 @@ def test_bases_are_merged_and_state_stays(way, monkeypatch):
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize(("base", "adapters"), [
+    (torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16),
+])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_log_probs_are_as_near_to_float32_as_stocks(way, base, adapters, autocast):
+    """Of every token, by the logits that a call returns."""
+    exact = adapted()
+    with torch.no_grad():
+        for name, parameter in exact.named_parameters():
+            parameter.copy_(parameter.to(adapters if "lora_" in name else base))
+    model = copy.deepcopy(exact)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(adapters if "lora_" in name else base)
+    inputs = batch([*range(5, 45)])
+
+    def log_probs(of, dtype):
+        """[rows, V] float64, behind the inputs."""
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            made = of.generate(**inputs, max_new_tokens=1, output_logits=True, return_dict_in_generate=True,
+                               use_cache=False)
+        return made.logits[0].double().log_softmax(-1)
+
+    wanted = log_probs(exact, None)
+    stock = (log_probs(model, autocast) - wanted).abs().mean()
+    hf_paged.enable(model, strict=True)
+    assert (log_probs(model, autocast) - wanted).abs().mean() <= 1.1 * stock + 1e-6
+
+
 def _first_layer(model):
     return model.base_model.model.model.layers[0].self_attn
 
@@ -236,3 +267,37 @@ def test_on_a_gpu(options):
     graphs = hf_paged.get_engine(model).stats().num_graphs_captured
     model.generate(**inputs, **OPTIONS)
     assert hf_paged.get_engine(model).stats().num_graphs_captured == graphs
+
+
+@pytest.mark.gpu
+def test_rows_of_different_adapters_on_a_gpu():
+    inputs = {name: tensor.cuda() for name, tensor in INPUTS.items()}
+    model = adapted(adapted(tiny_model(**SHAPE)), "second", 6, r=9).cuda()
+    options = {**OPTIONS, "adapter_names": ["second", "__base__", "default"]}
+    expected = stock_copy(model).generate(**inputs, **options)
+    assert_native_tokens(hf_paged.enable(model, strict=True), expected, inputs, **options)
+    assert_native_tokens(model, stock_copy(model).generate(**inputs, **OPTIONS), inputs, **OPTIONS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
+def test_autocast_on_a_gpu(base):
+    """Over copies of float32 weights, or bfloat16 ones as they are: as near to float32 as stock."""
+    exact = adapted(tiny_model(**SHAPE))
+    with torch.no_grad():
+        for name, parameter in exact.named_parameters():
+            parameter.copy_(parameter.to(torch.float32 if "lora_" in name else base))
+    model = copy.deepcopy(exact).cuda()
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if "lora_" in name else base)
+    inputs = {name: tensor.cuda() for name, tensor in batch([*range(5, 45)]).items()}
+
+    def log_probs(of, autocast):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            made = of.generate(**inputs, max_new_tokens=1, output_logits=True, return_dict_in_generate=True,
+                               use_cache=False)
+        return made.logits[0].double().log_softmax(-1)
+
+    wanted = log_probs(exact.cuda(), False)
+    stock = (log_probs(model, True) - wanted).abs().mean()
+    assert (log_probs(hf_paged.enable(model, strict=True), True) - wanted).abs().mean() <= 1.1 * stock
