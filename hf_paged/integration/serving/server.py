@@ -54,7 +54,10 @@ def install_serving(adapters: dict[str, str] | None = None) -> None:
     _replace(server, "build_server", _building)
     _replace(ModelManager, "_validate_args", functools.partial(checking_pin, adapters or {}))
     _replace(ModelManager, "_load_model", functools.partial(loading, adapters or {}))
-    _replace(ModelManager, "get_gen_models", listing)
+    of_class = vars(ModelManager)["get_gen_models"]  # a static method, and ours asks the manager
+    _replaced.append((ModelManager, "get_gen_models", of_class))
+    name, stock = "get_gen_models", of_class.__func__
+    setattr(ModelManager, name, functools.wraps(stock)(listing(stock)))
     for handler, endpoint in ((ChatCompletionHandler, CHAT), (CompletionHandler, TEXT), (ResponseHandler, RESPONSES)):
         _replace(handler, "handle_request", functools.partial(_answering, endpoint))
         _replace(handler, "_validate_request", lambda stock: lambda self, body: None)  # `read_body` has read it
