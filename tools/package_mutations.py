@@ -313,15 +313,16 @@ LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
 LORA_KERNEL_TESTS = "kernels/test_lora_kernels.py"
 
 ADAPTERS = [
-    PackageMutation(LORA, "if not candidates or patched_class((kind,)) is not None:", "if not candidates:", LORA_TESTS,
+    PackageMutation(LORA, "if not candidates or _is_patched():", "if not candidates:", LORA_TESTS,
                     "patched"),
     PackageMutation(LORA, "return layers if len(dtypes) <= 1 else {}", "return layers", LORA_TESTS, "two_dtypes"),
     PackageMutation(LORA, "if module.lora_variant or not module.cast_input_dtype_enabled:", "if False:", LORA_TESTS,
                     "no_plain_lora"),
     PackageMutation(LORA, "tuple(columns), self._autocast or dtype)", "tuple(columns), torch.bfloat16)", LORA_TESTS,
                     "log_probs"),
-    PackageMutation("models/fused.py", "if self._adapters is None or found.key != self._adapters.key:",
-                    "if self._adapters is None:", LORA_TESTS, "switched and tables"),
+    PackageMutation("models/fused.py", "if self._adapters is not None and found.key == self._adapters.key:",
+                    "if self._adapters is not None:", LORA_TESTS, "switched and tables"),
+    PackageMutation(LORA, "and self._places == self._places_now()", "", LORA_TESTS, "moved and tables"),
     PackageMutation("kernels/lora_shrink.py", "acc * scale[None, :], mask=mask", "acc, mask=mask", LORA_KERNEL_TESTS,
                     "ranks"),
     PackageMutation("kernels/lora_expand.py", "(adapter // PARTS)[None, :, None]) & inside",

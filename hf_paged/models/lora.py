@@ -46,13 +46,20 @@ def is_loaded() -> bool:
     return _MODULE in sys.modules
 
 
+def _class() -> type | None:
+    return getattr(sys.modules.get(_MODULE), "Linear", None)
+
+
+def _is_patched() -> bool:
+    kind = _class()
+    return kind is not None and patched_class((kind,)) is not None
+
+
 def find_layers(modules: Iterable[nn.Module]) -> dict[int, LoraLayer]:
     """By id, those of the modules that are LoRA as it is known here; none where their adapters are not of one dtype."""
-    kind = getattr(sys.modules.get(_MODULE), "Linear", None)
-    if kind is None:
-        return {}
+    kind = _class()
     candidates = [module for module in modules if type(module) is kind]
-    if not candidates or patched_class((kind,)) is not None:
+    if not candidates or _is_patched():
         return {}
     layers = {id(module): layer for module in candidates if (layer := _read(module)) is not None}
     dtypes = {adapter.a.dtype for layer in layers.values() for adapter in layer.adapters.values()}
@@ -145,17 +152,46 @@ def _entries(rows: AdapterRows | None) -> torch.Tensor | None:
 class Adapters:
     """The LoRA layers of a decoder that tables stand for, read at one time."""
 
-    def __init__(self, groups: Sequence[Sequence[nn.Module]], names: Sequence[str] = (),
+    def __init__(self, groups: Sequence[Sequence[nn.Module]], look: object = None, names: Sequence[str] = (),
                  autocast: torch.dtype | None = None) -> None:
-        """`groups`: linear layers that read one input; only those are looked at. `names`: of entries 1, 2, ...
+        """Read them off the modules.
 
-        `autocast`: to which dtype the calls cast.
+        Args:
+            groups: linear layers that read one input; only those are looked at.
+            look: an object that is another one where anything of the modules but the tensors' places is.
+            names: of entries 1, 2, ...
+            autocast: to which dtype the calls cast.
         """
         known = [group for group in groups if all(_num_outputs(module) is not None for module in group)]
         self._layers = find_layers(module for group in known for module in group)
         self._modules, self._names, self._autocast = groups, tuple(names), autocast
         self.key = [layer.key() for layer in self._layers.values()], (*self._names, autocast) if self._layers else ()
+        self._read = look, self._names, autocast
+        self._places = self._places_now()
         self._groups: dict[tuple[int, ...], AdaptedLayers] = {}
+
+    def hold(self, groups: Sequence[Sequence[nn.Module]], look: object, names: Sequence[str],
+             autocast: torch.dtype | None) -> bool:
+        """Would they be read again as they were? Answered without reading them again."""
+        if self._read != (look, tuple(names), autocast) or _is_patched():
+            return False
+        same = all(a is b for one, other in zip(self._modules, groups, strict=False)
+                   for a, b in zip(one, other, strict=False))
+        return same and len(groups) == len(self._modules) and self._places == self._places_now()
+
+    def take_over(self, other: Adapters) -> None:
+        """What `other`, of the same key, has loaded."""
+        self._groups = other._groups
+
+    def _places_now(self) -> list[int]:
+        places: list[int] = []
+        for layer in self._layers.values():
+            inside = layer.module._modules
+            places.append(id(inside["base_layer"]))
+            for name in layer.adapters:
+                weights, biased = (inside[key]._modules[name]._parameters for key in ("lora_A", "lora_B"))
+                places += [t.data_ptr() for t in (weights["weight"], *biased.values()) if t is not None]
+        return places
 
     def __bool__(self) -> bool:
         return bool(self._layers)
