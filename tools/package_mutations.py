@@ -32,6 +32,7 @@ OPTIONS_TESTS = "integration/test_generate_options.py"
 FALLBACK_TESTS = "integration/test_generate_fallbacks.py"
 LOCKSTEP_TESTS = "integration/test_stock_loop.py"
 BATCH, BATCH_TESTS, CORE = "engine/lockstep.py", "engine/test_lockstep.py", "engine/core.py"
+FACTS, FACTS_TESTS = "models/guards/facts.py", "models/guards/test_facts.py"
 GRAPHS_TESTS = "runner/test_graphs.py"
 PATCHED_TESTS = "models/guards/test_own_code.py"
 OWN_CODE, AT_HOME = (f"models/guards/{name}.py" for name in ("own_code", "at_home"))
@@ -209,6 +210,36 @@ RECOGNITION = [
                     "test_cache_salt.py", "only_equal_salts"),
 ]
 
+NAMES_TESTS, ADAPTER_TESTS = "integration/test_adapter_names.py", "engine/test_adapters.py"
+# LoRA adapters of rows.
+ADAPTERS = [
+    PackageMutation("engine/core.py", "keys[name] = self._executor.state_key(name)", "keys[name] = state_key",
+                    ADAPTER_TESTS, "only_rows_of_the_same"),
+    PackageMutation("models/base.py", "digest + hashlib.sha256(b\"adapter:\" + adapter.encode(\"utf-8\", "
+                    "\"surrogatepass\")).digest()", "digest", ADAPTER_TESTS, "that_come_while"),
+    PackageMutation("models/base.py", "state = look.state if adapter is None else look.adapters.get(adapter)",
+                    "state = look.state", ADAPTER_TESTS, "only_rows_of_the_same"),
+    PackageMutation("runner/adapter_slots.py", "            self._send(list(self._names))\n", "", ADAPTER_TESTS,
+                    "when_another_adapter_comes"),
+    PackageMutation("engine/core.py", "if self._any_adapter and not self._adapter_counts.hold():", "if False:",
+                    ADAPTER_TESTS, "does_not_stream"),
+    PackageMutation("engine/core.py", "                self._end_without_adapter(arrivals)\n", "                pass\n",
+                    ADAPTER_TESTS, "gone_before_its_request"),
+    PackageMutation("runner/graphs.py", "state.adapters.of(slots) if named else None\n        return", "None\n        "
+                    "return", GRAPHS_TESTS, "name_adapters"),
+    PackageMutation("engine/lockstep.py", "self._version, self.has_checked_adapters = None, False",
+                    "self._version = None", ADAPTER_TESTS, "whose_adapter_goes"),
+    PackageMutation("engine/session.py", "            adapter=old.adapter,\n", "", ADAPTER_TESTS, "over_an_interrupt"),
+    PackageMutation("models/lora_rows.py", " if layer._forward_pre_hooks and is_lora(layer) and has_only_names(layer) "
+                    "else layer", " if False else layer", NAMES_TESTS, "run_meanwhile"),
+    PackageMutation("models/guards/adapter_hooks.py", "any(names != found[0] for names in found)", "False", NAMES_TESTS,
+                    "of_two_calls"),
+    PackageMutation("integration/generate.py", "config.use_cache is not False and any(adapters)", "False", NAMES_TESTS,
+                    "returns_is_the_rows_own"),
+    PackageMutation("integration/adapter_rows.py", "for _ in range(max(copies))", "", "test_generator_adapters.py",
+                    "tensors"),
+]
+
 # Rows of stock's decoding loop in the engine's steps.
 JOINED = [
     PackageMutation(BATCH, "            core.trust_cache()\n            self._take_back()\n",
@@ -232,6 +263,9 @@ JOINED = [
                     "runner/test_request_state.py", "more_slots"),
     PackageMutation("runner/request_state.py", "        self._stages = np.pad(self._stages, (0, more))\n", "",
                     "runner/test_request_state.py", "more_slots"),
+    PackageMutation(FACTS, "elif self._parameter_kinds != _parameter_kinds(namespaces):", "elif False:", FACTS_TESTS,
+                    "leaves_out"),
+    PackageMutation(FACTS, "if values != getter(namespace):", "if False:", FACTS_TESTS, "quick_comparison_gives"),
 ]
 
 # Families, image-text models and kernels of the Hub.
@@ -277,6 +311,14 @@ SERVER = [
                     '            _refusal(name, value, f"expected one of the fields', FIELDS_TESTS, "schema_is_known"),
     PackageMutation(f"{SERVING}/wishes.py", "config.do_sample = self.temperature != 0", "pass", FIELDS_TESTS,
                     "arrives and temperature"),
+    PackageMutation(FIELDS_FILE, "token.isascii() and token.isdecimal() and str(int(token)) == token", "True",
+                    FIELDS_TESTS, "dropped and chat-logit_bias"),
+    PackageMutation(FIELDS_FILE, "                _PASSED[endpoint][name].check(value)\n", "                pass\n",
+                    FIELDS_TESTS, "dropped and chat-stream"),
+    PackageMutation(f"{SERVING}/templates.py", "for token in tokens if token >= vocab_size)",
+                    "for token in tokens if False)", FIELDS_TESTS, "dropped and stop_token_ids"),
+    PackageMutation(f"{SERVING}/templates.py", "elif name not in variables and", "elif False and", ANSWERS_TESTS,
+                    "all_else_is_refused"),
     PackageMutation(STOPS, "        self._held = text[start:]\n        return text[:start]\n",
                     "        return text\n", STOPS_TESTS, "pieces_join"),
     PackageMutation(STOPS, "            end, start = min(found)", "            end, start = max(found)", STOPS_TESTS,
@@ -312,7 +354,7 @@ ON_A_CPU = [
 LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
 LORA_KERNEL_TESTS = "kernels/test_lora_kernels.py"
 
-ADAPTERS = [
+LORA_LAYERS = [
     PackageMutation(LORA, "if not candidates or _is_patched():", "if not candidates:", LORA_TESTS,
                     "patched"),
     PackageMutation(LORA, "return layers if len(dtypes) <= 1 else {}", "return layers", LORA_TESTS, "two_dtypes"),
@@ -332,5 +374,6 @@ ADAPTERS = [
 ]
 
 PACKAGE_MUTATIONS = [
-    *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED, *MODELS, *SERVER, *ON_A_CPU, *ADAPTERS,
+    *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *ADAPTERS, *JOINED, *MODELS, *SERVER, *ON_A_CPU,
+    *LORA_LAYERS,
 ]

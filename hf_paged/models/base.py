@@ -305,14 +305,17 @@ class ModelExecutor(ABC):
         """Tensors of the modules that are neither parameters nor buffers, in a fixed order."""
         return self.look().tensors()
 
-    def state_key(self, adapter: str | None = None) -> bytes:
+    def state_key(self, adapter: str | None = None, *, compares_tensors: bool = True) -> bytes:
         """Digest of what a forward depends on besides tensors: constants, active adapters, code of what is called.
 
         Args:
             adapter: of rows that name this one; no two names, and no name and the active adapters, have a key in
                 common. One that the model lacks has a key of its own as well.
+            compares_tensors: False leaves out of the comparison with the last look what the digest does not depend on.
         """
-        look = self.look()
+        look = self._look
+        if compares_tensors or look is None or not look.facts.hold_but_for_tensors(self.model):
+            look = self.look()
         versions = [(kind.__qualname__, of_class(kind).version()) for kind in look.called_kinds]
         state = look.state if adapter is None else look.adapters.get(adapter)
         digest = xxhash.xxh3_128_digest(f"{state}{versions}{self.function_kernels()}{self.autocast}".encode())
@@ -347,8 +350,11 @@ class ModelExecutor(ABC):
         return row_reason(look.lora_layers(), name)
 
     def adapters_in_force(self) -> list[str] | Reason | None:
-        """The adapters that PEFT's hooks give the rows of a forward right now, by row; None: there are no hooks."""
-        look = self.look()
+        """The adapters that PEFT's hooks give the rows of a forward right now, by row; None: there are no hooks.
+
+        The LoRA layers are those of the last look: `unsupported_reason` has just compared the modules with it.
+        """
+        look = self._look or self.look()
         return names_in_force([layer for _, layer in look.lora_layers()]) if look.adapters else None
 
     def adapter_counts(self) -> AdapterCounts:

@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 
 from hf_paged.errors import Reason
+from hf_paged.models.guards.originals import patched_class
+from hf_paged.models.guards.remedies import UNDO_PATCH
 
 BASE = "__base__"  # PEFT's name for rows that no adapter is applied to
 # Classes of PEFT's that apply an adapter row by row, with the arithmetic of `lora_rows`.
@@ -59,6 +61,9 @@ def states_by_adapter(layers: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 def row_reason(layers: Iterable[tuple[str, Any]], name: str) -> Reason | None:
     """Why rows that name this adapter (one that the model has, or `BASE`) cannot run beside others, or None."""
+    layers = list(layers)
+    if (place := patched_class(tuple({type(layer): None for _, layer in layers}))) is not None:
+        return Reason("{} is patched", place, remedy=UNDO_PATCH)
     for path, layer in layers:
         if layer.disable_adapters:
             return Reason("the adapters of {} are switched off", path, remedy="Switch them on again, or name none.")

@@ -157,8 +157,8 @@ class StepGraphs:
         inputs: tuple[np.ndarray, ...]
         if decodes:
             stages = self._state.stages(plan.slots[:decodes])
-            run: partial = partial(self._decode, stages=stages, scored=scored, with_logits=num_logits > 0,
-                                   named=self._state.adapters.any_named(plan.slots[:decodes]))
+            named = self._state.adapters.any_named(plan.slots[:decodes])
+            run: partial = partial(self._decode, stages=stages, scored=scored, named=named, with_logits=num_logits > 0)
             captured, inputs = self._decode_graph(run, plan)
             parts.append((slice(0, decodes), captured, inputs))
         if prompt_size:
@@ -328,8 +328,8 @@ class StepGraphs:
         assert items is not None, "a backend that runs in graphs plans"
         return rows, items
 
-    def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str], scored: bool,
-                with_logits: bool, named: bool) -> Drawn:
+    def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str], scored: bool, named: bool,
+                with_logits: bool) -> Drawn:
         logits, (slots, positions) = self._executor.shard_logits(*self._decode_hidden(rows, items, named)), rows
         # The sampled token's place is the length of what it follows.
         drawn = self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored)

@@ -202,6 +202,20 @@ def test_an_adapter_that_is_deleted_while_requests_name_it(overlap, steps):
     assert_idle(wrapped.get_base_model())
 
 
+def test_an_adapter_that_is_gone_before_its_request_was_received(wrapped):
+    """It came and went beside a request that runs, so the model is what it was for that one."""
+    engine, prompts = hf_paged.get_engine(wrapped), random_prompts([40, 21], seed=2)
+    running = add(engine, prompts[0], "two", config=GenerationConfig(max_new_tokens=20))
+    for _ in range(3):
+        engine.step()
+    with_adapter(wrapped, "late", 20)
+    late = add(engine, prompts[1], "late")
+    wrapped.delete_adapter("late")
+    done = finish(engine)
+    assert "the model has no adapter 'late'" in done[late].error
+    assert done[running].token_ids == stocks(wrapped, prompts[0], "two", 20)
+
+
 def test_an_adapter_that_is_deleted_under_a_call_that_does_not_stream(wrapped):
     """Another thread deletes it: the engine notices before the next step, though nobody's code runs between steps."""
     engine, prompts = hf_paged.get_engine(wrapped), random_prompts([40, 21], seed=2)

@@ -231,6 +231,18 @@ def test_a_hook_that_only_looks_like_pefts():
     wrapped.generate(**INPUTS, **OPTIONS)
 
 
+def test_pefts_own_code_that_was_patched(monkeypatch):
+    """Ours stands for it in rows that name an adapter."""
+    wrapped = _two_adapters()
+    hf_paged.enable(wrapped)
+    wrapped.generate(**INPUTS, **OPTIONS, adapter_names=NAMES)
+    kind = peft.tuners.lora.Linear
+    stock = kind._mixed_batch_forward
+    monkeypatch.setattr(kind, "_mixed_batch_forward", lambda self, *args, **kwargs: -stock(self, *args, **kwargs))
+    with pytest.warns(hf_paged.FallbackWarning, match="._mixed_batch_forward is patched"):
+        wrapped.generate(**INPUTS, **OPTIONS, adapter_names=NAMES)
+
+
 def test_hooks_on_some_layers_only():
     wrapped = _two_adapters()
     hf_paged.enable(wrapped, strict=True)
@@ -239,6 +251,18 @@ def test_hooks_on_some_layers_only():
         layers[3]._forward_pre_hooks.popitem()
         with pytest.raises(hf_paged.FallbackError, match="hooks for different adapter_names"):
             wrapped.get_base_model().generate(**INPUTS, **OPTIONS)
+
+
+def test_hooks_of_two_calls_at_once():
+    """Whose names count, nobody can tell; equal ones are no question."""
+    wrapped = _two_adapters()
+    expected = wrapped.generate(**INPUTS, **OPTIONS, adapter_names=NAMES)
+    hf_paged.enable(wrapped, strict=True)
+    layers = [m for m in wrapped.modules() if hasattr(m, "lora_A")]
+    with naming(layers, NAMES[::-1]), naming(layers, NAMES), pytest.raises(hf_paged.FallbackError, match="different"):
+        wrapped.get_base_model().generate(**INPUTS, **OPTIONS)
+    with naming(layers, NAMES), naming(layers, NAMES):
+        assert_same_tensor(wrapped.get_base_model().generate(**INPUTS, **OPTIONS), expected)
 
 
 def test_hooks_of_one_call_and_requests_that_run_meanwhile():
