@@ -18,6 +18,7 @@ from hf_paged.errors import Reason
 from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.kernels.silu_mul import silu_mul_host
 from hf_paged.models.activations import SILU
+from hf_paged.models.adapted_layers import AdaptedLayers
 from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.models.base import KVSpec, Look, StepContext
 from hf_paged.models.copied_weights import CopiedLinears, CopiedWeights, can_be_copied, copied_bytes
@@ -26,7 +27,7 @@ from hf_paged.models.families import Family
 from hf_paged.models.guards.remedies import DISAGREE
 from hf_paged.models.guards.untouched import Untouched
 from hf_paged.models.layer_ops import FUSED, LayerOps
-from hf_paged.models.lora import AdaptedLayers, Adapters, is_loaded, reads_tables
+from hf_paged.models.lora import Adapters, is_loaded, reads_tables
 from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.models.merged import MergedWeight, merge
 from hf_paged.models.plain_linear import (

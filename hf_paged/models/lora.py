@@ -15,12 +15,10 @@ import torch
 from torch import nn
 
 from hf_paged.kernels._triton import triton
-from hf_paged.kernels.lora_expand import lora_expand_silu_mul_unchecked, lora_expand_unchecked
-from hf_paged.kernels.lora_shrink import lora_shrink_unchecked
-from hf_paged.kernels.lora_table import Adapter, Entry, LoraTable, Members, make_tables
+from hf_paged.kernels.lora_table import Adapter, Entry, Members, make_tables
+from hf_paged.models.adapted_layers import AdaptedLayers
 from hf_paged.models.guards.adapter_hooks import has_only_names
 from hf_paged.models.guards.originals import patched_class
-from hf_paged.models.lora_rows import AdapterRows
 from hf_paged.models.plain_linear import is_plain_linear
 from hf_paged.models.tuners import is_lora
 
@@ -115,40 +113,6 @@ def _num_outputs(module: nn.Module) -> int | None:
     return number if isinstance(number, int) else None
 
 
-class AdaptedLayers:
-    """Linear layers that read one input and whose products are their bases', with what LoRA adds by kernels.
-
-    Entries of the table: the active adapters, then each adapter alone, by name.
-    """
-
-    def __init__(self, layers: Sequence[LoraLayer], table: LoraTable) -> None:
-        self._table = table
-        self._has_active = any(layer.active for layer in layers)
-
-    def shrink(self, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor | None:
-        """To be called before the bases' product is taken, which hides what it waits for; None: nothing is added."""
-        adds = rows is not None or self._has_active
-        return lora_shrink_unchecked(hidden, self._table, _entries(rows)) if adds else None
-
-    def expand(self, product: torch.Tensor, shrunk: torch.Tensor | None, rows: AdapterRows | None) -> torch.Tensor:
-        """The bases' product [T, N], which is written, with what each row's adapters add to it."""
-        return product if shrunk is None else lora_expand_unchecked(product, shrunk, self._table, _entries(rows))
-
-    def expand_silu_mul(self, product: torch.Tensor, shrunk: torch.Tensor, rows: AdapterRows | None,
-                        following: AdaptedLayers | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same of gates and ups [T, 2 * I], and silu(gate) * up: [T, I].
-
-        Beside it `shrink` of that for the layers that read it, if they add anything, where that is cheaper together.
-        """
-        adds = following is not None and (rows is not None or following._has_active)
-        then = following._table if adds and following is not None else None
-        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, _entries(rows), then)
-
-
-def _entries(rows: AdapterRows | None) -> torch.Tensor | None:
-    return None if rows is None else rows.entries
-
-
 class Adapters:
     """The LoRA layers of a decoder that tables stand for, read at one time."""
 
@@ -211,7 +175,7 @@ class Adapters:
         found = {key: some for key, some in members.items() if some is not None}
         tables = make_tables(list(found.values()), device)
         for key, table in zip(found, tables, strict=True):
-            self._groups[key] = AdaptedLayers([self._layers[i] for i in key if i in self._layers], table)
+            self._groups[key] = AdaptedLayers(table, any(self._layers[i].active for i in key if i in self._layers))
 
     def _members(self, group: Sequence[nn.Module]) -> Members | None:
         """None where no layer of the group has an adapter now."""
