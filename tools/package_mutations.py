@@ -355,15 +355,17 @@ LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
 LORA_KERNEL_TESTS = "kernels/test_lora_kernels.py"
 
 LORA_LAYERS = [
-    PackageMutation(LORA, "if not candidates or patched_class((kind,)) is not None:", "if not candidates:", LORA_TESTS,
+    PackageMutation(LORA, "if not candidates or _is_patched():", "if not candidates:", LORA_TESTS,
                     "patched"),
     PackageMutation(LORA, "return layers if len(dtypes) <= 1 else {}", "return layers", LORA_TESTS, "two_dtypes"),
     PackageMutation(LORA, "if module.lora_variant or not module.cast_input_dtype_enabled:", "if False:", LORA_TESTS,
                     "no_plain_lora"),
     PackageMutation(LORA, "tuple(columns), self._autocast or dtype)", "tuple(columns), torch.bfloat16)", LORA_TESTS,
                     "log_probs"),
-    PackageMutation("models/fused.py", "if self._adapters is None or found.key != self._adapters.key:",
-                    "if self._adapters is None:", LORA_TESTS, "switched and tables"),
+    PackageMutation("models/fused.py", "if self._adapters is not None and found.key == self._adapters.key:",
+                    "if self._adapters is not None:", LORA_TESTS, "switched and tables"),
+    PackageMutation("kernels/lora_table.py", "return self.a.data_ptr(), self.b.data_ptr(), bias,", "return bias,",
+                    LORA_TESTS, "moved and tables"),
     PackageMutation("kernels/lora_shrink.py", "acc * scale[None, :], mask=mask", "acc, mask=mask", LORA_KERNEL_TESTS,
                     "ranks"),
     PackageMutation("kernels/lora_expand.py", "(adapter // PARTS)[None, :, None]) & inside",
@@ -372,7 +374,41 @@ LORA_LAYERS = [
                     "behind_silu"),
 ]
 
+# Calls under autocast: where values are rounded, whose precision holds, and copies that follow the weights.
+AUTOCAST_TESTS = "integration/test_autocast.py"
+AUTOCAST = [
+    PackageMutation("kernels/add_rms_norm.py", "product: tl.constexpr = dtype if weight.dtype.element_ty == dtype else "
+                    "tl.float32", "product: tl.constexpr = dtype", "kernels/test_add_rms_norm.py",
+                    "dtypes_of_autocast and triton"),
+    PackageMutation("kernels/qk_norm_rope_store.py", "rotated: tl.constexpr = scaled if cos.dtype.element_ty == scaled "
+                    "else tl.float32", "rotated: tl.constexpr = dtype", "kernels/test_qk_norm_rope_store.py",
+                    "dtypes_of_autocast and triton"),
+    PackageMutation("kernels/_qk_norm_rope_host.py", "    if both.dtype == sin.dtype:", "    if True:",
+                    "kernels/test_qk_norm_rope_store.py", "dtypes_of_autocast"),
+    PackageMutation("kernels/cast_copies.py", "count = tl.where(tl.load(now) == tl.load(before), 0, count)",
+                    "count = count + 0", "kernels/test_cast_copies.py", "nothing_is_written and interpreted"),
+    PackageMutation("models/shadow.py", "self._checksum = checksum.clone()", "self._checksum = checksum",
+                    "models/test_shadow.py", "writes_to_again"),
+    PackageMutation("models/decoder.py", "self.autocast, cache_enabled=False)", "self.autocast)", AUTOCAST_TESTS,
+                    "modules_that_run_as_they_stand"),
+    PackageMutation("models/guards/wrapped_forward.py", "for context in reversed(contexts)", "for context in contexts",
+                    "models/test_precision.py", "wrapper"),
+    PackageMutation("models/base.py", "None if cast is None or self.look().dtypes == {cast} else cast", "cast",
+                    "models/test_precision.py", "all_weights_are"),
+    PackageMutation(CORE, "        if self.requests or self.batches:\n            return False\n        self._executor",
+                    "        self._executor", AUTOCAST_TESTS, "beside_others"),
+    PackageMutation(CORE, "                if self._executor.has_copies:  # what", "                if False:  # what",
+                    AUTOCAST_TESTS, "while_others_run"),
+    PackageMutation(CORE, "            if not self._executor.copies_are_stale():\n                return False\n",
+                    "            if True:\n                return False\n", AUTOCAST_TESTS, "processor_changes"),
+    PackageMutation(CORE, "            self._executor.refresh(self._guard.latest)\n", "            pass\n",
+                    AUTOCAST_TESTS, "between_calls"),
+    PackageMutation(LOCKSTEP, "        if rounds_cache:\n", "        if False:\n", AUTOCAST_TESTS, "scores_and_logits"),
+    PackageMutation(GENERATE, "    autocast = engine.autocast_of_call()\n", "    autocast = None\n", AUTOCAST_TESTS,
+                    "calls_in_turn"),
+]
+
 PACKAGE_MUTATIONS = [
     *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *ADAPTERS, *JOINED, *MODELS, *SERVER, *ON_A_CPU,
-    *LORA_LAYERS,
+    *LORA_LAYERS, *AUTOCAST,
 ]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from hf_paged.models.adapted_layers import AdaptedLayers
 from hf_paged.models.lora_rows import AdapterRows
 from hf_paged.models.plain_linear import added, is_plain_linear
 from hf_paged.models.shadow import Shadow, side_by_side
 from hf_paged.parallel.group import SINGLE, ParallelGroup
-
-if TYPE_CHECKING:
-    from hf_paged.models.lora import AdaptedLayers
 
 Groups = Mapping[str, tuple[Any, ...]]  # of linear layers with one input, by name
 

@@ -18,6 +18,7 @@ from hf_paged.errors import Reason
 from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.kernels.silu_mul import silu_mul_host
 from hf_paged.models.activations import SILU
+from hf_paged.models.adapted_layers import AdaptedLayers
 from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.models.base import KVSpec, Look, StepContext
 from hf_paged.models.copied_weights import CopiedLinears, CopiedWeights, can_be_copied, copied_bytes
@@ -26,7 +27,7 @@ from hf_paged.models.families import Family
 from hf_paged.models.guards.remedies import DISAGREE
 from hf_paged.models.guards.untouched import Untouched
 from hf_paged.models.layer_ops import FUSED, LayerOps
-from hf_paged.models.lora import AdaptedLayers, Adapters, is_loaded, reads_tables
+from hf_paged.models.lora import Adapters, is_loaded, reads_tables
 from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.models.merged import MergedWeight, merge
 from hf_paged.models.plain_linear import (
@@ -140,14 +141,14 @@ class FusedExecutor(DecoderExecutor):
         self._adapters: Adapters | None = None  # None: not looked for yet
 
     def prepare(self, max_model_len: int) -> None:
-        spec = self.kv_spec()
-        is_same = self._checked == (self.look(), self.autocast) and self._untouched.holds()
+        spec, look = self.kv_spec(), self.look()
+        is_same = self._checked == (look, self.autocast) and self._untouched.holds()
         if not is_same or self._adapters is None or self._adapters:
-            self._look_up_adapters()
+            self._look_up_adapters(look)
         self._prepare_copies()
         if self._runs_modules:
             return
-        self._check_weights(spec)
+        self._check_weights(spec, look)
         self._rope.update(self.model.model.rotary_emb, max_model_len, spec.compute_dtype, spec.device)
         if self._merge_weights:
             self._merge(spec.device)
@@ -155,9 +156,9 @@ class FusedExecutor(DecoderExecutor):
             self._look_up_parts()
         self._held = [alias for merged in self._merged.values() for alias in merged.memory()]
 
-    def _check_weights(self, spec: KVSpec) -> None:
+    def _check_weights(self, spec: KVSpec, look: Look) -> None:
         """Once for every state of the modules: kernels do not look at shapes in every step."""
-        look, cast = self.look(), self.autocast
+        cast = self.autocast
         if self._checked is None or self._checked[0] is not look or self._checked[1] != cast:
             heads = self.model.config.num_attention_heads // self.group.size
             dtype = spec.compute_dtype if cast is None else None
@@ -186,7 +187,7 @@ class FusedExecutor(DecoderExecutor):
     def _all_groups(self) -> dict[str, tuple[Any, ...]]:
         """All linear layers of a dense model whose products are taken, those with the same input together."""
         if self._adapters is None:
-            self._look_up_adapters()
+            self._look_up_adapters(self.look())
         found: dict[str, tuple[Any, ...]] = {}
         for i, layer in enumerate(self._layers()):
             found |= {key: self._bases(linears) for key, linears in _all_groups(i, layer).items()}
@@ -217,25 +218,32 @@ class FusedExecutor(DecoderExecutor):
     def own_tensors(self) -> list[torch.Tensor]:
         return [] if self._copied is None else self._copied.tensors()
 
-    def _look_up_adapters(self) -> None:
+    def _look_up_adapters(self, look: Look) -> None:
         """What was found before stays where the LoRA layers are as they were."""
-        found = self._find_adapters()
-        if self._adapters is None or found.key != self._adapters.key:
+        read, groups = (look, self._row_names, self.autocast), self._groups_with_adapters()
+        if self._adapters is not None and self._adapters.hold(groups, *read):
+            return
+        found = Adapters(groups, *read)
+        if self._adapters is not None and found.key == self._adapters.key:
+            found.take_over(self._adapters)
+        else:
             found.load(self.kv_spec().device)
-            self._adapters = found
+        self._adapters = found
 
-    def _find_adapters(self) -> Adapters:
-        """Those that kernels apply; without kernels PEFT's modules are called as they stand."""
-        by_tables = is_loaded() and self._ops is FUSED and not self.group.is_parallel
+    def _groups_with_adapters(self) -> list[tuple[nn.Module, ...]]:
+        """Layers whose LoRA kernels apply, those with one input together; without kernels PEFT's run as they stand."""
         groups: list[tuple[nn.Module, ...]] = []
+        by_tables = is_loaded() and self._ops is FUSED and not self.group.is_parallel
         if by_tables and reads_tables(self.kv_spec().device):
             for i, layer in enumerate(self._layers()):
                 groups += _all_groups(i, layer).values()
-        return Adapters(groups, self._row_names, self.autocast)
+        return groups
 
     def is_current(self) -> bool:
-        if self._adapters and self._find_adapters().key != self._adapters.key:
-            return False
+        if self._adapters:
+            read = self.look(), self._row_names, self.autocast
+            if not self._adapters.hold(self._groups_with_adapters(), *read):
+                return False
         if self.autocast is not None:
             if self._runs_modules == self._can_cast_by_copies():
                 return False
@@ -267,7 +275,7 @@ class FusedExecutor(DecoderExecutor):
         decoder, ops, cos, sin = self.model.model, self._ops, self._rope.cos, self._rope.sin
         assert cos is not None and sin is not None, "prepare() comes first"
         if not self._untouched.holds():  # a streaming caller's code runs between steps
-            self._look_up_adapters()
+            self._look_up_adapters(self.look())
             if self.autocast is not None:
                 self._prepare_copies()
                 if self._runs_modules:

@@ -15,12 +15,10 @@ import torch
 from torch import nn
 
 from hf_paged.kernels._triton import triton
-from hf_paged.kernels.lora_expand import lora_expand_silu_mul_unchecked, lora_expand_unchecked
-from hf_paged.kernels.lora_shrink import lora_shrink_unchecked
-from hf_paged.kernels.lora_table import Adapter, Entry, LoraTable, Members, make_tables
+from hf_paged.kernels.lora_table import Adapter, Entry, Members, make_tables
+from hf_paged.models.adapted_layers import AdaptedLayers
 from hf_paged.models.guards.adapter_hooks import has_only_names
 from hf_paged.models.guards.originals import patched_class
-from hf_paged.models.lora_rows import AdapterRows
 from hf_paged.models.plain_linear import is_plain_linear
 from hf_paged.models.tuners import is_lora
 
@@ -46,13 +44,20 @@ def is_loaded() -> bool:
     return _MODULE in sys.modules
 
 
+def _class() -> type | None:
+    return getattr(sys.modules.get(_MODULE), "Linear", None)
+
+
+def _is_patched() -> bool:
+    kind = _class()
+    return kind is not None and patched_class((kind,)) is not None
+
+
 def find_layers(modules: Iterable[nn.Module]) -> dict[int, LoraLayer]:
     """By id, those of the modules that are LoRA as it is known here; none where their adapters are not of one dtype."""
-    kind = getattr(sys.modules.get(_MODULE), "Linear", None)
-    if kind is None:
-        return {}
+    kind = _class()
     candidates = [module for module in modules if type(module) is kind]
-    if not candidates or patched_class((kind,)) is not None:
+    if not candidates or _is_patched():
         return {}
     layers = {id(module): layer for module in candidates if (layer := _read(module)) is not None}
     dtypes = {adapter.a.dtype for layer in layers.values() for adapter in layer.adapters.values()}
@@ -108,54 +113,49 @@ def _num_outputs(module: nn.Module) -> int | None:
     return number if isinstance(number, int) else None
 
 
-class AdaptedLayers:
-    """Linear layers that read one input and whose products are their bases', with what LoRA adds by kernels.
-
-    Entries of the table: the active adapters, then each adapter alone, by name.
-    """
-
-    def __init__(self, layers: Sequence[LoraLayer], table: LoraTable) -> None:
-        self._table = table
-        self._has_active = any(layer.active for layer in layers)
-
-    def shrink(self, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor | None:
-        """To be called before the bases' product is taken, which hides what it waits for; None: nothing is added."""
-        adds = rows is not None or self._has_active
-        return lora_shrink_unchecked(hidden, self._table, _entries(rows)) if adds else None
-
-    def expand(self, product: torch.Tensor, shrunk: torch.Tensor | None, rows: AdapterRows | None) -> torch.Tensor:
-        """The bases' product [T, N], which is written, with what each row's adapters add to it."""
-        return product if shrunk is None else lora_expand_unchecked(product, shrunk, self._table, _entries(rows))
-
-    def expand_silu_mul(self, product: torch.Tensor, shrunk: torch.Tensor, rows: AdapterRows | None,
-                        following: AdaptedLayers | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same of gates and ups [T, 2 * I], and silu(gate) * up: [T, I].
-
-        Beside it `shrink` of that for the layers that read it, if they add anything, where that is cheaper together.
-        """
-        adds = following is not None and (rows is not None or following._has_active)
-        then = following._table if adds and following is not None else None
-        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, _entries(rows), then)
-
-
-def _entries(rows: AdapterRows | None) -> torch.Tensor | None:
-    return None if rows is None else rows.entries
-
-
 class Adapters:
     """The LoRA layers of a decoder that tables stand for, read at one time."""
 
-    def __init__(self, groups: Sequence[Sequence[nn.Module]], names: Sequence[str] = (),
+    def __init__(self, groups: Sequence[Sequence[nn.Module]], look: object = None, names: Sequence[str] = (),
                  autocast: torch.dtype | None = None) -> None:
-        """`groups`: linear layers that read one input; only those are looked at. `names`: of entries 1, 2, ...
+        """Read them off the modules.
 
-        `autocast`: to which dtype the calls cast.
+        Args:
+            groups: linear layers that read one input; only those are looked at.
+            look: an object that is another one where anything of the modules but the tensors' places is.
+            names: of entries 1, 2, ...
+            autocast: to which dtype the calls cast.
         """
         known = [group for group in groups if all(_num_outputs(module) is not None for module in group)]
         self._layers = find_layers(module for group in known for module in group)
         self._modules, self._names, self._autocast = groups, tuple(names), autocast
         self.key = [layer.key() for layer in self._layers.values()], (*self._names, autocast) if self._layers else ()
+        self._read = look, self._names, autocast
+        self._places = self._places_now()
         self._groups: dict[tuple[int, ...], AdaptedLayers] = {}
+
+    def hold(self, groups: Sequence[Sequence[nn.Module]], look: object, names: Sequence[str],
+             autocast: torch.dtype | None) -> bool:
+        """Would they be read again as they were? Answered without reading them again."""
+        if self._read != (look, tuple(names), autocast) or _is_patched():
+            return False
+        same = all(a is b for one, other in zip(self._modules, groups, strict=False)
+                   for a, b in zip(one, other, strict=False))
+        return same and len(groups) == len(self._modules) and self._places == self._places_now()
+
+    def take_over(self, other: Adapters) -> None:
+        """What `other`, of the same key, has loaded."""
+        self._groups = other._groups
+
+    def _places_now(self) -> list[int]:
+        places: list[int] = []
+        for layer in self._layers.values():
+            inside = layer.module._modules
+            places.append(id(inside["base_layer"]))
+            for name in layer.adapters:
+                weights, biased = (inside[key]._modules[name]._parameters for key in ("lora_A", "lora_B"))
+                places += [t.data_ptr() for t in (weights["weight"], *biased.values()) if t is not None]
+        return places
 
     def __bool__(self) -> bool:
         return bool(self._layers)
@@ -175,7 +175,7 @@ class Adapters:
         found = {key: some for key, some in members.items() if some is not None}
         tables = make_tables(list(found.values()), device)
         for key, table in zip(found, tables, strict=True):
-            self._groups[key] = AdaptedLayers([self._layers[i] for i in key if i in self._layers], table)
+            self._groups[key] = AdaptedLayers(table, any(self._layers[i].active for i in key if i in self._layers))
 
     def _members(self, group: Sequence[nn.Module]) -> Members | None:
         """None where no layer of the group has an adapter now."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from hf_paged.models.adapted_layers import AdaptedLayers
 from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
-
-if TYPE_CHECKING:
-    from hf_paged.models.lora import AdaptedLayers
 
 
 def is_plain_linear(module: nn.Module) -> bool:
