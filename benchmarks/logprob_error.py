@@ -2,6 +2,7 @@
 
     python benchmarks/logprob_error.py [--model 0.6B] [--seeds 3] [--sequences 36] [--length 1024] [--autocast]
                                        [--out f.json]
+    python benchmarks/logprob_error.py --lora float32        # rank-16 adapters of all linear layers, in this type
 
 Random weights and tokens; with `--autocast` the weights stay fp32, and both compute under bf16 autocast. The first half
 of each sequence goes through (chunked) prefill, the second half through decode steps whose sampled token is replaced by
@@ -88,6 +89,20 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor, autocast: torch.dtype |
     return result
 
 
+def with_adapters(model: Qwen3ForCausalLM, dtype: torch.dtype) -> None:
+    """PEFT's, in place, with values that `dtype` holds; their share of a product is about a tenth of the base's."""
+    import peft
+
+    config = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(0.1)
+            if "lora_" in name:
+                parameter.copy_(parameter.to(dtype))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(QWEN3_SHAPES), default="0.6B")
@@ -96,6 +111,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--autocast", action="store_true", help="fp32 weights under bf16 autocast")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--lora", choices=["float32", "bfloat16"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     errors: dict[str, list[torch.Tensor]] = {"stock bf16": [], "hf_paged bf16": []}
@@ -106,12 +122,15 @@ def main() -> None:
         tokens = torch.randint(0, vocabulary, shape, generator=generator).to(args.device)
         if not args.autocast:  # the reference has the bf16 weights, so that only arithmetic differs
             model = model.to(torch.bfloat16).float()
+        if args.lora:
+            with_adapters(model, getattr(torch, args.lora))
         exact = stock(model, tokens)
-        if args.autocast:
-            with torch.autocast(args.device, torch.bfloat16):
-                lower = stock(model, tokens)
-        else:
+        adapters = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
+        if not args.autocast:
             model = model.to(torch.bfloat16)
+        for name, values in adapters.items():
+            model.get_parameter(name).data = values.to(getattr(torch, args.lora))
+        with torch.autocast(args.device, torch.bfloat16, enabled=args.autocast):
             lower = stock(model, tokens)
         errors["stock bf16"].append((lower - exact).abs().flatten())
         ours = paged(model, tokens, torch.bfloat16 if args.autocast else None)

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,13 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.follower import load_on_ranks
 from hf_paged.engine.session import NewRequest, Session
 from hf_paged.errors import EngineClosedError
+from hf_paged.integration.adapter_rows import each_under
 from hf_paged.integration.call_context import call_salt, call_seed
 from hf_paged.integration.enable import disable, enable_with_engine, get_engine, is_enabled, merged_config, unwrap
 from hf_paged.integration.pretrained import load_whole, split_arguments
 from hf_paged.integration.pretrained import tokenizer_of as _tokenizer_of
-from hf_paged.integration.requests import Asked, Call, RequestMaker, refused_output
-from hf_paged.options.arguments import base_seed, salt_digest
+from hf_paged.integration.requests import Asked, Call, RequestMaker, one_per_prompt, refused_output
+from hf_paged.options.arguments import base_seed, merge_config, salt_digest
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.parallel.launch import Workers
 
@@ -131,7 +132,8 @@ class PagedGenerator:
 
     def generate(self, prompts: Any = None, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
                  use_tqdm: bool | None = None, logprobs: bool | str = False, prompt_logprobs: bool = False,
-                 cache_salt: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
+                 cache_salt: str | SequenceOf[str | None] | None = None,
+                 adapter_names: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
                  chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
                  **generate_kwargs: Any) -> Any:
         """Complete every prompt.
@@ -151,6 +153,9 @@ class PagedGenerator:
                 do not read it.
             cache_salt: one for the call, or one per prompt. Cached prefixes are shared among prompts of the same salt
                 alone (None: those without one), in this and in other calls.
+            adapter_names: of the LoRA adapter that a prompt runs with, or "__base__" for none at all: one for the call,
+                or one per prompt. None: those that are active in the model. A prompt whose adapter the model loses
+                before its end, or whose model merges adapters, ends with ``finish_reason="error"``.
             on_error: what becomes of a prompt that cannot run (too long, empty, ids outside the vocabulary, refused by
                 the chat template, with settings of its own that are wrong). "raise": an error that names its index, and
                 nothing runs. "complete": its completions (each of ``num_return_sequences``) end with
@@ -174,12 +179,12 @@ class PagedGenerator:
             UnsupportedOptionError: an option that the paged engine does not carry out; `model.generate` does.
             UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes).
         """
-        call = Call(prompts, generation_config, seed, cache_salt, logprobs, prompt_logprobs, on_error,
-                    chat_template_kwargs, on_weight_change, generate_kwargs)
+        call = Call(prompts, generation_config, seed, cache_salt, adapter_names, logprobs, prompt_logprobs,
+                    on_error, chat_template_kwargs, on_weight_change, generate_kwargs)
         if "input_ids" in generate_kwargs or isinstance(prompts, torch.Tensor):
             call.check_for_tensors()
             with call_salt(salt_digest(cache_salt)):
-                made = self._generate_tensor(prompts, generation_config, seed, generate_kwargs)
+                made = self._generate_tensor(prompts, generation_config, seed, adapter_names, generate_kwargs)
             return None if self._only_follows else made
         asked = self._maker.make(call)
         completions: dict[int, Completion] = {}
@@ -201,7 +206,8 @@ class PagedGenerator:
 
     def stream(self, prompts: Any, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
                logprobs: bool | str = False, prompt_logprobs: bool = False,
-               cache_salt: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
+               cache_salt: str | SequenceOf[str | None] | None = None,
+               adapter_names: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
                chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
                **generate_kwargs: Any) -> Iterator[tuple[int, StepOutput]]:
         """Like `generate`, but yields (index of the completion, `StepOutput`) as tokens come.
@@ -210,8 +216,8 @@ class PagedGenerator:
         what is still running. A prompt that cannot run has one output with ``on_error="complete"``, which comes first
         and whose `request_id` is empty.
         """
-        call = Call(prompts, generation_config, seed, cache_salt, logprobs, prompt_logprobs, on_error,
-                    chat_template_kwargs, on_weight_change, generate_kwargs)
+        call = Call(prompts, generation_config, seed, cache_salt, adapter_names, logprobs, prompt_logprobs,
+                    on_error, chat_template_kwargs, on_weight_change, generate_kwargs)
         asked = self._maker.make(call)
 
         def outputs() -> Iterator[tuple[int, StepOutput]]:
@@ -255,7 +261,8 @@ class PagedGenerator:
             for output in self.engine.advance(session):
                 yield index[output.request_id], output
 
-    def _generate_tensor(self, prompts: Any, generation_config: Any, seed: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    def _generate_tensor(self, prompts: Any, generation_config: Any, seed: Any, adapter_names: Any,
+                         kwargs: dict[str, Any]) -> torch.Tensor:
         if isinstance(prompts, torch.Tensor):
             kwargs = {"input_ids": prompts, **kwargs}
         elif prompts is not None:
@@ -266,14 +273,29 @@ class PagedGenerator:
             raise TypeError(f"input_ids: expected a tensor [batch, length], got {found}")
         if generation_config is not None and not isinstance(generation_config, GenerationConfig):
             raise TypeError("generation_config: expected one GenerationConfig for tensors")
-        if seed is None:
-            return self.model.generate(generation_config=generation_config, **kwargs)
-        seed = self._base_seed(seed)
-        device = self._causal_lm.device
-        # For the engine, and in torch's generators for a call that goes to stock.
-        with call_seed(seed), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            return self.model.generate(generation_config=generation_config, **kwargs)
+        call = partial(self.model.generate, generation_config=generation_config, **kwargs)
+        with self._named(adapter_names, len(input_ids), generation_config, kwargs):
+            if seed is None:
+                return call()
+            seed, device = self._base_seed(seed), self._causal_lm.device
+            # For the engine, and in torch's generators for a call that goes to stock.
+            with call_seed(seed), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(seed)
+                return call()
+
+    def _named(self, names: Any, count: int, config: Any, kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        """In here `model.generate` of ``count`` prompts gives each the adapter of its name."""
+        if names is None:
+            return nullcontext()
+        asked = [None if name is None else self.engine.check_adapter(name)
+                 for name in one_per_prompt("adapter_names", names, count)]
+        if None in asked:
+            raise ValueError("adapter_names: expected a name for every row, or none at all, where tensors come in")
+        merged = merge_config(self._causal_lm, config, {k: v for k, v in kwargs.items() if hasattr(_NEUTRAL, k)})
+        return each_under(self._causal_lm, [str(name) for name in asked], merged)
+
+
+_NEUTRAL = GenerationConfig()
 
 
 def _end(model: weakref.ref, engine: Engine, workers: list[Workers], owner: int) -> None:

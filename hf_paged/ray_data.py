@@ -97,6 +97,8 @@ class PagedActor:
             is "error"). With ``on_error="complete"`` a row that cannot run (an empty prompt, no id) ends alone.
         id_column: of integers or strings, one for each row, from which its random numbers follow. None: they follow
             from the prompt, so that equal prompts get equal completions.
+        adapter_column: of names of the LoRA adapters that the checkpoint has, one for each row ("__base__" for none,
+            null for those that are active); `adapter_names` of ``generate_kwargs`` is one for all rows.
         generation_config, generate_kwargs: as for `PagedGenerator.generate`, keywords of the chat template among them;
             one completion for a row.
         on_error: "complete", or "raise": a row that cannot run ends the dataset's execution.
@@ -108,10 +110,11 @@ class PagedActor:
     """
 
     def __init__(self, path: str, *, tensor_parallel_size: int = 1, prompt_column: str = "prompt",
-                 output_column: str = "completion", id_column: str | None = None, generation_config: Any = None,
-                 generate_kwargs: dict[str, Any] | None = None, seed: int = 0, on_error: str = "complete",
-                 **overrides: Any) -> None:
+                 output_column: str = "completion", id_column: str | None = None, adapter_column: str | None = None,
+                 generation_config: Any = None, generate_kwargs: dict[str, Any] | None = None, seed: int = 0,
+                 on_error: str = "complete", **overrides: Any) -> None:
         self._prompt_column, self._id_column = prompt_column, id_column or prompt_column
+        self._adapter_column = adapter_column
         self._output_columns = [output_column + suffix for suffix in OUTPUTS]
         self._config, self._kwargs = generation_config, generate_kwargs or {}
         if on_error not in ON_ERROR:
@@ -119,7 +122,12 @@ class PagedActor:
         self._seed, self._on_error = base_seed(seed, None), on_error
         self._generator = PagedGenerator.from_pretrained(path, tensor_parallel_size=tensor_parallel_size, **overrides)
         engine = self._generator.engine
-        settings = {name: value for name, value in self._kwargs.items() if name != "chat_template_kwargs"}
+        if (name := self._kwargs.get("adapter_names")) is not None:
+            if adapter_column is not None:
+                raise ValueError(f"adapter_column={adapter_column!r}: expected no adapter_names beside it")
+            engine.check_adapter(name)
+        settings = {name: value for name, value in self._kwargs.items()
+                    if name not in ("chat_template_kwargs", "adapter_names")}
         _, settings = split_keywords(settings, self._kwargs.get("chat_template_kwargs"), [], engine.tokenizer,
                                      [engine.model.generation_config, self._config])
         merged = merge_config(engine.model, self._config, settings)
@@ -155,7 +163,11 @@ class PagedActor:
         self._check_columns(batch.column_names)
         prompts, keys = (batch.column(name).to_pylist() for name in (self._prompt_column, self._id_column))
         seeds = [self._seed_of(prompt, key) for prompt, key in zip(prompts, keys, strict=True)]
-        rows = [(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True) if isinstance(seed, int)]
+        adapters = [None] * len(prompts)
+        if self._adapter_column is not None:
+            adapters = batch.column(self._adapter_column).to_pylist()
+        rows = [(prompt, seed, adapter) for prompt, seed, adapter in zip(prompts, seeds, adapters, strict=True)
+                if isinstance(seed, int)]
         made = iter(self._generate(rows) if rows else ())
         completions = [next(made) if isinstance(seed, int) else seed for seed in seeds]
         columns = (
@@ -169,8 +181,9 @@ class PagedActor:
         return batch
 
     def _check_columns(self, names: list[str]) -> None:
-        for argument, name in (("prompt_column", self._prompt_column), ("id_column", self._id_column)):
-            if name not in names:
+        for argument, name in (("prompt_column", self._prompt_column), ("id_column", self._id_column),
+                               ("adapter_column", self._adapter_column)):
+            if name is not None and name not in names:
                 raise ValueError(f"{argument}={name!r}: expected one of the dataset's columns, {names}")
         if taken := [name for name in self._output_columns if name in names]:
             raise ValueError(f"output_column={self._output_columns[0]!r}: the dataset has columns {taken} already")
@@ -186,10 +199,11 @@ class PagedActor:
                 raise
             return Completion([], None, "error", [], error=error_text(error))
 
-    def _generate(self, rows: list[tuple[Any, int]]) -> list[Completion]:
-        prompts, seeds = map(list, zip(*rows, strict=True))
+    def _generate(self, rows: list[tuple[Any, int, Any]]) -> list[Completion]:
+        prompts, seeds, adapters = map(list, zip(*rows, strict=True))
+        named: dict[str, Any] = {} if self._adapter_column is None else {"adapter_names": adapters}
         return self._generator.generate(prompts, self._config, seed=seeds, use_tqdm=False, on_error=self._on_error,
-                                        **self._kwargs)
+                                        **named, **self._kwargs)
 
 
 def _in_actor() -> bool:

@@ -1,10 +1,14 @@
-"""`python -m hf_paged.serve ARGS` is `transformers serve ARGS` with hf_paged under every model that it supports."""
+"""`python -m hf_paged.serve ARGS` is `transformers serve ARGS` with hf_paged under every model that it supports.
+
+``--adapter NAME=PATH``, any number of times, loads LoRA adapters beside the model; requests name them as their model.
+"""
 
 from __future__ import annotations
 
 import sys
 
 from hf_paged.integration.install import install
+from hf_paged.integration.serving.adapters import split_adapters
 from hf_paged.integration.serving.server import install_serving
 
 
@@ -12,9 +16,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Install and run transformers' command line; `arguments` (None: the process's) are those of ``serve``."""
     from transformers.cli.transformers import app
 
+    adapters, others = split_adapters(sys.argv[1:] if arguments is None else arguments)
     install()
-    install_serving()
-    app(["serve", *(sys.argv[1:] if arguments is None else arguments)], prog_name="python -m hf_paged")
+    install_serving(adapters)
+    app(["serve", *others], prog_name="python -m hf_paged")
 
 
 if __name__ == "__main__":

@@ -126,6 +126,37 @@ def test_a_broken_engine_is_no_rows_error(error, actor, monkeypatch):
         actor(pa.table({"id": [1], "prompt": ["owl"]}))
 
 
+def test_a_column_of_adapters(trained_path, tmp_path):
+    """Each row under its own; a name that the checkpoint lacks ends its row alone."""
+    pytest.importorskip("peft", reason="an extra of the test environment")
+    from lora_models import with_adapter
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    wrapped = with_adapter(AutoModelForCausalLM.from_pretrained(trained_path, dtype="float32"), "default", 5)
+    wrapped.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(trained_path).save_pretrained(tmp_path)
+    settings = {"max_new_tokens": 6}
+    actor = PagedActor(str(tmp_path), adapter_column="adapter", generate_kwargs=settings, **SETTINGS)
+    names = ["default", "__base__", None, "nope"]
+    made = actor(pa.table({"prompt": ["a red fox"] * 4, "adapter": names})).to_pylist()
+    ids = AutoTokenizer.from_pretrained(trained_path)("a red fox", return_tensors="pt")
+    width = ids["input_ids"].shape[1]
+    expected = [wrapped.generate(**ids, **settings, adapter_names=[name])[0, width:].tolist()
+                for name in ("default", "__base__", "default")]
+    assert expected[0] != expected[1]
+    assert [row["completion_token_ids"] for row in made[:3]] == expected
+    assert made[3]["completion_finish_reason"] == "error" and "'nope'" in made[3]["completion_error"]
+    with pytest.raises(ValueError, match="adapter_column='adapter'"):
+        actor(pa.table({"prompt": ["a"]}))
+    one = PagedActor(str(tmp_path), generate_kwargs=settings | {"adapter_names": "__base__"}, **SETTINGS)
+    assert one(pa.table({"prompt": ["a red fox"]})).to_pylist()[0]["completion_token_ids"] == expected[1]
+    with pytest.raises(ValueError, match="'nope'"):
+        PagedActor(str(tmp_path), generate_kwargs={"adapter_names": "nope"}, **SETTINGS)
+    with pytest.raises(ValueError, match="adapter_column"):
+        PagedActor(str(tmp_path), adapter_column="a", generate_kwargs={"adapter_names": "default"}, **SETTINGS)
+
+
+
 def test_keywords_of_the_template_and_on_error(trained_path):
     template = {"chat_template": "{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}", "mark": " owl"}
     keywords = {"max_new_tokens": 3, "chat_template_kwargs": template}

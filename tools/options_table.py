@@ -47,6 +47,11 @@ sampling call, `stopping_criteria=[StopStringCriteria(tokenizer, ["END"])]`. The
 and a `logits_processor` or `stopping_criteria` of the caller's own run in lockstep, as does `prefix_allowed_tokens_fn`.
 A `streamer` is native, and so are arguments that stock's decoding ignores (`labels`, `num_items_in_batch`).
 
+`adapter_names` of PEFT's `generate`, a LoRA adapter or `"__base__"` for each row, runs as the other options of the call
+do; with `return_dict_in_generate=True` in lockstep, whose cache is the rows' own. PEFT wants as many names as there are
+rows: `num_return_sequences` times those of the prompts; for beams it repeats them itself. [adapters.md](adapters.md)
+has adapters in all other calls.
+
 These arguments of `model.generate` go to stock: `assistant_model`, `past_key_values`, `inputs_embeds`, `position_ids`
 other than stock's, `synced_gpus=True`, `custom_generate`, `cache_implementation="paged"`, an `attention_mask` with
 holes or right padding, lengths beyond the model's positions or the KV pool, and in lockstep rows that do not fit into

@@ -235,6 +235,36 @@ RECOGNITION = [
                     "test_cache_salt.py", "only_equal_salts"),
 ]
 
+NAMES_TESTS, ADAPTER_TESTS = "integration/test_adapter_names.py", "engine/test_adapters.py"
+# LoRA adapters of rows.
+ADAPTERS = [
+    PackageMutation("engine/core.py", "keys[name] = self._executor.state_key(name)", "keys[name] = state_key",
+                    ADAPTER_TESTS, "only_rows_of_the_same"),
+    PackageMutation("models/base.py", "digest + hashlib.sha256(b\"adapter:\" + adapter.encode(\"utf-8\", "
+                    "\"surrogatepass\")).digest()", "digest", ADAPTER_TESTS, "that_come_while"),
+    PackageMutation("models/base.py", "state = look.state if adapter is None else look.adapters.get(adapter)",
+                    "state = look.state", ADAPTER_TESTS, "only_rows_of_the_same"),
+    PackageMutation("runner/adapter_slots.py", "            self._send(list(self._names))\n", "", ADAPTER_TESTS,
+                    "when_another_adapter_comes"),
+    PackageMutation("engine/core.py", "if self._any_adapter and not self._adapter_counts.hold():", "if False:",
+                    ADAPTER_TESTS, "does_not_stream"),
+    PackageMutation("engine/core.py", "                self._end_without_adapter(arrivals)\n", "                pass\n",
+                    ADAPTER_TESTS, "gone_before_its_request"),
+    PackageMutation("runner/graphs.py", "state.adapters.of(slots) if named else None\n        return", "None\n        "
+                    "return", GRAPHS_TESTS, "name_adapters"),
+    PackageMutation("engine/lockstep.py", "self._version, self.has_checked_adapters = None, False",
+                    "self._version = None", ADAPTER_TESTS, "whose_adapter_goes"),
+    PackageMutation("engine/session.py", "            adapter=old.adapter,\n", "", ADAPTER_TESTS, "over_an_interrupt"),
+    PackageMutation("models/lora_rows.py", " if layer._forward_pre_hooks and is_lora(layer) and has_only_names(layer) "
+                    "else layer", " if False else layer", NAMES_TESTS, "run_meanwhile"),
+    PackageMutation("models/guards/adapter_hooks.py", "any(names != found[0] for names in found)", "False", NAMES_TESTS,
+                    "of_two_calls"),
+    PackageMutation("integration/generate.py", "config.use_cache is not False and any(adapters)", "False", NAMES_TESTS,
+                    "returns_is_the_rows_own"),
+    PackageMutation("integration/adapter_rows.py", "for _ in range(max(copies))", "", "test_generator_adapters.py",
+                    "tensors"),
+]
+
 # Rows of stock's decoding loop in the engine's steps.
 JOINED = [
     PackageMutation(BATCH, "            core.trust_cache()\n            self._take_back()\n",
@@ -346,6 +376,109 @@ ON_A_CPU = [
                     "integration/test_single_row_calls.py", "laid_out_once"),
 ]
 
+LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
+LORA_KERNEL_TESTS = "kernels/test_lora_kernels.py"
+
+LORA_LAYERS = [
+    PackageMutation(LORA, "if not candidates or _is_patched():", "if not candidates:", LORA_TESTS,
+                    "patched"),
+    PackageMutation(LORA, "return layers if len(dtypes) <= 1 else {}", "return layers", LORA_TESTS, "two_dtypes"),
+    PackageMutation(LORA, "if module.lora_variant or not module.cast_input_dtype_enabled:", "if False:", LORA_TESTS,
+                    "no_plain_lora"),
+    PackageMutation(LORA, "tuple(columns), self._autocast or dtype)", "tuple(columns), torch.bfloat16)", LORA_TESTS,
+                    "log_probs"),
+    PackageMutation("models/fused.py", "if self._adapters is not None and found.key == self._adapters.key:",
+                    "if self._adapters is not None:", LORA_TESTS, "switched and tables"),
+    PackageMutation("kernels/lora_table.py", "return self.a.data_ptr(), self.b.data_ptr(), bias,", "return bias,",
+                    LORA_TESTS, "moved and tables"),
+    PackageMutation("kernels/lora_shrink.py", "acc * scale[None, :], mask=mask", "acc, mask=mask", LORA_KERNEL_TESTS,
+                    "ranks"),
+    PackageMutation("kernels/lora_expand.py", "(adapter // PARTS)[None, :, None]) & inside",
+                    "entry[:, None, None]) & inside", LORA_KERNEL_TESTS, "rows"),
+    PackageMutation("kernels/lora_expand.py", "sums * tl.load(next_scales), mask", "sums, mask", LORA_KERNEL_TESTS,
+                    "behind_silu"),
+]
+
+# Calls under autocast: where values are rounded, whose precision holds, and copies that follow the weights.
+AUTOCAST_TESTS = "integration/test_autocast.py"
+AUTOCAST = [
+    PackageMutation("kernels/add_rms_norm.py", "product: tl.constexpr = dtype if weight.dtype.element_ty == dtype else "
+                    "tl.float32", "product: tl.constexpr = dtype", "kernels/test_add_rms_norm.py",
+                    "dtypes_of_autocast and triton"),
+    PackageMutation("kernels/qk_norm_rope_store.py", "rotated: tl.constexpr = scaled if cos.dtype.element_ty == scaled "
+                    "else tl.float32", "rotated: tl.constexpr = dtype", "kernels/test_qk_norm_rope_store.py",
+                    "dtypes_of_autocast and triton"),
+    PackageMutation("kernels/_qk_norm_rope_host.py", "    if both.dtype == sin.dtype:", "    if True:",
+                    "kernels/test_qk_norm_rope_store.py", "dtypes_of_autocast"),
+    PackageMutation("kernels/cast_copies.py", "count = tl.where(tl.load(now) == tl.load(before), 0, count)",
+                    "count = count + 0", "kernels/test_cast_copies.py", "nothing_is_written and interpreted"),
+    PackageMutation("models/shadow.py", "self._checksum = checksum.clone()", "self._checksum = checksum",
+                    "models/test_shadow.py", "writes_to_again"),
+    PackageMutation("models/decoder.py", "self.autocast, cache_enabled=False)", "self.autocast)", AUTOCAST_TESTS,
+                    "modules_that_run_as_they_stand"),
+    PackageMutation("models/guards/wrapped_forward.py", "for context in reversed(contexts)", "for context in contexts",
+                    "models/test_precision.py", "wrapper"),
+    PackageMutation("models/base.py", "None if cast is None or self.look().dtypes == {cast} else cast", "cast",
+                    "models/test_precision.py", "all_weights_are"),
+    PackageMutation(CORE, "        if self.requests or self.batches:\n            return False\n        self._executor",
+                    "        self._executor", AUTOCAST_TESTS, "beside_others"),
+    PackageMutation(CORE, "                if self._executor.has_copies:  # what", "                if False:  # what",
+                    AUTOCAST_TESTS, "while_others_run"),
+    PackageMutation(CORE, "            if not self._executor.copies_are_stale():\n                return False\n",
+                    "            if True:\n                return False\n", AUTOCAST_TESTS, "processor_changes"),
+    PackageMutation(CORE, "            self._executor.refresh(self._guard.latest)\n", "            pass\n",
+                    AUTOCAST_TESTS, "between_calls"),
+    PackageMutation(LOCKSTEP, "        if rounds_cache:\n", "        if False:\n", AUTOCAST_TESTS, "scores_and_logits"),
+    PackageMutation(GENERATE, "    autocast = engine.autocast_of_call()\n", "    autocast = None\n", AUTOCAST_TESTS,
+                    "calls_in_turn"),
+]
+
+# The KV pool's memory.
+POOL = [
+    PackageMutation(VIRTUAL, "            self._driver.finish()\n            self._give_back()\n",
+                    "            self._give_back()\n", VIRTUAL_TESTS, "memory_goes_and_comes_back"),
+    PackageMutation(VIRTUAL, "        self._tidy()\n        begun", "        begun", VIRTUAL_TESTS, "cannot_be_used"),
+    PackageMutation(VIRTUAL, "            except torch.OutOfMemoryError:\n                self._driver.free_cached()\n",
+                    "            except torch.OutOfMemoryError:\n", VIRTUAL_TESTS, "torchs_cache"),
+    PackageMutation(VIRTUAL, "piece.nbytes for piece in pieces if piece.is_ready", "piece.nbytes for piece in pieces",
+                    VIRTUAL_TESTS, "cannot_be_used"),
+    PackageMutation("runner/kv_cache.py", "    return -(-num_blocks * block // unit) * unit // block",
+                    "    return num_blocks", POOL_TESTS, "whole_pieces"),
+    PackageMutation("runner/kv_cache.py", " // unit * unit // _tensor", " // _tensor", POOL_TESTS, "whole_pieces"),
+    PackageMutation("runner/graphs.py", "if self._attention.backend.knows_pool_size", "if False", POOL_TESTS,
+                    "hold_the_pools_size"),
+    PackageMutation("runner/model_runner.py", "            self.graphs.let_go()\n", "            pass\n", POOL_TESTS,
+                    "nothing_holds"),
+    PackageMutation("runner/device.py", "for size in (self._released_blocks, FIRST_POOL_BLOCKS)",
+                    "for size in (self._released_blocks,)", POOL_TESTS, "starts_small"),
+    PackageMutation("models/fused.py", "        self._copied.take_back()\n", "", POOL_TESTS, "copies_of_weights"),
+    PackageMutation(CORE, "        self._forget_pool()\n        self.pool.release()\n",
+                    "        self.pool.release()\n", POOL_TESTS, "captures_nothing"),
+]
+
+LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
+LORA_KERNEL_TESTS = "kernels/test_lora_kernels.py"
+
+LORA_LAYERS = [
+    PackageMutation(LORA, "if not candidates or _is_patched():", "if not candidates:", LORA_TESTS,
+                    "patched"),
+    PackageMutation(LORA, "return layers if len(dtypes) <= 1 else {}", "return layers", LORA_TESTS, "two_dtypes"),
+    PackageMutation(LORA, "if module.lora_variant or not module.cast_input_dtype_enabled:", "if False:", LORA_TESTS,
+                    "no_plain_lora"),
+    PackageMutation(LORA, "tuple(columns), self._autocast or dtype)", "tuple(columns), torch.bfloat16)", LORA_TESTS,
+                    "log_probs"),
+    PackageMutation("models/fused.py", "if self._adapters is not None and found.key == self._adapters.key:",
+                    "if self._adapters is not None:", LORA_TESTS, "switched and tables"),
+    PackageMutation("kernels/lora_table.py", "return self.a.data_ptr(), self.b.data_ptr(), bias,", "return bias,",
+                    LORA_TESTS, "moved and tables"),
+    PackageMutation("kernels/lora_shrink.py", "acc * scale[None, :], mask=mask", "acc, mask=mask", LORA_KERNEL_TESTS,
+                    "ranks"),
+    PackageMutation("kernels/lora_expand.py", "(adapter // PARTS)[None, :, None]) & inside",
+                    "entry[:, None, None]) & inside", LORA_KERNEL_TESTS, "rows"),
+    PackageMutation("kernels/lora_expand.py", "sums * tl.load(next_scales), mask", "sums, mask", LORA_KERNEL_TESTS,
+                    "behind_silu"),
+]
+
 # Calls under autocast: where values are rounded, whose precision holds, and copies that follow the weights.
 AUTOCAST_TESTS = "integration/test_autocast.py"
 AUTOCAST = [
@@ -404,6 +537,6 @@ POOL = [
 ]
 
 PACKAGE_MUTATIONS = [
-    *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *UPDATES, *RECOGNITION, *JOINED, *MODELS, *SERVER, *ON_A_CPU,
-    *AUTOCAST, *POOL,
+    *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *UPDATES, *RECOGNITION, *ADAPTERS, *JOINED, *MODELS, *SERVER,
+    *ON_A_CPU, *AUTOCAST, *POOL, *LORA_LAYERS,
 ]

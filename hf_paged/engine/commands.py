@@ -253,5 +253,5 @@ class CommandQueue:
 def _asked(request: Request, seed: int) -> tuple:
     """The part of a request that has to be the same on all ranks; the seed of a call without one is rank 0's."""
     sequence = request.sequence
-    return (sequence.token_ids, sequence.max_new_tokens, sequence.priority, sequence.cache_salt,
+    return (sequence.token_ids, sequence.max_new_tokens, sequence.priority, sequence.cache_salt, sequence.adapter,
             replace(request.parameters, seed=seed))

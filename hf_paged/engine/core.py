@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from hf_paged.engine.stopping import ended
 from hf_paged.errors import EngineClosedError
 from hf_paged.models import ModelExecutor
 from hf_paged.models.guards.capturing import no_capturing
+from hf_paged.models.tuners import AdapterCounts
 from hf_paged.outputs import VersionRun
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
@@ -65,8 +66,10 @@ class EngineCore:
         self._launched_before = False, False  # did the last step only decode requests' rows; did others join it?
         self._state_key = b""  # of the model, when the runner was prepared
         self._arrivals: list[Request] = []  # since the last step
-        # Did a request come, since there was none at all, that streams; with a stop rule; that wants log-probabilities?
-        self._any_stream = self._any_stop = self._any_logprobs = False
+        # Did a request come, since there was none at all, that streams; with a stop rule; that wants log-probabilities;
+        # that names an adapter?
+        self._any_stream = self._any_stop = self._any_logprobs = self._any_adapter = False
+        self._adapter_counts = AdapterCounts(())  # when the runner was prepared
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
         self.totals = dict.fromkeys(("preemptions", "generated", "prefill", "steps", "queries", "hits"), 0)
 
@@ -84,12 +87,12 @@ class EngineCore:
             top_p=settings.top_p, min_p=settings.min_p, seed=new.seed,
             min_length=prompt_length + settings.min_new_tokens, eos_token_ids=eos,
             max_length=min(prompt_length + settings.max_new_tokens, self.pool.max_model_len),
-            prompt_length=prompt_length, edits=settings.edits,
+            prompt_length=prompt_length, edits=settings.edits, adapter=settings.adapter_name,
         )
         _ = parameters.lines  # encoded here, where what cannot be encoded is its caller's error
         sequence = Sequence(new.request_id, new.prompt, max_new_tokens=settings.max_new_tokens, eos_token_ids=eos,
                             priority=new.priority, read_cache=not settings.prompt_logprobs,
-                            cache_salt=settings.cache_salt,
+                            cache_salt=settings.cache_salt, adapter=settings.adapter_name,
                             keeps_computed=(settings.on_weight_change or self._config.on_weight_change) == "keep",
                             output_token_ids=() if made is None else made.token_ids)
         is_decoded = session.stream and session.text and self.tokenizer is not None
@@ -115,6 +118,7 @@ class EngineCore:
         self._any_stop = request.stop is not None or (self._any_stop and bool(self.requests))
         asks = request.logprobs is not None or request.prompt_logprobs is not None
         self._any_logprobs = asks or (self._any_logprobs and bool(self.requests))
+        self._any_adapter = request.sequence.adapter is not None or (self._any_adapter and bool(self.requests))
         request_id, opened = request.request_id, request.session.open
         self.requests[request_id] = opened[request_id] = request
         if end is None:
@@ -289,6 +293,9 @@ class EngineCore:
                     self._receive(scheduler)
                     # Where requests run, the device has a step to compute meanwhile; rows alone look afterwards.
                     look_now = look_at_model or (bool(waiting) and bool(self.requests))
+                    if self._any_adapter and not self._adapter_counts.hold():
+                        self._executor.compare_again()
+                        look_now = True
                     if look_now:
                         self.model_changed()
                     joining = self._prepare_rows(waiting)
@@ -339,6 +346,12 @@ class EngineCore:
         for batch in sorted(waiting, key=lambda batch: batch.arrival):
             if others_wait and batch.rows is None:
                 continue  # who came first gets the blocks first
+            if not batch.has_checked_adapters:
+                if (error := next(iter(self._adapter_errors(batch.adapters).values()), None)) is not None:
+                    batch.give_back()
+                    batch.fail(ValueError(error))
+                    continue
+                batch.has_checked_adapters = True
             try:
                 if (plan := self._prepare_batch(batch)) is not None:
                     joining.append((batch, plan))
@@ -525,13 +538,14 @@ class EngineCore:
         """Prompts arrived: is the runner ready for the model as it is now, and may older cache content be used?"""
         arrivals, self._arrivals = self._arrivals, []
         if arrivals:
-            self._receive_sequences(scheduler, [request.sequence for request in arrivals])
+            if self._any_adapter:
+                self._end_without_adapter(arrivals)
+            self._receive_sequences(scheduler, [request.sequence for request in arrivals if request.error is None])
 
     def _receive_sequences(self, scheduler: Scheduler, arrivals: list[Sequence]) -> None:
         manager, caching = scheduler.kv_cache_manager, self._config.enable_prefix_caching
         key = self._executor.state_key()
-        for sequence in arrivals:
-            sequence.use_model_key(key)
+        self._use_keys(arrivals, key)
         if scheduler.num_running or self._in_flight is not None:
             would_hit = any(manager.get_computed_blocks(sequence)[0] for sequence in arrivals)
             assert self.pool.runner is not None
@@ -580,8 +594,33 @@ class EngineCore:
             self._guard.found_change()
         for batch in self.batches if self._state_key != before else ():
             batch.distrust()
-        for request in self.requests.values():
-            request.sequence.use_model_key(self._state_key)
+        if self._any_adapter:
+            self._end_without_adapter(list(self.requests.values()))
+        self._adapter_counts = self._executor.adapter_counts()
+        self._use_keys([request.sequence for request in self.requests.values()], self._state_key)
+
+    def _use_keys(self, sequences: list[Sequence], state_key: bytes) -> None:
+        """Under which the prefix cache keeps their blocks: of the model as it is, or of the adapter that they name."""
+        keys: dict[str | None, bytes] = {None: state_key}
+        for sequence in sequences:
+            if (name := sequence.adapter) not in keys:
+                keys[name] = self._executor.state_key(name)
+            sequence.use_model_key(keys[name])
+
+    def _adapter_errors(self, names: Iterable[str | None]) -> dict[str | None, str]:
+        """What is wrong with those of these adapters that rows cannot name, as the model is now."""
+        reasons = {name: self._executor.adapter_reason(name) for name in dict.fromkeys(names) if name is not None}
+        return {name: f"adapter_name={name!r}: {reason.with_remedy}" for name, reason in reasons.items() if reason}
+
+    def _end_without_adapter(self, requests: list[Request]) -> None:
+        """End those whose adapter is gone, or cannot be named any more; nothing of them is in flight."""
+        assert self.scheduler is not None
+        errors = self._adapter_errors(request.sequence.adapter for request in requests)
+        for request in requests if errors else ():
+            if (error := errors.get(request.sequence.adapter)) is not None:
+                request.error = error
+                self.scheduler.finish(request.sequence, "error")
+                self.finish(request)
 
     def _end_version_runs(self, version: int) -> None:
         """Tokens that are known were made with the weights of this version, and later ones are not."""

@@ -142,9 +142,8 @@ class Engine:
 
     def add_request(self, prompt_token_ids: Any, generation_config: GenerationConfig | None = None, *,
                     request_id: str | None = None, priority: int = 0, seed: int | None = None,
-                    logprobs: bool | str = False,
-                    prompt_logprobs: bool = False, cache_salt: str | None = None,
-                    on_weight_change: str | None = None) -> str:
+                    logprobs: bool | str = False, prompt_logprobs: bool = False, cache_salt: str | None = None,
+                    adapter_name: str | None = None, on_weight_change: str | None = None) -> str:
         """Queue a request; `step` returns its tokens.
 
         Args:
@@ -163,6 +162,9 @@ class Engine:
             prompt_logprobs: fill in this field. A prompt that is scored is computed as a whole: it fills the prefix
                 cache and does not read it.
             cache_salt: cached prefixes are shared among requests of the same salt alone (None: those without one).
+            adapter_name: of the LoRA adapter that this request runs with, or "__base__" for none at all. None: those
+                that are active in the model. Where the model loses the adapter before the end, or merges adapters, the
+                request ends with ``finish_reason="error"``.
             on_weight_change: in place of the config's, for this request.
 
         Returns:
@@ -191,6 +193,8 @@ class Engine:
         if logprobs or prompt_logprobs or cache_salt is not None or on_weight_change is not None:
             settings = replace(settings, logprobs=kind, prompt_logprobs=prompt_logprobs,
                                cache_salt=salt_digest(cache_salt), on_weight_change=on_weight_change)
+        if adapter_name is not None:
+            settings = replace(settings, adapter_name=self.check_adapter(adapter_name))
         if not isinstance(priority, int):
             raise TypeError(f"priority={priority!r}: expected an integer")
         if not isinstance(request_id, (str, type(None))):
@@ -292,7 +296,8 @@ class Engine:
 
     @contextmanager
     def lockstep(self, prompts: list[list[int]], max_new_tokens: int, cache_salt: bytes = b"",
-                 autocast: torch.dtype | None = None) -> Iterator[LockstepBatch | Reason]:
+                 autocast: torch.dtype | None = None,
+                 adapters: list[str | None] | None = None) -> Iterator[LockstepBatch | Reason]:
         """Rows that step together while the caller picks their tokens; or the reason why they cannot.
 
         Other callers go on meanwhile. The engine's lock is held only while logits are asked for.
@@ -302,8 +307,10 @@ class Engine:
             max_new_tokens: tokens that each row may get at most.
             cache_salt: as in `RequestSettings`, of all rows.
             autocast: as in `NewRequest`, of all rows.
+            adapters: every row's `RequestSettings.adapter_name`.
         """
         batch: LockstepBatch | None = None
+        named: list[str | None] = [None] * len(prompts) if adapters is None else adapters
         call = _Call()
         try:
             with self._held():
@@ -314,10 +321,10 @@ class Engine:
                     if self._core.pool.moved():
                         self._core.restart_over_a_new_pool()
                     self._pool()
-                    refusal = self._too_many(prompts, max_new_tokens)
+                    refusal = self._too_many(prompts, max_new_tokens, named)
                 if refusal is None:
                     batch = LockstepBatch(self._core, self._held, self._drive, weakref.ref(call), prompts,
-                                          max_new_tokens, cache_salt)
+                                          max_new_tokens, cache_salt, named)
                     self._core.batches.append(batch)
             if batch is not None:
                 yield batch
@@ -335,9 +342,10 @@ class Engine:
                 while self._at_end_of_batches and not self._core.batches:
                     self._at_end_of_batches.pop()()
 
-    def lockstep_reason(self, prompts: list[list[int]], max_new_tokens: int) -> Reason | None:
+    def lockstep_reason(self, prompts: list[list[int]], max_new_tokens: int,
+                        adapters: list[str | None]) -> Reason | None:
         """Why `lockstep` would refuse these rows as things stand, or None; changes nothing."""
-        return self._refusal() or self._too_many(prompts, max_new_tokens)
+        return self._refusal() or self._too_many(prompts, max_new_tokens, adapters)
 
     def _refusal(self) -> Reason | None:
         """Why no rows at all can step together here and now, or None."""
@@ -350,9 +358,10 @@ class Engine:
                           remedy="Lockstep needs the whole model on one GPU. Leave the option out.")
         return None
 
-    def _too_many(self, prompts: list[list[int]], max_new_tokens: int) -> Reason | None:
+    def _too_many(self, prompts: list[list[int]], max_new_tokens: int, adapters: list[str | None]) -> Reason | None:
         """Why these rows could not step together if they had the pool to themselves, or None."""
-        wanted, most = blocks_together(prompts, max_new_tokens, self.config.block_size), self._core.pool.most_blocks - 1
+        wanted = blocks_together(prompts, max_new_tokens, self.config.block_size, adapters)
+        most = self._core.pool.most_blocks - 1
         if wanted <= most:
             return None
         return Reason("rows that step together may need {} blocks, and the KV pool holds {}", wanted, most,
@@ -620,6 +629,33 @@ class Engine:
             raise ValueError(f"output_token_ids of {count} tokens after a prompt of {len(prompt)}: expected fewer "
                              f"({reason})")
         return made
+
+    def check_adapter(self, adapter_name: Any) -> str:
+        """The name of an adapter that requests can run with now, or ValueError / TypeError naming what is wrong."""
+        if not isinstance(adapter_name, str):
+            raise TypeError(f"adapter_name={adapter_name!r:.200}: expected None or a str")
+        name = str.__str__(adapter_name)
+        if (reason := self._executor.adapter_reason(name)) is not None:
+            raise ValueError(f"adapter_name={name!r:.200}: {reason.with_remedy}")
+        return name
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The LoRA adapters that the model has now, sorted."""
+        return self._executor.adapter_names
+
+    def adapters_of_rows(self, num_rows: int) -> list[str | None] | Reason:
+        """What each row of a forward of the model has to go through here and now, by PEFT's hooks (`adapter_names`)."""
+        names = self._executor.adapters_in_force()
+        if names is None:
+            return [None] * num_rows
+        if isinstance(names, Reason):
+            return names
+        if len(names) != num_rows:
+            return Reason("{} adapter_names for {} rows", len(names), num_rows,
+                          remedy="Give a name for each row: with num_return_sequences=n, n times that of each prompt.")
+        reasons = (self._executor.adapter_reason(name) for name in dict.fromkeys(names))
+        return next(filter(None, reasons), None) or list(names)
 
     def too_long(self, prompt_length: int, max_new_tokens: int) -> Reason | None:
         """Why a sequence of this length can never run here, or None. The pool need not be there for it.

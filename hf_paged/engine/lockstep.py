@@ -67,17 +67,20 @@ class LockstepBatch:
         prompts: R lists of token ids.
         max_new_tokens: tokens after the prompt that a row may reach.
         cache_salt: as in `RequestSettings`, of all rows.
+        adapters: every row's `RequestSettings.adapter_name`.
     """
 
     def __init__(self, core: Core, held: Callable[[], AbstractContextManager],
                  drive: Callable[[LockstepBatch], None], call: Callable[[], object | None],
-                 prompts: list[list[int]], max_new_tokens: int, cache_salt: bytes = b"") -> None:
+                 prompts: list[list[int]], max_new_tokens: int, cache_salt: bytes, adapters: list[str | None]) -> None:
         self.rows: LockstepRows | None = None
         self.thread = threading.get_ident()
         self.arrival = core.count_batch()
         self._core, self._held, self._drive, self._call, self._salt = core, held, drive, call, cache_salt
         self._max_tokens = max(map(len, prompts)) + max_new_tokens
         self._prompts = prompts
+        self.adapters = adapters
+        self.has_checked_adapters = False  # since the model was what it is
         self._tokens: torch.Tensor | None = None  # [R, max_new_tokens] int32 on the device: what followed the prompts
         self._count = 0  # columns of it that are known
         self._max_new_tokens = max_new_tokens
@@ -233,7 +236,7 @@ class LockstepBatch:
 
     def distrust(self) -> None:
         """The model changed: keys and values of before and after it are no prefix of anyone else's."""
-        self._version = None
+        self._version, self.has_checked_adapters = None, False
         for sequence in self.rows.sequences if self.rows is not None else ():
             sequence.is_mixed = True
 
@@ -311,18 +314,20 @@ class LockstepBatch:
     def _begin(self) -> None:
         """Slots for the rows, and all tokens known so far to compute."""
         core = self._core
-        arrivals = [Sequence("lockstep", prompt, max_new_tokens=1, cache_salt=self._salt) for prompt in self._prompts]
+        arrivals = [Sequence("lockstep", prompt, max_new_tokens=1, cache_salt=self._salt, adapter=adapter)
+                    for prompt, adapter in zip(self._prompts, self.adapters, strict=True)]
         core.receive_rows(arrivals)
-        self.rows = LockstepRows(core.scheduler_or_build(), self._prompts, self._max_tokens, arrivals[0].cache_key)
+        self.rows = LockstepRows(core.scheduler_or_build(), arrivals, self._max_tokens)
         self._chunks, self._logits = self._compute(self.rows), []
 
     def _compute(self, rows: LockstepRows) -> Iterator[None]:
         """Compute the known tokens, a part a step; at the end every row stands for itself."""
-        core, settings = self._core, SlotParameters(max_length=self._max_tokens)
+        core, max_length = self._core, self._max_tokens
         plans = rows.prompt_plans()
         while not rows.has_planned_prompts:
             plan = next(plans)
-            self._logits.append(core.runner.logits(plan, [settings] * len(plan.admitted)))
+            settings = [SlotParameters(max_length=max_length, adapter=seq.adapter) for seq in plan.admitted]
+            self._logits.append(core.runner.logits(plan, settings))
             core.totals["steps"] += 1
             core.totals["prefill"] += plan.num_tokens
             if rows.has_planned_prompts:
@@ -336,7 +341,8 @@ class LockstepBatch:
             self._follow(rows, moves)
             # Their slots may have had other tenants.
             tables = [seq.block_table for seq in rows.sequences]
-            core.runner.state.admit(rows.slots.tolist(), self._prompts, tables, [settings] * len(rows))
+            settings = [SlotParameters(max_length=max_length, adapter=adapter) for adapter in self.adapters]
+            core.runner.state.admit(rows.slots.tolist(), self._prompts, tables, settings)
             self._logits = [torch.cat(self._logits)[upload(moves.parents, core.device)]]
         # What followed the prompts, of rows that lost their blocks: after the fork, so that they share what they did.
         first, most = 0, max(1, rows.max_step_tokens // len(rows))

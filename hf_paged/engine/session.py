@@ -101,6 +101,7 @@ class Request:
             read_cache=old.read_cache,
             keeps_computed=old.keeps_computed,
             output_token_ids=made,
+            adapter=old.adapter,
         )
         self.error, self.version_runs = None, version_runs
         self.logprobs = None if self.logprobs is None else logprobs

@@ -43,7 +43,7 @@ def explain(model: nn.Module, **generate_kwargs: Any) -> Explanation:
     Args:
         model: as for `enable`.
         **generate_kwargs: those of the call. Without `inputs`, `input_ids` and `inputs_embeds` a prompt of one token
-            stands in; a longer one, or padding, may lead to another path.
+            stands in, or one for each of `adapter_names`; a longer one, or padding, may lead to another path.
 
     Returns:
         The path, and each reason with its remedy.
@@ -60,7 +60,9 @@ def explain(model: nn.Module, **generate_kwargs: Any) -> Explanation:
     if generate_kwargs.get("streamer") is not None:
         generate_kwargs["streamer"] = _Nobody()
     if generate_kwargs.keys().isdisjoint(("inputs", "input_ids", "inputs_embeds")):
-        generate_kwargs["input_ids"] = ids = torch.zeros((1, 1), dtype=torch.int64, device=causal_lm.device)
+        names = generate_kwargs.get("adapter_names")  # of PEFT's `generate`: one for each row
+        rows = max(1, len(names)) if isinstance(names, (list, tuple)) else 1
+        generate_kwargs["input_ids"] = ids = torch.zeros((rows, 1), dtype=torch.int64, device=causal_lm.device)
         generate_kwargs.setdefault("attention_mask", torch.ones_like(ids))
     with _one_at_a_time, as_if_enabled(causal_lm) as engine:
         question = Question(engine)

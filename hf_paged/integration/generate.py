@@ -208,6 +208,13 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
     prompts = paged_prompts(engine, input_ids, synced_gpus, model_kwargs)
     if isinstance(prompts, Reason):
         return prompts
+    adapters = engine.adapters_of_rows(len(prompts))
+    if isinstance(adapters, Reason):
+        return adapters
+    if config.return_dict_in_generate and config.use_cache is not False and any(adapters):
+        return Reason("the keys and values of rows with adapters of their own",
+                      remedy="`return_dict_in_generate` also returns a cache, which only rows in lockstep keep. Leave "
+                             "the option out, or give `use_cache=False`.")
     if config.return_dict_in_generate and config.use_cache is not False and engine.group.is_parallel:
         return Reason("the keys and values of a model that is sharded over several ranks",
                       remedy="`return_dict_in_generate` also returns a cache, which no rank has alone. Leave the "
@@ -244,9 +251,10 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
         settings = replace(settings, edits=replace(settings.edits, forced_bos_token_id=None))
     autocast = engine.autocast_of_call()
     requests = [
-        NewRequest(prompt, _with_padding(settings, padding, logits_processor), seed=0, autocast=autocast,
+        NewRequest(prompt, _with_adapter(_with_padding(settings, padding, logits_processor), adapter), seed=0,
+                   autocast=autocast,
                    stop=StopRule(stops.strings, stops.deadline, padding + prompt) if stops.are_watched else None)
-        for padding, prompt in zip(paddings, prompts, strict=True)
+        for padding, prompt, adapter in zip(paddings, prompts, adapters, strict=True)
     ]
     return NativeCall(requests, pad, [criterion for criterion in stopping_criteria if type(criterion) is EndOfCall])
 
@@ -272,6 +280,10 @@ def _padding_reason(edits: Edits, paddings: list[list[int]], shortest: int) -> R
 
 
 _NO_PADDING = ("Stock looks at padding here. Give prompts of one length, or a `PagedGenerator` a list of prompts.")
+
+
+def _with_adapter(settings: RequestSettings, adapter: str | None) -> RequestSettings:
+    return settings if adapter is None else replace(settings, adapter_name=adapter)
 
 
 def _with_padding(settings: RequestSettings, padding: list[int], logits_processor: Any) -> RequestSettings:

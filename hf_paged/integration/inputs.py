@@ -40,6 +40,8 @@ def input_reasons(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,
         yield Reason("input_ids of shape {}", tuple(input_ids.shape), remedy=_IDS)
     if (reason := engine.unsupported_reason() or engine.precision_reason()) is not None:
         yield reason
+    elif isinstance(adapters := engine.adapters_of_rows(len(input_ids)), Reason):
+        yield adapters
 
 
 # Arguments of the forward that change no token, whatever their value: why.

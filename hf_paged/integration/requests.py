@@ -38,6 +38,7 @@ class Call:
     generation_config: Any
     seed: Any
     cache_salt: Any
+    adapter_names: Any
     logprobs: bool | str
     prompt_logprobs: bool
     on_error: str
@@ -109,11 +110,12 @@ class RequestMaker:
         call.check()
         given = [_attempt(split_output, prompt) for prompt in prompt_list(call.prompts)]
         prompts = [one if isinstance(one, Exception) else one[0] for one in given]
-        configs = _one_per_prompt("generation_config", call.generation_config, len(prompts))
+        configs = one_per_prompt("generation_config", call.generation_config, len(prompts))
         own_seeds, autocast = isinstance(call.seed, (list, tuple)), engine.autocast_of_call()
         seed = call.seed if own_seeds else base_seed(call.seed, engine.config.seed)
-        seeds = _one_per_prompt("seed", seed, len(prompts))
-        salts = _one_per_prompt("cache_salt", call.cache_salt, len(prompts))
+        seeds = one_per_prompt("seed", seed, len(prompts))
+        salts = one_per_prompt("cache_salt", call.cache_salt, len(prompts))
+        adapters = self._adapters(call.adapter_names, len(prompts))
         if not isinstance(call.cache_salt, (list, tuple)):
             salt_digest(call.cache_salt)
         own_entries = [model.generation_config, *{id(config): config for config in configs}.values()]
@@ -128,9 +130,11 @@ class RequestMaker:
             try:
                 if isinstance(ids, Exception):
                     raise ids
+                if isinstance(adapter := adapters[index], Exception):
+                    raise adapter
                 merged = merge(config)
                 self._notices.look(merged, config, keywords, model.generation_config)
-                settings, copies = self._settled(ids, merged, call, salts[index])
+                settings, copies = self._settled(ids, merged, call, salts[index], adapter)
                 before = self._before(ids, given[index][1], settings, copies)
                 first = 0 if own_seeds else len(asked)
                 made = [replace(self._request(ids, settings, seeds[index], first + copy, before), autocast=autocast)
@@ -138,16 +142,26 @@ class RequestMaker:
             except UnsupportedModelError:
                 raise
             except Exception as error:
-                if error is not ids:
+                if error is not ids and error is not adapters[index]:
                     if not isinstance(error, (TypeError, ValueError)):
                         raise
                     if config is call.generation_config:  # raises what is wrong whatever the prompt
-                        self._settled([0], merge(config), call, None)
+                        self._settled([0], merge(config), call, None, None)
                 failed = call.failed(index, error, [] if isinstance(ids, Exception) else ids)
                 asked += [Asked(index, failed)] * _copies_of(config, keywords, model.generation_config)
             else:
                 asked += [Asked(index, request) for request in made]
         return asked
+
+    def _adapters(self, names: Any, count: int) -> list[str | Exception | None]:
+        """Each prompt's adapter, or what is wrong with it."""
+        given, check = one_per_prompt("adapter_names", names, count), self._engine.check_adapter
+        if names is not None and not isinstance(names, (list, tuple)):
+            return [check(names)] * count
+        kinds = TypeError, ValueError
+        found = {name: _attempt(check, name, kinds) for name in dict.fromkeys(n for n in given if isinstance(n, str))}
+        return [found[name] if isinstance(name, str) else name if name is None else _attempt(check, name, kinds)
+                for name in given]
 
     def _checked(self, prompts: list[Any], template: dict[str, Any]) -> list[list[int] | Exception]:
         """Each prompt's token ids, or what is wrong with it."""
@@ -158,12 +172,15 @@ class RequestMaker:
         check = self._engine.check_prompt
         return [f if isinstance(f, Exception) else _attempt(check, f, (TypeError, ValueError)) for f in forms]
 
-    def _settled(self, ids: list[int], merged: GenerationConfig, call: Call, salt: Any) -> tuple[RequestSettings, int]:
+    def _settled(self, ids: list[int], merged: GenerationConfig, call: Call, salt: Any,
+                 adapter: Any) -> tuple[RequestSettings, int]:
         """What one prompt runs with, and how often."""
         settings = settings_from_config(merged, len(ids), self._engine.num_logits)
         if call.logprobs or call.prompt_logprobs or salt is not None or call.on_weight_change is not None:
             settings = replace(settings, logprobs=logprobs_kind(call.logprobs), prompt_logprobs=call.prompt_logprobs,
                                cache_salt=salt_digest(salt), on_weight_change=call.on_weight_change)
+        if adapter is not None:
+            settings = replace(settings, adapter_name=adapter)
         copies = num_copies(merged.num_return_sequences)
         if copies > 1 and not settings.do_sample:
             raise ValueError(f"num_return_sequences={copies!r}: expected 1, or more with do_sample=True")
@@ -217,7 +234,8 @@ def _copies_of(config: Any, keywords: dict[str, Any], of_model: GenerationConfig
         return 1
 
 
-def _one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
+def one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    """`value` for each prompt, or the values of a list; ValueError naming the argument where the number is wrong."""
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:

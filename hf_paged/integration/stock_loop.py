@@ -32,11 +32,12 @@ SET_PAD = "Set `pad_token_id` to a token of the model."
 
 
 class LockstepCall(NamedTuple):
-    """A call as its rows run: their prompts, how many tokens each may get, and to which dtype autocast casts."""
+    """A call as its rows run: their prompts, how many tokens each may get, to which dtype autocast casts, adapters."""
 
     prompts: list[list[int]]
     max_new_tokens: int
     autocast: torch.dtype | None
+    adapters: list[str | None]
 
 
 def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, input_ids: torch.Tensor,
@@ -58,7 +59,8 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
     except Exception as error:  # what cannot be read, stock may carry out, or it raises what it raises
         call = unreadable(error)
     if paths.asked() is engine:
-        refusal = call if isinstance(call, Reason) else engine.lockstep_reason(call.prompts, call.max_new_tokens)
+        refusal = call if isinstance(call, Reason) else engine.lockstep_reason(call.prompts, call.max_new_tokens,
+                                                                               call.adapters)
         if refusal is None:
             paths.answer(engine, "lockstep", why, *options_beyond_tokens(config))
         else:
@@ -67,7 +69,7 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
                          *options_beyond_tokens(config))
     if isinstance(call, Reason):
         return in_stock(call)
-    with engine.lockstep(call.prompts, call.max_new_tokens, salt_of_call(), call.autocast) as batch:
+    with engine.lockstep(call.prompts, call.max_new_tokens, salt_of_call(), call.autocast, call.adapters) as batch:
         if not isinstance(batch, Reason):
             def over_pages(batch: LockstepBatch = batch) -> Any:
                 return _run(engine, model, batch, method, input_ids, config, model_kwargs, call.autocast is not None)
@@ -105,6 +107,9 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
     prompts = paged_prompts(engine, input_ids, synced_gpus, model_kwargs)
     if isinstance(prompts, Reason):
         return prompts
+    adapters = engine.adapters_of_rows(len(prompts))
+    if isinstance(adapters, Reason):
+        return adapters
     # A subclass may never stop.
     bounds = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
     lengths = [length for length in bounds if isinstance(length, int)]
@@ -127,7 +132,7 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
         return Reason("keys and values of beams under autocast, which pages hold in {}", autocast,
                       remedy="`return_dict_in_generate` also returns a cache, which stock keeps in the dtype of the "
                              "weights. Leave the option out, or give `use_cache=False`.")
-    return LockstepCall(prompts, max_new_tokens, autocast)
+    return LockstepCall(prompts, max_new_tokens, autocast, adapters)
 
 
 def beam_search(engine: Engine | None, stock: Callable, model: Any, input_ids: torch.Tensor, logits_processor: Any,

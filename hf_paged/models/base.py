@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -11,18 +12,21 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
 from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.models.guards.adapter_hooks import names_in_force
 from hf_paged.models.guards.facts import Facts
 from hf_paged.models.guards.hub_kernels import kernel_numbers
 from hf_paged.models.guards.originals import of_class
 from hf_paged.models.guards.plain_tensors import plain_tensors
 from hf_paged.models.layer_ops import FUSED, PLAIN
+from hf_paged.models.lora_rows import AdapterRows
 from hf_paged.models.precision import Precision, autocast_of_call
 from hf_paged.models.tokenwise import quantization_state
-from hf_paged.models.tuners import adapter_state
+from hf_paged.models.tuners import BASE, AdapterCounts, adapter_state, is_lora, row_reason, states_by_adapter
 from hf_paged.parallel.group import ParallelGroup, group_of
 
 _KNOWN_LAYERS = (torch.nn.Linear, torch.nn.Embedding)  # of which `recognise` allows no other code
@@ -51,15 +55,24 @@ class Look:
     """What was read off a model's modules, and is so while `facts` hold. Keeps no tensor alive.
 
     ``state``: constants, active adapters, how quantized layers are set up. ``called_kinds``: classes of the layers that
-    are called as they stand, but for torch's. ``dtypes``: of parameters of floats. ``found``: under what ambient state
+    are called as they stand, but for torch's. ``dtypes``: of parameters of floats. ``adapters``: by name, what the
+    result of a row under this LoRA adapter depends on in place of the active ones. ``found``: under what ambient state
     nothing spoke against the model, and what else that depends on.
     """
 
     def __init__(self, facts: Facts, state: str, called_kinds: tuple[type, ...], dtypes: frozenset[torch.dtype],
-                 tensors: list[torch.Tensor]) -> None:
+                 tensors: list[torch.Tensor], modules: list[tuple[str, nn.Module]], constants: str) -> None:
         self.facts, self.state, self.called_kinds, self.dtypes = facts, state, called_kinds, dtypes
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        lora = [(path, module) for path, module in modules if is_lora(module)]
+        self._lora = [(path, weakref.ref(layer)) for path, layer in lora]
+        self.adapters = {name: f"{constants}{of_it}" for name, of_it in states_by_adapter(lora).items()} if lora else {}
+        self.adapter_names = tuple(name for name in self.adapters if name != BASE)
         self.found: Any = None
+
+    def lora_layers(self) -> list[tuple[str, Any]]:
+        """The model's LoRA layers with their paths."""
+        return [(path, layer) for path, reference in self._lora if (layer := reference()) is not None]
 
     def tensors(self) -> list[torch.Tensor]:
         """The modules' plain tensors."""
@@ -76,6 +89,11 @@ class StepContext(Protocol):
     @property
     def slot_mapping(self) -> torch.Tensor:
         """[T] int64, where its key and value go; -1: nowhere."""
+
+    @property
+    def adapters(self) -> torch.Tensor | None:
+        """[T] int32, the adapter of each token: 0 the model's active ones, -1 none, i > 0 the i-th of
+        `ModelExecutor.adapter_names` alone. None: 0 for all."""
 
     def kv_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V pool of a layer."""
@@ -99,6 +117,8 @@ class ModelExecutor(ABC):
         # executor keeps, the pool's dtype and the prefix cache's key follow.
         self.autocast: torch.dtype | None = None
         self._look: Look | None = None
+        self._row_names: tuple[str, ...] = ()
+        self._lora: list[weakref.ref] = []
         self._compares_once: int | None = None  # the thread inside of `compared_once`
         self._is_compared = False
 
@@ -186,11 +206,11 @@ class ModelExecutor(ABC):
         """Token ids [T] int64 -> final normed hidden states [T, hidden_size]."""
 
     @abstractmethod
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[R, hidden_size] -> [R, vocab_size], on every rank."""
+    def logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        """[R, hidden_size] -> [R, vocab_size], on every rank. ``adapters`` [R]: as `StepContext.adapters`."""
 
     @abstractmethod
-    def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def shard_logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         """[R, hidden_size] -> [R, rows], this rank's own columns (`VocabParallelHead`); with one rank all of them."""
 
     @abstractmethod
@@ -276,11 +296,12 @@ class ModelExecutor(ABC):
             facts = Facts(self.model) if facts is None else facts  # first: what changes meanwhile is seen next time
             modules = list(self.model.named_modules())
             kernels, quantization = kernel_numbers(modules), quantization_state(modules)
-            state = repr((self.constants(), adapter_state(self.model), kernels, quantization))
+            constants = repr((self.constants(), kernels, quantization))
+            state = f"{constants}{adapter_state(self.model)}"
             kinds = {type(inner): None for _, module in self.called_modules() for inner in module.modules()}
             dtypes = frozenset(p.dtype for p in self.model.parameters() if p.is_floating_point())
             look = Look(facts, state, tuple(kind for kind in kinds if kind not in _KNOWN_LAYERS), dtypes,
-                        [tensor for _, tensor in plain_tensors(modules)])
+                        [tensor for _, tensor in plain_tensors(modules)], modules, constants)
             self._look = look
         return look
 
@@ -288,16 +309,61 @@ class ModelExecutor(ABC):
         """Tensors of the modules that are neither parameters nor buffers, in a fixed order."""
         return self.look().tensors()
 
-    def state_key(self, *, compares_tensors: bool = True) -> bytes:
+    def state_key(self, adapter: str | None = None, *, compares_tensors: bool = True) -> bytes:
         """Digest of what a forward depends on besides tensors: constants, active adapters, code of what is called.
 
-        `compares_tensors`: False leaves out of the comparison with the last look what the digest does not depend on.
+        Args:
+            adapter: of rows that name this one; no two names, and no name and the active adapters, have a key in
+                common. One that the model lacks has a key of its own as well.
+            compares_tensors: False leaves out of the comparison with the last look what the digest does not depend on.
         """
         look = self._look
         if compares_tensors or look is None or not look.facts.hold_but_for_tensors(self.model):
             look = self.look()
         versions = [(kind.__qualname__, of_class(kind).version()) for kind in look.called_kinds]
-        return xxhash.xxh3_128_digest(f"{look.state}{versions}{self.function_kernels()}{self.autocast}".encode())
+        state = look.state if adapter is None else look.adapters.get(adapter)
+        digest = xxhash.xxh3_128_digest(f"{state}{versions}{self.function_kernels()}{self.autocast}".encode())
+        if adapter is None:
+            return digest
+        return digest + hashlib.sha256(b"adapter:" + adapter.encode("utf-8", "surrogatepass")).digest()
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The LoRA adapters that rows can name, sorted: entries 1, 2, ... of `StepContext.adapters`."""
+        return self.look().adapter_names
+
+    def name_rows(self) -> tuple[str, ...]:
+        """From now on `StepContext.adapters` counts the names that `adapter_names` holds now, which it returns."""
+        look = self.look()
+        self._row_names, self._lora = look.adapter_names, [weakref.ref(layer) for _, layer in look.lora_layers()]
+        return self._row_names
+
+    def adapter_rows(self, adapters: torch.Tensor | None) -> AdapterRows | None:
+        """`StepContext.adapters` for the layers."""
+        return None if adapters is None else AdapterRows(adapters, self._row_names)
+
+    def adapter_reason(self, name: str) -> Reason | None:
+        """Why no row can run under this adapter (or `BASE`) beside rows of others, as the model is now, or None."""
+        look = self.look()
+        if name == BASE and not look.adapters:  # the model is its own base
+            return None
+        if name != BASE and name not in look.adapters:
+            found = ", ".join(map(repr, (*look.adapter_names, BASE)))
+            return Reason("the model has no adapter {}: expected one of {}", repr(name), found,
+                          remedy="Load it with `load_adapter` or `add_adapter` of the model.")
+        return row_reason(look.lora_layers(), name)
+
+    def adapters_in_force(self) -> list[str] | Reason | None:
+        """The adapters that PEFT's hooks give the rows of a forward right now, by row; None: there are no hooks.
+
+        The LoRA layers are those of the last look: `unsupported_reason` has just compared the modules with it.
+        """
+        look = self._look or self.look()
+        return names_in_force([layer for _, layer in look.lora_layers()]) if look.adapters else None
+
+    def adapter_counts(self) -> AdapterCounts:
+        """To be asked whether adapters came or went, quickly."""
+        return AdapterCounts(layer for _, layer in self.look().lora_layers())
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Upper estimate of what one step allocates: hidden states, the MLP's inputs, fp32 logits and their copies."""

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_paged.models.adapted_layers import AdaptedLayers
 from hf_paged.models.cuda_driver import DriverError
-from hf_paged.models.plain_linear import is_plain_linear
+from hf_paged.models.lora_rows import AdapterRows
+from hf_paged.models.plain_linear import added, is_plain_linear
 from hf_paged.models.shadow import Shadow
 from hf_paged.models.virtual_memory import reserve
 from hf_paged.parallel.group import SINGLE, ParallelGroup
@@ -28,11 +30,13 @@ class CopiedLinears(NamedTuple):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    lora: AdaptedLayers | None = None
 
-    def __call__(self, hidden: torch.Tensor,
-                 linear: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ParallelGroup]:
+    def __call__(self, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
+                 rows: AdapterRows | None = None,
+                 shrunk: torch.Tensor | None = None) -> tuple[torch.Tensor, ParallelGroup]:
         """As `RowProduct`."""
-        return linear(hidden, self.weight, self.bias), SINGLE
+        return added(self.lora, hidden, self.weight, self.bias, linear, rows, shrunk), SINGLE
 
 
 class _Place(NamedTuple):
@@ -147,7 +151,7 @@ class CopiedWeights:
 
     def tensors(self) -> list[torch.Tensor]:
         """All copies, merged."""
-        return [tensor for copied in self.by_name.values() for tensor in copied if tensor is not None]
+        return [t for copied in self.by_name.values() for t in (copied.weight, copied.bias) if t is not None]
 
     @property
     def nbytes(self) -> int:

@@ -21,6 +21,7 @@ from hf_paged.models.families import Family
 from hf_paged.models.guards.hub_kernels import functions_of, kernel_numbers, replacement_reason
 from hf_paged.models.guards.originals import of_family, patched_class, patched_entry
 from hf_paged.models.guards.remedies import DISAGREE, ONE_DTYPE, PUT_BACK, REMOVE_HOOK, UNDO_PATCH, UNDO_REPLACEMENT
+from hf_paged.models.lora_rows import by_row
 from hf_paged.models.paged_calls import STEP_ARGUMENT, WindowedStep, implementation_of, paged_call
 from hf_paged.models.parts import Part, parts_of
 from hf_paged.models.rope import longest_unchanged
@@ -130,7 +131,8 @@ class DecoderExecutor(ModelExecutor):
         # A mask of four dims is passed on as it is: no mask is made, and nothing is looked up in the positions.
         no_mask = input_ids.new_empty((1, 1, 1, 1), dtype=torch.bool)
         windows = tuple(map(self._mask_window, range(len(self._layers()))))
-        with paged_call(self._configs()), self.casting():
+        rows = self.adapter_rows(step.adapters)
+        with paged_call(self._configs()), self.casting(), by_row(self._lora, rows):
             output = decoder(
                 input_ids=input_ids[None], attention_mask=no_mask, position_ids=step.positions[None], use_cache=False,
                 output_attentions=False, output_hidden_states=False, output_router_logits=False, return_dict=True,

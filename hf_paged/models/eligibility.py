@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.errors import Reason
 from hf_paged.models.base import ModelExecutor
+from hf_paged.models.guards.adapter_hooks import RowHook, has_only_names
 from hf_paged.models.guards.at_home import CALL_CHAIN
 from hf_paged.models.guards.capturing import only_captures
 from hf_paged.models.guards.compressed import is_known_forward, is_quantized_forward, offload_reason
@@ -52,6 +53,7 @@ from hf_paged.models.tokenwise import (
     stores_float8,
     weight_reason,
 )
+from hf_paged.models.tuners import is_lora
 from hf_paged.parallel.intact import broken_part
 
 _OWN_LAYERS = ("torch.", SHARDED_MODULE[:-1])  # that are known, so that nobody may patch them
@@ -268,7 +270,7 @@ def _only_requires_grad(hook: Any) -> bool:
 
 
 def _is_inert(hook: Any) -> bool:
-    return _only_requires_grad(hook) or only_captures(hook)
+    return _only_requires_grad(hook) or only_captures(hook) or type(hook) is RowHook
 
 
 def _hook_reason(seen: Seen) -> Reason | None:
@@ -276,7 +278,8 @@ def _hook_reason(seen: Seen) -> Reason | None:
         return Reason("compressed-tensors decompresses the weights in the first forward, which stock has to run",
                       remedy="Nothing: later calls are native. `model(torch.tensor([[1]]))` decompresses at once.")
     for name, module in seen.modules:
-        if module._forward_pre_hooks or not all(map(_is_inert, module._forward_hooks.values())):
+        named = bool(module._forward_pre_hooks) and is_lora(module) and has_only_names(module)
+        if (module._forward_pre_hooks and not named) or not all(map(_is_inert, module._forward_hooks.values())):
             return Reason("{} has a forward hook", name or "the model", remedy=REMOVE_HOOK)
         if nn.utils.parametrize.is_parametrized(module):
             return Reason("{} is parametrized", name,

@@ -18,6 +18,7 @@ from hf_paged.errors import Reason
 from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.kernels.silu_mul import silu_mul_host
 from hf_paged.models.activations import SILU
+from hf_paged.models.adapted_layers import AdaptedLayers
 from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.models.base import KVSpec, Look, StepContext
 from hf_paged.models.copied_weights import CopiedLinears, CopiedWeights, can_be_copied, copied_bytes
@@ -26,6 +27,8 @@ from hf_paged.models.families import Family
 from hf_paged.models.guards.remedies import DISAGREE
 from hf_paged.models.guards.untouched import Untouched
 from hf_paged.models.layer_ops import FUSED, LayerOps
+from hf_paged.models.lora import Adapters, is_loaded, reads_tables
+from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.models.merged import MergedWeight, merge
 from hf_paged.models.plain_linear import (
     RowProduct,
@@ -47,31 +50,44 @@ _FEW_ROWS = 8
 
 
 class Projections(NamedTuple):
-    """Linear layers over the same input, looked at before, and their merged weight where there is one."""
+    """Linear layers over the same input, looked at before, and their merged weight where there is one.
+
+    With `lora`, where kernels add to their product, the layers are those inside.
+    """
 
     linears: tuple[nn.Module, ...]
     weight: torch.Tensor | None
     are_plain: bool
     ops: LayerOps
     bias: torch.Tensor | None = None  # of a merged weight
+    lora: AdaptedLayers | None = None
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, k] -> [T, sum of outputs]."""
+    def __call__(self, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
+        """[T, k] -> [T, sum of outputs]; `rows`: which adapters each row uses, None: active ones."""
+        if self.lora is None:
+            return self._product(hidden, rows)
+        shrunk = self.lora.shrink(hidden, rows)
+        return self.lora.expand(self._product(hidden, rows), shrunk, rows)
+
+    def silu_mul(self, hidden: torch.Tensor, rows: AdapterRows | None = None,
+                 following: AdaptedLayers | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]; see `AdaptedLayers.expand_silu_mul`."""
+        if self.lora is not None and (shrunk := self.lora.shrink(hidden, rows)) is not None:
+            return self.lora.expand_silu_mul(self._product(hidden, rows), shrunk, rows, following)
+        if self.weight is not None and self.bias is None:
+            return self.ops.linear_silu_mul(hidden, self.weight), None
+        if self.weight is None and self.are_plain and hidden.device.type == "cpu":
+            return silu_mul_host(*self._products(hidden)), None
+        return self.ops.silu_mul(self._product(hidden, rows)), None
+
+    def _product(self, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
         if self.weight is not None:
             return self.ops.linear(hidden, self.weight, self.bias)
         if self.are_plain and hidden.device.type == "cpu":
             if len(hidden) > _FEW_ROWS and all(linear.bias is None for linear in self.linears):
                 return _side_by_side(hidden, [linear.weight for linear in self.linears])
             return torch.cat(self._products(hidden), dim=-1)
-        return torch.cat([apply_linear(layer, hidden, self.ops.linear) for layer in self.linears], dim=-1)
-
-    def silu_mul(self, hidden: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]."""
-        if self.weight is not None and self.bias is None:
-            return self.ops.linear_silu_mul(hidden, self.weight)
-        if self.weight is None and self.are_plain and hidden.device.type == "cpu":
-            return silu_mul_host(*self._products(hidden))
-        return self.ops.silu_mul(self(hidden))
+        return torch.cat([apply_linear(layer, hidden, self.ops.linear, rows) for layer in self.linears], dim=-1)
 
     def _products(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         linears: Any = self.linears
@@ -122,24 +138,27 @@ class FusedExecutor(DecoderExecutor):
         self._gate_up: list[Projections | None] = []  # None: a block of experts
         self._parts_of_layers: list[LayerParts] = []
         self._untouched = Untouched()
+        self._adapters: Adapters | None = None  # None: not looked for yet
 
     def prepare(self, max_model_len: int) -> None:
-        spec, checked = self.kv_spec(), self._checked
+        spec, look = self.kv_spec(), self.look()
+        is_same = self._checked == (look, self.autocast) and self._untouched.holds()
+        if not is_same or self._adapters is None or self._adapters:
+            self._look_up_adapters(look)
         self._prepare_copies()
         if self._runs_modules:
             return
-        self._check_weights(spec)
+        self._check_weights(spec, look)
         self._rope.update(self.model.model.rotary_emb, max_model_len, spec.compute_dtype, spec.device)
         if self._merge_weights:
             self._merge(spec.device)
-        is_same = self._checked is checked and self._untouched.holds()
-        if not is_same or self._merged or self._copied is not None or not self._parts_of_layers:
+        if not is_same or self._merged or self._copied is not None or self._adapters or not self._parts_of_layers:
             self._look_up_parts()
         self._held = [alias for merged in self._merged.values() for alias in merged.memory()]
 
-    def _check_weights(self, spec: KVSpec) -> None:
+    def _check_weights(self, spec: KVSpec, look: Look) -> None:
         """Once for every state of the modules: kernels do not look at shapes in every step."""
-        look, cast = self.look(), self.autocast
+        cast = self.autocast
         if self._checked is None or self._checked[0] is not look or self._checked[1] != cast:
             heads = self.model.config.num_attention_heads // self.group.size
             dtype = spec.compute_dtype if cast is None else None
@@ -167,11 +186,12 @@ class FusedExecutor(DecoderExecutor):
         return all(map(can_be_copied, self._all_groups().values()))
 
     def _all_groups(self) -> dict[str, tuple[Any, ...]]:
-        """All linear layers of a dense model, those with the same input together."""
+        """All linear layers of a dense model whose products are taken, those with the same input together."""
+        if self._adapters is None:
+            self._look_up_adapters(self.look())
         found: dict[str, tuple[Any, ...]] = {}
         for i, layer in enumerate(self._layers()):
-            found |= _groups(i, layer)
-            found |= {f"{i}.o_proj": (layer.self_attn.o_proj,), f"{i}.down_proj": (layer.mlp.down_proj,)}
+            found |= {key: self._bases(linears) for key, linears in _all_groups(i, layer).items()}
         return found | {HEAD: (self.model.lm_head,)}
 
     def refresh(self, checksum: torch.Tensor | None) -> None:
@@ -198,9 +218,35 @@ class FusedExecutor(DecoderExecutor):
         return copied_bytes(self._all_groups(), self.autocast)
 
     def own_tensors(self) -> list[torch.Tensor]:
-        return [] if self._copied is None else self._copied.tensors()
+        copies = [] if self._copied is None else self._copied.tensors()
+        return copies if self._adapters is None else [*copies, *self._adapters.tensors()]
+
+    def _look_up_adapters(self, look: Look) -> None:
+        """What was found before stays where the LoRA layers are as they were."""
+        read, groups = (look, self._row_names, self.autocast), self._groups_with_adapters()
+        if self._adapters is not None and self._adapters.hold(groups, *read):
+            return
+        found = Adapters(groups, *read)
+        if self._adapters is not None and found.key == self._adapters.key:
+            found.take_over(self._adapters)
+        else:
+            found.load(self.kv_spec().device)
+        self._adapters = found
+
+    def _groups_with_adapters(self) -> list[tuple[nn.Module, ...]]:
+        """Layers whose LoRA kernels apply, those with one input together; without kernels PEFT's run as they stand."""
+        groups: list[tuple[nn.Module, ...]] = []
+        by_tables = is_loaded() and self._ops is FUSED and not self.group.is_parallel
+        if by_tables and reads_tables(self.kv_spec().device):
+            for i, layer in enumerate(self._layers()):
+                groups += _all_groups(i, layer).values()
+        return groups
 
     def is_current(self) -> bool:
+        if self._adapters:
+            read = self.look(), self._row_names, self.autocast
+            if not self._adapters.hold(self._groups_with_adapters(), *read):
+                return False
         if self.autocast is not None:
             if self._runs_modules == self._can_cast_by_copies():
                 return False
@@ -224,7 +270,8 @@ class FusedExecutor(DecoderExecutor):
 
     def release(self) -> None:
         self.let_go()
-        self._rope, self._memory, self._checked, self._copied = RopeTable(), None, None, None
+        self._rope, self._memory, self._checked = RopeTable(), None, None
+        self._copied, self._adapters = None, None
 
     def _look_up_parts(self) -> None:
         self._untouched = Untouched(self.model.model)
@@ -237,33 +284,36 @@ class FusedExecutor(DecoderExecutor):
         decoder, ops, cos, sin = self.model.model, self._ops, self._rope.cos, self._rope.sin
         assert cos is not None and sin is not None, "prepare() comes first"
         if not self._untouched.holds():  # a streaming caller's code runs between steps
+            self._look_up_adapters(self.look())
             if self.autocast is not None:
                 self._prepare_copies()
                 if self._runs_modules:
                     return self.hidden_states_of_modules(input_ids, step)
                 self.refresh(None)
             self._look_up_parts()
-        tables = ops.step_tables(cos, sin, step.positions)
-        delta: torch.Tensor = decoder.embed_tokens(input_ids[None])[0]
+        tables, rows = ops.step_tables(cos, sin, step.positions), self.adapter_rows(step.adapters)
+        delta = apply_layer(decoder.embed_tokens, input_ids, rows)
         residual: torch.Tensor | None = None
         ranks = SINGLE  # over which delta has still to be added up
         for i, layer in enumerate(self._parts_of_layers):
             normed, residual = self._add_norm(delta, ranks, residual, layer.input_norm)
-            query = ops.qk_norm_rope_store(self._qkv[i](normed), *_weights_and_epsilon(layer.head_norms), *tables,
-                                           step.slot_mapping, *step.kv_cache(i))
+            qkv = self._qkv[i](normed, rows)
+            query = ops.qk_norm_rope_store(qkv, *_weights_and_epsilon(layer.head_norms), *tables, step.slot_mapping,
+                                           *step.kv_cache(i))
             mixed = step.attend(i, query, layer.options)
-            delta, ranks = layer.o_proj(mixed.flatten(1), ops.linear)
+            delta, ranks = layer.o_proj(mixed.flatten(1), ops.linear, rows)
             normed, residual = self._add_norm(delta, ranks, residual, layer.post_norm)
             gate_up = self._gate_up[i]
             if gate_up is None or layer.down_proj is None:
                 delta, ranks = apply_module(layer.mlp, normed), SINGLE
                 continue
             if layer.has_silu:
-                hidden = gate_up.silu_mul(normed)
+                hidden, shrunk = gate_up.silu_mul(normed, rows, layer.down_proj.lora)
             else:
-                gate, up = gate_up(normed).chunk(2, dim=-1)
+                shrunk = None
+                gate, up = gate_up(normed, rows).chunk(2, dim=-1)
                 hidden = layer.mlp.act_fn(gate) * up
-            delta, ranks = layer.down_proj(hidden, ops.linear)
+            delta, ranks = layer.down_proj(hidden, ops.linear, rows, shrunk)
         return self._add_norm(delta, ranks, residual, decoder.norm)[0]
 
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None,
@@ -275,16 +325,17 @@ class FusedExecutor(DecoderExecutor):
             return fused
         return self._ops.add_rms_norm(ranks.all_reduce(delta), *args)
 
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return all_columns(self.model.lm_head, self.shard_logits(hidden_states))
+    def logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        return all_columns(self.model.lm_head, self.shard_logits(hidden_states, adapters))
 
-    def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def shard_logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         if self._copied is not None and (head := self._copied.by_name.get(HEAD)) is not None:
             return head(hidden_states, self._ops.linear)[0]
+        rows = self.adapter_rows(adapters)
         if self._runs_modules:
             with self.casting():
-                return apply_head(self.model.lm_head, hidden_states, F.linear)
-        return apply_head(self.model.lm_head, hidden_states, self._ops.linear)
+                return apply_head(self.model.lm_head, hidden_states, F.linear, rows)
+        return apply_head(self.model.lm_head, hidden_states, self._ops.linear, rows)
 
     def constants(self) -> tuple:
         decoder = self.model.model
@@ -329,7 +380,7 @@ class FusedExecutor(DecoderExecutor):
         self._merged = {key: merged for key, merged in self._merged.items() if merged.lies_in(held)}
         for i, layer in enumerate(self._layers()):
             copied = self._copied.by_name if self._copied is not None else {}
-            linears = {key: found for key, found in _groups(i, layer).items()
+            linears = {key: self._bases(found) for key, found in _groups(i, layer).items()
                        if key not in self._merged and key not in copied}
             found = zip(linears, merge(list(linears.values()), self._memory), strict=True)
             self._merged |= {key: merged for key, merged in found if merged is not None}
@@ -357,18 +408,26 @@ class FusedExecutor(DecoderExecutor):
             for i, layer in enumerate(self._layers())
         ]
 
+    def _bases(self, linears: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
+        """The layers whose products are taken: of LoRA those inside, where kernels add the rest."""
+        return tuple(map(self._adapters.base, linears)) if self._adapters else linears
+
     def _row_product(self, key: str, linear: nn.Module) -> RowProduct | CopiedLinears:
-        copied = self._copied.by_name.get(key) if self._copied is not None else None
-        return RowProduct.of(linear) if copied is None else copied
+        lora = self._adapters.group((linear,)) if self._adapters else None
+        if self._copied is not None and (copied := self._copied.by_name.get(key)) is not None:
+            return copied._replace(lora=lora)
+        return RowProduct.of(self._bases((linear,))[0], lora)
 
     def _projections(self, key: str, linears: tuple[nn.Module, ...]) -> Projections:
         """With the merged weight as long as the parameters are the merged ones and still lie there, or with copies."""
+        lora = self._adapters.group(linears) if self._adapters else None
+        linears = self._bases(linears)
         if self._copied is not None and (copied := self._copied.by_name.get(key)) is not None:
-            return Projections(linears, copied.weight, True, self._ops, copied.bias)
+            return Projections(linears, copied.weight, True, self._ops, copied.bias, lora)
         merged = self._merged.get(key)
         intact = merged is not None and merged.belongs_to(linears)
         weight = merged.current() if merged is not None and intact else None
-        return Projections(linears, weight, all(map(is_plain_linear, linears)), self._ops)
+        return Projections(linears, weight, all(map(is_plain_linear, linears)), self._ops, lora=lora)
 
 
 def _weights_and_epsilon(norms: tuple[Any, Any] | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
@@ -383,6 +442,14 @@ def _groups(i: int, layer: Any) -> dict[str, tuple[nn.Module, ...]]:
     groups = {f"{i}.qkv": tuple(getattr(layer.self_attn, name) for name in QKV)}
     if not _has_experts(layer.mlp):
         groups[f"{i}.mlp"] = tuple(getattr(layer.mlp, name) for name in GATE_UP)
+    return groups
+
+
+def _all_groups(i: int, layer: Any) -> dict[str, tuple[nn.Module, ...]]:
+    """`_groups`, and those that are alone with their input."""
+    groups = {**_groups(i, layer), f"{i}.o_proj": (layer.self_attn.o_proj,)}
+    if not _has_experts(layer.mlp):
+        groups[f"{i}.down_proj"] = (layer.mlp.down_proj,)
     return groups
 
 

@@ -39,12 +39,13 @@ class GenericExecutor(DecoderExecutor):
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
         return self.hidden_states_of_modules(input_ids, step)
 
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return all_columns(self.model.lm_head, self.shard_logits(hidden_states))
+    def logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        return all_columns(self.model.lm_head, self.shard_logits(hidden_states, adapters))
 
-    def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def shard_logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         with self.casting():
-            return self._capped(apply_head(self.model.lm_head, hidden_states, F.linear))
+            rows = self.adapter_rows(adapters)
+            return self._capped(apply_head(self.model.lm_head, hidden_states, F.linear, rows))
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         config = self.config

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_paged.models.adapted_layers import AdaptedLayers
+from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
 
@@ -32,19 +34,20 @@ def _is_untouched(module: nn.Module) -> bool:
     return type(weight) is nn.Parameter and weight.is_floating_point() and "forward" not in vars(module)
 
 
-def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:
+def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
+                 rows: AdapterRows | None = None) -> torch.Tensor:
     """[T, k] -> [T, n] by `linear`; a layer that is not plain (LoRA, quantized) is called as it stands."""
     if is_plain_linear(module):
         assert isinstance(module, nn.Linear)
         return linear(hidden, module.weight, module.bias)
     if type(module) is RowParallelLinear and module.group.is_parallel and _is_untouched(module):
         return module.finish(linear(hidden, module.weight, None))
-    return apply_module(module, hidden)
+    return apply_module(module, hidden, rows)
 
 
-def apply_module(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+def apply_module(module: nn.Module, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
     """[T, k] -> [T, n] by a module as it stands; ValueError where it returns what the kernels do not take."""
-    result: torch.Tensor = module(hidden[None])[0]
+    result = apply_layer(module, hidden, rows)
     same = result.dtype == hidden.dtype or torch.is_autocast_enabled(hidden.device.type)
     if not same or result.dim() != 2 or result.stride(1) != 1:
         found = f"{result.dtype} {list(result.shape)} with strides {list(result.stride())}"
@@ -52,36 +55,53 @@ def apply_module(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def row_product(module: nn.Module, hidden: torch.Tensor,
-                linear: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ParallelGroup]:
+def row_product(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
+                rows: AdapterRows | None = None) -> tuple[torch.Tensor, ParallelGroup]:
     """`apply_linear`, and the ranks whose products have still to be added up; `SINGLE` where that is done."""
     if type(module) is RowParallelLinear and module.bias is None and _is_untouched(module):
         return linear(hidden, module.weight, None), module.group
-    return apply_linear(module, hidden, linear), SINGLE
+    return apply_linear(module, hidden, linear, rows), SINGLE
+
+
+def added(lora: AdaptedLayers | None, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+          linear: Callable[..., torch.Tensor], rows: AdapterRows | None, shrunk: torch.Tensor | None) -> torch.Tensor:
+    """`linear` of hidden [T, k], and what LoRA adds to it; `shrunk`: of `lora`, where it was taken before."""
+    if lora is None:
+        return linear(hidden, weight, bias)
+    if shrunk is None:
+        shrunk = lora.shrink(hidden, rows)
+    return lora.expand(linear(hidden, weight, bias), shrunk, rows)
 
 
 class RowProduct(NamedTuple):
-    """`row_product` of a module that was looked at before; its parameters are read anew."""
+    """`row_product` of a module that was looked at before; its parameters are read anew.
+
+    With `lora` the module is the layer inside, where kernels add to its product.
+    """
 
     module: Any
     is_plain: bool
+    lora: AdaptedLayers | None = None
 
     @classmethod
-    def of(cls, module: nn.Module) -> RowProduct:
-        return cls(module, is_plain_linear(module))
+    def of(cls, module: nn.Module, lora: AdaptedLayers | None = None) -> RowProduct:
+        return cls(module, is_plain_linear(module), lora)
 
-    def __call__(self, hidden: torch.Tensor,
-                 linear: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ParallelGroup]:
+    def __call__(self, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
+                 rows: AdapterRows | None = None,
+                 shrunk: torch.Tensor | None = None) -> tuple[torch.Tensor, ParallelGroup]:
+        """`rows`: which adapters each row uses; None: those that are active. `shrunk`: see `added`."""
         if not self.is_plain:
-            return row_product(self.module, hidden, linear)
-        return linear(hidden, self.module.weight, self.module.bias), SINGLE
+            return row_product(self.module, hidden, linear, rows)
+        return added(self.lora, hidden, self.module.weight, self.module.bias, linear, rows, shrunk), SINGLE
 
 
-def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:
+def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
+               rows: AdapterRows | None = None) -> torch.Tensor:
     """[R, k] -> [R, this rank's own columns]; all columns of a head that is not sharded."""
     if type(head) is VocabParallelHead:
         return linear(hidden, head.weight, head.bias)
-    return apply_linear(head, hidden, linear)
+    return apply_linear(head, hidden, linear, rows)
 
 
 def all_columns(head: nn.Module, columns: torch.Tensor) -> torch.Tensor:

@@ -41,8 +41,8 @@ def _of_layer(prefix: str, layer: Any, spec: KVSpec, num_heads: int, hidden: int
     queries, keys = num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     shapes = {"q_proj": (queries, hidden), "o_proj": (hidden, queries)} | dict.fromkeys(KEYS_VALUES, (keys, hidden))
     yield from _linears(prefix, attention, shapes, dtype)
-    if "experts" not in mlp._modules and is_plain_linear(mlp.gate_proj):
-        inner = len(mlp.gate_proj.weight)
+    if "experts" not in mlp._modules and is_plain_linear(_inside(mlp.gate_proj)):
+        inner = len(_inside(mlp.gate_proj).weight)
         shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
         yield from _linears(prefix, mlp, shapes, dtype)
 
@@ -50,12 +50,17 @@ def _of_layer(prefix: str, layer: Any, spec: KVSpec, num_heads: int, hidden: int
 def _linears(prefix: str, owner: Any, shapes: dict[str, tuple[int, int]],
              dtype: torch.dtype | None) -> Iterator[Expected]:
     for name, shape in shapes.items():
-        linear: Any = getattr(owner, name)
+        linear: Any = _inside(getattr(owner, name))
         if not is_plain_linear(linear) and type(linear) is not RowParallelLinear:
             continue
         yield Expected(f"{prefix}{name}.weight", linear.weight, shape, dtype, strided=True)
         if linear.bias is not None:
             yield Expected(f"{prefix}{name}.bias", linear.bias, shape[:1], dtype, strided=True)
+
+
+def _inside(linear: Any) -> Any:
+    """What a tuner's layer (LoRA) wraps, else the layer."""
+    return linear._modules.get("base_layer", linear)
 
 
 def _vector(name: str, norm: nn.Module, size: int, dtype: torch.dtype | None) -> Expected:

@@ -132,6 +132,7 @@ class RequestSettings:
     prompt_logprobs: bool = False
     on_weight_change: str | None = None  # as in `PagedConfig`; None: what that says
     cache_salt: bytes = b""  # a digest (`salt_digest`): blocks of the prefix cache are shared under the same one
+    adapter_name: str | None = None  # the LoRA adapter to apply alone; None: those that are active in the model
 
 
 LEAVE_OUT = "Leave the option out if its result is not needed."

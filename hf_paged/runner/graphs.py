@@ -2,7 +2,8 @@
 
 A graph of decode rows per padded number of rows, a graph of prompts per padded number of tokens; a step that holds both
 replays one of each, so that decoding never waits for the launches of a prompt. Captured lazily, all in one memory pool.
-Padding rows have length 0 and a slot of their own. Steps that bring log-probabilities have graphs of their own.
+Padding rows have length 0 and a slot of their own. Steps that bring log-probabilities, and steps in which a row names
+an adapter, have graphs of their own.
 """
 
 from __future__ import annotations
@@ -151,13 +152,15 @@ class StepGraphs:
         inputs: tuple[np.ndarray, ...]
         if decodes:
             stages = self._state.stages(plan.slots[:decodes])
-            run: partial = partial(self._decode, stages=stages, scored=scored, with_logits=num_logits > 0)
+            named = self._state.adapters.any_named(plan.slots[:decodes])
+            run: partial = partial(self._decode, stages=stages, scored=scored, named=named, with_logits=num_logits > 0)
             captured, inputs = self._decode_graph(run, plan)
             parts.append((slice(0, decodes), captured, inputs))
         if prompt_size:
             inputs = self._prompt_inputs(plan, prompt_size)
             long = self._attention.is_long((plan.start + plan.num_new_tokens)[decodes:])
-            run = partial(self._prompts, stages=self._state.stages(plan.slots[decodes:]), long=long, scored=scored)
+            run = partial(self._prompts, stages=self._state.stages(plan.slots[decodes:]), long=long, scored=scored,
+                          named=self._state.adapters.any_named(plan.slots[decodes:]))
             parts.append((slice(decodes, len(plan.slots)), self._get(prompt_size, run, inputs), inputs))
         if any(captured is None for _, captured, _ in parts):
             return None
@@ -180,7 +183,8 @@ class StepGraphs:
         if not decodes or decodes < len(plan.slots) or decodes > self._decode_sizes[-1]:
             return None
         if not self.is_ready(plan):
-            captured, inputs = self._decode_graph(partial(self._logits), plan)
+            named = self._state.adapters.any_named(plan.slots)
+            captured, inputs = self._decode_graph(partial(self._logits, named=named), plan)
             if captured is None:
                 return None
             self._send(captured, inputs)
@@ -192,7 +196,7 @@ class StepGraphs:
         """Send what `logits` of this plan will read, behind the step that runs; nothing where it has no graph yet."""
         self._drop_if_moved()
         size = self._decode_size(plan)
-        captured = self._captured.get((size, self._logits.__name__))
+        captured = self._captured.get((size, self._logits.__name__, self._state.adapters.any_named(plan.slots)))
         if captured is not None:
             self._send(captured, self._decode_inputs(plan, size))
             self._ready = plan, captured
@@ -321,20 +325,24 @@ class StepGraphs:
         return rows, items
 
     def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str], scored: tuple[str, ...],
+                named: bool,
                 with_logits: bool) -> Drawn:
-        logits, (slots, positions) = self._executor.shard_logits(self._decode_hidden(rows, items)), rows
+        logits, (slots, positions) = self._executor.shard_logits(*self._decode_hidden(rows, items, named)), rows
         # The sampled token's place is the length of what it follows.
         drawn = self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored)
         return drawn._replace(logits=logits) if with_logits else drawn  # a graph that keeps them keeps their memory
 
-    def _logits(self, rows: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        return self._executor.logits(self._decode_hidden(rows, items))
+    def _logits(self, rows: torch.Tensor, items: torch.Tensor, *, named: bool) -> torch.Tensor:
+        return self._executor.logits(*self._decode_hidden(rows, items, named))
 
-    def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+    def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor,
+                       named: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states, and the rows' adapters where some row names one."""
         state, (slots, positions) = self._state, rows
         input_ids, at, slot_mapping = state.inputs(slots, positions)
         meta = self._attention.decode_rows(slots, positions, slot_mapping, DecodeWork(items, self._arrivals))
-        return self._executor.hidden_states(input_ids, self._step(at, meta))
+        adapters = state.adapters.of(slots) if named else None
+        return self._executor.hidden_states(input_ids, self._step(at, meta, adapters)), adapters
 
     def _prompt_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
         """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64 (see `_prompts`)."""
@@ -357,14 +365,15 @@ class StepGraphs:
         return tokens, by_row
 
     def _prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *, stages: frozenset[str], long: bool,
-                 scored: tuple[str, ...]) -> Drawn:
+                 scored: tuple[str, ...], named: bool) -> Drawn:
         state, (slots, positions, write_from) = self._state, tokens
         input_ids, at, slot_mapping = state.inputs(slots, positions, write_from)
         small = rows[:3].to(torch.int32)
         meta = self._attention.prompts(small[0], small[2, :-1], small[1, :-1], slot_mapping, long=long)
-        hidden = self._executor.hidden_states(input_ids, self._step(at, meta))
+        adapters = state.adapters.of(slots) if named else None
+        hidden = self._executor.hidden_states(input_ids, self._step(at, meta, adapters))
         _, _, _, last, sampled_slots, sampled_positions = rows[:, :-1]
-        logits = self._executor.shard_logits(hidden[last])
+        logits = self._executor.shard_logits(hidden[last], None if adapters is None else adapters[last])
         return self._draw(logits, sampled_slots, sampled_positions.to(torch.int32), stages, scored)
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
@@ -372,6 +381,6 @@ class StepGraphs:
         logprobs = {kind: torch.empty(len(slots), dtype=torch.float32, device=self._device) for kind in scored}
         return Drawn(self._state.sample(logits, slots, positions, stages, logprobs), logprobs)
 
-    def _step(self, positions: torch.Tensor, meta: PagedMetadata) -> PagedStep:
+    def _step(self, positions: torch.Tensor, meta: PagedMetadata, adapters: torch.Tensor | None) -> PagedStep:
         parts = [(0, len(positions), meta)]
-        return PagedStep(positions, meta.slot_mapping, self._cache, parts, self._attention.backend)
+        return PagedStep(positions, meta.slot_mapping, self._cache, parts, self._attention.backend, adapters)

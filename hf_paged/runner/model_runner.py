@@ -51,6 +51,19 @@ class StepHandle(NamedTuple):
         return self.tokens.numpy()
 
 
+class Computed(NamedTuple):
+    """A step before its logits: ``hidden`` [T, hidden_size], where each row's tokens begin [R + 1], and
+    `StepContext.adapters`."""
+
+    hidden: torch.Tensor
+    query_start: np.ndarray
+    adapters: torch.Tensor | None
+
+    def at(self, tokens: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states and adapters of some tokens."""
+        return self.hidden[tokens], None if self.adapters is None else self.adapters[tokens]
+
+
 class ModelRunner:
     """Owns what lives on the device: the KV pool, the state of the running requests, the captured steps."""
 
@@ -76,6 +89,7 @@ class ModelRunner:
 
     def prepare(self) -> None:
         """Between idle and busy: let the executor renew what it keeps, and drop graphs that point to other memory."""
+        self.state.adapters.use_entries(self.executor.name_rows())
         with capture_lock(self.device):
             self.executor.prepare(self.max_model_len)
         if self.graphs is not None:
@@ -124,13 +138,13 @@ class ModelRunner:
             logits = self.graphs.launch(plan, result, logprobs, num_logits=first)
             if logits is not None:
                 return self._handle(result[first:], own, logits=logits)
-        hidden, query_start = self._hidden_states(plan)
-        logits = self.executor.logits(hidden[:first]) if first else None
-        self._sample(plan, query_start, hidden, result, logprobs)
+        computed = self._hidden_states(plan)
+        logits = self.executor.logits(*computed.at(slice(0, first))) if first else None
+        self._sample(plan, computed, result, logprobs)
         if not wanted.prompt:
             return self._handle(result[first:], own, logits=logits)
         spans = [span._replace(row=first + span.row) for span in wanted.prompt]
-        scored = self._score_prompts(plan, query_start, hidden, spans)
+        scored = self._score_prompts(plan, computed, spans)
         return self._handle(result[first:], own, scored, wanted.prompt, logits)
 
     def logits(self, plan: StepPlan, parameters: list[SlotParameters], *, of_every_token: bool = False) -> torch.Tensor:
@@ -141,10 +155,11 @@ class ModelRunner:
             self._update_state(plan, parameters)
         if self.graphs is not None and (logits := self.graphs.logits(plan)) is not None:
             return logits
-        hidden, query_start = self._hidden_states(plan)
-        if not of_every_token:
-            hidden = hidden[upload(query_start[1:][plan.samples].astype(np.int64) - 1, self.device)]
-        return self.executor.logits(hidden)
+        computed = self._hidden_states(plan)
+        if of_every_token:
+            return self.executor.logits(computed.hidden, computed.adapters)
+        last = upload(computed.query_start[1:][plan.samples].astype(np.int64) - 1, self.device)
+        return self.executor.logits(*computed.at(last))
 
     def make_ready(self, plan: StepPlan) -> None:
         """Send what `logits` of a decode plan needs besides the tokens, while the device runs another step."""
@@ -168,8 +183,7 @@ class ModelRunner:
             current.wait_stream(self._stream)
         self._stream = current
 
-    def _hidden_states(self, plan: StepPlan) -> tuple[torch.Tensor, np.ndarray]:
-        """Hidden states [T, hidden_size] of the step's tokens, and where each row's begin [R + 1]."""
+    def _hidden_states(self, plan: StepPlan) -> Computed:
         num_new = plan.num_new_tokens
         query_start = np.zeros(len(num_new) + 1, dtype=np.int32)
         np.cumsum(num_new, out=query_start[1:])
@@ -177,10 +191,11 @@ class ModelRunner:
         input_ids, token_positions, slot_mapping = self.state.inputs(token_slots, token_positions, write_from)
 
         parts = self.attention.parts(plan, query_start, slot_mapping)
-        step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend)
-        return self.executor.hidden_states(input_ids, step), query_start
+        adapters = self.state.adapters.of(token_slots) if self.state.adapters.any_named(plan.slots) else None
+        step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters)
+        return Computed(self.executor.hidden_states(input_ids, step), query_start, adapters)
 
-    def _sample(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor, result: torch.Tensor,
+    def _sample(self, plan: StepPlan, computed: Computed, result: torch.Tensor,
                 logprobs: Mapping[str, torch.Tensor]) -> None:
         rows = np.flatnonzero(plan.samples)
         if not len(rows):
@@ -188,26 +203,29 @@ class ModelRunner:
             if self.sharded is not None:
                 self.sharded.listen()
             return
-        ends = query_start[rows + 1] - 1, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
+        ends = computed.query_start[rows + 1] - 1, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
         last, slots, positions = upload(np.array(ends, np.int64), self.device)
-        logits = self.executor.shard_logits(hidden if len(rows) == len(hidden) else hidden[last])
+        every = len(rows) == len(computed.hidden)
+        hidden, adapters = (computed.hidden, computed.adapters) if every else computed.at(last)
+        logits = self.executor.shard_logits(hidden, adapters)
         known = {kind: torch.empty(len(rows), dtype=torch.float32, device=self.device) for kind in logprobs}
         tokens = self.state.sample(logits, slots, positions, self.state.stages(plan.slots[rows]), known)
         self._fetch(tokens, rows, result)
         for kind, values in known.items():
             self._fetch(values, rows, logprobs[kind])
 
-    def _score_prompts(self, plan: StepPlan, query_start: np.ndarray, hidden: torch.Tensor,
-                       spans: list[PromptSpan]) -> torch.Tensor:
+    def _score_prompts(self, plan: StepPlan, computed: Computed, spans: list[PromptSpan]) -> torch.Tensor:
         """Log-probabilities of the spans' tokens, on their way to the host."""
+        starts = computed.query_start
         columns = [
-            (np.arange(query_start[row], query_start[row] + count), np.full(count, plan.slots[row]),
+            (np.arange(starts[row], starts[row] + count), np.full(count, plan.slots[row]),
              np.arange(first, first + count))
             for row, first, count in spans
         ]
         packed = np.stack([np.concatenate(parts) for parts in zip(*columns, strict=True)])
         at, slots, positions = upload(packed.astype(np.int64), self.device)
-        known = prompt_log_probs(self.executor, hidden, at, self.state.tokens[slots, positions].long())
+        ids = self.state.tokens[slots, positions].long()
+        known = prompt_log_probs(self.executor, computed.hidden, at, ids, computed.adapters)
         return self._on_host(len(known), torch.float32).copy_(known, non_blocking=True)
 
     def _fetch(self, values: torch.Tensor, rows: np.ndarray, result: torch.Tensor) -> None:

@@ -32,15 +32,16 @@ NOTHING = Wanted()
 
 
 def prompt_log_probs(executor: ModelExecutor, hidden: torch.Tensor, at: torch.Tensor,
-                     token_ids: torch.Tensor) -> torch.Tensor:
+                     token_ids: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
     """log p of ``token_ids`` [N] int64, each from the raw logits of its row ``at`` [N] int64 of ``hidden`` [T, size].
 
-    float32 [N], as log_softmax in float32. Of the logits at most `_MOST_LOGITS` numbers exist at a time.
+    ``adapters`` [T]: as `StepContext.adapters`. float32 [N], as log_softmax in float32. Of the logits at most
+    `_MOST_LOGITS` numbers exist at a time.
     """
     size = max(1, min(_MOST_POSITIONS, _MOST_LOGITS // executor.vocab_size))
     known = torch.empty(len(token_ids), dtype=torch.float32, device=hidden.device)
     for out, some, ids in zip(known.split(size), at.split(size), token_ids.split(size), strict=True):
-        scores = executor.logits(hidden[some]).float()
+        scores = executor.logits(hidden[some], None if adapters is None else adapters[some]).float()
         scores -= scores.amax(dim=-1, keepdim=True)
         chosen = scores.gather(1, ids[:, None])[:, 0]
         torch.sub(chosen, scores.exp_().sum(dim=-1).log_(), out=out)

@@ -15,6 +15,7 @@ import torch
 
 from hf_paged.kernels.step_inputs import step_inputs
 from hf_paged.kernels.upload import upload
+from hf_paged.runner.adapter_slots import AdapterSlots
 from hf_paged.runner.sharded_sampling import FILTERS, ShardedSampling
 from hf_paged.sampling.edit_lines import float_line, int_line
 from hf_paged.sampling.edits import NEUTRAL, EditLines, Edits, EditState, encode_edits, sample_edited
@@ -50,6 +51,7 @@ class SlotParameters:
     eos_token_ids: tuple[int, ...] = ()
     prompt_length: int = 0
     edits: Edits = NEUTRAL
+    adapter: str | None = None
 
     @property
     def filtered(self) -> bool:
@@ -100,6 +102,7 @@ class RequestState:
             eos=torch.full((lines, 1), -1, dtype=torch.int64, device=device),
         )
         self.edits = EditState(num_slots, device)
+        self.adapters = AdapterSlots(num_slots, device)
         self._stages = np.zeros(lines, dtype=np.int64)  # a bit per name of `_stage_names` that the slot needs
         self._stage_names: list[str] = []
         self._stage_sets: set[int] = set()
@@ -111,6 +114,7 @@ class RequestState:
         grown = [_with_lines(tensor, more) for tensor in (self.tokens, self.block_table, table.floats, table.ints)]
         eos = _with_lines(table.eos, more, fill=-1)
         self.edits.grow(num_slots)
+        self.adapters.grow(num_slots)
         self.tokens, self.block_table = grown[:2]
         self.sampling = SamplingTable(floats=grown[2], ints=grown[3], eos=eos)
         self._stages = np.pad(self._stages, (0, more))
@@ -133,6 +137,7 @@ class RequestState:
             row[: len(line.eos)] = line.eos
         self.sampling.eos[index] = self._upload(eos)
         self._admit_edits(np.array(slots, dtype=np.int64), parameters)
+        self.adapters.admit(slots, [p.adapter for p in parameters])
 
     def stages(self, slots: np.ndarray) -> frozenset[str]:
         """The stages of logits editing that the requests in these slots need, all together.

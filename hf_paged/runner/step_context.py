@@ -19,6 +19,7 @@ class PagedStep(NamedTuple):
     cache: KVCache
     parts: list[tuple[int, int, PagedMetadata]]
     backend: AttentionBackend
+    adapters: torch.Tensor | None = None
 
     def kv_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.cache.layers[layer]

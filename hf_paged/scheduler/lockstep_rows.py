@@ -29,10 +29,12 @@ class RowMoves(NamedTuple):
     targets: list[int]
 
 
-def blocks_together(prompts: list[list[int]], max_new_tokens: int, block_size: int) -> int:
+def blocks_together(prompts: list[list[int]], max_new_tokens: int, block_size: int,
+                    adapters: list[str | None]) -> int:
     """Blocks that these rows may need while they step together."""
     # Equal rows share the full blocks of their prompt; the last token's keys and values are never needed.
-    wanted = sum(len(prompt) // block_size for prompt in set(map(tuple, prompts)))
+    distinct = set(zip(map(tuple, prompts), adapters, strict=True))
+    wanted = sum(len(prompt) // block_size for prompt, _ in distinct)
     ends = (-(-(len(prompt) + max_new_tokens - 1) // block_size) for prompt in prompts)
     return wanted + sum(end - len(prompt) // block_size for end, prompt in zip(ends, prompts, strict=True))
 
@@ -40,14 +42,13 @@ def blocks_together(prompts: list[list[int]], max_new_tokens: int, block_size: i
 class LockstepRows:
     """R rows, each with a slot, a block table and a number of tokens whose KV is computed.
 
-    Equal prompts are one row until `fork`. After an OutOfBlocksError of `prompt_plans` only `free` may be called;
-    any other method that raises one may be called again.
+    Equal prompts under one adapter are one row until `fork`. After an OutOfBlocksError of `prompt_plans` only `free`
+    may be called; any other method that raises one may be called again.
 
     Args:
         scheduler: Whose slots and blocks these rows take.
-        prompts: Token ids, at least one a row.
+        arrivals: Every row's prompt, with its adapter and cache key.
         max_tokens: Tokens (prompt and output) that a row may reach.
-        cache_key: As in `Sequence`.
 
     Attributes:
         slots: int32 [R].
@@ -57,21 +58,22 @@ class LockstepRows:
         MemoryError: There are not as many slots, and no memory for them.
     """
 
-    def __init__(self, scheduler: Scheduler, prompts: list[list[int]], max_tokens: int, cache_key: bytes) -> None:
+    def __init__(self, scheduler: Scheduler, arrivals: list[Sequence], max_tokens: int) -> None:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
         self._size = scheduler.config.block_size
         self._max_tokens = max_tokens
-        distinct: dict[tuple[int, ...], int] = {}
-        self._prompt_of = [distinct.setdefault(tuple(prompt), len(distinct)) for prompt in prompts]
+        kinds = [(tuple(seq.prompt_token_ids), seq.adapter, seq.cache_key) for seq in arrivals]
+        distinct: dict[tuple[tuple[int, ...], str | None, bytes], int] = {}
+        self._prompt_of = [distinct.setdefault(kind, len(distinct)) for kind in kinds]
         self.sequences = [
-            Sequence(f"lockstep-{i}", list(prompt), max_new_tokens=1, cache_key=cache_key)
-            for i, prompt in enumerate(distinct)
+            Sequence(f"lockstep-{i}", list(prompt), max_new_tokens=1, cache_key=cache_key, adapter=adapter)
+            for i, (prompt, adapter, cache_key) in enumerate(distinct)
         ]
         self.lengths = np.zeros(len(distinct), np.int32)
         self._capacity: np.ndarray | None = None  # tokens that each row's blocks hold; None: to be counted
         self._promised: list[KVBlock] = []  # of the prompts' plan that was handed out last
-        self.slots = np.array(scheduler.take_slots(len(prompts)), np.int32)
+        self.slots = np.array(scheduler.take_slots(len(arrivals)), np.int32)
 
     def __len__(self) -> int:
         return len(self.sequences)

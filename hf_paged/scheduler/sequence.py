@@ -41,6 +41,7 @@ class Sequence:
         cache_key: Extra bytes (the model's state, then the salt) under which the prefix cache keeps its blocks.
         cache_salt: Bytes that only those sequences have that may share its blocks; see `use_model_key`.
         read_cache: False computes every prompt token (prompt logprobs need them) yet still fills the cache.
+        adapter: Name of the adapter that computes it, a part of the model's state; None: the model as it is.
         keeps_computed: What is computed stays when the model changes, see `Scheduler.preempt_all`.
 
     Raises:
@@ -52,6 +53,7 @@ class Sequence:
         "_output",
         "_prompt",
         "_table",
+        "adapter",
         "arrival",
         "block_hashes",
         "block_table",
@@ -88,6 +90,7 @@ class Sequence:
         cache_key: bytes = b"",
         cache_salt: bytes = b"",
         read_cache: bool = True,
+        adapter: str | None = None,
         keeps_computed: bool = False,
         output_token_ids: Seq[int] = (),
     ) -> None:
@@ -104,6 +107,7 @@ class Sequence:
         self.cache_key = cache_key
         self.cache_salt = cache_salt
         self.read_cache = read_cache
+        self.adapter = adapter
         self.keeps_computed = keeps_computed
 
         self.status = Status.WAITING

@@ -281,8 +281,13 @@ def test_a_peft_model(enabled):
     if enabled:
         hf_paged.enable(wrapped)
     assert hf_paged.explain(wrapped, **TWO_ROWS).path == "native"
-    explained = hf_paged.explain(wrapped, **TWO_ROWS, adapter_names=["default", "__base__"])
-    assert explained.path == "stock" and "has a forward hook" in explained.reasons[0]
+    names = ["default", "__base__"]
+    assert hf_paged.explain(wrapped, **TWO_ROWS, adapter_names=names).path == "native"
+    assert hf_paged.explain(wrapped, adapter_names=names).path == "native"
+    explained = hf_paged.explain(wrapped, **TWO_ROWS, adapter_names=names * 2)
+    assert explained.path == "stock" and "4 adapter_names for 2 rows" in explained.reasons[0]
+    explained = hf_paged.explain(wrapped, **TWO_ROWS, adapter_names=names, num_beams=2, output_scores=True)
+    assert explained.path == "lockstep"
     assert hf_paged.explain(wrapped, **TWO_ROWS).path == "native"
     assert hf_paged.is_enabled(wrapped) == enabled
 

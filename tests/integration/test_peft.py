@@ -126,13 +126,6 @@ def test_dora_is_native():
     assert_native_tokens(hf_paged.enable(wrapped, strict=True), expected, inputs, max_new_tokens=8)
 
 
-def test_rows_with_different_adapters_go_to_stock():
-    wrapped = _lora(_lora(tiny_model()), "second", seed=6)
-    names = ["default", "second", "__base__"]
-    expected = assert_falls_back(wrapped, "hook", **batch([20, 20, 20]), max_new_tokens=6, adapter_names=names)
-    assert expected.shape == (3, 26)
-
-
 @pytest.mark.parametrize("kind", ["prompt", "prefix", "p"])
 def test_prompt_learning_gives_stocks_tokens(kind):
     config = {

@@ -466,3 +466,35 @@ def test_rows_of_stocks_loop_and_requests_replay_one_graph(steps, num_beams, log
     joined = {key[0] for key in keys if key[1] == "_decode" and key[-1]}
     assert joined and min(joined) >= 2 + 3 * num_beams
     assert {("decode", size) for size in joined} <= set(steps)
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_steps_in_which_rows_name_adapters_have_graphs_of_their_own(steps, logprobs):
+    """They read each row's adapter from its slot, so one graph serves any mix; others are what they were."""
+    pytest.importorskip("peft", reason="an extra of the test environment")
+    from lora_models import with_adapter
+
+    wrapped = with_adapter(with_adapter(tiny_model(), "one", 5), "two", 6, ("q_proj", "v_proj", "lm_head"))
+    prompts = random_prompts([20, 13, 5, 30])
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+
+    def stocks(names):
+        named = [{} if name is None else {"adapter_names": [name]} for name in names]
+        return [wrapped.generate(torch.tensor([p]), **options, **n)[0, len(p):].tolist()
+                for p, n in zip(prompts, named, strict=True)]
+
+    mixes = [None] * 4, ["one", "two", "__base__", None], ["two", None, "one", "two"]
+    expected = [stocks(names) for names in mixes]
+    assert expected[1] != expected[2]
+    with hf_paged.PagedGenerator(wrapped, num_blocks=200, max_num_seqs=4) as generator:
+        graphs, kept = generator.engine._core.pool.build().graphs, []
+        for names, tokens in zip(mixes, expected, strict=True):
+            del steps[:]
+            made = generator.generate(prompts, adapter_names=names, logprobs=logprobs, use_tqdm=False, **options)
+            assert [c.token_ids for c in made] == tokens
+            assert {kind for kind, _ in steps} == {"decode", "prompt"}
+            kept.append(set(graphs._captured))
+    is_named = {key: (key[4] if key[1] == "_decode" else key[5]) for key in kept[2]}
+    assert not any(is_named[key] for key in kept[0])
+    assert all(is_named[key] for key in kept[1] - kept[0])
+    assert {key for key in kept[2] - kept[1] if key[1] == "_decode"} == set()

@@ -14,7 +14,7 @@ from hf_paged.runner.prompt_scores import prompt_log_probs
 def head(weight: torch.Tensor, sizes: list[int] | None = None) -> SimpleNamespace:
     """Stands for an executor: logits = hidden @ weight^T."""
 
-    def logits(hidden: torch.Tensor) -> torch.Tensor:
+    def logits(hidden: torch.Tensor, adapters: None) -> torch.Tensor:
         if sizes is not None:
             sizes.append(len(hidden))
         return hidden @ weight.T

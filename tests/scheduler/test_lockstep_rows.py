@@ -23,6 +23,12 @@ def scheduler(num_blocks=65, caching=True, budget=16, on_shortage=None):
     return Scheduler(config, on_shortage)
 
 
+def arriving(prompts, key=b"", adapters=None):
+    """Every row as it comes, by default all under the model as it is."""
+    return [Sequence("row", prompt, max_new_tokens=1, cache_key=key, adapter=adapter)
+            for prompt, adapter in zip(prompts, adapters or [None] * len(prompts), strict=True)]
+
+
 class Pages:
     """Stands for the device: what token every position of every block was written with."""
 
@@ -76,7 +82,7 @@ def test_rows_hold_what_they_computed_whoever_they_descend_from(data):
     for _ in range(2):  # the second time over what the first published
         lengths = data.draw(st.lists(st.integers(1, 13), min_size=1, max_size=5))
         prompts = [[(7 * n + i) % 5 for i in range(n)] for n in lengths]
-        rows = LockstepRows(book, prompts, 60, b"key")
+        rows = LockstepRows(book, arriving(prompts, b"key"), 60)
         pages = Pages(rows)
         pages.content = getattr(book, "content", {})
         compute_prompts(rows, pages)
@@ -108,7 +114,7 @@ def test_rows_hold_what_they_computed_whoever_they_descend_from(data):
 @given(length=st.integers(1, 9), drafts=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=6))
 def test_cropped_drafts_leave_the_rest(length, drafts):
     book = scheduler()
-    rows = LockstepRows(book, [list(range(length))], 100, b"")
+    rows = LockstepRows(book, arriving([list(range(length))]), 100)
     pages = Pages(rows)
     compute_prompts(rows, pages)
     tokens = [list(range(length))]
@@ -125,7 +131,7 @@ def test_cropped_drafts_leave_the_rest(length, drafts):
 
 def test_equal_prompts_are_one_row_until_the_fork():
     book = scheduler(caching=False)
-    rows = LockstepRows(book, [[1, 2, 3, 4, 5]] * 3 + [[6, 7]], 20, b"")
+    rows = LockstepRows(book, arriving([[1, 2, 3, 4, 5]] * 3 + [[6, 7]]), 20)
     assert len(rows) == 2
     assert sum(plan.num_tokens for plan in rows.prompt_plans()) == 7
     moves = rows.fork()
@@ -139,9 +145,9 @@ def test_what_is_promised_to_fit_fits():
     """`blocks_together` counts the worst case: no reordering of these rows needs more."""
     prompts, new = [[1, 2, 3, 4, 5]] * 4, 8
     needed = 1 + 4 * 2
-    assert blocks_together(prompts, new, SIZE) == needed
+    assert blocks_together(prompts, new, SIZE, [None] * len(prompts)) == needed
     book = scheduler(needed + 1)
-    rows = LockstepRows(book, prompts, 13, b"")
+    rows = LockstepRows(book, arriving(prompts), 13)
     compute_prompts(rows, Pages(rows))
     for _ in range(new - 1):
         rows.decode_plan()
@@ -153,7 +159,7 @@ def test_what_is_promised_to_fit_fits():
 
 def test_a_pool_that_does_not_grow_as_promised():
     book = scheduler(3, on_shortage=lambda missing: 3)
-    rows = LockstepRows(book, [[1, 2, 3, 4, 5, 6, 7]], 30, b"")
+    rows = LockstepRows(book, arriving([[1, 2, 3, 4, 5, 6, 7]]), 30)
     compute_prompts(rows, Pages(rows))
     rows.decode_plan()
     with pytest.raises(OutOfBlocksError, match="1 blocks are missing"):
@@ -187,7 +193,8 @@ class Beside:
 
     def begin(self, prompts):
         try:
-            self.rows = LockstepRows(self.book, prompts, 40, b"nobody else hits what only these plans promise")
+            arrivals = arriving(prompts, b"nobody else hits what only these plans promise")
+            self.rows = LockstepRows(self.book, arrivals, 40)
             for _ in self.rows.prompt_plans():
                 pass
             self.rows.fork()

@@ -210,7 +210,7 @@ class PagedBatchingManager:
     def add_request(self, input_ids: Any, request_id: str | None = None, max_new_tokens: int | None = None,
                     streaming: bool = False, record_timestamps: bool = False,
                     eos_token_id: int | list[int] | None = None, cache_salt: str | None = None,
-                    **options: Any) -> str | None:
+                    adapter_name: str | None = None, **options: Any) -> str | None:
         """Queue a request, also before `start`. One that cannot run gets a FAILED output with its error.
 
         Args:
@@ -220,6 +220,8 @@ class PagedBatchingManager:
             streaming: an output for every step that brings tokens, besides the last one.
             record_timestamps: note when each token came (`time.perf_counter`).
             cache_salt: cached prefixes are shared among requests of the same salt alone (None: those without one).
+            adapter_name: of the LoRA adapter that it runs with, or "__base__" for none; None: those that are active in
+                the model. With one that the model has not, its output is FAILED.
             **options: further fields of a `GenerationConfig`, for this request alone.
 
         Returns:
@@ -245,7 +247,8 @@ class PagedBatchingManager:
             request = BatchedRequest(request_id, prompt, max_new_tokens, eos_token_id, streaming, record_timestamps,
                                      options, config,
                                      wants_logprobs=self.continuous_batching_config.return_logprobs or own.logprobs,
-                                     cache_salt=salt, least_room=own.least_room, tokenizer=own.tokenizer)
+                                     cache_salt=salt, adapter_name=adapter_name, least_room=own.least_room,
+                                     tokenizer=own.tokenizer)
             requests = request.copies(copies)
             self.board.check_ids(requests)
             for one in requests:

@@ -73,6 +73,7 @@ class BatchedRequest:
     seed: int = 0
     wants_logprobs: bool = False
     cache_salt: bytes = b""  # as in `RequestSettings`
+    adapter_name: str | None = None
     least_room: int = 0  # of new tokens: one that asks for more than there is room for is refused below this, else cut
     tokenizer: Any = None  # stop strings are looked for in the text that it makes; None: by the engine's tokenizer
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -190,7 +191,9 @@ def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings
                              f"the KV pool has room for {max(room, 0)}")
         config.max_new_tokens, request.is_cut = room, True
     settings = settings_from_config(config, len(request.prompt), engine.num_logits)
-    return dataclasses.replace(settings, logprobs=logprobs_kind(request.wants_logprobs), cache_salt=request.cache_salt)
+    adapter = None if request.adapter_name is None else engine.check_adapter(request.adapter_name)
+    return dataclasses.replace(settings, logprobs=logprobs_kind(request.wants_logprobs), cache_salt=request.cache_salt,
+                               adapter_name=adapter)
 
 
 def stop_rule(engine: Engine, settings: RequestSettings, request: BatchedRequest) -> StopRule | None:

@@ -7,6 +7,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from hf_paged.errors import UnsupportedOptionError
+from hf_paged.integration.adapter_rows import each_under
 from hf_paged.integration.call_context import call_salt
 from hf_paged.integration.serving.errors import settings_error
 from hf_paged.integration.serving.wishes import Wishes
@@ -44,6 +46,7 @@ class ServedCall:
         streams: a streamed answer was started, whose status depends on `verdict`.
         settings: the generation settings of its body, as reasons name them.
         wishes: what its body asks for.
+        adapter_name: of the LoRA adapter that its `model` field names; None: it names the model.
     """
 
     def __init__(self, cache_salt: str | None = None) -> None:
@@ -52,6 +55,7 @@ class ServedCall:
         self.streams = False
         self.settings = "generation settings"
         self.wishes = Wishes()
+        self.adapter_name: str | None = None
         self.refusal: str | None = None
         self._loop = asyncio.get_running_loop()
         self._settled = asyncio.Event()
@@ -125,7 +129,7 @@ class GeneratesFor:
                 streamer = _BeginsWithAToken(streamer, call)
             if call.wishes.seed is not None:
                 torch.manual_seed(derive_seed(call.wishes.seed, self._index))
-            with call_salt(salt_digest(call.cache_salt)):
+            with call_salt(salt_digest(call.cache_salt)), self._adapter(kwargs, generation_config):
                 return self._model.generate(generation_config=tokens_only(generation_config), streamer=streamer,
                                             stopping_criteria=StoppingCriteriaList([end]), **kwargs)
         except CallEndedError:
@@ -145,11 +149,16 @@ class GeneratesFor:
         return settings_error(error, self._call.settings, functools.partial(_expected, self._model, config, inputs),
                               functools.partial(self._draws, inputs))
 
+    def _adapter(self, inputs: dict[str, Any], config: GenerationConfig) -> AbstractContextManager[None]:
+        """In here rows of the model run under the request's adapter."""
+        name = self._call.adapter_name
+        return nullcontext() if name is None else each_under(self._model, [name] * len(inputs["input_ids"]), config)
+
     def _draws(self, inputs: dict[str, Any]) -> bool:
         """Can one token be drawn after this prompt, with settings that leave the logits alone?"""
         plain = GenerationConfig(max_new_tokens=1, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
         try:
-            with call_salt(salt_digest(self._call.cache_salt)):  # the prompt is cached here, too
+            with call_salt(salt_digest(self._call.cache_salt)), self._adapter(inputs, plain):  # it is cached here, too
                 self._model.generate(generation_config=plain, **inputs)
         except Exception:
             return False

@@ -74,7 +74,7 @@ class ServedRequests:
                   wishes.logprobs)
         with requests_with(own):
             made = manager.add_request(input_ids, request_id, streaming=streaming, cache_salt=self.call.cache_salt,
-                                       **lengths)
+                                       adapter_name=self.call.adapter_name, **lengths)
         if made is None:
             raise CBWorkerDeadError(f"the batching manager is stopping and cannot accept request {request_id}")
         self.call.at_end(lambda: manager.cancel_request(request_id))

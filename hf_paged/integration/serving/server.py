@@ -24,6 +24,7 @@ from hf_paged.integration.continuous_batching.manager import PagedBatchingManage
 from hf_paged.integration.continuous_batching.requests import batching_config, stock_reason
 from hf_paged.integration.enable import get_engine, is_enabled
 from hf_paged.integration.install import enable_once
+from hf_paged.integration.serving.adapters import checking_pin, listing, loading, refuse_adapter, resolving
 from hf_paged.integration.serving.answers import Answer
 from hf_paged.integration.serving.calls import GeneratesFor, RefusedRequestError, ServedCall, tokens_only
 from hf_paged.integration.serving.errors import reading_error, settings_of
@@ -34,22 +35,34 @@ from hf_paged.integration.serving.templates import check_for_model, check_parts
 _replaced: list[tuple[Any, str, Any]] = []  # owner, name and what stood there
 
 
-def install_serving() -> None:
+def install_serving(adapters: dict[str, str] | None = None) -> None:
     """Replace what of transformers' server makes, runs and answers requests; once is enough. Needs
-    `transformers[serving]`."""
+    `transformers[serving]`.
+
+    Args:
+        adapters: LoRA adapters that are loaded with the model that the server is pinned to: paths by name.
+    """
     if _replaced:
         return
     from transformers.cli.serving import server
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
+    from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.response import ResponseHandler
     from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, GenerateManager
 
     _replace(server, "build_server", _building)
+    _replace(ModelManager, "_validate_args", functools.partial(checking_pin, adapters or {}))
+    _replace(ModelManager, "_load_model", functools.partial(loading, adapters or {}))
+    of_class = vars(ModelManager)["get_gen_models"]  # a static method, and ours asks the manager
+    _replaced.append((ModelManager, "get_gen_models", of_class))
+    name, stock = "get_gen_models", of_class.__func__
+    setattr(ModelManager, name, functools.wraps(stock)(listing(stock)))
     for handler, endpoint in ((ChatCompletionHandler, CHAT), (CompletionHandler, TEXT), (ResponseHandler, RESPONSES)):
         _replace(handler, "handle_request", functools.partial(_answering, endpoint))
         _replace(handler, "_validate_request", lambda stock: lambda self, body: None)  # `read_body` has read it
         _replace(handler, "_build_generation_config", _configuring)
+        _replace(handler, "_resolve_model", resolving)
     for handler, whole, stream in ((ChatCompletionHandler, _whole_chat, _chat_stream),
                                    (CompletionHandler, _whole_text, _text_stream)):
         _replace(handler, "_non_streaming", functools.partial(_whole, whole))
@@ -184,8 +197,9 @@ def _answer(given: dict[str, Any]) -> Answer:
     def request(index: int, config: GenerationConfig) -> ServedRequests:
         return _requests(manager, model, processor, config, given["inputs"], index)
 
-    return Answer(given["request_id"], given["model_id"], model, processor, given["inputs"], given["gen_config"],
-                  request, wishes.tools if wishes.has_tools else None)
+    model_id = ServedCall.current().adapter_name or given["model_id"]
+    return Answer(given["request_id"], model_id, model, processor, given["inputs"], given["gen_config"], request,
+                  wishes.tools if wishes.has_tools else None)
 
 
 def _checking(stock: Callable) -> Callable:
@@ -214,6 +228,7 @@ def _streaming_in_a_batch(stock: Callable) -> Callable:
     def generate_streaming(self: Any, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig,
                            request_id: str, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self._cb, PagedBatchingManager):
+            refuse_adapter()
             return stock(self, model, processor, inputs, gen_config, request_id, *args, **kwargs)
         requests = _requests(self, model, processor, gen_config)
         result = stock(_with(self, requests), model, processor, inputs, gen_config, _unique(request_id), *args,
@@ -228,6 +243,7 @@ def _answering_in_a_batch(stock: Callable) -> Callable:
     async def generate_non_streaming(self: Any, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig,
                                      request_id: str, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self._cb, PagedBatchingManager):
+            refuse_adapter()
             return await stock(self, model, processor, inputs, gen_config, request_id, *args, **kwargs)
         requests = _requests(self, model, processor, gen_config)
         try:
@@ -296,6 +312,7 @@ def _is_stocks(manager: Any) -> bool:
     if not isinstance(manager, CBGenerateManager) or isinstance(manager._cb, PagedBatchingManager):
         return False
     assert manager._cb is not None  # `init_cb` made it
+    refuse_adapter()
     if odd := ServedCall.current().wishes.beyond(manager._cb.generation_config):
         raise RefusedRequestError(f"{odd}: expected it left out, since transformers' own continuous batching runs this "
                                   "model, with one set of settings for all requests")

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_paged.models.guards.adapter_hooks import without_names
 from hf_paged.models.guards.compressed import as_dicts, places
 from hf_paged.models.guards.inner_tensors import PLAIN, watched
 from hf_paged.models.guards.plain_tensors import ATOMS, STANDARD
@@ -83,7 +84,7 @@ class Facts:
         self._columns, wrappers = _columns(namespaces)
         self._parameter_kinds = None if wrappers else _parameter_kinds(namespaces)
         self._wrappers = [_frozen_inside(vars(wrapper)) for wrapper in wrappers]
-        self._hooks = list(map(dict, _hooks(namespaces)))
+        self._hooks = list(map(dict, _lasting_hooks(namespaces)))
         found = (value for namespace in namespaces for value in namespace.values())
         configs = {id(value): value for value in found if isinstance(value, PreTrainedConfig) or _is_record(value)}
         self._configs = [(weakref.ref(config), _frozen(vars(config))) for config in configs.values()]
@@ -117,7 +118,7 @@ class Facts:
             columns, wrappers = _columns(namespaces)
             if self._columns != columns or self._wrappers != list(map(vars, wrappers)):
                 return False
-            if self._hooks != _hooks(namespaces):
+            if self._hooks != _hooks(namespaces) and self._hooks != _lasting_hooks(namespaces):
                 return False
         elif self._parameter_kinds != _parameter_kinds(namespaces):
             return False
@@ -203,6 +204,13 @@ def _storage_sizes(tensors: list[Any]) -> Any:
 
 def _hooks(namespaces: list[dict]) -> list[dict]:
     return [*map(_HOOKS, namespaces), *map(_PRE_HOOKS, namespaces)]
+
+
+def _lasting_hooks(namespaces: list[dict]) -> list[dict]:
+    """Without PEFT's hooks on LoRA layers, which come and go with calls that name adapters."""
+    children = list(map(_CHILDREN, namespaces))
+    return [without_names(hooks) if hooks and "lora_A" in inside else hooks
+            for inside, hooks in zip(children * 2, _hooks(namespaces), strict=True)]
 
 
 def _frozen(value: Any, *, inside: bool = False) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-REMOVE_HOOK = "Remove the hook, or leave it: stock runs it. PEFT's `adapter_names` works by hooks."
+REMOVE_HOOK = "Remove the hook, or leave it: stock runs it."
 UNDO_REPLACEMENT = "Undo the replacement. Known wrappers are those of `torch.compile`, accelerate and TRL."
 UNDO_PATCH = ("Some code replaced a function or class of transformers or torch, or a subclass overrides it. Undo it, "
               "or use the class itself.")

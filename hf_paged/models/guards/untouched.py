@@ -16,7 +16,9 @@ class Untouched:
         self._spaces = list(map(vars, modules))
         self._children = [module._modules for module in modules if module._modules]
         self._inside = list(chain.from_iterable(map(dict.values, self._children)))
-        self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        # A LoRA layer is called as it stands, whatever hooks PEFT has on it.
+        before = [module._forward_pre_hooks for module in modules if "lora_A" not in module._modules]
+        self._hooks = [*(module._forward_hooks for module in modules), *before]
         self._counts, self._replaced = self._count_hooks(), self._replaced_forwards()
 
     def holds(self) -> bool:

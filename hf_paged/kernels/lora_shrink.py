@@ -1,0 +1,224 @@
+# mypy: disallow-untyped-defs=False
+"""x @ a.T * scaling of all LoRA adapters of the layers that read x, each row by its own adapters, in one launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hf_paged.kernels._device import num_multiprocessors
+from hf_paged.kernels._lora_tile import FIELDS, entry_of_rows, lora_dot, pointer_to, precision_of, table_options
+from hf_paged.kernels._triton import (
+    after_previous_kernel,
+    jit,
+    on_device_of,
+    prefetch_rows,
+    require_triton,
+    tl,
+    triton,
+)
+from hf_paged.kernels.lora_table import LoraTable
+
+
+class ShrinkConfig(NamedTuple):
+    """Rows, rank columns and columns of x in a tile, programs that share a row's columns, float32 products, launch."""
+
+    block_m: int
+    block_r: int
+    block_k: int
+    split_k: int
+    precision: str
+    num_warps: int
+    num_stages: int
+
+
+def lora_shrink(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> torch.Tensor:
+    """``x @ a.T * scaling``, added up in float32, in a fixed order.
+
+    Args:
+        x: ``[T, K]``, rows contiguous; converted to the table's `compute_dtype`, as the adapters are.
+        table: whose a are ``[r, K]``.
+        row_entries: ``[T]`` int32, the entry of each row, -1: none; None: the first for all.
+
+    Returns:
+        ``[splits, T, P, J, rank]`` float32, partial sums for `lora_expand`. Undefined for rows without an entry and
+        beyond the adapter's rank.
+
+    Raises:
+        ValueError: shapes or dtypes that are not as above.
+    """
+    _check(x, table, row_entries)
+    return lora_shrink_unchecked(x, table, row_entries)
+
+
+def lora_shrink_unchecked(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> torch.Tensor:
+    """:func:`lora_shrink` for tensors that are known to be as it says."""
+    if not x.is_cuda:
+        return lora_shrink_reference(x, table, row_entries)
+    return lora_shrink_triton(x, table, row_entries, shrink_config(x, table, row_entries))
+
+
+def lora_shrink_reference(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> torch.Tensor:
+    """:func:`lora_shrink` in plain torch, zero where that is undefined."""
+    out = x.new_zeros((1, len(x), table.num_parts, table.num_members, table.rank), dtype=torch.float32)
+    x = x.to(table.compute_dtype).float()
+    for e, entry in enumerate(table.entries[: 1 if row_entries is None else None]):
+        rows = slice(None) if row_entries is None else (row_entries == e).nonzero()[:, 0]
+        for p, part in enumerate(entry):
+            for j, adapter in enumerate(part):
+                if adapter is not None:
+                    a = adapter.a.to(table.compute_dtype).float()
+                    out[0, rows, p, j, : len(a)] = x[rows] @ a.t() * adapter.scaling
+    return out
+
+
+@jit(varying_ints=("num_rows", "num_slots"))
+def _shrink_kernel(
+    x,
+    places,
+    scales,
+    row_entries,
+    out,
+    num_rows,
+    num_slots,
+    K,
+    k_per_split,
+    x_stride,
+    HAS_ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    RANK: tl.constexpr,
+    KIND: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    LOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    X_IS_EXACT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    THREADS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out [splits, num_rows, PARTS * MEMBERS, RANK]; a program BLOCK_R of all slots' ranks, rows and a part of K.
+
+    A slot is an entry's part's member. PREFETCH: a program has ranks of one slot alone.
+    """
+    SLOTS: tl.constexpr = PARTS * MEMBERS
+    begin = tl.program_id(1) * BLOCK_R
+    split = tl.program_id(2)
+    k_begin = split * k_per_split
+    k_end = tl.minimum(k_begin + k_per_split, K)
+    column = begin + tl.arange(0, BLOCK_R)
+    slot = column // RANK
+    index = column % RANK  # within the adapter
+    known = slot < num_slots
+    rank = tl.load(places + slot * FIELDS + 3, mask=known, other=0)
+    column_inside = index < rank
+    a = pointer_to(tl.load(places + slot * FIELDS, mask=known, other=0), KIND, ALIGNED)
+    if PREFETCH:  # also what the expansion will read
+        size: tl.constexpr = KIND.primitive_bitwidth // 8
+        place = places + begin // RANK * FIELDS
+        first = begin % RANK
+        count = tl.minimum(tl.maximum(tl.load(place + 3).to(tl.int32) - first, 0), BLOCK_R)
+        own = pointer_to(tl.load(place), KIND, ALIGNED)
+        prefetch_rows(own + first * K + k_begin, count, (k_end - k_begin) * size, K * size)
+        share = (tl.load(place + 4) // (THREADS * tl.num_programs(2)) // 16 * 16).to(tl.int32)
+        is_first = (tl.program_id(0) == 0) & (first == 0) & (share > 0)
+        beginning = tl.load(place + 1) + (split * THREADS).to(tl.int64) * share
+        prefetch_rows(beginning.to(tl.pointer_type(tl.int8)), tl.where(is_first, THREADS, 0), share, share)
+    after_previous_kernel(PDL)
+
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    entry = entry_of_rows(row_entries, row, row < num_rows, HAS_ROWS)
+    wanted = (entry >= begin // (RANK * SLOTS)) & (entry <= (begin + BLOCK_R - 1) // (RANK * SLOTS))
+    if tl.max(wanted.to(tl.int32), 0) > 0:
+        scale = tl.load(scales + slot, mask=known, other=0.0)
+        k = tl.arange(0, BLOCK_K)
+        x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+        a_at = a[:, None] + index[:, None] * K + k[None, :]
+        acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        for start in range(k_begin, k_end, BLOCK_K):
+            k_inside = (start + k < k_end) | EVEN_K
+            x_tile = tl.load(x_at + start, mask=wanted[:, None] & k_inside[None, :], other=0.0)
+            a_tile = tl.load(a_at + start, mask=column_inside[:, None] & k_inside[None, :], other=0.0)
+            if LOW or not X_IS_EXACT:
+                x_tile = x_tile.to(COMPUTE)
+            acc = lora_dot(x_tile, tl.trans(a_tile.to(COMPUTE)), acc, LOW, PRECISION, X_IS_EXACT)
+        at = (split * num_rows + row).to(tl.int64)[:, None] * (SLOTS * RANK) + (column % (SLOTS * RANK))[None, :]
+        mask = (entry[:, None] == (slot // SLOTS)[None, :]) & column_inside[None, :]
+        tl.store(out + at, acc * scale[None, :], mask=mask)
+
+
+def shrink_config(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> ShrinkConfig:
+    """What is fastest on an H200 (lora_speed.py)."""
+    rows, width = x.shape
+    precision = precision_of(x.dtype)
+    columns = _num_slots(table, row_entries) * table.rank
+    largest = 1 << (columns - 1).bit_length()
+    if rows >= 1024:  # each x is read once for most tables
+        return ShrinkConfig(64, min(64, largest), 64, 1, precision, 4, 3)
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    block_r = min(64, largest) if row_entries is not None else table.rank_tile
+    programs = -(-rows // block_m) * -(-columns // block_r)
+    most, split_k = num_multiprocessors(x.device) * 3 // 2, 1
+    while split_k < 16 and programs * split_k * 2 <= most and width >= 256 * split_k:
+        split_k *= 2
+    block_k = 128 if block_r <= 32 and width >= 128 * split_k else 64
+    return ShrinkConfig(block_m, block_r, block_k, split_k, precision, 4, 3)
+
+
+def _num_slots(table: LoraTable, row_entries: torch.Tensor | None) -> int:
+    """Of the entries that rows may have."""
+    entries = 1 if row_entries is None else len(table.entries)
+    return entries * table.num_parts * table.num_members
+
+
+def lora_shrink_triton(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None,
+                       config: ShrinkConfig) -> torch.Tensor:
+    """:func:`lora_shrink` as one Triton launch."""
+    require_triton()
+    num_rows, width = x.shape
+    per_split = triton.cdiv(triton.cdiv(width, config.split_k), config.block_k) * config.block_k
+    splits = triton.cdiv(width, per_split)
+    out = torch.empty(splits, num_rows, table.num_parts, table.num_members, table.rank, dtype=torch.float32,
+                      device=x.device)
+    if not num_rows:
+        return out
+    slots = _num_slots(table, row_entries)
+    tiles = triton.cdiv(slots * table.rank, config.block_r)
+    options = table_options(table, x, config.precision)
+    of_one = table.rank % config.block_r == 0 and row_entries is None
+    with on_device_of(x):
+        _shrink_kernel[(triton.cdiv(num_rows, config.block_m), tiles, splits)](
+            x, table.places, table.scales, row_entries, out, num_rows, slots, width, per_split, x.stride(0),
+            HAS_ROWS=row_entries is not None,
+            X_IS_EXACT=x.dtype == torch.bfloat16,
+            BLOCK_M=config.block_m,
+            BLOCK_R=config.block_r,
+            BLOCK_K=config.block_k,
+            EVEN_K=width % config.block_k == 0,
+            THREADS=32 * config.num_warps,
+            PREFETCH=options["PDL"] and table.aligned and of_one and config.block_r <= 32 * config.num_warps,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **options,
+        )
+    return out
+
+
+def _check(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> None:
+    widths = {adapter.a.shape[1] for adapter in table.adapters()}
+    if x.dim() != 2 or x.stride(1) != 1 or widths != {x.shape[1]}:
+        raise ValueError(f"x must be [T, K] with contiguous rows, K that of the adapters ({sorted(widths)}), "
+                         f"got {tuple(x.shape)} with strides {x.stride()}")
+    check_row_entries(row_entries, len(x))
+
+
+def check_row_entries(row_entries: torch.Tensor | None, num_rows: int) -> None:
+    """Raise ValueError unless it is None or [num_rows] int32."""
+    if row_entries is not None and (row_entries.dtype != torch.int32 or row_entries.shape != (num_rows,)):
+        raise ValueError(f"row_entries must be int32 [{num_rows}], got {row_entries.dtype} {tuple(row_entries.shape)}")

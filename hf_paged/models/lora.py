@@ -1,0 +1,205 @@
+"""PEFT's LoRA over plain linear layers, as fused layers compute it: two launches for all layers that read one input.
+
+Follows `peft.tuners.lora.layer.Linear.forward` and `_mixed_batch_forward` of PEFT 0.18 to 0.21, rounding included but
+for sums that a kernel keeps in float32. Adapters are read where they lie, so a trained one needs no renewal. PEFT is
+never imported here; other tuners and LoRA's variants (DoRA) are called as they stand.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_paged.kernels._triton import triton
+from hf_paged.kernels.lora_table import Adapter, Entry, Members, make_tables
+from hf_paged.models.adapted_layers import AdaptedLayers
+from hf_paged.models.guards.adapter_hooks import has_only_names
+from hf_paged.models.guards.originals import patched_class
+from hf_paged.models.plain_linear import is_plain_linear
+from hf_paged.models.tuners import is_lora
+
+_MODULE = "peft.tuners.lora.layer"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class LoraLayer(NamedTuple):
+    """A LoRA layer that was looked at: the plain layer inside, its adapters by name, and which of them are active."""
+
+    module: Any
+    base: nn.Linear
+    adapters: dict[str, Adapter]
+    active: tuple[str, ...]
+
+    def key(self) -> tuple:
+        """Equal as long as it computes the same of the same values in the same places."""
+        return id(self.base), self.active, [(name, adapter.key()) for name, adapter in self.adapters.items()]
+
+
+def is_loaded() -> bool:
+    """Can there be a LoRA layer at all?"""
+    return _MODULE in sys.modules
+
+
+def _class() -> type | None:
+    return getattr(sys.modules.get(_MODULE), "Linear", None)
+
+
+def _is_patched() -> bool:
+    kind = _class()
+    return kind is not None and patched_class((kind,)) is not None
+
+
+def find_layers(modules: Iterable[nn.Module]) -> dict[int, LoraLayer]:
+    """By id, those of the modules that are LoRA as it is known here; none where their adapters are not of one dtype."""
+    kind = _class()
+    candidates = [module for module in modules if type(module) is kind]
+    if not candidates or _is_patched():
+        return {}
+    layers = {id(module): layer for module in candidates if (layer := _read(module)) is not None}
+    dtypes = {adapter.a.dtype for layer in layers.values() for adapter in layer.adapters.values()}
+    return layers if len(dtypes) <= 1 else {}
+
+
+def _read(module: Any) -> LoraLayer | None:
+    """None where its forward is more than the base's product and that of plain adapters."""
+    base = module.base_layer
+    if type(base) is not nn.Linear or not is_plain_linear(base) or not _is_bare(module):
+        return None
+    if module.lora_variant or not module.cast_input_dtype_enabled:
+        return None
+    if module.disable_adapters or module.merged:
+        # A disabled layer would unmerge in its forward.
+        return None if module.disable_adapters and module.merged else LoraLayer(module, base, {}, ())
+    adapters: dict[str, Adapter] = {}
+    for name in module.lora_A:
+        if (adapter := _adapter(module, name, base)) is None:
+            return None
+        adapters[name] = adapter
+    return LoraLayer(module, base, adapters, tuple(name for name in module.active_adapters if name in adapters))
+
+
+def _adapter(module: Any, name: str, base: nn.Linear) -> Adapter | None:
+    a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    plain = is_plain_linear(a) and is_plain_linear(b) and a.bias is None and type(a) is type(b) is nn.Linear
+    if not plain or type(dropout) not in (nn.Identity, nn.Dropout) or not _is_bare(dropout):
+        return None
+    tensors = [a.weight, b.weight, *([] if b.bias is None else [b.bias])]
+    alike = {(t.dtype, t.device, t.is_contiguous()) for t in tensors} == {(a.weight.dtype, base.weight.device, True)}
+    rank = len(a.weight)
+    fits = a.weight.shape == (rank, base.in_features) and b.weight.shape == (base.out_features, rank)
+    if not alike or not fits or a.weight.dtype not in _DTYPES:
+        return None
+    bias = None if b.bias is None else b.bias.detach()
+    return Adapter(a.weight.detach(), b.weight.detach(), bias, float(module.scaling[name]))
+
+
+def _is_bare(module: nn.Module) -> bool:
+    hooked = module._forward_hooks or (module._forward_pre_hooks and not (is_lora(module) and has_only_names(module)))
+    return not (hooked or "forward" in vars(module))
+
+
+def reads_tables(device: torch.device) -> bool:
+    """Do kernels compute LoRA on this device? Else PEFT's own operations do."""
+    return device.type == "cuda" and triton is not None
+
+
+def _num_outputs(module: nn.Module) -> int | None:
+    """Columns of its product, None where it does not say."""
+    number = getattr(module, "out_features", None)
+    return number if isinstance(number, int) else None
+
+
+class Adapters:
+    """The LoRA layers of a decoder that tables stand for, read at one time."""
+
+    def __init__(self, groups: Sequence[Sequence[nn.Module]], look: object = None, names: Sequence[str] = (),
+                 autocast: torch.dtype | None = None) -> None:
+        """Read them off the modules.
+
+        Args:
+            groups: linear layers that read one input; only those are looked at.
+            look: an object that is another one where anything of the modules but the tensors' places is.
+            names: of entries 1, 2, ...
+            autocast: to which dtype the calls cast.
+        """
+        known = [group for group in groups if all(_num_outputs(module) is not None for module in group)]
+        self._layers = find_layers(module for group in known for module in group)
+        self._modules, self._names, self._autocast = groups, tuple(names), autocast
+        self.key = [layer.key() for layer in self._layers.values()], (*self._names, autocast) if self._layers else ()
+        self._read = look, self._names, autocast
+        self._places = self._places_now()
+        self._groups: dict[tuple[int, ...], AdaptedLayers] = {}
+
+    def hold(self, groups: Sequence[Sequence[nn.Module]], look: object, names: Sequence[str],
+             autocast: torch.dtype | None) -> bool:
+        """Would they be read again as they were? Answered without reading them again."""
+        if self._read != (look, tuple(names), autocast) or _is_patched():
+            return False
+        same = all(a is b for one, other in zip(self._modules, groups, strict=False)
+                   for a, b in zip(one, other, strict=False))
+        return same and len(groups) == len(self._modules) and self._places == self._places_now()
+
+    def take_over(self, other: Adapters) -> None:
+        """What `other`, of the same key, has loaded."""
+        self._groups = other._groups
+
+    def _places_now(self) -> list[int]:
+        places: list[int] = []
+        for layer in self._layers.values():
+            inside = layer.module._modules
+            places.append(id(inside["base_layer"]))
+            for name in layer.adapters:
+                weights, biased = (inside[key]._modules[name]._parameters for key in ("lora_A", "lora_B"))
+                places += [t.data_ptr() for t in (weights["weight"], *biased.values()) if t is not None]
+        return places
+
+    def __bool__(self) -> bool:
+        return bool(self._layers)
+
+    def base(self, module: nn.Module) -> nn.Module:
+        """The plain layer inside one of the LoRA layers; else the module itself."""
+        layer = self._layers.get(id(module))
+        return module if layer is None else layer.base
+
+    def group(self, modules: Sequence[nn.Module]) -> AdaptedLayers | None:
+        """What `load` found of these modules; None: nothing is added to what their bases compute."""
+        return self._groups.get(tuple(map(id, modules)))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Of what `load` found, in a fixed order."""
+        return [tensor for layers in self._groups.values() for tensor in layers.tensors()]
+
+    def load(self, device: torch.device) -> None:
+        """Send the device where the groups' adapters lie."""
+        members = {tuple(map(id, group)): self._members(group) for group in self._modules}
+        found = {key: some for key, some in members.items() if some is not None}
+        tables = make_tables(list(found.values()), device)
+        for key, table in zip(found, tables, strict=True):
+            self._groups[key] = AdaptedLayers(table, any(self._layers[i].active for i in key if i in self._layers))
+
+    def _members(self, group: Sequence[nn.Module]) -> Members | None:
+        """None where no layer of the group has an adapter now."""
+        if not any(id(module) in self._layers for module in group):
+            return None
+        columns, found, first = [], [], 0
+        for module in group:
+            layer = self._layers.get(id(module))
+            size = _num_outputs(module)
+            assert size is not None
+            if layer is not None and layer.adapters:
+                columns.append((first, size))
+                found.append(layer)
+            first += size
+        if not found:
+            return None
+        most = max(len(layer.active) for layer in found)
+        active: Entry = tuple(
+            tuple(layer.adapters[layer.active[p]] if p < len(layer.active) else None for layer in found)
+            for p in range(most))
+        named = tuple((tuple(layer.adapters.get(name) for layer in found),) for name in self._names)
+        dtype = next(iter(found[0].adapters.values())).a.dtype
+        return Members((active, *named), tuple(columns), self._autocast or dtype)

@@ -1,0 +1,93 @@
+"""LoRA layers on packed tokens of which each goes through an adapter of its own, with PEFT's arithmetic."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_paged.models.guards.adapter_hooks import RowHook, has_only_names
+from hf_paged.models.tuners import BASE, is_lora
+
+
+class AdapterRows(NamedTuple):
+    """Which adapter each of T tokens goes through.
+
+    ``entries`` [T] int32: 0 the model's active adapters, -1 none, i > 0 ``names[i - 1]`` alone.
+    """
+
+    entries: torch.Tensor
+    names: tuple[str, ...]
+
+
+def apply_layer(layer: nn.Module, tokens: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
+    """[T, k] (of an embedding: ids [T]) -> [T, n] by a layer as it stands; LoRA by `rows`, where they are given."""
+    if rows is not None and is_lora(layer):
+        base_layer: Any = layer.base_layer
+        return _by_row(layer, tokens, rows, base_layer(tokens[None])[0])
+    # PEFT's hooks are some other call's.
+    run: Any = layer.forward if layer._forward_pre_hooks and is_lora(layer) and has_only_names(layer) else layer
+    result: torch.Tensor = run(tokens[None])[0]
+    return result
+
+
+@contextmanager
+def by_row(layers: list[weakref.ref], rows: AdapterRows | None) -> Iterator[None]:
+    """Calls that this thread makes in here of these LoRA layers, on packed tokens [1, T], apply adapters by `rows`.
+
+    Hooks do it, since stock's modules call the layers: none where `rows` is None and no layer has PEFT's hooks.
+    """
+    found: list[Any] = [layer for reference in layers if (layer := reference()) is not None]
+    if rows is None and not any(layer._forward_pre_hooks for layer in found):
+        yield
+        return
+    thread = threading.get_ident()
+
+    def before(layer: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return None
+        kwargs.pop("adapter_names", None)  # of another call
+        return args, kwargs if rows is None else kwargs | {"adapter_names": [BASE]}  # for a batch of one row
+
+    def after(layer: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if threading.get_ident() != thread or rows is None:
+            return output
+        return _by_row(layer, args[0][0], rows, output[0])[None]
+
+    with ExitStack() as stack:
+        for layer in found:
+            stack.callback(layer.register_forward_pre_hook(RowHook(before), with_kwargs=True).remove)
+            stack.callback(layer.register_forward_hook(RowHook(after)).remove)
+        yield
+
+
+def _by_row(layer: Any, tokens: torch.Tensor, rows: AdapterRows, base: torch.Tensor) -> torch.Tensor:
+    """As `LoraLayer._mixed_batch_forward` over what the base layer made; active adapters as in the layer's forward.
+
+    All adapters are applied to all tokens, so that nothing has to be known of `rows` on the host.
+    """
+    index = rows.entries[:, None]
+    result = torch.where(index == 0, layer.forward(tokens[None])[0], base)
+    for entry, name in enumerate(rows.names, 1):
+        if (delta := _delta(layer, name, tokens)) is not None:
+            result = torch.where(index == entry, base + delta.to(base.dtype), result)
+    return result
+
+
+def _delta(layer: Any, name: str, tokens: torch.Tensor) -> torch.Tensor | None:
+    """What an adapter adds to the layer's result; None: nothing."""
+    if name in layer.lora_A:
+        down, up = layer.lora_A[name], layer.lora_B[name]
+        product: torch.Tensor = up(down(tokens.to(down.weight.dtype))) * layer.scaling[name]
+        return product
+    if name not in layer.lora_embedding_A:
+        return None
+    embedded = layer._embed(tokens, layer.lora_embedding_A[name].T) @ layer.lora_embedding_B[name].T
+    embedded = embedded * layer.scaling[name]
+    scale = layer._get_embed_scale()
+    return embedded if scale is None else embedded * scale.to(embedded.dtype)
