@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.errors import Reason
 from hf_paged.models.base import ModelExecutor
+from hf_paged.models.fsdp import plain_class
 from hf_paged.models.guards.at_home import CALL_CHAIN
 from hf_paged.models.guards.capturing import only_captures
 from hf_paged.models.guards.compressed import is_known_forward, is_quantized_forward, offload_reason
@@ -88,11 +89,15 @@ def unsupported_reason(executor: ModelExecutor) -> Reason | None:
 
     Looked at again, a model that did not change costs a comparison of what the checks read (see `Facts`).
     """
+    if executor.replica is not None and (reason := executor.replica.refresh()) is not None:
+        return reason
     if (reason := surroundings_reason() or _class_reason(executor) or _attention_reason(executor)) is not None:
         return reason
     look = executor.last_look()
     if look is not None and look.found is not None and look.found.holds(executor):
         return None
+    if executor.finds_shards():
+        return unsupported_reason(executor)
     # First, so that what changes during the checks is seen at the next look.
     facts, autocast = Facts(executor.model), autocast_state(executor.model)
     seen = Seen(executor, list(executor.model.named_modules()), list(executor.model.named_parameters()),
@@ -113,8 +118,8 @@ def _watched_kinds(seen: Seen) -> tuple[type, ...]:
 
 
 def _class_reason(executor: ModelExecutor) -> Reason | None:
-    model = executor.model
-    cls = type(model).__dict__.get("_hf_paged_stock_class", type(model))
+    model = executor.source
+    cls = plain_class(type(model))
     for name in DECIDING_METHODS:
         method = getattr(cls, name, None)
         if method is not getattr(executor.model_class, name, None):
@@ -131,7 +136,7 @@ def _class_reason(executor: ModelExecutor) -> Reason | None:
     if (place := executor.patched()) is not None:
         return Reason("{} is patched", place, remedy=UNDO_PATCH)
     if "forward" in model.__dict__:
-        return wrapped_forward_reason(model)
+        return wrapped_forward_reason(model, executor.model)
     return None
 
 

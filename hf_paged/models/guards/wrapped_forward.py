@@ -11,13 +11,16 @@ from hf_paged.errors import Reason
 from hf_paged.models.guards.remedies import DTYPE_OF_AUTOCAST, UNDO_REPLACEMENT
 
 
-def wrapped_forward_reason(model: Any) -> Reason | None:
-    """Known are accelerate's mixed precision, which computes in its autocast dtype, TRL's fused head, torch.compile."""
+def wrapped_forward_reason(model: Any, whole: Any) -> Reason | None:
+    """Known are accelerate's mixed precision, which computes in its autocast dtype, TRL's fused head, torch.compile.
+
+    `whole` has the parameters as they are computed with, of a sharded model its replica.
+    """
     contexts = _autocast_contexts(model.__dict__["forward"], model)
     if contexts is None:
         return Reason("forward is replaced on the instance by {}, a wrapper that hf_paged does not know",
                       called_name(model.__dict__["forward"]), remedy=UNDO_REPLACEMENT)
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    dtypes = {p.dtype for p in whole.parameters() if p.is_floating_point()}
     for context in contexts:
         if context._enabled and dtypes != {context.fast_dtype}:
             found = ", ".join(sorted(map(str, dtypes)))
