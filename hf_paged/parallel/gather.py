@@ -77,7 +77,7 @@ class Gatherer:
         group, dtype, device = bucket[0].group, bucket[0].whole.dtype, bucket[0].whole.device
         world, size = dist.get_world_size(group), _sent_bytes(bucket)
         sent, got = (memory[:n] for memory, n in zip(self._memory[device], (size, size * world), strict=True))
-        offset, places = 0, []
+        offset, places = 0, list[int]()
         for part in bucket:
             place = sent.view(dtype)[offset : offset + part.padded_size].view(part.padded_shape)
             if part.local.numel():  # copied and cast at once; what is not written is padding, which nobody reads
