@@ -87,6 +87,11 @@ class Replica:
         """Memory that its weights take."""
         return sum(whole.untyped_storage().nbytes() for whole, _ in self._wholes.values() if _has_memory(whole))
 
+    @property
+    def bytes_to_come(self) -> int:
+        """Memory that the next meeting would add."""
+        return sum(whole.nbytes for whole, _ in self._wholes.values() if not _has_memory(whole))
+
     def refresh(self) -> Reason | None:
         """Make the modules anew where the model's are others; returns why the model cannot be read whole, or None."""
         source = self._source()
