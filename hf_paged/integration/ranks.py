@@ -19,8 +19,10 @@ OTHERS_IN_STOCK = Reason("this call runs in stock on another rank of the sharded
                          remedy="The warning on that rank has the reason. Stock's forwards need all ranks.")
 
 
-def run_natively(engine: Engine, run: Callable[[], T | Reason]) -> T | Reason:
+def run_natively(engine: Engine, run: Callable[[], T | Reason], *, in_all_threads: bool = False) -> T | Reason:
     """`run()` after all ranks agreed to run natively, over gathered weights; `OTHERS_IN_STOCK` where they did not.
+
+    `in_all_threads`: `run` has others do what it does.
 
     Raises:
         RankAloneError: not all ranks call.
@@ -30,7 +32,7 @@ def run_natively(engine: Engine, run: Callable[[], T | Reason]) -> T | Reason:
     assert replica is not None
     if not come(engine, replica):
         return OTHERS_IN_STOCK
-    with replica.pinned():
+    with replica.pinned(in_all_threads=in_all_threads):
         result = run()
     if isinstance(result, Reason):
         raise FallbackError(f"this call of a sharded model cannot end natively, and the other ranks are past the point "

@@ -87,9 +87,9 @@ class Gatherer:
             offset += part.padded_size
         _all_gather(got, sent, group=group)  # bytes, which every backend carries
         by_rank = got.view(dtype).view(world, -1)
-        for part, place in zip(bucket, places, strict=True):
+        for part, start in zip(bucket, places, strict=True):
             assert part.dim is not None
-            pieces = by_rank[:, place : place + part.padded_size].view(world, *part.padded_shape)
+            pieces = by_rank[:, start : start + part.padded_size].view(world, *part.padded_shape)
             total, full = part.whole.shape[part.dim], part.padded_shape[part.dim]
             for rank, piece in enumerate(pieces):
                 first = min(rank * full, total)

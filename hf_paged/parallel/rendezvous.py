@@ -79,7 +79,8 @@ class Rendezvous:
         """In place of meeting: tell those who wait, or come later, what this rank raises. Waits for nobody."""
         if len(self._ranks) == 1:
             return
-        own = f"{_REFUSED}rank {self._rank} raised {type(error).__name__}: {error}"
+        text = str(error).rstrip(".")  # a sentence follows
+        own = f"{_REFUSED}rank {self._rank} raised {type(error).__name__}: {text}"
         while self._skip_left() is None and self._end(own) != own:
             pass
         self._number += 1
