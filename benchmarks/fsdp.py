@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,6 @@ def run_rank(args: argparse.Namespace) -> None:
     """One rank, whose place is in its environment; its figures go to a file."""
     import torch
     import torch.distributed as dist
-
     from workloads import qwen3_config
 
     import hf_paged
@@ -141,8 +141,8 @@ def run_rank(args: argparse.Namespace) -> None:
 
     model = timed("make", lambda: sharded_model(config, device, args.size))
     hf_paged.enable(model, strict=True, gather_timeout=60.0, max_num_seqs=max(args.rows, 1))
-    figures["gather"] = timed("gather", lambda: gathers(model, args))
-    figures["sharded"] = timed("generate sharded", lambda: rate(model, args, device, rank))
+    figures["gather"] = timed("gather", partial(gathers, model, args))
+    figures["sharded"] = timed("generate sharded", partial(rate, model, args, device, rank))
     stats = hf_paged.get_engine(model).stats()
     figures["shadow_bytes"], figures["native"] = stats.shadow_bytes, stats.calls["native"].num_calls
     if on_gpu:
