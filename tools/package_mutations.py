@@ -32,6 +32,7 @@ OPTIONS_TESTS = "integration/test_generate_options.py"
 FALLBACK_TESTS = "integration/test_generate_fallbacks.py"
 LOCKSTEP_TESTS = "integration/test_stock_loop.py"
 BATCH, BATCH_TESTS, CORE = "engine/lockstep.py", "engine/test_lockstep.py", "engine/core.py"
+FACTS, FACTS_TESTS = "models/guards/facts.py", "models/guards/test_facts.py"
 GRAPHS_TESTS = "runner/test_graphs.py"
 PATCHED_TESTS = "models/guards/test_own_code.py"
 OWN_CODE, AT_HOME = (f"models/guards/{name}.py" for name in ("own_code", "at_home"))
@@ -232,6 +233,9 @@ JOINED = [
                     "runner/test_request_state.py", "more_slots"),
     PackageMutation("runner/request_state.py", "        self._stages = np.pad(self._stages, (0, more))\n", "",
                     "runner/test_request_state.py", "more_slots"),
+    PackageMutation(FACTS, "elif self._parameter_kinds != _parameter_kinds(namespaces):", "elif False:", FACTS_TESTS,
+                    "leaves_out"),
+    PackageMutation(FACTS, "if values != getter(namespace):", "if False:", FACTS_TESTS, "quick_comparison_gives"),
 ]
 
 # Families, image-text models and kernels of the Hub.
@@ -277,6 +281,14 @@ SERVER = [
                     '            _refusal(name, value, f"expected one of the fields', FIELDS_TESTS, "schema_is_known"),
     PackageMutation(f"{SERVING}/wishes.py", "config.do_sample = self.temperature != 0", "pass", FIELDS_TESTS,
                     "arrives and temperature"),
+    PackageMutation(FIELDS_FILE, "token.isascii() and token.isdecimal() and str(int(token)) == token", "True",
+                    FIELDS_TESTS, "dropped and chat-logit_bias"),
+    PackageMutation(FIELDS_FILE, "                _PASSED[endpoint][name].check(value)\n", "                pass\n",
+                    FIELDS_TESTS, "dropped and chat-stream"),
+    PackageMutation(f"{SERVING}/templates.py", "for token in tokens if token >= vocab_size)",
+                    "for token in tokens if False)", FIELDS_TESTS, "dropped and stop_token_ids"),
+    PackageMutation(f"{SERVING}/templates.py", "elif name not in variables and", "elif False and", ANSWERS_TESTS,
+                    "all_else_is_refused"),
     PackageMutation(STOPS, "        self._held = text[start:]\n        return text[:start]\n",
                     "        return text\n", STOPS_TESTS, "pieces_join"),
     PackageMutation(STOPS, "            end, start = min(found)", "            end, start = max(found)", STOPS_TESTS,
@@ -309,6 +321,40 @@ ON_A_CPU = [
                     "integration/test_single_row_calls.py", "laid_out_once"),
 ]
 
+# Calls under autocast: where values are rounded, whose precision holds, and copies that follow the weights.
+AUTOCAST_TESTS = "integration/test_autocast.py"
+AUTOCAST = [
+    PackageMutation("kernels/add_rms_norm.py", "product: tl.constexpr = dtype if weight.dtype.element_ty == dtype else "
+                    "tl.float32", "product: tl.constexpr = dtype", "kernels/test_add_rms_norm.py",
+                    "dtypes_of_autocast and triton"),
+    PackageMutation("kernels/qk_norm_rope_store.py", "rotated: tl.constexpr = scaled if cos.dtype.element_ty == scaled "
+                    "else tl.float32", "rotated: tl.constexpr = dtype", "kernels/test_qk_norm_rope_store.py",
+                    "dtypes_of_autocast and triton"),
+    PackageMutation("kernels/_qk_norm_rope_host.py", "    if both.dtype == sin.dtype:", "    if True:",
+                    "kernels/test_qk_norm_rope_store.py", "dtypes_of_autocast"),
+    PackageMutation("kernels/cast_copies.py", "count = tl.where(tl.load(now) == tl.load(before), 0, count)",
+                    "count = count + 0", "kernels/test_cast_copies.py", "nothing_is_written and interpreted"),
+    PackageMutation("models/shadow.py", "self._checksum = checksum.clone()", "self._checksum = checksum",
+                    "models/test_shadow.py", "writes_to_again"),
+    PackageMutation("models/decoder.py", "self.autocast, cache_enabled=False)", "self.autocast)", AUTOCAST_TESTS,
+                    "modules_that_run_as_they_stand"),
+    PackageMutation("models/guards/wrapped_forward.py", "for context in reversed(contexts)", "for context in contexts",
+                    "models/test_precision.py", "wrapper"),
+    PackageMutation("models/base.py", "None if cast is None or self.look().dtypes == {cast} else cast", "cast",
+                    "models/test_precision.py", "all_weights_are"),
+    PackageMutation(CORE, "        if self.requests or self.batches:\n            return False\n        self._executor",
+                    "        self._executor", AUTOCAST_TESTS, "beside_others"),
+    PackageMutation(CORE, "                if self._executor.has_copies:  # what", "                if False:  # what",
+                    AUTOCAST_TESTS, "while_others_run"),
+    PackageMutation(CORE, "            if not self._executor.copies_are_stale():\n                return False\n",
+                    "            if True:\n                return False\n", AUTOCAST_TESTS, "processor_changes"),
+    PackageMutation(CORE, "            self._executor.refresh(self._guard.latest)\n", "            pass\n",
+                    AUTOCAST_TESTS, "between_calls"),
+    PackageMutation(LOCKSTEP, "        if rounds_cache:\n", "        if False:\n", AUTOCAST_TESTS, "scores_and_logits"),
+    PackageMutation(GENERATE, "    autocast = engine.autocast_of_call()\n", "    autocast = None\n", AUTOCAST_TESTS,
+                    "calls_in_turn"),
+]
+
 PACKAGE_MUTATIONS = [
-    *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED, *MODELS, *SERVER, *ON_A_CPU,
+    *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED, *MODELS, *SERVER, *ON_A_CPU, *AUTOCAST,
 ]

@@ -69,6 +69,8 @@ def _executor_of(model: PreTrainedModel, config: PagedConfig) -> ModelExecutor:
     if executor_class is None:
         raise UnsupportedModelError(f"model={type(model).__name__}: expected a class that hf_paged supports")
     executor = executor_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels)
+    if not executor.group.is_parallel:  # most likely its calls will be made as this one is
+        executor.autocast = executor.autocast_of_call()
     spec = executor.kv_spec()
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.attention_backend == "triton" and spec.device.type == "cpu" and not interpreted:
@@ -226,7 +228,7 @@ class Engine:
                 raise RuntimeError("a request cannot be added from inside a step of the same engine")
             self._core.recover_if_dirty()
             if not self._core.compute_under(new.autocast):
-                raise PrecisionBusyError(_CANNOT_RUN + self._busy_reason(new.autocast).with_remedy)
+                raise PrecisionBusyError(self._busy_reason(new.autocast))
             if not self._core.requests and self._core.pool.moved():
                 if self.group.driven:
                     raise UnsupportedModelError("the model's dtype, device, shape or longest length changed on rank 0, "
