@@ -114,7 +114,7 @@ def _partition_of(model: nn.Module) -> Sharding | Reason:
         for name, parameter in parameters.items():
             if parameter is None or not hasattr(parameter, "ds_id"):
                 continue
-            if parameter.ds_status.name != "AVAILABLE":
+            if getattr(getattr(parameter, "ds_status", None), "name", None) != "AVAILABLE":
                 return Reason("the parameters are partitioned by DeepSpeed", remedy=GATHER)
             shards[id(module), name] = Shard(parameter, parameter.dtype)
             devices.add(parameter.device)
