@@ -111,7 +111,6 @@ def test_the_classes_of_fully_shard_and_enable_in_either_order():
     last = hf_paged.enable(shard(tiny_model()))
     for model in (first, last):
         assert isinstance(model, FSDPModule) and plain_class(type(model)) is stock
-        assert type(type(model)(tiny_model().config)) in (stock, plain_class(type(model))) or model is first
     assert type(type(last)(tiny_model().config)) is stock  # as FSDP2's own classes do
     hf_paged.disable(last)
     assert type(last).__mro__[1:3] == (FSDPModule, stock)
