@@ -1,4 +1,4 @@
-"""The replica of a model that `fully_shard` took, here over one rank; tests/parallel/test_sharded_trainers.py has two."""
+"""The replica of a model that `fully_shard` took, over one rank; tests/parallel/test_sharded_trainers.py has two."""
 
 from __future__ import annotations
 
