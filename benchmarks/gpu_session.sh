@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One visit to a GPU machine: tests, kernels, log-prob error, throughput. Full logs under $OUT, a short table last.
-#   bash benchmarks/gpu_session.sh [tests|kernels|linear|sampler|options|logprob|throughput|ab|profile|timeline
+#   bash benchmarks/gpu_session.sh [tests|kernels|linear|sampler|options|logprob|throughput|ab|profile|memory|timeline
 #                                  |shadow|autocast_tests|logprob_autocast|autocast ...]
 #   MODELS=32B SIZE=4 bash benchmarks/gpu_session.sh rank_tests all_reduce ranks ranks_filtered    # several GPUs
 set -uo pipefail
@@ -33,6 +33,8 @@ for step in "${steps[@]}"; do
     ranks) timeout 200 python3 benchmarks/tensor_parallel.py --model ${MODELS:-8B} --size ${SIZE:-2} --out "$OUT/ranks.json" >"$OUT/ranks.log" 2>&1 ;;
     ranks_filtered) timeout 100 python3 benchmarks/tensor_parallel.py --model ${MODELS:-8B} --size ${SIZE:-2} --workloads nano \
       --options '{"top_k": 50, "top_p": 0.9}' --out "$OUT/ranks_filtered.json" >"$OUT/ranks_filtered.log" 2>&1 ;;
+    memory) timeout 200 bash -c 'python3 -m pytest -q -m gpu -p no:cacheprovider tests/models/test_virtual_memory.py tests/runner/test_kv_cache.py &&
+      python3 benchmarks/kv_memory.py --out $OUT/memory.json' >"$OUT/memory.log" 2>&1 ;;
     timeline) timeout 90 python3 benchmarks/timeline.py >"$OUT/timeline.log" 2>&1 ;;
     *) echo "unknown step '$step': expected one of those in this file's head" >&2; exit 2 ;;
   esac

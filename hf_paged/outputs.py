@@ -105,12 +105,12 @@ class EngineStats:
         num_generated_tokens, num_prefill_tokens: tokens made, and prompt tokens computed.
         num_steps: steps launched.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and those found.
-        kv_cache_bytes: memory of the KV pool.
+        kv_cache_bytes: memory of the KV pool, 0 while it is released. torch's own counters do not hold it where the
+            pool lies in reserved addresses.
         num_pool_growths: how often the pool was enlarged.
-        num_graphs_captured, num_graphs_dropped: CUDA graphs of the present pool; they are dropped when memory that they
-            point to moved.
-        shadow_bytes: memory of copies of the weights, in the dtype of autocast or gathered from ranks; 0 where there are
-            none.
+        num_graphs_captured, num_graphs_dropped: CUDA graphs of the present pool, released or not; they are dropped when
+            memory that they point to moved.
+        shadow_bytes: memory of copies of the weights, in the dtype of autocast or gathered from ranks; else 0.
         calls: calls of the enabled model's `generate` and `generate_batch` by path: "native", "lockstep", "stock". What
             a call in stock calls itself (drafts of assisted decoding) is a part of it.
     """

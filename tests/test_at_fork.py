@@ -42,7 +42,7 @@ SAFE = {
     "hf_paged.integration.serving.http._Answer": _SERVER,
     "hf_paged.integration.serving.http._Answer.refused": _SERVER,
     "hf_paged.integration.serving.http._Client._messages": _SERVER,
-    "hf_paged.runner.graphs._captures": "only held around work on CUDA, which no child can do",
+    "hf_paged.models.captures.captures": "only held around work on CUDA, which no child can do",
     "hf_paged.parallel.launch._State.lock": _RANKS,
     "hf_paged.parallel.launch._State.closing": _RANKS,
     "hf_paged.parallel.launch._State.died": _RANKS,

@@ -34,6 +34,8 @@ LOCKSTEP_TESTS = "integration/test_stock_loop.py"
 BATCH, BATCH_TESTS, CORE = "engine/lockstep.py", "engine/test_lockstep.py", "engine/core.py"
 FACTS, FACTS_TESTS = "models/guards/facts.py", "models/guards/test_facts.py"
 GRAPHS_TESTS = "runner/test_graphs.py"
+VIRTUAL, VIRTUAL_TESTS = "models/virtual_memory.py", "models/test_virtual_memory.py"
+POOL_TESTS = "runner/test_kv_cache.py"
 PATCHED_TESTS = "models/guards/test_own_code.py"
 OWN_CODE, AT_HOME = (f"models/guards/{name}.py" for name in ("own_code", "at_home"))
 INNER_TESTS, TOKENWISE_TESTS = "models/guards/test_inner_tensors.py", "models/test_tokenwise.py"
@@ -379,7 +381,30 @@ SHARDED = [
                     "either_order"),
 ]
 
+# The KV pool's memory.
+POOL = [
+    PackageMutation(VIRTUAL, "            self._driver.finish()\n            self._give_back()\n",
+                    "            self._give_back()\n", VIRTUAL_TESTS, "memory_goes_and_comes_back"),
+    PackageMutation(VIRTUAL, "        self._tidy()\n        begun", "        begun", VIRTUAL_TESTS, "cannot_be_used"),
+    PackageMutation(VIRTUAL, "            except torch.OutOfMemoryError:\n                self._driver.free_cached()\n",
+                    "            except torch.OutOfMemoryError:\n", VIRTUAL_TESTS, "torchs_cache"),
+    PackageMutation(VIRTUAL, "piece.nbytes for piece in pieces if piece.is_ready", "piece.nbytes for piece in pieces",
+                    VIRTUAL_TESTS, "cannot_be_used"),
+    PackageMutation("runner/kv_cache.py", "    return -(-num_blocks * block // unit) * unit // block",
+                    "    return num_blocks", POOL_TESTS, "whole_pieces"),
+    PackageMutation("runner/kv_cache.py", " // unit * unit // _tensor", " // _tensor", POOL_TESTS, "whole_pieces"),
+    PackageMutation("runner/graphs.py", "if self._attention.backend.knows_pool_size", "if False", POOL_TESTS,
+                    "hold_the_pools_size"),
+    PackageMutation("runner/model_runner.py", "            self.graphs.let_go()\n", "            pass\n", POOL_TESTS,
+                    "nothing_holds"),
+    PackageMutation("runner/device.py", "for size in (self._released_blocks, FIRST_POOL_BLOCKS)",
+                    "for size in (self._released_blocks,)", POOL_TESTS, "starts_small"),
+    PackageMutation("models/fused.py", "        self._copied.take_back()\n", "", POOL_TESTS, "copies_of_weights"),
+    PackageMutation(CORE, "        self._forget_pool()\n        self.pool.release()\n",
+                    "        self.pool.release()\n", POOL_TESTS, "captures_nothing"),
+]
+
 PACKAGE_MUTATIONS = [
     *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED, *MODELS, *SERVER, *ON_A_CPU, *AUTOCAST,
-    *SHARDED,
+    *SHARDED, *POOL,
 ]

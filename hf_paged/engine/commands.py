@@ -47,7 +47,9 @@ class ResetCache:
 
 @dataclass(frozen=True)
 class Release:
-    """Give the KV pool back."""
+    """Give the KV pool back, and with ``graphs`` everything else on the device."""
+
+    graphs: bool
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,10 @@ class CommandQueue:
         elif isinstance(command, ResetCache):
             return core.scheduler.reset_prefix_cache() if core.scheduler else True
         else:
-            core.drop_pool()
+            if isinstance(command, Release) and not command.graphs:
+                core.release_pool()
+            else:
+                core.drop_pool()
             if torch.cuda.is_initialized():
                 empty_cache()
             self.stopped |= isinstance(command, Stop)

@@ -48,6 +48,7 @@ class EngineCore:
         self.pool = DevicePool(executor, config, owns_device=owns_device)
         self._guard = WeightsGuard(executor)
         self.scheduler: Scheduler | None = None
+        self._resting: tuple[ModelRunner, Scheduler] | None = None  # of a pool that was released
         self.requests: dict[str, Request] = {}
         self.batches: list[LockstepBatch] = []  # rows of callers who pick their tokens themselves
         self._batch_numbers = itertools.count()
@@ -536,7 +537,11 @@ class EngineCore:
             device = self._executor.kv_spec().device
             with torch.inference_mode(False), torch.no_grad(), _ambient(device):
                 runner = self.pool.build()
-            self.scheduler = self._new_scheduler(runner.cache.num_blocks)
+            resting, self._resting = self._resting, None
+            if resting is not None and resting[0] is runner and resting[1].num_blocks == runner.cache.num_blocks:
+                self.scheduler = resting[1]  # to make a hundred thousand blocks takes longer than to map them
+            else:
+                self.scheduler = self._new_scheduler(runner.cache.num_blocks)
         return self.scheduler
 
     def _new_scheduler(self, num_blocks: int) -> Scheduler:
@@ -556,10 +561,23 @@ class EngineCore:
         self.drop_pool()
 
     def drop_pool(self) -> None:
+        """Everything on the device goes."""
+        self._forget_pool()
+        self._guard.release()
+        self.pool.drop()
+
+    def release_pool(self) -> None:
+        """The pool's memory goes; its addresses and the graphs stay where that can be (see `DevicePool.release`)."""
+        runner, scheduler = self.pool.runner, self.scheduler
+        self._forget_pool()
+        self.pool.release()
+        if runner is not None and self.pool.runner is runner and scheduler is not None and scheduler.start_over():
+            self._resting = runner, scheduler
+
+    def _forget_pool(self) -> None:
         self._lose_rows()
         self._retire_scheduler()
-        self.scheduler = None
-        self.pool.drop()
+        self.scheduler = self._resting = None
         self._guard.forget()
 
     def _retire_scheduler(self) -> None:
@@ -581,7 +599,7 @@ class EngineCore:
         self._guard.forget()
         self._lose_rows()
         self._retire_scheduler()
-        self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.runner is not None else None
+        self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.num_blocks else None
         for request_id, request in list(self.requests.items()):
             if request_id in request.session.open:
                 self._start_again(request)

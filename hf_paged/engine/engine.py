@@ -400,10 +400,15 @@ class Engine:
             return self._carry_out(ResetCache())
 
     def release_memory(self, graphs: bool = False) -> None:
-        """Give the KV pool, the request state and copies of weights back; the next request makes them anew.
+        """Give the memory of the KV pool and of copies of weights back to the device, and forget what was cached; the
+        next request takes it again.
+
+        On a GPU where the pool lies in reserved addresses (see docs/design.md), its addresses, the CUDA graphs and the
+        tables that they read stay, and nothing is captured anew. Elsewhere everything goes, as with `graphs`.
 
         Args:
-            graphs: also drop captured CUDA graphs. They point into the pool, so they go with it in any case.
+            graphs: also drop the captured CUDA graphs with the memory that their steps work in, and all else that the
+                engine has on the device.
 
         Raises:
             RuntimeError: while requests are unfinished.
@@ -413,7 +418,8 @@ class Engine:
                 raise RuntimeError(f"release_memory: {unfinished} requests are unfinished")
             if self.is_reentrant() or self._core.batches:
                 raise RuntimeError("release_memory: a generate call is under way")
-            self._carry_out(Release())
+            # Merged weights and graphs lie in the replica's memory.
+            self._carry_out(Release(graphs or self.replica is not None))
             if self.replica is not None:
                 self.replica.release()
 
@@ -442,7 +448,7 @@ class Engine:
                 return
             for request in list(self._core.requests.values()):
                 self._close(request.session)
-            self.release_memory()
+            self.release_memory(graphs=True)
 
     def after_step(self, action: Callable[[], None]) -> None:
         """Do it now, or after the step of this engine that this thread is inside."""

@@ -26,3 +26,15 @@ def empty_cache() -> None:
     """Give memory that torch caches back to the driver; not while another thread captures a graph: torch refuses."""
     with suppress(RuntimeError):
         torch.cuda.empty_cache()
+
+
+def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of somebody else's on a GPU as a tensor [nbytes] uint8, which owns nothing."""
+    return torch.as_tensor(_Bytes(address, nbytes), dtype=torch.uint8, device=device)
+
+
+class _Bytes:
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2,
+        }

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from hf_paged.kernels._device import empty_cache
+from hf_paged.kernels._device import bytes_at, empty_cache
 
 _UNIT = 512  # bytes: the allocator rounds every size up to a multiple
 _SMALL = 1 << 20  # bytes: up to here blocks come from segments of their own
@@ -60,7 +60,7 @@ class AdjacentMemory:
     def read_together(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """Adjacent contiguous tensors [n_i, k] of one dtype as one [sum n_i, k], which owns no memory."""
         nbytes = sum(piece.numel() * piece.element_size() for piece in pieces)
-        memory = torch.as_tensor(_Bytes(pieces[0].data_ptr(), nbytes), dtype=torch.uint8, device=pieces[0].device)
+        memory = bytes_at(pieces[0].data_ptr(), nbytes, pieces[0].device)
         return memory.view(pieces[0].dtype).view(-1, pieces[0].shape[1])
 
     def finish(self) -> None:
@@ -117,15 +117,6 @@ class _Pool:
 
     def _end(self) -> None:
         torch._C._cuda_endAllocateToPool(*self._place)
-
-
-class _Bytes:
-    """Memory of somebody else's on a GPU."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2,
-        }
 
 
 def are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:

@@ -188,6 +188,10 @@ class ModelExecutor(ABC):
         """False where `prepare` would change what the layers compute."""
 
     @abstractmethod
+    def let_go(self) -> None:
+        """Hold no memory of parameters until `prepare`; tables of its own stay where graphs read them."""
+
+    @abstractmethod
     def release(self) -> None:
         """Give up all of that; every parameter has memory of its own afterwards."""
 

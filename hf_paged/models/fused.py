@@ -156,6 +156,7 @@ class FusedExecutor(DecoderExecutor):
         if self._copied is None or not self._copied.fit(groups, self.autocast):
             self._copied = None  # first: both may not fit
             self._copied = CopiedWeights(groups, self.autocast)
+        self._copied.take_back()
 
     def _can_cast_by_copies(self) -> bool:
         """Is there nothing but plain linear layers, and nothing else for autocast to cast?"""
@@ -191,7 +192,8 @@ class FusedExecutor(DecoderExecutor):
         return 0 if self._copied is None else self._copied.nbytes
 
     def bytes_to_come(self) -> int:
-        if self.autocast is None or self._copied is not None or not self._can_cast_by_copies():
+        is_here = self._copied is not None and self._copied.is_here
+        if self.autocast is None or is_here or not self._can_cast_by_copies():
             return 0
         return copied_bytes(self._all_groups(), self.autocast)
 
@@ -213,11 +215,16 @@ class FusedExecutor(DecoderExecutor):
         same = same and len(held) == len(found) and self._parts_of_layers == self._collect_parts()
         return same and self._rope.is_made_from(self.model.model.rotary_emb)
 
-    def release(self) -> None:
+    def let_go(self) -> None:
         self._qkv, self._gate_up, self._parts_of_layers = [], [], []
-        self._untouched, self._rope = Untouched(), RopeTable()
-        self._memory, self._merged, self._held = None, {}, []
-        self._copied, self._checked = None, None
+        self._untouched = Untouched()
+        self._merged, self._held = {}, []
+        if self._copied is not None and not self._copied.give_back():
+            self._copied = None
+
+    def release(self) -> None:
+        self.let_go()
+        self._rope, self._memory, self._checked, self._copied = RopeTable(), None, None, None
 
     def _look_up_parts(self) -> None:
         self._untouched = Untouched(self.model.model)

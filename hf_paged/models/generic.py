@@ -30,6 +30,9 @@ class GenericExecutor(DecoderExecutor):
     def is_current(self) -> bool:
         return True
 
+    def let_go(self) -> None:
+        """Nothing is kept besides the modules."""
+
     def release(self) -> None:
         """Nothing is kept besides the modules."""
 

@@ -55,13 +55,5 @@ class Shadow:
         return sum(storages.values())
 
 
-def side_by_side(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """New memory for copies of weights ``[n_i, ...]``: one tensor ``[sum n_i, ...]``, and its part for each."""
-    sizes = [len(weight) for weight in weights]
-    first = weights[0]
-    merged = torch.empty((sum(sizes), *first.shape[1:]), dtype=dtype, device=first.device)
-    return merged, list(merged.split(sizes))
-
-
 def _marks(sources: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return [(s.data_ptr(), 0 if s.is_inference() else s._version) for s in sources]

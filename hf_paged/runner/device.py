@@ -6,10 +6,12 @@ import torch
 
 from hf_paged.config import PagedConfig
 from hf_paged.models import ModelExecutor
-from hf_paged.runner.memory import owned_num_blocks, rehearse, shared_num_blocks
+from hf_paged.models.cuda_driver import DriverError
+from hf_paged.runner.kv_cache import filled
+from hf_paged.runner.memory import most_blocks_ever, owned_num_blocks, rehearse, shared_num_blocks
 from hf_paged.runner.model_runner import ModelRunner
 
-FIRST_POOL_BLOCKS = 65
+FIRST_POOL_BLOCKS = 64  # with the usual 8 heads of 128, each tensor is then one piece of 2 MiB
 POOL_GROWTH = 1.5
 
 
@@ -23,6 +25,7 @@ class DevicePool:
         self.runner: ModelRunner | None = None
         self.max_blocks = 0  # the pool will never have more
         self.num_growths = 0
+        self._released_blocks = 0  # what it had, and has again after its return
 
     @property
     def max_model_len(self) -> int:
@@ -47,7 +50,7 @@ class DevicePool:
     @property
     def most_blocks(self) -> int:
         """What `max_blocks` is, or would be if the pool were built now; allocates nothing."""
-        if self.runner is not None:
+        if self.num_blocks:
             return self.max_blocks
         if self._config.num_blocks is not None:
             return self._config.num_blocks
@@ -55,7 +58,9 @@ class DevicePool:
                                  held_blocks=0)
 
     def build(self) -> ModelRunner:
-        """Allocate; RuntimeError where the device has no room for two blocks."""
+        """Allocate, or bring released memory back; RuntimeError where the device has no room for two blocks."""
+        if self.runner is not None and self._has_returned():
+            return self.runner
         spec, config = self._executor.kv_spec(), self._config
         smallest = self._executor.group.smallest  # ranks have the same blocks, whatever else is on their devices
         if config.num_blocks is not None:
@@ -66,11 +71,14 @@ class DevicePool:
         else:
             self.max_blocks = smallest(self.most_blocks)
             num_blocks = min(FIRST_POOL_BLOCKS, self.max_blocks)
+        most = num_blocks if self._is_fixed or self._owns_device else most_blocks_ever(spec, config, self.max_model_len)
         self.runner = ModelRunner(
             self._executor, spec, block_size=config.block_size, num_blocks=num_blocks,
             max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens, attention_backend=config.attention_backend,
             use_graphs=not config.enforce_eager,
+            # Ranks that have lost each other may wait for ever, and mapped memory goes once its device has waited.
+            max_blocks=None if self._executor.group.is_parallel else most,
         )
         return self.runner
 
@@ -84,17 +92,17 @@ class DevicePool:
         """The scheduler lacks `missing` blocks: enlarge the pool if the budget allows; returns its size in blocks."""
         assert self.runner is not None
         cache = self.runner.cache
-        if self._config.num_blocks is not None or self._owns_device:
+        if self._is_fixed or self._owns_device:
             return cache.num_blocks
         most = shared_num_blocks(self._executor, cache.spec, self._config, self.max_model_len,
                                  held_blocks=cache.num_blocks)
         self.max_blocks = self._executor.group.smallest(most)
         wanted = max(cache.num_blocks + missing, int(cache.num_blocks * POOL_GROWTH))
-        wanted = min(wanted, self.max_blocks)
+        wanted = min(filled(cache.spec, cache.block_size, wanted), self.max_blocks)
         if wanted > cache.num_blocks:
             try:
                 cache.grow(wanted)
-            except torch.OutOfMemoryError:  # the budget was an estimate: the scheduler preempts instead
+            except (torch.OutOfMemoryError, DriverError):  # the budget was an estimate: the scheduler preempts instead
                 if self._executor.group.is_parallel:  # other ranks' pools have grown
                     raise
                 return cache.num_blocks
@@ -106,9 +114,48 @@ class DevicePool:
         made_for = self.runner and (self.runner.spec, self.runner.max_model_len)
         return self.runner is not None and made_for != (self._executor.kv_spec(), self.max_model_len)
 
+    def release(self) -> None:
+        """Free the pool's memory; graphs stay if it can come back to its addresses, else everything goes (`drop`)."""
+        if self.runner is None or not self.runner.cache.keeps_addresses:
+            self.drop()
+            return
+        self._released_blocks = self.num_blocks or self._released_blocks
+        try:
+            self.runner.release()
+        except DriverError:
+            self.drop()
+
+    def _has_returned(self) -> bool:
+        """Bring released memory back, as much as there was, if there is room; False: the pool has to be made anew."""
+        assert self.runner is not None
+        cache, sizes = self.runner.cache, [self._released_blocks]
+        if cache.num_blocks:
+            return True
+        if not self._is_fixed and not self._owns_device:
+            self.max_blocks = self.most_blocks
+            sizes = [min(size, self.max_blocks) for size in (self._released_blocks, FIRST_POOL_BLOCKS)]
+        for num_blocks in sizes:
+            try:
+                cache.grow(num_blocks)
+            except torch.OutOfMemoryError:
+                if self._is_fixed:
+                    raise
+            except DriverError:
+                break
+            else:
+                return True
+        self.drop()
+        return False
+
+    @property
+    def _is_fixed(self) -> bool:
+        return self._config.num_blocks is not None
+
     def drop(self) -> None:
         """Free the device's memory; parameters that were merged get memory of their own again."""
-        if self.runner is not None and self.runner.graphs is not None:
-            self.runner.graphs.drop()
+        if self.runner is not None:
+            if self.runner.graphs is not None:
+                self.runner.graphs.drop()
+            self.runner.cache.close()
         self.runner = None
         self._executor.release()

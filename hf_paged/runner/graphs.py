@@ -7,10 +7,9 @@ Padding rows have length 0 and a slot of their own. Steps that bring log-probabi
 
 from __future__ import annotations
 
-import threading
 import weakref
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache, partial
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
 from hf_paged.kernels.upload import upload
 from hf_paged.models import ModelExecutor
+from hf_paged.models.captures import capture_lock, captures
 from hf_paged.models.guards.inner_tensors import watched
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache
@@ -69,17 +69,6 @@ def prompt_sizes(num_parameters: int, max_num_batched_tokens: int) -> list[int]:
     return [size for size in sizes if size <= most]
 
 
-@cache
-def _captures(device: torch.device) -> tuple[list[torch.cuda.Stream], threading.Lock]:
-    """Streams of a device that no engine captures on any more, and the lock that a capture holds."""
-    return [], threading.Lock()
-
-
-def capture_lock(device: torch.device) -> AbstractContextManager:
-    """For what a capture in another thread must not meet: memory pools that come and go, a cache that is emptied."""
-    return _captures(device)[1] if device.type == "cuda" else nullcontext()
-
-
 class StepGraphs:
     """Captures and replays steps. A graph is valid while nothing it points to has moved (see `check`)."""
 
@@ -128,6 +117,10 @@ class StepGraphs:
         model = self._executor.model
         own = self._executor.own_tensors()
         return watched([*model.parameters(), *model.buffers(), *self._executor.plain_tensors(), *own])
+
+    def let_go(self) -> None:
+        """Keep the graphs, but none of the memory that they read, until `check` finds it all where it was."""
+        self._held = []
 
     def drop(self) -> None:
         """Destroy all graphs, also those that a traceback still refers to; does not wait for one that runs."""
@@ -207,7 +200,8 @@ class StepGraphs:
         return self._ready is not None and self._ready[0] is plan
 
     def _drop_if_moved(self) -> None:
-        signature = (self._state.version, self._state.edits.generation, self._cache.version)
+        size = self._cache.num_blocks if self._attention.backend.knows_pool_size else 0
+        signature = (self._state.version, self._state.edits.generation, self._cache.version, size)
         if signature != self._memory_signature:
             self.drop()
             self._memory_signature = signature
@@ -280,7 +274,7 @@ class StepGraphs:
         share one while they run beside each other spoil each other: no two engines use one stream.
         """
         if self._stream is None:
-            free, _ = _captures(self._device)
+            free, _ = captures(self._device)
             try:
                 stream = free.pop()
             except IndexError:

@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
-from hf_paged.models import KVSpec
+from hf_paged.models import KVSpec, virtual_memory
+from hf_paged.models.cuda_driver import DriverError
+from hf_paged.models.virtual_memory import VirtualMemory
+
+logger = logging.getLogger(__name__)
 
 
 class KVCache:
-    """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim].
 
-    def __init__(self, spec: KVSpec, block_size: int, num_blocks: int) -> None:
+    Args:
+        max_blocks: it may grow to so many, in addresses that are reserved for them where the device can do that; it
+            then grows without moving, and its memory goes and comes back (`release`). None, or where the device
+            cannot: the tensors are torch's, and move when they grow.
+
+    Raises:
+        torch.OutOfMemoryError: too little memory is free.
+    """
+
+    def __init__(self, spec: KVSpec, block_size: int, num_blocks: int, max_blocks: int | None = None) -> None:
         self.spec = spec
         self.block_size = block_size
-        self.num_blocks = num_blocks
+        self.num_blocks = 0
         self.version = 0  # counts moves of the memory
-        self.layers = [(self._empty(num_blocks), self._empty(num_blocks)) for _ in range(spec.num_layers)]
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._memory: VirtualMemory | None = None
+        if max_blocks is not None:
+            self._reserve(num_blocks, max_blocks)
+        if self._memory is None:
+            self.layers = [(self._empty(num_blocks), self._empty(num_blocks)) for _ in range(spec.num_layers)]
+            self.num_blocks = num_blocks
+
+    @property
+    def keeps_addresses(self) -> bool:
+        """Does it grow without moving, and come back to where it was after `release`?"""
+        return self._memory is not None
 
     def grow(self, num_blocks: int) -> None:
-        """Enlarge to `num_blocks`, content kept. One tensor at a time, so that the peak is one layer above the end."""
+        """Enlarge to `num_blocks`, content kept; in place, or one tensor at a time: the peak is one above the end.
+
+        Raises:
+            torch.OutOfMemoryError: too little memory is free; what was there stays.
+            DriverError: the driver refused.
+        """
+        if self._memory is not None:
+            self._back(self._memory, num_blocks)
+            return
         self.version += 1
         for i in range(self.spec.num_layers):
             for j in range(2):
@@ -29,6 +63,22 @@ class KVCache:
                 del old
         self.num_blocks = num_blocks
 
+    def release(self) -> None:
+        """Give the memory back and keep the addresses, to which `grow` brings memory again; what was in it is gone.
+
+        Raises:
+            DriverError: the driver did not take all of it back.
+        """
+        assert self._memory is not None, "only what keeps its addresses can come back to them"
+        self.layers, self.num_blocks = [], 0
+        self._memory.release()
+
+    def close(self) -> None:
+        """Give memory and addresses back, before it is garbage."""
+        self.layers, self.num_blocks = [], 0
+        if self._memory is not None:
+            self._memory.close()
+
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy whole blocks in every layer; no target may be a source. Both int64 [N]."""
         for tensors in self.layers:
@@ -37,8 +87,54 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        if self._memory is not None:
+            return self._memory.nbytes
         return self.num_blocks * self.spec.block_bytes(self.block_size)
+
+    def _reserve(self, num_blocks: int, max_blocks: int) -> None:
+        tensor_bytes = max(num_blocks, max_blocks) * _tensor_block_bytes(self.spec, self.block_size)
+        memory = virtual_memory.reserve(self, self.spec.device, 2 * self.spec.num_layers, tensor_bytes)
+        if memory is None:
+            return
+        try:
+            self._back(memory, num_blocks)
+        except DriverError as error:
+            logger.warning("hf_paged: the KV pool lies in torch's memory: %s", error)
+            memory.close()
+            return
+        self._memory = memory
+
+    def _back(self, memory: VirtualMemory, num_blocks: int) -> None:
+        spec = self.spec
+        nbytes = num_blocks * _tensor_block_bytes(spec, self.block_size)
+        memory.back(nbytes)
+        shape = (num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
+        tensors = [tensor.view(spec.cache_dtype).view(shape) for tensor in memory.tensors(nbytes)]
+        self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))
+        self.num_blocks = num_blocks
 
     def _empty(self, num_blocks: int) -> torch.Tensor:
         shape = (num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
         return torch.empty(shape, dtype=self.spec.cache_dtype, device=self.spec.device)
+
+
+def blocks_within(spec: KVSpec, block_size: int, nbytes: int) -> int:
+    """Blocks that a pool of so many bytes has, where each of its tensors takes whole pieces of the device's memory."""
+    unit = _granularity(spec)
+    return max(0, nbytes) // (2 * spec.num_layers) // unit * unit // _tensor_block_bytes(spec, block_size)
+
+
+def filled(spec: KVSpec, block_size: int, num_blocks: int) -> int:
+    """The most blocks, at least `num_blocks`, that take no more memory than those."""
+    unit, block = _granularity(spec), _tensor_block_bytes(spec, block_size)
+    return -(-num_blocks * block // unit) * unit // block
+
+
+def _tensor_block_bytes(spec: KVSpec, block_size: int) -> int:
+    return spec.block_bytes(block_size) // (2 * spec.num_layers)
+
+
+def _granularity(spec: KVSpec) -> int:
+    driver = virtual_memory.find_driver(spec.device)
+    return 1 if driver is None else driver.granularity

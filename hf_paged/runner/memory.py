@@ -8,6 +8,7 @@ import torch
 
 from hf_paged.config import PagedConfig
 from hf_paged.models import KVSpec, ModelExecutor
+from hf_paged.runner.kv_cache import blocks_within
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
@@ -34,8 +35,16 @@ def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig
     step_bytes = executor.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
     available -= step_bytes * _STEPS_IN_MEMORY[config.enforce_eager] + executor.bytes_to_come()
     available -= 0 if executor.replica is None else executor.replica.bytes_to_come
-    extra = max(0, int(available) // spec.block_bytes(config.block_size))
+    extra = blocks_within(spec, config.block_size, int(available))
     return max(2, min(held_blocks + extra, _most_useful(config, max_model_len)))
+
+
+def most_blocks_ever(spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
+    """No pool on this device will have more blocks, however empty the device becomes."""
+    most = _most_useful(config, max_model_len)
+    if spec.device.type == "cuda":
+        most = min(most, torch.cuda.mem_get_info(spec.device)[1] // spec.block_bytes(config.block_size))
+    return max(2, most)
 
 
 def owned_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
@@ -51,7 +60,7 @@ def owned_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
     free, total = torch.cuda.mem_get_info(spec.device)
     available = free - total * (1.0 - config.gpu_memory_utilization)
     available -= step_bytes * _STEPS_IN_MEMORY[config.enforce_eager]
-    num_blocks = int(available) // spec.block_bytes(config.block_size)
+    num_blocks = blocks_within(spec, config.block_size, int(available))
     if num_blocks < 2:
         raise RuntimeError(
             f"gpu_memory_utilization={config.gpu_memory_utilization}: of {total / 2**30:.1f} GiB, {free / 2**30:.1f} "

@@ -12,8 +12,9 @@ import torch
 from hf_paged.kernels.attention.backends import resolve_backend
 from hf_paged.kernels.upload import upload
 from hf_paged.models import KVSpec, ModelExecutor
+from hf_paged.models.captures import capture_lock
 from hf_paged.runner.attention_inputs import AttentionInputs
-from hf_paged.runner.graphs import StepGraphs, capture_lock
+from hf_paged.runner.graphs import StepGraphs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.prompt_scores import NOTHING, PromptSpan, Wanted, prompt_log_probs
 from hf_paged.runner.request_state import RequestState, SlotParameters
@@ -53,13 +54,13 @@ class ModelRunner:
 
     def __init__(self, executor: ModelExecutor, spec: KVSpec, *, block_size: int, num_blocks: int, max_num_seqs: int,
                  max_model_len: int, max_num_batched_tokens: int, attention_backend: str,
-                 use_graphs: bool = False) -> None:
+                 use_graphs: bool = False, max_blocks: int | None = None) -> None:
         self.executor = executor
         self.spec = spec
         self.device = spec.device
         self.block_size = block_size
         self.max_model_len = max_model_len
-        self.cache = KVCache(spec, block_size, num_blocks)
+        self.cache = KVCache(spec, block_size, num_blocks, max_blocks)
         self.sharded = None
         if executor.group.is_parallel:
             self.sharded = ShardedSampling(executor, spec.device)
@@ -77,6 +78,17 @@ class ModelRunner:
             self.executor.prepare(self.max_model_len)
         if self.graphs is not None:
             self.graphs.check()
+
+    def release(self) -> None:
+        """Give the pool's memory back and hold no other's; graphs and the request state stay for its return.
+
+        Raises:
+            DriverError: the driver did not take all of it back.
+        """
+        if self.graphs is not None:
+            self.graphs.let_go()
+        self.executor.let_go()
+        self.cache.release()
 
     def is_current(self) -> bool:
         """False where `prepare` would change what a step computes."""

@@ -84,6 +84,10 @@ class WeightsGuard:
         """The cache is gone."""
         self._pending = self._cached = None
 
+    def release(self) -> None:
+        """Give up the table of addresses that the checksum keeps on the device."""
+        self._checksum = ChecksumPlan()
+
     def checksum(self) -> int | torch.Tensor:
         """Of the weights at `begin`, or as they are now where none was taken; a tensor may still be on its way."""
         taken = self._cached if self._pending is None else self._pending

@@ -150,6 +150,16 @@ class Scheduler:
         """Forget all cached prefixes; False, changing nothing, while a block is in use."""
         return self.kv_cache_manager.block_pool.reset()
 
+    def start_over(self) -> bool:
+        """Be as new: cached prefixes and counts go. False, changing nothing, while anything is unfinished or held."""
+        table, manager = self._table, self.kv_cache_manager
+        if self._requests or self._in_flight or self._failed or table.num_tenants or table.num_lent:
+            return False
+        if not self.reset_prefix_cache():
+            return False
+        self.num_preemptions = manager.prefix_cache_queries = manager.prefix_cache_hits = 0
+        return True
+
     def schedule(self) -> StepPlan | None:
         """Plan a step, or None if there is nothing to compute before a commit (or at all).
 

@@ -131,8 +131,13 @@ def test_memory_is_given_back():
         model.generate(**inputs, **OPTIONS)
     assert engine.stats().shadow_bytes > 1 << 20
     engine.release_memory()
-    gc.collect()
     assert engine.stats().shadow_bytes == 0
+    captured = engine.stats().num_graphs_captured
+    with torch.autocast("cuda", torch.bfloat16):
+        model.generate(**inputs, **OPTIONS)
+    assert engine.stats().num_graphs_captured == captured > 0, "captured anew"
+    engine.release_memory(graphs=True)
+    gc.collect()
     assert torch.cuda.memory_allocated() - before <= 1 << 20
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.models.shadow import Shadow, side_by_side
+from hf_paged.models.shadow import Shadow
 
 
 def test_copies_are_made_where_the_checksum_changed_and_where_there_is_none():
@@ -52,7 +52,8 @@ def test_staleness_is_told_by_address_and_version():
 
 def test_bytes_count_each_memory_once():
     weights = [torch.randn(4, 8), torch.randn(2, 8)]
-    merged, parts = side_by_side(weights, torch.bfloat16)
+    merged = torch.empty(6, 8, dtype=torch.bfloat16)
+    parts = merged.split([4, 2])
     shadow = Shadow([*parts, torch.empty(5, dtype=torch.float16)])
     assert shadow.nbytes == 6 * 8 * 2 + 5 * 2
     shadow.refresh([*weights, torch.zeros(5)])

@@ -287,7 +287,7 @@ def test_engines_capture_on_streams_of_their_own(graphs, monkeypatch):
         synchronized.append(device)
 
     monkeypatch.setattr(graphs_module, "capture_lock", lambda _: lock)
-    monkeypatch.setattr(graphs_module, "_captures", cache(lambda _: ([], threading.Lock())))
+    monkeypatch.setattr(graphs_module, "captures", cache(lambda _: ([], threading.Lock())))
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: made.append(object()) or made[-1])
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
 

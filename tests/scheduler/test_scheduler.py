@@ -293,6 +293,33 @@ def test_preempt_all_keeps_output_and_cache():
         driver.check_output(seq)
 
 
+def test_it_starts_over_when_nothing_is_left():
+    """Its cache is forgotten, as the memory of the pool may be, and its counts are those of a new one."""
+    driver = Driver(config(num_blocks=7), max_blocks=8)
+    scheduler = driver.scheduler
+    for name, count in (("three", 3), ("one", 1), ("again", 1)):
+        for i in range(count):
+            driver.add(f"{name} {i}", [i] * 9, max_new_tokens=8)
+            assert not scheduler.start_over()
+        driver.step()
+        assert not scheduler.start_over()
+        driver.run()
+    assert scheduler.num_preemptions > 0 and scheduler.kv_cache_manager.prefix_cache_hits > 0
+    slots = scheduler.take_slots(1)
+    assert not scheduler.start_over()
+    scheduler.give_slots(slots)
+    assert scheduler.start_over()
+    counts = (scheduler.num_preemptions, scheduler.kv_cache_manager.prefix_cache_queries,
+              scheduler.kv_cache_manager.prefix_cache_hits)
+    assert counts == (0, 0, 0)
+    driver.model.memory[:] = -1
+    seq = driver.add("last", [0] * 9, max_new_tokens=8)
+    driver.run()
+    driver.check_output(seq)
+    assert seq.num_cached_tokens == 0
+    invariants.check(scheduler)
+
+
 def test_counts():
     driver = Driver(SchedulerConfig(4, 20, 2, 8, 32))
     for i in range(3):

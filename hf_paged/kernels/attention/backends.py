@@ -23,10 +23,12 @@ class AttentionBackend(ABC):
     Attributes:
         name: what a config calls it.
         waits: reads on the host what lies on the device, so no CUDA graph can hold it.
+        knows_pool_size: its launches hold the number of blocks, so no CUDA graph of it outlives the pool's growth.
     """
 
     name: str
     waits = False
+    knows_pool_size = False
 
     @abstractmethod
     def plan(self, seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
@@ -91,6 +93,7 @@ class FlashBackend(TritonBackend):
     """
 
     name = "flash_attn"
+    knows_pool_size = True  # FlashAttention 3 and 4 load pages by descriptors of the whole cache
 
     def __init__(self, *, measured_only: bool = False) -> None:
         self.measured_only = measured_only
