@@ -63,7 +63,12 @@ class Sharding(NamedTuple):
 
 def is_sharded(model: nn.Module) -> bool:
     """Did `fully_shard` take a module inside `model`, or DeepSpeed a parameter?"""
-    return any(_MARK in vars(module) for module in model.modules()) or _is_partitioned(model)
+    modules = {id(module): module for module in model.modules()}
+    if not any(_MARK in vars(module) for module in modules.values()):
+        return _is_partitioned(model)
+    # FSDP1 leaves the same mark.
+    parameters = (parameter for state in _states() for parameter in _parameters(state))
+    return any(place[0] in modules for parameter in parameters for place in _places(parameter))
 
 
 def plain_class(kind: type) -> type:
