@@ -37,6 +37,8 @@ class PagedConfig:
         on_weight_change: what becomes of running requests when the model is found to have changed: "recompute": they
             compute the keys and values of all their tokens again; "keep": those stay, and later tokens are computed
             over them with the new weights. Tokens made so far stay in either case.
+        gather_timeout: seconds that a rank of a model sharded by FSDP2 waits in `generate` for the other ranks to call
+            it, too, before it raises.
         overlap: schedule step n + 1 while step n runs. None: on CUDA yes, on a CPU (where it gains nothing) no.
 
     Raises:
@@ -58,6 +60,7 @@ class PagedConfig:
     fused_kernels: bool = True
     all_reduce: str = "auto"
     on_weight_change: str = "recompute"
+    gather_timeout: float = 600.0
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +87,9 @@ class PagedConfig:
             _require_one_of(self, name, (True, False))
         _require_one_of(self, "all_reduce", ALL_REDUCES)
         _require_one_of(self, "on_weight_change", ON_WEIGHT_CHANGE)
+        seconds = self.gather_timeout
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0.0 < seconds < float("inf"):
+            raise ValueError(f"gather_timeout={seconds!r}: expected a positive number of seconds")
         _require_one_of(self, "overlap", (None, True, False))
 
 

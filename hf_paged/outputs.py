@@ -156,7 +156,7 @@ class EngineStats:
             memory that they point to moved.
         weights_version: goes up whenever the weights, the active adapters or constants of the model were found to be
             others than before (see docs/reinforcement_learning.md for when that is looked at).
-        shadow_bytes: memory of copies of the weights in the dtype of autocast, 0 where there are none.
+        shadow_bytes: memory of copies of the weights, in the dtype of autocast or gathered from ranks; else 0.
         calls: calls of the enabled model's `generate` and `generate_batch` by path: "native", "lockstep", "stock". What
             a call in stock calls itself (drafts of assisted decoding) is a part of it.
     """

@@ -513,6 +513,30 @@ AUTOCAST = [
                     "calls_in_turn"),
 ]
 
+# Models that their trainer shards: who meets whom, and what stands for the model.
+RENDEZVOUS, REPLICA = "parallel/rendezvous.py", "models/replica.py"
+RENDEZVOUS_TESTS, REPLICA_TESTS = "parallel/test_rendezvous.py", "models/test_replica.py"
+SHARDED = [
+    PackageMutation(RENDEZVOUS, "end = self._skip_left() or self._come_and_wait", "end = self._come_and_wait",
+                    RENDEZVOUS_TESTS, "whatever_they_missed"),
+    PackageMutation(RENDEZVOUS, "            if end.startswith(_REFUSED):\n                return end\n", "",
+                    RENDEZVOUS_TESTS, "come_later"),
+    PackageMutation(RENDEZVOUS, "for number in range(self._kept, self._number - 1):", "for number in ():",
+                    RENDEZVOUS_TESTS, "left_small"),
+    PackageMutation(RENDEZVOUS, "return self._end(_ALL_CAME)", "return _ALL_CAME", RENDEZVOUS_TESTS, "all_learn"),
+    PackageMutation(REPLICA, "if not is_hook(hook))", ")", REPLICA_TESTS, "model_of_before"),
+    PackageMutation(REPLICA, "            whole.data = _empty(whole.shape, whole.dtype, whole.device)\n",
+                    "            pass\n", REPLICA_TESTS, "goes_with_release"),
+    PackageMutation(REPLICA, "return MethodType(value.__func__, mirror) if isinstance(value, MethodType)",
+                    "return value if isinstance(value, MethodType)", REPLICA_TESTS, "alive"),
+    PackageMutation(REPLICA, "if self._facts is not None and self._facts.hold(source):",
+                    "if self._facts is not None:", REPLICA_TESTS, "changes_in_the_replica"),
+    PackageMutation(FACTS, "[{key: _frozen(hook) for key, hook in hooks.items()} for hooks in _hooks(namespaces)]",
+                    "list(map(dict, _hooks(namespaces)))", REPLICA_TESTS, "alive"),
+    PackageMutation(ENABLE, "stock._orig_cls_mro_index + 1", "stock._orig_cls_mro_index", REPLICA_TESTS,
+                    "either_order"),
+]
+
 # The KV pool's memory.
 POOL = [
     PackageMutation(VIRTUAL, "            self._driver.finish()\n            self._give_back()\n",
@@ -538,5 +562,5 @@ POOL = [
 
 PACKAGE_MUTATIONS = [
     *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *UPDATES, *RECOGNITION, *ADAPTERS, *JOINED, *MODELS, *SERVER,
-    *ON_A_CPU, *AUTOCAST, *POOL, *LORA_LAYERS,
+    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS,
 ]

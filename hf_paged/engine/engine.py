@@ -28,6 +28,7 @@ from hf_paged.errors import EngineClosedError, PrecisionBusyError, Reason, Unsup
 from hf_paged.kernels.attention import flash_backend
 from hf_paged.models import ModelExecutor, find_executor
 from hf_paged.models.eligibility import reason_under, unsupported_reason
+from hf_paged.models.replica import Replica
 from hf_paged.options.arguments import RecentMerges, base_seed, salt_digest, token_id_lists, token_ids
 from hf_paged.options.continued import Made, split_output
 from hf_paged.options.prompts import prompt_ids
@@ -183,7 +184,7 @@ class Engine:
             self.check_runnable()
         given, before = split_output(prompt_token_ids)
         prompt = self.check_prompt(prompt_ids(given, self.tokenizer, {}) if isinstance(given, dict) else given)
-        merged = self._merged(self._executor.model, generation_config)
+        merged = self._merged(self._executor.source, generation_config)
         if merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
         check_flags(prompt_logprobs=prompt_logprobs)
@@ -263,6 +264,9 @@ class Engine:
                 self._core.drop_pool()
             if self._is_shut_down:
                 raise EngineClosedError(_CLOSED)
+            if self.replica is not None and self.replica.is_readable and not self.replica.is_pinned:
+                raise UnsupportedModelError("the model is sharded over ranks, which have not gathered its weights: "
+                                            "expected a call inside of hf_paged.gathered(model), or model.generate")
             new = replace(new, request_id=self._unused_id(new.request_id), stop=stop)
             request = self._core.make_request(new, session)
             if self.group.is_parallel:
@@ -421,7 +425,7 @@ class Engine:
                 num_graphs_dropped=pool.graph_counts[1],
                 weights_version=self._core.weights_version,
                 calls=self.calls.stats(),
-                shadow_bytes=self._executor.copied_bytes,
+                shadow_bytes=self._executor.copied_bytes + (self.replica.nbytes if self.replica is not None else 0),
             )
 
     def reset_prefix_cache(self) -> bool:
@@ -448,7 +452,10 @@ class Engine:
                 raise RuntimeError(f"release_memory: {unfinished} requests are unfinished")
             if self.is_reentrant() or self._core.batches:
                 raise RuntimeError("release_memory: a generate call is under way")
-            self._carry_out(Release(graphs))
+            # Merged weights and graphs lie in the replica's memory.
+            self._carry_out(Release(graphs or self.replica is not None))
+            if self.replica is not None:
+                self.replica.release()
 
     def shutdown(self) -> None:
         """End the requests of all callers, give all memory back, and refuse new requests.
@@ -558,7 +565,24 @@ class Engine:
     @property
     def model(self) -> PreTrainedModel:
         """The model that this is the engine of."""
-        return self._executor.model
+        return self._executor.source
+
+    @property
+    def replica(self) -> Replica | None:
+        """What stands for the model in forwards, if it is sharded by FSDP2."""
+        return self._executor.replica
+
+    def finds_shards(self) -> bool:
+        """Is the model sharded by FSDP2? It may have come to be since it was looked at last."""
+        return self.replica is not None or self._executor.finds_shards()
+
+    @contextmanager
+    def writing_weights(self) -> Iterator[None]:
+        """Between two steps, of which none runs: for code that writes to the weights that steps read."""
+        with self._held():
+            self._core.drain()
+            with self._core.changing():
+                yield
 
     def is_reentrant(self) -> bool:
         """True in the thread that is inside a step, or a `weight_update`, of this engine right now."""
