@@ -38,6 +38,10 @@ class UnsupportedModelError(TypeError):
     """The object handed to `enable` or `PagedGenerator` is no causal LM that hf_paged can run."""
 
 
+class PrecisionBusyError(UnsupportedModelError):
+    """Requests that compute in another precision (under autocast, or without it) run at the same time."""
+
+
 class UnsupportedOptionError(ValueError):
     """A generation setting that the paged engine does not run natively; the message names it."""
 

@@ -114,6 +114,11 @@ class EngineCore:
         return bool(self.requests) and not self._pace.may_join()
 
     @property
+    def is_in_use(self) -> bool:
+        """Do requests run, or rows of calls that pick their tokens themselves?"""
+        return bool(self.requests) or any(not batch.is_orphan for batch in self.batches)
+
+    @property
     def is_idle(self) -> bool:
         """No request, and nothing in flight."""
         return not self.requests and self._in_flight is None
@@ -164,6 +169,22 @@ class EngineCore:
         """Goes up whenever the weights were found to be others than before."""
         return self._guard.version
 
+    def compute_under(self, autocast: torch.dtype | None) -> bool:
+        """Let what comes next be computed under this autocast; False where what runs now needs another.
+
+        Keys and values of another dtype, and all that belongs to them, go.
+        """
+        if autocast == self._executor.autocast:
+            return True
+        self.recover_if_dirty()
+        self.end_orphans()
+        if self.requests or self.batches:
+            return False
+        self._executor.autocast = autocast
+        if self.pool.moved():
+            self.drop_pool()
+        return True
+
     def receive_rows(self, prompts: list[Sequence]) -> None:
         """Prepare the runner for prompts that come beside the requests; sets their cache key."""
         self._receive_sequences(self.scheduler_or_build(), prompts)
@@ -171,7 +192,10 @@ class EngineCore:
     def model_changed(self) -> bool:
         """Prepare the runner anew where the model computes something else than when prompts were last received."""
         if self._executor.state_key() == self._state_key:
-            return False
+            if not self._executor.copies_are_stale():
+                return False
+            self._refresh_copies()
+            return True
         self._recompute_all(self.scheduler_or_build())
         self._prepare()
         return True
@@ -187,7 +211,7 @@ class EngineCore:
         config = self._config
         options = {"merge_weights": config.merge_weights, "fused_kernels": config.fused_kernels}
         with torch.inference_mode(False), torch.no_grad(), _ambient(self._executor.kv_spec().device):
-            return ModelMark(options, self._state_key, self._guard.checksum())
+            return ModelMark(options, self._executor.autocast, self._state_key, self._guard.checksum())
 
     def weights_moved(self) -> bool:
         """Do storage and version counters say that the weights are others than when prompts were received?"""
@@ -467,14 +491,28 @@ class EngineCore:
             changed = key != self._state_key or not self.pool.runner.is_current()
             changed = changed or (caching and self._guard.changed(full=would_hit))
             if not self._executor.group.any(changed):  # all ranks compute anew, or none
+                if self._executor.has_copies:  # what comes is computed with the weights as they are
+                    self._refresh_copies()
                 return
             self._recompute_all(scheduler)
         self._prepare()
         if caching:
             self._guard.begin(manager.block_pool)
+        self.runner.follow_stream()
+        self._executor.refresh(self._guard.latest)
+        if caching:
             sequences = [*(request.sequence for request in self.requests.values()), *arrivals]
             if any(manager.has_older_hit(s.token_ids, s.cache_key) for s in sequences):
                 self._guard.verify(manager.block_pool)
+
+    def _refresh_copies(self) -> None:
+        """Renew copies of weights in the middle of requests, which go on with the new ones as without copies."""
+        self.runner.follow_stream()
+        if self._config.enable_prefix_caching and not self._executor.copies_are_stale():
+            self._executor.refresh(self._guard.fresh())
+        else:
+            self._prepare()
+            self._executor.refresh(None)
 
     def _recompute_all(self, scheduler: Scheduler) -> None:
         """The model changed under running requests: they compute their keys and values again, like everyone after."""

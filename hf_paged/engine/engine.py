@@ -24,10 +24,10 @@ from hf_paged.engine.fair_lock import FairLock
 from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.engine.session import NewRequest, Session
 from hf_paged.engine.stopping import CachedStopStrings, StopRule, deadline_after
-from hf_paged.errors import EngineClosedError, Reason, UnsupportedModelError
+from hf_paged.errors import EngineClosedError, PrecisionBusyError, Reason, UnsupportedModelError
 from hf_paged.kernels.attention import flash_backend
 from hf_paged.models import ModelExecutor, find_executor
-from hf_paged.models.eligibility import unsupported_reason
+from hf_paged.models.eligibility import reason_under, unsupported_reason
 from hf_paged.options.arguments import RecentMerges, base_seed, salt_digest, token_id_lists, token_ids
 from hf_paged.options.settings import RequestSettings, check_flags, settings_from_config
 from hf_paged.outputs import EngineStats, StepOutput
@@ -43,6 +43,8 @@ _NAP = 0.5e-3
 FROM_INSIDE = ("A streamer, processor or criterion called `generate` of its own model. That inner call runs in stock; "
                "call it after the outer one.")
 DISABLED = "Disable a model after its calls are done."
+BUSY_PRECISION = ("One engine computes in one precision at a time. Make calls under autocast and calls without it one "
+                  "after the other, or all under the same.")
 _CANNOT_RUN = "the model cannot run on the paged engine as it is now: "
 _CLOSED = "this engine is closed: its model was disabled"
 _FORKED = "this process is a fork of one whose model is sharded over several ranks: expected that process"
@@ -75,6 +77,10 @@ def _executor_of(model: PreTrainedModel, config: PagedConfig) -> ModelExecutor:
         if missing is not None:
             raise ValueError(f"attention_backend='flash_attn': expected a package that can be used here; {missing}")
     return executor
+
+
+def _under(autocast: torch.dtype | None) -> str:
+    return "without autocast" if autocast is None else f"under autocast to {autocast}"
 
 
 class _Call:
@@ -149,8 +155,9 @@ class Engine:
                 changes before the step that takes requests in, these end with ``finish_reason="error"``.
         """
         self._check_open()
-        # Under autocast always: steps run without it, so only here it can be seen.
-        if not self._has_looked or self.group.is_parallel or torch.is_autocast_enabled(self._device_type):
+        # Under autocast always: the model may pass without it alone.
+        autocast = self.autocast_of_call()
+        if not self._has_looked or self.group.is_parallel or autocast is not None:
             self.check_runnable()
         prompt = self.check_prompt(prompt_token_ids)
         merged = self._merged(self._executor.model, generation_config)
@@ -168,7 +175,8 @@ class Engine:
         # Other ranks may not know an enumeration of the user's script.
         request_id = None if request_id is None else str.__str__(request_id)
         seed = derive_seed(base_seed(seed, self.config.seed), 0)
-        new = NewRequest(prompt, settings, seed=seed, priority=int(priority), request_id=request_id)
+        new = NewRequest(prompt, settings, seed=seed, priority=int(priority), request_id=request_id,
+                         autocast=autocast)
         with self._lock.turn(), self._lock.rlock:
             made = self.add(self._public, new)
             self._arrived.append(made)
@@ -209,12 +217,15 @@ class Engine:
         Raises:
             ValueError: an id in use, settings that cannot be encoded, or stop strings as for `stop_rule`.
             EngineClosedError, UnsupportedModelError: nothing can be queued any more.
+            PrecisionBusyError: requests of another precision run.
         """
         stop = self.stop_rule(new.settings, new.prompt) if new.stop is None else new.stop
         with self._lock.turn(), self._lock.rlock:
             if self.is_reentrant():
                 raise RuntimeError("a request cannot be added from inside a step of the same engine")
             self._core.recover_if_dirty()
+            if not self._core.compute_under(new.autocast):
+                raise PrecisionBusyError(_CANNOT_RUN + self._busy_reason(new.autocast).with_remedy)
             if not self._core.requests and self._core.pool.moved():
                 if self.group.driven:
                     raise UnsupportedModelError("the model's dtype, device, shape or longest length changed on rank 0, "
@@ -254,8 +265,8 @@ class Engine:
         return outputs
 
     @contextmanager
-    def lockstep(self, prompts: list[list[int]], max_new_tokens: int,
-                 cache_salt: bytes = b"") -> Iterator[LockstepBatch | Reason]:
+    def lockstep(self, prompts: list[list[int]], max_new_tokens: int, cache_salt: bytes = b"",
+                 autocast: torch.dtype | None = None) -> Iterator[LockstepBatch | Reason]:
         """Rows that step together while the caller picks their tokens; or the reason why they cannot.
 
         Other callers go on meanwhile. The engine's lock is held only while logits are asked for.
@@ -264,12 +275,15 @@ class Engine:
             prompts: checked token ids.
             max_new_tokens: tokens that each row may get at most.
             cache_salt: as in `RequestSettings`, of all rows.
+            autocast: as in `NewRequest`, of all rows.
         """
         batch: LockstepBatch | None = None
         call = _Call()
         try:
             with self._held():
                 refusal = self._refusal()
+                if refusal is None and not self._core.compute_under(autocast):
+                    refusal = self._busy_reason(autocast)
                 if refusal is None:
                     if self._core.pool.moved():
                         self._core.restart_over_a_new_pool()
@@ -371,6 +385,7 @@ class Engine:
                 num_graphs_captured=pool.graph_counts[0],
                 num_graphs_dropped=pool.graph_counts[1],
                 calls=self.calls.stats(),
+                shadow_bytes=self._executor.copied_bytes,
             )
 
     def reset_prefix_cache(self) -> bool:
@@ -379,7 +394,7 @@ class Engine:
             return self._carry_out(ResetCache())
 
     def release_memory(self, graphs: bool = False) -> None:
-        """Give the KV pool and the request state back to the device; the next request makes them anew.
+        """Give the KV pool, the request state and copies of weights back; the next request makes them anew.
 
         Args:
             graphs: also drop captured CUDA graphs. They point into the pool, so they go with it in any case.
@@ -475,8 +490,18 @@ class Engine:
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def unsupported_reason(self) -> Reason | None:
-        """Why the model cannot run natively as it is now, or None."""
+        """Why a call made here and now cannot run natively with the model as it is, or None."""
         return unsupported_reason(self._executor)
+
+    def precision_reason(self) -> Reason | None:
+        """Why a call made here and now, which the model can run natively, cannot run beside those that do, or None."""
+        if not self._core.is_in_use or (autocast := self.autocast_of_call()) == self._executor.autocast:
+            return None
+        return self._busy_reason(autocast)
+
+    def autocast_of_call(self) -> torch.dtype | None:
+        """The dtype to which forwards that are called here and now cast the weights; None: weights are as they are."""
+        return self._executor.autocast_of_call()
 
     @property
     def vocab_size(self) -> int:
@@ -604,17 +629,17 @@ class Engine:
             self._carry_out(Build())
         return self._core.pool
 
-    @property
-    def _device_type(self) -> str:
-        return self._executor.kv_spec().device.type
+    def _busy_reason(self, autocast: torch.dtype | None) -> Reason:
+        """Why a call under this autocast has to wait, or to go elsewhere."""
+        return Reason("other calls run {} at the same time, and this one {}", _under(self._executor.autocast),
+                      _under(autocast), remedy=BUSY_PRECISION)
 
     def _look_for_arrivals(self) -> None:
         """End requests of `add_request` that the model, which may have changed since, cannot run any more."""
         arrived, self._arrived, self._has_looked = self._arrived, [], False
         if not arrived or self.group.is_parallel:
             return
-        with torch.autocast(self._device_type, enabled=False):  # as the step runs
-            reason = self.unsupported_reason()
+        reason = reason_under(self._executor, self._executor.autocast)
         if reason is not None:
             for request in [self._core.requests[i] for i in arrived if i in self._core.requests]:
                 self._core.refuse(request, _CANNOT_RUN + reason.with_remedy)

@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from hf_paged.engine.detokenizer import TextStream
 from hf_paged.engine.stopping import StopRule
 from hf_paged.options.settings import RequestSettings
@@ -18,7 +20,10 @@ from hf_paged.scheduler import Sequence
 
 @dataclass(frozen=True)
 class NewRequest:
-    """A request that is asked for: a checked prompt and all that is settled about it. None as the id: one is made."""
+    """A request that is asked for: a checked prompt and all that is settled about it. None as the id: one is made.
+
+    ``autocast``: the dtype to which its caller's forwards cast (`ModelExecutor.autocast_of_call`), or None.
+    """
 
     prompt: list[int]
     settings: RequestSettings
@@ -26,6 +31,7 @@ class NewRequest:
     priority: int = 0
     stop: StopRule | None = None
     request_id: str | None = None
+    autocast: torch.dtype | None = None
 
 
 @dataclass

@@ -16,10 +16,10 @@ import torch
 from transformers import DynamicCache, GenerationConfig, RepetitionPenaltyLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_paged.engine.engine import DISABLED, Engine
+from hf_paged.engine.engine import BUSY_PRECISION, DISABLED, Engine
 from hf_paged.engine.session import NewRequest
 from hf_paged.engine.stopping import StopRule
-from hf_paged.errors import EngineClosedError, Reason
+from hf_paged.errors import EngineClosedError, PrecisionBusyError, Reason
 from hf_paged.integration import paths
 from hf_paged.integration.call_context import salt_of_call, seed_of_call
 from hf_paged.integration.engines import engine_of
@@ -108,6 +108,8 @@ def _run(engine: Engine, call: NativeCall, columns: _Columns) -> Reason | None:
             }
         except EngineClosedError:
             return _DISABLED
+        except PrecisionBusyError as error:
+            return Reason("{}", error, remedy=BUSY_PRECISION)
         except ValueError as error:  # settings that cannot be encoded
             return value_reason(error)
         while session.unfinished():
@@ -240,8 +242,9 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
         return reason
     if width > 1 and settings.edits.forced_bos_token_id is not None:  # never comes to be
         settings = replace(settings, edits=replace(settings.edits, forced_bos_token_id=None))
+    autocast = engine.autocast_of_call()
     requests = [
-        NewRequest(prompt, _with_padding(settings, padding, logits_processor), seed=0,
+        NewRequest(prompt, _with_padding(settings, padding, logits_processor), seed=0, autocast=autocast,
                    stop=StopRule(stops.strings, stops.deadline, padding + prompt) if stops.are_watched else None)
         for padding, prompt in zip(paddings, prompts, strict=True)
     ]

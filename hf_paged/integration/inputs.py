@@ -38,7 +38,7 @@ def input_reasons(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,
     yield from argument_reasons(model_kwargs)
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         yield Reason("input_ids of shape {}", tuple(input_ids.shape), remedy=_IDS)
-    if (reason := engine.unsupported_reason()) is not None:
+    if (reason := engine.unsupported_reason() or engine.precision_reason()) is not None:
         yield reason
 
 

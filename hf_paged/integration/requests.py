@@ -96,7 +96,7 @@ class RequestMaker:
         call.check()
         prompts = prompt_list(call.prompts)
         configs = _one_per_prompt("generation_config", call.generation_config, len(prompts))
-        own_seeds = isinstance(call.seed, (list, tuple))
+        own_seeds, autocast = isinstance(call.seed, (list, tuple)), engine.autocast_of_call()
         seed = call.seed if own_seeds else base_seed(call.seed, engine.config.seed)
         seeds = _one_per_prompt("seed", seed, len(prompts))
         salts = _one_per_prompt("cache_salt", call.cache_salt, len(prompts))
@@ -116,7 +116,8 @@ class RequestMaker:
                 self._notices.look(merged, config, keywords, model.generation_config)
                 settings, copies = self._settled(ids, merged, call, salts[index])
                 first = 0 if own_seeds else len(asked)
-                made = [self._request(ids, settings, seeds[index], first + copy) for copy in range(copies)]
+                made = [replace(self._request(ids, settings, seeds[index], first + copy), autocast=autocast)
+                        for copy in range(copies)]
             except UnsupportedModelError:
                 raise
             except Exception as error:

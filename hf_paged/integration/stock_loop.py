@@ -31,10 +31,11 @@ SET_PAD = "Set `pad_token_id` to a token of the model."
 
 
 class LockstepCall(NamedTuple):
-    """A call as its rows run: their prompts, and how many tokens each may get."""
+    """A call as its rows run: their prompts, how many tokens each may get, and to which dtype autocast casts."""
 
     prompts: list[list[int]]
     max_new_tokens: int
+    autocast: torch.dtype | None
 
 
 def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, input_ids: torch.Tensor,
@@ -65,7 +66,7 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
                          *options_beyond_tokens(config))
     if isinstance(call, Reason):
         return in_stock(call)
-    with engine.lockstep(call.prompts, call.max_new_tokens, salt_of_call()) as batch:
+    with engine.lockstep(call.prompts, call.max_new_tokens, salt_of_call(), call.autocast) as batch:
         if not isinstance(batch, Reason):
             def over_pages(batch: LockstepBatch = batch) -> Any:
                 return _run(engine, model, batch, method, input_ids, config, model_kwargs)
@@ -114,7 +115,12 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
     feeds_padding = len(prompts) > 1 and any(hasattr(c, "eos_token_id") for c in stopping_criteria)
     if feeds_padding and pad is not None and not 0 <= int(pad) < engine.vocab_size:
         return Reason("pad_token_id={} is outside the vocabulary", int(pad), remedy=SET_PAD)
-    return LockstepCall(prompts, max_new_tokens)
+    autocast = engine.autocast_of_call()
+    if autocast is not None and config.return_dict_in_generate and config.use_cache is not False:
+        return Reason("keys and values of a call under autocast, which pages hold in {}", autocast,
+                      remedy="`return_dict_in_generate` also returns a cache, which stock keeps in the dtype of the "
+                             "weights. Leave the option out, or give `use_cache=False`.")
+    return LockstepCall(prompts, max_new_tokens, autocast)
 
 
 def beam_search(engine: Engine | None, stock: Callable, model: Any, input_ids: torch.Tensor, logits_processor: Any,

@@ -8,18 +8,18 @@ import torch
 
 
 class Expected(NamedTuple):
-    """A tensor argument, and what it has to be; a size of None: any."""
+    """A tensor argument, and what it has to be; a size or dtype of None: any."""
 
     name: str
     tensor: torch.Tensor
     shape: tuple[int | None, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     contiguous: bool = False  # as a whole; else its last dim
     strided: bool = False  # not even that
 
     def holds(self) -> bool:
         found = self.tensor
-        if found.dtype != self.dtype or found.dim() != len(self.shape):
+        if self.dtype not in (None, found.dtype) or found.dim() != len(self.shape):
             return False
         fits = all(want in (None, got) for want, got in zip(self.shape, found.shape, strict=True))
         return fits and (self.strided or (found.is_contiguous() if self.contiguous else found.stride(-1) == 1))
@@ -28,7 +28,7 @@ class Expected(NamedTuple):
         shape = ", ".join("any" if size is None else str(size) for size in self.shape)
         layout = "any strides" if self.strided else "contiguous" if self.contiguous else "the last dim contiguous"
         found = f"{self.tensor.dtype} {list(self.tensor.shape)} with strides {list(self.tensor.stride())}"
-        return f"{self.name}: {found}; expected {self.dtype} [{shape}], {layout}"
+        return f"{self.name}: {found}; expected {self.dtype or 'any dtype'} [{shape}], {layout}"
 
 
 def check_tensors(*table: Expected) -> None:

@@ -41,7 +41,13 @@ def qk_norm_rope_store_host(
     else:
         both = heads[:, : num_query + kv_heads]
     # transformers' apply_rotary_pos_emb: (-b) * sin is b * (-sin) to the bit.
-    both = (both * cos).add_(both.roll(head_dim // 2, -1).mul_(sin))
+    turned = both.roll(head_dim // 2, -1)
+    if both.dtype == sin.dtype:
+        both = (both * cos).add_(turned.mul_(sin))
+    else:
+        both = (both * cos).add_(turned * sin)
+    if both.dtype != k_cache.dtype:
+        both = both.to(k_cache.dtype)
     key = both[:, num_query:]
     if min(slot_mapping.tolist(), default=0) < 0:
         kept = (slot_mapping >= 0).nonzero().view(-1)

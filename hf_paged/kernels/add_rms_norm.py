@@ -18,7 +18,8 @@ from hf_paged.kernels._triton import (
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``summed = residual + x`` and ``normed = RMSNorm(summed)``, as (normed, summed).
 
@@ -27,33 +28,42 @@ def add_rms_norm(
         residual: as x, rows strided on their own; None: nothing is added and ``summed`` is x itself.
         weight: ``[H]``, x's dtype.
         eps: added to the mean square.
+        dtype: None: all tensors have one dtype, which the results have, too. Else the three may be of any of float32,
+            float16 and bfloat16, and what modules of torch would give by promotion is at last rounded to it in
+            ``normed``, as a linear layer under autocast rounds its input.
 
     Returns:
-        two ``[T, H]`` tensors of x's dtype, contiguous but for a ``summed`` that is x.
+        two ``[T, H]`` tensors, contiguous but for a ``summed`` that is x; ``summed`` has the dtype that x and the
+        residual promote to.
 
     Raises:
         ValueError: shapes, dtypes or strides that are not as above.
     """
-    check_norm(x, residual, weight)
-    return add_rms_norm_unchecked(x, residual, weight, eps)
+    check_norm(x, residual, weight, one_dtype=dtype is None)
+    return add_rms_norm_unchecked(x, residual, weight, eps, dtype)
 
 
 def add_rms_norm_unchecked(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`add_rms_norm` for tensors that are known to be as it says."""
     if x.is_cuda:
-        return add_rms_norm_triton(x, residual, weight, eps)
+        return add_rms_norm_triton(x, residual, weight, eps, dtype)
+    if dtype is not None:
+        return add_rms_norm_reference(x, residual, weight, eps, dtype)
     summed = x if residual is None else residual + x
     return rms_norm_host(summed, weight, eps), summed
 
 
 def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`add_rms_norm` in plain torch."""
     summed = x if residual is None else residual + x
-    return rms_norm_reference(summed, weight, eps), summed
+    normed = rms_norm_reference(summed, weight, eps)
+    return normed if dtype is None else normed.to(dtype), summed
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -71,11 +81,14 @@ def rms_norm_host(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 
 
 @jit()
-def normed_row(hidden, scale, eps, dtype: tl.constexpr, WIDTH: tl.constexpr):
-    """RMSNorm of a row in float32, times ``scale``, rounded where transformers' module rounds it."""
+def normed_row(hidden, scale, eps, dtype: tl.constexpr, product: tl.constexpr, WIDTH: tl.constexpr):
+    """RMSNorm of a row in float32, times ``scale``, rounded where transformers' module rounds it.
+
+    ``dtype`` is that of the row in memory, ``product`` what it and the weight promote to.
+    """
     # torch's mean on CUDA multiplies by the reciprocal.
     variance = tl.sum(hidden * hidden, 0) * (1.0 / WIDTH)
-    return (scale * (hidden * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)).to(dtype)
+    return (scale * (hidden * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)).to(product)
 
 
 @jit()
@@ -99,7 +112,8 @@ def _add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_PAD)
     inside = column < WIDTH
-    dtype = normed.dtype.element_ty
+    dtype: tl.constexpr = summed.dtype.element_ty
+    product: tl.constexpr = dtype if weight.dtype.element_ty == dtype else tl.float32
     hidden = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -107,17 +121,23 @@ def _add_rms_norm_kernel(
         rounded = hidden.to(dtype)
         tl.store(summed + row * WIDTH + column, rounded, mask=inside)
         hidden = rounded.to(tl.float32)
-    tl.store(normed + row * WIDTH + column, normed_row(hidden, scale, eps, dtype, WIDTH), mask=inside)
+    result = normed_row(hidden, scale, eps, dtype, product, WIDTH).to(normed.dtype.element_ty)
+    tl.store(normed + row * WIDTH + column, result, mask=inside)
 
 
 def add_rms_norm_triton(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`add_rms_norm` as one Triton launch, a program per row."""
     require_triton()
     num_rows, width = x.shape
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    summed = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    if residual is None:
+        summed = x
+    else:
+        common = x.dtype if dtype is None else torch.promote_types(x.dtype, residual.dtype)
+        summed = torch.empty(x.shape, dtype=common, device=x.device)
     if num_rows == 0:
         return normed, summed
     width_pad = triton.next_power_of_2(width)
@@ -142,14 +162,18 @@ def add_rms_norm_triton(
     return normed, summed
 
 
-def check_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
+def check_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, *, one_dtype: bool = True
+) -> None:
     """Raise ValueError for tensors that are not as :func:`add_rms_norm` says."""
     if x.dim() != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
         raise ValueError(f"x must be [T, H] and weight [H], H > 0, got {tuple(x.shape)} and {tuple(weight.shape)}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
     dtypes = {t.dtype for t in (x, residual, weight) if t is not None}
-    if len(dtypes) > 1:
+    if one_dtype and len(dtypes) > 1:
         raise ValueError(f"x, residual and weight must share a dtype, got {sorted(map(str, dtypes))}")
+    if not one_dtype and not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
+        raise ValueError(f"x, residual and weight must be fp32, fp16 or bf16, got {sorted(map(str, dtypes))}")
     if any(t is not None and t.stride(-1) != 1 for t in (x, residual, weight)):
         raise ValueError("the last dim of x, residual and weight must be contiguous")

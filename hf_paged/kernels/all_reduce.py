@@ -256,7 +256,7 @@ def _all_reduce_add_rms_norm_kernel(
             rounded = hidden.to(dtype)
             hidden = rounded.to(tl.float32)
         tl.store(summed + index, rounded, mask=inside)
-        tl.store(normed + index, normed_row(hidden, scale, eps, dtype, WIDTH), mask=inside)
+        tl.store(normed + index, normed_row(hidden, scale, eps, dtype, dtype, WIDTH), mask=inside)
     end_call(epochs, epoch, MAX_PROGRAMS)
 
 

@@ -24,6 +24,7 @@ from hf_paged.kernels.store_kv import store_kv_reference
 
 # Elements of a program's tile and its warps, for few tokens and for many.
 _FEW, _MANY, _MANY_TOKENS = (1024, 4), (4096, 2), 512
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def qk_norm_rope_store(
@@ -42,16 +43,18 @@ def qk_norm_rope_store(
 
     Args:
         qkv: ``[T, (Hq + 2 * Hkv) * D]``, per token its query heads, key heads, value heads, with D even; rows may be
-            strided, the last dim is contiguous. Every tensor of floats has its dtype.
+            strided, the last dim is contiguous. It has the caches' dtype.
         q_weight, k_weight: ``[D]``, the weights of the per-head RMSNorms; both None: no norms.
         eps: of both norms.
-        cos, sin: ``[P, D]``, a row per position; rows may be strided.
+        cos, sin: ``[P, D]``, a row per position; rows may be strided. They and the weights are of the caches' dtype,
+            or of float32, float16 or bfloat16: then values are rounded to what torch's promotion gives, and at last to
+            the caches' dtype, as attention under autocast rounds its inputs.
         positions: ``[T]`` int64, row of the tables of each token, also of tokens that are not written.
         slot_mapping: ``[T]`` int64, as in :func:`~hf_paged.kernels.store_kv.store_kv`; -1 writes nothing.
         k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]``, contiguous.
 
     Returns:
-        ``[T, Hq, D]``, contiguous.
+        ``[T, Hq, D]``, contiguous, the caches' dtype.
 
     Raises:
         ValueError: shapes, dtypes or strides that are not as above. Positions and slots are not checked (that would
@@ -108,8 +111,9 @@ def qk_norm_rope_store_reference(
     query, key, value = heads.tensor_split((heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads), dim=1)
     cos, sin = cos[positions][:, None], sin[positions][:, None]
     key = _rotate(key if k_weight is None else rms_norm_reference(key, k_weight, eps), cos, sin)
-    store(key, value, k_cache, v_cache, slot_mapping)
-    return _rotate(query if q_weight is None else rms_norm_reference(query, q_weight, eps), cos, sin)
+    store(key.to(k_cache.dtype), value, k_cache, v_cache, slot_mapping)
+    query = _rotate(query if q_weight is None else rms_norm_reference(query, q_weight, eps), cos, sin)
+    return query.to(k_cache.dtype)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -122,9 +126,14 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 def _normed_and_rotated(
     first, second, weight, cos, sin, eps, lane, live, HAS_NORMS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """The two halves of some heads' rows, ``[heads, HEAD_DIM / 2 padded]``; weight, cos and sin point at rows."""
+    """The two halves of some heads' rows, ``[heads, HEAD_DIM / 2 padded]``; weight, cos and sin point at rows.
+
+    Every value is rounded to the dtype that torch's promotion gives it: one for all, or float32 where they differ.
+    """
     HALF: tl.constexpr = HEAD_DIM // 2
-    dtype = first.dtype
+    dtype: tl.constexpr = first.dtype
+    scaled: tl.constexpr = (dtype if weight.dtype.element_ty == dtype else tl.float32) if HAS_NORMS else dtype
+    rotated: tl.constexpr = scaled if cos.dtype.element_ty == scaled else tl.float32
     x1, x2 = first.to(tl.float32), second.to(tl.float32)
     if HAS_NORMS:
         w1 = tl.load(weight + lane, mask=live, other=0.0).to(tl.float32)
@@ -140,15 +149,16 @@ def _normed_and_rotated(
         scale = tl.rsqrt(variance + eps)[:, None]
         x1 = (x1 * scale).to(dtype).to(tl.float32)
         x2 = (x2 * scale).to(dtype).to(tl.float32)
-        x1 = (w1[None, :] * x1).to(dtype).to(tl.float32)
-        x2 = (w2[None, :] * x2).to(dtype).to(tl.float32)
+        x1 = (w1[None, :] * x1).to(scaled).to(tl.float32)
+        x2 = (w2[None, :] * x2).to(scaled).to(tl.float32)
 
     # rotate_half's minus as a subtraction: a - b is a + (-b) to the bit, also for zeros.
-    straight1 = (x1 * cos1[None, :]).to(dtype).to(tl.float32)
-    straight2 = (x2 * cos2[None, :]).to(dtype).to(tl.float32)
-    crossed1 = (x2 * sin1[None, :]).to(dtype).to(tl.float32)
-    crossed2 = (x1 * sin2[None, :]).to(dtype).to(tl.float32)
-    return (straight1 - crossed1).to(dtype), (straight2 + crossed2).to(dtype)
+    straight1 = (x1 * cos1[None, :]).to(rotated).to(tl.float32)
+    straight2 = (x2 * cos2[None, :]).to(rotated).to(tl.float32)
+    crossed1 = (x2 * sin1[None, :]).to(rotated).to(tl.float32)
+    crossed2 = (x1 * sin2[None, :]).to(rotated).to(tl.float32)
+    # Attention takes them in the dtype of the linear layers' results.
+    return (straight1 - crossed1).to(rotated).to(dtype), (straight2 + crossed2).to(rotated).to(dtype)
 
 
 @jit(varying_pointers=("positions", "slot_mapping"))
@@ -301,10 +311,13 @@ def _check(
             f"qkv: [{tokens}, {width}]; expected [T, (Hq + 2 * Hkv) * D] with Hkv = {kv_heads} and D = {head_dim}, even"
         )
     weights = {"q_weight": q_weight, "k_weight": k_weight}
+    if (found := {cos.dtype, *(w.dtype for w in weights.values() if w is not None)}) - {dtype} and not found <= _FLOATS:
+        raise ValueError(f"cos and the weights: {sorted(map(str, found))}; expected {dtype}, or fp32, fp16 or bf16")
+    weight_dtype = dtype if q_weight is None else q_weight.dtype
     check_tensors(
-        *(Expected(name, weight, (head_dim,), dtype) for name, weight in weights.items() if weight is not None),
-        Expected("cos", cos, (None, head_dim), dtype),
-        Expected("sin", sin, tuple(cos.shape), dtype),
+        *(Expected(name, weight, (head_dim,), weight_dtype) for name, weight in weights.items() if weight is not None),
+        Expected("cos", cos, (None, head_dim), cos.dtype),
+        Expected("sin", sin, tuple(cos.shape), cos.dtype),
         Expected("positions", positions, (tokens,), torch.int64, contiguous=True),
         Expected("slot_mapping", slot_mapping, (tokens,), torch.int64, contiguous=True),
         Expected("v_cache", v_cache, tuple(k_cache.shape), dtype, contiguous=True),

@@ -20,6 +20,7 @@ from hf_paged.models.guards.hub_kernels import kernel_numbers
 from hf_paged.models.guards.originals import of_class
 from hf_paged.models.guards.plain_tensors import plain_tensors
 from hf_paged.models.layer_ops import FUSED, PLAIN
+from hf_paged.models.precision import Precision, autocast_of_call
 from hf_paged.models.tokenwise import quantization_state
 from hf_paged.models.tuners import adapter_state
 from hf_paged.parallel.group import ParallelGroup, group_of
@@ -30,7 +31,8 @@ _KNOWN_LAYERS = (torch.nn.Linear, torch.nn.Embedding)  # of which `recognise` al
 class KVSpec(NamedTuple):
     """Shape of the cache a model needs: per layer K and V of [num_blocks, block_size, num_kv_heads, head_dim].
 
-    ``cache_dtype`` is theirs, ``compute_dtype`` that of weights and hidden states. So far they are one.
+    ``cache_dtype`` is theirs, ``compute_dtype`` that of the embedding, with which the hidden states begin. They are one
+    but for calls under autocast (see `Precision`).
     """
 
     num_layers: int
@@ -49,12 +51,13 @@ class Look:
     """What was read off a model's modules, and is so while `facts` hold. Keeps no tensor alive.
 
     ``state``: constants, active adapters, how quantized layers are set up. ``called_kinds``: classes of the layers that
-    are called as they stand, but for torch's. ``found``: under what ambient state nothing spoke against the model, and
-    what else that depends on.
+    are called as they stand, but for torch's. ``dtypes``: of parameters of floats. ``found``: under what ambient state
+    nothing spoke against the model, and what else that depends on.
     """
 
-    def __init__(self, facts: Facts, state: str, called_kinds: tuple[type, ...], tensors: list[torch.Tensor]) -> None:
-        self.facts, self.state, self.called_kinds = facts, state, called_kinds
+    def __init__(self, facts: Facts, state: str, called_kinds: tuple[type, ...], dtypes: frozenset[torch.dtype],
+                 tensors: list[torch.Tensor]) -> None:
+        self.facts, self.state, self.called_kinds, self.dtypes = facts, state, called_kinds, dtypes
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self.found: Any = None
 
@@ -92,6 +95,9 @@ class ModelExecutor(ABC):
         self.model_class: Any = model_class  # transformers' own, which the model's class is or derives from
         self._merge_weights = merge_weights
         self._ops = FUSED if fused_kernels else PLAIN
+        # To which dtype the calls that run now cast (see `autocast_of_call`). It changes while none runs: what the
+        # executor keeps, the pool's dtype and the prefix cache's key follow.
+        self.autocast: torch.dtype | None = None
         self._look: Look | None = None
         self._compares_once: int | None = None  # the thread inside of `compared_once`
         self._is_compared = False
@@ -114,9 +120,20 @@ class ModelExecutor(ABC):
         """The ranks that hold the model together."""
         return group_of(self.model)
 
+    @property
+    def precision(self) -> Precision:
+        """In which dtypes the calls that run now compute."""
+        spec = self.kv_spec()
+        return Precision(spec.compute_dtype, spec.cache_dtype, self.autocast is not None)
+
+    def autocast_of_call(self) -> torch.dtype | None:
+        """To which dtype a call made here and now casts; None: it does not, or nothing of the model is another's."""
+        cast = autocast_of_call(self.model)
+        return None if cast is None or self.look().dtypes == {cast} else cast
+
     @abstractmethod
     def kv_spec(self) -> KVSpec:
-        """Shapes, dtype and device of this rank's cache, read off the modules."""
+        """Shapes, dtypes and device of this rank's cache, read off the modules."""
 
     @abstractmethod
     def max_length(self) -> int:
@@ -125,6 +142,31 @@ class ModelExecutor(ABC):
     @abstractmethod
     def prepare(self, max_model_len: int) -> None:
         """Between idle and busy: make or renew what the layers need besides the modules (merged weights, RoPE)."""
+
+    def refresh(self, checksum: torch.Tensor | None) -> None:
+        """Enqueue the renewal of copies of weights, if there are any (see `Shadow.refresh`); `prepare` came before."""
+
+    def copies_are_stale(self) -> bool:
+        """Do addresses and version counters say that weights are others than their copies were made of?"""
+        return False
+
+    @property
+    def has_copies(self) -> bool:
+        """Are there copies of weights, which `refresh` has to renew?"""
+        return False
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory of copies of weights that are held now."""
+        return 0
+
+    def bytes_to_come(self) -> int:
+        """Memory of copies of weights that `prepare` would add now."""
+        return 0
+
+    def own_tensors(self) -> list[torch.Tensor]:
+        """Tensors besides the modules' that steps read and that may be replaced by others."""
+        return []
 
     @abstractmethod
     def is_current(self) -> bool:
@@ -231,7 +273,8 @@ class ModelExecutor(ABC):
             kernels, quantization = kernel_numbers(modules), quantization_state(modules)
             state = repr((self.constants(), adapter_state(self.model), kernels, quantization))
             kinds = {type(inner): None for _, module in self.called_modules() for inner in module.modules()}
-            look = Look(facts, state, tuple(kind for kind in kinds if kind not in _KNOWN_LAYERS),
+            dtypes = frozenset(p.dtype for p in self.model.parameters() if p.is_floating_point())
+            look = Look(facts, state, tuple(kind for kind in kinds if kind not in _KNOWN_LAYERS), dtypes,
                         [tensor for _, tensor in plain_tensors(modules)])
             self._look = look
         return look
@@ -244,7 +287,7 @@ class ModelExecutor(ABC):
         """Digest of what a forward depends on besides tensors: constants, active adapters, code of what is called."""
         look = self.look()
         versions = [(kind.__qualname__, of_class(kind).version()) for kind in look.called_kinds]
-        return xxhash.xxh3_128_digest(f"{look.state}{versions}{self.function_kernels()}".encode())
+        return xxhash.xxh3_128_digest(f"{look.state}{versions}{self.function_kernels()}{self.autocast}".encode())
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Upper estimate of what one step allocates: hidden states, the MLP's inputs, fp32 logits and their copies."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -15,12 +16,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.errors import Reason
 from hf_paged.models.activations import ELEMENTWISE
-from hf_paged.models.base import KVSpec, ModelExecutor
+from hf_paged.models.base import KVSpec, ModelExecutor, StepContext
 from hf_paged.models.families import Family
 from hf_paged.models.guards.hub_kernels import functions_of, kernel_numbers, replacement_reason
 from hf_paged.models.guards.originals import of_family, patched_class, patched_entry
 from hf_paged.models.guards.remedies import DISAGREE, ONE_DTYPE, PUT_BACK, REMOVE_HOOK, UNDO_PATCH, UNDO_REPLACEMENT
-from hf_paged.models.paged_calls import implementation_of
+from hf_paged.models.paged_calls import STEP_ARGUMENT, WindowedStep, implementation_of, paged_call
 from hf_paged.models.parts import Part, parts_of
 from hf_paged.models.rope import longest_unchanged
 from hf_paged.parallel.layers import VocabParallelEmbedding, VocabParallelHead, stock_class
@@ -53,7 +54,8 @@ class DecoderExecutor(ModelExecutor):
         config, weight = self.config, self.decoder.embed_tokens.weight
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = local_kv_heads(config.num_key_value_heads, self.group.size)
-        return KVSpec(len(self._layers()), kv_heads, head_dim, weight.dtype, weight.dtype, weight.device)
+        return KVSpec(len(self._layers()), kv_heads, head_dim, self.autocast or weight.dtype, weight.dtype,
+                      weight.device)
 
     @property
     def config(self) -> Any:
@@ -119,6 +121,37 @@ class DecoderExecutor(ModelExecutor):
         reasons = (self._config_reason, self._layer_reason, self._code_reason, self.registry_reason,
                    self._experts_reason)
         return next((reason for check in reasons if (reason := check()) is not None), None)
+
+    def hidden_states_of_modules(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """`hidden_states` by the decoder's own forward, as it stands, with attention over the pages."""
+        decoder = self.decoder
+        # A mask of four dims is passed on as it is: no mask is made, and nothing is looked up in the positions.
+        no_mask = input_ids.new_empty((1, 1, 1, 1), dtype=torch.bool)
+        windows = tuple(map(self._mask_window, range(len(self._layers()))))
+        with paged_call(self._configs()), self.casting():
+            output = decoder(
+                input_ids=input_ids[None], attention_mask=no_mask, position_ids=step.positions[None], use_cache=False,
+                output_attentions=False, output_hidden_states=False, output_router_logits=False, return_dict=True,
+                **{STEP_ARGUMENT: WindowedStep(step, windows)},
+            )
+        result: torch.Tensor = output.last_hidden_state[0]
+        return result
+
+    def casting(self) -> AbstractContextManager:
+        """torch's own autocast for modules that are called as they stand, where the calls that run now cast.
+
+        Without its cache of cast weights: what it keeps without gradients would serve a caller's forward with them, and
+        a graph would read it after it is gone.
+        """
+        if self.autocast is None:
+            return nullcontext()
+        device = self.decoder.embed_tokens.weight.device.type
+        return torch.autocast(device, self.autocast, cache_enabled=False)
+
+    def _configs(self) -> list[Any]:
+        """Every config that the decoder or an attention module looks into, each once."""
+        modules = (self.decoder, *(layer.self_attn for layer in self._layers()))
+        return list({id(module.config): module.config for module in modules}.values())
 
     def _layers(self) -> list[Any]:
         # A list first: a slice of a ModuleList registers every layer again, in every step.

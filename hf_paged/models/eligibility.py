@@ -41,9 +41,10 @@ from hf_paged.models.guards.remedies import (
     UNDO_PATCH,
     UNDO_REPLACEMENT,
 )
-from hf_paged.models.guards.surroundings import autocast_state, surroundings_reason
+from hf_paged.models.guards.surroundings import surroundings_reason
 from hf_paged.models.guards.wrapped_forward import wrapped_forward_reason
 from hf_paged.models.paged_calls import implementation_of
+from hf_paged.models.precision import autocast_of_call
 from hf_paged.models.tokenwise import (
     SHARDED_MODULE,
     layer_reason,
@@ -56,12 +57,14 @@ from hf_paged.parallel.intact import broken_part
 _OWN_LAYERS = ("torch.", SHARDED_MODULE[:-1])  # that are known, so that nobody may patch them
 _CALL_CHAIN = frozenset(CALL_CHAIN)
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LOWER_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Seen(NamedTuple):
     """A model's modules, walked once for all checks of a call: every one, those replaced, those called; parameters."""
 
     executor: ModelExecutor
+    autocast: torch.dtype | None  # of the call
     modules: list[tuple[str, nn.Module]]
     parameters: list[tuple[str, nn.Parameter]]
     own: list[tuple[str, nn.Module, type]]
@@ -72,30 +75,35 @@ class Passed(NamedTuple):
     """What a look at which nothing spoke against the model depended on besides the modules."""
 
     kinds: tuple[type, ...]  # classes whose code is looked up anew at every look
-    autocast: tuple
+    autocast: torch.dtype | None
 
-    def holds(self, executor: ModelExecutor) -> bool:
+    def holds(self, executor: ModelExecutor, autocast: torch.dtype | None) -> bool:
         """Is all of that as it was?"""
         return (
-            self.autocast == autocast_state(executor.model)
+            self.autocast == autocast
             and patched_class(self.kinds) is None
             and executor.registry_reason() is None
         )
 
 
 def unsupported_reason(executor: ModelExecutor) -> Reason | None:
-    """Why the model in `executor` cannot run natively right now, or None if it can.
+    """Why the model in `executor` cannot run a call natively that is made here and now, or None if it can.
 
     Looked at again, a model that did not change costs a comparison of what the checks read (see `Facts`).
     """
+    return reason_under(executor, autocast_of_call(executor.model))
+
+
+def reason_under(executor: ModelExecutor, autocast: torch.dtype | None) -> Reason | None:
+    """`unsupported_reason` of a call that casts to `autocast` (None: it does not), whatever holds in this thread."""
     if (reason := surroundings_reason() or _class_reason(executor) or _attention_reason(executor)) is not None:
         return reason
     look = executor.last_look()
-    if look is not None and look.found is not None and look.found.holds(executor):
+    if look is not None and look.found is not None and look.found.holds(executor, autocast):
         return None
     # First, so that what changes during the checks is seen at the next look.
-    facts, autocast = Facts(executor.model), autocast_state(executor.model)
-    seen = Seen(executor, list(executor.model.named_modules()), list(executor.model.named_parameters()),
+    facts = Facts(executor.model)
+    seen = Seen(executor, autocast, list(executor.model.named_modules()), list(executor.model.named_parameters()),
                 list(executor.own_modules()), list(executor.called_modules()))
     checks = (_sharding_reason, _module_reason, _device_reason, _hook_reason, _dtype_reason, _train_mode_reason)
     reason = next((reason for check in checks if (reason := check(seen)) is not None), None)
@@ -280,22 +288,40 @@ def _dtype_reason(seen: Seen) -> Reason | None:
     spec = seen.executor.kv_spec()
     if spec.compute_dtype not in COMPUTE_DTYPES:
         return Reason("weights of dtype {}", spec.compute_dtype, remedy=ONE_DTYPE)
+    dtypes = {p.dtype for _, p in seen.parameters if p.is_floating_point()}
+    if seen.autocast is not None and dtypes != {seen.autocast}:
+        return _autocast_reason(seen, seen.autocast)
     norms = [(name, m) for name, m, _ in seen.own if not seen.executor.may_have_float_weight(m)]
     for name, module in norms + seen.called:
-        layer = getattr(module, "base_layer", module)
-        weight = getattr(layer, "weight", None)
-        if not isinstance(weight, torch.Tensor) or stores_float8(layer, weight):
-            continue
-        if weight.is_floating_point() and weight.dtype != spec.compute_dtype:
+        weight = _float_weight(module)
+        if weight is not None and weight.dtype != spec.compute_dtype:
             return Reason("mixed dtypes: {} is {}, the embedding {}", name, weight.dtype, spec.compute_dtype,
                           remedy=ONE_DTYPE)
-    device = spec.device.type
-    if torch.is_autocast_enabled(device):
-        # Adapters too: autocast would round what an fp32 adapter on bf16 weights computes.
-        dtypes = {p.dtype for _, p in seen.parameters if p.is_floating_point()}
-        if dtypes != {torch.get_autocast_dtype(device)}:
-            return Reason("autocast to {} while the weights are {}", torch.get_autocast_dtype(device),
-                          sorted(map(str, dtypes)), remedy=DTYPE_OF_AUTOCAST)
+    return None
+
+
+def _float_weight(module: nn.Module) -> torch.Tensor | None:
+    """What a layer, or the one inside of a tuner's, multiplies with, in the dtype that it computes in."""
+    layer = getattr(module, "base_layer", module)
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, torch.Tensor) or stores_float8(layer, weight):
+        return None
+    return weight if weight.is_floating_point() else None
+
+
+def _autocast_reason(seen: Seen, autocast: torch.dtype) -> Reason | None:
+    """Why autocast, which casts some of the weights, is left to stock, or None. Dtypes may be mixed under it."""
+    if autocast not in LOWER_DTYPES:
+        return Reason("autocast to {}", autocast, remedy=DTYPE_OF_AUTOCAST)
+    if seen.executor.group.is_parallel:
+        return Reason("autocast to {} while the weights, which are not all of it, are sharded over several ranks",
+                      autocast, remedy=DTYPE_OF_AUTOCAST)
+    if implementation_of(seen.executor.config) == "flex_attention":
+        return Reason("autocast to {}, which flex_attention does not know", autocast, remedy=OWN_ATTENTION)
+    for module in (*(module for _, module, _ in seen.own), *(module for _, module in seen.called)):
+        weight = _float_weight(module)
+        if weight is not None and weight.dtype not in COMPUTE_DTYPES:
+            return Reason("weights of dtype {}", weight.dtype, remedy=ONE_DTYPE)
     return None
 
 

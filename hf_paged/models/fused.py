@@ -20,6 +20,7 @@ from hf_paged.kernels.silu_mul import silu_mul_host
 from hf_paged.models.activations import SILU
 from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.models.base import KVSpec, Look, StepContext
+from hf_paged.models.copied_weights import CopiedLinears, CopiedWeights, can_be_copied, copied_bytes
 from hf_paged.models.decoder import DecoderExecutor, plain_values
 from hf_paged.models.families import Family
 from hf_paged.models.guards.remedies import DISAGREE
@@ -40,6 +41,7 @@ from hf_paged.parallel.group import SINGLE, ParallelGroup
 
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
+HEAD = "lm_head"
 # On a CPU so few rows are copied in less time than it takes to tell products where to go.
 _FEW_ROWS = 8
 
@@ -51,11 +53,12 @@ class Projections(NamedTuple):
     weight: torch.Tensor | None
     are_plain: bool
     ops: LayerOps
+    bias: torch.Tensor | None = None  # of a merged weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, k] -> [T, sum of outputs]."""
         if self.weight is not None:
-            return self.ops.linear(hidden, self.weight)
+            return self.ops.linear(hidden, self.weight, self.bias)
         if self.are_plain and hidden.device.type == "cpu":
             if len(hidden) > _FEW_ROWS and all(linear.bias is None for linear in self.linears):
                 return _side_by_side(hidden, [linear.weight for linear in self.linears])
@@ -64,9 +67,9 @@ class Projections(NamedTuple):
 
     def silu_mul(self, hidden: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]."""
-        if self.weight is not None:
+        if self.weight is not None and self.bias is None:
             return self.ops.linear_silu_mul(hidden, self.weight)
-        if self.are_plain and hidden.device.type == "cpu":
+        if self.weight is None and self.are_plain and hidden.device.type == "cpu":
             return silu_mul_host(*self._products(hidden))
         return self.ops.silu_mul(self(hidden))
 
@@ -90,21 +93,28 @@ class LayerParts(NamedTuple):
     input_norm: Any
     head_norms: tuple[Any, Any] | None  # of query and key heads
     options: AttentionOptions
-    o_proj: RowProduct
+    o_proj: RowProduct | CopiedLinears
     post_norm: Any
     mlp: Any
     has_silu: bool
-    down_proj: RowProduct | None  # None: a block of experts
+    down_proj: RowProduct | CopiedLinears | None  # None: a block of experts
 
 
 class FusedExecutor(DecoderExecutor):
-    """Runs the layers of one family by code of its own; `MergedWeight` and `LayerOps` say with what."""
+    """Runs the layers of one family by code of its own; `MergedWeight` and `LayerOps` say with what.
+
+    Under autocast dense models run so, with `CopiedWeights`; what else there is (adapters, quantized layers, experts)
+    runs as its modules stand.
+    """
 
     def __init__(self, model: PreTrainedModel, *, family: Family, **techniques: bool) -> None:
         super().__init__(model, family=family, **techniques)
         self._has_head_norms = "q_norm" in family.parts
         self._rope = RopeTable()
-        self._checked: Look | None = None  # the state of the modules whose weights passed
+        # The state of the modules whose weights passed, and to which dtype they were cast then.
+        self._checked: tuple[Look, torch.dtype | None] | None = None
+        self._copied: CopiedWeights | None = None
+        self._runs_modules = False  # as they stand, under autocast
         self._memory: AdjacentMemory | None = None
         self._merged: dict[str, MergedWeight] = {}
         self._held: list[torch.Tensor] = []  # what merged tensors read stays allocated, whoever re-points a parameter
@@ -115,24 +125,87 @@ class FusedExecutor(DecoderExecutor):
 
     def prepare(self, max_model_len: int) -> None:
         spec, checked = self.kv_spec(), self._checked
+        self._prepare_copies()
+        if self._runs_modules:
+            return
         self._check_weights(spec)
         self._rope.update(self.model.model.rotary_emb, max_model_len, spec.compute_dtype, spec.device)
         if self._merge_weights:
             self._merge(spec.device)
         is_same = self._checked is checked and self._untouched.holds()
-        if not is_same or self._merged or not self._parts_of_layers:
+        if not is_same or self._merged or self._copied is not None or not self._parts_of_layers:
             self._look_up_parts()
         self._held = [alias for merged in self._merged.values() for alias in merged.memory()]
 
     def _check_weights(self, spec: KVSpec) -> None:
         """Once for every state of the modules: kernels do not look at shapes in every step."""
-        look = self.look()
-        if look is not self._checked:
+        look, cast = self.look(), self.autocast
+        if self._checked is None or self._checked[0] is not look or self._checked[1] != cast:
             heads = self.model.config.num_attention_heads // self.group.size
-            check_weights(self.model, self._layers(), spec, heads)
-            self._checked = look
+            dtype = spec.compute_dtype if cast is None else None
+            check_weights(self.model, self._layers(), spec, heads, dtype)
+            self._checked = look, cast
+
+    def _prepare_copies(self) -> None:
+        """What the calls that run now need of copies, their content aside (see `refresh`)."""
+        self._runs_modules = self.autocast is not None and not self._can_cast_by_copies()
+        if self.autocast is None or self._runs_modules:
+            self._copied = None
+            return
+        groups = self._all_groups()
+        if self._copied is None or not self._copied.fit(groups, self.autocast):
+            self._copied = None  # first: both may not fit
+            self._copied = CopiedWeights(groups, self.autocast)
+
+    def _can_cast_by_copies(self) -> bool:
+        """Is there nothing but plain linear layers, and nothing else for autocast to cast?"""
+        if type(self.model.model.embed_tokens) is not nn.Embedding:
+            return False
+        if any(_has_experts(layer.mlp) or not isinstance(layer.mlp.act_fn, SILU) for layer in self._layers()):
+            return False
+        return all(map(can_be_copied, self._all_groups().values()))
+
+    def _all_groups(self) -> dict[str, tuple[Any, ...]]:
+        """All linear layers of a dense model, those with the same input together."""
+        found: dict[str, tuple[Any, ...]] = {}
+        for i, layer in enumerate(self._layers()):
+            found |= _groups(i, layer)
+            found |= {f"{i}.o_proj": (layer.self_attn.o_proj,), f"{i}.down_proj": (layer.mlp.down_proj,)}
+        return found | {HEAD: (self.model.lm_head,)}
+
+    def refresh(self, checksum: torch.Tensor | None) -> None:
+        if self._copied is not None:
+            self._copied.refresh(self._all_groups(), checksum)
+
+    def copies_are_stale(self) -> bool:
+        if self._runs_modules or self._copied is None:
+            return False
+        return self._copied.are_stale(self._all_groups())
+
+    @property
+    def has_copies(self) -> bool:
+        return self._copied is not None and bool(self._copied.by_name)
+
+    @property
+    def copied_bytes(self) -> int:
+        return 0 if self._copied is None else self._copied.nbytes
+
+    def bytes_to_come(self) -> int:
+        if self.autocast is None or self._copied is not None or not self._can_cast_by_copies():
+            return 0
+        return copied_bytes(self._all_groups(), self.autocast)
+
+    def own_tensors(self) -> list[torch.Tensor]:
+        return [] if self._copied is None else self._copied.tensors()
 
     def is_current(self) -> bool:
+        if self.autocast is not None:
+            if self._runs_modules == self._can_cast_by_copies():
+                return False
+            if self._runs_modules:
+                return True
+            if self._copied is None or not self._copied.fit(self._all_groups(), self.autocast):
+                return False
         held = [*self._qkv, *filter(None, self._gate_up)]
         found = [projections for group in self._collect() for projections in group if projections]
         same = all(a.linears == b.linears and a.weight is b.weight and a.are_plain == b.are_plain
@@ -144,6 +217,7 @@ class FusedExecutor(DecoderExecutor):
         self._qkv, self._gate_up, self._parts_of_layers = [], [], []
         self._untouched, self._rope = Untouched(), RopeTable()
         self._memory, self._merged, self._held = None, {}, []
+        self._copied, self._checked = None, None
 
     def _look_up_parts(self) -> None:
         self._untouched = Untouched(self.model.model)
@@ -151,9 +225,16 @@ class FusedExecutor(DecoderExecutor):
         self._parts_of_layers = self._collect_parts()
 
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
+        if self._runs_modules:
+            return self.hidden_states_of_modules(input_ids, step)
         decoder, ops, cos, sin = self.model.model, self._ops, self._rope.cos, self._rope.sin
         assert cos is not None and sin is not None, "prepare() comes first"
         if not self._untouched.holds():  # a streaming caller's code runs between steps
+            if self.autocast is not None:
+                self._prepare_copies()
+                if self._runs_modules:
+                    return self.hidden_states_of_modules(input_ids, step)
+                self.refresh(None)
             self._look_up_parts()
         tables = ops.step_tables(cos, sin, step.positions)
         delta: torch.Tensor = decoder.embed_tokens(input_ids[None])[0]
@@ -181,8 +262,8 @@ class FusedExecutor(DecoderExecutor):
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None,
                   norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
         args = residual, norm.weight, norm.variance_epsilon
-        if ranks is SINGLE:
-            return self._ops.add_rms_norm(delta, *args)
+        if ranks is SINGLE:  # under autocast what is normed goes to linear layers, which cast it
+            return self._ops.add_rms_norm(delta, *args, self.autocast)
         if self._ops is FUSED and (fused := ranks.all_reduce_add_rms_norm(delta, *args)) is not None:
             return fused
         return self._ops.add_rms_norm(ranks.all_reduce(delta), *args)
@@ -191,6 +272,11 @@ class FusedExecutor(DecoderExecutor):
         return all_columns(self.model.lm_head, self.shard_logits(hidden_states))
 
     def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._copied is not None and (head := self._copied.by_name.get(HEAD)) is not None:
+            return head(hidden_states, self._ops.linear)[0]
+        if self._runs_modules:
+            with self.casting():
+                return apply_head(self.model.lm_head, hidden_states, F.linear)
         return apply_head(self.model.lm_head, hidden_states, self._ops.linear)
 
     def constants(self) -> tuple:
@@ -235,7 +321,9 @@ class FusedExecutor(DecoderExecutor):
         held = set(map(id, self.model.parameters()))
         self._merged = {key: merged for key, merged in self._merged.items() if merged.lies_in(held)}
         for i, layer in enumerate(self._layers()):
-            linears = {key: found for key, found in _groups(i, layer).items() if key not in self._merged}
+            copied = self._copied.by_name if self._copied is not None else {}
+            linears = {key: found for key, found in _groups(i, layer).items()
+                       if key not in self._merged and key not in copied}
             found = zip(linears, merge(list(linears.values()), self._memory), strict=True)
             self._merged |= {key: merged for key, merged in found if merged is not None}
         self._memory.finish()
@@ -254,15 +342,22 @@ class FusedExecutor(DecoderExecutor):
             LayerParts(
                 layer.input_layernorm,
                 (layer.self_attn.q_norm, layer.self_attn.k_norm) if self._has_head_norms else None,
-                AttentionOptions(layer.self_attn.scaling, self._mask_window(i)), RowProduct.of(layer.self_attn.o_proj),
+                AttentionOptions(layer.self_attn.scaling, self._mask_window(i)),
+                self._row_product(f"{i}.o_proj", layer.self_attn.o_proj),
                 layer.post_attention_layernorm, layer.mlp, isinstance(getattr(layer.mlp, "act_fn", None), SILU),
-                None if _has_experts(layer.mlp) else RowProduct.of(layer.mlp.down_proj),
+                None if _has_experts(layer.mlp) else self._row_product(f"{i}.down_proj", layer.mlp.down_proj),
             )
             for i, layer in enumerate(self._layers())
         ]
 
+    def _row_product(self, key: str, linear: nn.Module) -> RowProduct | CopiedLinears:
+        copied = self._copied.by_name.get(key) if self._copied is not None else None
+        return RowProduct.of(linear) if copied is None else copied
+
     def _projections(self, key: str, linears: tuple[nn.Module, ...]) -> Projections:
-        """With the merged weight as long as the parameters are the merged ones and still lie there."""
+        """With the merged weight as long as the parameters are the merged ones and still lie there, or with copies."""
+        if self._copied is not None and (copied := self._copied.by_name.get(key)) is not None:
+            return Projections(linears, copied.weight, True, self._ops, copied.bias)
         merged = self._merged.get(key)
         intact = merged is not None and merged.belongs_to(linears)
         weight = merged.current() if merged is not None and intact else None

@@ -7,14 +7,12 @@ alone, which is so for transformers' own classes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from hf_paged.models.base import StepContext
 from hf_paged.models.decoder import CONFIG_CONSTANTS, DecoderExecutor, plain_values
-from hf_paged.models.paged_calls import STEP_ARGUMENT, WindowedStep, implementation_of, paged_call
+from hf_paged.models.paged_calls import implementation_of
 from hf_paged.models.plain_linear import all_columns, apply_head
 
 
@@ -33,24 +31,16 @@ class GenericExecutor(DecoderExecutor):
         """Nothing is kept besides the modules."""
 
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
-        decoder = self.decoder
-        # A mask of four dims is passed on as it is: no mask is made, and nothing is looked up in the positions.
-        no_mask = input_ids.new_empty((1, 1, 1, 1), dtype=torch.bool)
-        windows = tuple(map(self._mask_window, range(len(self._layers()))))
-        with paged_call(self._configs()):
-            output = decoder(
-                input_ids=input_ids[None], attention_mask=no_mask, position_ids=step.positions[None], use_cache=False,
-                output_attentions=False, output_hidden_states=False, output_router_logits=False, return_dict=True,
-                **{STEP_ARGUMENT: WindowedStep(step, windows)},
-            )
-        result: torch.Tensor = output.last_hidden_state[0]
-        return result
+        return self.hidden_states_of_modules(input_ids, step)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return all_columns(self.model.lm_head, self.shard_logits(hidden_states))
 
     def shard_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        logits = apply_head(self.model.lm_head, hidden_states, F.linear)
+        with self.casting():
+            return self._capped(apply_head(self.model.lm_head, hidden_states, F.linear))
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         config = self.config
         if self._family.logits == "divided":
             return logits / config.logits_scaling
@@ -65,8 +55,3 @@ class GenericExecutor(DecoderExecutor):
         ]
         capped = self._family.beyond_sdpa, implementation_of(config) == "sdpa"
         return [repr(getattr(config, name, None)) for name in CONFIG_CONSTANTS], capped, modules
-
-    def _configs(self) -> list[Any]:
-        """Every config that the decoder or an attention module looks into, each once."""
-        modules = (self.decoder, *(layer.self_attn for layer in self._layers()))
-        return list({id(module.config): module.config for module in modules}.values())

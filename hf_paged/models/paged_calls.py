@@ -123,6 +123,8 @@ def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     (step, windows), layer = windowed, module.layer_idx
     caches, options = step.kv_cache(layer), AttentionOptions(scaling, windows[layer], softcap, s_aux)
+    if torch.is_autocast_enabled(query.device.type):  # attention of whatever kind then computes in its dtype
+        query, key, value = (x.to(caches[0].dtype) for x in (query, key, value))
     store_kv(key, value, *caches, step.slot_mapping)
     check_attention(query, *caches, options)  # what stock's own modules made
     return step.attend(layer, query, options)[None]

@@ -45,7 +45,8 @@ def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., 
 def apply_module(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """[T, k] -> [T, n] by a module as it stands; ValueError where it returns what the kernels do not take."""
     result: torch.Tensor = module(hidden[None])[0]
-    if result.dtype != hidden.dtype or result.dim() != 2 or result.stride(1) != 1:
+    same = result.dtype == hidden.dtype or torch.is_autocast_enabled(hidden.device.type)
+    if not same or result.dim() != 2 or result.stride(1) != 1:
         found = f"{result.dtype} {list(result.shape)} with strides {list(result.stride())}"
         raise ValueError(f"{type(module).__name__} returned {found}: expected {hidden.dtype} [T, n], rows contiguous")
     return result

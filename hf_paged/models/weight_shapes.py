@@ -16,36 +16,39 @@ from hf_paged.parallel.layers import RowParallelLinear, VocabParallelHead
 KEYS_VALUES = ("k_proj", "v_proj")
 
 
-def check_weights(model: Any, layers: list[Any], spec: KVSpec, num_heads: int) -> None:
-    """Raise ValueError for the first norm or plain linear layer of another shape than the others ask for.
+def check_weights(model: Any, layers: list[Any], spec: KVSpec, num_heads: int, dtype: torch.dtype | None) -> None:
+    """Raise ValueError for the first norm or plain linear layer of another shape or dtype than the others ask for.
 
-    `num_heads`: this rank's query heads. What modules hand on that are called as they stand is looked at there.
+    `num_heads`: this rank's query heads. `dtype`: of all of them; None: of each its own. What modules hand on that are
+    called as they stand is looked at there.
     """
     hidden, head = model.config.hidden_size, model.lm_head
-    check_tensors(_vector("norm", model.model.norm, hidden, spec.compute_dtype))
+    check_tensors(_vector("norm", model.model.norm, hidden, dtype))
     if is_plain_linear(head) or type(head) is VocabParallelHead:
-        check_tensors(Expected("lm_head.weight", head.weight, (None, hidden), spec.compute_dtype, strided=True))
+        check_tensors(Expected("lm_head.weight", head.weight, (None, hidden), dtype, strided=True))
     for i, layer in enumerate(layers):
-        check_tensors(*_of_layer(f"layers.{i}.", layer, spec, num_heads, hidden))
+        check_tensors(*_of_layer(f"layers.{i}.", layer, spec, num_heads, hidden, dtype))
 
 
-def _of_layer(prefix: str, layer: Any, spec: KVSpec, num_heads: int, hidden: int) -> Iterator[Expected]:
+def _of_layer(prefix: str, layer: Any, spec: KVSpec, num_heads: int, hidden: int,
+              dtype: torch.dtype | None) -> Iterator[Expected]:
     for name in ("input_layernorm", "post_attention_layernorm"):
-        yield _vector(prefix + name, getattr(layer, name), hidden, spec.compute_dtype)
+        yield _vector(prefix + name, getattr(layer, name), hidden, dtype)
     attention, mlp = layer.self_attn, layer.mlp
     for name in ("q_norm", "k_norm"):
         if (norm := getattr(attention, name, None)) is not None:
-            yield _vector(prefix + name, norm, spec.head_dim, spec.compute_dtype)
+            yield _vector(prefix + name, norm, spec.head_dim, dtype)
     queries, keys = num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     shapes = {"q_proj": (queries, hidden), "o_proj": (hidden, queries)} | dict.fromkeys(KEYS_VALUES, (keys, hidden))
-    yield from _linears(prefix, attention, shapes, spec.compute_dtype)
+    yield from _linears(prefix, attention, shapes, dtype)
     if "experts" not in mlp._modules and is_plain_linear(mlp.gate_proj):
         inner = len(mlp.gate_proj.weight)
         shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-        yield from _linears(prefix, mlp, shapes, spec.compute_dtype)
+        yield from _linears(prefix, mlp, shapes, dtype)
 
 
-def _linears(prefix: str, owner: Any, shapes: dict[str, tuple[int, int]], dtype: torch.dtype) -> Iterator[Expected]:
+def _linears(prefix: str, owner: Any, shapes: dict[str, tuple[int, int]],
+             dtype: torch.dtype | None) -> Iterator[Expected]:
     for name, shape in shapes.items():
         linear: Any = getattr(owner, name)
         if not is_plain_linear(linear) and type(linear) is not RowParallelLinear:
@@ -55,5 +58,5 @@ def _linears(prefix: str, owner: Any, shapes: dict[str, tuple[int, int]], dtype:
             yield Expected(f"{prefix}{name}.bias", linear.bias, shape[:1], dtype, strided=True)
 
 
-def _vector(name: str, norm: nn.Module, size: int, dtype: torch.dtype) -> Expected:
+def _vector(name: str, norm: nn.Module, size: int, dtype: torch.dtype | None) -> Expected:
     return Expected(f"{name}.weight", norm.weight, (size,), dtype)  # type: ignore[arg-type]

@@ -126,7 +126,8 @@ class StepGraphs:
 
     def _tensors(self) -> list[torch.Tensor]:
         model = self._executor.model
-        return watched([*model.parameters(), *model.buffers(), *self._executor.plain_tensors()])
+        own = self._executor.own_tensors()
+        return watched([*model.parameters(), *model.buffers(), *self._executor.plain_tensors(), *own])
 
     def drop(self) -> None:
         """Destroy all graphs, also those that a traceback still refers to; does not wait for one that runs."""

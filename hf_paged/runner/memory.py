@@ -23,7 +23,8 @@ def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig
     """Most blocks that an enabled model's pool may have, of which it holds `held_blocks` now. Allocates nothing.
 
     On CUDA: total * gpu_memory_utilization - what is in use besides the pool - an upper bound of one step, where
-    memory that torch has cached but does not use counts as free. On a CPU: `CPU_KV_CACHE_BYTES`.
+    memory that torch has cached but does not use counts as free, and copies of weights that will be made do not. On a
+    CPU: `CPU_KV_CACHE_BYTES`.
     """
     if spec.device.type != "cuda":
         return _cpu_num_blocks(spec, config, max_model_len)
@@ -31,7 +32,7 @@ def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig
     free += torch.cuda.memory_reserved(spec.device) - torch.cuda.memory_allocated(spec.device)
     available = free - total * (1.0 - config.gpu_memory_utilization)
     step_bytes = executor.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
-    available -= step_bytes * _STEPS_IN_MEMORY[config.enforce_eager]
+    available -= step_bytes * _STEPS_IN_MEMORY[config.enforce_eager] + executor.bytes_to_come()
     extra = max(0, int(available) // spec.block_bytes(config.block_size))
     return max(2, min(held_blocks + extra, _most_useful(config, max_model_len)))
 

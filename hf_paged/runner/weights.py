@@ -12,7 +12,7 @@ import torch
 
 from hf_paged.kernels.weights_checksum import ChecksumPlan
 from hf_paged.models import ModelExecutor, find_executor
-from hf_paged.models.eligibility import unsupported_reason
+from hf_paged.models.eligibility import reason_under
 from hf_paged.models.guards.facts import tensors_inside
 from hf_paged.models.guards.inner_tensors import watched
 from hf_paged.scheduler import BlockPool
@@ -42,7 +42,7 @@ class WeightsGuard:
         if not full:
             return False
         baseline = self._cached if self._pending is None else int(self._pending)
-        return int(self._checksum(self._tensors())) != baseline
+        return int(self.fresh()) != baseline
 
     def begin(self, pool: BlockPool) -> None:
         """The engine was idle and becomes busy: distrust what is cached, and start the checksum."""
@@ -53,7 +53,16 @@ class WeightsGuard:
             self._cached = None
             self.version += 1
         self._signature = signature
-        self._pending = self._checksum(self._tensors())
+        self._pending = self.fresh()
+
+    @property
+    def latest(self) -> torch.Tensor | None:
+        """The checksum that `begin` started, [1] int64 on the weights' device; None after `verify`."""
+        return self._pending
+
+    def fresh(self) -> torch.Tensor:
+        """A checksum of the weights as they are now, [1] int64, maybe still on its way."""
+        return self._checksum(self._tensors())
 
     @property
     def pending(self) -> bool:
@@ -78,7 +87,7 @@ class WeightsGuard:
     def checksum(self) -> int | torch.Tensor:
         """Of the weights at `begin`, or as they are now where none was taken; a tensor may still be on its way."""
         taken = self._cached if self._pending is None else self._pending
-        return self._checksum(self._tensors()) if taken is None else taken
+        return self.fresh() if taken is None else taken
 
     def _current_signature(self) -> tuple:
         # Buffers are left to the checksum: some RoPE modules write theirs in every forward.
@@ -93,6 +102,7 @@ class ModelMark(NamedTuple):
     """What a model computed at some time, to be told from what it computes later. Keeps no memory of it."""
 
     options: dict[str, Any]
+    autocast: torch.dtype | None
     state_key: bytes
     checksum: int | torch.Tensor
 
@@ -102,7 +112,8 @@ class ModelMark(NamedTuple):
         if executor_class is None:
             return f"it is a {type(model).__name__}"
         executor = executor_class(model, **self.options)
-        if (reason := unsupported_reason(executor)) is not None:
+        executor.autocast = self.autocast
+        if (reason := reason_under(executor, self.autocast)) is not None:
             return reason
         if executor.state_key() != self.state_key:
             return "its adapters or constants are others"

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -43,42 +42,39 @@ def _train(accelerator: Any, model: Any, steps: int = 2) -> tuple[Any, list[floa
     return model, losses, made
 
 
-@pytest.mark.parametrize(("precision", "dtype", "native"), [
-    ("no", torch.float32, True), ("bf16", torch.float32, False), ("bf16", torch.bfloat16, True),
+@pytest.mark.parametrize(("precision", "dtype"), [
+    ("no", torch.float32), ("bf16", torch.float32), ("bf16", torch.bfloat16),
 ])
-def test_training_with_generations_in_between_equals_stock(precision, dtype, native, make_accelerator):
+def test_training_with_generations_in_between_equals_stock(precision, dtype, make_accelerator):
     stock, stock_losses, expected = _train(make_accelerator(precision), tiny_model().to(dtype))
-    model = hf_paged.enable(tiny_model().to(dtype))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trained, losses, actual = _train(make_accelerator(precision), model)
-    fallbacks = [str(w.message) for w in caught if issubclass(w.category, hf_paged.FallbackWarning)]
+    model = hf_paged.enable(tiny_model().to(dtype), strict=True)
+    trained, losses, actual = _train(make_accelerator(precision), model)
     assert losses == stock_losses
-    assert (not fallbacks) == native
-    assert all("in torch.bfloat16 while the weights are torch.float32" in reason for reason in fallbacks)
     for ours, theirs in zip(actual, expected, strict=True):
         assert_same_tensor(ours, theirs)
     assert not torch.equal(actual[0], actual[-1])
     made = sum(ids[:, PROMPTS["input_ids"].shape[1] :].numel() for ids in actual)
-    assert hf_paged.get_engine(model).stats().num_generated_tokens == (made if native else 0)
+    assert hf_paged.get_engine(model).stats().num_generated_tokens == made
     for ours, theirs in zip(trained.parameters(), stock.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("enable_first", [False, True])
-def test_unwrapped_without_the_autocast_wrapper_a_model_is_native_in_its_own_dtype(enable_first, make_accelerator):
+def test_with_the_autocast_wrapper_and_unwrapped_a_model_computes_in_the_dtype_of_each(enable_first, make_accelerator):
     accelerator = make_accelerator("bf16")
     expected = tiny_model().generate(**PROMPTS, **OPTIONS)
+    lower = accelerator.unwrap_model(accelerator.prepare(tiny_model())).generate(**PROMPTS, **OPTIONS)
     model = tiny_model()
     if enable_first:
         hf_paged.enable(model)
     prepared = accelerator.prepare(model)
     hf_paged.enable(prepared, strict=True)
-    with pytest.raises(hf_paged.FallbackError, match=r"runs the forward in torch\.bfloat16"):
-        accelerator.unwrap_model(prepared).generate(**PROMPTS, **OPTIONS)
+    assert_native_parity(accelerator.unwrap_model(prepared), lower, **PROMPTS, **OPTIONS)
+    assert hf_paged.get_engine(prepared).stats().shadow_bytes > 0
     unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
     assert hf_paged.is_enabled(unwrapped)
     assert_native_parity(unwrapped, expected, **PROMPTS, **OPTIONS)
+    assert hf_paged.get_engine(unwrapped).stats().shadow_bytes == 0
 
 
 def test_generate_under_the_accelerators_autocast(make_accelerator):
@@ -91,8 +87,7 @@ def test_generate_under_the_accelerators_autocast(make_accelerator):
         hf_paged.enable(model)
     with accelerator.autocast():
         assert_native_parity(half, expected[0], **PROMPTS, **OPTIONS)
-        with pytest.warns(hf_paged.FallbackWarning, match=r"autocast to torch\.bfloat16"):
-            assert_same_tensor(full.generate(**PROMPTS, **OPTIONS), expected[1])
+        assert_native_parity(full, expected[1], **PROMPTS, **OPTIONS)
 
 
 def _files(folder: Path) -> dict[str, bytes]:

@@ -229,11 +229,26 @@ def test_a_resized_vocabulary():
 
 
 def test_ambient_autocast_to_another_dtype():
-    def call(model, **kwargs):
-        with torch.autocast("cpu", torch.bfloat16):
-            return model.generate(**kwargs)
+    model = hf_paged.enable(tiny_model(), strict=True)
+    inputs = batch([20, 7])
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = stock_generate(model, **inputs, max_new_tokens=6)
+        assert_native_parity(model, expected, **inputs, max_new_tokens=6)
 
-    assert_falls_back(tiny_model(), "autocast", call=call, **batch([20, 7]), max_new_tokens=6)
+
+def test_autocast_that_flex_attention_does_not_know():
+    """Queries and values then have different dtypes: stock's error is stock's to raise."""
+    model = hf_paged.enable(tiny_model(attn_implementation="flex_attention"))
+    assert hf_paged.get_engine(model).unsupported_reason() is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "flex_attention does not know" in str(hf_paged.get_engine(model).unsupported_reason())
+
+
+def test_autocast_to_full_precision(monkeypatch):
+    model = hf_paged.enable(tiny_model().bfloat16())
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.float32)  # which CUDA has
+    assert "autocast to torch.float32" in str(hf_paged.get_engine(model).unsupported_reason())
 
 
 def test_ambient_autocast_to_the_weights_dtype():
@@ -271,11 +286,8 @@ def test_accelerates_autocast_around_fp32_weights(accelerator, enable_first):
     model = accelerator("bf16").prepare_model(model)
     if not enable_first:
         hf_paged.enable(model)
-    with pytest.warns(hf_paged.FallbackWarning, match="bfloat16"):
-        assert_same_tensor(model.generate(**inputs, max_new_tokens=6), expected)
     hf_paged.enable(model, strict=True)
-    with pytest.raises(hf_paged.FallbackError, match="bfloat16"):
-        model.generate(**inputs, max_new_tokens=6)
+    assert_native_parity(model, expected, **inputs, max_new_tokens=6)
 
 
 def test_accelerates_autocast_around_bf16_weights_is_native(accelerator):

@@ -92,6 +92,7 @@ class BatchingWorker:
         """Give the engine what it can run; the rest ends here, each with its own error."""
         refused: list[tuple[BatchedRequest, GenerationOutput]] = []
         reason = self._engine.unsupported_reason() if self._arrived else None
+        autocast = self._engine.autocast_of_call() if self._arrived and reason is None else None
         for request in self._arrived:
             try:
                 if reason is not None:
@@ -101,7 +102,8 @@ class BatchingWorker:
                 session = streams if request.needs_tokens else others
                 request.start()
                 stop = stop_rule(self._engine, settings, request)
-                engine_id = self._engine.add(session, NewRequest(prompt, settings, seed=request.seed, stop=stop))
+                new = NewRequest(prompt, settings, seed=request.seed, stop=stop, autocast=autocast)
+                engine_id = self._engine.add(session, new)
                 self._running[engine_id] = request, session
             except Exception as error:
                 refused.append((request, failed_output(request, Refused(error))))

@@ -18,8 +18,8 @@ DEQUANTIZE = "A tensor of a special class is part of the model. Dequantize it, o
 ONE_DEVICE = ("Put the whole model on one device. For a model that needs several GPUs use "
               "`PagedGenerator.from_pretrained(..., tensor_parallel_size=N)`.")
 ONE_DTYPE = "Call `model.to(torch.bfloat16)`, or load it with `dtype=` one of fp32, fp16 and bf16."
-DTYPE_OF_AUTOCAST = ("Load the weights in the dtype of autocast (TRL: `model_init_kwargs={\"dtype\": \"bfloat16\"}`), "
-                     "or generate outside of autocast.")
+DTYPE_OF_AUTOCAST = ("Autocast is native to bf16 or fp16, on one GPU. Load the weights in its dtype (TRL: "
+                     "`model_init_kwargs={\"dtype\": \"bfloat16\"}`), or generate outside of autocast.")
 EVAL_MODE = "Call `model.eval()` before generating, and `model.train()` after it."
 SHARD = ("Load the checkpoint with `PagedGenerator.from_pretrained(..., tensor_parallel_size=N)`, or gather the "
          "weights before generating.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -22,10 +21,3 @@ def surroundings_reason() -> Reason | None:
             return Reason("a {} is active, which sees or changes every function of torch", type(mode).__qualname__,
                           remedy="Leave the torch mode (`with` block) before generating.")
     return None
-
-
-def autocast_state(model: nn.Module) -> tuple:
-    """Whether autocast is on for the model's device, and to what dtype."""
-    first = next(model.parameters(), None)  # of a module that may be of any class as yet
-    device = "cpu" if first is None else first.device.type
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

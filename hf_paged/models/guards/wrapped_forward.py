@@ -8,22 +8,21 @@ from typing import Any
 import torch
 
 from hf_paged.errors import Reason
-from hf_paged.models.guards.remedies import DTYPE_OF_AUTOCAST, UNDO_REPLACEMENT
+from hf_paged.models.guards.remedies import UNDO_REPLACEMENT
 
 
 def wrapped_forward_reason(model: Any) -> Reason | None:
-    """Known are accelerate's mixed precision, which computes in its autocast dtype, TRL's fused head, torch.compile."""
-    contexts = _autocast_contexts(model.__dict__["forward"], model)
-    if contexts is None:
+    """Known are accelerate's mixed precision, TRL's fused head, torch.compile."""
+    if _autocast_contexts(model.__dict__["forward"], model) is None:
         return Reason("forward is replaced on the instance by {}, a wrapper that hf_paged does not know",
                       called_name(model.__dict__["forward"]), remedy=UNDO_REPLACEMENT)
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    for context in contexts:
-        if context._enabled and dtypes != {context.fast_dtype}:
-            found = ", ".join(sorted(map(str, dtypes)))
-            return Reason("accelerate runs the forward in {} while the weights are {}", context.fast_dtype, found,
-                          remedy=DTYPE_OF_AUTOCAST)
     return None
+
+
+def autocast_of_wrapper(model: Any, device_type: str) -> torch.autocast | None:
+    """The autocast that known wrappers enter last before the class's forward, of those for this type of device."""
+    contexts = _autocast_contexts(model.__dict__["forward"], model) or []
+    return next((context for context in reversed(contexts) if context.device == device_type), None)
 
 
 def called_name(wrapper: Any) -> str:

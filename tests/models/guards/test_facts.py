@@ -129,6 +129,8 @@ def test_ambient_state_and_global_hooks():
     engine = hf_paged.get_engine(model)
     assert engine.unsupported_reason() is None
     with torch.autocast("cpu", torch.bfloat16):
+        assert engine.unsupported_reason() is None
+        model.set_attn_implementation("flex_attention")
         assert "autocast" in engine.unsupported_reason()
     assert engine.unsupported_reason() is None
     handle = nn.modules.module.register_module_forward_hook(lambda *args: None)

@@ -1,0 +1,151 @@
+# mypy: disallow-untyped-defs=False
+"""Copies of many tensors in another dtype, renewed together: one launch for each pair of dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl
+
+# Elements that a program copies: some hundred thousand programs for 8B weights.
+CHUNK = 1 << 15
+TILE, REST = 4096, 512  # elements at a time, where memory is contiguous and where it is not
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+# What a row of the table holds: addresses, elements, and, where rows are strided, elements of a row and of its strides.
+_COLUMNS = 6
+
+
+class CopyPlan:
+    """Copies sources to targets of the same shapes and other dtypes. Keeps its pointer tables while nothing moves."""
+
+    def __init__(self) -> None:
+        self._signature: list[tuple] = []
+        self._tables: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # and a source and a target of each
+
+    def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor],
+                 now: torch.Tensor | None = None, before: torch.Tensor | None = None) -> None:
+        """``target.copy_(source)`` for all pairs, enqueued without waiting; nothing where ``now`` equals ``before``.
+
+        Args:
+            sources: of float32, float16 or bfloat16, on one device.
+            targets: as many, of the same shapes on the same device. No two overlap.
+            now, before: ``[1]`` int64 on that device, compared there; both or neither.
+
+        Raises:
+            ValueError: shapes or dtypes that are not as above.
+        """
+        for source, target in zip(sources, targets, strict=True):
+            if source.shape != target.shape or not {source.dtype, target.dtype} <= _DTYPES.keys():
+                raise ValueError(f"source {source.dtype} {list(source.shape)}, target {target.dtype} "
+                                 f"{list(target.shape)}: expected equal shapes, and fp32, fp16 or bf16")
+        if sources and sources[0].is_cuda:
+            self.launch(sources, targets, now, before)
+        elif now is None or before is None or int(now) != int(before):
+            copies_reference(sources, targets)
+
+    def launch(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor],
+               now: torch.Tensor | None = None, before: torch.Tensor | None = None) -> None:
+        """The Triton kernel."""
+        require_triton()
+        signature = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (*sources, *targets)]
+        if signature != self._signature:
+            self._tables = _tables(sources, targets)
+            self._signature = signature
+        for table, source, target in self._tables:
+            with on_device_of(source):
+                _cast_copies_kernel[(len(table),)](
+                    table, source, target, table if now is None else now, table if before is None else before,
+                    CONDITIONAL=now is not None and before is not None, TILE=TILE, REST=REST, num_warps=4,
+                )
+
+
+def copies_reference(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """:class:`CopyPlan` in plain torch, unconditionally."""
+    with torch.no_grad():
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+
+
+def _tables(sources: Sequence[torch.Tensor],
+            targets: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """For each pair of dtypes the chunks ``[chunks, 6]`` int64, and an example of its tensors."""
+    by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for source, target in zip(sources, targets, strict=True):
+        if source.numel():
+            by_dtypes.setdefault((source.dtype, target.dtype), []).append((source, target))
+    found = []
+    for pairs in by_dtypes.values():
+        rows = torch.from_numpy(np.concatenate([_chunks(*pair) for pair in pairs]))
+        device = pairs[0][0].device
+        # Pinned, so that the copy is only enqueued; torch keeps the memory until it is done.
+        table = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
+        source, target = pairs[0]
+        found.append((table, source.detach(), target))
+    return found
+
+
+def _chunks(source: torch.Tensor, target: torch.Tensor) -> np.ndarray:
+    """Rows ``(source, target, elements, width, source stride, target stride)`` of the table for one pair.
+
+    A row copies elements i at ``i // width * stride + i % width`` on either side.
+    """
+    if source.is_contiguous() and target.is_contiguous():
+        width, strides, count = source.numel(), (0, 0), source.numel()
+        starts = np.arange(0, count, CHUNK)
+        offsets, elements = (starts, starts), np.minimum(count - starts, CHUNK)
+    else:
+        source, target = _rows(source), _rows(target)
+        width, count = source.shape[1], source.shape[0]
+        strides = source.stride(0), target.stride(0)
+        at_once = max(1, CHUNK // width)
+        starts = np.arange(0, count, at_once)
+        offsets = starts * strides[0], starts * strides[1]
+        elements = np.minimum(count - starts, at_once) * width
+    table = np.empty((len(starts), _COLUMNS), dtype=np.int64)
+    table[:, 0] = source.data_ptr() + offsets[0] * source.element_size()
+    table[:, 1] = target.data_ptr() + offsets[1] * target.element_size()
+    table[:, 2], table[:, 3], table[:, 4], table[:, 5] = elements, width, *strides
+    return table
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as rows that are contiguous, their distance being any."""
+    rows = tensor.detach().flatten(0, -2) if tensor.dim() > 2 else tensor.detach()
+    if rows.dim() != 2 or rows.stride(1) != 1 or rows.data_ptr() != tensor.data_ptr():
+        raise ValueError(f"{list(tensor.shape)} with strides {list(tensor.stride())}: expected rows that are contiguous")
+    return rows
+
+
+@jit()
+def _cast_copies_kernel(table, source_like, target_like, now, before, CONDITIONAL: tl.constexpr, TILE: tl.constexpr,
+                        REST: tl.constexpr):
+    entry = table + tl.program_id(0).to(tl.int64) * 6
+    source_address = tl.load(entry)
+    target_address = tl.load(entry + 1)
+    count = tl.load(entry + 2).to(tl.int32)
+    if CONDITIONAL:
+        count = tl.where(tl.load(now) == tl.load(before), 0, count)
+    width = tl.load(entry + 3)
+    lane = tl.arange(0, TILE)
+    source = source_address.to(tl.pointer_type(source_like.dtype.element_ty))
+    target = target_address.to(tl.pointer_type(target_like.dtype.element_ty))
+    # Whole tiles of contiguous memory at aligned addresses are copied 16 bytes a thread.
+    aligned = (source_address % 16 == 0) & (target_address % 16 == 0) & (width >= count)
+    wide = tl.where(aligned, count // TILE * TILE, 0)
+    wide_source, wide_target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
+    for start in range(0, wide, TILE):
+        value = tl.load(wide_source + start + lane)
+        tl.store(wide_target + start + lane, value.to(target_like.dtype.element_ty))
+    source_stride = tl.load(entry + 4)
+    target_stride = tl.load(entry + 5)
+    width = tl.minimum(width, count).to(tl.int32)
+    few = tl.arange(0, REST)
+    for start in range(wide, count, REST):
+        index = start + few
+        inside = index < count
+        row, column = (index // width).to(tl.int64), index % width
+        value = tl.load(source + row * source_stride + column, mask=inside)
+        tl.store(target + row * target_stride + column, value.to(target_like.dtype.element_ty), mask=inside)

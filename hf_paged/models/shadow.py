@@ -1,0 +1,67 @@
+"""A shadow: copies of weights in the dtype that a call computes in, while the weights stay what the trainer keeps.
+
+The copies are renewed together when the weights changed. On a GPU the device itself compares the checksum of the
+weights with that of the last renewal, so that nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_paged.kernels.cast_copies import CopyPlan
+
+
+class Shadow:
+    """Targets that are renewed from sources: any views, which need not be of one dtype.
+
+    Args:
+        targets: where the copies lie; of their memory each storage counts once. They stay where they are.
+    """
+
+    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
+        self.targets = list(targets)
+        self._plan = CopyPlan()
+        self._checksum: torch.Tensor | None = None  # [1] int64, of the weights that the copies were made of
+        self._marks: list[tuple[int, int]] = []
+
+    def refresh(self, sources: Sequence[torch.Tensor], checksum: torch.Tensor | None = None) -> None:
+        """Make the copies anew where the sources changed; enqueued on the current stream, without waiting.
+
+        Args:
+            sources: one for each target, of its shape, as they are now.
+            checksum: ``[1]`` int64 on their device over all that the sources can hold, comparable with those of other
+                calls. None: the copies are made in any case.
+        """
+        self._marks = _marks(sources)
+        known = self._checksum if checksum is not None else None
+        self._plan(sources, self.targets, None if known is None else checksum, known)
+        if checksum is None:
+            self._checksum = None
+        elif self._checksum is None:
+            self._checksum = checksum.clone()
+        else:
+            self._checksum.copy_(checksum)
+
+    def is_stale(self, sources: Sequence[torch.Tensor]) -> bool:
+        """Do addresses and version counters say that the sources changed? Fused optimizers leave no trace in them."""
+        return self._marks != _marks(sources)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the copies."""
+        storages = {s.data_ptr(): s.nbytes() for s in (target.untyped_storage() for target in self.targets)}
+        return sum(storages.values())
+
+
+def side_by_side(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """New memory for copies of weights ``[n_i, ...]``: one tensor ``[sum n_i, ...]``, and its part for each."""
+    sizes = [len(weight) for weight in weights]
+    first = weights[0]
+    merged = torch.empty((sum(sizes), *first.shape[1:]), dtype=dtype, device=first.device)
+    return merged, list(merged.split(sizes))
+
+
+def _marks(sources: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(s.data_ptr(), 0 if s.is_inference() else s._version) for s in sources]
