@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from support import assert_same_tensor, num_calls
@@ -173,6 +174,8 @@ def _assert_same(a: Any, b: Any, path: str = "") -> None:
         assert len(a) == len(b), path
         for index, (one, other) in enumerate(zip(a, b, strict=True)):
             _assert_same(one, other, f"{path}/{index}")
+    elif isinstance(a, np.ndarray):
+        assert np.array_equal(a, b), path
     else:
         assert a == b, path
 
