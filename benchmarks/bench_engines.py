@@ -8,7 +8,7 @@ Only `run` is on the clock.
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from workloads import Workload, generation_configs, qwen3, qwen3_config
 
 MODULES = {"ours": "hf_paged", "stock": "transformers", "generate_batch": "transformers", "vllm": "vllm",
-           "nano-vllm": "nanovllm"}
+           "nano-vllm": "nanovllm", "ours-autocast": "hf_paged", "stock-autocast": "transformers"}
 
 
 def dtype_of(device: str) -> torch.dtype:
@@ -26,14 +26,23 @@ def dtype_of(device: str) -> torch.dtype:
 
 
 class Engine:
-    """What they share: the model in memory. ``overrides``: fields of our `PagedConfig`."""
+    """What they share: the model in memory. ``overrides``: fields of our `PagedConfig`.
+
+    ``under_autocast``: fp32 weights under bf16 autocast, as a trainer has them.
+    """
 
     holds_model = True
+    under_autocast = False
 
     def __init__(self, size: str, device: str) -> None:
         self.size, self.device = size, device
-        self.model = qwen3(size, dtype_of(device), device) if self.holds_model else None
+        dtype = torch.float32 if self.under_autocast else dtype_of(device)
+        self.model = qwen3(size, dtype, device) if self.holds_model else None
         self._settings: object = None
+
+    def around(self) -> AbstractContextManager[Any]:
+        """Entered for all that the engine does."""
+        return torch.autocast(self.device, torch.bfloat16) if self.under_autocast else nullcontext()
 
     def open(self, workload: Workload, overrides: dict[str, Any]) -> float | None:
         settings = self.settings(workload, overrides)
@@ -115,6 +124,17 @@ class Stock(Engine):
         if self.device == "cuda":
             torch.cuda.synchronize()
         return [n for n in workload.output_lengths for _ in range(workload.samples)]
+
+
+class OursUnderAutocast(Ours):
+    under_autocast = True
+
+    def stats(self) -> dict[str, Any]:
+        return super().stats() | {"shadow_bytes": self.generator.engine.stats().shadow_bytes}
+
+
+class StockUnderAutocast(Stock):
+    under_autocast = True
 
 
 class GenerateBatch(Engine):
@@ -235,3 +255,4 @@ class NanoVllm(Engine):
 
 ENGINES: dict[str, type[Engine]] = {"ours": Ours, "stock": Stock, "generate_batch": GenerateBatch, "vllm": Vllm,
                                     "nano-vllm": NanoVllm}
+UNDER_AUTOCAST: dict[str, type[Engine]] = {"ours-autocast": OursUnderAutocast, "stock-autocast": StockUnderAutocast}

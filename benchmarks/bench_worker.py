@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_engines import ENGINES, Engine, dtype_of
+from bench_engines import ENGINES, UNDER_AUTOCAST, Engine, dtype_of
 from floors import floor, measure_ceilings
 from workloads import make_workload, qwen3_config
 
@@ -71,12 +71,13 @@ def main() -> None:
         if job["engine"] == "ceilings":
             tell("row", row=0, **measure_ceilings(job["device"]))
             return
-        engine = ENGINES[job["engine"]](job["model"], job["device"])
+        engine = (ENGINES | UNDER_AUTOCAST)[job["engine"]](job["model"], job["device"])
         tell("loaded")
         for row in job["rows"]:
             tell("begin", row=row["row"])
             try:
-                figures = measure(engine, job, row)
+                with engine.around():
+                    figures = measure(engine, job, row)
             except Exception as error:
                 traceback.print_exc()
                 figures = {"error": f"{type(error).__name__}: {error}"[:300]}

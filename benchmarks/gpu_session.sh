@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # One visit to a GPU machine: tests, kernels, log-prob error, throughput. Full logs under $OUT, a short table last.
-#   bash benchmarks/gpu_session.sh [tests|kernels|linear|sampler|options|logprob|throughput|ab|profile|timeline ...]
+#   bash benchmarks/gpu_session.sh [tests|kernels|linear|sampler|options|logprob|throughput|ab|profile|timeline
+#                                  |shadow|logprob_autocast|autocast ...]
 #   MODELS=32B SIZE=4 bash benchmarks/gpu_session.sh rank_tests all_reduce ranks ranks_filtered    # several GPUs
 set -uo pipefail
 OUT=${OUT:-/tmp/hf_paged_gpu}
@@ -16,6 +17,10 @@ for step in "${steps[@]}"; do
     linear) timeout 240 python3 benchmarks/linear_tuning.py --out "$OUT/linear.json" >"$OUT/linear.log" 2>&1 ;;
     sampler) timeout 90 python3 benchmarks/sampler_speed.py --out "$OUT/sampler.json" >"$OUT/sampler.log" 2>&1 ;;
     logprob) timeout 200 python3 benchmarks/logprob_error.py --out "$OUT/logprob.json" >"$OUT/logprob.log" 2>&1 ;;
+    shadow) timeout 90 python3 benchmarks/shadow_speed.py --out "$OUT/shadow.json" >"$OUT/shadow.log" 2>&1 ;;
+    logprob_autocast) timeout 200 python3 benchmarks/logprob_error.py --autocast --out "$OUT/logprob_autocast.json" >"$OUT/logprob_autocast.log" 2>&1 ;;
+    autocast) timeout 300 python3 benchmarks/run_all.py --engines ours --workloads nano --batches --autocast --models ${MODELS:-0.6B} \
+      --out "$OUT/autocast" >"$OUT/autocast.log" 2>&1 ;;
     profile) timeout 150 bash -c 'for b in 256 8 1; do python3 benchmarks/profile_decode.py --batch $b --out $OUT/profile_$b.txt; done' >"$OUT/profile.log" 2>&1 ;;
     throughput) timeout 400 python3 benchmarks/run_all.py --engines ours --models ${MODELS:-0.6B} --out "$OUT/figures" >"$OUT/throughput.log" 2>&1 ;;
     ab) timeout 400 python3 benchmarks/run_all.py --engines ours --workloads nano single --batches --ab all --out "$OUT/ab" >"$OUT/ab.log" 2>&1 ;;

@@ -2,6 +2,7 @@
 
     python benchmarks/run_all.py [--workloads nano single ...] [--models 0.6B 4B 8B] [--batches 1 8 64 512 1024]
                                  [--engines ours stock generate_batch vllm nano-vllm] [--ab overlap ... | --ab all]
+                                 [--autocast]
                                  [--runs 3] [--warmup 1] [--budget 60] [--limit 300] [--out DIR]
     python benchmarks/run_all.py --plot-from DIR/figures.json      # draw where matplotlib is, measure elsewhere
     python benchmarks/run_all.py --models tiny --device cpu --scale 0.02 --batches 4     # does it run? minutes: none
@@ -9,8 +10,9 @@
 A row is the median of `--runs` after `--warmup` runs in one process; `--budget` seconds a row trim them for slow
 engines. "ready" is from the model in memory (vLLM, nano-vllm: from their start) to the first token, given where an
 engine was started for a row; "first run" is the rate of the row's very first run. "of floor": see floors.py.
-`--ab` repeats our rows with one technique off. Each engine and model has a process; one that dies or takes longer
-than `--limit` for a row costs that row, and the rest goes on in a new one.
+`--ab` repeats our rows with one technique off, `--autocast` ours and stock's with fp32 weights under bf16 autocast.
+Each engine and model has a process; one that dies or takes longer than `--limit` for a row costs that row, and the rest
+goes on in a new one.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from typing import Any
 
 import bench_report
 import torch
-from bench_engines import ENGINES, MODULES
+from bench_engines import ENGINES, MODULES, UNDER_AUTOCAST
 from workloads import QWEN3_SHAPES, WORKLOADS
 
 from hf_paged import PagedConfig
@@ -52,13 +54,20 @@ def switches() -> dict[str, Any]:
     return found
 
 
+def engines(args: argparse.Namespace) -> list[str]:
+    """Those asked for, each followed by itself under autocast where that is asked for and it knows it."""
+    named = [(name, f"{name}-autocast") for name in args.engines]
+    return [one for name, cast in named for one in (name, cast)
+            if one == name or (args.autocast and cast in UNDER_AUTOCAST)]
+
+
 def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     names = [*args.workloads, *(f"batch {n}" for n in args.batches)]
     off = switches()
     techniques = list(off) if args.ab == ["all"] else args.ab
     rows = []
     for model in args.models:
-        for engine in args.engines:
+        for engine in engines(args):
             variants: list[dict[str, Any]] = [{}]
             variants += [{name: off[name]} for name in techniques] if engine == "ours" else []
             rows += [{"workload": workload, "model": model, "engine": engine, "overrides": overrides}
@@ -154,7 +163,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     report["ceilings"] = measured
     results: dict[int, dict[str, Any]] = {}
     for model in args.models:
-        for engine in args.engines:
+        for engine in engines(args):
             mine = [row for row in rows if (row["model"], row["engine"]) == (model, engine)]
             if importlib.util.find_spec(MODULES[engine]) is None:
                 results |= {row["row"]: {"error": "not installed"} for row in mine}
@@ -172,6 +181,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(QWEN3_SHAPES), default=["0.6B"])
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--ab", nargs="+", choices=["all", *switches()], default=[], help="our rows, too, with one off")
+    parser.add_argument("--autocast", action="store_true", help="also fp32 weights under bf16 autocast")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of runs a row")

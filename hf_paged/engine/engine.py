@@ -68,6 +68,8 @@ def _executor_of(model: PreTrainedModel, config: PagedConfig) -> ModelExecutor:
     if executor_class is None:
         raise UnsupportedModelError(f"model={type(model).__name__}: expected a class that hf_paged supports")
     executor = executor_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels)
+    if not executor.group.is_parallel:  # most likely its calls will be made as this one is
+        executor.autocast = executor.autocast_of_call()
     spec = executor.kv_spec()
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.attention_backend == "triton" and spec.device.type == "cpu" and not interpreted:

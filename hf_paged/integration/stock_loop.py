@@ -22,6 +22,7 @@ from hf_paged.integration import paths
 from hf_paged.integration.call_context import salt_of_call, seed_of_call
 from hf_paged.integration.fallback import fall_back, in_fallback, quiet_fallbacks, unreadable
 from hf_paged.integration.inputs import check_token_ids, input_reasons, paged_prompts
+from hf_paged.integration.late_cache import LateCache
 from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.integration.stock_pieces import NO_LENGTH
 from hf_paged.models.guards.at_home import is_method_of_mixin
@@ -69,14 +70,15 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
     with engine.lockstep(call.prompts, call.max_new_tokens, salt_of_call(), call.autocast) as batch:
         if not isinstance(batch, Reason):
             def over_pages(batch: LockstepBatch = batch) -> Any:
-                return _run(engine, model, batch, method, input_ids, config, model_kwargs)
+                return _run(engine, model, batch, method, input_ids, config, model_kwargs, call.autocast is not None)
 
             return paths.counted(engine, "lockstep", why, over_pages, num_tokens)
     return in_stock(batch)
 
 
 def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, input_ids: torch.Tensor,
-         config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
+         config: GenerationConfig, model_kwargs: dict[str, Any], rounds_cache: bool) -> Any:
+    """`rounds_cache`: the pages hold what attention sees under autocast, and stock's cache what it rounds anew."""
     check_token_ids(input_ids, engine.vocab_size)
     cache = PagedCache(batch, input_ids.shape[1], model.config.get_text_config(decoder=True).num_hidden_layers)
     with _seeded(engine, input_ids.device, model.device):
@@ -84,7 +86,11 @@ def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, inp
     if isinstance(result, ModelOutput) and result.get("past_key_values") is cache:
         if config.use_cache is False:
             return type(result)(**{name: value for name, value in result.items() if value is not cache})
-        result["past_key_values"] = cache.to_dynamic(model.config)
+        if rounds_cache:
+            width = input_ids.shape[1]
+            result["past_key_values"] = LateCache(engine, model, result["sequences"], width, model_kwargs)
+        else:
+            result["past_key_values"] = cache.to_dynamic(model.config)
     return result
 
 
@@ -116,8 +122,9 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
     if feeds_padding and pad is not None and not 0 <= int(pad) < engine.vocab_size:
         return Reason("pad_token_id={} is outside the vocabulary", int(pad), remedy=SET_PAD)
     autocast = engine.autocast_of_call()
-    if autocast is not None and config.return_dict_in_generate and config.use_cache is not False:
-        return Reason("keys and values of a call under autocast, which pages hold in {}", autocast,
+    returns_cache = config.return_dict_in_generate and config.use_cache is not False
+    if autocast is not None and returns_cache and (config.num_beams or 1) > 1:
+        return Reason("keys and values of beams under autocast, which pages hold in {}", autocast,
                       remedy="`return_dict_in_generate` also returns a cache, which stock keeps in the dtype of the "
                              "weights. Leave the option out, or give `use_cache=False`.")
     return LockstepCall(prompts, max_new_tokens, autocast)

@@ -115,7 +115,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as rows that are contiguous, their distance being any."""
     rows = tensor.detach().flatten(0, -2) if tensor.dim() > 2 else tensor.detach()
     if rows.dim() != 2 or rows.stride(1) != 1 or rows.data_ptr() != tensor.data_ptr():
-        raise ValueError(f"{list(tensor.shape)} with strides {list(tensor.stride())}: expected rows that are contiguous")
+        raise ValueError(f"{list(tensor.shape)}, strides {list(tensor.stride())}: expected rows that are contiguous")
     return rows
 
 

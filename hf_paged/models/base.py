@@ -143,6 +143,7 @@ class ModelExecutor(ABC):
     def prepare(self, max_model_len: int) -> None:
         """Between idle and busy: make or renew what the layers need besides the modules (merged weights, RoPE)."""
 
+    @abstractmethod
     def refresh(self, checksum: torch.Tensor | None) -> None:
         """Enqueue the renewal of copies of weights, if there are any (see `Shadow.refresh`); `prepare` came before."""
 

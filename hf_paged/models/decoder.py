@@ -86,7 +86,9 @@ class DecoderExecutor(ModelExecutor):
         inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         per_token = experts * (3 * inner // self.group.size + 2 * config.hidden_size)
         per_token *= self.kv_spec().compute_dtype.itemsize
-        return super().step_bytes(num_tokens, num_rows) + num_tokens * per_token
+        # Autocast makes copies of what it casts, of which the head's is the largest, and the last.
+        cast = 0 if self.autocast is None else config.hidden_size * config.vocab_size * self.autocast.itemsize
+        return super().step_bytes(num_tokens, num_rows) + num_tokens * per_token + cast
 
     def own_modules(self) -> Iterator[tuple[str, nn.Module, type]]:
         wrapper = self._family.wrapper

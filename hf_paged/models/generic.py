@@ -24,6 +24,9 @@ class GenericExecutor(DecoderExecutor):
     def prepare(self, max_model_len: int) -> None:
         """Nothing is kept besides the modules."""
 
+    def refresh(self, checksum: torch.Tensor | None) -> None:
+        """Nothing is kept besides the modules."""
+
     def is_current(self) -> bool:
         return True
 

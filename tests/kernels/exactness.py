@@ -17,6 +17,11 @@ def runs(reference, kernel, dispatch):
     ]
 
 
+def lower_runs(reference, kernel, dispatch):
+    """(function, device, lower dtype) for an op whose tensors are of two dtypes."""
+    return [case for case in runs(reference, kernel, dispatch) if case.values[2] is not torch.float32]
+
+
 def assert_equal(actual, expected):
     assert actual.shape == expected.shape
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exactness import EPS, HALVES, assert_equal, runs
+from exactness import EPS, HALVES, assert_equal, lower_runs, runs
 from pairs import every_pair
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -28,14 +28,17 @@ def stock_norm(x, weight, eps=EPS):
     return norm(x)
 
 
-def assert_normed(normed, summed, weight, eps=EPS):
-    """Each row is stock's formula to the bit for a float32 mean square within 4 ulp of the exact one."""
+def assert_normed(normed, summed, weight, eps=EPS, dtype=None):
+    """Each row is stock's formula to the bit for a float32 mean square within 4 ulp of the exact one.
+
+    `dtype`: what stock's result is rounded to in the end.
+    """
     variance = summed.double().pow(2).mean(-1, keepdim=True).float()
     matches = torch.zeros(len(summed), dtype=torch.bool, device=summed.device)
     for ulps in range(-4, 5):
         inverse = torch.rsqrt((variance.view(torch.int32) + ulps).view(torch.float32) + eps)
         expected = weight * (summed.float() * inverse).to(summed.dtype)
-        matches |= (normed == expected).all(-1)
+        matches |= (normed == expected.to(dtype or expected.dtype)).all(-1)
     assert matches.all()
 
 
@@ -63,6 +66,28 @@ def test_sum_and_norm(run, device, dtype, width, scale):
     normed, summed = run(rows_of(x), rows_of(residual), weight, EPS)
     assert_equal(summed, residual + x)
     assert_normed(normed, summed, weight)
+
+
+@pytest.mark.parametrize(("run", "device", "lower", "kinds", "width"), every_pair(
+    lower_runs(add_rms_norm_reference, add_rms_norm_triton, add_rms_norm),
+    ["lower full full", "lower lower full", "full lower full", "lower full lower", "full full full",
+     "other lower other", "full None full", "lower None full", "other None other"],
+    [64, 1000]))
+def test_dtypes_of_autocast(run, device, lower, kinds, width):
+    """Sum and norm are rounded where modules round them whose tensors are promoted, and then once more."""
+    other = torch.bfloat16 if lower is torch.float16 else torch.float16
+    of_kind = {"lower": lower, "full": torch.float32, "other": other}
+    if run is add_rms_norm_triton and "other" in kinds:
+        kinds = kinds.replace("other", "full")  # the interpreter truncates to bfloat16
+    x, residual, weight = make(width, 5, width, torch.float32, device, scale=3.0)
+    x, weight = x.to(of_kind[kinds.split()[0]]), weight.to(of_kind[kinds.split()[2]])
+    residual = None if "None" in kinds else rows_of(residual.to(of_kind[kinds.split()[1]]))
+    normed, summed = run(rows_of(x), residual, weight, EPS, lower)
+    expected = x if residual is None else residual + x
+    assert summed.dtype == expected.dtype
+    assert_equal(summed, expected)
+    assert normed.dtype == lower
+    assert_normed(normed, summed, weight, dtype=lower)
 
 
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
@@ -176,3 +201,5 @@ def test_bad_arguments():
     ]:
         with pytest.raises(ValueError, match=message):
             add_rms_norm(*arguments, EPS)
+    with pytest.raises(ValueError, match="must be fp32, fp16 or bf16"):
+        add_rms_norm(x.double(), residual, weight, EPS, torch.float16)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exactness import EPS, assert_equal, runs
+from exactness import EPS, assert_equal, lower_runs, runs
 from pairs import every_pair
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
@@ -22,7 +22,8 @@ RUNS = runs(qk_norm_rope_store_reference, qk_norm_rope_store_triton, qk_norm_rop
 class Case:
     """Random arguments: strided rows of qkv and tables, some tokens without a slot, caches with ends to guard."""
 
-    def __init__(self, seed, device, dtype, head_dim, heads, kv_heads, tokens=5, block_size=16):
+    def __init__(self, seed, device, dtype, head_dim, heads, kv_heads, tokens=5, block_size=16, norms=None,
+                 tables=None):
         g = torch.Generator().manual_seed(seed)
         self.heads, self.kv_heads, self.head_dim, num_positions = heads, kv_heads, head_dim, 40
         width = (heads + 2 * kv_heads) * head_dim
@@ -30,9 +31,9 @@ class Case:
         wide[:, 16:-16] = torch.randn(tokens, width, generator=g) * 3
         self.qkv = wide.to(dtype).to(device)[:, 16:-16]
         weights = 1 + 0.3 * torch.randn(2, head_dim, generator=g)
-        self.q_weight, self.k_weight = weights.to(dtype).to(device)
+        self.q_weight, self.k_weight = weights.to(norms or dtype).to(device)
         angles = torch.rand(num_positions, 2 * head_dim, generator=g) * 6.3
-        self.cos, self.sin = (f(angles).to(dtype).to(device)[:, :head_dim] for f in (torch.cos, torch.sin))
+        self.cos, self.sin = (f(angles).to(tables or dtype).to(device)[:, :head_dim] for f in (torch.cos, torch.sin))
         self.positions = torch.randint(0, num_positions, (tokens,), generator=g).to(device)
         slots = 1 + torch.randperm(3 * block_size - 2, generator=g)[:tokens]
         slots[torch.rand(tokens, generator=g) < 0.3] = -1
@@ -90,8 +91,8 @@ class Case:
                 inverse = torch.rsqrt((variance.view(torch.int32) + ulps).view(torch.float32) + EPS)
                 normed.append(weight * (states.float() * inverse).to(states.dtype))
             expected_query, expected_key = self.rotated(*normed)
-            matches[0] |= (query == expected_query).all(-1)
-            matches[1] |= (key == expected_key[kept]).all(-1)
+            matches[0] |= (query == expected_query.to(query.dtype)).all(-1)
+            matches[1] |= (key == expected_key[kept].to(key.dtype)).all(-1)
         assert matches[0].all()
         assert matches[1].all()
 
@@ -101,6 +102,17 @@ class Case:
 def test_norm_rotation_and_slots(run, device, dtype, head_dim, shape):
     heads, kv_heads = shape
     Case(head_dim + heads, device, dtype, head_dim, heads, kv_heads).check(run)
+
+
+@pytest.mark.parametrize(("run", "device", "dtype", "head_dim", "kinds"), every_pair(
+    lower_runs(qk_norm_rope_store_reference, qk_norm_rope_store_triton, qk_norm_rope_store),
+    [64, 80, 128], ["full full", "full lower", "lower full"]))
+def test_dtypes_of_autocast(run, device, dtype, head_dim, kinds):
+    """fp32 norms or tables: q and k stay in fp32 until attention rounds them, as does the cache."""
+    norms, tables = (torch.float32 if kind == "full" else dtype for kind in kinds.split())
+    case = Case(head_dim, device, dtype, head_dim, 4, 2, norms=norms, tables=tables)
+    assert case.rotated(*case.heads_of()[:2])[0].dtype == tables
+    case.check(run)
 
 
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
@@ -181,17 +193,19 @@ def test_rotation_is_stocks_on_all_values(run, device, dtype, seed):
 
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(32, 4, 2), (80, 3, 1), (96, 16, 8), (256, 2, 2)])
-def test_without_norms_the_rotation_is_stocks_to_the_bit(run, device, dtype, head_dim, heads, kv_heads):
+@pytest.mark.parametrize("full_tables", [False, True])
+def test_without_norms_the_rotation_is_stocks_to_the_bit(run, device, dtype, head_dim, heads, kv_heads, full_tables):
     """As in a Llama: on ordinary values, and on any bits of a head and of the tables."""
     g = torch.Generator().manual_seed(head_dim)
-    case = Case(7, device, dtype, head_dim, heads, kv_heads, tokens=9)
+    tables = torch.float32 if full_tables else dtype  # as under autocast
+    case = Case(7, device, dtype, head_dim, heads, kv_heads, tokens=9, tables=tables)
     case.q_weight = case.k_weight = None
     for any_bits in (False, True):
         if any_bits:
             case.qkv[:] = bit_patterns(dtype, case.qkv.shape, g).to(device)
-            case.cos, case.sin = bit_patterns(dtype, (2, *case.cos.shape), g).to(device)
+            case.cos, case.sin = bit_patterns(tables, (2, *case.cos.shape), g).to(device)
         query, key, kept = case.run(run)
-        expected_query, expected_key = case.rotated(*case.heads_of()[:2])
+        expected_query, expected_key = (t.to(dtype) for t in case.rotated(*case.heads_of()[:2]))
         for actual, expected in ((query, expected_query), (key, expected_key[kept])):
             normal = ~((expected != 0) & (expected.abs() < torch.finfo(dtype).tiny))
             assert normal.float().mean() > 0.9

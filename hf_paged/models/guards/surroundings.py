@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
