@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_paged.errors import (
         FallbackError,
         FallbackWarning,
+        RankAloneError,
         UnsupportedModelError,
         UnsupportedOptionError,
         WorkerDiedError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from hf_paged.generator import PagedGenerator
     from hf_paged.integration.enable import disable, enable, get_engine, is_enabled
     from hf_paged.integration.explain import explain
+    from hf_paged.integration.gathered import gathered
     from hf_paged.integration.install import install, is_installed, uninstall
     from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput
 
@@ -39,6 +41,7 @@ __all__ = [
     "FallbackWarning",
     "PagedConfig",
     "PagedGenerator",
+    "RankAloneError",
     "StepOutput",
     "UnsupportedModelError",
     "UnsupportedOptionError",
@@ -46,6 +49,7 @@ __all__ = [
     "disable",
     "enable",
     "explain",
+    "gathered",
     "get_engine",
     "install",
     "is_enabled",
@@ -58,12 +62,14 @@ _MODULES = {
     "hf_paged.config": ("PagedConfig",),
     "hf_paged.engine": ("Engine",),
     "hf_paged.errors": (
-        "FallbackError", "FallbackWarning", "UnsupportedModelError", "UnsupportedOptionError", "WorkerDiedError",
+        "FallbackError", "FallbackWarning", "RankAloneError", "UnsupportedModelError", "UnsupportedOptionError",
+        "WorkerDiedError",
     ),
     "hf_paged.generator": ("PagedGenerator",),
     "hf_paged.integration.install": ("install", "is_installed", "uninstall"),
     "hf_paged.integration.enable": ("disable", "enable", "get_engine", "is_enabled"),
     "hf_paged.integration.explain": ("explain",),
+    "hf_paged.integration.gathered": ("gathered",),
     "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput"),
 }
 

@@ -33,6 +33,8 @@ class PagedConfig:
         all_reduce: how several GPUs add up what each has computed: "nccl"; "peers": by kernels that reach the
             other GPUs' memory over NVLink, an error where they cannot; "auto": those where they can, and are faster. A
             model on one device has nothing to add up, whatever this says.
+        gather_timeout: seconds that a rank of a model sharded by FSDP2 waits in `generate` for the other ranks to call
+            it, too, before it raises.
         overlap: schedule step n + 1 while step n runs. None: on CUDA yes, on a CPU (where it gains nothing) no.
 
     Raises:
@@ -53,6 +55,7 @@ class PagedConfig:
     merge_weights: bool = True
     fused_kernels: bool = True
     all_reduce: str = "auto"
+    gather_timeout: float = 600.0
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +81,9 @@ class PagedConfig:
         for name in ("enable_prefix_caching", "enforce_eager", "strict", "merge_weights", "fused_kernels"):
             _require_one_of(self, name, (True, False))
         _require_one_of(self, "all_reduce", ALL_REDUCES)
+        seconds = self.gather_timeout
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0.0 < seconds < float("inf"):
+            raise ValueError(f"gather_timeout={seconds!r}: expected a positive number of seconds")
         _require_one_of(self, "overlap", (None, True, False))
 
 

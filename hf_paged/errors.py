@@ -60,3 +60,7 @@ class EngineClosedError(RuntimeError):
 
 class WorkerDiedError(RuntimeError):
     """A worker process of a tensor-parallel model ended on its own; the message names its rank and quotes it."""
+
+
+class RankAloneError(RuntimeError):
+    """A rank of a model that is sharded by FSDP2 generated, and others did not; the message names them."""

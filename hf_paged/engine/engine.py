@@ -28,6 +28,7 @@ from hf_paged.errors import EngineClosedError, PrecisionBusyError, Reason, Unsup
 from hf_paged.kernels.attention import flash_backend
 from hf_paged.models import ModelExecutor, find_executor
 from hf_paged.models.eligibility import reason_under, unsupported_reason
+from hf_paged.models.replica import Replica
 from hf_paged.options.arguments import RecentMerges, base_seed, salt_digest, token_id_lists, token_ids
 from hf_paged.options.settings import RequestSettings, check_flags, settings_from_config
 from hf_paged.outputs import EngineStats, StepOutput
@@ -162,7 +163,7 @@ class Engine:
         if not self._has_looked or self.group.is_parallel or autocast is not None:
             self.check_runnable()
         prompt = self.check_prompt(prompt_token_ids)
-        merged = self._merged(self._executor.model, generation_config)
+        merged = self._merged(self._executor.source, generation_config)
         if merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
         check_flags(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
@@ -235,6 +236,9 @@ class Engine:
                 self._core.drop_pool()
             if self._is_shut_down:
                 raise EngineClosedError(_CLOSED)
+            if self.replica is not None and self.replica.is_readable and not self.replica.is_pinned:
+                raise UnsupportedModelError("the model is sharded over ranks, which have not gathered its weights: "
+                                            "expected a call inside of hf_paged.gathered(model), or model.generate")
             new = replace(new, request_id=self._unused_id(new.request_id), stop=stop)
             request = self._core.make_request(new, session)
             if self.group.is_parallel:
@@ -387,7 +391,7 @@ class Engine:
                 num_graphs_captured=pool.graph_counts[0],
                 num_graphs_dropped=pool.graph_counts[1],
                 calls=self.calls.stats(),
-                shadow_bytes=self._executor.copied_bytes,
+                shadow_bytes=self._executor.copied_bytes + (self.replica.nbytes if self.replica is not None else 0),
             )
 
     def reset_prefix_cache(self) -> bool:
@@ -410,6 +414,8 @@ class Engine:
             if self.is_reentrant() or self._core.batches:
                 raise RuntimeError("release_memory: a generate call is under way")
             self._carry_out(Release())
+            if self.replica is not None:
+                self.replica.release()
 
     def shutdown(self) -> None:
         """End the requests of all callers, give all memory back, and refuse new requests.
@@ -483,7 +489,24 @@ class Engine:
     @property
     def model(self) -> PreTrainedModel:
         """The model that this is the engine of."""
-        return self._executor.model
+        return self._executor.source
+
+    @property
+    def replica(self) -> Replica | None:
+        """What stands for the model in forwards, if it is sharded by FSDP2."""
+        return self._executor.replica
+
+    def finds_shards(self) -> bool:
+        """Is the model sharded by FSDP2? It may have come to be since it was looked at last."""
+        return self.replica is not None or self._executor.finds_shards()
+
+    @contextmanager
+    def writing_weights(self) -> Iterator[None]:
+        """Between two steps, of which none runs: for code that writes to the weights that steps read."""
+        with self._held():
+            self._core.drain()
+            with self._core.changing():
+                yield
 
     def is_reentrant(self) -> bool:
         """True in the thread that is inside a step of this engine right now."""

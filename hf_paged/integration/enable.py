@@ -201,6 +201,8 @@ def _enabled_class(stock: Any) -> type:
         "__call__": _paged_call(stock),
         **methods.overrides(stock),
     }
+    if hasattr(stock, "_orig_cls_mro_index"):  # FSDP2's: `type(model)(config)` makes the class that it was derived from
+        namespace["_orig_cls_mro_index"] = stock._orig_cls_mro_index + 1
     return type(stock.__name__, (stock,), namespace)
 
 

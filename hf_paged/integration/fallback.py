@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_paged.engine.engine import Engine
 from hf_paged.errors import FallbackError, FallbackWarning, Reason
-from hf_paged.integration import paths
+from hf_paged.integration import paths, ranks
 from hf_paged.integration.call_context import within
 from hf_paged.integration.same_draws import same_draws
 from hf_paged.options.notices import level_of_caller
@@ -32,6 +32,12 @@ def announce_fallback(engine: Engine, reason: Reason) -> None:
     do it either.
     """
     paths.answer(engine, "stock", reason)
+    with ranks.refusing(engine):
+        _warn_or_raise(engine, reason)
+    ranks.go_to_stock(engine, reason)
+
+
+def _warn_or_raise(engine: Engine, reason: Reason) -> None:
     if engine.group.driven:
         raise FallbackError(f"tensor_parallel_size={engine.group.size}, where rank 0 cannot run stock generate alone, "
                             f"and this call would go there: {reason.with_remedy}")

@@ -20,7 +20,7 @@ from hf_paged.engine.engine import BUSY_PRECISION, DISABLED, Engine
 from hf_paged.engine.session import NewRequest
 from hf_paged.engine.stopping import StopRule
 from hf_paged.errors import EngineClosedError, PrecisionBusyError, Reason
-from hf_paged.integration import paths
+from hf_paged.integration import paths, ranks
 from hf_paged.integration.call_context import salt_of_call, seed_of_call
 from hf_paged.integration.engines import engine_of
 from hf_paged.integration.fallback import fall_back, in_fallback, quiet_fallbacks, unreadable, value_reason
@@ -65,7 +65,11 @@ def sample_method(stock: Any) -> Callable:
                                     stopping_criteria, generation_config, synced_gpus, model_kwargs)
         paths.answer(engine, "native")
         columns = _Columns(call, streamer)
-        if (reason := _run_counted(engine, call, columns, input_ids)) is not None:
+        if engine.replica is None:
+            reason = _run_counted(engine, call, columns, input_ids)
+        else:
+            reason = ranks.run_natively(engine, functools.partial(_run_counted, engine, call, columns, input_ids))
+        if reason is not None:
             return fall_back(
                 engine, reason, lambda: in_stock(streamer=columns.rest_of_streamer(), **model_kwargs),
                 lambda result: paths.new_tokens(result, input_ids.shape[1], stopping_criteria, generation_config),
@@ -208,7 +212,8 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
     prompts = paged_prompts(engine, input_ids, synced_gpus, model_kwargs)
     if isinstance(prompts, Reason):
         return prompts
-    if config.return_dict_in_generate and config.use_cache is not False and engine.group.is_parallel:
+    spread = engine.group.is_parallel or engine.replica is not None
+    if config.return_dict_in_generate and config.use_cache is not False and spread:
         return Reason("the keys and values of a model that is sharded over several ranks",
                       remedy="`return_dict_in_generate` also returns a cache, which no rank has alone. Leave the "
                              "option out, or give `use_cache=False`.")

@@ -30,7 +30,7 @@ def input_reasons(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,
     """Why no paged forward computes these inputs here and now, whatever the mask says."""
     if engine.is_reentrant():
         yield Reason("generate was called from inside a step of the same engine", remedy=FROM_INSIDE)
-    if synced_gpus:
+    if synced_gpus and not engine.finds_shards():  # over gathered weights ranks do not wait for each other
         yield Reason("synced_gpus=True", remedy="Ranks that wait for each other step by step run in stock. It is not "
                                                 "needed where each rank holds the whole model.")
     if input_ids.dtype not in (torch.int32, torch.int64):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from transformers.utils import ModelOutput
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.errors import Reason
-from hf_paged.integration import paths
+from hf_paged.integration import paths, ranks
 from hf_paged.integration.call_context import salt_of_call, seed_of_call
 from hf_paged.integration.fallback import fall_back, in_fallback, quiet_fallbacks, unreadable
 from hf_paged.integration.inputs import check_token_ids, input_reasons, paged_prompts
@@ -67,13 +68,22 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
                          *options_beyond_tokens(config))
     if isinstance(call, Reason):
         return in_stock(call)
-    with engine.lockstep(call.prompts, call.max_new_tokens, salt_of_call(), call.autocast) as batch:
-        if not isinstance(batch, Reason):
-            def over_pages(batch: LockstepBatch = batch) -> Any:
-                return _run(engine, model, batch, method, input_ids, config, model_kwargs, call.autocast is not None)
 
-            return paths.counted(engine, "lockstep", why, over_pages, num_tokens)
-    return in_stock(batch)
+    def over_pages() -> Any:
+        with engine.lockstep(call.prompts, call.max_new_tokens, salt_of_call(), call.autocast) as batch:
+            if isinstance(batch, Reason):
+                return batch
+            run = partial(_run, engine, model, batch, method, input_ids, config, model_kwargs,
+                          call.autocast is not None)
+            return paths.counted(engine, "lockstep", why, run, num_tokens)
+
+    if engine.replica is None:
+        result = over_pages()
+    elif (refusal := engine.lockstep_reason(call.prompts, call.max_new_tokens)) is not None:
+        return in_stock(refusal)
+    else:
+        result = ranks.run_natively(engine, over_pages)
+    return in_stock(result) if isinstance(result, Reason) else result
 
 
 def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, input_ids: torch.Tensor,
@@ -82,7 +92,7 @@ def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, inp
     check_token_ids(input_ids, engine.vocab_size)
     cache = PagedCache(batch, input_ids.shape[1], model.config.get_text_config(decoder=True).num_hidden_layers)
     with _seeded(engine, input_ids.device, model.device):
-        result = method(**(model_kwargs | {"past_key_values": cache, "use_cache": True}))
+        result = method(**(model_kwargs | {"past_key_values": cache, "use_cache": True, "synced_gpus": False}))
     if isinstance(result, ModelOutput) and result.get("past_key_values") is cache:
         if config.use_cache is False:
             return type(result)(**{name: value for name, value in result.items() if value is not cache})
@@ -135,7 +145,7 @@ def beam_search(engine: Engine | None, stock: Callable, model: Any, input_ids: t
                 **model_kwargs: Any) -> Any:
     """`GenerationMixin._beam_search` over paged forwards."""
 
-    def method(**kwargs: Any) -> Any:
+    def method(*, synced_gpus: bool = synced_gpus, **kwargs: Any) -> Any:
         return stock(model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                      generation_config=generation_config, synced_gpus=synced_gpus, **kwargs)
 
@@ -160,7 +170,7 @@ def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_
                       **model_kwargs: Any) -> Any:
     """`GenerationMixin._assisted_decoding`: prompt lookup over paged forwards, drafts by a model in stock."""
 
-    def method(**kwargs: Any) -> Any:
+    def method(*, synced_gpus: bool = synced_gpus, **kwargs: Any) -> Any:
         return stock(model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                      generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer,
                      inputs_tensor=inputs_tensor, assistant_model=assistant_model,

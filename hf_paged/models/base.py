@@ -21,6 +21,7 @@ from hf_paged.models.guards.originals import of_class
 from hf_paged.models.guards.plain_tensors import plain_tensors
 from hf_paged.models.layer_ops import FUSED, PLAIN
 from hf_paged.models.precision import Precision, autocast_of_call
+from hf_paged.models.replica import replica_of
 from hf_paged.models.tokenwise import quantization_state
 from hf_paged.models.tuners import adapter_state
 from hf_paged.parallel.group import ParallelGroup, group_of
@@ -91,7 +92,8 @@ class ModelExecutor(ABC):
 
     def __init__(self, model: PreTrainedModel, model_class: type, *, merge_weights: bool = True,
                  fused_kernels: bool = True) -> None:
-        self._model = weakref.ref(model)
+        self._source = weakref.ref(model)
+        self.replica = replica_of(model)
         self.model_class: Any = model_class  # transformers' own, which the model's class is or derives from
         self._merge_weights = merge_weights
         self._ops = FUSED if fused_kernels else PLAIN
@@ -103,12 +105,24 @@ class ModelExecutor(ABC):
         self._is_compared = False
 
     @property
-    def model(self) -> Any:
-        """The model; RuntimeError once it is gone."""
-        model = self._model()
+    def source(self) -> Any:
+        """The user's model; RuntimeError once it is gone."""
+        model = self._source()
         if model is None:
             raise RuntimeError("the model of this engine was garbage-collected")
         return model
+
+    @property
+    def model(self) -> Any:
+        """Whose modules run: the user's model, or the replica of one that is sharded; RuntimeError once it is gone."""
+        return self.source if self.replica is None else self.replica.model
+
+    def finds_shards(self) -> bool:
+        """Was the model sharded since it was looked at for the last time? Then its replica runs from now on."""
+        if self.replica is None:
+            self.replica = replica_of(self.source)
+            return self.replica is not None
+        return False
 
     @property
     def config(self) -> Any:
@@ -128,7 +142,7 @@ class ModelExecutor(ABC):
 
     def autocast_of_call(self) -> torch.dtype | None:
         """To which dtype a call made here and now casts; None: it does not, or nothing of the model is another's."""
-        cast = autocast_of_call(self.model)
+        cast = autocast_of_call(self.source)
         return None if cast is None or self.look().dtypes == {cast} else cast
 
     @abstractmethod

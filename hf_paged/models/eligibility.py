@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.errors import Reason
 from hf_paged.models.base import ModelExecutor
+from hf_paged.models.fsdp import plain_class
 from hf_paged.models.guards.at_home import CALL_CHAIN
 from hf_paged.models.guards.capturing import only_captures
 from hf_paged.models.guards.compressed import is_known_forward, is_quantized_forward, offload_reason
@@ -91,16 +92,20 @@ def unsupported_reason(executor: ModelExecutor) -> Reason | None:
 
     Looked at again, a model that did not change costs a comparison of what the checks read (see `Facts`).
     """
-    return reason_under(executor, autocast_of_call(executor.model))
+    return reason_under(executor, autocast_of_call(executor.source))
 
 
 def reason_under(executor: ModelExecutor, autocast: torch.dtype | None) -> Reason | None:
     """`unsupported_reason` of a call that casts to `autocast` (None: it does not), whatever holds in this thread."""
+    if executor.replica is not None and (reason := executor.replica.refresh()) is not None:
+        return reason
     if (reason := surroundings_reason() or _class_reason(executor) or _attention_reason(executor)) is not None:
         return reason
     look = executor.last_look()
     if look is not None and look.found is not None and look.found.holds(executor, autocast):
         return None
+    if executor.finds_shards():
+        return reason_under(executor, autocast)
     # First, so that what changes during the checks is seen at the next look.
     facts = Facts(executor.model)
     seen = Seen(executor, autocast, list(executor.model.named_modules()), list(executor.model.named_parameters()),
@@ -121,8 +126,8 @@ def _watched_kinds(seen: Seen) -> tuple[type, ...]:
 
 
 def _class_reason(executor: ModelExecutor) -> Reason | None:
-    model = executor.model
-    cls = type(model).__dict__.get("_hf_paged_stock_class", type(model))
+    model = executor.source
+    cls = plain_class(type(model))
     for name in DECIDING_METHODS:
         method = getattr(cls, name, None)
         if method is not getattr(executor.model_class, name, None):

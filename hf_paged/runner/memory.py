@@ -33,6 +33,7 @@ def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig
     available = free - total * (1.0 - config.gpu_memory_utilization)
     step_bytes = executor.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
     available -= step_bytes * _STEPS_IN_MEMORY[config.enforce_eager] + executor.bytes_to_come()
+    available -= 0 if executor.replica is None else executor.replica.bytes_to_come
     extra = max(0, int(available) // spec.block_bytes(config.block_size))
     return max(2, min(held_blocks + extra, _most_useful(config, max_model_len)))
 

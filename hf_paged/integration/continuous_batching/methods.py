@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from hf_paged.config import PagedConfig
 from hf_paged.engine.engine import FROM_INSIDE, Engine
 from hf_paged.errors import Reason
-from hf_paged.integration import fallback, paths
+from hf_paged.integration import fallback, paths, ranks
 from hf_paged.integration.continuous_batching.manager import KEPT, PagedBatchingManager, runs_on
 from hf_paged.integration.continuous_batching.requests import batching_config, paged_config, stock_reason
 from hf_paged.integration.continuous_batching.worker import BROKE
@@ -111,16 +111,23 @@ def _generate_batch(stock: Any, model: Any, inputs: list[Any], generation_config
         return {}
     config = batching_config(model, generation_config, kwargs)
     batching = _batching(generation_config or model.generation_config, continuous_batching_config)
+
+    def natively() -> dict[str, GenerationOutput]:
+        with model.continuous_batching_context_manager(
+            generation_config=config, continuous_batching_config=batching, timeout=5,
+            persistent_manager=persistent_manager, warmup=warmup,
+        ) as manager:
+            return paths.counted(engine_of(model) or engine, "native", None,
+                                 lambda: _run_batch(manager, inputs, record_timestamps, progress_bar), _num_tokens)
+
     reason = _stock_reason(model, engine, config, batching) or _too_long(engine, config, inputs)
-    if reason is not None:
-        call = functools.partial(in_stock, generation_config=config, continuous_batching_config=batching)
-        return fallback.fall_back(engine, reason, call, _num_tokens)
-    with model.continuous_batching_context_manager(
-        generation_config=config, continuous_batching_config=batching, timeout=5,
-        persistent_manager=persistent_manager, warmup=warmup,
-    ) as manager:
-        return paths.counted(engine_of(model) or engine, "native", None,
-                             lambda: _run_batch(manager, inputs, record_timestamps, progress_bar), _num_tokens)
+    if reason is None:
+        found = natively() if engine.replica is None else ranks.run_natively(engine, natively, in_all_threads=True)
+        if not isinstance(found, Reason):
+            return found
+        reason = found
+    call = functools.partial(in_stock, generation_config=config, continuous_batching_config=batching)
+    return fallback.fall_back(engine, reason, call, _num_tokens)
 
 
 def _num_tokens(outputs: dict[str, GenerationOutput]) -> int:
@@ -199,7 +206,8 @@ def _resize(model: Any, engine: Engine, batching: ContinuousBatchingConfig) -> N
     if wanted == engine.config:
         return
     stats = engine.stats()
-    if engine.owns_device or stats.num_running or stats.num_waiting or runs_on(engine):
+    holds_weights = engine.replica is not None  # gathered for this call, and another engine would have none
+    if engine.owns_device or holds_weights or stats.num_running or stats.num_waiting or runs_on(engine):
         warnings.warn(f"hf_paged: the model's engine is in use and keeps its sizes; asked for: {wanted}", UserWarning,
                       stacklevel=level_of_caller())
         return

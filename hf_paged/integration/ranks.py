@@ -1,0 +1,78 @@
+"""Calls of a model that FSDP2 spread over ranks: which path they take is one decision of all ranks.
+
+In a native call a rank computes alone, with weights that were gathered at its begin. In stock every forward is a
+collective. So the ranks meet when a call begins (`parallel.rendezvous`), and all run natively, or all run in stock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from hf_paged.engine.engine import Engine
+from hf_paged.errors import FallbackError, Reason
+from hf_paged.models.replica import Replica
+
+T = TypeVar("T")
+OTHERS_IN_STOCK = Reason("this call runs in stock on another rank of the sharded model",
+                         remedy="The warning on that rank has the reason. Stock's forwards need all ranks.")
+
+
+def run_natively(engine: Engine, run: Callable[[], T | Reason], *, in_all_threads: bool = False) -> T | Reason:
+    """`run()` after all ranks agreed to run natively, over gathered weights; `OTHERS_IN_STOCK` where they did not.
+
+    `in_all_threads`: `run` has others do what it does.
+
+    Raises:
+        RankAloneError: not all ranks call.
+        FallbackError: `run` came to a reason, when the others ran natively already.
+    """
+    replica = engine.replica
+    assert replica is not None
+    if not come(engine, replica):
+        return OTHERS_IN_STOCK
+    with replica.pinned(in_all_threads=in_all_threads):
+        result = run()
+    if isinstance(result, Reason):
+        raise FallbackError(f"this call of a sharded model cannot end natively, and the other ranks are past the point "
+                            f"where all could go to stock generate: {result.with_remedy}")
+    return result
+
+
+def go_to_stock(engine: Engine, reason: Reason) -> None:
+    """Before a call runs in stock: the other ranks have to do the same.
+
+    Raises:
+        RankAloneError: not all ranks call.
+        FallbackError: inside of `gathered`, where ranks do not meet.
+    """
+    replica = engine.replica
+    if replica is None or reason is OTHERS_IN_STOCK or not replica.is_readable:
+        return
+    if replica.is_pinned:
+        raise FallbackError("inside of hf_paged.gathered(model), and of a call that runs natively on all ranks, none "
+                            f"goes to stock generate, whose forwards need all ranks: {reason.with_remedy}")
+    replica.come_in_stock(engine.config.gather_timeout)
+
+
+@contextmanager
+def refusing(engine: Engine) -> Iterator[None]:
+    """What is raised in here, in place of a call, is told to the other ranks, who would wait."""
+    try:
+        yield
+    except BaseException as error:
+        replica = engine.replica
+        if replica is not None and replica.is_readable and not replica.is_pinned:
+            replica.refuse(error)
+        raise
+
+
+def come(engine: Engine, replica: Replica) -> bool:
+    """`Replica.come`; inside of `gathered`, where ranks do not meet, only a look at this rank's weights."""
+    if not replica.is_pinned:
+        return replica.come(engine.config.gather_timeout, engine.writing_weights, strict=engine.config.strict)
+    if replica.is_stale():
+        raise RuntimeError("the weights of the sharded model changed inside of hf_paged.gathered(model): leave the "
+                           "block before training, and enter it again")
+    return True

@@ -1,0 +1,160 @@
+"""What torch's `fully_shard` (FSDP2) made of a model: which part of which parameter is here, and what it computes in.
+
+Read off the state that `fully_shard` keeps beside the modules: the modules themselves have whole parameters for a
+while, after a forward. Checked against torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_paged.errors import Reason
+from hf_paged.models.guards.remedies import ONE_DEVICE, SHARD
+
+_PACKAGE = "torch.distributed.fsdp._fully_shard"
+_MARK = "_is_fsdp_managed_module"
+
+
+class Shard(NamedTuple):
+    """One parameter: the `DTensor` that trainer and optimizer have, and the dtype that a forward reads it in."""
+
+    parameter: Any
+    dtype: torch.dtype
+
+
+class Sharding(NamedTuple):
+    """How a model is spread.
+
+    Attributes:
+        shards: by id of the module and name of the parameter there; a shared parameter stands at each of its places.
+        ranks: all that keep parts, as they are numbered in the default process group.
+        device: where a forward computes.
+    """
+
+    shards: dict[tuple[int, str], Shard]
+    ranks: tuple[int, ...]
+    device: torch.device
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Did `fully_shard` take a module inside `model`?"""
+    return any(_MARK in vars(module) for module in model.modules())
+
+
+def plain_class(kind: type) -> type:
+    """The class that `kind` was before `hf_paged.enable` and `fully_shard` derived others from it."""
+    while True:
+        if "_hf_paged_stock_class" in vars(kind):
+            kind = vars(kind)["_hf_paged_stock_class"]
+        elif len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed."):
+            kind = kind.__bases__[1]
+        else:
+            return kind
+
+
+def is_hook(hook: Any) -> bool:
+    """Is this the hook with which FSDP2 gathers or frees a module's parameters around its forward?"""
+    module = getattr(inspect.unwrap(hook), "__module__", None)
+    return isinstance(module, str) and module.startswith(_PACKAGE)
+
+
+def sharding_of(model: nn.Module) -> Sharding | Reason:
+    """How a model is spread for which `is_sharded` holds, or why it cannot be read whole from its parts."""
+    modules = {id(module): (name, module) for name, module in model.named_modules()}
+    shards: dict[tuple[int, str], Shard] = {}
+    ranks: set[tuple[int, ...]] = set()
+    device: torch.device | None = None
+    for state in _states():
+        for parameter in _parameters(state):
+            places = [place for place in _places(parameter) if place[0] in modules]
+            if not places:
+                continue
+            name = ".".join(filter(None, (modules[places[0][0]][0], places[0][1])))
+            if (reason := _parameter_reason(name, parameter)) is not None:
+                return reason
+            sharded = parameter.sharded_param
+            wanted = parameter.mp_policy.param_dtype
+            dtype = wanted if wanted is not None and sharded.dtype.is_floating_point else sharded.dtype
+            shards.update(dict.fromkeys(places, Shard(sharded, dtype)))
+            ranks.add(tuple(sorted(sharded.device_mesh.mesh.flatten().tolist())))
+            device = parameter.device
+    if len(ranks) != 1 or device is None:
+        return Reason("fully_shard spread the model over {} groups of ranks", len(ranks),
+                      remedy="Give `fully_shard` the same mesh for all modules.")
+    for name, module in modules.values():
+        for key, whole in module._parameters.items():
+            if whole is not None and "DTensor" in type(whole).__name__ and (id(module), key) not in shards:
+                return Reason("parameter {} is a DTensor that is not fully_shard's", f"{name}.{key}", remedy=SHARD)
+    dtypes = {shard.dtype for shard in shards.values() if shard.dtype.is_floating_point}
+    for name, module in modules.values():
+        if (reason := _policy_reason(name, module, model, dtypes)) is not None:
+            return reason
+    return Sharding(shards, ranks.pop(), device)
+
+
+def cut_of(parameter: Any) -> tuple[int | None, Any]:
+    """(dimension, process group) that a parameter is cut along and over; None, None where each rank has it whole."""
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            return placement.dim, parameter.device_mesh.get_group(axis)
+    return None, None
+
+
+def _states() -> list[Any]:
+    """Of all modules in this process that `fully_shard` took: a part's state may hang at a module around the model."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    found = {id(state): state for reference in list(_module_state_mapping.values())
+             if (state := reference()) is not None and type(state).__module__.startswith("torch.distributed.")}
+    return [state for state in found.values() if hasattr(state, "_mp_policy")]
+
+
+def _parameters(state: Any) -> Iterator[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12; before, a state had one at most
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        if group is not None:
+            yield from group.fsdp_params
+
+
+def _places(parameter: Any) -> Iterator[tuple[int, str]]:
+    info = parameter._module_info
+    yield id(info.module), info.param_name
+    yield from zip(map(id, info.shared_modules), info.shared_param_names, strict=True)
+
+
+def _parameter_reason(name: str, parameter: Any) -> Reason | None:
+    sharded = parameter.sharded_param
+    cuts = [placement for placement in sharded.placements if not placement.is_replicate()]
+    if len(cuts) > 1 or any(type(cut) is not dist.tensor.Shard for cut in cuts):
+        return Reason("parameter {} is cut as {}: expected one dimension of the mesh", name,
+                      str(tuple(sharded.placements)), remedy=SHARD)
+    if hasattr(sharded._local_tensor, "fsdp_pre_all_gather"):
+        return Reason("parameter {} is a {}, which is gathered in a format of its own", name,
+                      type(sharded._local_tensor).__name__, remedy=SHARD)
+    if sharded.device.type == "meta":
+        return Reason("parameter {} is on the meta device (offloaded?)", name, remedy=ONE_DEVICE)
+    return None
+
+
+def _policy_reason(name: str, module: nn.Module, model: nn.Module, dtypes: set[torch.dtype]) -> Reason | None:
+    """Casts at the borders of modules that change what one dtype throughout would compute.
+
+    A module's inputs come in the dtype of the parameters, where that is one; the model's logits may become wider.
+    """
+    if not hasattr(module, "_get_fsdp_state"):
+        return None
+    of_fsdp: Any = module
+    policy = of_fsdp._get_fsdp_state()._mp_policy
+    allowed = {None, torch.float32, *dtypes} if module is model else {None, *dtypes}
+    if policy.output_dtype not in allowed or not {policy.param_dtype} <= {None, *dtypes}:
+        return Reason("the mixed precision policy of {} computes in {} and hands on {}", name or "the model",
+                      policy.param_dtype, policy.output_dtype,
+                      remedy="Give `fully_shard` the same `MixedPrecisionPolicy` for all modules, with the dtype of "
+                             "its parameters as that of its outputs.")
+    return None

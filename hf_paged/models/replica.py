@@ -1,0 +1,244 @@
+"""A model that FSDP2 spread over ranks, whole on each of them: its modules once more, over weights that are gathered.
+
+The replica is what the model was before `fully_shard`: modules of the same classes with the same attributes, configs,
+buffers and hooks. Its parameters are in the dtype that a forward of the model reads them in. The model itself is
+only read.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
+
+from hf_paged.errors import FallbackError, Reason
+from hf_paged.kernels.weights_checksum import ChecksumPlan
+from hf_paged.models.fsdp import Sharding, cut_of, is_hook, is_sharded, plain_class, sharding_of
+from hf_paged.models.guards.facts import Facts
+from hf_paged.parallel.gather import Gatherer, Part
+from hf_paged.parallel.rendezvous import Rendezvous
+
+# What a rank brings to a meeting: its weights changed; its call has to run in stock; it raises where another's has to.
+CHANGED, STOCK, STRICT = "changed", "stock", "strict"
+_OF_FSDP = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "__composable_api")
+# It recomputes activations in a backward, and does nothing else.
+_CHECKPOINTING = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper"
+_meetings: weakref.WeakKeyDictionary[nn.Module, Rendezvous] = weakref.WeakKeyDictionary()
+_names: Counter[str] = Counter()
+
+
+class Replica:
+    """The whole of a sharded model on this rank. It keeps memory for weights from the first gathering to `release`.
+
+    Args:
+        source: the model; not kept alive.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source: Callable[[], Any] = weakref.ref(source)
+        self._facts: Facts | None = None
+        self._reason: Reason | None = None
+        self._sharding: Sharding | None = None
+        self._model: Any = None
+        self._wholes: dict[int, tuple[nn.Parameter, Any]] = {}  # by id of the sharded one: the whole, the sharded
+        self._checksum = ChecksumPlan()
+        self._gathered: int | None = None  # checksum of this rank's parts when they were gathered last
+        self._pins: Counter[int | None] = Counter()  # by thread; None: of all threads
+        self._meeting = threading.RLock()  # one thread of this rank meets at a time
+        self.refresh()
+
+    @property
+    def model(self) -> Any:
+        """The replica, whose weights are right after `meet`; the model itself where it cannot be read whole."""
+        return self._source() if self._model is None else self._model
+
+    @property
+    def is_readable(self) -> bool:
+        """Could the model be read whole when it was looked at last?"""
+        return self._sharding is not None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Is this thread inside of `pinned`?"""
+        return self._pins[None] > 0 or self._pins[threading.get_ident()] > 0
+
+    @contextmanager
+    def pinned(self, *, in_all_threads: bool = False) -> Iterator[None]:
+        """The gathered weights are the ones to generate with in here; nothing in here is agreed on with other ranks."""
+        who = None if in_all_threads else threading.get_ident()
+        self._pins[who] += 1
+        try:
+            yield
+        finally:
+            self._pins[who] -= 1
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that its weights take."""
+        return sum(whole.untyped_storage().nbytes() for whole, _ in self._wholes.values() if _has_memory(whole))
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Memory that the next meeting would add."""
+        return sum(whole.nbytes for whole, _ in self._wholes.values() if not _has_memory(whole))
+
+    def refresh(self) -> Reason | None:
+        """Make the modules anew where the model's are others; returns why the model cannot be read whole, or None."""
+        source = self._source()
+        if self._facts is not None and self._facts.hold(source):
+            return self._reason
+        facts = Facts(source)  # first: what changes meanwhile is seen next time
+        sharding = sharding_of(source)
+        if isinstance(sharding, Reason):
+            self._facts, self._sharding, self._reason = None, None, sharding
+            return sharding
+        known, self._wholes = self._wholes, {}
+        for shard in sharding.shards.values():
+            key = id(shard.parameter)
+            whole = known[key][0] if key in known and known[key][1] is shard.parameter else None
+            if whole is None or (whole.dtype, whole.device.type) != (shard.dtype, sharding.device.type):
+                whole, self._gathered = _empty(shard.parameter.shape, shard.dtype, sharding.device), None
+            self._wholes[key] = whole, shard.parameter
+        self._model = _mirrored(source, sharding, {key: whole for key, (whole, _) in self._wholes.items()}, {})
+        vars(self._model).pop("forward", None)  # a wrapper of the model's: it is looked at there
+        self._facts, self._sharding, self._reason = facts, sharding, None
+        return None
+
+    def is_stale(self) -> bool:
+        """Are this rank's parts others than those that were gathered last? Waits for the device."""
+        return self._gathered is None or self._checksum_now() != self._gathered
+
+    def come(self, timeout: float, holding: Callable[[], AbstractContextManager], *, strict: bool) -> bool:
+        """Meet the other ranks to generate natively; gather where the weights changed on one of them.
+
+        Args:
+            timeout: seconds.
+            holding: entered while the weights are written.
+            strict: raise where another rank's call runs in stock.
+
+        Returns:
+            False where another rank's call runs in stock; then nothing was gathered.
+
+        Raises:
+            RankAloneError: another rank does not come in time, or raises an error in place of it.
+            FallbackError: a call has to run in stock on another rank, and a rank is strict.
+        """
+        with self._meeting:
+            try:
+                now = self._checksum_now()
+                gatherer = Gatherer(self._parts())
+            except BaseException as error:  # no memory, as a rule
+                self.refuse(error)
+                raise
+            brought = {flag for flag, holds in ((CHANGED, now != self._gathered), (STRICT, strict)) if holds}
+            found = self._meet(brought, timeout)
+            if STOCK in found:
+                return False
+            if CHANGED in found:
+                with holding():
+                    self._gathered = None
+                    gatherer()
+                    self._gathered = now
+            return True
+
+    def come_in_stock(self, timeout: float) -> None:
+        """Meet the other ranks to run in stock, all of them; raises as `come`."""
+        with self._meeting:
+            self._meet({STOCK}, timeout)
+
+    def refuse(self, error: BaseException) -> None:
+        """In place of meeting the other ranks: what this one raises."""
+        with self._meeting:
+            self._rendezvous().refuse(error)
+
+    def _meet(self, brought: set[str], timeout: float) -> frozenset[str]:
+        found = self._rendezvous().meet(brought, timeout, "PagedConfig.gather_timeout")
+        if {STOCK, STRICT} <= found:
+            raise FallbackError("strict=True on a rank of this sharded model, and this call would go to stock generate "
+                                "on a rank, and so on all of them")
+        return found
+
+    def _checksum_now(self) -> int:
+        return int(self._checksum([sharded._local_tensor for _, sharded in self._wholes.values()]))
+
+    def release(self) -> None:
+        """Give the weights' memory back; the next meeting gathers them anew."""
+        self._gathered = None
+        for whole, _ in self._wholes.values():
+            whole.data = _empty(whole.shape, whole.dtype, whole.device)
+
+    def _parts(self) -> Iterator[Part]:
+        for whole, sharded in self._wholes.values():
+            if not _has_memory(whole):
+                with torch.inference_mode(False):
+                    whole.data = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
+            yield Part(sharded._local_tensor, whole.data, *cut_of(sharded))
+
+    def _rendezvous(self) -> Rendezvous:
+        """That of the model, whatever engine it has."""
+        source, sharding = self._source(), self._sharding
+        assert sharding is not None
+        if source not in _meetings:
+            shapes = [(name, tuple(parameter.shape)) for name, parameter in self._model.named_parameters()]
+            kind = xxhash.xxh3_64_hexdigest(repr((type(self._model).__qualname__, shapes, sharding.ranks)).encode())
+            _names[kind] += 1
+            _meetings[source] = Rendezvous(_get_default_store(), f"{kind}/{_names[kind]}", dist.get_rank(),
+                                           sharding.ranks, (CHANGED, STOCK, STRICT))
+        return _meetings[source]
+
+
+def replica_of(model: nn.Module) -> Replica | None:
+    """What stands for a model in forwards; None where it is whole already."""
+    return Replica(model) if is_sharded(model) else None
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A parameter that has the memory of one element."""
+    with torch.inference_mode(False):
+        return nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(shape), requires_grad=False)
+
+
+def _has_memory(whole: torch.Tensor) -> bool:
+    return whole.untyped_storage().nbytes() >= whole.numel() * whole.element_size()
+
+
+def _mirrored(module: nn.Module, sharding: Sharding, wholes: dict[int, nn.Parameter],
+              done: dict[int, nn.Module]) -> nn.Module:
+    """A module as it was before `fully_shard`, with whole parameters, and all that are inside."""
+    if id(module) in done:
+        return done[id(module)]
+    kind = plain_class(type(module))
+    if f"{kind.__module__}.{kind.__name__}" == _CHECKPOINTING:
+        inner: Any = module._checkpoint_wrapped_module
+        return _mirrored(inner, sharding, wholes, done)
+    mirror: Any = object.__new__(kind)
+    done[id(module)] = mirror
+    namespace = {name: _rebound(value, module, mirror) for name, value in vars(module).items()
+                 if not name.startswith(_OF_FSDP)}
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        namespace[name] = type(namespace[name])((key, hook) for key, hook in namespace[name].items()
+                                                if not is_hook(hook))
+    namespace["_buffers"] = dict(module._buffers)
+    namespace["_parameters"] = {
+        name: parameter if (shard := sharding.shards.get((id(module), name))) is None
+        else wholes[id(shard.parameter)] for name, parameter in module._parameters.items()
+    }
+    namespace["_modules"] = {name: child if child is None else _mirrored(child, sharding, wholes, done)
+                             for name, child in module._modules.items()}
+    vars(mirror).update(namespace)
+    return mirror
+
+
+def _rebound(value: Any, module: nn.Module, mirror: nn.Module) -> Any:
+    """A method of `module` that lies on the instance is the mirror's there."""
+    return MethodType(value.__func__, mirror) if isinstance(value, MethodType) and value.__self__ is module else value

@@ -1,0 +1,116 @@
+"""Whole tensors from parts that ranks keep: several of them to a collective, through buffers of a bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+# Bytes that a collective brings to a rank. A tensor that is larger has one to itself.
+BUCKET_BYTES = 256 << 20
+# Its name from torch 2.13 on, and before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Part(NamedTuple):
+    """This rank's part of a tensor.
+
+    Attributes:
+        local: the rank's rows along `dim`, [c] of them or, where `dim` is 0 and the rows do not suffice, fewer.
+        whole: what all parts make together, in the dtype that it is read in, and on the device of the collective.
+        dim: along which it is cut; rank r has rows r * c to (r + 1) * c. None: every rank has all of it.
+        group: the process group of the ranks that share it; None with `dim`.
+    """
+
+    local: torch.Tensor
+    whole: torch.Tensor
+    dim: int | None
+    group: Any
+
+    @property
+    def padded_shape(self) -> list[int]:
+        """Of a rank's part, were it a full one."""
+        shape = list(self.whole.shape)
+        if self.dim is not None:
+            shape[self.dim] = -(-shape[self.dim] // dist.get_world_size(self.group))
+        return shape
+
+    @property
+    def padded_size(self) -> int:
+        """Number of elements of that."""
+        return int(torch.Size(self.padded_shape).numel())
+
+
+class Gatherer:
+    """Fills `Part.whole` of all parts. It allocates when it is made, so that no rank fails between two collectives.
+
+    Args:
+        parts: in the same order on all ranks.
+        bucket_bytes: what a collective brings at most.
+    """
+
+    def __init__(self, parts: Iterable[Part], bucket_bytes: int = BUCKET_BYTES) -> None:
+        parts = list(parts)
+        self._copied = [part for part in parts if part.dim is None]
+        self._buckets = _buckets([part for part in parts if part.dim is not None], bucket_bytes)
+        largest: dict[torch.device, tuple[int, int]] = {}
+        for bucket in self._buckets:
+            sent, got = largest.get(bucket[0].whole.device, (0, 0))
+            size = _sent_bytes(bucket)
+            largest[bucket[0].whole.device] = max(sent, size), max(got, size * dist.get_world_size(bucket[0].group))
+        self._memory = {
+            device: tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+            for device, sizes in largest.items()
+        }
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """The collectives, all of which every rank has to take part in."""
+        for part in self._copied:
+            part.whole.copy_(part.local)
+        for bucket in self._buckets:
+            self._gather(bucket)
+
+    def _gather(self, bucket: list[Part]) -> None:
+        group, dtype, device = bucket[0].group, bucket[0].whole.dtype, bucket[0].whole.device
+        world, size = dist.get_world_size(group), _sent_bytes(bucket)
+        sent, got = (memory[:n] for memory, n in zip(self._memory[device], (size, size * world), strict=True))
+        offset, places = 0, list[int]()
+        for part in bucket:
+            place = sent.view(dtype)[offset : offset + part.padded_size].view(part.padded_shape)
+            if part.local.numel():  # copied and cast at once; what is not written is padding, which nobody reads
+                assert part.dim is not None
+                place.narrow(part.dim, 0, part.local.shape[part.dim]).copy_(part.local)
+            places.append(offset)
+            offset += part.padded_size
+        _all_gather(got, sent, group=group)  # bytes, which every backend carries
+        by_rank = got.view(dtype).view(world, -1)
+        for part, start in zip(bucket, places, strict=True):
+            assert part.dim is not None
+            pieces = by_rank[:, start : start + part.padded_size].view(world, *part.padded_shape)
+            total, full = part.whole.shape[part.dim], part.padded_shape[part.dim]
+            for rank, piece in enumerate(pieces):
+                first = min(rank * full, total)
+                count = min(full, total - first)
+                part.whole.narrow(part.dim, first, count).copy_(piece.narrow(part.dim, 0, count))
+
+
+def _buckets(parts: Sequence[Part], most: int) -> list[list[Part]]:
+    """Neighbours that share group, dtype and device, as far as they fit."""
+    buckets: list[list[Part]] = []
+    for part in parts:
+        alike = buckets and _kind(buckets[-1][0]) == _kind(part)
+        if not alike or _sent_bytes([*buckets[-1], part]) * dist.get_world_size(part.group) > most:
+            buckets.append([])
+        buckets[-1].append(part)
+    return buckets
+
+
+def _kind(part: Part) -> tuple:
+    return id(part.group), part.whole.dtype, part.whole.device
+
+
+def _sent_bytes(bucket: Sequence[Part]) -> int:
+    return sum(part.padded_size for part in bucket) * bucket[0].whole.element_size()
