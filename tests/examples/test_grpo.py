@@ -16,7 +16,8 @@ pytest.importorskip("trl", reason="an extra of the test environment")
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "grpo.py"
-# A few steps over two processes, with hf_paged or without; rollouts are greedy, so that both compare.
+# A few steps over two processes, with hf_paged or without. Rollouts are greedy and of questions that the model was trained
+# on, whose margins are far above the noise of bf16, so that both runs compare; an entropy bonus moves the weights.
 SHARDED = f"""
 import sys
 sys.path.insert(0, {str(EXAMPLE.parent)!r})
@@ -26,7 +27,8 @@ import grpo
 folder, kind = sys.argv[1:]
 if kind == "stock":
     grpo.hf_paged.install = lambda: None
-options = {{"generation_kwargs": {{"do_sample": False}}, "entropy_coef": 1.0, "learning_rate": 1e-3}}
+grpo.QUESTIONS = ["What is 41 + 3?", "What is 52 + 6?", "What is 13 + 8?", "What is 77 + 4?"]
+options = {{"generation_kwargs": {{"do_sample": False}}, "entropy_coef": 0.1, "learning_rate": 2e-4}}
 trainer = grpo.train(3, fsdp2=True, output=folder + "/trainer", **options)
 weights = {{name: weight.full_tensor() for name, weight in trainer.model.state_dict().items()}}
 kept = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length")
@@ -70,7 +72,7 @@ def test_sharded_over_two_processes_it_trains_as_without_hf_paged(tmp_path):
     _run([*launch, "stock"], CUDA_VISIBLE_DEVICES="")
     printed = _run([*launch, "ours"], CUDA_VISIBLE_DEVICES="")
     stock, ours = (torch.load(tmp_path / kind) for kind in ("stock", "ours"))
-    assert "rollouts: 3 stock\n  stock: synced_gpus=True" in printed
+    assert "rollouts: 3 native\n" in printed
     assert ours["log"] == stock["log"] and len({str(entry) for entry in stock["log"]}) == 3
     assert list(ours["weights"]) == list(stock["weights"])
     assert all(torch.equal(ours["weights"][name], weight) for name, weight in stock["weights"].items())
