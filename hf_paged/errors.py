@@ -39,7 +39,15 @@ class UnsupportedModelError(TypeError):
 
 
 class PrecisionBusyError(UnsupportedModelError):
-    """Requests that compute in another precision (under autocast, or without it) run at the same time."""
+    """Requests that compute in another precision (under autocast, or without it) run at the same time.
+
+    Attributes:
+        reason: says which.
+    """
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason.with_remedy)
+        self.reason = reason
 
 
 class UnsupportedOptionError(ValueError):

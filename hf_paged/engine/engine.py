@@ -228,7 +228,7 @@ class Engine:
                 raise RuntimeError("a request cannot be added from inside a step of the same engine")
             self._core.recover_if_dirty()
             if not self._core.compute_under(new.autocast):
-                raise PrecisionBusyError(_CANNOT_RUN + self._busy_reason(new.autocast).with_remedy)
+                raise PrecisionBusyError(self._busy_reason(new.autocast))
             if not self._core.requests and self._core.pool.moved():
                 if self.group.driven:
                     raise UnsupportedModelError("the model's dtype, device, shape or longest length changed on rank 0, "

@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, RepetitionPenaltyLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_paged.engine.engine import BUSY_PRECISION, DISABLED, Engine
+from hf_paged.engine.engine import DISABLED, Engine
 from hf_paged.engine.session import NewRequest
 from hf_paged.engine.stopping import StopRule
 from hf_paged.errors import EngineClosedError, PrecisionBusyError, Reason
@@ -113,7 +113,7 @@ def _run(engine: Engine, call: NativeCall, columns: _Columns) -> Reason | None:
         except EngineClosedError:
             return _DISABLED
         except PrecisionBusyError as error:
-            return Reason("{}", error, remedy=BUSY_PRECISION)
+            return error.reason
         except ValueError as error:  # settings that cannot be encoded
             return value_reason(error)
         while session.unfinished():

@@ -87,16 +87,15 @@ def test_online_dpo_draws_from_the_distribution_of_the_moment(talker, trained_to
     assert rollouts[0].completions[0] != rollouts[0].completions[2]  # two of one prompt
 
 
-def test_online_dpo_with_its_default_bf16_over_fp32_weights_goes_to_stock(talker, trained_tokenizer, tmp_path):
-    options = {"bf16": None, "max_new_tokens": 8}
+def test_online_dpo_with_its_default_bf16_over_fp32_weights(talker, trained_tokenizer, tmp_path):
+    options = {"bf16": None, "max_new_tokens": 8, "temperature": 1e-4}
     torch.manual_seed(0)
     expected = _online_dpo(stock_copy(talker), trained_tokenizer, tmp_path, [], **options)
-    hf_paged.enable(talker)
+    hf_paged.enable(talker, strict=True)
     torch.manual_seed(0)
-    with watched_calls() as calls, pytest.warns(hf_paged.FallbackWarning):
+    with watched_calls() as calls:
         assert _online_dpo(talker, trained_tokenizer, tmp_path, [], **options) == expected
-    reason = "stock: accelerate runs the forward in torch.bfloat16 while the weights are torch.float32"
-    assert calls.paths == [reason] * STEPS
+    assert calls.paths == ["native"] * STEPS
 
 
 def _gkd(model: Any, teacher: Any, tokenizer: Any, folder: Any, **options: Any) -> dict[str, Any]:

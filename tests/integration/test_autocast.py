@@ -59,10 +59,29 @@ class Way:
 
 WAYS = [pytest.param(Way(name, cast), id=f"{name}-{str(cast).removeprefix('torch.')}")
         for name in ("wrapper", "context") for cast in (None, BRAIN, HALF)]
-# What a model is made of: adapters may be put here.
+
+
+def with_adapters(model: Any, dtype: torch.dtype) -> Any:
+    """The causal LM inside of a `PeftModel`, whose adapters are no longer nothing."""
+    peft = pytest.importorskip("peft")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+        config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
+        wrapped = peft.get_peft_model(model, config)
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.data = torch.randn_like(parameter, dtype=dtype) * 0.2
+    return wrapped.get_base_model().eval()
+
+
+# What a model is made of.
 BASES: dict[str, Callable[[], Any]] = {
     "fp32": tiny_model,
     "bf16": lambda: tiny_model().bfloat16(),
+    "fp32, fp32 adapters": lambda: with_adapters(tiny_model(), FULL),
+    "bf16, fp32 adapters": lambda: with_adapters(tiny_model().bfloat16(), FULL),
+    "bf16, bf16 adapters": lambda: with_adapters(tiny_model().bfloat16(), BRAIN),
 }
 
 
