@@ -54,8 +54,9 @@ def package_job(mutation: PackageMutation) -> Job:
                [f"tests/{mutation.test_file}", "-k", mutation.tests], PACKAGE_TIMEOUT_S)
 
 
-# The random machines stay out: a mutation must be caught by a test that says what is wrong.
-SCHEDULER_ARGUMENTS = ["--ignore", str(TESTS / "test_machines.py"), str(TESTS)]
+# The random machines stay out: a mutation must be caught by a test that says what is wrong. The copy has no conftest
+# that would say how long an example may take: Hypothesis' own profile without deadlines does.
+SCHEDULER_ARGUMENTS = ["--hypothesis-profile", "ci", "--ignore", str(TESTS / "test_machines.py"), str(TESTS)]
 
 
 def run_tests(work: Path, arguments: list[str], timeout_s: float) -> tuple[int, str]:
@@ -140,12 +141,13 @@ def main() -> int:
         print("the tests fail without any mutation")
         return 1
 
+    verdicts = []
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        verdicts = list(pool.map(try_mutation, jobs))
-    for job, verdict in zip(jobs, verdicts, strict=True):
-        line = next(a.strip() for a in job.old.splitlines() if a.strip())
-        name = job.file.name if PACKAGE in job.file.parents else str(job.file.relative_to("hf_paged"))
-        print(f"{job.label:>6}  {name:<36} {line[:72]:<72}  {verdict}")
+        for job, verdict in zip(jobs, pool.map(try_mutation, jobs), strict=True):  # as they come: it may be interrupted
+            verdicts.append(verdict)
+            line = next(a.strip() for a in job.old.splitlines() if a.strip())
+            name = job.file.name if PACKAGE in job.file.parents else str(job.file.relative_to("hf_paged"))
+            print(f"{job.label:>6}  {name:<36} {line[:72]:<72}  {verdict}", flush=True)
     caught = sum(verdict.startswith(CAUGHT) for verdict in verdicts)
     missing = set(range(1, 23)) - {number for mutation in MUTATIONS for number in mutation.behaviours}
     print(f"{caught} of {len(jobs)} mutations caught in {time.time() - begin:.0f} s", end="")

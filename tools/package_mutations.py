@@ -32,6 +32,7 @@ OPTIONS_TESTS = "integration/test_generate_options.py"
 FALLBACK_TESTS = "integration/test_generate_fallbacks.py"
 LOCKSTEP_TESTS = "integration/test_stock_loop.py"
 BATCH, BATCH_TESTS, CORE = "engine/lockstep.py", "engine/test_lockstep.py", "engine/core.py"
+FACTS, FACTS_TESTS = "models/guards/facts.py", "models/guards/test_facts.py"
 GRAPHS_TESTS = "runner/test_graphs.py"
 PATCHED_TESTS = "models/guards/test_own_code.py"
 OWN_CODE, AT_HOME = (f"models/guards/{name}.py" for name in ("own_code", "at_home"))
@@ -232,6 +233,9 @@ JOINED = [
                     "runner/test_request_state.py", "more_slots"),
     PackageMutation("runner/request_state.py", "        self._stages = np.pad(self._stages, (0, more))\n", "",
                     "runner/test_request_state.py", "more_slots"),
+    PackageMutation(FACTS, "elif self._parameter_kinds != _parameter_kinds(namespaces):", "elif False:", FACTS_TESTS,
+                    "leaves_out"),
+    PackageMutation(FACTS, "if values != getter(namespace):", "if False:", FACTS_TESTS, "quick_comparison_gives"),
 ]
 
 # Families, image-text models and kernels of the Hub.
@@ -277,6 +281,14 @@ SERVER = [
                     '            _refusal(name, value, f"expected one of the fields', FIELDS_TESTS, "schema_is_known"),
     PackageMutation(f"{SERVING}/wishes.py", "config.do_sample = self.temperature != 0", "pass", FIELDS_TESTS,
                     "arrives and temperature"),
+    PackageMutation(FIELDS_FILE, "token.isascii() and token.isdecimal() and str(int(token)) == token", "True",
+                    FIELDS_TESTS, "dropped and chat-logit_bias"),
+    PackageMutation(FIELDS_FILE, "                _PASSED[endpoint][name].check(value)\n", "                pass\n",
+                    FIELDS_TESTS, "dropped and chat-stream"),
+    PackageMutation(f"{SERVING}/templates.py", "for token in tokens if token >= vocab_size)",
+                    "for token in tokens if False)", FIELDS_TESTS, "dropped and stop_token_ids"),
+    PackageMutation(f"{SERVING}/templates.py", "elif name not in variables and", "elif False and", ANSWERS_TESTS,
+                    "all_else_is_refused"),
     PackageMutation(STOPS, "        self._held = text[start:]\n        return text[:start]\n",
                     "        return text\n", STOPS_TESTS, "pieces_join"),
     PackageMutation(STOPS, "            end, start = min(found)", "            end, start = max(found)", STOPS_TESTS,

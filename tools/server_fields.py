@@ -11,7 +11,7 @@ from pathlib import Path
 
 from generated_page import write_or_check
 
-from hf_paged.integration.serving.fields import ALL, BY_TRANSFORMERS, REFUSED, readable
+from hf_paged.integration.serving.fields import ALL, REFUSED, passed, readable
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "server.md"
 BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->"
@@ -21,8 +21,9 @@ def rows() -> list[tuple[str, str, str]]:
     """(field, endpoints, what is done), sorted by field."""
     found: dict[tuple[str, str], list[str]] = {}
     for endpoint in ALL:
-        for name in BY_TRANSFORMERS[endpoint]:
-            found.setdefault((name, "read by transformers' handler"), []).append(endpoint)
+        for name, given in passed(endpoint).items():
+            text = f"read by transformers' handler: {given.expected.removeprefix('expected ')}"
+            found.setdefault((name, text), []).append(endpoint)
         for name, field in readable(endpoint).items():
             found.setdefault((name, f"carried out: {field.expected.removeprefix('expected ')}"), []).append(endpoint)
         for name, refused in REFUSED.items():

@@ -191,7 +191,7 @@ class EngineCore:
 
     def model_changed(self) -> bool:
         """Prepare the runner anew where the model computes something else than when prompts were last received."""
-        if self._executor.state_key() == self._state_key:
+        if self._executor.state_key(compares_tensors=False) == self._state_key:
             if not self._executor.copies_are_stale():
                 return False
             self._refresh_copies()

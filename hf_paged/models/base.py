@@ -298,9 +298,14 @@ class ModelExecutor(ABC):
         """Tensors of the modules that are neither parameters nor buffers, in a fixed order."""
         return self.look().tensors()
 
-    def state_key(self) -> bytes:
-        """Digest of what a forward depends on besides tensors: constants, active adapters, code of what is called."""
-        look = self.look()
+    def state_key(self, *, compares_tensors: bool = True) -> bytes:
+        """Digest of what a forward depends on besides tensors: constants, active adapters, code of what is called.
+
+        `compares_tensors`: False leaves out of the comparison with the last look what the digest does not depend on.
+        """
+        look = self._look
+        if compares_tensors or look is None or not look.facts.hold_but_for_tensors(self.model):
+            look = self.look()
         versions = [(kind.__qualname__, of_class(kind).version()) for kind in look.called_kinds]
         return xxhash.xxh3_128_digest(f"{look.state}{versions}{self.function_kernels()}{self.autocast}".encode())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -73,11 +74,15 @@ def template_variables(tokenizer: Any, template: dict[str, Any]) -> frozenset[st
     if not hasattr(tokenizer, "get_chat_template"):
         return frozenset()
     try:
-        from jinja2 import meta
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        source = tokenizer.get_chat_template(template.get("chat_template"), template.get("tools"))
-        environment = _compile_jinja_template(source).environment
-        return frozenset(meta.find_undeclared_variables(environment.parse(source))) - {*_RENDERED}
+        return _variables_of(tokenizer.get_chat_template(template.get("chat_template"), template.get("tools")))
     except Exception:  # no template, or one that is none: applying it says so
         return frozenset()
+
+
+@functools.lru_cache(maxsize=32)
+def _variables_of(source: str) -> frozenset[str]:
+    from jinja2 import meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    environment = _compile_jinja_template(source).environment
+    return frozenset(meta.find_undeclared_variables(environment.parse(source))) - {*_RENDERED}

@@ -413,6 +413,31 @@ def test_scores_that_a_processor_keeps_are_not_overwritten_by_the_next_replay():
 
 
 @pytest.mark.gpu
+def test_a_step_that_was_launched_before_the_look_is_computed_again_where_the_model_has_changed():
+    """The graph of a decode step holds the epsilon that it was captured with, and is replayed before anyone looks at
+    what the caller's code did. Keys and values of before the change stay, as in stock."""
+    model, inputs = tiny_model().to("cuda"), {k: v.cuda() for k, v in batch([20, 13]).items()}
+    stock, epsilon = stock_copy(model), model.model.layers[0].input_layernorm.variance_epsilon
+
+    def logits(model, change):
+        changing = Changing(model)
+        changing.calls, changing.norm.variance_epsilon = 0 if change else 3, epsilon
+        result = model.generate(**inputs, max_new_tokens=8, logits_processor=LogitsProcessorList([changing]),
+                                return_dict_in_generate=True, output_logits=True)
+        assert changing.norm.variance_epsilon == (4.0 if change else epsilon)
+        return torch.stack(result.logits)
+
+    unchanged, changed = (logits(stock, change) for change in (False, True))
+    assert torch.equal(changed[:3], unchanged[:3]) and (changed[3] - unchanged[3]).abs().max() > 0.1
+    engine = hf_paged.get_engine(hf_paged.enable(model, strict=True))
+    for change in (False, True, False, True):
+        found = logits(model, change)
+        assert engine.stats().num_graphs_captured >= 1  # before the first change already
+        assert torch.allclose(found, changed if change else unchanged, rtol=1e-3, atol=1e-3)
+    assert_idle(model)
+
+
+@pytest.mark.gpu
 def test_prompt_lookup_on_a_gpu_gives_the_greedy_tokens():
     """Drafts are counted on the device there."""
     torch.backends.cuda.matmul.allow_tf32 = False

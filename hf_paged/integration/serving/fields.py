@@ -7,21 +7,25 @@ stands in docs/server.md, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from hf_paged.integration.serving.calls import RefusedRequestError
 from hf_paged.integration.serving.wishes import MOST_CHOICES, Wishes
+from hf_paged.options.chat_keywords import OURS
 
 CHAT, TEXT, RESPONSES = "chat", "text", "responses"
 ALL = (CHAT, TEXT, RESPONSES)
 
-# Read by transformers' own handler, as they stand.
-BY_TRANSFORMERS: dict[str, tuple[str, ...]] = {
-    CHAT: ("messages", "model", "stream", "generation_config", "chat_template_kwargs"),
-    TEXT: ("prompt", "suffix", "model", "stream", "generation_config"),
-    RESPONSES: ("input", "instructions", "model", "stream", "generation_config"),
-}
+
+class Passed(NamedTuple):
+    """A field that transformers' own handler reads: what is accepted, and what raises ValueError or TypeError for the
+    rest."""
+
+    endpoints: tuple[str, ...]
+    expected: str
+    check: Callable[[Any], Any]
 
 
 class Refused(NamedTuple):
@@ -114,6 +118,55 @@ def _object(value: Any) -> dict[Any, Any]:
     return value
 
 
+_FLOAT32 = (2.0**-149, (2 - 2**-23) * 2.0**127)  # least above 0, and most
+
+
+def _keywords(value: Any) -> None:
+    if not _NOT_KEYWORDS.isdisjoint(_object(value)):
+        raise ValueError
+
+
+def _messages(value: Any) -> None:
+    if not isinstance(value, list) or not value:
+        raise TypeError
+    for message in value:
+        _text(_object(message).get("role"))
+        content = message.get("content") or []
+        if not isinstance(content, str) and not (isinstance(content, list) and all(map(_is_part, content))):
+            raise TypeError
+
+
+def _is_part(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("type"), str)
+
+
+def _items(value: Any) -> None:
+    if not isinstance(value, (str, list, dict)) or not value:
+        raise TypeError
+
+
+_TEXT = "expected a string"
+_MESSAGES = "expected a list of objects, each with a role and a content (text, or a list of parts with their type)"
+_ITEMS = "expected a string, or a list of messages and items of the Responses API"
+_CONFIG = "expected a string that holds a JSON object of GenerationConfig fields"
+# What transformers' handler, or another field, says of every chat.
+_NOT_KEYWORDS = frozenset({*OURS, "add_generation_prompt", "conversation", "load_audio_from_video", "tools"})
+_KEYWORDS = ("expected an object of names that the model's chat template refers to, without "
+             f"{', '.join(sorted(_NOT_KEYWORDS))}")
+
+PASSED: dict[str, Passed] = {
+    "messages": Passed((CHAT,), _MESSAGES, _messages),
+    "prompt": Passed((TEXT,), _TEXT, _text),
+    "suffix": Passed((TEXT,), _TEXT, _text),
+    "input": Passed((RESPONSES,), _ITEMS, _items),
+    "instructions": Passed((RESPONSES,), _TEXT, _text),
+    "model": Passed(ALL, _TEXT, _text),
+    "stream": Passed(ALL, "expected true or false", _flag),
+    "generation_config": Passed(ALL, _CONFIG, _text),
+    "chat_template_kwargs": Passed((CHAT,), _KEYWORDS, _keywords),
+}
+
+
 def _temperature(value: Any, wishes: Wishes) -> None:
     wishes.temperature = _number(value, 0)
 
@@ -130,7 +183,7 @@ def _top_k(value: Any, wishes: Wishes) -> None:
 
 
 def _repetition_penalty(value: Any, wishes: Wishes) -> None:
-    wishes.settings["repetition_penalty"] = _number(value, math.ulp(0.0))
+    wishes.settings["repetition_penalty"] = _number(value, *_FLOAT32)
 
 
 def _length(name: str) -> Callable[[Any, Wishes], None]:
@@ -141,7 +194,9 @@ def _length(name: str) -> Callable[[Any, Wishes], None]:
 
 
 def _logit_bias(value: Any, wishes: Wishes) -> None:
-    bias = {(int(token),): _number(number, -100, 100) for token, number in _object(value).items()}
+    if not all(token.isascii() and token.isdecimal() and str(int(token)) == token for token in _object(value)):
+        raise ValueError
+    bias = {(int(token),): _number(number, -100, 100) for token, number in value.items()}
     if bias:
         wishes.settings["sequence_bias"] = bias
 
@@ -188,7 +243,7 @@ def _stream_options(value: Any, wishes: Wishes) -> None:
 
 
 def _responses_stream_options(value: Any, wishes: Wishes) -> None:
-    if _object(value) not in ({}, {"include_obfuscation": False}):
+    if any(name != "include_obfuscation" or flag is not False for name, flag in _object(value).items()):
         raise ValueError
 
 
@@ -239,9 +294,10 @@ READ: dict[str, Read] = {
     "top_p": Read(ALL, "expected a number in [0, 1]", _filter("top_p", 0, 1)),
     "min_p": Read(ALL, "expected a number in [0, 1]", _filter("min_p", 0, 1)),
     "top_k": Read(ALL, "expected an integer of at least 1, or 0 or -1 for all tokens", _top_k),
-    "repetition_penalty": Read(ALL, "expected a number above 0", _repetition_penalty),
+    "repetition_penalty": Read(ALL, "expected a number above 0 that float32 holds", _repetition_penalty),
     "seed": Read(ALL, "expected an integer in [-2**63, 2**63)", _seed),
-    "logit_bias": Read((CHAT, TEXT), "expected an object of token ids with numbers in [-100, 100]", _logit_bias),
+    "logit_bias": Read((CHAT, TEXT), "expected an object of token ids in digits with numbers in [-100, 100]",
+                       _logit_bias),
     "stop": Read((CHAT, TEXT), "expected a string or a list of strings, none of them empty", _stop),
     "include_stop_str_in_output": Read((CHAT, TEXT), "expected true or false", _set("keeps_stop", _flag)),
     "stop_token_ids": Read(ALL, "expected a list of token ids", _stop_token_ids),
@@ -272,13 +328,20 @@ OWN_READ: dict[tuple[str, str], Read] = {
 }
 
 
+def passed(endpoint: str) -> dict[str, Passed]:
+    """The fields of an endpoint that transformers' handler reads."""
+    return {name: field for name, field in PASSED.items() if endpoint in field.endpoints}
+
+
 def readable(endpoint: str) -> dict[str, Read]:
-    """The fields that are carried out at an endpoint, besides `BY_TRANSFORMERS`."""
+    """The fields that are carried out at an endpoint, besides `passed`."""
     found = {name: field for name, field in READ.items() if endpoint in field.endpoints}
     return found | {name: field for (where, name), field in OWN_READ.items() if where == endpoint}
 
 
+_PASSED = {endpoint: passed(endpoint) for endpoint in ALL}
 _READABLE = {endpoint: readable(endpoint) for endpoint in ALL}
+_NULL_IS_FALSE = ("stream",)  # left out, the Responses API of transformers streams
 
 
 def read_body(endpoint: str, body: dict[str, Any]) -> Wishes:
@@ -289,15 +352,17 @@ def read_body(endpoint: str, body: dict[str, Any]) -> Wishes:
     """
     wishes, fields = Wishes(has_one_choice=endpoint == RESPONSES), _READABLE[endpoint]
     for name, value in body.items():
-        if name in BY_TRANSFORMERS[endpoint]:
-            wishes.body[name] = value
-        elif value is None and (name in fields or name in REFUSED):
+        if value is None and name in _NULL_IS_FALSE:
+            wishes.body[name] = False
+        elif value is None and (name in _PASSED[endpoint] or name in fields or name in REFUSED):
             continue  # as if it were left out
+        elif name in _PASSED[endpoint]:
+            with _refused(name, value, _PASSED[endpoint][name].expected):
+                _PASSED[endpoint][name].check(value)
+            wishes.body[name] = value
         elif name in fields:
-            try:
+            with _refused(name, value, fields[name].expected):
                 fields[name].read(value, wishes)
-            except (ValueError, TypeError, OverflowError):
-                raise _refusal(name, value, fields[name].expected) from None
         elif name in REFUSED and endpoint in REFUSED[name].endpoints:
             if not any(_is_same(value, neutral) for neutral in REFUSED[name].passes):
                 raise _refusal(name, value, REFUSED[name].expected)
@@ -307,6 +372,14 @@ def read_body(endpoint: str, body: dict[str, Any]) -> Wishes:
         wishes.settings["max_new_tokens"] = body["max_completion_tokens"]
     _check_together(body, wishes)
     return wishes
+
+
+@contextmanager
+def _refused(name: str, value: Any, expected: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, OverflowError):
+        raise _refusal(name, value, expected) from None
 
 
 def _check_together(body: dict[str, Any], wishes: Wishes) -> None:
@@ -320,7 +393,7 @@ def _check_together(body: dict[str, Any], wishes: Wishes) -> None:
 
 def _known(endpoint: str) -> list[str]:
     refused = (name for name, field in REFUSED.items() if endpoint in field.endpoints)
-    return sorted({*BY_TRANSFORMERS[endpoint], *_READABLE[endpoint], *refused})
+    return sorted({*_PASSED[endpoint], *_READABLE[endpoint], *refused})
 
 
 def _is_same(value: Any, neutral: Any) -> bool:

@@ -29,9 +29,9 @@ from hf_paged.integration.serving.calls import GeneratesFor, RefusedRequestError
 from hf_paged.integration.serving.errors import reading_error, settings_of
 from hf_paged.integration.serving.fields import CHAT, RESPONSES, TEXT, read_body
 from hf_paged.integration.serving.requests import ServedRequests
-from hf_paged.integration.serving.templates import check_template
+from hf_paged.integration.serving.templates import check_for_model, check_parts
 
-_replaced: list[tuple[Any, str, Callable]] = []  # owner, name and what stood there
+_replaced: list[tuple[Any, str, Any]] = []  # owner, name and what stood there
 
 
 def install_serving() -> None:
@@ -43,7 +43,7 @@ def install_serving() -> None:
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
     from transformers.cli.serving.response import ResponseHandler
-    from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
+    from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, GenerateManager
 
     _replace(server, "build_server", _building)
     for handler, endpoint in ((ChatCompletionHandler, CHAT), (CompletionHandler, TEXT), (ResponseHandler, RESPONSES)):
@@ -54,8 +54,10 @@ def install_serving() -> None:
                                    (CompletionHandler, _whole_text, _text_stream)):
         _replace(handler, "_non_streaming", functools.partial(_whole, whole))
         _replace(handler, "_streaming", functools.partial(_stream, stream))
-    for name in ("_non_streaming", "_streaming"):
-        _replace(ResponseHandler, name, _checking_tools)
+    for handler in (ChatCompletionHandler, CompletionHandler, ResponseHandler):
+        for name in ("_non_streaming", "_streaming"):
+            _replace(handler, name, _checking)
+    _replace(BaseHandler, "get_processor_inputs_from_messages", _reading_parts)
     _replace(CBGenerateManager, "init_cb", _starting)
     _replace(CBGenerateManager, "generate_streaming", _streaming_in_a_batch)
     _replace(CBGenerateManager, "generate_non_streaming", _answering_in_a_batch)
@@ -64,9 +66,10 @@ def install_serving() -> None:
 
 
 def _replace(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
-    stock = getattr(owner, name)
-    setattr(owner, name, functools.wraps(stock)(make(stock)))
-    _replaced.append((owner, name, stock))
+    stock, stored = getattr(owner, name), inspect.getattr_static(owner, name)
+    made = functools.wraps(stock)(make(stock))
+    setattr(owner, name, staticmethod(made) if isinstance(stored, staticmethod) else made)
+    _replaced.append((owner, name, stored))
 
 
 def _building(stock: Callable) -> Callable:
@@ -109,6 +112,14 @@ def _check_fields(body: dict) -> None:
     from pydantic import TypeAdapter
 
     TypeAdapter(str | None).validate_python(body.get("suffix"))
+
+
+def _reading_parts(stock: Callable) -> Callable:
+    def get_processor_inputs_from_messages(messages: Any, modality: Any) -> Any:
+        check_parts(messages, modality.name)
+        return stock(messages, modality)
+
+    return get_processor_inputs_from_messages
 
 
 def _configuring(stock: Callable) -> Callable:
@@ -168,7 +179,6 @@ def _answer(given: dict[str, Any]) -> Answer:
     """Of the arguments of transformers' methods that make answers."""
     manager, model, processor = given["gen_manager"], given["model"], given["processor"]
     wishes = ServedCall.current().wishes
-    check_template(wishes, processor, model)
     manager._check_alive(given["request_id"]) if hasattr(manager, "_check_alive") else None
 
     def request(index: int, config: GenerationConfig) -> ServedRequests:
@@ -178,12 +188,13 @@ def _answer(given: dict[str, Any]) -> Answer:
                   request, wishes.tools if wishes.has_tools else None)
 
 
-def _checking_tools(stock: Callable) -> Callable:
+def _checking(stock: Callable) -> Callable:
     arguments = inspect.signature(stock)
 
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = arguments.bind(self, *args, **kwargs).arguments
-        check_template(ServedCall.current().wishes, given["processor"], given["model"])
+        check_for_model(ServedCall.current().wishes, given["processor"], given["model"],
+                        getattr(self, "chat_template_kwargs", None))
         return stock(self, *args, **kwargs)
 
     return checked

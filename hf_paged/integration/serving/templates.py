@@ -1,29 +1,101 @@
-"""Wishes that the model's chat template and transformers' parser of its answers have to know."""
+"""Wishes that can be checked only where the model and its chat template are known."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from transformers import processing_utils
 
 from hf_paged.integration.serving.calls import RefusedRequestError
 from hf_paged.integration.serving.wishes import Wishes
-from hf_paged.options.chat_keywords import template_variables
+from hf_paged.options.chat_keywords import template_parameters, template_variables
+
+# Keywords of `apply_chat_template` that a body may set, whatever the template refers to.
+_SETTABLE: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "chat_template": ("a string", lambda value: isinstance(value, str)),
+    "sanitize_control_tokens": ("true or false", lambda value: isinstance(value, bool)),
+    "continue_final_message": ("false, since an answer is a message of its own", lambda value: value is False),
+    "truncation": ("true or false", lambda value: isinstance(value, bool)),
+    "max_length": ("an integer of at least 1, and truncation as true with it",
+                   lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0),
+}
+# Parts of a message's content that transformers' handler reads, by the kind of model; it leaves out all others.
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_PARTS = {
+    "LLM": _TEXT_PARTS,
+    "VLM": _TEXT_PARTS | {"image_url", "input_image", "video_url"},
+    "MULTIMODAL": _TEXT_PARTS | {"image_url", "input_image", "video_url", "input_audio", "audio_url"},
+}
 
 
-def check_template(wishes: Wishes, processor: Any, model: Any) -> None:
-    """RefusedRequestError for tools or an effort that would change nothing, or calls that nobody would read."""
-    if not wishes.has_tools and wishes.reasoning_effort is None:
+def check_for_model(wishes: Wishes, processor: Any, model: Any, of_server: Mapping[str, Any] | None = None) -> None:
+    """RefusedRequestError for what this model does not have, or its chat template would change nothing for.
+
+    `of_server`: keywords of every chat, under those of the body.
+    """
+    _check_tokens(wishes, model.config.get_text_config().vocab_size)
+    given = dict(wishes.body.get("chat_template_kwargs") or {})
+    if not given and not wishes.has_tools and wishes.reasoning_effort is None:
         return
-    from transformers.cli.serving.utils import get_response_template
-
     tokenizer = processor if hasattr(processor, "get_chat_template") else getattr(processor, "tokenizer", processor)
-    given = dict(wishes.for_transformers().get("chat_template_kwargs") or {})
-    known = template_variables(tokenizer, {**given, "tools": wishes.tools or None})
+    known = template_variables(tokenizer, {**(of_server or {}), **given, "tools": wishes.tools or None})
+    _check_keywords(given, known, processor)
     if wishes.reasoning_effort is not None and "reasoning_effort" not in known:
         raise RefusedRequestError(f"reasoning_effort={wishes.reasoning_effort!r:.200}: expected it left out, since the "
                                   "model's chat template does not refer to it")
-    if not wishes.has_tools:
-        return
-    if "tools" not in known:
+    if wishes.has_tools:
+        _check_tools(known, processor, model)
+
+
+def check_parts(messages: Any, kind: str) -> None:
+    """RefusedRequestError for a part of a message that a model of this kind does not read.
+
+    `kind`: the name of transformers' `Modality`.
+    """
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            found = part.get("type") if isinstance(part, dict) else None
+            if isinstance(found, str) and found not in _PARTS.get(kind, {found}):
+                raise RefusedRequestError(f"messages: a part of type={found!r:.200}, expected what this model reads: "
+                                          f"{', '.join(sorted(_PARTS[kind]))}")
+
+
+def _check_tokens(wishes: Wishes, vocab_size: int) -> None:
+    biased = [token for (token,) in wishes.settings.get("sequence_bias", ())]
+    for name, tokens in (("stop_token_ids", wishes.stop_token_ids), ("logit_bias", biased)):
+        if (wrong := next((token for token in tokens if token >= vocab_size), None)) is not None:
+            raise RefusedRequestError(f"{name}: holds {wrong}, expected token ids in [0, {vocab_size})")
+
+
+def _check_keywords(given: dict[Any, Any], variables: frozenset[str], processor: Any) -> None:
+    settable = {*_SETTABLE} & template_parameters(processor)
+    for name, value in given.items():
+        if name in settable:
+            expected, is_right = _SETTABLE[name]
+            if not is_right(value) or (name == "max_length" and given.get("truncation") is not True):
+                raise RefusedRequestError(f"chat_template_kwargs: {name}={value!r:.200}, expected {expected}")
+        elif name not in variables and name not in _of_processor(processor):
+            raise RefusedRequestError(
+                f"chat_template_kwargs: {name!r:.200}, expected what the model's chat template refers to "
+                f"({', '.join(sorted(variables)) or 'nothing'}), or one of {', '.join(sorted(settable))}")
+
+
+def _of_processor(processor: Any) -> set[str]:
+    """What a processor of images, videos or sounds takes for them; nothing of a tokenizer."""
+    if not isinstance(processor, processing_utils.ProcessorMixin):
+        return set()
+    kinds = (processing_utils.ImagesKwargs, processing_utils.VideosKwargs, processing_utils.AudioKwargs)
+    own = getattr(type(processor), "valid_processor_kwargs", processing_utils.ProcessingKwargs)
+    of_model = [kind for kind in own.__annotations__.values() if hasattr(kind, "__annotations__")]
+    return {name for kind in (*kinds, *of_model) for name in kind.__annotations__}
+
+
+def _check_tools(variables: frozenset[str], processor: Any, model: Any) -> None:
+    from transformers.cli.serving.utils import get_response_template
+
+    if "tools" not in variables:
         raise RefusedRequestError("tools: expected none, since the model's chat template does not refer to them")
     if get_response_template(processor, model) is None:
         raise RefusedRequestError("tools: expected none, since transformers cannot read the calls of this model "

@@ -74,7 +74,8 @@ class Wishes:
         """Lay the wishes over a request's `config`, which the model's own stands behind.
 
         Raises:
-            ValueError: `generation_config` says something else of what a field says, or names what no config has.
+            ValueError: `generation_config` says something else of what a field says, or names what no config has; the
+                least length is above the length.
         """
         self._check_config(config, of_model)
         for name, value in self.settings.items():
@@ -91,6 +92,7 @@ class Wishes:
         if self.stop:
             config.stop_strings = list(self.stop)
         self._set_ends(config, of_model)
+        self._check_lengths(config)
         if "generation_config" in self.body:
             self._set_choices(config)
 
@@ -103,6 +105,11 @@ class Wishes:
                                           ("stop", "stop_strings", bool(self.stop))):
             if is_given and getattr(config, of_config) not in (None, getattr(of_model, of_config, None)):
                 raise ValueError(f"{name}: expected no {of_config} in generation_config beside it")
+
+    def _check_lengths(self, config: GenerationConfig) -> None:
+        least, most = self.settings.get("min_new_tokens"), config.max_new_tokens
+        if least is not None and isinstance(most, int) and least > most:
+            raise ValueError(f"min_tokens={least}: expected at most {most}, the length of the answer")
 
     def _set_choices(self, config: GenerationConfig) -> None:
         """Choices by their name in a `GenerationConfig`; what is no number of them is left for `generate` to refuse."""

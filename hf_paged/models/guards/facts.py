@@ -70,8 +70,7 @@ class Facts:
     """What a model was at a look."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = _walk(model, _MOST_MODULES) or []
-        namespaces = list(map(vars, modules))
+        modules, namespaces = _walk(model, _MOST_MODULES) or ([], [])
         self._num_modules = len(modules)
         names = [tuple(name for name in namespace if _is_own(name)) for namespace in namespaces]
         # Two names at least, since a getter of one gives no tuple.
@@ -80,7 +79,9 @@ class Facts:
             tuple(map(_frozen, getter(namespace)))
             for getter, namespace in zip(self._getters, namespaces, strict=True)
         ]
-        self._columns, wrappers = _columns(modules, namespaces)
+        self._structure = _structure(modules, namespaces)
+        self._columns, wrappers = _columns(namespaces)
+        self._parameter_kinds = None if wrappers else _parameter_kinds(namespaces)
         self._wrappers = [_frozen_inside(vars(wrapper)) for wrapper in wrappers]
         self._hooks = list(map(dict, _hooks(namespaces)))
         found = (value for namespace in namespaces for value in namespace.values())
@@ -89,27 +90,41 @@ class Facts:
 
     def hold(self, model: nn.Module) -> bool:
         """Is everything as it was? False also where that cannot be told."""
-        if not self._num_modules:
-            return False
         try:
-            return self._compare(model)
+            return self._compare(model, with_tensors=True)
         except Exception:  # something is gone that was there, or what is there now cannot be compared
             return False
 
-    def _compare(self, model: nn.Module) -> bool:
-        modules = _walk(model, self._num_modules)
-        if modules is None or len(modules) != self._num_modules:
+    def hold_but_for_tensors(self, model: nn.Module) -> bool:
+        """Is everything as it was besides tensors, which stay of their classes, and hooks?
+
+        Takes less than half the time. False also where some tensor is no plain one: such have settings of their own.
+        """
+        if self._parameter_kinds is None:
             return False
-        namespaces = list(map(vars, modules))
-        columns, wrappers = _columns(modules, namespaces)
-        if self._columns != columns or self._wrappers != list(map(vars, wrappers)):
+        try:
+            return self._compare(model, with_tensors=False)
+        except Exception:
             return False
-        if self._hooks != _hooks(namespaces):
+
+    def _compare(self, model: nn.Module, *, with_tensors: bool) -> bool:
+        if not self._num_modules or (walked := _walk(model, self._num_modules)) is None:
             return False
-        # The remembered value on the left: it is asked whether it equals the other.
-        values = [getter(namespace) for getter, namespace in zip(self._getters, namespaces, strict=True)]
-        if self._values != values:
+        modules, namespaces = walked
+        if self._structure != _structure(modules, namespaces):
             return False
+        if with_tensors:
+            columns, wrappers = _columns(namespaces)
+            if self._columns != columns or self._wrappers != list(map(vars, wrappers)):
+                return False
+            if self._hooks != _hooks(namespaces):
+                return False
+        elif self._parameter_kinds != _parameter_kinds(namespaces):
+            return False
+        # The remembered values on the left: they are asked whether they equal the others.
+        for values, getter, namespace in zip(self._values, self._getters, namespaces, strict=True):
+            if values != getter(namespace):
+                return False
         return all((config := ref()) is not None and frozen == vars(config) for ref, frozen in self._configs)
 
 
@@ -117,36 +132,54 @@ def _is_own(name: str) -> bool:
     return name not in STANDARD
 
 
-def _walk(model: nn.Module, most: int) -> list[nn.Module] | None:
-    """All modules inside, shared ones again and again; None if there are more than `most`."""
-    modules = [model]
-    for module in modules:
-        if children := module.__dict__["_modules"]:
-            modules += [child for child in children.values() if child is not None]
-            if len(modules) > most:
-                return None
-    return modules
+def _walk(model: nn.Module, most: int) -> tuple[list[nn.Module], list[dict]] | None:
+    """All modules inside, shared ones again and again, and what each holds; None if there are more than `most`."""
+    level, modules, namespaces = [model], [], []
+    while level:
+        held = list(map(vars, level))
+        modules += level
+        namespaces += held
+        if len(modules) > most:
+            return None
+        children = chain.from_iterable(map(dict.values, filter(None, map(_CHILDREN, held))))
+        level = [child for child in children if child is not None]
+    return modules, namespaces
 
 
 def tensors_inside(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """All parameters, each once, and all buffers, in a fixed order; torch's own walk takes ten times as long."""
-    if (modules := _walk(model, _MOST_MODULES)) is None:
+    if (walked := _walk(model, _MOST_MODULES)) is None:
         return list(model.parameters()), list(model.buffers())
-    namespaces = list(map(vars, modules))
+    _, namespaces = walked
     parameters, buffers = (chain.from_iterable(map(dict.values, filter(None, as_dicts(map(of, namespaces)))))
                            for of in (_PARAMETERS, _BUFFERS))
     own = {id(tensor): tensor for tensor in parameters if tensor is not None}
     return list(own.values()), [tensor for tensor in buffers if tensor is not None]
 
 
-def _columns(modules: list[nn.Module], namespaces: list[dict]) -> tuple[tuple, list[torch.Tensor]]:
-    """Classes, sizes and names of modules; of their tensors classes, dtypes, devices, shapes, added names, storages.
+def _structure(modules: list[nn.Module], namespaces: list[dict]) -> tuple:
+    """Classes and sizes of modules, names and numbers of the modules in each."""
+    children = list(map(_CHILDREN, namespaces))
+    return (list(map(type, modules)), list(map(len, namespaces)),
+            list(chain.from_iterable(filter(None, children))), list(map(len, children)))
+
+
+def _parameter_kinds(namespaces: list[dict]) -> list[type] | None:
+    """Classes of all parameters; None where a module keeps its own in no dict."""
+    full = list(filter(None, map(_PARAMETERS, namespaces)))
+    if not set(map(type, full)) <= {dict}:
+        return None
+    return list(map(type, chain.from_iterable(map(dict.values, full))))
+
+
+def _columns(namespaces: list[dict]) -> tuple[tuple, list[torch.Tensor]]:
+    """Names of the modules' tensors; of each its class, dtype, device, shape, added names, bytes of its storage.
 
     Tensors that hold others (quantized weights) stand after that by what they hold, and are returned beside.
     """
     mappings = [*map(_PARAMETERS, namespaces), *map(_BUFFERS, namespaces)]
     tensors_by_module = as_dicts(mappings)
-    full, children = list(filter(None, tensors_by_module)), list(map(_CHILDREN, namespaces))
+    full = list(filter(None, tensors_by_module))
     tensors = [tensor for tensor in chain.from_iterable(map(dict.values, full)) if tensor is not None]
     wrappers = [tensor for tensor in tensors if type(tensor) not in PLAIN]
     tensors += watched(wrappers)
@@ -154,9 +187,7 @@ def _columns(modules: list[nn.Module], namespaces: list[dict]) -> tuple[tuple, l
         kinds = list(map(type, tensors)), list(map(_DTYPE, tensors)), list(map(_DEVICE, tensors))
         sizes = list(map(_SHAPE, tensors)), _storage_sizes(tensors)
     columns = (
-        list(map(type, modules)), list(map(len, namespaces)),
         list(chain.from_iterable(full)), list(map(len, tensors_by_module)),
-        list(chain.from_iterable(filter(None, children))), list(map(len, children)),
         places(mappings), kinds, sizes, [list(own) for own in map(vars, tensors) if own],
     )
     return columns, wrappers

@@ -119,3 +119,59 @@ def test_what_the_chat_template_does_not_look_at_is_refused(server, path, fields
     status, said = server.post(path, json.dumps({**prompt, **fields, "stream": stream}).encode())
     assert status == 400
     assert "chat template does not refer to" in said["error"]["message"]
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ mark }}{{ documents }}"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_what_the_chat_template_refers_to_reaches_it_and_all_else_is_refused(server, stream, monkeypatch):
+    """Told by the number of the prompt's tokens, whose greedy answer need not change."""
+    tokenizer = next(iter(server._serve._model_manager.loaded_models.values())).processor
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+
+    def tokens(**keywords):
+        said = ask(server, stream, CHAT, chat_template_kwargs=keywords)
+        return next(chunk["usage"]["prompt_tokens"] for chunk in said if "usage" in chunk)
+
+    plain = tokens()
+    assert tokens(mark=" qu qu") > plain < tokens(documents=[{"title": "a b", "text": "c"}])
+    assert tokens(chat_template="{{ other }} x", other="a b c d e f g h i j k l m n o p") != plain
+    assert tokens(truncation=True, max_length=3) == 3
+    for keywords, words in (({"marc": 1}, "'marc', expected what the model's chat template refers to (documents, "),
+                            ({"max_length": 3}, "max_length=3, expected an integer of at least 1, and truncation"),
+                            ({"truncation": "longest_first"}, "truncation='longest_first', expected true or false"),
+                            ({"chat_template": TEMPLATE, "enable_thinking": True}, "'enable_thinking', expected"),
+                            ({"chat_template": "{{ other }} x", "mark": 1}, "'mark', expected"),
+                            ({"continue_final_message": True}, "continue_final_message"),
+                            ({"tokenize": True}, "chat_template_kwargs={'tokenize': True}: expected an object")):
+        body = {"messages": [{"role": "user", "content": PROMPT}], "stream": stream, "chat_template_kwargs": keywords}
+        status, said = server.post(CHAT, json.dumps(body).encode())
+        assert status == 400 and words in said["error"]["message"], (keywords, said)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_a_part_that_the_model_does_not_read_is_refused(server, path, stream):
+    """transformers' handler leaves an image out of what it tells a model of texts."""
+    image = {CHAT: {"type": "image_url", "image_url": {"url": "x"}},
+             RESPONSES: {"type": "input_image", "image_url": "x"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}, image[path]]}]
+    body = {"messages" if path == CHAT else "input": messages, "stream": stream}
+    status, said = server.post(path, json.dumps(body).encode())
+    assert status == 400
+    assert f"a part of type='{image[path]['type']}', expected what this model reads: input_text" in str(said)
+
+
+def test_null_is_as_good_as_left_out(server):
+    """But for `stream` of the Responses API, which is whole by null and streamed when it is left out, as in stock."""
+    fields = {"temperature": None, "stop": None, "n": None, "suffix": None, "generation_config": None}
+    body = {"prompt": PROMPT, "max_tokens": 3}
+    both = [server.post(TEXT, json.dumps({**body, **more}).encode()) for more in ({}, fields, {"stream": None})]
+    assert [status for status, _ in both] == [200] * 3
+    assert len({said["choices"][0]["text"] for _, said in both}) == 1
+    body = {"input": PROMPT, "max_output_tokens": 3}
+    assert isinstance(server.post(RESPONSES, json.dumps({**body, "stream": None}).encode())[1], dict)
+    assert isinstance(server.post(RESPONSES, json.dumps(body).encode())[1], str)
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 3, "chat_template_kwargs": None}
+    assert server.post(CHAT, json.dumps(chat).encode())[0] == 200

@@ -161,8 +161,9 @@ def test_tools_reach_the_chat_template_or_are_refused(continuous, says):
 
 def test_tools_of_a_model_whose_calls_nobody_reads_are_refused(trained_tokenizer, monkeypatch):
     monkeypatch.setattr(trained_tokenizer, "chat_template", TEMPLATE)
-    model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
-    templates.check_template(Wishes(tools=TOOLS), trained_tokenizer, model)
+    text = SimpleNamespace(vocab_size=len(trained_tokenizer))
+    model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3", get_text_config=lambda: text))
+    templates.check_for_model(Wishes(tools=TOOLS), trained_tokenizer, model)
     model.config.model_type = "llama"
     with pytest.raises(RefusedRequestError, match="cannot read the calls of this model"):
-        templates.check_template(Wishes(tools=TOOLS), trained_tokenizer, model)
+        templates.check_for_model(Wishes(tools=TOOLS), trained_tokenizer, model)

@@ -16,7 +16,8 @@ from hf_paged.integration.serving.requests import ServedRequests
 
 MORE = ('{"stop": []}',)  # it asks for nothing, and stock breaks on it
 # What stock drops, or rounds, where it answers 200: the temperature and the filter of greedy answers, for example.
-LESS = ('{"temperature": -1.0}', '{"temperature": NaN}', '{"temperature": Infinity}', '{"top_p": 2.0}',
+LESS = ('{"input": [{"type": "no such type", "x": 1}]}',
+        '{"temperature": -1.0}', '{"temperature": NaN}', '{"temperature": Infinity}', '{"top_p": 2.0}',
         '{"top_p": -0.5}', '{"seed": 1.5}', '{"tools": [{}]}', '{"stop": ""}', '{"stop": {"x": 1}}', "max_tokens=1.5",
         json.dumps({"generation_config": json.dumps({"max_new_tokens": 2, "no_such_field": 1})}))
 # Fields of which the server's answers hold nothing, so that it does not read them; stock's breaks on what they bring.

@@ -7,6 +7,8 @@ import json
 
 import pytest
 from serve_bodies import ENDPOINTS, PROMPTS
+from serve_fields import MEANT, VOCAB_SIZE, is_meant
+from serve_fields import ODD as ANY
 from serve_support import served
 from transformers import GenerationConfig
 
@@ -14,13 +16,13 @@ from hf_paged.integration.continuous_batching import worker
 from hf_paged.integration.serving.calls import RefusedRequestError
 from hf_paged.integration.serving.fields import (
     ALL,
-    BY_TRANSFORMERS,
     CHAT,
     OWN_READ,
     READ,
     REFUSED,
     RESPONSES,
     TEXT,
+    passed,
     read_body,
     readable,
 )
@@ -68,6 +70,8 @@ ODD = ["x", "", 5, -2, 0.5, float("nan"), 10**400, True, False, [], ["x"], [[]],
 FIELDS = [(endpoint, name) for endpoint in ALL for name in sorted(
     {*readable(endpoint), *(name for name, field in REFUSED.items() if endpoint in field.endpoints)})]
 
+ALL_FIELDS = sorted({*FIELDS, *((endpoint, name) for endpoint in ALL for name in passed(endpoint))})
+
 
 def effect(endpoint, body):
     """What a body makes of a request, in names and values; of a model that answers greedily and ends at token 2."""
@@ -96,7 +100,7 @@ def test_every_field_of_transformers_schema_is_known(endpoint):
     handlers = {CHAT: chat_completion.ChatCompletionHandler, TEXT: completion.CompletionHandler,
                 RESPONSES: response.ResponseHandler}
     refused = {name for name, field in REFUSED.items() if endpoint in field.endpoints}
-    known = {*BY_TRANSFORMERS[endpoint], *readable(endpoint), *refused}
+    known = {*passed(endpoint), *readable(endpoint), *refused}
     assert handlers[endpoint]._valid_params_class.__mutable_keys__ <= known
     assert not refused & {*readable(endpoint)}
     with pytest.raises(RefusedRequestError, match="no_such_field=1: expected one of the fields of this endpoint, "):
@@ -238,3 +242,31 @@ def test_what_cannot_be_is_a_400_with_the_reason(server, endpoint, stream):
         assert said["error"]["message"] == f"{name}={value!r}: {field.expected}"
     short = {"generation_config": json.dumps({"max_new_tokens": 2})}
     assert server.post(path, json.dumps({**plain, **short, "user": "me"}).encode())[0] == 200
+
+
+@pytest.mark.parametrize(("endpoint", "name"), ALL_FIELDS)
+@pytest.mark.filterwarnings("ignore")
+def test_no_value_of_any_field_gets_a_200_and_is_dropped(server, endpoint, name):
+    """Every field with every odd value over HTTP: 200 exactly where the value means something to this field; else the
+    answer says which field it was."""
+    path, wrong = PATHS[endpoint], []
+    limit = "max_output_tokens" if endpoint == RESPONSES else "max_tokens"
+    for value in ANY:
+        body = {**PROMPTS[path], "stream": name == "stream_options", limit: 2, name: value}
+        if name == "generation_config":
+            del body[limit]
+        if name.startswith("max_"):
+            body["stop_token_ids"] = list(range(VOCAB_SIZE))  # the first token is the last
+        status, said = server.post(path, json.dumps(body).encode())
+        if status == 200:
+            as_expected = is_meant(endpoint, name, value)
+        else:
+            named = any(word in said["error"]["message"] for word in (name, "messages" if name == "input" else name))
+            as_expected = not is_meant(endpoint, name, value) and status in (400, 422) and named
+        if not as_expected:
+            wrong.append((value, status, said))
+    assert not wrong
+
+
+def test_all_fields_have_a_meaning_here():
+    assert {*MEANT} == {name for _, name in ALL_FIELDS}

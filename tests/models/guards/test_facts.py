@@ -38,6 +38,15 @@ def _data(path, change):
     return apply
 
 
+class Wrapper(nn.Parameter):
+    """A weight of another class than torch's own."""
+
+
+def _wrapped(model):
+    head = model.lm_head
+    head._parameters["weight"] = torch.Tensor._make_subclass(Wrapper, head.weight.data)
+
+
 def _parametrize(model):
     nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.down_proj)
 
@@ -163,6 +172,41 @@ def test_constants_are_read_again_where_they_changed():
     assert other != key
     model.model.norm.variance_epsilon = tiny_model().model.norm.variance_epsilon
     assert executor.state_key() == key
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_quick_comparison_gives_the_digest_of_the_model_as_it_is(change):
+    """In the middle of a call nobody compares tensors and hooks, of which the digest does not speak."""
+    model = hf_paged.enable(tiny_model())
+    executor = hf_paged.get_engine(model)._executor
+    before = executor.state_key()
+    CHANGES[change](model)
+
+    def digest(**kwargs):
+        try:
+            return executor.state_key(**kwargs)
+        except AttributeError:  # what stands there now has no such constant
+            return None
+
+    found = digest(compares_tensors=False)
+    executor._look = None
+    assert found == digest()
+    assert found != before or change not in ("epsilon of one head norm", "head size", "window")
+
+
+@pytest.mark.parametrize(("change", "quick"), [
+    (_hook("model.layers.1"), True), (CHANGES["dtype of all"], True), (CHANGES["a weight elsewhere"], True),
+    (CHANGES["epsilon of one head norm"], False), (CHANGES["another linear"], False),
+    (lambda model: model.model.layers.append(nn.Identity()), False), (lambda model: model.train(), False),
+    (_wrapped, False),
+])
+def test_the_quick_comparison_leaves_out_tensors_and_hooks_alone(change, quick):
+    model = tiny_model()
+    facts = Facts(model)
+    assert facts.hold(model) and facts.hold_but_for_tensors(model)
+    change(model)
+    assert not facts.hold(model) and facts.hold_but_for_tensors(model) is quick
+    assert Facts(model).hold_but_for_tensors(model) is (change is not _wrapped)
 
 
 def test_facts_keep_nothing_alive():
