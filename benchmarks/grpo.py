@@ -164,7 +164,8 @@ def main() -> None:
                     "micro_batch": args.micro_batch, "release": args.release, "sleep_level": args.sleep_level,
                     **report["workload"],
                 }
-                report["rows"].append({"model": model, "engine": engine, **measure(job, args.out, args.limit, args.vllm_site)})
+                figures = measure(job, args.out, args.limit, args.vllm_site)
+                report["rows"].append({"model": model, "engine": engine, **figures})
                 (args.out / "grpo.json").write_text(json.dumps(report, indent=1) + "\n")
                 print_table(report)
 

@@ -127,8 +127,8 @@ def config(job: dict[str, Any], folder: str) -> GRPOConfig:
     return GRPOConfig(
         output_dir=folder, per_device_train_batch_size=rows, gradient_accumulation_steps=samples // rows,
         num_generations=job["samples"], max_completion_length=length, max_steps=job["warmup"] + job["steps"],
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=job["device"] == "cpu", seed=0,
-        **options,
+        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
+        use_cpu=job["device"] == "cpu", **options,
     )
 
 

@@ -26,17 +26,17 @@ import hf_paged
 
 MODEL = str(Path(__file__).parent / "models" / "tiny-qwen3")
 QUESTIONS = ["Name an animal.", "Say an animal.", "Which animal?", "An animal, please."]
-ANIMALS = frozenset(  # noqa: SIM905
+ANIMALS = (
     "ant ape bat bear bee bird bison boar camel cat clam cod cow crab crane crow deer dog dove duck eagle eel elk emu "
     "finch fish fly fox frog goat goose gull hare hawk hen heron horse ibex koala lark lion llama lynx mole moose moth "
-    "mouse mule newt otter owl panda pig pony quail rat raven robin seal shark sheep snail swan tiger".split()
+    "mouse mule newt otter owl panda pig pony quail rat raven robin seal shark sheep snail swan tiger"
 )
 
 
 def one_animal(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
     """1 for an animal alone, less the more is said beside it, 0 without one."""
     answers = [completion[0]["content"].replace("-", " ").split() for completion in completions]
-    return [any(word in ANIMALS for word in words) / max(1, len(words)) for words in answers]
+    return [any(word in ANIMALS.split() for word in words) / max(1, len(words)) for words in answers]
 
 
 def train(steps: int, *, lora: bool = False, fsdp2: bool = False, output: str = "grpo", **options: Any) -> GRPOTrainer:

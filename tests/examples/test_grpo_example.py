@@ -16,8 +16,8 @@ pytest.importorskip("trl", reason="an extra of the test environment")
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "grpo.py"
-# A few steps over two processes, with hf_paged or without. Rollouts are greedy and of questions that the model was trained
-# on, whose margins are far above the noise of bf16, so that both runs compare; an entropy bonus moves the weights.
+# A few steps over two processes, with hf_paged or without. Rollouts are greedy and of questions that the model was
+# trained on, with margins far above the noise of bf16, so that both runs compare; an entropy bonus moves the weights.
 SHARDED = f"""
 import sys
 sys.path.insert(0, {str(EXAMPLE.parent)!r})
