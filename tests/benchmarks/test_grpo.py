@@ -53,8 +53,8 @@ def test_a_row_says_the_peak_its_phase_and_the_paths():
 
 
 def test_ours_is_compared_with_each_other_engine_that_ran():
-    failed, larger = {"model": "0.6B", "engine": "stock", "error": "exit 1: no"}, ROW | {"model": "8B", "engine": "stock"}
-    rows = [OURS, VLLM, failed, larger]
+    failed = {"model": "0.6B", "engine": "stock", "error": "exit 1: no"}
+    rows = [OURS, VLLM, failed, ROW | {"model": "8B", "engine": "stock"}]
     assert grpo.comparisons(rows) == ["0.6B: ours is 1.50 times as fast a step as vllm, with 40% of its peak memory"]
 
 

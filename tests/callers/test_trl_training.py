@@ -1,7 +1,8 @@
 """TRL's trainers as they come, over an enabled model: their training is bitwise that of a run without hf_paged.
 
-Rollouts are sampled, so the run without hf_paged is given those of the run with it. Whether they are right is a check of
-its own: every token is among the most likely of stock's forward under the same autocast, with the weights of the moment.
+Rollouts are sampled, so the run without hf_paged is given those of the run with it. Whether they are right is a check
+of its own: every token is among the most likely of stock's forward under the same autocast, with the weights of the
+moment.
 """
 
 from __future__ import annotations
