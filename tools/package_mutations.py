@@ -321,6 +321,40 @@ ON_A_CPU = [
                     "integration/test_single_row_calls.py", "laid_out_once"),
 ]
 
+# Calls under autocast: where values are rounded, whose precision holds, and copies that follow the weights.
+AUTOCAST_TESTS = "integration/test_autocast.py"
+AUTOCAST = [
+    PackageMutation("kernels/add_rms_norm.py", "product: tl.constexpr = dtype if weight.dtype.element_ty == dtype else "
+                    "tl.float32", "product: tl.constexpr = dtype", "kernels/test_add_rms_norm.py",
+                    "dtypes_of_autocast and triton"),
+    PackageMutation("kernels/qk_norm_rope_store.py", "rotated: tl.constexpr = scaled if cos.dtype.element_ty == scaled "
+                    "else tl.float32", "rotated: tl.constexpr = dtype", "kernels/test_qk_norm_rope_store.py",
+                    "dtypes_of_autocast and triton"),
+    PackageMutation("kernels/_qk_norm_rope_host.py", "    if both.dtype == sin.dtype:", "    if True:",
+                    "kernels/test_qk_norm_rope_store.py", "dtypes_of_autocast"),
+    PackageMutation("kernels/cast_copies.py", "count = tl.where(tl.load(now) == tl.load(before), 0, count)",
+                    "count = count + 0", "kernels/test_cast_copies.py", "nothing_is_written and interpreted"),
+    PackageMutation("models/shadow.py", "self._checksum = checksum.clone()", "self._checksum = checksum",
+                    "models/test_shadow.py", "writes_to_again"),
+    PackageMutation("models/decoder.py", "self.autocast, cache_enabled=False)", "self.autocast)", AUTOCAST_TESTS,
+                    "keeps_no_weights"),
+    PackageMutation("models/guards/wrapped_forward.py", "for context in reversed(contexts)", "for context in contexts",
+                    "models/test_precision.py", "wrapper"),
+    PackageMutation("models/base.py", "None if cast is None or self.look().dtypes == {cast} else cast", "cast",
+                    "models/test_precision.py", "all_weights_are"),
+    PackageMutation(CORE, "        if self.requests or self.batches:\n            return False\n        self._executor",
+                    "        self._executor", AUTOCAST_TESTS, "beside_others"),
+    PackageMutation(CORE, "                if self._executor.has_copies:  # what", "                if False:  # what",
+                    AUTOCAST_TESTS, "while_others_run"),
+    PackageMutation(CORE, "            if not self._executor.copies_are_stale():\n                return False\n",
+                    "            if True:\n                return False\n", AUTOCAST_TESTS, "processor_changes"),
+    PackageMutation(CORE, "            self._executor.refresh(self._guard.latest)\n", "            pass\n", AUTOCAST_TESTS,
+                    "between_calls"),
+    PackageMutation(LOCKSTEP, "        if rounds_cache:\n", "        if False:\n", AUTOCAST_TESTS, "scores_and_logits"),
+    PackageMutation(GENERATE, "    autocast = engine.autocast_of_call()\n", "    autocast = None\n", AUTOCAST_TESTS,
+                    "without_each"),
+]
+
 PACKAGE_MUTATIONS = [
-    *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED, *MODELS, *SERVER, *ON_A_CPU,
+    *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *RECOGNITION, *JOINED, *MODELS, *SERVER, *ON_A_CPU, *AUTOCAST,
 ]

@@ -498,8 +498,9 @@ class EngineCore:
         self._prepare()
         if caching:
             self._guard.begin(manager.block_pool)
-        self.runner.follow_stream()
-        self._executor.refresh(self._guard.latest)
+        if self._executor.has_copies:
+            self.runner.follow_stream()
+            self._executor.refresh(self._guard.latest)
         if caching:
             sequences = [*(request.sequence for request in self.requests.values()), *arrivals]
             if any(manager.has_older_hit(s.token_ids, s.cache_key) for s in sequences):
@@ -507,12 +508,11 @@ class EngineCore:
 
     def _refresh_copies(self) -> None:
         """Renew copies of weights in the middle of requests, which go on with the new ones as without copies."""
-        self.runner.follow_stream()
-        if self._config.enable_prefix_caching and not self._executor.copies_are_stale():
-            self._executor.refresh(self._guard.fresh())
-        else:
+        if self._executor.copies_are_stale():
+            self._commit_in_flight()  # other layers may need other copies
             self._prepare()
-            self._executor.refresh(None)
+        self.runner.follow_stream()
+        self._executor.refresh(self._guard.fresh())
 
     def _recompute_all(self, scheduler: Scheduler) -> None:
         """The model changed under running requests: they compute their keys and values again, like everyone after."""
