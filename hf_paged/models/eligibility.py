@@ -208,10 +208,8 @@ def _sharding_reason(seen: Seen) -> Reason | None:
     """Parameters of which somebody else keeps a part on each rank, or parts of ours that do not fit together."""
     for name, parameter in seen.parameters:
         kinds = type(parameter).__name__, type(parameter.data).__name__
-        if hasattr(parameter, "ds_id"):
-            return Reason("the parameters are partitioned by DeepSpeed", remedy=SHARD)
         if "DTensor" in kinds:
-            return Reason("parameter {} is a DTensor (FSDP2 or a device mesh)", name, remedy=SHARD)
+            return Reason("parameter {} is a DTensor of a device mesh", name, remedy=SHARD)
         if "FlatParameter" in kinds or hasattr(parameter, "_fsdp_flattened"):
             return Reason("parameter {} belongs to FSDP", name, remedy=SHARD)
     return broken_part(seen.executor.model)

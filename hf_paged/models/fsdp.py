@@ -1,7 +1,8 @@
-"""What torch's `fully_shard` (FSDP2) made of a model: which part of which parameter is here, and what it computes in.
+"""What FSDP2 or DeepSpeed made of a model: which part of which parameter is here, and which dtype it computes in.
 
-Read off the state that `fully_shard` keeps beside the modules: the modules themselves have whole parameters for a
-while, after a forward. Checked against torch 2.11 to 2.13.
+Of torch's `fully_shard` (2.11 to 2.13) it is read off the state that this keeps beside the modules: the modules
+themselves have whole parameters for a while, after a forward. DeepSpeed's ZeRO-3 gathers parameters itself, inside of
+`deepspeed.zero.GatheredParameters`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,29 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_paged.errors import Reason
-from hf_paged.models.guards.remedies import ONE_DEVICE, SHARD
+from hf_paged.models.guards.remedies import GATHER, ONE_DEVICE, SHARD
 
 _PACKAGE = "torch.distributed.fsdp._fully_shard"
 _MARK = "_is_fsdp_managed_module"
 
 
 class Shard(NamedTuple):
-    """One parameter: the `DTensor` that trainer and optimizer have, and the dtype that a forward reads it in."""
+    """One parameter: the one that trainer and optimizer have, and the dtype that a forward reads it in."""
 
     parameter: Any
     dtype: torch.dtype
+
+    def local(self) -> torch.Tensor:
+        """This rank's part."""
+        tensor: torch.Tensor = getattr(self.parameter, "_local_tensor", self.parameter.data)
+        return tensor
+
+    def cut(self) -> tuple[int | None, Any]:
+        """(dimension, process group) that it is cut along and over; None, None where each rank has it whole."""
+        for axis, placement in enumerate(getattr(self.parameter, "placements", ())):
+            if placement.is_shard():
+                return placement.dim, self.parameter.device_mesh.get_group(axis)
+        return None, None
 
 
 class Sharding(NamedTuple):
@@ -33,7 +46,7 @@ class Sharding(NamedTuple):
 
     Attributes:
         shards: by id of the module and name of the parameter there; a shared parameter stands at each of its places.
-        ranks: all that keep parts, as they are numbered in the default process group.
+        ranks: all that keep parts, as they are numbered in the default process group; none where this rank has it all.
         device: where a forward computes.
     """
 
@@ -43,8 +56,8 @@ class Sharding(NamedTuple):
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Did `fully_shard` take a module inside `model`?"""
-    return any(_MARK in vars(module) for module in model.modules())
+    """Did `fully_shard` take a module inside `model`, or DeepSpeed a parameter?"""
+    return any(_MARK in vars(module) for module in model.modules()) or _is_partitioned(model)
 
 
 def plain_class(kind: type) -> type:
@@ -66,6 +79,32 @@ def is_hook(hook: Any) -> bool:
 
 def sharding_of(model: nn.Module) -> Sharding | Reason:
     """How a model is spread for which `is_sharded` holds, or why it cannot be read whole from its parts."""
+    return _partition_of(model) if _is_partitioned(model) else _fully_sharded(model)
+
+
+def _is_partitioned(model: nn.Module) -> bool:
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def _partition_of(model: nn.Module) -> Sharding | Reason:
+    """Of DeepSpeed's ZeRO-3. What it has gathered is freed again, so that no graph or merged weight may lie in it."""
+    shards, devices = {}, set()
+    for module in model.modules():
+        parameters: dict[str, Any] = module._parameters
+        for name, parameter in parameters.items():
+            if parameter is None or not hasattr(parameter, "ds_id"):
+                continue
+            if parameter.ds_status.name != "AVAILABLE":
+                return Reason("the parameters are partitioned by DeepSpeed", remedy=GATHER)
+            shards[id(module), name] = Shard(parameter, parameter.dtype)
+            devices.add(parameter.device)
+    if len(devices) > 1:
+        return Reason("parameters and buffers are on several devices: {}", sorted(map(str, devices)),
+                      remedy=ONE_DEVICE)
+    return Sharding(shards, (), devices.pop())
+
+
+def _fully_sharded(model: nn.Module) -> Sharding | Reason:
     modules = {id(module): (name, module) for name, module in model.named_modules()}
     shards: dict[tuple[int, str], Shard] = {}
     ranks: set[tuple[int, ...]] = set()
@@ -96,14 +135,6 @@ def sharding_of(model: nn.Module) -> Sharding | Reason:
         if (reason := _policy_reason(name, module, model, dtypes)) is not None:
             return reason
     return Sharding(shards, ranks.pop(), device)
-
-
-def cut_of(parameter: Any) -> tuple[int | None, Any]:
-    """(dimension, process group) that a parameter is cut along and over; None, None where each rank has it whole."""
-    for axis, placement in enumerate(parameter.placements):
-        if placement.is_shard():
-            return placement.dim, parameter.device_mesh.get_group(axis)
-    return None, None
 
 
 def _states() -> list[Any]:

@@ -2,7 +2,7 @@
 
 The replica is what the model was before `fully_shard`: modules of the same classes with the same attributes, configs,
 buffers and hooks. Its parameters are in the dtype that a forward of the model reads them in. The model itself is
-only read.
+only read. Of what DeepSpeed gathers, the replica has a copy that stays where it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from hf_paged.errors import FallbackError, Reason
 from hf_paged.kernels.weights_checksum import ChecksumPlan
-from hf_paged.models.fsdp import Sharding, cut_of, is_hook, is_sharded, plain_class, sharding_of
+from hf_paged.models.fsdp import Shard, Sharding, is_hook, is_sharded, plain_class, sharding_of
 from hf_paged.models.guards.facts import Facts
 from hf_paged.parallel.gather import Gatherer, Part
 from hf_paged.parallel.rendezvous import Rendezvous
@@ -50,7 +50,7 @@ class Replica:
         self._reason: Reason | None = None
         self._sharding: Sharding | None = None
         self._model: Any = None
-        self._wholes: dict[int, tuple[nn.Parameter, Any]] = {}  # by id of the sharded one: the whole, the sharded
+        self._wholes: dict[int, tuple[nn.Parameter, Shard]] = {}  # by id of the trainer's parameter
         self._checksum = ChecksumPlan()
         self._gathered: int | None = None  # checksum of this rank's parts when they were gathered last
         self._pins: Counter[int | None] = Counter()  # by thread; None: of all threads
@@ -66,6 +66,11 @@ class Replica:
     def is_readable(self) -> bool:
         """Could the model be read whole when it was looked at last?"""
         return self._sharding is not None
+
+    @property
+    def meets_others(self) -> bool:
+        """Do other ranks keep parts of the model?"""
+        return self._sharding is not None and len(self._sharding.ranks) > 1
 
     @property
     def is_pinned(self) -> bool:
@@ -105,10 +110,11 @@ class Replica:
         known, self._wholes = self._wholes, {}
         for shard in sharding.shards.values():
             key = id(shard.parameter)
-            whole = known[key][0] if key in known and known[key][1] is shard.parameter else None
-            if whole is None or (whole.dtype, whole.device.type) != (shard.dtype, sharding.device.type):
+            whole = known[key][0] if key in known and known[key][1].parameter is shard.parameter else None
+            wanted = shard.parameter.shape, shard.dtype, sharding.device.type
+            if whole is None or (whole.shape, whole.dtype, whole.device.type) != wanted:
                 whole, self._gathered = _empty(shard.parameter.shape, shard.dtype, sharding.device), None
-            self._wholes[key] = whole, shard.parameter
+            self._wholes[key] = whole, shard
         self._model = _mirrored(source, sharding, {key: whole for key, (whole, _) in self._wholes.items()}, {})
         vars(self._model).pop("forward", None)  # a wrapper of the model's: it is looked at there
         self._facts, self._sharding, self._reason = facts, sharding, None
@@ -159,9 +165,12 @@ class Replica:
     def refuse(self, error: BaseException) -> None:
         """In place of meeting the other ranks: what this one raises."""
         with self._meeting:
-            self._rendezvous().refuse(error)
+            if self.meets_others:
+                self._rendezvous().refuse(error)
 
     def _meet(self, brought: set[str], timeout: float) -> frozenset[str]:
+        if not self.meets_others:
+            return frozenset(brought)
         found = self._rendezvous().meet(brought, timeout, "PagedConfig.gather_timeout")
         if {STOCK, STRICT} <= found:
             raise FallbackError("strict=True on a rank of this sharded model, and this call would go to stock generate "
@@ -169,7 +178,7 @@ class Replica:
         return found
 
     def _checksum_now(self) -> int:
-        return int(self._checksum([sharded._local_tensor for _, sharded in self._wholes.values()]))
+        return int(self._checksum([shard.local() for _, shard in self._wholes.values()]))
 
     def release(self) -> None:
         """Give the weights' memory back; the next meeting gathers them anew."""
@@ -178,11 +187,11 @@ class Replica:
             whole.data = _empty(whole.shape, whole.dtype, whole.device)
 
     def _parts(self) -> Iterator[Part]:
-        for whole, sharded in self._wholes.values():
+        for whole, shard in self._wholes.values():
             if not _has_memory(whole):
                 with torch.inference_mode(False):
                     whole.data = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
-            yield Part(sharded._local_tensor, whole.data, *cut_of(sharded))
+            yield Part(shard.local(), whole.data, *shard.cut())
 
     def _rendezvous(self) -> Rendezvous:
         """That of the model, whatever engine it has."""

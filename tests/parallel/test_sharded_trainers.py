@@ -32,6 +32,7 @@ EXPECTED: dict[str, Any] = {
     "stocks_loop_over_pages": (True, 3),
     "other_entrances": [True, True, True],
     "wrapped_in_ddp": True,
+    "accelerates_plugin": [True, True, True, True, True, True, 3],
 }
 
 

@@ -23,5 +23,7 @@ DTYPE_OF_AUTOCAST = ("Autocast is native to bf16 or fp16, on one GPU. Load the w
 EVAL_MODE = "Call `model.eval()` before generating, and `model.train()` after it."
 SHARD = ("Load the checkpoint with `PagedGenerator.from_pretrained(..., tensor_parallel_size=N)`, or gather the "
          "weights before generating.")
+GATHER = ("Generate inside of `deepspeed.zero.GatheredParameters(model.parameters())`, with DeepSpeed's hooks taken "
+          "off, as TRL does it.")
 DISAGREE = ("Config and modules disagree, or describe no causal model. Make them agree: `type(model).from_pretrained` "
             "does.")
