@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One visit to a GPU machine: tests, kernels, log-prob error, throughput. Full logs under $OUT, a short table last.
 #   bash benchmarks/gpu_session.sh [tests|kernels|linear|sampler|options|logprob|throughput|ab|profile|timeline
-#                                  |shadow|logprob_autocast|autocast ...]
+#                                  |shadow|autocast_tests|logprob_autocast|autocast ...]
 #   MODELS=32B SIZE=4 bash benchmarks/gpu_session.sh rank_tests all_reduce ranks ranks_filtered    # several GPUs
 set -uo pipefail
 OUT=${OUT:-/tmp/hf_paged_gpu}
@@ -18,7 +18,9 @@ for step in "${steps[@]}"; do
     sampler) timeout 90 python3 benchmarks/sampler_speed.py --out "$OUT/sampler.json" >"$OUT/sampler.log" 2>&1 ;;
     logprob) timeout 200 python3 benchmarks/logprob_error.py --out "$OUT/logprob.json" >"$OUT/logprob.log" 2>&1 ;;
     shadow) timeout 90 python3 benchmarks/shadow_speed.py --out "$OUT/shadow.json" >"$OUT/shadow.log" 2>&1 ;;
-    logprob_autocast) timeout 200 python3 benchmarks/logprob_error.py --autocast --out "$OUT/logprob_autocast.json" >"$OUT/logprob_autocast.log" 2>&1 ;;
+    autocast_tests) timeout 200 python3 -m pytest -q -n 6 -m gpu -p no:cacheprovider tests/gpu/test_autocast_cuda.py tests/kernels/test_cast_copies.py \
+      tests/kernels/test_add_rms_norm.py tests/kernels/test_qk_norm_rope_store.py >"$OUT/autocast_tests.log" 2>&1 ;;
+    logprob_autocast) timeout 200 python3 benchmarks/logprob_error.py --autocast --seeds ${SEEDS:-3} --out "$OUT/logprob_autocast.json" >"$OUT/logprob_autocast.log" 2>&1 ;;
     autocast) timeout 300 python3 benchmarks/run_all.py --engines ours --workloads nano --batches --autocast --models ${MODELS:-0.6B} \
       --out "$OUT/autocast" >"$OUT/autocast.log" 2>&1 ;;
     profile) timeout 150 bash -c 'for b in 256 8 1; do python3 benchmarks/profile_decode.py --batch $b --out $OUT/profile_$b.txt; done' >"$OUT/profile.log" 2>&1 ;;

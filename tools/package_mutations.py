@@ -337,7 +337,7 @@ AUTOCAST = [
     PackageMutation("models/shadow.py", "self._checksum = checksum.clone()", "self._checksum = checksum",
                     "models/test_shadow.py", "writes_to_again"),
     PackageMutation("models/decoder.py", "self.autocast, cache_enabled=False)", "self.autocast)", AUTOCAST_TESTS,
-                    "keeps_no_weights"),
+                    "modules_that_run_as_they_stand"),
     PackageMutation("models/guards/wrapped_forward.py", "for context in reversed(contexts)", "for context in contexts",
                     "models/test_precision.py", "wrapper"),
     PackageMutation("models/base.py", "None if cast is None or self.look().dtypes == {cast} else cast", "cast",
@@ -348,11 +348,11 @@ AUTOCAST = [
                     AUTOCAST_TESTS, "while_others_run"),
     PackageMutation(CORE, "            if not self._executor.copies_are_stale():\n                return False\n",
                     "            if True:\n                return False\n", AUTOCAST_TESTS, "processor_changes"),
-    PackageMutation(CORE, "            self._executor.refresh(self._guard.latest)\n", "            pass\n", AUTOCAST_TESTS,
-                    "between_calls"),
+    PackageMutation(CORE, "            self._executor.refresh(self._guard.latest)\n", "            pass\n",
+                    AUTOCAST_TESTS, "between_calls"),
     PackageMutation(LOCKSTEP, "        if rounds_cache:\n", "        if False:\n", AUTOCAST_TESTS, "scores_and_logits"),
     PackageMutation(GENERATE, "    autocast = engine.autocast_of_call()\n", "    autocast = None\n", AUTOCAST_TESTS,
-                    "without_each"),
+                    "calls_in_turn"),
 ]
 
 PACKAGE_MUTATIONS = [

@@ -218,6 +218,19 @@ def test_weights_that_change_between_calls(change, caching):
     assert not torch.equal(seen[1], seen[2])
 
 
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_of_modules_that_run_as_they_stand(change):
+    """torch would keep their casts as long as the caller's context is open."""
+    model = hf_paged.enable(family_model("gemma3"), strict=True)
+    options, seen = OPTIONS | {"pad_token_id": 0}, []
+    with torch.autocast("cpu", BRAIN):
+        for _ in range(2):
+            seen.append(assert_native_parity(model, stock_copy(model).generate(**PROMPT, **options), **PROMPT,
+                                             **options))
+            CHANGES[change](model)
+    assert not torch.equal(*seen)
+
+
 def test_weights_that_change_while_others_run():
     """A prompt that comes after the change is computed with the weights of that moment, as without copies."""
     model = hf_paged.enable(tiny_model(), strict=True)

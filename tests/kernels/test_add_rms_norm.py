@@ -68,20 +68,22 @@ def test_sum_and_norm(run, device, dtype, width, scale):
     assert_normed(normed, summed, weight)
 
 
-@pytest.mark.parametrize(("run", "device", "lower", "kinds", "wanted", "width"), every_pair(
+@pytest.mark.parametrize(("run", "device", "lower", "kinds", "width"), every_pair(
     lower_runs(add_rms_norm_reference, add_rms_norm_triton, add_rms_norm),
-    ["lower full full", "lower lower full", "full lower full", "lower full lower", "full full full",
-     "other lower other", "full None full", "lower None full", "other None other", "other None full"],
-    ["lower", "full"], [64, 1000]))
-def test_dtypes_of_autocast(run, device, lower, kinds, wanted, width):
+    ["lower full full lower", "lower lower full lower", "full lower full lower", "lower full lower lower",
+     "full full full lower", "other lower other lower", "full None full lower", "lower None full lower",
+     "other None other lower", "other None full lower", "lower lower full full", "lower None full full"],
+    [64, 1000]))
+def test_dtypes_of_autocast(run, device, lower, kinds, width):
     """Sum and norm are rounded where modules round them whose tensors are promoted, and then once more."""
     other = torch.bfloat16 if lower is torch.float16 else torch.float16
     of_kind = {"lower": lower, "full": torch.float32, "other": other}
     if run is add_rms_norm_triton and "other" in kinds:
         kinds = kinds.replace("other", "full")  # the interpreter truncates to bfloat16
     x, residual, weight = make(width, 5, width, torch.float32, device, scale=3.0)
-    x, weight = x.to(of_kind[kinds.split()[0]]), weight.to(of_kind[kinds.split()[2]])
-    residual = None if "None" in kinds else rows_of(residual.to(of_kind[kinds.split()[1]]))
+    of_x, of_residual, of_weight, wanted = kinds.split()
+    x, weight = x.to(of_kind[of_x]), weight.to(of_kind[of_weight])
+    residual = None if of_residual == "None" else rows_of(residual.to(of_kind[of_residual]))
     normed, summed = run(rows_of(x), residual, weight, EPS, of_kind[wanted])
     expected = x if residual is None else residual + x
     assert summed.dtype == expected.dtype
