@@ -109,7 +109,7 @@ class EngineStats:
         num_pool_growths: how often the pool was enlarged.
         num_graphs_captured, num_graphs_dropped: CUDA graphs of the present pool; they are dropped when memory that they
             point to moved.
-        shadow_bytes: memory of copies of the weights in the dtype of autocast, 0 where there are none.
+        shadow_bytes: memory of copies of the weights, in the dtype of autocast or gathered from ranks; 0 where there are none.
         calls: calls of the enabled model's `generate` and `generate_batch` by path: "native", "lockstep", "stock". What
             a call in stock calls itself (drafts of assisted decoding) is a part of it.
     """

@@ -51,7 +51,6 @@ def sample_method(stock: Any) -> Callable:
                 generation_config: GenerationConfig, synced_gpus: bool = False, streamer: Any = None,
                 **model_kwargs: Any) -> Any:
         engine = engine_of(self)
-        synced_gpus = ranks.steps_with_others(engine, synced_gpus)
         in_stock = functools.partial(
             stock._sample, self, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
             generation_config=generation_config, synced_gpus=synced_gpus,

@@ -56,17 +56,6 @@ def go_to_stock(engine: Engine, reason: Reason) -> None:
     replica.come_in_stock(engine.config.gather_timeout)
 
 
-def steps_with_others(engine: Engine | None, synced_gpus: bool) -> bool:
-    """Do stock's forwards of a call need other ranks? Not where DeepSpeed gathered the weights and took its hooks off.
-
-    Other ranks may run such a call natively, and would not answer stock's question whether all have ended.
-    """
-    if not synced_gpus or engine is None or not engine.finds_shards():
-        return synced_gpus
-    reason, replica = engine.unsupported_reason(), engine.replica
-    return reason is not None or replica is None or replica.meets_others
-
-
 @contextmanager
 def refusing(engine: Engine) -> Iterator[None]:
     """What is raised in here, in place of a call, is told to the other ranks, who would wait."""

@@ -145,8 +145,6 @@ def beam_search(engine: Engine | None, stock: Callable, model: Any, input_ids: t
                 **model_kwargs: Any) -> Any:
     """`GenerationMixin._beam_search` over paged forwards."""
 
-    synced_gpus = ranks.steps_with_others(engine, synced_gpus)
-
     def method(*, synced_gpus: bool = synced_gpus, **kwargs: Any) -> Any:
         return stock(model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                      generation_config=generation_config, synced_gpus=synced_gpus, **kwargs)
@@ -171,8 +169,6 @@ def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_
                       assistant_model: Any = None, assistant_tokenizer: Any = None, tokenizer: Any = None,
                       **model_kwargs: Any) -> Any:
     """`GenerationMixin._assisted_decoding`: prompt lookup over paged forwards, drafts by a model in stock."""
-
-    synced_gpus = ranks.steps_with_others(engine, synced_gpus)
 
     def method(*, synced_gpus: bool = synced_gpus, **kwargs: Any) -> Any:
         return stock(model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,

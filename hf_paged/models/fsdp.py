@@ -19,6 +19,12 @@ from hf_paged.errors import Reason
 from hf_paged.models.guards.remedies import GATHER, ONE_DEVICE, SHARD
 
 _PACKAGE = "torch.distributed.fsdp._fully_shard"
+_COUNTING_HOOKS = {
+    ("deepspeed.runtime.zero.parameter_offload", "_start_of_forward_hook"),
+    ("deepspeed.runtime.engine", "_module_forward_pre_hook"),
+    ("deepspeed.runtime.engine", "_module_forward_post_hook"),
+}
+ONE_MESH = "Give `fully_shard` the same mesh for all modules, or DeepSpeed one process group."
 _MARK = "_is_fsdp_managed_module"
 
 
@@ -46,7 +52,7 @@ class Sharding(NamedTuple):
 
     Attributes:
         shards: by id of the module and name of the parameter there; a shared parameter stands at each of its places.
-        ranks: all that keep parts, as they are numbered in the default process group; none where this rank has it all.
+        ranks: all that keep parts, as they are numbered in the default process group.
         device: where a forward computes.
     """
 
@@ -72,9 +78,18 @@ def plain_class(kind: type) -> type:
 
 
 def is_hook(hook: Any) -> bool:
-    """Is this the hook with which FSDP2 gathers or frees a module's parameters around its forward?"""
-    module = getattr(inspect.unwrap(hook), "__module__", None)
-    return isinstance(module, str) and module.startswith(_PACKAGE)
+    """Does this hook gather or free parameters around a forward (FSDP2), or count forwards (DeepSpeed)?
+
+    Those of DeepSpeed that gather are none: with them each forward needs all ranks.
+    """
+    function = inspect.unwrap(hook)
+    module = getattr(function, "__module__", None)
+    if module == "deepspeed.utils.nvtx":  # a decorator that names ranges for a profiler
+        function = inspect.getclosurevars(function).nonlocals.get("func")
+        module = getattr(function, "__module__", None)
+    if not isinstance(module, str):
+        return False
+    return module.startswith(_PACKAGE) or (module, getattr(function, "__name__", "")) in _COUNTING_HOOKS
 
 
 def sharding_of(model: nn.Module) -> Sharding | Reason:
@@ -87,21 +102,29 @@ def _is_partitioned(model: nn.Module) -> bool:
 
 
 def _partition_of(model: nn.Module) -> Sharding | Reason:
-    """Of DeepSpeed's ZeRO-3. What it has gathered is freed again, so that no graph or merged weight may lie in it."""
-    shards, devices = {}, set()
+    """Of DeepSpeed's ZeRO-3. What it has gathered is freed again, so that no graph or merged weight may lie in it.
+
+    In stock a forward needs all ranks even then: a hook of DeepSpeed compares what they do.
+    """
+    shards: dict[tuple[int, str], Shard] = {}
+    ranks: set[tuple[int, ...]] = set()
+    devices: set[torch.device] = set()
     for module in model.modules():
         parameters: dict[str, Any] = module._parameters
         for name, parameter in parameters.items():
             if parameter is None or not hasattr(parameter, "ds_id"):
                 continue
-            if parameter.ds_status.name != "AVAILABLE":
+            if getattr(getattr(parameter, "ds_status", None), "name", None) != "AVAILABLE":
                 return Reason("the parameters are partitioned by DeepSpeed", remedy=GATHER)
             shards[id(module), name] = Shard(parameter, parameter.dtype)
             devices.add(parameter.device)
+            ranks.add(tuple(dist.get_process_group_ranks(parameter.ds_process_group)))
+    if len(ranks) > 1:
+        return Reason("the model is spread over {} groups of ranks", len(ranks), remedy=ONE_MESH)
     if len(devices) > 1:
         return Reason("parameters and buffers are on several devices: {}", sorted(map(str, devices)),
                       remedy=ONE_DEVICE)
-    return Sharding(shards, (), devices.pop())
+    return Sharding(shards, ranks.pop(), devices.pop())
 
 
 def _fully_sharded(model: nn.Module) -> Sharding | Reason:
@@ -124,8 +147,7 @@ def _fully_sharded(model: nn.Module) -> Sharding | Reason:
             ranks.add(tuple(sorted(sharded.device_mesh.mesh.flatten().tolist())))
             device = parameter.device
     if len(ranks) != 1 or device is None:
-        return Reason("fully_shard spread the model over {} groups of ranks", len(ranks),
-                      remedy="Give `fully_shard` the same mesh for all modules.")
+        return Reason("the model is spread over {} groups of ranks", len(ranks), remedy=ONE_MESH)
     for name, module in modules.values():
         for key, whole in module._parameters.items():
             if whole is not None and "DTensor" in type(whole).__name__ and (id(module), key) not in shards:

@@ -40,7 +40,7 @@ def train_and_generate(group: ParallelGroup) -> dict[str, Any]:
                     results["with_hooks"] = hf_paged.explain(model, max_new_tokens=3).reasons
                 remove_hooks(trainer)
                 made.append(generated(model, group.rank, synced_gpus=ours))
-                if ours and turn == 1:  # rank 1 runs natively meanwhile, and answers no collective of stock's
+                if ours and turn == 1:
                     results["in_stock"] = _in_stock(model, group.rank)
                 add_hooks(trainer)
             loss = trainer(**prompts_of(group.rank), labels=prompts_of(group.rank)["input_ids"]).loss
@@ -64,6 +64,7 @@ def train_and_generate(group: ParallelGroup) -> dict[str, Any]:
 
 
 def _in_stock(model: Any, rank: int) -> bool:
+    """What only stock carries out on rank 0 takes rank 1 there: the hook that TRL leaves compares what ranks do."""
     options = {"output_attentions": True, "return_dict_in_generate": True} if rank == 0 else {}
     hf_paged.enable(model, strict=False)
     with warnings.catch_warnings():

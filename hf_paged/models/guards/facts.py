@@ -83,7 +83,8 @@ class Facts:
         self._columns, wrappers = _columns(namespaces)
         self._parameter_kinds = None if wrappers else _parameter_kinds(namespaces)
         self._wrappers = [_frozen_inside(vars(wrapper)) for wrapper in wrappers]
-        self._hooks = list(map(dict, _hooks(namespaces)))
+        # A hook may hold a module, as FSDP2's do.
+        self._hooks = [{key: _frozen(hook) for key, hook in hooks.items()} for hooks in _hooks(namespaces)]
         found = (value for namespace in namespaces for value in namespace.values())
         configs = {id(value): value for value in found if isinstance(value, PreTrainedConfig) or _is_record(value)}
         self._configs = [(weakref.ref(config), _frozen(vars(config))) for config in configs.values()]

@@ -1,0 +1,137 @@
+"""The replica of a model that `fully_shard` took, here over one rank; tests/parallel/test_sharded_trainers.py has two."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import batch, stock_copy, tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import hf_paged
+from hf_paged.models.fsdp import is_hook, plain_class
+from hf_paged.models.replica import Replica
+
+PROMPTS = batch([12, 5])
+OPTIONS = {"max_new_tokens": 5, "do_sample": False}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def shard(model: Any, dtype: torch.dtype | None = None) -> Any:
+    options = {"mesh": init_device_mesh("cpu", (1,)), "mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def test_it_is_the_model_of_before_and_the_model_stays_as_it_is():
+    whole = tiny_model(tie_word_embeddings=True)
+    model = shard(stock_copy(whole), torch.bfloat16)
+    parameters, names = list(model.parameters()), [sorted(vars(module)) for module in model.modules()]
+    hooks = [dict(module._forward_pre_hooks) for module in model.modules()]
+    replica = Replica(model).model
+    for (name, ours), (other, theirs) in zip(replica.named_modules(), whole.named_modules(), strict=True):
+        assert name == other and type(ours) is type(theirs)
+        assert not ours._forward_pre_hooks and not ours._forward_hooks
+        assert vars(ours).keys() == vars(theirs).keys()
+    assert {parameter.dtype for parameter in replica.parameters()} == {torch.bfloat16}
+    assert replica.lm_head.weight is replica.model.embed_tokens.weight
+    assert dict(replica.named_buffers()).keys() == dict(whole.named_buffers()).keys()
+    assert all(a is b for a, b in zip(replica.buffers(), model.buffers(), strict=True))
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert [sorted(vars(module)) for module in model.modules()] == names
+    assert [dict(module._forward_pre_hooks) for module in model.modules()] == hooks
+
+
+def test_its_memory_comes_with_a_meeting_and_goes_with_release():
+    model = shard(tiny_model())
+    hf_paged.enable(model, strict=True)
+    engine = hf_paged.get_engine(model)
+    needed = sum(parameter.nbytes for parameter in tiny_model().parameters())
+    replica = engine.replica
+    assert (replica.nbytes, replica.bytes_to_come) == (0, needed)
+    hf_paged.explain(model, **PROMPTS)
+    assert replica.nbytes == 0
+    expected = tiny_model().generate(**PROMPTS, **OPTIONS)
+    for _ in range(2):
+        assert torch.equal(model.generate(**PROMPTS, **OPTIONS), expected)
+        assert (engine.stats().shadow_bytes, replica.bytes_to_come) == (needed, 0)
+        places = [parameter.data_ptr() for parameter in replica.model.parameters()]
+        with torch.no_grad():
+            model.model.norm.weight.mul_(1.0)
+        model.generate(**PROMPTS, **OPTIONS)
+        assert places == [parameter.data_ptr() for parameter in replica.model.parameters()]
+        engine.release_memory()
+        held = {parameter.untyped_storage().nbytes() for parameter in replica.model.parameters()}
+        assert engine.stats().shadow_bytes == 0 and held == {4}
+
+
+def test_what_changes_in_the_model_changes_in_the_replica():
+    """A hook, train mode with dropout, another weight, an attribute that forwards read."""
+    model = shard(tiny_model())
+    hf_paged.enable(model)
+
+    def path() -> str:
+        return hf_paged.explain(model, **PROMPTS).path
+
+    assert path() == "native"
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *args: None)
+    assert path() == "stock"
+    handle.remove()
+    assert path() == "native"
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+    assert path() == "native"
+    model.train()
+    assert path() == "stock"
+    model.eval()
+    before = model.generate(**PROMPTS, **OPTIONS)
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 4
+    whole = tiny_model()
+    for layer in whole.model.layers:
+        layer.self_attn.scaling *= 4
+    expected = whole.generate(**PROMPTS, **OPTIONS)
+    assert torch.equal(model.generate(**PROMPTS, **OPTIONS), expected) and not torch.equal(before, expected)
+
+
+def test_the_classes_of_fully_shard_and_enable_in_either_order():
+    stock = type(tiny_model())
+    first = shard(hf_paged.enable(tiny_model()))
+    last = hf_paged.enable(shard(tiny_model()))
+    for model in (first, last):
+        assert isinstance(model, FSDPModule) and plain_class(type(model)) is stock
+        assert type(type(model)(tiny_model().config)) in (stock, plain_class(type(model))) or model is first
+    assert type(type(last)(tiny_model().config)) is stock  # as FSDP2's own classes do
+    hf_paged.disable(last)
+    assert type(last).__mro__[1:3] == (FSDPModule, stock)
+    with pytest.raises(RuntimeError, match="disable before fully_shard"):
+        hf_paged.disable(first)
+
+
+def test_it_does_not_keep_the_model_alive():
+    model = shard(tiny_model())
+    model.prepare_inputs_for_generation = model.prepare_inputs_for_generation  # a method that lies on the instance
+    hf_paged.enable(model, strict=True)
+    model.generate(**PROMPTS, **OPTIONS)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+def test_hooks_of_others_are_not_fsdps():
+    model = shard(tiny_model())
+    own = [*model._forward_pre_hooks.values(), *model._forward_hooks.values()]
+    assert len(own) == 2 and all(map(is_hook, own))
+    assert not is_hook(lambda *args: None) and not is_hook(torch.nn.Identity())
