@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
-from support import batch, random_prompts, tiny_model
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from support import batch, left_padded, num_calls, random_prompts, tiny_model
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
 
@@ -112,3 +115,46 @@ def test_a_wrong_name_harms_nobody(generator, expected):
             generator.generate(input_ids=ids, adapter_names=names, **GREEDY)
     stats = generator.engine.stats()
     assert stats.num_running == stats.num_waiting == 0
+
+
+def test_tensors_of_several_threads_each_with_its_own_adapter():
+    """Hooks lie on the model, and the names in them are one call's."""
+    inputs = left_padded([PROMPTS[0], PROMPTS[0]])
+    stock = with_adapter(with_adapter(tiny_model(), "one", 5), "two", 6)
+    expected = {name: stock.generate(**inputs, **GREEDY, **({} if name is None else {"adapter_names": [name] * 2}))
+                for name in NAMES}
+    wrapped = with_adapter(with_adapter(tiny_model(), "one", 5), "two", 6)
+    failures: list[Any] = []
+    with hf_paged.PagedGenerator(wrapped, num_blocks=256, strict=True) as generator:
+        both_are_in = threading.Barrier(2, timeout=60)
+
+        class Meeting(LogitsProcessor):
+            """In the middle of a call, whose hooks are there."""
+
+            has_met = False
+
+            def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+                if not self.has_met:
+                    both_are_in.wait()
+                self.has_met = True
+                return scores
+
+        def call(name: str | None) -> None:
+            try:
+                for options in ({"logits_processor": LogitsProcessorList([Meeting()])}, {}):
+                    made = generator.generate(**inputs, **GREEDY, adapter_names=name, **options)
+                    if not torch.equal(made, expected[name]):
+                        failures.append((name, options))
+                    both_are_in.wait()
+            except Exception as error:
+                failures.append(error)
+                both_are_in.abort()
+
+        for pair in (("one", "two"), ("__base__", None)):
+            threads = [threading.Thread(target=call, args=(name,)) for name in pair]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert not failures
+        assert num_calls(wrapped.get_base_model()).keys() == {"native", "lockstep"}

@@ -7,6 +7,7 @@ row of the batch. The engine reads the names off the hooks and has them never ca
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -35,8 +36,25 @@ class RowHook:
         return self._hook(*args)
 
 
+class NamedRows:
+    """A hook as PEFT's, for calls of one thread alone: those of others meet it on the same layer."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names, self._thread = list(names), threading.get_ident()
+
+    def __call__(self, layer: Any, args: Any, kwargs: Any) -> Any:
+        return (args, kwargs | {"adapter_names": self.names}) if self.is_here else None
+
+    @property
+    def is_here(self) -> bool:
+        """Is it this thread's?"""
+        return threading.get_ident() == self._thread
+
+
 def names_in(hook: Any) -> list[str] | None:
-    """The names that one of PEFT's hooks hands to its layer; None for any other hook."""
+    """The names that one of PEFT's hooks, or of ours like them, hands to its layer; None for any other hook."""
+    if type(hook) is NamedRows:
+        return hook.names
     if type(hook) is not partial or hook.args or hook.keywords.keys() != {"adapter_names"}:
         return None
     function, names = hook.func, hook.keywords["adapter_names"]
@@ -52,17 +70,17 @@ def has_only_names(layer: nn.Module) -> bool:
     """Are all pre-forward hooks of a LoRA layer PEFT's, called with keywords as PEFT has it?"""
     hooks = layer._forward_pre_hooks
     return hooks.keys() <= layer._forward_pre_hooks_with_kwargs.keys() and all(
-        type(hook) is RowHook or names_in(hook) is not None for hook in hooks.values())
+        type(hook) is RowHook or names_in(hook) is not None for hook in list(hooks.values()))
 
 
 def without_names(hooks: dict) -> dict:
     """A LoRA layer's hooks without those of PEFT, and of ours."""
-    return {key: hook for key, hook in hooks.items() if type(hook) is not RowHook and names_in(hook) is None}
+    return {key: hook for key, hook in list(hooks.items()) if type(hook) is not RowHook and names_in(hook) is None}
 
 
 def names_in_force(layers: list[nn.Module]) -> list[str] | Reason | None:
-    """The adapters that a forward of these LoRA layers would give its rows, by PEFT's hooks; None: there are none."""
-    hooks = [[hook for hook in layer._forward_pre_hooks.values() if type(hook) is not RowHook] for layer in layers]
+    """The adapters that a forward of these LoRA layers would give its rows here, by hooks; None: there are none."""
+    hooks = [list(filter(_is_in_force, list(layer._forward_pre_hooks.values()))) for layer in layers]
     if not any(hooks):
         return None
     found = [names_in(hook) for of_layer in hooks for hook in of_layer]
@@ -73,10 +91,14 @@ def names_in_force(layers: list[nn.Module]) -> list[str] | Reason | None:
     return found[0]
 
 
+def _is_in_force(hook: Any) -> bool:
+    return type(hook) is not RowHook and (type(hook) is not NamedRows or hook.is_here)
+
+
 @contextmanager
 def naming(layers: Iterable[nn.Module], names: list[str]) -> Iterator[None]:
-    """Calls of the model in here give their rows these adapters, as in PEFT's `generate`."""
-    hook = partial(getattr(sys.modules[_HOME], _NAME), adapter_names=names)
+    """Calls of the model that this thread makes in here give their rows these adapters, as in PEFT's `generate`."""
+    hook = NamedRows(names)
     with ExitStack() as stack:
         for layer in layers:
             stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
