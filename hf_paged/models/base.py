@@ -373,7 +373,11 @@ class ModelExecutor(ABC):
         The LoRA layers are those of the last look: `unsupported_reason` has just compared the modules with it.
         """
         look = self._look or self.look()
-        return names_in_force([layer for _, layer in look.lora_layers()]) if look.adapters else None
+        if not look.adapters:
+            return None
+        if self.replica is not None:  # PEFT finds the model's own layers
+            return names_in_force([layer for layer in self.source.modules() if is_lora(layer)])
+        return names_in_force([layer for _, layer in look.lora_layers()])
 
     def adapter_counts(self) -> AdapterCounts:
         """To be asked whether adapters came or went, quickly."""

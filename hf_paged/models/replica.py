@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from hf_paged.errors import FallbackError, Reason
 from hf_paged.kernels.weights_checksum import ChecksumPlan
 from hf_paged.models.fsdp import Shard, Sharding, is_hook, is_sharded, plain_class, sharding_of
+from hf_paged.models.guards.adapter_hooks import names_in
 from hf_paged.models.guards.facts import Facts
 from hf_paged.parallel.gather import Gatherer, Part
 from hf_paged.parallel.rendezvous import Rendezvous
@@ -236,7 +237,7 @@ def _mirrored(module: nn.Module, sharding: Sharding, wholes: dict[int, nn.Parame
                  if not name.startswith(_OF_FSDP)}
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         namespace[name] = type(namespace[name])((key, hook) for key, hook in namespace[name].items()
-                                                if not is_hook(hook))
+                                                if not is_hook(hook) and names_in(hook) is None)
     namespace["_buffers"] = dict(module._buffers)
     namespace["_parameters"] = {
         name: parameter if (shard := sharding.shards.get((id(module), name))) is None

@@ -134,3 +134,22 @@ def test_hooks_of_others_are_not_fsdps():
     own = [*model._forward_pre_hooks.values(), *model._forward_hooks.values()]
     assert len(own) == 2 and all(map(is_hook, own))
     assert not is_hook(lambda *args: None) and not is_hook(torch.nn.Identity())
+
+
+def test_rows_that_name_adapters():
+    """PEFT hangs its hooks on the model's layers, which are not the replica's."""
+    pytest.importorskip("peft")
+    from lora_models import with_adapter
+
+    expected, calls = [], [{"adapter_names": ["two", "__base__"]}, {}, {"adapter_names": ["one", "two"]}, {}]
+    for call in calls:
+        expected.append(with_adapter(with_adapter(tiny_model(), "one", 5), "two", 6).generate(
+            **PROMPTS, **OPTIONS, **call))
+    wrapped = with_adapter(with_adapter(tiny_model(), "one", 5), "two", 6)
+    shard(wrapped.get_base_model())
+    hf_paged.enable(wrapped, strict=True)
+    for call, tokens in zip(calls, expected, strict=True):
+        assert torch.equal(wrapped.generate(**PROMPTS, **OPTIONS, **call), tokens)
+    replica = hf_paged.get_engine(wrapped).replica.model
+    assert not any(module._forward_pre_hooks for module in replica.modules())
+    assert len({str(tokens) for tokens in expected}) == 3

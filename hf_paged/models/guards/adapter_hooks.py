@@ -92,7 +92,8 @@ def names_in_force(layers: list[nn.Module]) -> list[str] | Reason | None:
 
 
 def _is_in_force(hook: Any) -> bool:
-    return type(hook) is not RowHook and (type(hook) is not NamedRows or hook.is_here)
+    """Other hooks than those that name rows are looked at elsewhere."""
+    return hook.is_here if type(hook) is NamedRows else names_in(hook) is not None
 
 
 @contextmanager
