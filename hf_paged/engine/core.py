@@ -230,6 +230,7 @@ class EngineCore:
 
     def weights_written(self) -> None:
         """The weights are others since the last `drain`, whatever storages and counters say."""
+        self._state_key = b""  # whatever else of the model changed with them is no version of its own
         if self.scheduler is None:
             self._guard.announce(None, is_busy=False)
         elif self.pool.moved():

@@ -199,6 +199,24 @@ def test_an_announced_change_is_one_new_version_whether_or_not_anything_runs():
             assert completion.weight_versions == [version] * 4
 
 
+@pytest.mark.parametrize("runs", [False, True])
+def test_constants_that_change_with_the_weights_are_no_version_of_their_own(runs):
+    with PagedGenerator(tiny_model()) as generator:
+        engine = generator.engine
+        generator.generate([PROMPT], max_new_tokens=2)
+        if runs:
+            engine.add_request(PROMPT, GenerationConfig(max_new_tokens=6))
+            engine.step()
+        with engine.weight_update():
+            negate(generator.model)
+            generator.model.model.norm.variance_epsilon = 0.5
+        while engine.has_unfinished():
+            engine.step()
+        [completion] = generator.generate([PROMPT], max_new_tokens=4)
+        assert completion.weight_versions == [1] * 4
+        assert completion.token_ids == recomputed(generator.model, PROMPT, 4, {})
+
+
 def test_without_a_prefix_cache_only_announced_changes_are_known():
     with PagedGenerator(tiny_model(), enable_prefix_caching=False) as generator:
         generator.generate([PROMPT], max_new_tokens=2)
