@@ -44,8 +44,9 @@ class Made:
         return replace(self, token_ids=ids)
 
     def known_logprobs(self) -> list[float | None]:
-        """One entry per token."""
-        return list(self.logprobs) if self.logprobs is not None else [None] * len(self.token_ids)
+        """One entry per token; None in each where they are those of other tokens, too."""
+        count = len(self.token_ids)
+        return list(self.logprobs) if self.logprobs is not None and len(self.logprobs) == count else [None] * count
 
     def known_versions(self) -> list[VersionRun]:
         """Runs of all tokens."""
@@ -59,11 +60,11 @@ def split_output(prompt: Any) -> tuple[Any, Made | None]:
     """A prompt in one of the forms of `prompt_ids`, and what was made of it, if anything is given.
 
     Raises:
-        TypeError: output that is no sequence.
+        TypeError: output that is no sequence, or versions that are none.
     """
     if isinstance(prompt, Completion):
         return prompt.prompt_token_ids, Made(prompt.token_ids, prompt.logprobs, prompt.logprobs_kind,
-                                             prompt.version_runs, prompt.seed)
+                                             tuple(VersionRun(*run) for run in prompt.version_runs), prompt.seed)
     if isinstance(prompt, dict) and prompt.get(OUTPUT) is not None:
         output = prompt[OUTPUT]
         if isinstance(output, (str, bytes)) or not hasattr(output, "__len__"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -239,3 +240,23 @@ def test_versions_of_before_stay():
         [made] = generator.generate(aborted, max_new_tokens=10)
         assert made.weight_versions == [0] * 4 + [1] * 6
         assert made.token_ids[:4] == aborted.token_ids
+
+
+def test_log_probabilities_of_other_tokens_are_not_known(generator):
+    """A completion that was cut by hand may hold those of more tokens than it has."""
+    [whole] = generator.generate(PROMPTS[:1], max_new_tokens=6, logprobs=True)
+    [made] = generator.generate(replace(whole, token_ids=whole.token_ids[:2]), max_new_tokens=6, logprobs=True)
+    assert made.token_ids == whole.token_ids
+    assert made.logprobs[:2] == [None, None]
+    assert made.logprobs[2:] == pytest.approx(whole.logprobs[2:], abs=1e-4)
+
+
+def test_a_completion_that_was_kept_as_json(generator):
+    """Its pairs come back as lists."""
+    [whole] = generator.generate(PROMPTS[:1], max_new_tokens=6, logprobs=True)
+    kept = Completion(**json.loads(json.dumps(asdict(replace(interrupted(whole, 2), version_runs=((0, 2),))))))
+    [made] = generator.generate(kept, max_new_tokens=6, logprobs=True)
+    assert (made.token_ids, made.weight_versions) == (whole.token_ids, [0] * 6)
+    wrong = replace(kept, version_runs=[5])
+    failed, other = generator.generate([wrong, PROMPTS[1]], max_new_tokens=2, on_error="complete")
+    assert (failed.finish_reason, other.finish_reason) == ("error", "length")
