@@ -499,7 +499,8 @@ class Engine:
         that. Ranks that run one script enter it together.
 
         Raises:
-            RuntimeError: inside of a step, or of another update, of this engine by the same thread.
+            RuntimeError: inside of a step, or of another update, of this engine by the same thread; inside of
+                `hf_paged.gathered`, whose weights stay what they are.
             EngineClosedError: the model was disabled.
         """
         with self._lock.turn() as turn, self._lock.rlock:
@@ -507,6 +508,9 @@ class Engine:
             if self.is_reentrant():
                 raise RuntimeError("weight_update() was entered inside a step or another update of the same engine")
             self._check_open()
+            if self.replica is not None and self.replica.is_readable and self.replica.is_pinned:
+                raise RuntimeError("weight_update() was entered inside of hf_paged.gathered(model), whose weights are "
+                                   "gathered at its begin: leave the block first")
             self._carry_out(HoldForWeights())
             self._updating_thread = threading.get_ident()
             try:
@@ -621,10 +625,21 @@ class Engine:
             return self._core.model_mark()
 
     def check_runnable(self) -> None:
-        """Raise UnsupportedModelError where `unsupported_reason` gives one; EngineClosedError after `shutdown`."""
+        """Raise UnsupportedModelError where `unsupported_reason` gives one; EngineClosedError after `shutdown`.
+
+        As `check_gathered` besides.
+        """
         self._check_open()
         if (reason := self.unsupported_reason()) is not None:
             raise UnsupportedModelError(_CANNOT_RUN + reason.with_remedy)
+        self.check_gathered()
+
+    def check_gathered(self) -> None:
+        """RuntimeError inside of `hf_paged.gathered` where this rank's weights are not those that were gathered."""
+        replica = self.replica
+        if replica is not None and replica.is_readable and replica.is_pinned and replica.is_stale():
+            raise RuntimeError("the weights of the sharded model changed inside of hf_paged.gathered(model), or their "
+                               "memory was released: leave the block before training, and enter it again")
 
     def _check_open(self) -> None:
         if self._is_shut_down:

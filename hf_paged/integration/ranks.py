@@ -72,7 +72,5 @@ def come(engine: Engine, replica: Replica) -> bool:
     """`Replica.come`; inside of `gathered`, where ranks do not meet, only a look at this rank's weights."""
     if not replica.is_pinned:
         return replica.come(engine.config.gather_timeout, engine.writing_weights, strict=engine.config.strict)
-    if replica.is_stale():
-        raise RuntimeError("the weights of the sharded model changed inside of hf_paged.gathered(model): leave the "
-                           "block before training, and enter it again")
+    engine.check_gathered()
     return True

@@ -153,3 +153,24 @@ def test_rows_that_name_adapters():
     replica = hf_paged.get_engine(wrapped).replica.model
     assert not any(module._forward_pre_hooks for module in replica.modules())
     assert len({str(tokens) for tokens in expected}) == 3
+
+
+def test_inside_of_gathered_nothing_runs_on_other_weights_than_the_gathered_ones():
+    """Whoever asks: `PagedGenerator` and `add_request` make requests that never meet the other ranks."""
+    model = shard(tiny_model())
+    prompt = PROMPTS["input_ids"][0].tolist()
+    with hf_paged.PagedGenerator(model, num_blocks=64, strict=True) as generator:
+        engine = generator.engine
+        for spoil in (engine.release_memory, model.lm_head.weight.data.neg_):
+            with hf_paged.gathered(model):
+                [expected] = generator.generate([prompt], **OPTIONS)
+                with pytest.raises(RuntimeError, match="leave the block first"), engine.weight_update():
+                    pass
+                spoil()
+                for ask in (lambda: engine.add_request(prompt), lambda: generator.generate([prompt], **OPTIONS),
+                            lambda: model.generate(**PROMPTS, **OPTIONS)):
+                    with pytest.raises(RuntimeError, match="hf_paged.gathered"):
+                        ask()
+            with hf_paged.gathered(model):
+                [again] = generator.generate([prompt], **OPTIONS)
+            assert (again.token_ids == expected.token_ids) == (spoil == engine.release_memory)
