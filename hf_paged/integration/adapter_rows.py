@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from transformers import GenerationConfig
@@ -24,6 +24,12 @@ def each_under(model: Any, names: list[str], config: GenerationConfig) -> Abstra
     """
     copies = [n for n in (config.num_beams, config.num_return_sequences, 1) if isinstance(n, int)]
     return naming(_layers(model), [name for name in names for _ in range(max(copies))])
+
+
+def rows_under(model: Any, adapters: list[str | None]) -> AbstractContextManager[None]:
+    """In here forwards of the model in this thread give each row its adapter; None for all: the active ones."""
+    names = [name for name in adapters if name is not None]
+    return naming(_layers(model), names) if names else nullcontext()
 
 
 def _layers(model: Any) -> list[Any]:

@@ -81,7 +81,7 @@ def sample_method(stock: Any) -> Callable:
             return sequences
         cache = None
         if isinstance(model_kwargs.get("past_key_values"), DynamicCache):
-            cache = LateCache(engine, self, sequences, input_ids.shape[1], model_kwargs)
+            cache = LateCache(engine, self, sequences, input_ids.shape[1], model_kwargs, [])
         return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache)  # type: ignore[arg-type]
 
     return _sample

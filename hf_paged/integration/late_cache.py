@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from hf_paged import at_fork
 from hf_paged.engine.engine import Engine
+from hf_paged.integration.adapter_rows import rows_under
 
 TOKENS_AT_ONCE = 8192  # new ones of all rows together
 
@@ -24,7 +25,7 @@ class _Call:
     """What a forward needs to compute the keys and values of a call again. Keeps neither model nor engine alive."""
 
     def __init__(self, engine: Engine, model: Any, sequences: torch.Tensor, width: int,
-                 model_kwargs: dict[str, Any]) -> None:
+                 model_kwargs: dict[str, Any], adapters: list[str | None]) -> None:
         self.computing = threading.RLock()
         at_fork.register(self)
         self._model = weakref.ref(model)
@@ -32,7 +33,7 @@ class _Call:
         device = model.device.type
         self._autocast = {"device_type": device, "enabled": torch.is_autocast_enabled(device),
                           "dtype": torch.get_autocast_dtype(device)}
-        self._width = width
+        self._width, self._adapters = width, adapters
         self._tokens = sequences[:, :-1].clone()  # the last one is never fed
         more = self._tokens.shape[1] - width
         self._mask, self._positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
@@ -57,7 +58,7 @@ class _Call:
         model = self._model()
         if model is None:
             raise RuntimeError("past_key_values: expected the model of the call to be alive at their first use")
-        with torch.autocast(**self._autocast):
+        with torch.autocast(**self._autocast), rows_under(model, self._adapters):
             if (reason := self._mark.difference(model)) is not None:
                 raise RuntimeError(f"past_key_values: expected the model to be as it was in the call at their first "
                                    f"use, and {reason}")
@@ -78,12 +79,15 @@ class LateCache(DynamicCache):
     """A `DynamicCache` that fills itself at the first look at its layers, and is an ordinary one from then on.
 
     Pickles and copies are ordinary ones. Holds no memory of the engine and does not keep the model alive.
+
+    Args:
+        adapters: of the rows, as for `rows_under`.
     """
 
     def __init__(self, engine: Engine, model: Any, sequences: torch.Tensor, width: int,
-                 model_kwargs: dict[str, Any]) -> None:
+                 model_kwargs: dict[str, Any], adapters: list[str | None]) -> None:
         # Not the base class': what it would set is what `__getattr__` waits for.
-        self._call = _Call(engine, model, sequences, width, model_kwargs)
+        self._call = _Call(engine, model, sequences, width, model_kwargs, adapters)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_call" or name.startswith("__") or name not in vars(DynamicCache()):

@@ -100,7 +100,8 @@ def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, inp
             return type(result)(**{name: value for name, value in result.items() if value is not cache})
         if rounds_cache:
             width = input_ids.shape[1]
-            result["past_key_values"] = LateCache(engine, model, result["sequences"], width, model_kwargs)
+            result["past_key_values"] = LateCache(engine, model, result["sequences"], width, model_kwargs,
+                                                  batch.adapters)
         else:
             result["past_key_values"] = cache.to_dynamic(model.config)
     return result

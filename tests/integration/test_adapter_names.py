@@ -153,6 +153,25 @@ def test_the_cache_that_a_call_returns_is_the_rows_own():
     assert num_calls(wrapped) == {"lockstep": 1, "native": 1}
 
 
+def test_the_cache_under_autocast_is_the_rows_own():
+    """It is computed once somebody looks, when the call's hooks are gone and maybe those of another are there."""
+    wrapped = _two_adapters()
+    options = {**INPUTS, **OPTIONS, "adapter_names": NAMES, "return_dict_in_generate": True}
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = wrapped.generate(**options)
+        hf_paged.enable(wrapped, strict=True)
+        actual = wrapped.generate(**options)
+    assert num_calls(wrapped) == {"lockstep": 1}
+    assert_same_tensor(actual.sequences, expected.sequences)
+    real = torch.nn.functional.pad(INPUTS["attention_mask"], (0, 7), value=1).bool()
+    with naming([m for m in wrapped.modules() if hasattr(m, "lora_A")], NAMES[::-1]):
+        layers = actual.past_key_values.layers
+    for ours, stocks in zip(layers, expected.past_key_values.layers, strict=True):
+        for name in ("keys", "values"):
+            a, b = getattr(ours, name).transpose(1, 2)[real], getattr(stocks, name).transpose(1, 2)[real]
+            torch.testing.assert_close(a, b, rtol=0, atol=0.15)
+
+
 def test_names_of_sequences_that_are_returned_for_a_prompt():
     """One name for each row that the model sees, as PEFT has it; fewer are PEFT's error."""
     wrapped = _two_adapters()
