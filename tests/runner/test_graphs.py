@@ -90,13 +90,13 @@ def uncaptured(monkeypatch):
         if isinstance(drawn, torch.Tensor):  # a step that ends at the logits
             return drawn
         memory.tokens[: len(drawn.tokens)] = drawn.tokens
-        if drawn.logprobs is None:
-            return Drawn(memory.tokens, None, drawn.logits)
-        memory.logprobs[: len(drawn.tokens)] = drawn.logprobs
-        return memory._replace(logits=drawn.logits)
+        for kind, values in drawn.logprobs.items():
+            logprobs.setdefault(kind, torch.empty(10_000))[: len(values)] = values
+        return Drawn(memory.tokens, {kind: logprobs[kind] for kind in drawn.logprobs}, drawn.logits)
 
     sent: dict[Uncaptured, tuple] = {}
-    memory = Drawn(torch.empty(10_000, dtype=torch.int64), torch.empty(10_000))
+    logprobs: dict[str, torch.Tensor] = {}
+    memory = Drawn(torch.empty(10_000, dtype=torch.int64), logprobs)
     own_get = StepGraphs._get
     own = ModelRunner.__init__
 
