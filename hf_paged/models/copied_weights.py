@@ -167,7 +167,8 @@ class CopiedWeights:
             names = {name for name, _ in _to_copy(groups, self.dtype)}
             copied = (name in names for name, size in groups.sizes for _ in range(size))
             self._selected = dtypes, [yes and tensor is not None for yes, tensor in zip(copied, tensors, strict=True)]
-        return [tensor for tensor in compress(tensors, self._selected[1]) if tensor is not None]
+        found: list[Any] = list(compress(tensors, self._selected[1]))
+        return found
 
     def tensors(self) -> list[torch.Tensor]:
         """All copies, merged."""
