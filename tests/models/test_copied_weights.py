@@ -30,7 +30,7 @@ def groups(bias=True):
 
 def assert_copies(copied, of):
     for name, linears in of.items():
-        weight, bias = copied.by_name[name]
+        weight, bias, _ = copied.by_name[name]
         assert torch.equal(weight, torch.cat([linear.weight for linear in linears]).bfloat16())
         if linears[0].bias is not None:
             assert torch.equal(bias, torch.cat([linear.bias for linear in linears]).bfloat16())
