@@ -24,6 +24,7 @@ from hf_paged.runner import graphs as graphs_module
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.graphs import Captured, Drawn, StepGraphs, decode_sizes, prompt_sizes
 from hf_paged.runner.model_runner import ModelRunner
+from hf_paged.sampling.token_log_probs import PROCESSED, RAW
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1024])
@@ -91,12 +92,11 @@ def uncaptured(monkeypatch):
             return drawn
         memory.tokens[: len(drawn.tokens)] = drawn.tokens
         for kind, values in drawn.logprobs.items():
-            logprobs.setdefault(kind, torch.empty(10_000))[: len(values)] = values
-        return Drawn(memory.tokens, {kind: logprobs[kind] for kind in drawn.logprobs}, drawn.logits)
+            memory.logprobs[kind][: len(values)] = values
+        return memory._replace(logprobs={kind: memory.logprobs[kind] for kind in drawn.logprobs}, logits=drawn.logits)
 
     sent: dict[Uncaptured, tuple] = {}
-    logprobs: dict[str, torch.Tensor] = {}
-    memory = Drawn(torch.empty(10_000, dtype=torch.int64), logprobs)
+    memory = Drawn(torch.empty(10_000, dtype=torch.int64), {kind: torch.empty(10_000) for kind in (PROCESSED, RAW)})
     own_get = StepGraphs._get
     own = ModelRunner.__init__
 
@@ -174,10 +174,11 @@ def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch)
             kinds.append({kind for kind, _ in replayed})
             assert made[0] == tokens
             torch.testing.assert_close(made[1], scores, rtol=1e-4, atol=1e-4)
-        captured = {key[3] for key in generator.engine._core.pool.runner.graphs._captured}
+        captured = {part for key in generator.engine._core.pool.runner.graphs._captured for part in key
+                    if isinstance(part, tuple)}
     assert kinds[:2] == [{"decode", "prompt"}] * 2
     assert "decode" in kinds[2]
-    assert captured == {False, True}
+    assert captured == {(), (PROCESSED,)}
 
 
 @pytest.mark.parametrize("kind", ["decode", "prompt"])
