@@ -22,6 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import hf_paged
 from hf_paged.integration import install
 from hf_paged.integration.continuous_batching.manager import PagedBatchingManager
+from hf_paged.models.replica import Replica
 
 INPUTS, OTHERS = batch([40, 20]), batch([30, 7, 25], seed=2)
 DEADLINE_S = 30.0
@@ -298,6 +299,7 @@ def locks():
     assert isinstance(manager, PagedBatchingManager)
     paged_calls = importlib.import_module("hf_paged.models.paged_calls")
     cache = model.generate(**INPUTS, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+    replica = Replica(model)
     enable, explain = (importlib.import_module(f"hf_paged.integration.{name}") for name in ("enable", "explain"))
     return {
         "hf_paged._importing": lambda: hf_paged._importing,
@@ -307,6 +309,7 @@ def locks():
         "hf_paged.integration.install._enabling_one": lambda: install._enabling_one,
         "hf_paged.integration.late_cache._Call.computing": lambda: cache._call.computing,
         "hf_paged.models.paged_calls._lock": lambda: paged_calls._lock,
+        "hf_paged.models.replica.Replica._meeting": lambda: replica._meeting,
         "hf_paged.engine.fair_lock.FairLock.rlock": lambda: hf_paged.get_engine(model)._lock.rlock,
         "hf_paged.integration.continuous_batching.board.RequestBoard.changed": lambda: manager.board.changed,
         # The same condition by other names.

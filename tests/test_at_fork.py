@@ -31,6 +31,7 @@ RENEWED = {
     "hf_paged.integration.install._enabling_one",
     "hf_paged.integration.late_cache._Call.computing",
     "hf_paged.models.paged_calls._lock",
+    "hf_paged.models.replica.Replica._meeting",
 }
 # Of those that stay as they are: why a child never waits for one.
 _RANKS = "a child never comes to it: every way there compares os.getpid() with the owner's first"
@@ -70,7 +71,9 @@ class _Locks(ast.NodeVisitor):
     def _visit_assignment(self, node: ast.Assign | ast.AnnAssign) -> None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         pairs = [(target, node.value) for target in targets if node.value is not None]
-        if isinstance(targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+        elements = [*getattr(targets[0], "elts", ()), *getattr(node.value, "elts", ())]
+        is_starred = any(isinstance(element, ast.Starred) for element in elements)
+        if isinstance(targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple) and not is_starred:
             pairs = list(zip(targets[0].elts, node.value.elts, strict=True))
         for name, value in pairs:
             if not any(map(self._is_lock, ast.walk(value))):

@@ -19,43 +19,48 @@ _COLUMNS = 6
 
 
 class CopyPlan:
-    """Copies sources to targets of the same shapes and other dtypes. Keeps its pointer tables while nothing moves."""
+    """Copies sources to targets of the same shapes and other dtypes. Keeps its pointer tables while nothing moves.
 
-    def __init__(self) -> None:
-        self._signature: list[tuple] = []
-        self._tables: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # and a source and a target of each
+    Args:
+        targets: of float32, float16 or bfloat16, on one device, where they stay. No two overlap.
+    """
 
-    def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor],
+    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
+        self._targets = list(targets)
+        self._signature: tuple | None = None
+        self._tables: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # and of both dtypes a tensor
+
+    def __call__(self, sources: Sequence[torch.Tensor],
                  now: torch.Tensor | None = None, before: torch.Tensor | None = None) -> None:
         """``target.copy_(source)`` for all pairs, enqueued without waiting; nothing where ``now`` equals ``before``.
 
         Args:
-            sources: of float32, float16 or bfloat16, on one device.
-            targets: as many, of the same shapes on the same device. No two overlap.
+            sources: one for each target, of its shape and on its device, of float32, float16 or bfloat16.
             now, before: ``[1]`` int64 on that device, compared there; both or neither.
 
         Raises:
             ValueError: shapes or dtypes that are not as above.
         """
-        for source, target in zip(sources, targets, strict=True):
-            if source.shape != target.shape or not {source.dtype, target.dtype} <= _DTYPES.keys():
-                raise ValueError(f"source {source.dtype} {list(source.shape)}, target {target.dtype} "
-                                 f"{list(target.shape)}: expected equal shapes, and fp32, fp16 or bf16")
         if sources and sources[0].is_cuda:
-            self.launch(sources, targets, now, before)
-        elif now is None or before is None or int(now) != int(before):
-            copies_reference(sources, targets)
+            self.launch(sources, now, before)
+            return
+        _check(sources, self._targets)
+        if now is None or before is None or int(now) != int(before):
+            copies_reference(sources, self._targets)
 
-    def launch(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor],
+    def launch(self, sources: Sequence[torch.Tensor],
                now: torch.Tensor | None = None, before: torch.Tensor | None = None) -> None:
         """The Triton kernel."""
         require_triton()
-        signature = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (*sources, *targets)]
+        # Column by column: rows of a few hundred tensors take longer to make than to launch a kernel over.
+        signature = ([t.data_ptr() for t in sources], [t.dtype for t in sources], [t.shape for t in sources],
+                     [t.stride() for t in sources])
         if signature != self._signature:
-            self._tables = _tables(sources, targets)
+            _check(sources, self._targets)
+            self._tables = _tables(sources, self._targets)
             self._signature = signature
         for table, source, target in self._tables:
-            with on_device_of(source):
+            with on_device_of(table):
                 _cast_copies_kernel[(len(table),)](
                     table, source, target, table if now is None else now, table if before is None else before,
                     CONDITIONAL=now is not None and before is not None, TILE=TILE, REST=REST, num_warps=4,
@@ -69,9 +74,16 @@ def copies_reference(sources: Sequence[torch.Tensor], targets: Sequence[torch.Te
             target.copy_(source)
 
 
+def _check(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        if source.shape != target.shape or not {source.dtype, target.dtype} <= _DTYPES.keys():
+            raise ValueError(f"source {source.dtype} {list(source.shape)}, target {target.dtype} "
+                             f"{list(target.shape)}: expected equal shapes, and fp32, fp16 or bf16")
+
+
 def _tables(sources: Sequence[torch.Tensor],
             targets: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each pair of dtypes the chunks ``[chunks, 6]`` int64, and an example of its tensors."""
+    """For each pair of dtypes the chunks ``[chunks, 6]`` int64, and a tensor of each of the two."""
     by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for source, target in zip(sources, targets, strict=True):
         if source.numel():
@@ -82,8 +94,9 @@ def _tables(sources: Sequence[torch.Tensor],
         device = pairs[0][0].device
         # Pinned, so that the copy is only enqueued; torch keeps the memory until it is done.
         table = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
-        source, target = pairs[0]
-        found.append((table, source.detach(), target))
+        # Only their dtypes matter: a source itself would be kept alive.
+        source, target = (tensor.detach().new_empty(1) for tensor in pairs[0])
+        found.append((table, source, target))
     return found
 
 

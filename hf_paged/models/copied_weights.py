@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from hf_paged.models.adapted_layers import AdaptedLayers
 from hf_paged.models.cuda_driver import DriverError
+from hf_paged.models.linear_groups import LinearGroups
 from hf_paged.models.lora_rows import AdapterRows
-from hf_paged.models.plain_linear import added, is_plain_linear
+from hf_paged.models.plain_linear import added
 from hf_paged.models.shadow import Shadow
 from hf_paged.models.virtual_memory import reserve
 from hf_paged.parallel.group import SINGLE, ParallelGroup
@@ -21,8 +22,6 @@ from hf_paged.parallel.group import SINGLE, ParallelGroup
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 512  # bytes
-
-Groups = Mapping[str, tuple[Any, ...]]  # of linear layers with one input, by name
 
 
 class CopiedLinears(NamedTuple):
@@ -67,8 +66,10 @@ class CopiedWeights:
         torch.OutOfMemoryError: too little memory is free.
     """
 
-    def __init__(self, groups: Groups, dtype: torch.dtype) -> None:
+    def __init__(self, groups: LinearGroups, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self._fitting: tuple | None = None  # what `fit` said yes of
+        self._selected: tuple[tuple, list[bool]] | None = None  # of which dtypes which tensors are copied
         self.by_name: dict[str, CopiedLinears] = {}
         self._layout = _layout(groups, dtype)
         self._shadow = Shadow([])
@@ -136,18 +137,38 @@ class CopiedWeights:
             return iter([torch.empty(shape, dtype=self.dtype, device=self._device) for shape in shapes])
         return iter([next(pieces).view(self.dtype)[: math.prod(shape)].view(shape) for shape in shapes])
 
-    def fit(self, groups: Groups, dtype: torch.dtype) -> bool:
+    def fit(self, groups: LinearGroups, dtype: torch.dtype) -> bool:
         """Are these the copies that such layers need?"""
-        return self._layout == _layout(groups, dtype)
+        return dtype == self.dtype and self._fit(groups, groups.tensors())
 
-    def refresh(self, groups: Groups, checksum: torch.Tensor | None) -> None:
+    def refresh(self, groups: LinearGroups, checksum: torch.Tensor | None) -> None:
         """As `Shadow.refresh`, from the parameters that the layers have now."""
         if self.by_name:
-            self._shadow.refresh(_sources(groups, self.dtype), checksum)
+            self._shadow.refresh(self._sources(groups, groups.tensors()), checksum)
 
-    def are_stale(self, groups: Groups) -> bool:
+    def are_stale(self, groups: LinearGroups) -> bool:
         """As `Shadow.is_stale`."""
-        return not self.fit(groups, self.dtype) or self._shadow.is_stale(_sources(groups, self.dtype))
+        tensors = groups.tensors()
+        return not self._fit(groups, tensors) or self._shadow.is_stale(self._sources(groups, tensors))
+
+    def _fit(self, groups: LinearGroups, tensors: list[torch.Tensor | None]) -> bool:
+        """Laid out anew only where a tensor has another dtype, shape or device than at the last yes."""
+        read = groups.sizes, [None if t is None else (t.dtype, t.shape, t.device) for t in tensors]
+        if read != self._fitting:
+            if self._layout != _layout(groups, self.dtype):
+                return False
+            self._fitting = read
+        return True
+
+    def _sources(self, groups: LinearGroups, tensors: list[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Those of `_to_copy`, which is asked anew only where a tensor has another dtype than at the last time."""
+        dtypes = groups.sizes, [None if t is None else t.dtype for t in tensors]
+        if self._selected is None or self._selected[0] != dtypes:
+            names = {name for name, _ in _to_copy(groups, self.dtype)}
+            copied = (name in names for name, size in groups.sizes for _ in range(size))
+            self._selected = dtypes, [yes and tensor is not None for yes, tensor in zip(copied, tensors, strict=True)]
+        found: list[Any] = list(compress(tensors, self._selected[1]))
+        return found
 
     def tensors(self) -> list[torch.Tensor]:
         """All copies, merged."""
@@ -163,25 +184,15 @@ def _whole(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
-def can_be_copied(linears: tuple[nn.Module, ...]) -> bool:
-    """Are these plain layers of one GPU's whole model, with biases in all of them or in none?"""
-    plain = all(type(linear) is nn.Linear and is_plain_linear(linear) for linear in linears)
-    return plain and len({linear.bias is None for linear in linears}) == 1
-
-
-def copied_bytes(groups: Groups, dtype: torch.dtype) -> int:
+def copied_bytes(groups: LinearGroups, dtype: torch.dtype) -> int:
     """Memory that `CopiedWeights` would take."""
-    return sum(source.numel() for source in _sources(groups, dtype)) * dtype.itemsize
+    return sum(t.numel() for _, linears in _to_copy(groups, dtype) for t in _tensors(linears)) * dtype.itemsize
 
 
-def _to_copy(groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    for name, linears in groups.items():
+def _to_copy(groups: LinearGroups, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for name, linears in groups.by_name.items():
         if any(tensor.dtype != dtype for tensor in _tensors(linears)):
             yield name, linears
-
-
-def _sources(groups: Groups, dtype: torch.dtype) -> list[torch.Tensor]:
-    return [tensor for _, linears in _to_copy(groups, dtype) for tensor in _tensors(linears)]
 
 
 def _tensors(linears: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -190,6 +201,5 @@ def _tensors(linears: tuple[Any, ...]) -> list[torch.Tensor]:
     return [*(linear.weight for linear in linears), *biases]
 
 
-def _layout(groups: Groups, dtype: torch.dtype) -> tuple:
-    return dtype, [(name, [(t.shape, t.device) for t in _tensors(linears)]) for name, linears in
-                   _to_copy(groups, dtype)]
+def _layout(groups: LinearGroups, dtype: torch.dtype) -> list[tuple]:
+    return [(name, [(t.shape, t.device) for t in _tensors(linears)]) for name, linears in _to_copy(groups, dtype)]

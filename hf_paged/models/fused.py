@@ -21,12 +21,13 @@ from hf_paged.models.activations import SILU
 from hf_paged.models.adapted_layers import AdaptedLayers
 from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.models.base import KVSpec, Look, StepContext
-from hf_paged.models.copied_weights import CopiedLinears, CopiedWeights, can_be_copied, copied_bytes
+from hf_paged.models.copied_weights import CopiedLinears, CopiedWeights, copied_bytes
 from hf_paged.models.decoder import DecoderExecutor, plain_values
 from hf_paged.models.families import Family
 from hf_paged.models.guards.remedies import DISAGREE
 from hf_paged.models.guards.untouched import Untouched
 from hf_paged.models.layer_ops import FUSED, LayerOps
+from hf_paged.models.linear_groups import LinearGroups
 from hf_paged.models.lora import Adapters, is_loaded, reads_tables
 from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.models.merged import MergedWeight, merge
@@ -130,6 +131,7 @@ class FusedExecutor(DecoderExecutor):
         # The state of the modules whose weights passed, and to which dtype they were cast then.
         self._checked: tuple[Look, torch.dtype | None] | None = None
         self._copied: CopiedWeights | None = None
+        self._groups: LinearGroups | None = None
         self._runs_modules = False  # as they stand, under autocast
         self._memory: AdjacentMemory | None = None
         self._merged: dict[str, MergedWeight] = {}
@@ -137,6 +139,7 @@ class FusedExecutor(DecoderExecutor):
         self._qkv: list[Projections] = []
         self._gate_up: list[Projections | None] = []  # None: a block of experts
         self._parts_of_layers: list[LayerParts] = []
+        self._parts_copies: dict[str, CopiedLinears] | None = None  # that they compute with
         self._untouched = Untouched()
         self._adapters: Adapters | None = None  # None: not looked for yet
 
@@ -152,7 +155,8 @@ class FusedExecutor(DecoderExecutor):
         self._rope.update(self.model.model.rotary_emb, max_model_len, spec.compute_dtype, spec.device)
         if self._merge_weights:
             self._merge(spec.device)
-        if not is_same or self._merged or self._copied is not None or self._adapters or not self._parts_of_layers:
+        is_same = is_same and self._parts_copies is self._copies()
+        if not is_same or self._merged or self._adapters or not self._parts_of_layers:
             self._look_up_parts()
         self._held = [alias for merged in self._merged.values() for alias in merged.memory()]
 
@@ -169,13 +173,19 @@ class FusedExecutor(DecoderExecutor):
         """What the calls that run now need of copies, their content aside (see `refresh`)."""
         self._runs_modules = self.autocast is not None and not self._can_cast_by_copies()
         if self.autocast is None or self._runs_modules:
-            self._copied = None
+            self._drop_copies()
+            self._groups = None if self.autocast is None else self._groups  # they keep replaced layers alive
             return
         groups = self._all_groups()
         if self._copied is None or not self._copied.fit(groups, self.autocast):
-            self._copied = None  # first: both may not fit
+            self._drop_copies()  # first: both may not fit
             self._copied = CopiedWeights(groups, self.autocast)
         self._copied.take_back()
+
+    def _drop_copies(self) -> None:
+        if self._copied is not None:
+            self._copied = self._parts_copies = None
+            self._qkv, self._gate_up, self._parts_of_layers = [], [], []  # which hold copies as well
 
     def _can_cast_by_copies(self) -> bool:
         """Is there nothing but plain linear layers, and nothing else for autocast to cast?"""
@@ -183,16 +193,26 @@ class FusedExecutor(DecoderExecutor):
             return False
         if any(_has_experts(layer.mlp) or not isinstance(layer.mlp.act_fn, SILU) for layer in self._layers()):
             return False
-        return all(map(can_be_copied, self._all_groups().values()))
+        return self._all_groups().can_be_copied()
 
-    def _all_groups(self) -> dict[str, tuple[Any, ...]]:
+    def _all_groups(self) -> LinearGroups:
         """All linear layers of a dense model whose products are taken, those with the same input together."""
         if self._adapters is None:
             self._look_up_adapters(self.look())
-        found: dict[str, tuple[Any, ...]] = {}
-        for i, layer in enumerate(self._layers()):
-            found |= {key: self._bases(linears) for key, linears in _all_groups(i, layer).items()}
-        return found | {HEAD: (self.model.lm_head,)}
+        model, adapters = self.model, self._adapters
+        others = model._modules, adapters, self.config.num_hidden_layers
+        if self._groups is None or not self._groups.hold(others):
+            layers, found = self._layers(), dict[str, tuple[Any, ...]]()
+            for i, layer in enumerate(layers):
+                found |= {key: self._bases(linears) for key, linears in _all_groups(i, layer).items()}
+            blocks = [block for layer in layers for block in (layer, layer.self_attn, layer.mlp)]
+            self._groups = LinearGroups(found | {HEAD: (model.lm_head,)},
+                                        [model, model.model, model.model.layers, *blocks], others)
+        return self._groups
+
+    def _copies(self) -> dict[str, CopiedLinears] | None:
+        """Another object whenever the copies are other tensors."""
+        return None if self._copied is None else self._copied.by_name
 
     def refresh(self, checksum: torch.Tensor | None) -> None:
         if self._copied is not None:
@@ -262,9 +282,9 @@ class FusedExecutor(DecoderExecutor):
         return same and self._rope.is_made_from(self.model.model.rotary_emb)
 
     def let_go(self) -> None:
-        self._qkv, self._gate_up, self._parts_of_layers = [], [], []
+        self._qkv, self._gate_up, self._parts_of_layers, self._parts_copies = [], [], [], None
         self._untouched = Untouched()
-        self._merged, self._held = {}, []
+        self._merged, self._held, self._groups = {}, [], None
         if self._copied is not None and not self._copied.give_back():
             self._copied = None
 
@@ -277,6 +297,7 @@ class FusedExecutor(DecoderExecutor):
         self._untouched = Untouched(self.model.model)
         self._qkv, self._gate_up = self._collect()
         self._parts_of_layers = self._collect_parts()
+        self._parts_copies = self._copies()
 
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
         if self._runs_modules:
@@ -376,10 +397,12 @@ class FusedExecutor(DecoderExecutor):
             self._memory = adjacent_memory(device)
         if self._memory is None:
             return
+        copied = self._copies() or {}
+        if not self._merged and self._groups is not None and copied.keys() == self._groups.by_name.keys():
+            return  # nothing is left to merge
         held = set(map(id, self.model.parameters()))
         self._merged = {key: merged for key, merged in self._merged.items() if merged.lies_in(held)}
         for i, layer in enumerate(self._layers()):
-            copied = self._copied.by_name if self._copied is not None else {}
             linears = {key: self._bases(found) for key, found in _groups(i, layer).items()
                        if key not in self._merged and key not in copied}
             found = zip(linears, merge(list(linears.values()), self._memory), strict=True)

@@ -21,6 +21,7 @@ import xxhash
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
+from hf_paged import at_fork
 from hf_paged.errors import FallbackError, Reason
 from hf_paged.kernels.weights_checksum import ChecksumPlan
 from hf_paged.models.fsdp import Shard, Sharding, is_hook, is_sharded, plain_class, sharding_of
@@ -56,7 +57,11 @@ class Replica:
         self._gathered: int | None = None  # checksum of this rank's parts when they were gathered last
         self._pins: Counter[int | None] = Counter()  # by thread; None: of all threads
         self._meeting = threading.RLock()  # one thread of this rank meets at a time
+        at_fork.register(self)
         self.refresh()
+
+    def after_fork_in_child(self) -> None:
+        self._meeting = at_fork.renewed(self._meeting)
 
     @property
     def model(self) -> Any:

@@ -22,9 +22,9 @@ class Shadow:
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
         self.targets = list(targets)
-        self._plan = CopyPlan()
+        self._plan = CopyPlan(targets)
         self._checksum: torch.Tensor | None = None  # [1] int64, of the weights that the copies were made of
-        self._marks: list[tuple[int, int]] = []
+        self._marks: tuple[list[int], list[int]] = [], []
 
     def refresh(self, sources: Sequence[torch.Tensor], checksum: torch.Tensor | None = None) -> None:
         """Make the copies anew where the sources changed; enqueued on the current stream, without waiting.
@@ -36,7 +36,7 @@ class Shadow:
         """
         self._marks = _marks(sources)
         known = self._checksum if checksum is not None else None
-        self._plan(sources, self.targets, None if known is None else checksum, known)
+        self._plan(sources, None if known is None else checksum, known)
         if checksum is None:
             self._checksum = None
         elif self._checksum is None:
@@ -55,5 +55,9 @@ class Shadow:
         return sum(storages.values())
 
 
-def _marks(sources: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(s.data_ptr(), 0 if s.is_inference() else s._version) for s in sources]
+def _marks(sources: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    try:
+        versions = [s._version for s in sources]
+    except RuntimeError:  # tensors made under inference mode have none
+        versions = [0 if s.is_inference() else s._version for s in sources]
+    return [s.data_ptr() for s in sources], versions

@@ -323,7 +323,7 @@ def test_the_head_sees_a_bounded_number_of_positions(stock, monkeypatch, name, v
     with PagedGenerator(tiny_model()) as generator:
         executor = generator.engine._executor
         logits = executor.shard_logits
-        executor.shard_logits = lambda hidden: (sizes.append(len(hidden)), logits(hidden))[1]
+        executor.shard_logits = lambda hidden, adapters=None: (sizes.append(len(hidden)), logits(hidden, adapters))[1]
         completions = generator.generate(PROMPTS, max_new_tokens=1, prompt_logprobs=True)
     for completion in completions:
         assert_prompt_scored(stock, completion)

@@ -134,8 +134,7 @@ def test_the_warning_names_the_remedy():
     model = hf_paged.enable(tiny_model())
     model.lm_head.register_forward_hook(lambda *args: None)
     [warned] = caught_by(lambda: model.generate(**INPUTS, max_new_tokens=2))
-    assert str(warned.message).endswith("lm_head has a forward hook. Remove the hook, or leave it: stock runs it. "
-                                        "PEFT's `adapter_names` works by hooks.")
+    assert str(warned.message).endswith("lm_head has a forward hook. Remove the hook, or leave it: stock runs it.")
 
 
 def test_a_reason_is_its_text_and_survives_copies():

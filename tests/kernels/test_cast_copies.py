@@ -12,11 +12,11 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def on_cpu(sources, targets, *sums):
-    CopyPlan()(sources, targets, *sums)
+    CopyPlan(targets)(sources, *sums)
 
 
 def interpreted(sources, targets, *sums):
-    CopyPlan().launch(sources, targets, *sums)
+    CopyPlan(targets).launch(sources, *sums)
 
 
 def on_gpu(sources, targets, *sums):
@@ -27,8 +27,8 @@ def on_gpu(sources, targets, *sums):
         return torch.empty(0, dtype=tensor.dtype, device="cuda").set_(storage, tensor.storage_offset(), tensor.shape,
                                                                      tensor.stride())
 
-    CopyPlan()(*(list(map(like, *pair)) for pair in zip((sources, targets), moved, strict=True)),
-               *(None if s is None else s.cuda() for s in sums))
+    on_device = [list(map(like, *pair)) for pair in zip((sources, targets), moved, strict=True)]
+    CopyPlan(on_device[1])(on_device[0], *(None if s is None else s.cuda() for s in sums))
     for target, storage in zip(targets, moved[1], strict=True):
         target.copy_(like(target, storage))
 
@@ -101,17 +101,32 @@ def test_nothing_is_written_where_the_sums_are_equal(run, changed):
 
 
 @pytest.mark.parametrize("run", ["on_cpu", pytest.param("launch", marks=pytest.mark.interpreted)])
-def test_a_plan_follows_tensors_that_move(run):
-    plan = CopyPlan()
+def test_a_plan_follows_sources_that_move_or_are_viewed_otherwise(run):
+    targets = [torch.empty(8, 6, dtype=torch.float16), torch.empty(5, dtype=torch.float16)]
+    plan = CopyPlan(targets)
     copy = plan if run == "on_cpu" else plan.launch
-    targets = [torch.empty(50, dtype=torch.float16)]
-    for seed in range(3):
-        source = values(50, torch.float32, seed)
-        copy([source], targets)
-        assert torch.equal(targets[0], source.half())
-        targets = [torch.empty(50, dtype=torch.float16)]
-        copy([source], targets)
-        assert torch.equal(targets[0], source.half())
+    memory, other = values((16, 12), torch.float32, 1), values(5, torch.float32, 2)
+    at_one_address = [memory[:8, :6], memory[::2, :6], memory.view(-1)[:48].view(8, 6)]
+    at_one_address += [source.view(torch.float16)[:, :6] for source in (memory[:8], memory[8:])]
+    for source in [*at_one_address, *at_one_address[::-1], memory.clone()[:8, :6]]:
+        for tensor in targets:
+            tensor.fill_(7)
+        copy([source, other])
+        assert torch.equal(targets[0].view(torch.int16), source.half().view(torch.int16))
+        assert torch.equal(targets[1], other.half())
+
+
+@pytest.mark.interpreted
+def test_a_plan_that_refused_sources_copies_the_next_ones():
+    target = torch.empty(4, 4, dtype=torch.float16)
+    plan, source = CopyPlan([target]), values((4, 4), torch.float32)
+    for launch in (plan, plan.launch):
+        launch([source])
+        with pytest.raises(ValueError, match="expected equal shapes"):
+            launch([source.view(2, 8)])
+        target.zero_()
+        launch([source])
+        assert torch.equal(target, source.half())
 
 
 def test_what_cannot_be_copied():
@@ -119,9 +134,9 @@ def test_what_cannot_be_copied():
     for bad, target in [(source, torch.empty(4, 5)), (source, torch.empty(4, 4, dtype=torch.float64)),
                         (source.int(), torch.empty(4, 4))]:
         with pytest.raises(ValueError, match="expected equal shapes, and fp32, fp16 or bf16"):
-            CopyPlan()([bad], [target])
+            CopyPlan([target])([bad])
     with pytest.raises(ValueError, match="rows that are contiguous"):
-        CopyPlan().launch([source.t()], [torch.empty(4, 4, dtype=torch.float16)])
+        CopyPlan([torch.empty(4, 4, dtype=torch.float16)]).launch([source.t()])
 
 
 def test_reference_works_on_parameters_and_leaves_no_graph():

@@ -12,6 +12,7 @@ from torch import nn
 from hf_paged.models import virtual_memory
 from hf_paged.models.copied_weights import CopiedWeights
 from hf_paged.models.cuda_driver import DriverError
+from hf_paged.models.linear_groups import LinearGroups
 
 
 @pytest.fixture
@@ -25,12 +26,13 @@ def driver(monkeypatch):
 
 def groups(bias=True):
     torch.manual_seed(0)
-    return {"qkv": (nn.Linear(5, 7, bias=bias), nn.Linear(5, 3, bias=bias)), "o": (nn.Linear(3, 11, bias=bias),)}
+    return LinearGroups({"qkv": (nn.Linear(5, 7, bias=bias), nn.Linear(5, 3, bias=bias)),
+                         "o": (nn.Linear(3, 11, bias=bias),)})
 
 
 def assert_copies(copied, of):
-    for name, linears in of.items():
-        weight, bias = copied.by_name[name]
+    for name, linears in of.by_name.items():
+        weight, bias, _ = copied.by_name[name]
         assert torch.equal(weight, torch.cat([linear.weight for linear in linears]).bfloat16())
         if linears[0].bias is not None:
             assert torch.equal(bias, torch.cat([linear.bias for linear in linears]).bfloat16())

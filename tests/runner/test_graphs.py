@@ -24,6 +24,7 @@ from hf_paged.runner import graphs as graphs_module
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.graphs import Captured, Drawn, StepGraphs, decode_sizes, prompt_sizes
 from hf_paged.runner.model_runner import ModelRunner
+from hf_paged.sampling.token_log_probs import PROCESSED, RAW
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1024])
@@ -90,13 +91,12 @@ def uncaptured(monkeypatch):
         if isinstance(drawn, torch.Tensor):  # a step that ends at the logits
             return drawn
         memory.tokens[: len(drawn.tokens)] = drawn.tokens
-        if drawn.logprobs is None:
-            return Drawn(memory.tokens, None, drawn.logits)
-        memory.logprobs[: len(drawn.tokens)] = drawn.logprobs
-        return memory._replace(logits=drawn.logits)
+        for kind, values in drawn.logprobs.items():
+            memory.logprobs[kind][: len(values)] = values
+        return memory._replace(logprobs={kind: memory.logprobs[kind] for kind in drawn.logprobs}, logits=drawn.logits)
 
     sent: dict[Uncaptured, tuple] = {}
-    memory = Drawn(torch.empty(10_000, dtype=torch.int64), torch.empty(10_000))
+    memory = Drawn(torch.empty(10_000, dtype=torch.int64), {kind: torch.empty(10_000) for kind in (PROCESSED, RAW)})
     own_get = StepGraphs._get
     own = ModelRunner.__init__
 
@@ -174,10 +174,11 @@ def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch)
             kinds.append({kind for kind, _ in replayed})
             assert made[0] == tokens
             torch.testing.assert_close(made[1], scores, rtol=1e-4, atol=1e-4)
-        captured = {key[3] for key in generator.engine._core.pool.runner.graphs._captured}
+        captured = {part for key in generator.engine._core.pool.runner.graphs._captured for part in key
+                    if isinstance(part, tuple)}
     assert kinds[:2] == [{"decode", "prompt"}] * 2
     assert "decode" in kinds[2]
-    assert captured == {False, True}
+    assert captured == {(), (PROCESSED,)}
 
 
 @pytest.mark.parametrize("kind", ["decode", "prompt"])
