@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import hf_paged
 from hf_paged.models.fsdp import is_hook, plain_class
+from hf_paged.models.guards.adapter_hooks import naming
 from hf_paged.models.replica import Replica
 
 PROMPTS = batch([12, 5])
@@ -150,8 +151,9 @@ def test_rows_that_name_adapters():
     hf_paged.enable(wrapped, strict=True)
     for call, tokens in zip(calls, expected, strict=True):
         assert torch.equal(wrapped.generate(**PROMPTS, **OPTIONS, **call), tokens)
-    replica = hf_paged.get_engine(wrapped).replica.model
-    assert not any(module._forward_pre_hooks for module in replica.modules())
+    with naming([module for module in wrapped.modules() if hasattr(module, "lora_A")], ["two", "one"]):
+        made_meanwhile = Replica(wrapped.get_base_model()).model
+    assert not any(module._forward_pre_hooks for module in made_meanwhile.modules())
     assert len({str(tokens) for tokens in expected}) == 3
 
 
