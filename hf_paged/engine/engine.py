@@ -499,8 +499,8 @@ class Engine:
         that. Ranks that run one script enter it together.
 
         Raises:
-            RuntimeError: inside of a step, or of another update, of this engine by the same thread; inside of
-                `hf_paged.gathered`, whose weights stay what they are.
+            RuntimeError: inside of a step, or of another update, of this engine by the same thread; where the model
+                is sharded by FSDP2, also inside of `hf_paged.gathered`, and while requests run.
             EngineClosedError: the model was disabled.
         """
         with self._lock.turn() as turn, self._lock.rlock:
@@ -508,9 +508,13 @@ class Engine:
             if self.is_reentrant():
                 raise RuntimeError("weight_update() was entered inside a step or another update of the same engine")
             self._check_open()
-            if self.replica is not None and self.replica.is_readable and self.replica.is_pinned:
-                raise RuntimeError("weight_update() was entered inside of hf_paged.gathered(model), whose weights are "
-                                   "gathered at its begin: leave the block first")
+            if self.replica is not None and self.replica.is_readable:
+                if self.replica.is_pinned:
+                    raise RuntimeError("weight_update() was entered inside of hf_paged.gathered(model), whose weights "
+                                       "are gathered at its begin: leave the block first")
+                if self._core.is_in_use:
+                    raise RuntimeError("weight_update() of a sharded model was entered while requests run over "
+                                       "gathered weights, which no update reaches: end them first")
             self._carry_out(HoldForWeights())
             self._updating_thread = threading.get_ident()
             try:

@@ -176,3 +176,19 @@ def test_inside_of_gathered_nothing_runs_on_other_weights_than_the_gathered_ones
             with hf_paged.gathered(model):
                 [again] = generator.generate([prompt], **OPTIONS)
             assert (again.token_ids == expected.token_ids) == (spoil == engine.release_memory)
+
+
+def test_no_update_is_announced_under_requests_that_it_would_not_reach():
+    """Tokens of gathered weights would count as made by the new ones."""
+    model = hf_paged.enable(shard(tiny_model()), strict=True)
+    engine = hf_paged.get_engine(model)
+    with hf_paged.gathered(model):
+        engine.add_request(PROMPTS["input_ids"][0].tolist())
+        engine.step()
+    with pytest.raises(RuntimeError, match="end them first"), engine.weight_update():
+        pass
+    while engine.has_unfinished():
+        engine.step()
+    with engine.weight_update():
+        model.lm_head.weight.data.neg_()
+    assert engine.stats().weights_version == 1
