@@ -19,7 +19,7 @@ from hf_paged.kernels._triton import (
 )
 from hf_paged.kernels.lora_shrink import check_row_entries
 from hf_paged.kernels.lora_table import LoraTable
-from hf_paged.kernels.silu_mul import silu_mul_reference, silu_mul_tile
+from hf_paged.kernels.silu_mul import silu_mul_reference, silu_mul_tile, silu_mul_unchecked
 
 _MOST_PARTIALS = 32
 
@@ -92,6 +92,8 @@ def lora_expand_silu_mul_unchecked(
     """
     if not product.is_cuda:
         return silu_mul_reference(lora_expand_reference(product, shrunk, table, row_entries)), None
+    if table.num_members != 2:  # the kernel's programs take a gate and an up, each with a place in the table
+        return silu_mul_unchecked(lora_expand_unchecked(product, shrunk, table, row_entries)), None
     config = expand_config(product, table, row_entries)
     if following is not None and row_entries is None and _can_follow(product, following, config):
         # One product after another: each warp has rows of its own, so that few rows would keep some warps idle.
@@ -318,8 +320,14 @@ def lora_expand_silu_mul_triton(
     product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None,
     config: ExpandConfig, following: LoraTable | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """:func:`lora_expand_silu_mul_unchecked` as one Triton launch."""
+    """:func:`lora_expand_silu_mul_unchecked` as one Triton launch.
+
+    Raises:
+        ValueError: the table's members are not the gates and the ups.
+    """
     require_triton()
+    if table.num_members != 2:
+        raise ValueError(f"table of {table.num_members} members: expected gates and ups, 2")
     rows, inner = len(product), product.shape[1] // 2
     tiles = triton.cdiv(inner, config.block_n)
     out = torch.empty(rows, inner, dtype=product.dtype, device=product.device)

@@ -235,6 +235,14 @@ def test_chosen_configs(rows, adapters, rank):
     assert (actual.double() - wanted).norm() / wanted.norm() < 8e-3
 
 
+def test_a_gate_or_an_up_alone_is_refused_by_the_kernel_that_takes_both():
+    case = make_case(5, 7, 64, [40], [[[16]]])
+    shrunk = lora_shrink_reference(case.x, case.table, case.row_entries)
+    with pytest.raises(ValueError, match="table of 1 members: expected gates and ups, 2"):
+        lora_expand_silu_mul_triton(case.product, shrunk, case.table, case.row_entries,
+                                    ExpandConfig(16, 16, "tf32x3", 4))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
 def test_with_silu_on_a_gpu(adapters):

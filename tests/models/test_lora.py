@@ -266,9 +266,20 @@ def test_on_a_gpu(options):
             if "second" in name:
                 parameter.neg_()
     assert_native_tokens(model, stock_copy(model).generate(**inputs, **OPTIONS), inputs, **OPTIONS)
+    model.generate(**inputs, **OPTIONS)  # prompts that are cached make smaller steps, which have a graph of their own
     graphs = hf_paged.get_engine(model).stats().num_graphs_captured
     model.generate(**inputs, **OPTIONS)
     assert hf_paged.get_engine(model).stats().num_graphs_captured == graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", ALL)
+def test_one_adapted_layer_on_a_gpu(target):
+    """Its neighbours over the same input have no adapter at all."""
+    inputs = {name: tensor.cuda() for name, tensor in INPUTS.items()}
+    model = adapted(tiny_model(**SHAPE), target_modules=[target]).cuda()
+    expected = stock_copy(model).generate(**inputs, **OPTIONS)
+    assert_native_tokens(hf_paged.enable(model, strict=True), expected, inputs, **OPTIONS)
 
 
 @pytest.mark.gpu
