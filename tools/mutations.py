@@ -103,7 +103,7 @@ MUTATIONS = [
     Mutation(MANAGER, "        seq.prefix_id = ROOT_PREFIX_ID\n", "", (14, 15)),
     Mutation(SCHEDULER, "                seq.append(token)\n", "                pass\n",
              tests="takes_in_its_token_in_flight"),
-    Mutation(MANAGER, "        if not self.enable_prefix_caching:\n            return []\n", "", (16,)),
+    Mutation(MANAGER, "if not self.enable_prefix_caching or seq.is_mixed:\n", "if seq.is_mixed:\n", (16,)),
     Mutation(MANAGER, "if not self.enable_prefix_caching or not seq.read_cache:\n", "if not seq.read_cache:\n", (16,)),
     Mutation(POOL, "        if self.num_free != self.num_blocks - 1:\n            return False\n", "", (17,)),
     Mutation(POOL, "        self.cached.clear()\n", "", (17,)),

@@ -324,8 +324,8 @@ MODELS = [
                     "token_types"),
     PackageMutation("models/__init__.py", " and not runs_kernels(model, family.modeling)", "", KERNEL_TESTS,
                     "as_they_stand"),
-    PackageMutation("models/base.py", "adapter_state(self.model), kernels, quantization))",
-                    "adapter_state(self.model), quantization))", KERNEL_TESTS, "not_hit"),
+    PackageMutation("models/base.py", "repr((self.constants(), kernels, quantization))",
+                    "repr((self.constants(), quantization))", KERNEL_TESTS, "not_hit"),
     PackageMutation(KERNELS, "    if not calls_modules:\n", "    if False:\n", KERNEL_TESTS, "after_enable"),
     PackageMutation(KERNELS, "    if layer not in TOKENWISE:\n", "    if False:\n", KERNEL_TESTS, "look_at_rows"),
     PackageMutation(KERNELS, " or forward.__self__ is not module", "", KERNEL_TESTS, "no_kernel_brought"),
@@ -472,63 +472,6 @@ POOL = [
                     "        self.pool.release()\n", POOL_TESTS, "captures_nothing"),
 ]
 
-LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
-LORA_KERNEL_TESTS = "kernels/test_lora_kernels.py"
-
-LORA_LAYERS = [
-    PackageMutation(LORA, "if not candidates or _is_patched():", "if not candidates:", LORA_TESTS,
-                    "patched"),
-    PackageMutation(LORA, "return layers if len(dtypes) <= 1 else {}", "return layers", LORA_TESTS, "two_dtypes"),
-    PackageMutation(LORA, "if module.lora_variant or not module.cast_input_dtype_enabled:", "if False:", LORA_TESTS,
-                    "no_plain_lora"),
-    PackageMutation(LORA, "tuple(columns), self._autocast or dtype)", "tuple(columns), torch.bfloat16)", LORA_TESTS,
-                    "log_probs"),
-    PackageMutation("models/fused.py", "if self._adapters is not None and found.key == self._adapters.key:",
-                    "if self._adapters is not None:", LORA_TESTS, "switched and tables"),
-    PackageMutation("kernels/lora_table.py", "return self.a.data_ptr(), self.b.data_ptr(), bias,", "return bias,",
-                    LORA_TESTS, "moved and tables"),
-    PackageMutation("kernels/lora_shrink.py", "acc * scale[None, :], mask=mask", "acc, mask=mask", LORA_KERNEL_TESTS,
-                    "ranks"),
-    PackageMutation("kernels/lora_expand.py", "(adapter // PARTS)[None, :, None]) & inside",
-                    "entry[:, None, None]) & inside", LORA_KERNEL_TESTS, "rows"),
-    PackageMutation("kernels/lora_expand.py", "sums * tl.load(next_scales), mask", "sums, mask", LORA_KERNEL_TESTS,
-                    "behind_silu"),
-]
-
-# Calls under autocast: where values are rounded, whose precision holds, and copies that follow the weights.
-AUTOCAST_TESTS = "integration/test_autocast.py"
-AUTOCAST = [
-    PackageMutation("kernels/add_rms_norm.py", "product: tl.constexpr = dtype if weight.dtype.element_ty == dtype else "
-                    "tl.float32", "product: tl.constexpr = dtype", "kernels/test_add_rms_norm.py",
-                    "dtypes_of_autocast and triton"),
-    PackageMutation("kernels/qk_norm_rope_store.py", "rotated: tl.constexpr = scaled if cos.dtype.element_ty == scaled "
-                    "else tl.float32", "rotated: tl.constexpr = dtype", "kernels/test_qk_norm_rope_store.py",
-                    "dtypes_of_autocast and triton"),
-    PackageMutation("kernels/_qk_norm_rope_host.py", "    if both.dtype == sin.dtype:", "    if True:",
-                    "kernels/test_qk_norm_rope_store.py", "dtypes_of_autocast"),
-    PackageMutation("kernels/cast_copies.py", "count = tl.where(tl.load(now) == tl.load(before), 0, count)",
-                    "count = count + 0", "kernels/test_cast_copies.py", "nothing_is_written and interpreted"),
-    PackageMutation("models/shadow.py", "self._checksum = checksum.clone()", "self._checksum = checksum",
-                    "models/test_shadow.py", "writes_to_again"),
-    PackageMutation("models/decoder.py", "self.autocast, cache_enabled=False)", "self.autocast)", AUTOCAST_TESTS,
-                    "modules_that_run_as_they_stand"),
-    PackageMutation("models/guards/wrapped_forward.py", "for context in reversed(contexts)", "for context in contexts",
-                    "models/test_precision.py", "wrapper"),
-    PackageMutation("models/base.py", "None if cast is None or self.look().dtypes == {cast} else cast", "cast",
-                    "models/test_precision.py", "all_weights_are"),
-    PackageMutation(CORE, "        if self.requests or self.batches:\n            return False\n        self._executor",
-                    "        self._executor", AUTOCAST_TESTS, "beside_others"),
-    PackageMutation(CORE, "                if self._executor.has_copies:  # what", "                if False:  # what",
-                    AUTOCAST_TESTS, "while_others_run"),
-    PackageMutation(CORE, "            if not self._executor.copies_are_stale():\n                return False\n",
-                    "            if True:\n                return False\n", AUTOCAST_TESTS, "processor_changes"),
-    PackageMutation(CORE, "            self._executor.refresh(self._guard.latest)\n", "            pass\n",
-                    AUTOCAST_TESTS, "between_calls"),
-    PackageMutation(LOCKSTEP, "        if rounds_cache:\n", "        if False:\n", AUTOCAST_TESTS, "scores_and_logits"),
-    PackageMutation(GENERATE, "    autocast = engine.autocast_of_call()\n", "    autocast = None\n", AUTOCAST_TESTS,
-                    "calls_in_turn"),
-]
-
 # Models that their trainer shards: who meets whom, and what stands for the model.
 RENDEZVOUS, REPLICA = "parallel/rendezvous.py", "models/replica.py"
 RENDEZVOUS_TESTS, REPLICA_TESTS = "parallel/test_rendezvous.py", "models/test_replica.py"
@@ -540,40 +483,18 @@ SHARDED = [
     PackageMutation(RENDEZVOUS, "for number in range(self._kept, self._number - 1):", "for number in ():",
                     RENDEZVOUS_TESTS, "left_small"),
     PackageMutation(RENDEZVOUS, "return self._end(_ALL_CAME)", "return _ALL_CAME", RENDEZVOUS_TESTS, "all_learn"),
-    PackageMutation(REPLICA, "if not is_hook(hook))", ")", REPLICA_TESTS, "model_of_before"),
+    PackageMutation(REPLICA, "if not is_hook(hook) and names_in(hook) is None)", "if names_in(hook) is None)",
+                    REPLICA_TESTS, "model_of_before"),
     PackageMutation(REPLICA, "            whole.data = _empty(whole.shape, whole.dtype, whole.device)\n",
                     "            pass\n", REPLICA_TESTS, "goes_with_release"),
     PackageMutation(REPLICA, "return MethodType(value.__func__, mirror) if isinstance(value, MethodType)",
                     "return value if isinstance(value, MethodType)", REPLICA_TESTS, "alive"),
     PackageMutation(REPLICA, "if self._facts is not None and self._facts.hold(source):",
                     "if self._facts is not None:", REPLICA_TESTS, "changes_in_the_replica"),
-    PackageMutation(FACTS, "[{key: _frozen(hook) for key, hook in hooks.items()} for hooks in _hooks(namespaces)]",
-                    "list(map(dict, _hooks(namespaces)))", REPLICA_TESTS, "alive"),
+    PackageMutation(FACTS, "[{key: _frozen(hook) for key, hook in hooks.items()} for hooks in _lasting_hooks(",
+                    "[dict(hooks) for hooks in _lasting_hooks(", REPLICA_TESTS, "alive"),
     PackageMutation(ENABLE, "stock._orig_cls_mro_index + 1", "stock._orig_cls_mro_index", REPLICA_TESTS,
                     "either_order"),
-]
-
-# The KV pool's memory.
-POOL = [
-    PackageMutation(VIRTUAL, "            self._driver.finish()\n            self._give_back()\n",
-                    "            self._give_back()\n", VIRTUAL_TESTS, "memory_goes_and_comes_back"),
-    PackageMutation(VIRTUAL, "        self._tidy()\n        begun", "        begun", VIRTUAL_TESTS, "cannot_be_used"),
-    PackageMutation(VIRTUAL, "            except torch.OutOfMemoryError:\n                self._driver.free_cached()\n",
-                    "            except torch.OutOfMemoryError:\n", VIRTUAL_TESTS, "torchs_cache"),
-    PackageMutation(VIRTUAL, "piece.nbytes for piece in pieces if piece.is_ready", "piece.nbytes for piece in pieces",
-                    VIRTUAL_TESTS, "cannot_be_used"),
-    PackageMutation("runner/kv_cache.py", "    return -(-num_blocks * block // unit) * unit // block",
-                    "    return num_blocks", POOL_TESTS, "whole_pieces"),
-    PackageMutation("runner/kv_cache.py", " // unit * unit // _tensor", " // _tensor", POOL_TESTS, "whole_pieces"),
-    PackageMutation("runner/graphs.py", "if self._attention.backend.knows_pool_size", "if False", POOL_TESTS,
-                    "hold_the_pools_size"),
-    PackageMutation("runner/model_runner.py", "            self.graphs.let_go()\n", "            pass\n", POOL_TESTS,
-                    "nothing_holds"),
-    PackageMutation("runner/device.py", "for size in (self._released_blocks, FIRST_POOL_BLOCKS)",
-                    "for size in (self._released_blocks,)", POOL_TESTS, "starts_small"),
-    PackageMutation("models/fused.py", "        self._copied.take_back()\n", "", POOL_TESTS, "copies_of_weights"),
-    PackageMutation(CORE, "        self._forget_pool()\n        self.pool.release()\n",
-                    "        self.pool.release()\n", POOL_TESTS, "captures_nothing"),
 ]
 
 PACKAGE_MUTATIONS = [

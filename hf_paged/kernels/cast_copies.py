@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl
+from hf_paged.kernels.upload import upload
 
 # Elements that a program copies: some hundred thousand programs for 8B weights.
 CHUNK = 1 << 15
@@ -90,10 +91,7 @@ def _tables(sources: Sequence[torch.Tensor],
             by_dtypes.setdefault((source.dtype, target.dtype), []).append((source, target))
     found = []
     for pairs in by_dtypes.values():
-        rows = torch.from_numpy(np.concatenate([_chunks(*pair) for pair in pairs]))
-        device = pairs[0][0].device
-        # Pinned, so that the copy is only enqueued; torch keeps the memory until it is done.
-        table = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
+        table = upload(np.concatenate([_chunks(*pair) for pair in pairs]), pairs[0][0].device)
         # Only their dtypes matter: a source itself would be kept alive.
         source, target = (tensor.detach().new_empty(1) for tensor in pairs[0])
         found.append((table, source, target))

@@ -11,6 +11,7 @@ import torch
 import xxhash
 
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl
+from hf_paged.kernels.upload import upload
 
 # Bytes a program reads: some hundred thousand programs for an 8B model, each with eight tiles of work.
 CHUNK_BYTES = 1 << 16
@@ -53,9 +54,7 @@ class ChecksumPlan:
         device = tensors[0].device
         signature = [(t.data_ptr(), t.numel() * t.element_size()) for t in tensors]
         if self._chunks is None or self._chunks.device != device or self._signature != signature:
-            table = torch.from_numpy(_chunk_table(signature))
-            # Pinned, so that the copy is only enqueued; torch keeps the memory until it is done.
-            self._chunks = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+            self._chunks = upload(_chunk_table(signature), device)
             self._signature = signature
         out = torch.zeros(1, dtype=torch.int64, device=device)
         if len(self._chunks):

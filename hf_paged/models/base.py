@@ -24,7 +24,7 @@ from hf_paged.models.guards.originals import of_class
 from hf_paged.models.guards.plain_tensors import plain_tensors
 from hf_paged.models.layer_ops import FUSED, PLAIN
 from hf_paged.models.lora_rows import AdapterRows
-from hf_paged.models.precision import Precision, autocast_of_call
+from hf_paged.models.precision import autocast_of_call
 from hf_paged.models.replica import replica_of
 from hf_paged.models.tokenwise import quantization_state
 from hf_paged.models.tuners import BASE, AdapterCounts, adapter_state, is_lora, row_reason, states_by_adapter
@@ -37,7 +37,7 @@ class KVSpec(NamedTuple):
     """Shape of the cache a model needs: per layer K and V of [num_blocks, block_size, num_kv_heads, head_dim].
 
     ``cache_dtype`` is theirs, ``compute_dtype`` that of the embedding, with which the hidden states begin. They are one
-    but for calls under autocast (see `Precision`).
+    but for calls under autocast, whose linear layers and attention compute in ``cache_dtype``.
     """
 
     num_layers: int
@@ -153,12 +153,6 @@ class ModelExecutor(ABC):
     def group(self) -> ParallelGroup:
         """The ranks that hold the model together."""
         return group_of(self.model)
-
-    @property
-    def precision(self) -> Precision:
-        """In which dtypes the calls that run now compute."""
-        spec = self.kv_spec()
-        return Precision(spec.compute_dtype, spec.cache_dtype, self.autocast is not None)
 
     def autocast_of_call(self) -> torch.dtype | None:
         """To which dtype a call made here and now casts; None: it does not, or nothing of the model is another's."""

@@ -7,24 +7,11 @@ carried by the call.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hf_paged.models.guards.wrapped_forward import autocast_of_wrapper
-
-
-class Precision(NamedTuple):
-    """Dtypes in which a decoder's layers compute.
-
-    ``residual_dtype``: of the embedding, with which the residual stream begins. ``linear_dtype``: of the linear layers'
-    inputs, weights and results, of attention and so of the KV pages. ``autocast``: linear layers cast to it whatever
-    they are given, as under `torch.autocast`; where it is False both dtypes are the weights'.
-    """
-
-    residual_dtype: torch.dtype
-    linear_dtype: torch.dtype
-    autocast: bool
 
 
 def autocast_of_call(model: Any) -> torch.dtype | None:

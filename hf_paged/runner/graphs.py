@@ -325,8 +325,7 @@ class StepGraphs:
         return rows, items
 
     def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str], scored: tuple[str, ...],
-                named: bool,
-                with_logits: bool) -> Drawn:
+                named: bool, with_logits: bool) -> Drawn:
         logits, (slots, positions) = self._executor.shard_logits(*self._decode_hidden(rows, items, named)), rows
         # The sampled token's place is the length of what it follows.
         drawn = self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored)

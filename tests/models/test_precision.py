@@ -11,7 +11,7 @@ from support import tiny_model
 
 import hf_paged
 from hf_paged.models import find_executor
-from hf_paged.models.precision import Precision, autocast_of_call
+from hf_paged.models.precision import autocast_of_call
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 
@@ -66,12 +66,13 @@ def test_autocast_to_what_all_weights_are_is_none():
 
 def test_what_an_executor_says():
     executor = find_executor(model := tiny_model())(model)
-    assert executor.precision == Precision(FULL, FULL, autocast=False)
+    spec = executor.kv_spec()
+    assert (spec.compute_dtype, spec.cache_dtype, executor.autocast) == (FULL, FULL, None)
     key = executor.state_key()
     executor.autocast = BRAIN
-    assert executor.precision == Precision(FULL, BRAIN, autocast=True)
+    spec = executor.kv_spec()
+    assert (spec.compute_dtype, spec.cache_dtype, executor.autocast) == (FULL, BRAIN, BRAIN)
     assert executor.state_key() != key
-    assert executor.kv_spec().cache_dtype is BRAIN
 
 
 def test_bytes_that_copies_will_take_are_those_that_they_take():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import sys
 from pathlib import Path
@@ -17,13 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 A_FILE = re.compile(r"`(?:python )?((?:\w+/)+[\w.]*\w(?:\.(?:py|md|sh|json|jsonl|toml)|/))[`: ]")
 A_LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
-
-
-@pytest.fixture
-def tool(monkeypatch):
-    """Imports a file of tools/."""
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return importlib.import_module
 
 
 @pytest.mark.parametrize("name", ["options_table", "api_docs", "layers_picture", "server_fields"])

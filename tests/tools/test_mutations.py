@@ -1,0 +1,34 @@
+"""Every mutation of tools/ can be carried out: `mutate.py`, which runs them, takes too long to be one of the tests."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _texts(mutations, package):
+    return {(m.file, m.old): (ROOT / package / m.file).read_text().count(m.old) for m in mutations}
+
+
+def test_the_text_of_each_occurs_once(tool):
+    found = _texts(tool("package_mutations").PACKAGE_MUTATIONS, "hf_paged")
+    found |= _texts(tool("mutations").MUTATIONS, "hf_paged/scheduler")
+    assert {key: count for key, count in found.items() if count != 1} == {}
+
+
+def test_the_tests_of_each_are_there(tool):
+    files = {m.test_file for m in tool("package_mutations").PACKAGE_MUTATIONS}
+    assert [name for name in files if not (ROOT / "tests" / name).exists()] == []
+
+
+def test_each_list_is_there_once_and_carried_out(tool):
+    module = tool("package_mutations")
+    tree = ast.parse(Path(module.__file__).read_text())
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    names = Counter(node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))
+    assert [name for name, count in names.items() if count > 1] == []
+    lists = [name for name in names if isinstance(getattr(module, name), list) and name != "PACKAGE_MUTATIONS"]
+    assert [name for name in lists if not set(getattr(module, name)) <= set(module.PACKAGE_MUTATIONS)] == []
