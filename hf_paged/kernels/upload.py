@@ -7,7 +7,7 @@ import torch
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy a host array to the device without waiting: on CUDA through pinned memory, which torch keeps till it is done."""
+    """Copy a host array to the device without waiting: on CUDA through pinned memory, kept till it is done."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
