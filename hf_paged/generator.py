@@ -24,8 +24,16 @@ from hf_paged.integration.call_context import call_salt, call_seed
 from hf_paged.integration.enable import disable, enable_with_engine, get_engine, is_enabled, merged_config, unwrap
 from hf_paged.integration.pretrained import load_whole, split_arguments
 from hf_paged.integration.pretrained import tokenizer_of as _tokenizer_of
-from hf_paged.integration.requests import Asked, Call, RequestMaker, one_per_prompt, refused_output
+from hf_paged.integration.requests import (
+    Asked,
+    Call,
+    RequestMaker,
+    best_completions,
+    one_per_prompt,
+    refused_output,
+)
 from hf_paged.options.arguments import base_seed, merge_config, salt_digest
+from hf_paged.options.request_options import RequestOptions
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.parallel.launch import Workers
 
@@ -131,7 +139,13 @@ class PagedGenerator:
     # -- generation -------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Any = None, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
-                 use_tqdm: bool | None = None, logprobs: bool | str = False, prompt_logprobs: bool = False,
+                 use_tqdm: bool | None = None, logprobs: Any = False, top_logprobs: Any = None,
+                 prompt_logprobs: Any = False, presence_penalty: float | SequenceOf[float] = 0.0,
+                 frequency_penalty: float | SequenceOf[float] = 0.0, stop_token_ids: Any = None,
+                 include_stop_str_in_output: bool | SequenceOf[bool] = True,
+                 skip_special_tokens: bool | SequenceOf[bool] = True,
+                 best_of: int | SequenceOf[int | None] | None = None, priority: int | SequenceOf[int] = 0,
+                 timeout: float | SequenceOf[float | None] | None = None,
                  cache_salt: str | SequenceOf[str | None] | None = None,
                  adapter_names: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
                  chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
@@ -148,9 +162,13 @@ class PagedGenerator:
             seed: of the random numbers; one for the call, or one per prompt. None: the config's, else drawn from
                 torch's default generator.
             use_tqdm: show progress. None: once the work takes longer than two seconds.
-            logprobs, prompt_logprobs: fill in these fields of every `Completion`; not for tensors. ``logprobs`` is
-                True, "processed" or "raw" (see `Engine.add_request`). Prompts that are scored fill the prefix cache and
-                do not read it.
+            logprobs, top_logprobs, prompt_logprobs, presence_penalty, frequency_penalty, stop_token_ids,
+                include_stop_str_in_output, skip_special_tokens, timeout, priority: as of `Engine.add_request`; one for
+                the call, or a list with one per prompt (of ``stop_token_ids`` a list of lists). Not for tensors.
+                ``max_new_tokens=0`` with ``prompt_logprobs`` generates nothing.
+            best_of: of this many completions of a prompt, the ``num_return_sequences`` best are returned, best first:
+                those of the largest `Completion.cumulative_logprob`. It fills in their ``logprobs``, and wants
+                ``do_sample=True``. One for the call, or one per prompt; not for tensors.
             cache_salt: one for the call, or one per prompt. Cached prefixes are shared among prompts of the same salt
                 alone (None: those without one), in this and in other calls.
             adapter_names: of the LoRA adapter that a prompt runs with, or "__base__" for none at all: one for the call,
@@ -179,10 +197,13 @@ class PagedGenerator:
             UnsupportedOptionError: an option that the paged engine does not carry out; `model.generate` does.
             UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes).
         """
-        call = Call(prompts, generation_config, seed, cache_salt, adapter_names, logprobs, prompt_logprobs,
-                    on_error, chat_template_kwargs, on_weight_change, generate_kwargs)
+        options = RequestOptions(logprobs, top_logprobs, prompt_logprobs, presence_penalty, frequency_penalty,
+                                 stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout,
+                                 on_weight_change)
+        call = Call(prompts, generation_config, seed, cache_salt, adapter_names, options, priority, best_of, on_error,
+                    chat_template_kwargs, generate_kwargs)
         if "input_ids" in generate_kwargs or isinstance(prompts, torch.Tensor):
-            call.check_for_tensors()
+            call.check_for_tensors(self.engine.num_logits)
             with call_salt(salt_digest(cache_salt)):
                 made = self._generate_tensor(prompts, generation_config, seed, adapter_names, generate_kwargs)
             return None if self._only_follows else made
@@ -197,7 +218,7 @@ class PagedGenerator:
             return None
         if len(completions) < len(asked):
             raise EngineClosedError("the engine was closed by another thread during the call")
-        return [completions[i] for i in range(len(asked))]
+        return best_completions(asked, [completions[i] for i in range(len(asked))])
 
     @property
     def _only_follows(self) -> bool:
@@ -205,19 +226,27 @@ class PagedGenerator:
         return self.engine.group.rank > 0
 
     def stream(self, prompts: Any, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
-               logprobs: bool | str = False, prompt_logprobs: bool = False,
+               logprobs: Any = False, top_logprobs: Any = None, prompt_logprobs: Any = False,
+               presence_penalty: float | SequenceOf[float] = 0.0, frequency_penalty: float | SequenceOf[float] = 0.0,
+               stop_token_ids: Any = None, include_stop_str_in_output: bool | SequenceOf[bool] = True,
+               skip_special_tokens: bool | SequenceOf[bool] = True, priority: int | SequenceOf[int] = 0,
+               timeout: float | SequenceOf[float | None] | None = None,
                cache_salt: str | SequenceOf[str | None] | None = None,
                adapter_names: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
                chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
                **generate_kwargs: Any) -> Iterator[tuple[int, StepOutput]]:
-        """Like `generate`, but yields (index of the completion, `StepOutput`) as tokens come.
+        """Like `generate`, but yields (index of the completion, `StepOutput`) as tokens come, of which none competes
+        with others (``best_of``).
 
         Arguments are checked, and the requests made, before the first item is asked for. Closing the iterator ends
         what is still running. A prompt that cannot run has one output with ``on_error="complete"``, which comes first
         and whose `request_id` is empty.
         """
-        call = Call(prompts, generation_config, seed, cache_salt, adapter_names, logprobs, prompt_logprobs,
-                    on_error, chat_template_kwargs, on_weight_change, generate_kwargs)
+        options = RequestOptions(logprobs, top_logprobs, prompt_logprobs, presence_penalty, frequency_penalty,
+                                 stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout,
+                                 on_weight_change)
+        call = Call(prompts, generation_config, seed, cache_salt, adapter_names, options, priority, None, on_error,
+                    chat_template_kwargs, generate_kwargs)
         asked = self._maker.make(call)
 
         def outputs() -> Iterator[tuple[int, StepOutput]]:

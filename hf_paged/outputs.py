@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -57,11 +58,13 @@ class Completion:
 
     Attributes:
         token_ids: generated tokens, the stopping EOS included, as in `model.generate`.
-        text: `token_ids` decoded without special tokens; None where the engine has no tokenizer.
-        finish_reason: "eos", "stop", "length", "abort" or "error".
+        text: `token_ids` decoded, without special tokens unless ``skip_special_tokens=False`` was asked for, and with
+            ``include_stop_str_in_output=False`` without what ended it; None where the engine has no tokenizer.
+        finish_reason: "eos", "stop", "length", "timeout", "abort" or "error".
         prompt_token_ids: the prompt as it was run.
         logprobs: None unless asked for: of every generated token, the log-probability under the distribution that it
-            was drawn from (temperature, filters and barred EOS included; greedy: softmax of the logits, EOS barred).
+            was drawn from (temperature, filters and barred EOS included; greedy: softmax of the logits, EOS barred);
+            with ``logprobs="raw"`` under the model's logits as they are.
         num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
         error: None, or what went wrong where ``finish_reason == "error"``: of a prompt that could not run (see
             ``on_error`` of `PagedGenerator.generate`) the exception's type and message.
@@ -69,8 +72,14 @@ class Completion:
             for the first prompt token, then log p(token | tokens before it) from the raw logits.
         version_runs: (version of the weights, number of tokens) of the pieces of `token_ids` that one version made.
         seed: of the request's random numbers: a request that goes on from this completion draws on with it.
-        logprobs_kind: "processed" or "raw", which `logprobs` are; None without any.
+        logprobs_kind: "processed" or "raw", which `logprobs` and `top_logprobs` are; None without any.
         timings: when it was queued, started, had its first token and ended; None for a prompt that could not run.
+        stop_reason: the stop string, or the id among ``stop_token_ids``, that ended it; None where nothing of the kind
+            did, and where the text of the output shows none of several stop strings.
+        top_logprobs: None unless asked for: of every generated token, {token id: log-probability} of the likeliest
+            tokens in its place, the first the likeliest, and of the token itself, last where it is none of them. Tokens
+            that could not be drawn are left out, so there may be fewer. None for a token whose are not known.
+        prompt_top_logprobs: as `prompt_logprobs`: of every prompt token but the first such a dict.
     """
 
     token_ids: list[int]
@@ -85,6 +94,16 @@ class Completion:
     seed: int | None = None
     logprobs_kind: str | None = None
     timings: Timings | None = None
+    stop_reason: str | int | None = None
+    top_logprobs: list[dict[int, float] | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of `logprobs`: log p of the whole output; None without them, or where one is not known."""
+        if self.logprobs is None or None in self.logprobs:
+            return None
+        return math.fsum(known for known in self.logprobs if known is not None)
 
     @property
     def weight_versions(self) -> list[int | None]:
@@ -106,6 +125,7 @@ class StepOutput:
         finish_reason, completion: only with the last output of a request.
         new_logprobs: None unless asked for: one per new token, as in `Completion`.
         version_runs: as in `Completion`, of `new_token_ids`.
+        new_top_logprobs: None unless asked for: one per new token, as in `Completion`.
     """
 
     request_id: str
@@ -115,6 +135,7 @@ class StepOutput:
     completion: Completion | None = None
     new_logprobs: list[float | None] | None = None
     version_runs: tuple[VersionRun, ...] = ()
+    new_top_logprobs: list[dict[int, float] | None] | None = None
 
     @property
     def new_weight_versions(self) -> list[int | None]:

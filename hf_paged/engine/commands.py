@@ -91,7 +91,8 @@ class CommandQueue:
         self.followers = Session(stream=False, text=False)
         self.expected: dict[str, Request] = {}
         self._queue: list[Command] = []
-        self._deadlines: dict[str, float] = {}
+        self._deadlines: dict[str, float] = {}  # of calls, by `time.time`, whose requests get a token at least
+        self._timeouts: dict[str, float] = {}  # of requests, by `time.monotonic`
 
     def enqueue(self, command: Command) -> None:
         """Carry a command of rank 0 out before the next step, or after one that is launched from now on."""
@@ -214,7 +215,9 @@ class CommandQueue:
         session = self.followers if own is None else own.session
         request = self._core.make_request(replace(command, stop=stop), session)
         if own is not None:
-            request.queued = own.queued
+            request.queued, request.deadline = own.queued, own.deadline
+        if request.deadline is not None and self.group.rank == 0:
+            self._timeouts[command.request_id] = request.deadline
         if own is not None and _asked(own, command.seed) != _asked(request, command.seed):
             raise ValueError(f"rank {self.group.rank} was given another prompt or other settings than rank 0: expected "
                              f"the same calls on all {self.group.size} ranks of a model")
@@ -226,6 +229,10 @@ class CommandQueue:
         if self._core.failed_here:
             self._queue.append(End(tuple(self._core.failed_here), "error"))
             self._core.failed_here = []
+        clock = time.monotonic() if self._timeouts else 0.0
+        for request_id in [i for i, deadline in self._timeouts.items() if i not in requests or clock >= deadline]:
+            del self._timeouts[request_id]
+            self._queue.append(End((request_id,), "timeout"))
         for request_id in [i for i, deadline in self._deadlines.items() if i not in requests or now > deadline]:
             if request_id not in requests:
                 del self._deadlines[request_id]

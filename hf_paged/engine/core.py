@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 import weakref
@@ -17,21 +18,24 @@ import torch
 
 from hf_paged.config import PagedConfig
 from hf_paged.engine import log_probs
-from hf_paged.engine.detokenizer import TextStream
+from hf_paged.engine.endings import Ending
 from hf_paged.engine.lockstep import LockstepBatch, Way
 from hf_paged.engine.pace import Pace
-from hf_paged.engine.session import NewRequest, Request, Session, failed_output
+from hf_paged.engine.session import NewRequest, Request, Session, TopAsked, failed_output
 from hf_paged.engine.stopping import ended
 from hf_paged.errors import EngineClosedError
 from hf_paged.models import ModelExecutor
 from hf_paged.models.guards.capturing import no_capturing
 from hf_paged.models.tuners import AdapterCounts
+from hf_paged.options.settings import RequestSettings
 from hf_paged.outputs import VersionRun
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
 from hf_paged.runner.prompt_scores import NOTHING
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.runner.weights import ModelMark, WeightsGuard
+from hf_paged.sampling.token_log_probs import RAW
+from hf_paged.sampling.top_log_probs import top_name
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
 from hf_paged.scheduler.lockstep_rows import OutOfBlocksError
 
@@ -68,6 +72,8 @@ class EngineCore:
         self._arrivals: list[Request] = []  # since the last step
         # Did a request come, since there was none at all, that streams; with a stop rule; that wants log-probabilities;
         # that names an adapter?
+        self._deadlines: dict[str, float] = {}  # of unfinished requests, by `time.monotonic`; the first of them
+        self._next_deadline = math.inf
         self._any_stream = self._any_stop = self._any_logprobs = self._any_adapter = False
         self._adapter_counts = AdapterCounts(())  # when the runner was prepared
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
@@ -88,9 +94,11 @@ class EngineCore:
             min_length=prompt_length + settings.min_new_tokens, eos_token_ids=eos,
             max_length=min(prompt_length + settings.max_new_tokens, self.pool.max_model_len),
             prompt_length=prompt_length, edits=settings.edits, adapter=settings.adapter_name,
+            stop_token_ids=settings.stop_token_ids, with_top=settings.top_logprobs is not None,
         )
         _ = parameters.lines  # encoded here, where what cannot be encoded is its caller's error
-        sequence = Sequence(new.request_id, new.prompt, max_new_tokens=settings.max_new_tokens, eos_token_ids=eos,
+        sequence = Sequence(new.request_id, new.prompt, max_new_tokens=settings.max_new_tokens,
+                            eos_token_ids=(*eos, *settings.stop_token_ids),
                             priority=new.priority, read_cache=not settings.prompt_logprobs,
                             cache_salt=settings.cache_salt, adapter=settings.adapter_name,
                             keeps_computed=(settings.on_weight_change or self._config.on_weight_change) == "keep",
@@ -98,13 +106,17 @@ class EngineCore:
         is_decoded = session.stream and session.text and self.tokenizer is not None
         request = Request(
             sequence, parameters, session, stop=new.stop, made=made,
-            text=TextStream(self.tokenizer) if is_decoded else None,
             logprobs=[] if settings.logprobs else None, logprobs_kind=settings.logprobs,
             prompt_logprobs=[None] * prompt_length if settings.prompt_logprobs else None,
         )
+        _set_endings(request, settings)
+        _set_tops(request, settings)
+        if is_decoded:
+            request.text = request.ending.stream(self.tokenizer)
         if made is not None:
             request.num_emitted, request.version_runs = len(made.token_ids), made.known_versions()
             request.logprobs = made.known_logprobs() if settings.logprobs else None
+            request.top_logprobs = made.known_top_logprobs()
         return request
 
     def add(self, request: Request) -> None:
@@ -116,6 +128,9 @@ class EngineCore:
             scheduler.add(request.sequence)
         self._any_stream = request.session.stream or (self._any_stream and bool(self.requests))
         self._any_stop = request.stop is not None or (self._any_stop and bool(self.requests))
+        if request.deadline is not None and not self._executor.group.is_parallel:
+            self._deadlines[request.request_id] = request.deadline
+            self._next_deadline = min(self._next_deadline, request.deadline)
         asks = request.logprobs is not None or request.prompt_logprobs is not None
         self._any_logprobs = asks or (self._any_logprobs and bool(self.requests))
         self._any_adapter = request.sequence.adapter is not None or (self._any_adapter and bool(self.requests))
@@ -290,6 +305,8 @@ class EngineCore:
         try:
             with _ambient(device):
                 scheduler = self.scheduler_or_build()
+                if self._deadlines:
+                    self._end_late()
                 with self._executor.compared_once():
                     self._receive(scheduler)
                     # Where requests run, the device has a step to compute meanwhile; rows alone look afterwards.
@@ -482,7 +499,7 @@ class EngineCore:
         self.totals["generated"] += len(result.accepted)
         if plan.num_decode_rows < len(plan.slots):
             self._note_first_tokens(plan, result.accepted)
-        log_probs.keep(plan, handle, result.accepted, self._request_of, self._attempt)
+        log_probs.keep(plan, handle, result.accepted, tokens, self._request_of, self._attempt)
         if self._any_stop:
             self._stop(plan, result.accepted, tokens)
         runs = (VersionRun(self._guard.version, 1),) if self._any_stream else ()  # of each row's token
@@ -502,6 +519,19 @@ class EngineCore:
             request = self._request_of(plan, row)
             if request is not None and request.first_token is None:
                 request.first_token = now
+
+    def _end_late(self) -> None:
+        """End the requests whose time is over; what is in flight of them is dropped at its commit."""
+        assert self.scheduler is not None
+        now = time.monotonic()
+        if now < self._next_deadline:
+            return
+        for request_id in [name for name, deadline in self._deadlines.items() if deadline <= now]:
+            request = self.requests[request_id]
+            self.scheduler.finish(request.sequence, "timeout")
+            self.finish(request)
+        self._arrivals = [request for request in self._arrivals if request.sequence.finish_reason is None]
+        self._next_deadline = min(self._deadlines.values(), default=math.inf)
 
     def _stop(self, plan: StepPlan, rows: np.ndarray, tokens: np.ndarray) -> None:
         """End the requests whose new token completes a stop string, or whose time is over."""
@@ -554,6 +584,8 @@ class EngineCore:
         session.outbox.append(output)
         del session.open[request_id]  # first: what no session has open does not start again
         del self.requests[request_id]
+        if self._deadlines:
+            self._deadlines.pop(request_id, None)
 
     def _receive(self, scheduler: Scheduler) -> None:
         """Prompts arrived: is the runner ready for the model as it is now, and may older cache content be used?"""
@@ -673,6 +705,7 @@ class EngineCore:
     def abandon(self) -> None:
         """Give everything up where it stands: of a sharded model whose other ranks are not asked any more."""
         self.requests.clear()
+        self._deadlines.clear()
         self._arrivals, self._in_flight, self.dirty = [], None, False
         self.drop_pool()
 
@@ -722,6 +755,7 @@ class EngineCore:
             else:  # the interrupt came between the two lines that add or finish it
                 del self.requests[request_id]
         self._arrivals = list(self.requests.values())
+        self._deadlines = {r.request_id: r.deadline for r in self._arrivals if r.deadline is not None}
         self.dirty = False
 
     def _lose_rows(self) -> None:
@@ -755,6 +789,25 @@ class EngineCore:
 
     def _overlaps(self, device: torch.device) -> bool:
         return device.type == "cuda" if self._config.overlap is None else self._config.overlap
+
+
+def _set_endings(request: Request, settings: RequestSettings) -> None:
+    """What is said of its end, but for the strings and the time that `stopping` watches."""
+    if settings.timeout is not None:
+        request.deadline = request.queued + settings.timeout
+    if settings.stop_strings or settings.stop_token_ids or not (settings.keeps_stop and settings.skips_special):
+        own = tuple(token for token in settings.stop_token_ids if token not in settings.eos_token_ids)
+        request.ending = Ending(settings.stop_strings, own, settings.keeps_stop, settings.skips_special)
+
+
+def _set_tops(request: Request, settings: RequestSettings) -> None:
+    """How many of the likeliest tokens it asks for."""
+    if settings.top_logprobs is not None:
+        assert settings.logprobs is not None
+        request.top = TopAsked(top_name(settings.logprobs, settings.top_logprobs), settings.top_logprobs)
+    if settings.prompt_top_logprobs is not None:
+        request.prompt_top = TopAsked(top_name(RAW, settings.prompt_top_logprobs), settings.prompt_top_logprobs)
+        request.prompt_top_logprobs = [None] * request.sequence.num_prompt_tokens
 
 
 @contextmanager

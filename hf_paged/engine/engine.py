@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -32,13 +33,8 @@ from hf_paged.models.replica import Replica
 from hf_paged.options.arguments import RecentMerges, base_seed, salt_digest, token_id_lists, token_ids
 from hf_paged.options.continued import Made, split_output
 from hf_paged.options.prompts import prompt_ids
-from hf_paged.options.settings import (
-    RequestSettings,
-    check_flags,
-    check_weight_change,
-    logprobs_kind,
-    settings_from_config,
-)
+from hf_paged.options.request_options import RequestOptions, check_priority, scoring_only, settings_with
+from hf_paged.options.settings import RequestSettings, settings_from_config
 from hf_paged.outputs import EngineStats, StepOutput
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.peers import connect
@@ -94,6 +90,11 @@ def _under(autocast: torch.dtype | None) -> str:
     return "without autocast" if autocast is None else f"under autocast to {autocast}"
 
 
+def _is_zero(max_new_tokens: Any) -> bool:
+    """Is nothing to be generated? False, which equals 0, is refused as a number of tokens."""
+    return type(max_new_tokens) is int and max_new_tokens == 0
+
+
 class _Call:
     """A call in lockstep: gone with the frame of `Engine.lockstep`, whatever ended that."""
 
@@ -143,8 +144,12 @@ class Engine:
 
     def add_request(self, prompt_token_ids: Any, generation_config: GenerationConfig | None = None, *,
                     request_id: str | None = None, priority: int = 0, seed: int | None = None,
-                    logprobs: bool | str = False, prompt_logprobs: bool = False, cache_salt: str | None = None,
-                    adapter_name: str | None = None, on_weight_change: str | None = None) -> str:
+                    logprobs: bool | int | str = False, top_logprobs: int | None = None,
+                    prompt_logprobs: bool | int = False, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+                    stop_token_ids: Sequence[int] | None = None, include_stop_str_in_output: bool = True,
+                    skip_special_tokens: bool = True, timeout: float | None = None, max_new_tokens: int | None = None,
+                    cache_salt: str | None = None, adapter_name: str | None = None,
+                    on_weight_change: str | None = None) -> str:
         """Queue a request; `step` returns its tokens.
 
         Args:
@@ -159,9 +164,21 @@ class Engine:
                 default generator.
             logprobs: fill in this field of the `Completion`. "processed", or True: log p of each token under the
                 distribution that it was drawn from, behind all logits processors (temperature, filters, penalties).
-                "raw": from the model's logits as they are.
+                "raw": from the model's logits as they are. An integer k in [0, 128]: "processed" with
+                ``top_logprobs=k``.
+            top_logprobs: fill in this field of the `Completion` with this many of the likeliest tokens, in [0, 128], of
+                the kind that ``logprobs`` says, which has to be asked for.
             prompt_logprobs: fill in this field. A prompt that is scored is computed as a whole: it fills the prefix
-                cache and does not read it.
+                cache and does not read it. An integer k in [0, 128]: ``prompt_top_logprobs`` with the k likeliest, too.
+            presence_penalty, frequency_penalty: in [-2, 2], as OpenAI and vLLM define them: before temperature, the
+                score of each token that was generated so far loses the first once, and the second as often as it was.
+            stop_token_ids: tokens that end the request as ``finish_reason="stop"``; barred by a least length like EOS.
+            include_stop_str_in_output: False: `Completion.text` leaves out what ended it (a stop string and all behind
+                it, a stop token, EOS). `token_ids` hold it in any case.
+            skip_special_tokens: in `Completion.text`.
+            timeout: seconds from now after which the request ends with ``finish_reason="timeout"``, before the next
+                step, whether it has a token or not.
+            max_new_tokens: in place of the config's. 0: nothing is generated, with ``prompt_logprobs`` alone.
             cache_salt: cached prefixes are shared among requests of the same salt alone (None: those without one).
             adapter_name: of the LoRA adapter that this request runs with, or "__base__" for none at all. None: those
                 that are active in the model. Where the model loses the adapter before the end, or merges adapters, the
@@ -185,19 +202,22 @@ class Engine:
         given, before = split_output(prompt_token_ids)
         prompt = self.check_prompt(prompt_ids(given, self.tokenizer, {}) if isinstance(given, dict) else given)
         merged = self._merged(self._executor.source, generation_config)
+        if max_new_tokens is not None:
+            merged = copy.copy(merged)  # others get it again
+            merged.max_new_tokens = 1 if _is_zero(max_new_tokens) else max_new_tokens
         if merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
-        check_flags(prompt_logprobs=prompt_logprobs)
-        kind = logprobs_kind(logprobs)
-        check_weight_change(on_weight_change)
-        settings = settings_from_config(merged, len(prompt), self.num_logits)
-        if logprobs or prompt_logprobs or cache_salt is not None or on_weight_change is not None:
-            settings = replace(settings, logprobs=kind, prompt_logprobs=prompt_logprobs,
-                               cache_salt=salt_digest(cache_salt), on_weight_change=on_weight_change)
+        options = RequestOptions(logprobs, top_logprobs, prompt_logprobs, presence_penalty, frequency_penalty,
+                                 stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout,
+                                 on_weight_change)
+        settings = settings_with(settings_from_config(merged, len(prompt), self.num_logits), options, self.num_logits)
+        if _is_zero(max_new_tokens):
+            settings = scoring_only(settings)
+        if cache_salt is not None:
+            settings = replace(settings, cache_salt=salt_digest(cache_salt))
         if adapter_name is not None:
             settings = replace(settings, adapter_name=self.check_adapter(adapter_name))
-        if not isinstance(priority, int):
-            raise TypeError(f"priority={priority!r}: expected an integer")
+        priority = check_priority(priority)
         if not isinstance(request_id, (str, type(None))):
             raise TypeError(f"request_id={request_id!r}: expected None or a str")
         # Other ranks may not know an enumeration of the user's script.
@@ -206,7 +226,7 @@ class Engine:
         seed = derive_seed(base_seed(seed, self.config.seed), 0)
         if before is not None and before.seed is not None:
             seed = before.seed
-        new = NewRequest(prompt, settings, seed=seed, priority=int(priority), request_id=request_id, made=before,
+        new = NewRequest(prompt, settings, seed=seed, priority=priority, request_id=request_id, made=before,
                          autocast=autocast)
         with self._lock.turn(), self._lock.rlock:
             made = self.add(self._public, new)

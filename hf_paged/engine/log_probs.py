@@ -9,6 +9,7 @@ import numpy as np
 from hf_paged.engine.session import Request
 from hf_paged.runner.model_runner import StepHandle
 from hf_paged.runner.prompt_scores import PromptSpan, Wanted
+from hf_paged.sampling.top_log_probs import TOPS
 from hf_paged.scheduler import StepPlan
 
 # (request, its method, arguments): called so that an exception ends that request alone.
@@ -28,21 +29,30 @@ def wanted_by(plan: StepPlan, requests: Mapping[str, Request], attempt: Attempt)
     for row in range(plan.num_decode_rows, len(rows)):
         attempt(rows[row], ask, rows[row], row)
     # Sorted: all ranks of a sharded model add them up in one order.
-    kinds = sorted({request.logprobs_kind for request in rows if request.logprobs_kind is not None})
-    return Wanted(tuple(kinds), tuple(spans))
+    names = {request.logprobs_kind for request in rows if request.logprobs_kind is not None}
+    names |= {request.top.name for request in rows if request.top is not None}
+    tops = [request.prompt_top for request in rows if request.prompt_top is not None] if spans else []
+    widest = max(tops, key=lambda top: top.most).name if tops else None
+    return Wanted(tuple(sorted(names)), tuple(spans), widest)
 
 
-def keep(plan: StepPlan, handle: StepHandle, accepted: np.ndarray,
+def keep(plan: StepPlan, handle: StepHandle, accepted: np.ndarray, tokens: np.ndarray,
          request_of: Callable[[StepPlan, int], Request | None], attempt: Attempt) -> None:
-    """Give the requests what a step brought: ``accepted`` are the rows whose token was taken."""
-    for kind, values in handle.logprobs.items():
-        logprobs = values.tolist()
+    """Give the requests what a step brought: ``accepted`` are the rows whose token, of ``tokens``, was taken."""
+    for name, values in handle.logprobs.items():  # by name: a kind before the likeliest tokens of that kind
+        known = values.numpy() if name in TOPS else values.tolist()
         for row in accepted.tolist():
-            if (request := request_of(plan, row)) is not None:
-                attempt(request, request.take_logprob, kind, logprobs[row])
+            if (request := request_of(plan, row)) is None:
+                continue
+            if name in TOPS:
+                attempt(request, request.take_top, name, known[row], int(tokens[row]))
+            else:
+                attempt(request, request.take_logprob, name, known[row])
     if handle.prompt_logprobs is not None:
         scores, end = handle.prompt_logprobs.tolist(), 0
+        tops = None if handle.prompt_tops is None else handle.prompt_tops.numpy()
         for row, first, count in handle.spans:
             begin, end = end, end + count
             if (request := request_of(plan, row)) is not None:
-                attempt(request, request.take_prompt_logprobs, first, scores[begin:end])
+                found = None if tops is None else tops[begin:end]
+                attempt(request, request.take_prompt_logprobs, first, scores[begin:end], found)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hf_paged.engine.detokenizer import TextStream
+from hf_paged.engine.endings import PLAIN_ENDING, CutText, Ending
 from hf_paged.engine.stopping import StopRule
 from hf_paged.options.continued import Made
 from hf_paged.options.settings import RequestSettings
@@ -38,6 +41,20 @@ class NewRequest:
     autocast: torch.dtype | None = None
 
 
+class TopAsked(NamedTuple):
+    """``most`` of the likeliest tokens, which steps bring under this name of `TOPS`."""
+
+    name: str
+    most: int
+
+    def dict_of(self, found: np.ndarray, token: int, logprob: float) -> dict[int, float]:
+        """What a step found for one place, [2, width] as in `Top`, with the token that stands there."""
+        scores, ids = found[:, : self.most].tolist()
+        known = {int(i): score for i, score in zip(ids, scores, strict=True) if score > -math.inf}
+        known[token] = logprob
+        return known
+
+
 @dataclass
 class Request:
     """One request of a session; `sequence` is replaced by a fresh one when the engine recovers from an interrupt.
@@ -49,7 +66,7 @@ class Request:
     sequence: Sequence
     parameters: SlotParameters
     session: Session
-    text: TextStream | None = None
+    text: TextStream | CutText | None = None
     stop: StopRule | None = None
     made: Made | None = None  # output that was there when it came
     num_emitted: int = 0  # of the output, that among it
@@ -57,6 +74,12 @@ class Request:
     logprobs: list[float | None] | None = None  # of the committed output, where asked for
     logprobs_kind: str | None = None  # which ones
     prompt_logprobs: list[float | None] | None = None  # None in it: not known yet, and for the first token for good
+    top: TopAsked | None = None
+    top_logprobs: list[dict[int, float] | None] = field(default_factory=list)  # with `top`, as `logprobs`
+    prompt_top: TopAsked | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] = field(default_factory=list)  # with it, as `prompt_logprobs`
+    ending: Ending = PLAIN_ENDING
+    deadline: float | None = None  # of `time.monotonic`
     version_runs: list[VersionRun] = field(default_factory=list)  # of the output, but for what the present weights made
     thread: int = field(default_factory=threading.get_ident)  # whose caller waits for it
     queued: float = field(default_factory=time.monotonic)  # this and the next two as in `Timings`
@@ -76,6 +99,8 @@ class Request:
     def resume(self, max_model_len: int) -> str | None:
         """Begin behind `made`; the reason for which there is nothing to go on with, if so."""
         assert self.made is not None
+        if not self.sequence.max_new_tokens:  # it has none, and its prompt is to be scored
+            return None
         stops = self.stop is not None and self.stop.resume(self.made.token_ids)
         if self.text is not None:
             self.text.restart(self.made.token_ids)
@@ -109,6 +134,7 @@ class Request:
         )
         self.error, self.version_runs = None, version_runs
         self.logprobs = None if self.logprobs is None else logprobs
+        self.top_logprobs = [] if self.made is None else self.made.known_top_logprobs()
         self.prompt_logprobs = None if self.prompt_logprobs is None else [None] * len(self.prompt_logprobs)
 
     def span_to_score(self, row: int, start: int, num_new: int) -> PromptSpan | None:
@@ -123,10 +149,24 @@ class Request:
         if self.logprobs is not None and kind == self.logprobs_kind:
             self.logprobs.append(logprob)
 
-    def take_prompt_logprobs(self, first: int, logprobs: list[float]) -> None:
-        """Keep those of prompt tokens from position ``first`` on."""
+    def take_top(self, name: str, found: np.ndarray, token: int) -> None:
+        """As `take_logprob`, which went before, of the likeliest tokens in its place, [2, width] as in `Top`."""
+        if self.top is not None and name == self.top.name:
+            assert self.logprobs is not None
+            logprob = self.logprobs[-1]
+            assert logprob is not None
+            self.top_logprobs.append(self.top.dict_of(found, token, logprob))
+
+    def take_prompt_logprobs(self, first: int, logprobs: list[float], found: np.ndarray | None) -> None:
+        """Keep those of prompt tokens from position ``first`` on; ``found`` [n, 2, width]: the likeliest in their
+        places."""
         assert self.prompt_logprobs is not None
         self.prompt_logprobs[first : first + len(logprobs)] = logprobs
+        if self.prompt_top is not None:
+            assert found is not None
+            tokens = self.sequence.prompt_token_ids[first : first + len(logprobs)]
+            self.prompt_top_logprobs[first : first + len(logprobs)] = map(self.prompt_top.dict_of, found, tokens,
+                                                                          logprobs)
 
     def end_version_run(self, version: int) -> None:
         """All of the output whose version is not known yet was made with the weights of this one."""
@@ -141,7 +181,9 @@ class Request:
             return  # made again after a recovery, or part of the completion's own output
         text = self.text.push([token]) if self.text else None
         logprobs = None if self.logprobs is None else self.logprobs[-1:]
-        output = StepOutput(self.request_id, [token], text, new_logprobs=logprobs, version_runs=runs)
+        tops = None if self.top is None else self.top_logprobs[-1:]
+        output = StepOutput(self.request_id, [token], text, new_logprobs=logprobs, version_runs=runs,
+                            new_top_logprobs=tops)
         self.session.outbox.append(output)
         self.num_emitted += 1  # here: an interrupt before this line has the token made and handed out again
 
@@ -155,22 +197,29 @@ class Request:
         error = self.error
         if reason == "error" and error is None:
             error = f"{sequence.num_tokens + 1} tokens do not fit into the KV pool alone"
-        text = piece = None
-        if tokenizer is not None and self.session.text and self.error is None:
-            text = piece = tokenizer.decode(token_ids, skip_special_tokens=True)
+        text = piece = stop_reason = None
+        tokenizer = tokenizer if self.session.text else None
+        if tokenizer is not None and self.error is None:
+            text = piece = self.ending.text(reason, token_ids, tokenizer)
         if self.text is not None and text is not None:
-            piece = self.text.push(fresh) + self.text.finish(text)
+            piece = (self.text.push(fresh) if self.ending.keeps_stop else "") + self.text.finish(text)
+        if self.ending is not PLAIN_ENDING:
+            reason, stop_reason = self.ending.reason(reason, token_ids, tokenizer)
         prompt_logprobs = None if self.awaits_prompt_logprobs else self.prompt_logprobs
+        prompt_tops = None if self.awaits_prompt_logprobs or self.prompt_top is None else self.prompt_top_logprobs
         completion = Completion(
             token_ids=token_ids, text=text, finish_reason=reason, prompt_token_ids=sequence.prompt_token_ids,
             logprobs=self.logprobs, num_cached_tokens=sequence.num_cached_tokens, error=error,
             prompt_logprobs=prompt_logprobs, version_runs=tuple(self.version_runs),
             seed=self.parameters.seed, logprobs_kind=self.logprobs_kind,
-            timings=Timings(self.queued, self.started, self.first_token, time.monotonic()),
+            timings=Timings(self.queued, self.started, self.first_token, time.monotonic()), stop_reason=stop_reason,
+            top_logprobs=None if self.top is None else self.top_logprobs, prompt_top_logprobs=prompt_tops,
         )
-        logprobs = None if self.logprobs is None else self.logprobs[len(token_ids) - len(fresh) :]
+        behind = len(token_ids) - len(fresh)
+        logprobs = None if self.logprobs is None else self.logprobs[behind:]
         return StepOutput(self.request_id, fresh, piece, reason, completion, logprobs,
-                          last_of(completion.version_runs, len(fresh)))
+                          last_of(completion.version_runs, len(fresh)),
+                          None if self.top is None else self.top_logprobs[behind:])
 
 
 def failed_output(sequence: Sequence, num_emitted: int, error: str) -> StepOutput:

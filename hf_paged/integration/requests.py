@@ -9,23 +9,27 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
 
+from hf_paged.config import require_int
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.session import NewRequest
 from hf_paged.errors import UnsupportedModelError, UnsupportedOptionError
-from hf_paged.options.arguments import ConfigMerger, base_seed, num_copies, salt_digest
+from hf_paged.options.arguments import MOST_COPIES, ConfigMerger, base_seed, num_copies, salt_digest
 from hf_paged.options.chat_keywords import split_keywords, template_parameters
 from hf_paged.options.continued import Made, split_output
 from hf_paged.options.notices import Notices
 from hf_paged.options.prompts import prompt_ids, prompt_list
-from hf_paged.options.settings import (
-    RequestSettings,
-    check_flags,
-    check_weight_change,
-    logprobs_kind,
-    settings_from_config,
+from hf_paged.options.request_options import (
+    PLAIN,
+    RequestOptions,
+    check_options,
+    check_priority,
+    scoring_only,
+    settings_with,
 )
+from hf_paged.options.settings import RequestSettings, settings_from_config
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.sampling.sampler import derive_seed
+from hf_paged.sampling.token_log_probs import PROCESSED
 
 ON_ERROR = ("raise", "complete")
 
@@ -39,31 +43,37 @@ class Call:
     seed: Any
     cache_salt: Any
     adapter_names: Any
-    logprobs: bool | str
-    prompt_logprobs: bool
+    options: RequestOptions
+    priority: Any
+    best_of: Any
     on_error: str
     chat_template_kwargs: Any
-    on_weight_change: Any
     keywords: dict[str, Any]
 
-    def check(self) -> None:
-        """Raise TypeError or ValueError for a flag or `on_error`."""
-        check_flags(prompt_logprobs=self.prompt_logprobs)
-        logprobs_kind(self.logprobs)
-        check_weight_change(self.on_weight_change)
+    @property
+    def scores_only(self) -> bool:
+        """Is nothing to be generated?"""
+        count = self.keywords.get("max_new_tokens")
+        return type(count) is int and count == 0
+
+    def check(self, vocab_size: int) -> None:
+        """Raise TypeError or ValueError for what is wrong whatever the prompts; ``vocab_size`` as of `check_options`."""
+        check_options(self.options, vocab_size)
+        if not isinstance(self.priority, (list, tuple)):
+            check_priority(self.priority)
+        if not isinstance(self.best_of, (list, tuple)):
+            require_int("best_of", self.best_of, 1, optional=True)
         if self.on_error not in ON_ERROR:
             raise ValueError(f"on_error={self.on_error!r:.80}: expected one of {ON_ERROR}")
 
-    def check_for_tensors(self) -> None:
+    def check_for_tensors(self, vocab_size: int) -> None:
         """`check` where tensors come in, which `model.generate` takes and gives back."""
-        self.check()
-        if self.logprobs or self.prompt_logprobs:
-            raise ValueError("logprobs, prompt_logprobs: expected False where tensors come in; give token ids")
+        self.check(vocab_size)
+        others = {"priority": self.priority != 0, "best_of": self.best_of is not None}
+        if asked := [*self.options.asked(), *(name for name, is_asked in others.items() if is_asked)]:
+            raise ValueError(f"{', '.join(asked)}: expected it left out where tensors come in; give token ids")
         if self.on_error != "raise":
             raise ValueError(f"on_error={self.on_error!r}: expected 'raise' where tensors come in; give token ids")
-        if self.on_weight_change is not None:
-            raise ValueError(f"on_weight_change={self.on_weight_change!r}: expected None where tensors come in; give "
-                             "token ids, or set it in the PagedConfig")
         of_template = sorted({*(self.chat_template_kwargs or ()), *(template_parameters(None) & {*self.keywords})} -
                              {*vars(GenerationConfig())})
         if of_template:
@@ -80,10 +90,12 @@ class Call:
 
 
 class Asked(NamedTuple):
-    """One completion that is asked for: the number of its prompt, and its request or how it ended without one."""
+    """One completion in the making: the number of its prompt, its request or how it ended without one, and how many of
+    those of its prompt are wanted (None: all)."""
 
     prompt: int
     what: NewRequest | Completion
+    best: int | None = None
 
 
 class RequestMaker:
@@ -107,7 +119,7 @@ class RequestMaker:
         """
         engine, model = self._engine, self._model
         engine.check_runnable()
-        call.check()
+        call.check(engine.num_logits)
         given = [_attempt(split_output, prompt) for prompt in prompt_list(call.prompts)]
         prompts = [one if isinstance(one, Exception) else one[0] for one in given]
         configs = one_per_prompt("generation_config", call.generation_config, len(prompts))
@@ -119,7 +131,11 @@ class RequestMaker:
         if not isinstance(call.cache_salt, (list, tuple)):
             salt_digest(call.cache_salt)
         own_entries = [model.generation_config, *{id(config): config for config in configs}.values()]
-        template, keywords = split_keywords(call.keywords, call.chat_template_kwargs, prompts, engine.tokenizer,
+        options = call.options.per_prompt(len(prompts))
+        priorities = [check_priority(one) for one in one_per_prompt("priority", call.priority, len(prompts))]
+        most = one_per_prompt("best_of", call.best_of, len(prompts))
+        given_keywords = {**call.keywords, "max_new_tokens": 1} if call.scores_only else call.keywords
+        template, keywords = split_keywords(given_keywords, call.chat_template_kwargs, prompts, engine.tokenizer,
                                             own_entries)
         merge = ConfigMerger(model, keywords)
         asked: list[Asked] = []
@@ -134,11 +150,14 @@ class RequestMaker:
                     raise adapter
                 merged = merge(config)
                 self._notices.look(merged, config, keywords, model.generation_config)
-                settings, copies = self._settled(ids, merged, call, salts[index], adapter)
+                settings, wanted = self._settled(ids, merged, call, options[index], salts[index], adapter)
+                copies = wanted if most[index] is None else num_candidates(most[index], wanted, settings)
+                if most[index] is not None and settings.logprobs is None:
+                    settings = replace(settings, logprobs=PROCESSED)
                 before = self._before(ids, given[index][1], settings, copies)
                 first = 0 if own_seeds else len(asked)
-                made = [replace(self._request(ids, settings, seeds[index], first + copy, before), autocast=autocast)
-                        for copy in range(copies)]
+                made = [replace(self._request(ids, settings, seeds[index], first + copy, before), autocast=autocast,
+                                priority=priorities[index]) for copy in range(copies)]
             except UnsupportedModelError:
                 raise
             except Exception as error:
@@ -146,11 +165,12 @@ class RequestMaker:
                     if not isinstance(error, (TypeError, ValueError)):
                         raise
                     if config is call.generation_config:  # raises what is wrong whatever the prompt
-                        self._settled([0], merge(config), call, None, None)
+                        of_all = options[index] if options[index] is call.options else PLAIN
+                        self._settled([0], merge(config), call, of_all, None, None)
                 failed = call.failed(index, error, [] if isinstance(ids, Exception) else ids)
                 asked += [Asked(index, failed)] * _copies_of(config, keywords, model.generation_config)
             else:
-                asked += [Asked(index, request) for request in made]
+                asked += [Asked(index, request, wanted if copies > wanted else None) for request in made]
         return asked
 
     def _adapters(self, names: Any, count: int) -> list[str | Exception | None]:
@@ -172,13 +192,15 @@ class RequestMaker:
         check = self._engine.check_prompt
         return [f if isinstance(f, Exception) else _attempt(check, f, (TypeError, ValueError)) for f in forms]
 
-    def _settled(self, ids: list[int], merged: GenerationConfig, call: Call, salt: Any,
+    def _settled(self, ids: list[int], merged: GenerationConfig, call: Call, options: RequestOptions, salt: Any,
                  adapter: Any) -> tuple[RequestSettings, int]:
-        """What one prompt runs with, and how often."""
+        """What one prompt runs with, and how many completions of it are wanted."""
         settings = settings_from_config(merged, len(ids), self._engine.num_logits)
-        if call.logprobs or call.prompt_logprobs or salt is not None or call.on_weight_change is not None:
-            settings = replace(settings, logprobs=logprobs_kind(call.logprobs), prompt_logprobs=call.prompt_logprobs,
-                               cache_salt=salt_digest(salt), on_weight_change=call.on_weight_change)
+        settings = settings_with(settings, options, self._engine.num_logits)
+        if call.scores_only:
+            settings = scoring_only(settings)
+        if salt is not None:
+            settings = replace(settings, cache_salt=salt_digest(salt))
         if adapter is not None:
             settings = replace(settings, adapter_name=adapter)
         copies = num_copies(merged.num_return_sequences)
@@ -202,6 +224,41 @@ class RequestMaker:
         if made is not None and made.seed is not None:
             seed = made.seed
         return NewRequest(ids, settings, seed=seed, stop=self._engine.stop_rule(settings, ids), made=made)
+
+
+def best_completions(asked: list[Asked], made: list[Completion]) -> list[Completion]:
+    """Of the candidates of each prompt the wanted ones, best first: by `Completion.cumulative_logprob`.
+
+    A candidate that failed, or whose log-probabilities are not known, comes behind the others.
+    """
+    chosen: list[Completion] = []
+    start = 0
+    while start < len(asked):
+        best, prompt = asked[start].best, asked[start].prompt
+        if best is None:
+            chosen.append(made[start])
+            start += 1
+            continue
+        end = next((i for i in range(start, len(asked)) if asked[i].prompt != prompt), len(asked))
+        chosen += sorted(made[start:end], key=_rank)[:best]  # stable: equal ones as they were asked for
+        start = end
+    return chosen
+
+
+def _rank(completion: Completion) -> tuple[bool, float]:
+    known = completion.cumulative_logprob
+    ended_early = completion.finish_reason in ("error", "abort", "timeout")
+    return ended_early or known is None, 0.0 if known is None else -known
+
+
+def num_candidates(best_of: Any, wanted: int, settings: RequestSettings) -> int:
+    """How many completions compete for ``wanted`` places; ValueError or TypeError names `best_of`."""
+    require_int("best_of", best_of, 1)
+    if not wanted <= best_of <= MOST_COPIES:
+        raise ValueError(f"best_of={best_of!r}: expected at least num_return_sequences={wanted}, at most {MOST_COPIES}")
+    if best_of > 1 and not settings.do_sample:
+        raise ValueError(f"best_of={best_of!r}: expected 1, or more with do_sample=True")
+    return best_of
 
 
 def refused_output(completion: Completion) -> StepOutput:

@@ -19,6 +19,7 @@ class Made:
         token_ids: may be empty: the request was ended before its first token.
         logprobs: of these tokens; None: not known.
         logprobs_kind: which ones they are, as in `Completion`.
+        top_logprobs: as in `Completion`; ids may be texts, as JSON has them.
         version_runs: as in `Completion`.
         seed: of the request's random numbers; None: the call's, as for any prompt.
     """
@@ -28,6 +29,7 @@ class Made:
     logprobs_kind: str | None = None
     version_runs: tuple[VersionRun, ...] = ()
     seed: int | None = None
+    top_logprobs: list[Any] | None = None
 
     def checked(self, vocab_size: int, max_new_tokens: int, logprobs_kind: str | None) -> Made:
         """The same with a list of ints, if it can be gone on from with these settings.
@@ -48,6 +50,13 @@ class Made:
         count = len(self.token_ids)
         return list(self.logprobs) if self.logprobs is not None and len(self.logprobs) == count else [None] * count
 
+    def known_top_logprobs(self) -> list[dict[int, float] | None]:
+        """As `known_logprobs`; with as many tokens as there were."""
+        tops, count = self.top_logprobs, len(self.token_ids)
+        if tops is None or len(tops) != count:
+            return [None] * count
+        return [None if top is None else {int(token): known for token, known in top.items()} for top in tops]
+
     def known_versions(self) -> list[VersionRun]:
         """Runs of all tokens."""
         count = len(self.token_ids)
@@ -64,7 +73,8 @@ def split_output(prompt: Any) -> tuple[Any, Made | None]:
     """
     if isinstance(prompt, Completion):
         return prompt.prompt_token_ids, Made(prompt.token_ids, prompt.logprobs, prompt.logprobs_kind,
-                                             tuple(VersionRun(*run) for run in prompt.version_runs), prompt.seed)
+                                             tuple(VersionRun(*run) for run in prompt.version_runs), prompt.seed,
+                                             prompt.top_logprobs)
     if isinstance(prompt, dict) and prompt.get(OUTPUT) is not None:
         output = prompt[OUTPUT]
         if isinstance(output, (str, bytes)) or not hasattr(output, "__len__"):

@@ -19,7 +19,6 @@ from hf_paged.options.arguments import described
 from hf_paged.options.logits_options import GREEDY_TOO, SAMPLING_ONLY, decay_overflows, edits_from_config
 from hf_paged.options.patched_options import patched_option
 from hf_paged.sampling.edits import NEUTRAL, Edits
-from hf_paged.sampling.token_log_probs import LOGPROBS, PROCESSED
 
 # Options that the engine carries out itself.
 NATIVE = (
@@ -129,11 +128,22 @@ class RequestSettings:
     stop_strings: tuple[str, ...] = ()
     max_time: float | None = None  # seconds from the start of the call
     logprobs: str | None = None  # one of `LOGPROBS`
+    top_logprobs: int | None = None  # of the likeliest tokens besides; None: not even a dict of the drawn one
     prompt_logprobs: bool = False
+    prompt_top_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()  # end it as "stop", and not as "eos"
+    keeps_stop: bool = True  # in the text
+    skips_special: bool = True
+    timeout: float | None = None  # seconds from when it was queued
     on_weight_change: str | None = None  # as in `PagedConfig`; None: what that says
     cache_salt: bytes = b""  # a digest (`salt_digest`): blocks of the prefix cache are shared under the same one
     adapter_name: str | None = None  # the LoRA adapter to apply alone; None: those that are active in the model
 
+
+# Arguments of `PagedGenerator.generate` and `Engine.add_request` that transformers has no option for: it ignores them in
+# a config, where a value but this one asks for something.
+OWN = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+AS_ARGUMENT = "Give it as an argument of `PagedGenerator.generate` or `Engine.add_request`; stock generate ignores it."
 
 LEAVE_OUT = "Leave the option out if its result is not needed."
 
@@ -159,6 +169,9 @@ def stock_only_options(config: GenerationConfig) -> Iterator[Reason]:
 
 def option_reason(name: str, value: Any) -> Reason:
     """That stock has to carry out an option, or an argument of `generate`."""
+    if name in OWN:
+        return Reason(f"{name}={{}} of a GenerationConfig is no option of transformers, which ignores it: it is an "
+                      "argument of hf_paged's own calls", described(value), remedy=AS_ARGUMENT)
     return Reason(f"{name}={{}} is not carried out by the paged engine", described(value), remedy=LEAVE_OUT)
 
 
@@ -169,7 +182,7 @@ def _beyond(config: GenerationConfig, carried_out: frozenset[str]) -> Iterator[R
             continue
         if type(value) in _HASHABLE and (name, type(value), value) in _NEUTRAL:
             continue
-        if not any(_same(value, neutral) for neutral in FALLBACK.get(name, (None, False))):
+        if not any(_same(value, neutral) for neutral in FALLBACK.get(name, (None, False, OWN.get(name)))):
             yield option_reason(name, value)
 
 
@@ -273,17 +286,6 @@ def check_flags(**flags: Any) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r}: expected True or False")
-
-
-def logprobs_kind(logprobs: Any) -> str | None:
-    """One of `LOGPROBS`, or None, for what a caller asks for; ValueError or TypeError for anything else."""
-    if isinstance(logprobs, bool):
-        return PROCESSED if logprobs else None
-    if not isinstance(logprobs, str):
-        raise TypeError(f"logprobs={logprobs!r:.80}: expected True, False or one of {LOGPROBS}")
-    if logprobs not in LOGPROBS:
-        raise ValueError(f"logprobs={logprobs!r:.80}: expected True, False or one of {LOGPROBS}")
-    return str.__str__(logprobs)
 
 
 def check_weight_change(on_weight_change: Any) -> None:

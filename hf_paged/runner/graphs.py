@@ -27,6 +27,7 @@ from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
 from hf_paged.runner.step_context import PagedStep
 from hf_paged.sampling.token_log_probs import NO_LOG_PROBS
+from hf_paged.sampling.top_log_probs import shape_of
 from hf_paged.scheduler import StepPlan
 
 # Prompts of more operations keep a GPU longer than their launches keep the host: nothing to gain from a graph, and one
@@ -38,7 +39,7 @@ _MOST_PROMPT_ROWS = 256
 
 
 class Drawn(NamedTuple):
-    """Sampled ``tokens`` [rows] int64 and, of a graph that makes them, kinds of log-probabilities [rows] float32.
+    """Sampled ``tokens`` [rows] int64 and, of a graph that makes them, log-probabilities (see `RequestState.sample`).
 
     ``logits`` [rows, V] of a graph whose first rows are asked for them.
     """
@@ -138,7 +139,7 @@ class StepGraphs:
                num_logits: int = 0) -> torch.Tensor | None:
         """Replay a step and start the copy of its sampled tokens to `result` [R]; None where no graph holds it.
 
-        `logprobs` {kind: [R] float32} receive the tokens' log-probabilities. Returns the logits of the first
+        `logprobs`, as of `RequestState.sample`, receive log-probabilities. Returns the logits of the first
         `num_logits` rows, which are decode rows: [num_logits, V].
         """
         scored, logits = tuple(logprobs), self._nothing
@@ -377,7 +378,8 @@ class StepGraphs:
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
               scored: tuple[str, ...]) -> Drawn:
-        logprobs = {kind: torch.empty(len(slots), dtype=torch.float32, device=self._device) for kind in scored}
+        logprobs = {name: torch.empty(shape_of(name, len(slots)), dtype=torch.float32, device=self._device)
+                    for name in scored}
         return Drawn(self._state.sample(logits, slots, positions, stages, logprobs), logprobs)
 
     def _step(self, positions: torch.Tensor, meta: PagedMetadata, adapters: torch.Tensor | None) -> PagedStep:

@@ -22,14 +22,16 @@ from hf_paged.runner.prompt_scores import NOTHING, PromptSpan, Wanted, prompt_lo
 from hf_paged.runner.request_state import RequestState, SlotParameters
 from hf_paged.runner.sharded_sampling import ShardedSampling
 from hf_paged.runner.step_context import PagedStep
+from hf_paged.sampling.top_log_probs import shape_of
 from hf_paged.scheduler import StepPlan
 
 
 class StepHandle(NamedTuple):
     """A launched step. ``tokens`` [R] int64 on the host, valid once ``done`` (None on a CPU) has passed.
 
-    As far as they were wanted also, float32: ``logprobs`` {kind: [R]} of the tokens, undefined for rows that sample
-    nothing, and ``prompt_logprobs`` of the tokens of ``spans``, one span after the other.
+    As far as they were wanted also, float32: ``logprobs``, as of `RequestState.sample`, undefined for rows that sample
+    nothing, and ``prompt_logprobs`` of the tokens of ``spans``, one span after the other, with ``prompt_tops``, a `Top`
+    of each.
 
     ``heard`` [1] int64, of a sharded model: not 0 where rank 0 has something to say (`hf_paged.engine.commands`).
 
@@ -43,6 +45,7 @@ class StepHandle(NamedTuple):
     spans: tuple[PromptSpan, ...] = ()
     heard: torch.Tensor | None = None
     logits: torch.Tensor | None = None
+    prompt_tops: torch.Tensor | None = None
 
     def wait(self) -> np.ndarray:
         """Sampled tokens [R], int64; -1 where a row's logits were invalid, undefined for rows that sample nothing."""
@@ -132,7 +135,7 @@ class ModelRunner:
             plan = plan.behind(joining)
         self._update_state(plan, parameters)
         result = self._on_host(len(plan.slots), torch.int64)
-        logprobs = {kind: self._on_host(len(plan.slots), torch.float32) for kind in wanted.sampled}
+        logprobs = {name: self._on_host(shape_of(name, len(plan.slots)), torch.float32) for name in wanted.sampled}
         own = {kind: values[first:] for kind, values in logprobs.items()}
         if self.graphs is not None and not wanted.prompt:
             logits = self.graphs.launch(plan, result, logprobs, num_logits=first)
@@ -144,8 +147,8 @@ class ModelRunner:
         if not wanted.prompt:
             return self._handle(result[first:], own, logits=logits)
         spans = [span._replace(row=first + span.row) for span in wanted.prompt]
-        scored = self._score_prompts(plan, computed, spans)
-        return self._handle(result[first:], own, scored, wanted.prompt, logits)
+        scored, tops = self._score_prompts(plan, computed, spans, wanted.prompt_top)
+        return self._handle(result[first:], own, scored, wanted.prompt, logits)._replace(prompt_tops=tops)
 
     def logits(self, plan: StepPlan, parameters: list[SlotParameters], *, of_every_token: bool = False) -> torch.Tensor:
         """Enqueue one step that ends at the logits [N, V]: of the rows that sample, or of all tokens, in order."""
@@ -208,14 +211,16 @@ class ModelRunner:
         every = len(rows) == len(computed.hidden)
         hidden, adapters = (computed.hidden, computed.adapters) if every else computed.at(last)
         logits = self.executor.shard_logits(hidden, adapters)
-        known = {kind: torch.empty(len(rows), dtype=torch.float32, device=self.device) for kind in logprobs}
+        known = {name: torch.empty(shape_of(name, len(rows)), dtype=torch.float32, device=self.device)
+                 for name in logprobs}
         tokens = self.state.sample(logits, slots, positions, self.state.stages(plan.slots[rows]), known)
         self._fetch(tokens, rows, result)
         for kind, values in known.items():
             self._fetch(values, rows, logprobs[kind])
 
-    def _score_prompts(self, plan: StepPlan, computed: Computed, spans: list[PromptSpan]) -> torch.Tensor:
-        """Log-probabilities of the spans' tokens, on their way to the host."""
+    def _score_prompts(self, plan: StepPlan, computed: Computed, spans: list[PromptSpan],
+                       top: str | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probabilities of the spans' tokens, and the likeliest in their places, on their way to the host."""
         starts = computed.query_start
         columns = [
             (np.arange(starts[row], starts[row] + count), np.full(count, plan.slots[row]),
@@ -225,17 +230,23 @@ class ModelRunner:
         packed = np.stack([np.concatenate(parts) for parts in zip(*columns, strict=True)])
         at, slots, positions = upload(packed.astype(np.int64), self.device)
         ids = self.state.tokens[slots, positions].long()
-        known = prompt_log_probs(self.executor, computed.hidden, at, ids, computed.adapters)
-        return self._on_host(len(known), torch.float32).copy_(known, non_blocking=True)
+        tops = None
+        if top is not None:
+            tops = torch.empty(shape_of(top, len(ids)), dtype=torch.float32, device=self.device)
+        known = prompt_log_probs(self.executor, computed.hidden, at, ids, computed.adapters, tops)
+        if tops is not None:
+            tops = self._on_host(tuple(tops.shape), torch.float32).copy_(tops, non_blocking=True)
+        return self._on_host(len(known), torch.float32).copy_(known, non_blocking=True), tops
 
     def _fetch(self, values: torch.Tensor, rows: np.ndarray, result: torch.Tensor) -> None:
-        """Start the copy of ``values`` [len(rows)] to their places in ``result`` [R] on the host, -1 elsewhere."""
+        """Start the copy of ``values`` [len(rows), ...] to their places in ``result`` [R, ...] on the host, -1
+        elsewhere."""
         if len(rows) < len(result):
             every = torch.full(result.shape, -1, dtype=values.dtype, device=self.device)
             values = every.index_copy_(0, upload(rows, self.device), values)
         result.copy_(values, non_blocking=True)
 
-    def _on_host(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def _on_host(self, size: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=self.device.type == "cuda")
 
     def _handle(self, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor], scored: torch.Tensor | None = None,

@@ -16,12 +16,13 @@ import torch
 from hf_paged.kernels.step_inputs import step_inputs
 from hf_paged.kernels.upload import upload
 from hf_paged.runner.adapter_slots import AdapterSlots
-from hf_paged.runner.sharded_sampling import FILTERS, ShardedSampling
+from hf_paged.runner.sharded_sampling import ShardedSampling
 from hf_paged.sampling.edit_lines import float_line, int_line
 from hf_paged.sampling.edits import NEUTRAL, EditLines, Edits, EditState, encode_edits, sample_edited
-from hf_paged.sampling.sampler import sample
+from hf_paged.sampling.sampler import SamplingRows, sample
 from hf_paged.sampling.table import FloatSettings, IntSettings, SamplingTable
 from hf_paged.sampling.token_log_probs import NO_LOG_PROBS, PROCESSED, RAW, token_log_probs
+from hf_paged.sampling.top_log_probs import FILTERS, TOPS, top_log_probs, top_processed, with_eos_barred
 
 FIRST_TOKEN_CAPACITY = 2048
 _MOST_STAGE_SETS = 6
@@ -49,9 +50,11 @@ class SlotParameters:
     seed: int = 0
     min_length: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # barred with them
     prompt_length: int = 0
     edits: Edits = NEUTRAL
     adapter: str | None = None
+    with_top: bool = False  # the likeliest tokens are asked for
 
     @property
     def filtered(self) -> bool:
@@ -71,7 +74,7 @@ class SlotParameters:
         ints = int_line("seed, top_k, min_new_tokens", IntSettings(
             seed=self.seed, top_k=self.top_k, min_length=self.min_length,
         ))
-        eos = int_line("eos_token_id", self.eos_token_ids)
+        eos = int_line("eos_token_id, stop_token_ids", (*self.eos_token_ids, *self.stop_token_ids))
         edits = encode_edits(self.edits, self.prompt_length, self.max_length, self.eos_token_ids)
         return SlotLines(floats, ints, eos, edits)
 
@@ -156,24 +159,32 @@ class RequestState:
                stages: frozenset[str], logprobs: Mapping[str, torch.Tensor] = NO_LOG_PROBS) -> torch.Tensor:
         """Tokens int64 [R] for `positions` [R] of `slots` [R], written to `tokens` there, too (see `sample_tokens`).
 
-        ``logprobs``: {one of `LOGPROBS`: [R] float32} receive the tokens' log-probabilities.
+        ``logprobs``: {one of `LOGPROBS`: [R] float32} receive the tokens' log-probabilities, and {one of `TOPS`:
+        [R, 2, width] float32} those of the likeliest tokens.
         """
         if self.sharded is None:
             return self._sample_whole(logits, slots, positions, logprobs, stages=stages)
         if not stages and not logprobs and self.sharded.can_agree(logits):
             return self.sharded.agree(logits, self.sampling, slots, positions, self.tokens)
-        draw = partial(self._sample_whole, stages=stages - {FILTERS})
+        draw = partial(self._sample_whole, stages=stages)
         return self.sharded.deal(logits, slots, positions, self.padding_slot, self.tokens, draw, logprobs)
 
     def _sample_whole(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
                       logprobs: Mapping[str, torch.Tensor], *, stages: frozenset[str]) -> torch.Tensor:
         settings, processed = (self.sampling, slots, positions, self.tokens), logprobs.get(PROCESSED)
-        if stages:
-            tokens = sample_edited(logits, self.sampling, self.edits, *settings[1:], stages, processed)
+        tops = {name: out for name, out in logprobs.items() if name in TOPS} if logprobs else NO_LOG_PROBS
+        if stages - {FILTERS}:
+            tokens = sample_edited(logits, self.sampling, self.edits, *settings[1:], stages, processed, tops)
         else:
             tokens = sample(logits, *settings, processed)
+            if any(TOPS[name].kind == PROCESSED for name in tops):
+                rows = SamplingRows.of(self.sampling, slots, positions)
+                top_processed(with_eos_barred(logits, rows), rows, stages, tops)
         if RAW in logprobs:
             token_log_probs(logits, tokens, logprobs[RAW])
+        for name, out in tops.items():
+            if TOPS[name].kind == RAW:
+                top_log_probs(logits, out)
         return tokens
 
     def set_tables(self, slots: list[int], tables: list[list[int]]) -> None:
@@ -212,7 +223,7 @@ class RequestState:
     def _admit_edits(self, slots: np.ndarray, parameters: list[SlotParameters]) -> None:
         for slot, p in zip(slots, parameters, strict=True):
             names = p.lines.edits.features
-            if self.sharded is not None and p.filtered:
+            if (self.sharded is not None or p.with_top) and p.filtered:
                 names |= {FILTERS}
             self._stage_names += sorted(names - set(self._stage_names))
             self._stages[slot] = sum(1 << self._stage_names.index(name) for name in names)

@@ -16,9 +16,7 @@ from hf_paged.models import ModelExecutor
 from hf_paged.sampling.sample_tokens import GROUP_SIZE
 from hf_paged.sampling.shard_best import NO_TOKEN, Columns, best_of_shard, keys_of, settle_tokens
 from hf_paged.sampling.table import SamplingTable
-
-# A stage of `RequestState.stages` that only sharded logits need.
-FILTERS = "filters"
+from hf_paged.sampling.top_log_probs import shape_of
 
 
 class ShardedSampling:
@@ -56,7 +54,8 @@ class ShardedSampling:
              logprobs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Tokens by ``draw(logits, slots, positions, logprobs)``, which each rank calls for its share of the rows.
 
-        Same arguments and result as `agree`; ``logprobs`` {kind: [R] float32} are filled for all rows, in their order.
+        Same arguments and result as `agree`; ``logprobs``, as of `RequestState.sample`, are filled for all rows, in
+        their order.
         """
         rows, size = len(slots), self.group.size
         padding = -rows % size
@@ -64,15 +63,16 @@ class ShardedSampling:
         mine = slice(self.group.rank * share, (self.group.rank + 1) * share)
         logits = pad(logits, (0, 0, 0, padding)) if padding else logits  # a pad by nothing is a copy
         whole = self.group.exchange_rows(logits)[:, : self._vocab_size]
-        known = {kind: torch.empty(share, dtype=torch.float32, device=logits.device) for kind in logprobs}
+        known = {name: torch.empty(shape_of(name, share), device=logits.device, dtype=torch.float32)
+                 for name in logprobs}
         tokens = draw(whole, pad(slots, (0, padding), value=padding_slot)[mine], pad(positions, (0, padding))[mine],
                       known)
         keys = torch.full((rows + padding,), NO_TOKEN, dtype=torch.int64, device=logits.device)
         keys[mine] = keys_of(tokens)
-        for kind, values in known.items():
-            every = torch.zeros(rows + padding, dtype=torch.float32, device=logits.device)
+        for name, values in known.items():
+            every = torch.zeros(shape_of(name, rows + padding), dtype=torch.float32, device=logits.device)
             every[mine] = values
-            logprobs[kind].copy_(self.group.all_reduce(every)[:rows])
+            logprobs[name].copy_(self.group.all_reduce(every)[:rows])
         return self._settle(keys[:rows], slots, positions, history)
 
     def listen(self) -> None:

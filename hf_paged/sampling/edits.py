@@ -7,7 +7,7 @@ the work, without a host sync; `edit_reference` is what a CPU runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +30,8 @@ from hf_paged.sampling.edit_warpers import WARPERS, draw_warped, renormalize_gre
 from hf_paged.sampling.sample_tokens import sample_tokens
 from hf_paged.sampling.sampler import SamplingRows, log_probs_reference, sample_reference
 from hf_paged.sampling.table import SamplingTable
+from hf_paged.sampling.token_log_probs import NO_LOG_PROBS
+from hf_paged.sampling.top_log_probs import top_processed
 
 _NEVER = 1 << 62
 _NAMES = ("sequence_bias", "bad_words", "also_seen", "forced_eos", "decay_eos", "suppress", "begin_suppress")
@@ -234,6 +236,7 @@ _NEUTRAL_LINES = EditLines(
 def sample_edited(
     logits: torch.Tensor, sampling_table: SamplingTable, edit_state: EditState, slots: torch.Tensor,
     position: torch.Tensor, history: torch.Tensor, features: frozenset[str], logprob: torch.Tensor | None = None,
+    tops: Mapping[str, torch.Tensor] = NO_LOG_PROBS,
 ) -> torch.Tensor:
     """One token per row from edited logits: `sample_tokens` behind the processors of each row's slot.
 
@@ -249,6 +252,7 @@ def sample_edited(
         history: ``[>= S, capacity]`` int32, tokens of the slots before `position`; receives the new ones.
         features: what the rows' `Edits.features()` name together; other stages are not run.
         logprob: ``[R]`` float32, as of `sample_tokens`.
+        tops: receive what `top_processed` makes of the edited scores.
 
     Returns:
         ``[R]`` int64, or -1 where stock's ``argmax`` or ``multinomial`` would trip over the edited scores.
@@ -262,7 +266,7 @@ def sample_edited(
     # EOS was barred at its place in the order; what came after may have lifted the bar.
     table = sampling_table._replace(eos=sampling_table.eos[:, :0])
     on_cuda, torch_stages = logits.is_cuda, features & {"remove_invalid", "renormalize", *WARPERS}
-    if on_cuda and not torch_stages:
+    if on_cuda and not torch_stages and not tops:
         return sample_tokens(scores, table, slots, position, history=history, logprob=logprob)
     rows, warped = SamplingRows.of(table, slots, position), bool(features & WARPERS)
     if "remove_invalid" in features:
@@ -277,6 +281,7 @@ def sample_edited(
             logprob.copy_(log_probs_reference(scores, rows, tokens))
     if warped:
         draw_warped(scores, rows, edit, slots, tokens, logprob)
+    top_processed(scores, rows, features, tops, edit, slots)
     if warped or not on_cuda:
         # An invalid row (-1) ends at commit; its stand-in must still be a real token for a step that overlaps.
         history[slots, rows.position] = tokens.clamp(min=0).to(torch.int32)

@@ -45,6 +45,7 @@ class Scheduler:
         self._table = RunningTable(config.max_num_seqs)
         self._waiting = WaitingQueue()
         self._requests: dict[str, Sequence] = {}  # unfinished ones
+        self._num_scored = 0  # of these, those that get no token
         self._partial: Sequence | None = None  # prefill under way; two at once can't be, the first takes the budget
         self._in_flight: deque[StepPlan] = deque()
         self._failed: list[Sequence] = []
@@ -68,6 +69,7 @@ class Scheduler:
         seq.arrival = self._num_arrived
         self._num_arrived += 1
         self._requests[seq.request_id] = seq
+        self._num_scored += not seq.max_new_tokens
         self._waiting.push(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
@@ -237,7 +239,7 @@ class Scheduler:
         done = end == target
         table.decoding[slot] = done and end + 1 < int(table.limit[slot])
         self._partial = None if done else seq
-        prefills.add(seq, start, end, write_from, done)
+        prefills.add(seq, start, end, write_from, done and seq.max_new_tokens > 0)
 
     def _has_slot(self) -> bool:
         """Is there a slot for one more sequence? Those that are lent do not count against ``max_num_seqs``."""
@@ -379,6 +381,8 @@ class Scheduler:
             late = self._commit_absent(plan, np.flatnonzero(~present), tokens, finished)
             table.in_flight[slots[present]] -= 1
 
+        if self._num_scored:
+            self._finish_scored(plan, present, finished)
         rows = np.flatnonzero(plan.samples & present & ~table.draining[slots])
         slots, taken = slots[rows], tokens[rows]
         bad = taken < 0
@@ -437,6 +441,15 @@ class Scheduler:
                 finished.append(seq)
         return appended
 
+    def _finish_scored(self, plan: StepPlan, present: np.ndarray, finished: list[Sequence]) -> None:
+        """Sequences that get no tokens end with their prompt."""
+        for row in range(plan.num_decode_rows, len(plan.slots)):
+            seq = plan.sequences[row]
+            done = int(plan.start[row]) + int(plan.num_new_tokens[row]) == seq.num_prompt_tokens
+            if present[row] and done and not seq.max_new_tokens and seq.status is Status.RUNNING:
+                self._finish(seq, "length")
+                finished.append(seq)
+
     def _finish_bad(self, slot: int, finished: list[Sequence]) -> None:
         seq = self._table.sequences[slot]
         assert seq is not None
@@ -450,6 +463,7 @@ class Scheduler:
         seq.finish_reason = reason
         seq.status = Status.FINISHED
         del self._requests[seq.request_id]
+        self._num_scored -= not seq.max_new_tokens
         if seq is self._partial:
             self._partial = None
         slot = seq.slot

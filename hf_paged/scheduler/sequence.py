@@ -35,7 +35,8 @@ class Sequence:
         request_id: Unique among the unfinished requests of a scheduler.
         prompt_token_ids: At least one token id, each below 2**31.
         output_token_ids: What has been generated already.
-        max_new_tokens: Generated tokens, those among them, after which the sequence ends with ``"length"``.
+        max_new_tokens: Generated tokens, those among them, after which the sequence ends with ``"length"``. With 0 it
+            ends when its prompt is computed.
         eos_token_ids: Tokens that end the sequence with ``"eos"`` (the token itself is kept).
         priority: Lower goes first; ties go by arrival.
         cache_key: Extra bytes (the model's state, then the salt) under which the prefix cache keeps its blocks.
@@ -45,7 +46,7 @@ class Sequence:
         keeps_computed: What is computed stays when the model changes, see `Scheduler.preempt_all`.
 
     Raises:
-        ValueError: Empty prompt or ``max_new_tokens < 1``.
+        ValueError: Empty prompt or ``max_new_tokens < 0``.
     """
 
     __slots__ = (
@@ -96,8 +97,8 @@ class Sequence:
     ) -> None:
         if not prompt_token_ids:
             raise ValueError(f"request {request_id!r}: prompt_token_ids is empty; at least one token is needed")
-        if max_new_tokens < 1:
-            raise ValueError(f"request {request_id!r}: max_new_tokens is {max_new_tokens}; at least 1 is needed")
+        if max_new_tokens < 0:
+            raise ValueError(f"request {request_id!r}: max_new_tokens is {max_new_tokens}; at least 0 is needed")
         self.request_id = request_id
         self.priority = priority
         self.arrival = -1

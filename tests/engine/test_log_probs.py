@@ -450,7 +450,7 @@ def test_a_launch_that_raises(stock, generator):
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-@pytest.mark.parametrize("value", [1, 0, None, "yes", 5])
+@pytest.mark.parametrize("value", [-1, 129, 2.5, "yes"])
 def test_other_values_are_refused(generator, name, value):
     calls = [
         lambda: generator.generate(PROMPTS, max_new_tokens=2, **{name: value}),
@@ -469,7 +469,7 @@ def test_other_values_are_refused(generator, name, value):
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_tensors_have_nowhere_to_put_them(generator, name):
     for arguments, keywords in (((torch.tensor([[1, 2]]),), {}), ((), left_padded(PROMPTS))):
-        with pytest.raises(ValueError, match=r"logprobs.*tensors"):
+        with pytest.raises(ValueError, match="^" + name + ".*tensors"):
             generator.generate(*arguments, **keywords, max_new_tokens=2, **{name: True})
     generator.generate(PROMPTS[:1], max_new_tokens=1)
 

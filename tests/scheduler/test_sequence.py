@@ -8,8 +8,8 @@ from hf_paged.scheduler.waiting_queue import WaitingQueue
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="prompt_token_ids is empty"):
         Sequence("a", [], max_new_tokens=1)
-    with pytest.raises(ValueError, match="max_new_tokens is 0"):
-        Sequence("a", [1], max_new_tokens=0)
+    with pytest.raises(ValueError, match="max_new_tokens is -1"):
+        Sequence("a", [1], max_new_tokens=-1)
 
 
 def test_tokens_read_the_same_waiting_running_and_finished():

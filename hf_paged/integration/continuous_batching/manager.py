@@ -23,6 +23,7 @@ from hf_paged.integration.continuous_batching.requests import BatchedRequest
 from hf_paged.integration.continuous_batching.worker import BatchingWorker
 from hf_paged.integration.engines import engine_of
 from hf_paged.options.arguments import base_seed, num_copies, salt_digest
+from hf_paged.options.request_options import PLAIN, RequestOptions
 from hf_paged.sampling.sampler import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Own(NamedTuple):
     least_room: int = 0  # this and the tokenizer as in `BatchedRequest`
     tokenizer: Any = None
     seed: int | None = None  # None: as the manager draws them
-    logprobs: bool = False  # besides what the manager was made for
+    asked: RequestOptions = PLAIN  # besides what the manager was made for
 
 
 _NOTHING_OWN = Own()
@@ -244,11 +245,12 @@ class PagedBatchingManager:
             if request_id is None:
                 request_id = f"req_{self._num_requests}"
                 self._num_requests += 1
+            asked = own.asked
+            if self.continuous_batching_config.return_logprobs and asked.logprobs is False:
+                asked = asked._replace(logprobs=True)
             request = BatchedRequest(request_id, prompt, max_new_tokens, eos_token_id, streaming, record_timestamps,
-                                     options, config,
-                                     wants_logprobs=self.continuous_batching_config.return_logprobs or own.logprobs,
-                                     cache_salt=salt, adapter_name=adapter_name, least_room=own.least_room,
-                                     tokenizer=own.tokenizer)
+                                     options, config, asked=asked, cache_salt=salt, adapter_name=adapter_name,
+                                     least_room=own.least_room, tokenizer=own.tokenizer)
             requests = request.copies(copies)
             self.board.check_ids(requests)
             for one in requests:

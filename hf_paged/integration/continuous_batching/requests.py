@@ -21,9 +21,9 @@ from hf_paged.engine.stopping import StopRule, TextStopRule, deadline_after
 from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.integration.fallback import value_reason
 from hf_paged.options.arguments import check_is_config, described
+from hf_paged.options.request_options import PLAIN, RequestOptions, settings_with
 from hf_paged.options.settings import (
     RequestSettings,
-    logprobs_kind,
     settings_from_config,
     token_id_tuple,
     unsupported_option,
@@ -53,9 +53,10 @@ class NoRoom(str):
 @dataclasses.dataclass
 class ServedOutput(GenerationOutput):
     """An output of a request with a tokenizer of its own, and how it ended: "eos", "stop" or "length"; None: not yet,
-    or not known."""
+    or not known. ``top_logprobs``, as in a `Completion`, of its tokens; empty where they are not asked for."""
 
     finish_reason: str | None = None
+    top_logprobs: list[dict[int, float] | None] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -71,13 +72,14 @@ class BatchedRequest:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # other fields of a GenerationConfig
     config: GenerationConfig | None = None  # what the fields above are laid over
     seed: int = 0
-    wants_logprobs: bool = False
+    asked: RequestOptions = PLAIN  # besides a GenerationConfig
     cache_salt: bytes = b""  # as in `RequestSettings`
     adapter_name: str | None = None
     least_room: int = 0  # of new tokens: one that asks for more than there is room for is refused below this, else cut
     tokenizer: Any = None  # stop strings are looked for in the text that it makes; None: by the engine's tokenizer
     tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)  # of `tokens`, where wanted
+    logprobs: list[float] = dataclasses.field(default_factory=list)  # of `tokens`, where wanted; and the likeliest
+    top_logprobs: list[dict[int, float] | None] = dataclasses.field(default_factory=list)
     times: list[float] = dataclasses.field(default_factory=list)
     status: RequestStatus = RequestStatus.PENDING
     created: float = dataclasses.field(default_factory=time.perf_counter)
@@ -94,7 +96,8 @@ class BatchedRequest:
     def copies(self, count: int) -> list[BatchedRequest]:
         """The request and its ``count - 1`` children, each under the id that transformers gives it."""
         children = [
-            dataclasses.replace(self, request_id=f"{self.request_id}__child#{i}", tokens=[], logprobs=[], times=[])
+            dataclasses.replace(self, request_id=f"{self.request_id}__child#{i}", tokens=[], logprobs=[], times=[],
+                                top_logprobs=[])
             for i in range(count - 1)
         ]
         return [*children, self]
@@ -102,10 +105,12 @@ class BatchedRequest:
     def start(self) -> None:
         self.status, self.lifespan = RequestStatus.PREFILLING, (time.perf_counter(), -1)
 
-    def extend(self, tokens: list[int], logprobs: list[float | None] | None) -> None:
+    def extend(self, tokens: list[int], logprobs: list[float | None] | None,
+               tops: list[dict[int, float] | None] | None = None) -> None:
         self.status = RequestStatus.DECODING
         self.tokens += tokens
         self.logprobs += logprobs or []  # type: ignore[arg-type]  # None for output of before, which none here has
+        self.top_logprobs += tops or []
         if self.record_timestamps:
             self.times += [time.perf_counter()] * len(tokens)
 
@@ -117,7 +122,8 @@ class BatchedRequest:
         return self.output(error, reason)
 
     def output(self, error: str | None = None, reason: str | None = None) -> GenerationOutput:
-        kind = GenerationOutput if self.tokenizer is None else functools.partial(ServedOutput, finish_reason=reason)
+        served = functools.partial(ServedOutput, finish_reason=reason, top_logprobs=self.top_logprobs[:])
+        kind = GenerationOutput if self.tokenizer is None else served
         return kind(
             request_id=self.request_id, prompt_ids=self.prompt, generated_tokens=self.tokens[:],
             logprobs=self.logprobs[:], error=error, status=self.status, created_time=self.created,
@@ -192,8 +198,8 @@ def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings
         config.max_new_tokens, request.is_cut = room, True
     settings = settings_from_config(config, len(request.prompt), engine.num_logits)
     adapter = None if request.adapter_name is None else engine.check_adapter(request.adapter_name)
-    return dataclasses.replace(settings, logprobs=logprobs_kind(request.wants_logprobs), cache_salt=request.cache_salt,
-                               adapter_name=adapter)
+    settings = settings_with(settings, request.asked, engine.num_logits)
+    return dataclasses.replace(settings, cache_salt=request.cache_salt, adapter_name=adapter)
 
 
 def stop_rule(engine: Engine, settings: RequestSettings, request: BatchedRequest) -> StopRule | None:

@@ -149,7 +149,7 @@ class BatchingWorker:
     def _take(self, request: BatchedRequest, output: StepOutput) -> GenerationOutput | None:
         """What one output of the engine brings for its request."""
         if output.new_token_ids:
-            request.extend(output.new_token_ids, output.new_logprobs)
+            request.extend(output.new_token_ids, output.new_logprobs, output.new_top_logprobs)
         if output.completion is not None:
             return request.finish(_error(request, output), output.finish_reason)
         return request.output() if request.streaming else None

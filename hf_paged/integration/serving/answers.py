@@ -131,7 +131,7 @@ class Answer:
         return choice | ({"logprobs": _text_logprobs(self._scored(output), 0)} if self.wishes.logprobs else {})
 
     def _scored(self, output: GenerationOutput) -> list[ScoredToken]:
-        return scored_tokens(self._tokenizer, output.generated_tokens, output.logprobs)
+        return scored_tokens(self._tokenizer, output, 0, self.wishes.top_logprobs or 0)
 
     def _cut(self, output: GenerationOutput) -> tuple[str, bool]:
         return whole_text(self._processor, output.generated_tokens, self.wishes, skip_special_tokens=True)
@@ -293,8 +293,13 @@ def _tool_call(request_id: str, number: int, call: Any) -> dict[str, Any]:
 
 
 def _chat_logprobs(tokens: list[ScoredToken]) -> dict[str, Any]:
-    return {"content": [{"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode()),
-                         "top_logprobs": []} for token in tokens], "refusal": None}
+    return {"content": [{**_chat_token(token.text, token.logprob),
+                         "top_logprobs": [_chat_token(*other) for other in token.likeliest]} for token in tokens],
+            "refusal": None}
+
+
+def _chat_token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def _text_logprobs(tokens: list[ScoredToken], start: int) -> dict[str, Any]:
@@ -303,7 +308,13 @@ def _text_logprobs(tokens: list[ScoredToken], start: int) -> dict[str, Any]:
     for token in tokens[:-1]:
         offsets.append(offsets[-1] + len(token.text))
     return {"tokens": [token.text for token in tokens], "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": None, "text_offset": offsets}
+            "top_logprobs": [_by_text(token) for token in tokens] if any(token.likeliest for token in tokens) else None,
+            "text_offset": offsets}
+
+
+def _by_text(token: ScoredToken) -> dict[str, float]:
+    """The likeliest tokens and the one that was drawn; of tokens with one text the likelier."""
+    return dict(reversed([*token.likeliest, (token.text, token.logprob)]))
 
 
 def _event(body: dict[str, Any]) -> str:

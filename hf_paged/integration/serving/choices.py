@@ -8,16 +8,17 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_paged.engine.detokenizer import TextStream
-from hf_paged.integration.serving.stop_texts import StopTexts, cut
+from hf_paged.engine.stop_texts import StopTexts, cut
 from hf_paged.integration.serving.wishes import Wishes
 
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A token of an answer, as text, and its log-probability."""
+    """A token of an answer, as text, and its log-probability; with those of the likeliest tokens in its place."""
 
     text: str
     logprob: float
+    likeliest: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ChoiceStream:
         self._tokenizer = tokenizer
         self._most = most
         self._parser = parser
-        self._logprobs = wishes.logprobs
+        self._logprobs, self._num_top = wishes.logprobs, wishes.top_logprobs or 0
         self._stream = TextStream(tokenizer, skip_special_tokens=parser is None)
         self._watch = StopTexts(wishes.stop, wishes.keeps_stop)
         self._calls_tools = False
@@ -69,7 +70,7 @@ class ChoiceStream:
             self.is_over = True
             return Piece(self._index, error=str(output.error))
         new = output.generated_tokens[self.num_tokens :]
-        scored = scored_tokens(self._tokenizer, new, output.logprobs[self.num_tokens :]) if self._logprobs else []
+        scored = scored_tokens(self._tokenizer, output, self.num_tokens, self._num_top) if self._logprobs else []
         self.num_tokens += len(new)
         text, is_last = self._stream.push(new), output.is_finished()
         if is_last:
@@ -117,9 +118,15 @@ def finish_reason(output: GenerationOutput, is_met: bool, most: int | None) -> s
     return "length" if reason == "length" or hits_most else "stop"
 
 
-def scored_tokens(tokenizer: Any, tokens: list[int], logprobs: list[float]) -> list[ScoredToken]:
-    """Each token by itself."""
-    return [ScoredToken(tokenizer.decode([token]), score) for token, score in zip(tokens, logprobs, strict=True)]
+def scored_tokens(tokenizer: Any, output: GenerationOutput, first: int, num_top: int) -> list[ScoredToken]:
+    """Each token of an output from the ``first`` on by itself, with ``num_top`` of the likeliest in its place."""
+    tokens, scores = output.generated_tokens[first:], output.logprobs[first:]
+    tops = getattr(output, "top_logprobs", [])[first:] if num_top else [{}] * len(tokens)
+    return [
+        ScoredToken(tokenizer.decode([token]), score,
+                    tuple((tokenizer.decode([other]), known) for other, known in [*top.items()][:num_top]))
+        for token, score, top in zip(tokens, scores, tops, strict=True)
+    ]
 
 
 def whole_text(tokenizer: Any, tokens: list[int], wishes: Wishes, *, skip_special_tokens: bool) -> tuple[str, bool]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from hf_paged.integration.serving.calls import RefusedRequestError
 from hf_paged.integration.serving.wishes import MOST_CHOICES, Wishes
 from hf_paged.options.chat_keywords import OURS
+from hf_paged.options.request_options import MOST_PENALTY
 
 CHAT, TEXT, RESPONSES = "chat", "text", "responses"
 ALL = (CHAT, TEXT, RESPONSES)
@@ -36,7 +37,6 @@ class Refused(NamedTuple):
     expected: str
 
 
-_NO_PENALTY = "expected 0: the engine counts no occurrences; repetition_penalty is carried out"
 _NOT_STORED = "the server keeps no answers"
 _NO_STRUCTURE = "expected text: the form of an answer cannot be enforced"
 _NO_TOOLS_OF_ITS_OWN = "expected it left out: the server runs no tools"
@@ -45,8 +45,6 @@ _TEXT_ONLY = "expected it left out: answers are text"
 _NO_CHECKS = "expected it left out: the server checks no content"
 
 REFUSED: dict[str, Refused] = {
-    "presence_penalty": Refused((CHAT, TEXT), (0,), _NO_PENALTY),
-    "frequency_penalty": Refused((CHAT, TEXT), (0,), _NO_PENALTY),
     "response_format": Refused((CHAT,), ({"type": "text"},), _NO_STRUCTURE),
     "text": Refused((RESPONSES,), ({}, {"format": {"type": "text"}}), _NO_STRUCTURE),
     "verbosity": Refused((CHAT,), ("medium",), "expected 'medium', which is no wish"),
@@ -186,6 +184,14 @@ def _repetition_penalty(value: Any, wishes: Wishes) -> None:
     wishes.settings["repetition_penalty"] = _number(value, *_FLOAT32)
 
 
+def _count_penalty(name: str) -> Callable[[Any, Wishes], None]:
+    def read(value: Any, wishes: Wishes) -> None:
+        if penalty := _number(value, -MOST_PENALTY, MOST_PENALTY):
+            wishes.penalties[name] = penalty
+
+    return read
+
+
 def _length(name: str) -> Callable[[Any, Wishes], None]:
     def read(value: Any, wishes: Wishes) -> None:
         wishes.settings[name] = _integer(value, 0 if name == "min_new_tokens" else 1)
@@ -229,8 +235,12 @@ def _no_top_logprobs(value: Any, wishes: Wishes) -> None:
     _integer(value, 0, 0)
 
 
+def _top_logprobs(value: Any, wishes: Wishes) -> None:
+    wishes.top_logprobs = _integer(value, 0, _MOST_TOP) or None
+
+
 def _text_logprobs(value: Any, wishes: Wishes) -> None:
-    _integer(value, 0, 0)
+    _top_logprobs(value, wishes)
     wishes.logprobs = True
 
 
@@ -281,6 +291,9 @@ def _label(value: Any, wishes: Wishes) -> None:
     _text(value)
 
 
+_MOST_TOP = 20  # as of OpenAI's chat endpoint
+_UP_TO_20 = "expected an integer in [0, 20]: how many of the likeliest tokens are told in the place of each"
+_PENALTY = "expected a number in [-2, 2]"
 _ONE_OR_MORE = "expected an integer of at least 1"
 _FUNCTIONS = "expected a list of function definitions, each with type 'function' and a name"
 _WHO_ASKS = "expected a string, which changes no answer"
@@ -295,6 +308,8 @@ READ: dict[str, Read] = {
     "min_p": Read(ALL, "expected a number in [0, 1]", _filter("min_p", 0, 1)),
     "top_k": Read(ALL, "expected an integer of at least 1, or 0 or -1 for all tokens", _top_k),
     "repetition_penalty": Read(ALL, "expected a number above 0 that float32 holds", _repetition_penalty),
+    "presence_penalty": Read((CHAT, TEXT), _PENALTY, _count_penalty("presence_penalty")),
+    "frequency_penalty": Read((CHAT, TEXT), _PENALTY, _count_penalty("frequency_penalty")),
     "seed": Read(ALL, "expected an integer in [-2**63, 2**63)", _seed),
     "logit_bias": Read((CHAT, TEXT), "expected an object of token ids in digits with numbers in [-100, 100]",
                        _logit_bias),
@@ -317,10 +332,8 @@ READ: dict[str, Read] = {
 # Fields whose meaning depends on the endpoint.
 OWN_READ: dict[tuple[str, str], Read] = {
     (CHAT, "logprobs"): Read((CHAT,), "expected true or false", _set("logprobs", _flag)),
-    (CHAT, "top_logprobs"): Read((CHAT,), "expected 0: log-probabilities are those of the tokens of the answer alone",
-                                 _no_top_logprobs),
-    (TEXT, "logprobs"): Read((TEXT,), "expected 0: log-probabilities are those of the tokens of the answer alone",
-                             _text_logprobs),
+    (CHAT, "top_logprobs"): Read((CHAT,), _UP_TO_20, _top_logprobs),
+    (TEXT, "logprobs"): Read((TEXT,), _UP_TO_20, _text_logprobs),
     (RESPONSES, "top_logprobs"): Read((RESPONSES,), "expected 0: this endpoint gives no log-probabilities",
                                       _no_top_logprobs),
     (RESPONSES, "stream_options"): Read((RESPONSES,), "expected include_obfuscation as false",
@@ -385,6 +398,8 @@ def _refused(name: str, value: Any, expected: str) -> Iterator[None]:
 def _check_together(body: dict[str, Any], wishes: Wishes) -> None:
     if wishes.best_of not in (None, wishes.n or 1):
         raise _refusal("best_of", wishes.best_of, READ["best_of"].expected)
+    if wishes.top_logprobs and not wishes.logprobs:
+        raise _refusal("top_logprobs", wishes.top_logprobs, "expected logprobs to be true with it")
     if wishes.has_stream_options and not body.get("stream"):
         raise _refusal("stream_options", body["stream_options"], "expected stream to be true with it")
     if wishes.has_tools and not wishes.parallel_calls:

@@ -71,7 +71,7 @@ class ServedRequests:
             return request_id
         seed = None if wishes.seed is None else derive_seed(wishes.seed, self._index)
         own = Own(self._settings, LEAST_ROOM, getattr(self._processor, "tokenizer", self._processor), seed,
-                  wishes.logprobs)
+                  wishes.options())
         with requests_with(own):
             made = manager.add_request(input_ids, request_id, streaming=streaming, cache_salt=self.call.cache_salt,
                                        adapter_name=self.call.adapter_name, **lengths)
@@ -111,9 +111,9 @@ class ServedRequests:
             self._callback(output)
 
     def _check_for_running_alone(self) -> None:
-        if self.call.wishes.logprobs:
-            raise RefusedRequestError("logprobs: expected it left out, since only requests that run in the batch have "
-                                      "them (--continuous-batching), and this one cannot")
+        if (name := self.call.wishes.of_the_batch()) is not None:
+            raise RefusedRequestError(f"{name}: expected it left out, since only requests that run in the batch have "
+                                      "it (--continuous-batching), and this one cannot")
 
     def _run_alone(self) -> None:
         self._thread.submit(self._generate)

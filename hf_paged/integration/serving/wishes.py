@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_paged.options.request_options import RequestOptions
+
 MOST_CHOICES = 128
 
 
@@ -22,7 +24,8 @@ class Wishes:
         stop: texts that end an answer and are not part of it, unless `keeps_stop`.
         n: choices of the answer; None: not said.
         has_one_choice: the endpoint has no more.
-        logprobs: of the tokens of the answer.
+        logprobs: of the tokens of the answer; `top_logprobs`: and of as many of the likeliest in their places.
+        penalties: `presence_penalty` and `frequency_penalty` that are not 0.
         usage_chunk: a stream ends with a chunk of usage alone.
     """
 
@@ -39,6 +42,8 @@ class Wishes:
     has_one_choice: bool = False
     best_of: int | None = None
     logprobs: bool = False
+    top_logprobs: int | None = None
+    penalties: dict[str, float] = field(default_factory=dict)
     has_stream_options: bool = False
     usage_chunk: bool = False
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -50,6 +55,14 @@ class Wishes:
     def has_tools(self) -> bool:
         """May the answer call tools?"""
         return bool(self.tools) and self.may_call_tools
+
+    def options(self) -> RequestOptions:
+        """What is asked of the engine besides a `GenerationConfig`."""
+        return RequestOptions(logprobs=self.logprobs, top_logprobs=self.top_logprobs, **self.penalties)
+
+    def of_the_batch(self) -> str | None:
+        """The first wish that requests alone get that run in the batch."""
+        return next(iter([*(["logprobs"] if self.logprobs else []), *self.penalties]), None)
 
     def for_transformers(self) -> dict[str, Any]:
         """The body that transformers' handler gets to see."""
@@ -66,7 +79,8 @@ class Wishes:
         asked = GenerationConfig(do_sample=config.do_sample, top_k=config.top_k)
         self.apply(asked, config)
         others = {name: value for name, value in vars(asked).items() if value is not None and name not in _EACH_ITS_OWN}
-        own = {"n": self.n if self.n != 1 else None, "logprobs": self.logprobs or None, "seed": self.seed}
+        own = {"n": self.n if self.n != 1 else None, "logprobs": self.logprobs or None, "seed": self.seed,
+               **self.penalties}
         odd = [name for name, value in others.items() if value != getattr(config, name, None)]
         return next((name for name in [*odd, *own] if name in odd or own[name] is not None), None)
 

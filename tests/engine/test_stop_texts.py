@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from hf_paged.engine.stop_texts import StopTexts, cut
 from hf_paged.integration.continuous_batching.requests import ServedOutput
 from hf_paged.integration.serving.choices import finish_reason
-from hf_paged.integration.serving.stop_texts import StopTexts, cut
 
 
 @pytest.mark.parametrize("keeps", [False, True])
