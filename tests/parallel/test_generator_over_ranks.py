@@ -116,6 +116,41 @@ def test_log_probabilities(alone, sharded, kind):
                                    atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("filters", [{"top_k": 50}, {"top_k": 0}, {"top_k": 0, "typical_p": 0.9}])
+def test_the_likeliest_tokens_and_penalties_by_count(alone, sharded, filters):
+    """Every rank finds those of its rows; ids are whole although they travel as floats."""
+    asked = {"max_new_tokens": 8, "do_sample": True, "seed": 2, "frequency_penalty": 1.5, "presence_penalty": -0.5,
+             "prompt_logprobs": 3, "logprobs": [5, 40, "raw", False, 2] * 2,
+             "top_logprobs": [None, None, 9, None, None] * 2, **filters}
+    for made, expected in zip(sharded.generate(PROMPTS, **asked), alone.generate(PROMPTS, **asked), strict=True):
+        assert made.token_ids == expected.token_ids
+        assert (made.top_logprobs is None) == (expected.top_logprobs is None)
+        found = [*(made.top_logprobs or []), *made.prompt_top_logprobs[1:]]
+        wanted = [*(expected.top_logprobs or []), *expected.prompt_top_logprobs[1:]]
+        for one, other in zip(found, wanted, strict=True):
+            assert one == pytest.approx(other, abs=1e-4)
+    assert max(max(one) for one in made.top_logprobs) > 256
+
+
+def test_prompts_are_scored_and_times_run_out_on_every_rank(alone, sharded):
+    scored = sharded.generate(PROMPTS, max_new_tokens=0, prompt_logprobs=True)
+    for made, expected in zip(scored, alone.generate(PROMPTS, max_new_tokens=0, prompt_logprobs=True), strict=True):
+        assert (made.token_ids, made.finish_reason) == ([], "length")
+        assert made.prompt_logprobs[1:] == pytest.approx(expected.prompt_logprobs[1:], abs=1e-4)
+    timeout = [None, 1e-6, 0.3, 1000.0]
+    made = sharded.generate(PROMPTS[:4], max_new_tokens=60, timeout=timeout, eos_token_id=-1)
+    assert [one.finish_reason for one in made[:2]] == ["length", "timeout"] and made[3].finish_reason == "length"
+    assert made[1].timings.queued <= made[1].timings.ended
+
+
+def test_the_best_and_stop_tokens(alone, sharded):
+    asked = {"max_new_tokens": 8, "do_sample": True, "seed": 2, "best_of": 3, "num_return_sequences": 2,
+             "stop_token_ids": list(range(0, VOCAB, 5))}
+    for made, expected in zip(sharded.generate(PROMPTS[:3], **asked), alone.generate(PROMPTS[:3], **asked), strict=True):
+        assert (made.token_ids, made.stop_reason) == (expected.token_ids, expected.stop_reason)
+        assert made.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
+
+
 def test_both_kinds_of_log_probabilities_in_one_step(alone, sharded):
     """They are added up over the ranks, in one order on all of them."""
     scores = []
