@@ -82,7 +82,8 @@ def test_the_page_for_a_terminal(capsys):
     assert main(["check", str(TRAINED), "--device", "cpu", "--generate", "output_attentions=true"]) == 0
     said = capsys.readouterr().out
     for part in ("model      Qwen3ForCausalLM, ", "weights not read", "fused: hf_paged's kernels",
-                 "attention  torch on", "KV cache", "greedy search  native", "4 beams        lockstep", "as asked       stock",
+                 "attention  torch on", "KV cache", "greedy search  native", "4 beams        lockstep",
+                 "as asked       stock",
                  "output_attentions=True is not carried out by the paged engine"):
         assert part in said, part
 
