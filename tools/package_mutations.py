@@ -286,7 +286,7 @@ JOINED = [
     PackageMutation(BATCH, "        self._take_back()\n        self._places = None\n", "        self._places = None\n",
                     BATCH_TESTS, "planned_ahead"),
     PackageMutation(BATCH, "or self._is_reordered or", "or", BATCH_TESTS, "planned_ahead"),
-    PackageMutation(CORE, "            if request_id in request.session.open:\n", "            if True:\n",
+    PackageMutation(CORE, "self.requests.items() if key not in request.session.open]", "self.requests.items() if False]",
                     "engine/test_interrupts.py", "half_added"),
     PackageMutation(CORE, "        if len(joining) == 1 and not self.requests:\n", "        if False:\n",
                     GRAPHS_TESTS, "sent_while"),
