@@ -426,6 +426,8 @@ class Engine:
                 num_graphs_dropped=pool.graph_counts[1],
                 weights_version=self._core.weights_version,
                 calls=self.calls.stats(),
+                kv_bytes_read=pool.reads.num_bytes,
+                kv_bytes_saved=pool.reads.num_saved_bytes,
                 shadow_bytes=self._executor.copied_bytes + (self.replica.nbytes if self.replica is not None else 0),
             )
 

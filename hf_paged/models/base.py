@@ -164,6 +164,10 @@ class ModelExecutor(ABC):
         """Shapes, dtypes and device of this rank's cache, read off the modules."""
 
     @abstractmethod
+    def windows(self) -> tuple[int | None, ...]:
+        """Of every layer, how many positions its attention sees, the last ones; None: all."""
+
+    @abstractmethod
     def max_length(self) -> int:
         """Longest sequence in tokens for which a packed step gives what stock gives."""
 
