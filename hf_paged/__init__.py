@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hf_paged.integration.explain import explain
     from hf_paged.integration.gathered import gathered
     from hf_paged.integration.install import install, is_installed, uninstall
-    from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput
+    from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput, Timings
 
 __version__ = "0.1.0"
 
@@ -43,6 +43,7 @@ __all__ = [
     "PagedGenerator",
     "RankAloneError",
     "StepOutput",
+    "Timings",
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "WorkerDiedError",
@@ -71,7 +72,7 @@ _MODULES = {
     "hf_paged.integration.enable": ("disable", "enable", "get_engine", "is_enabled", "weight_update"),
     "hf_paged.integration.explain": ("explain",),
     "hf_paged.integration.gathered": ("gathered",),
-    "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput"),
+    "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput", "Timings"),
 }
 
 

@@ -22,6 +22,7 @@ from hf_paged.engine.commands import Build, Command, CommandQueue, End, HoldForW
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.fair_lock import FairLock
 from hf_paged.engine.lockstep import LockstepBatch
+from hf_paged.engine.observer import Observer
 from hf_paged.engine.session import NewRequest, Session
 from hf_paged.engine.stopping import CachedStopStrings, StopRule, deadline_after
 from hf_paged.errors import EngineClosedError, PrecisionBusyError, Reason, UnsupportedModelError
@@ -427,6 +428,16 @@ class Engine:
                 calls=self.calls.stats(),
                 shadow_bytes=self._executor.copied_bytes + (self.replica.nbytes if self.replica is not None else 0),
             )
+
+    def watch(self, observer: Observer) -> None:
+        """Tell it what happens in the steps from now on, those under way included; see `Observer`."""
+        with self._lock.turn(), self._lock.rlock:
+            self._core.observers.add(observer)
+
+    def unwatch(self, observer: Observer) -> None:
+        """Tell it nothing any more; one that is not told anything is left alone."""
+        with self._lock.turn(), self._lock.rlock:
+            self._core.observers.remove(observer)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False (and nothing done) while a request is unfinished."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from hf_paged.engine.detokenizer import TextStream
 from hf_paged.engine.stopping import StopRule
 from hf_paged.options.continued import Made
 from hf_paged.options.settings import RequestSettings
-from hf_paged.outputs import Completion, StepOutput, VersionRun, last_of
+from hf_paged.outputs import Completion, StepOutput, Timings, VersionRun, last_of
 from hf_paged.runner.prompt_scores import PromptSpan
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Sequence
@@ -58,6 +59,9 @@ class Request:
     prompt_logprobs: list[float | None] | None = None  # None in it: not known yet, and for the first token for good
     version_runs: list[VersionRun] = field(default_factory=list)  # of the output, but for what the present weights made
     thread: int = field(default_factory=threading.get_ident)  # whose caller waits for it
+    queued: float = field(default_factory=time.monotonic)  # this and the next two as in `Timings`
+    started: float | None = None
+    first_token: float | None = None
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
@@ -162,6 +166,7 @@ class Request:
             logprobs=self.logprobs, num_cached_tokens=sequence.num_cached_tokens, error=error,
             prompt_logprobs=prompt_logprobs, version_runs=tuple(self.version_runs),
             seed=self.parameters.seed, logprobs_kind=self.logprobs_kind,
+            timings=Timings(self.queued, self.started, self.first_token, time.monotonic()),
         )
         logprobs = None if self.logprobs is None else self.logprobs[len(token_ids) - len(fresh) :]
         return StepOutput(self.request_id, fresh, piece, reason, completion, logprobs,

@@ -7,6 +7,7 @@ table that the plans uploaded. A wrong block table, a lost or a misplaced write,
 from __future__ import annotations
 
 import numpy as np
+from brute_groups import check_plan
 
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, Status, StepPlan, block_pool, invariants
 
@@ -98,7 +99,18 @@ class FakeModel:
                 token = kv[-1] % self.vocab
                 tokens.append(token)
                 out[row] = -1 if seq.request_id in self.bad_requests else token
+        self._check_shared(plan, {block for block, _ in written})
         return out
+
+    def _check_shared(self, plan: StepPlan, written: set[int]) -> None:
+        """What rows read together was there before the step."""
+        if plan.groups is None:
+            return
+        size = self.config.block_size
+        for first, begin, end in zip(*(x.tolist() for x in (plan.groups.first, plan.groups.begin, plan.groups.end)),
+                                     strict=True):
+            shared = self.tables[int(plan.slots[plan.groups.members[first]])][begin // size : end // size]
+            assert shared and not written & set(shared)
 
     def _scribble(self, plan: StepPlan) -> None:
         """A launch that fails may have written anything where it was allowed to."""
@@ -174,6 +186,7 @@ class Driver:
         invariants.check(self.scheduler, self.lent())
         launched = None
         if plan is not None:
+            check_plan(plan, self.config.block_size)
             self.plans.append(plan)
             try:
                 launched = (plan, self.model.launch(plan))
