@@ -10,6 +10,7 @@ finishes a row's last piece joins them all.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from hf_paged.kernels._device import num_multiprocessors, shared_memory
@@ -17,6 +18,7 @@ from hf_paged.kernels._triton import column_numbers, jit, on_device_of, require_
 from hf_paged.kernels.attention._pages import blocks_of_tile, load_keys, load_values
 from hf_paged.kernels.attention._tile import LOG2_E, attend_tile, blocks_of, padded_head_dim
 from hf_paged.kernels.attention.decode_work import MIN_SPLIT
+from hf_paged.kernels.attention.grouped_work import MIN_GROUP_SPLIT, MIN_SAVED, Forest, GroupedPlan, plan_groups
 from hf_paged.kernels.attention.metadata import (
     MEMBER_FIELDS,
     PART_FIELDS,
@@ -35,9 +37,9 @@ MEMBER_ROW, MEMBER_PART, MEMBER_PIECES, MEMBER_LENGTH = column_numbers(Member)
 # By bytes of one head's key (padded), for a group of at most 64 queries times heads, and for larger ones.
 _G = GroupedConfig
 _DEEP = {
-    64: (_G(64, 64, 3, 64, 3, 4, 4), _G(128, 64, 3, 64, 3, 8, 2)),
-    128: (_G(64, 64, 3, 64, 3, 4, 4), _G(128, 64, 3, 64, 3, 8, 2)),
-    256: (_G(64, 64, 2, 64, 3, 4, 3), _G(128, 64, 2, 64, 3, 8, 2)),
+    64: (_G(64, 64, 3, 64, 3, 4, 3, 168), _G(128, 64, 3, 64, 3, 8, 2, 128)),
+    128: (_G(64, 64, 3, 64, 3, 4, 3, 168), _G(128, 64, 3, 64, 3, 8, 2, 128)),
+    256: (_G(64, 32, 3, 64, 3, 4, 3, 168), _G(128, 32, 3, 64, 3, 8, 2, 128)),
     512: (_G(64, 32, 2, 32, 3, 4, 2), _G(64, 32, 2, 32, 3, 4, 2)),
     1024: (_G(16, 16, 2, 16, 2, 4, 4), _G(16, 16, 2, 16, 2, 4, 4)),
 }
@@ -70,16 +72,18 @@ def grouped_config(head_dim_pad: int, itemsize: int, group: int, most_rows: int,
     return config._replace(block_m=max(config.block_m, triton.next_power_of_2(group)))
 
 
-def grouped_config_of(most_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
-                      device: torch.device) -> GroupedConfig:
-    """What :func:`paged_attention_grouped` takes on `device` where the largest group has that many rows."""
-    group = num_heads // num_kv_heads
-    return grouped_config(padded_head_dim(head_dim), dtype.itemsize, group, most_rows, shared_memory(device))
-
-
-def grouped_cta_slots(config: GroupedConfig, num_kv_heads: int, device: torch.device) -> int:
-    """Parts of one KV head that run at the same time."""
-    return max(1, config.programs_per_sm * num_multiprocessors(device) // num_kv_heads)
+def plan_of_groups(seq_lens: np.ndarray, slots: np.ndarray, forest: Forest, num_heads: int, num_kv_heads: int,
+                   head_dim: int, dtype: torch.dtype, device: torch.device) -> GroupedPlan | None:
+    """:func:`~.grouped_work.plan_groups` for :func:`paged_attention_grouped` on `device`."""
+    group, head_dim_pad = num_heads // num_kv_heads, padded_head_dim(head_dim)
+    most_rows = int(forest.groups.count.max())
+    config = grouped_config(head_dim_pad, dtype.itemsize, group, most_rows, shared_memory(device))
+    multiprocessors = num_multiprocessors(device)
+    return plan_groups(
+        seq_lens, slots, forest, config, tile_rows=config.block_m // group,
+        cta_slots=max(1, config.programs_per_sm * multiprocessors // num_kv_heads),
+        positions_worth_it=MIN_SAVED * 256 / (head_dim_pad * dtype.itemsize) * multiprocessors / num_kv_heads,
+    )
 
 
 @jit()
@@ -450,7 +454,7 @@ def paged_attention_grouped(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             STAGES=config.num_stages,
-            MIN_TILES=-(-MIN_SPLIT // config.block_n),
+            MIN_TILES=-(-MIN_GROUP_SPLIT // config.block_n),
             CHUNK=min(32, head_dim_pad),
             OWN_BLOCK_M=max(16, group_pad),
             OWN_BLOCK_N=config.own_block_n,
@@ -460,5 +464,6 @@ def paged_attention_grouped(
             MEMBER_FIELDS=MEMBER_FIELDS,
             THREADS=32 * config.num_warps,
             num_warps=config.num_warps,
+            **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
         )
     return out

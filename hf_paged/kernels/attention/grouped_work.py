@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_paged.kernels.attention.decode_work import MIN_SPLIT
-from hf_paged.kernels.attention.metadata import MEMBER_FIELDS, PART_FIELDS, PartItem
+from hf_paged.kernels.attention.metadata import MEMBER_FIELDS, PART_FIELDS, GroupedConfig, PartItem
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 # What costs how much, in positions that a row of one KV head reads: a position of a group's tile, whose products take
@@ -21,8 +21,8 @@ TILE_COST = 1.0
 PIECE_COST = 24
 # A group's split has all its rows' partial results to write: shorter ones cost more in that than they gain.
 MIN_GROUP_SPLIT = 128
-# A step is grouped if that saves as many positions for each multiprocessor (times KV heads, of 256 bytes of key): below,
-# the joining adds as much time as the reading saves.
+# A step is grouped if that saves as many positions for each multiprocessor (times KV heads, of 256 bytes of key): where
+# it saves less, the joining adds as much time.
 MIN_SAVED = 200
 
 
@@ -32,6 +32,7 @@ class GroupedPlan(NamedTuple):
     items: np.ndarray  # [num_group_items, PART_FIELDS]
     members: np.ndarray  # [R, MEMBER_FIELDS]
     num_parts: int
+    config: GroupedConfig
 
 
 class Forest(NamedTuple):
@@ -83,13 +84,14 @@ def _most_group_parts(num_rows: int) -> int:
     return 2 * num_rows + 512
 
 
-def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, forest: Forest, *, tile_rows: int, cta_slots: int,
-                positions_worth_it: float) -> GroupedPlan | None:
+def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, forest: Forest, config: GroupedConfig, *, tile_rows: int,
+                cta_slots: int, positions_worth_it: float) -> GroupedPlan | None:
     """Cut R rows and what they share into parts; None where it would not be faster than reading row by row.
 
     Args:
         seq_lens, slots: [R] integers, visible tokens and slot of each row.
         forest: of the rows' groups.
+        config: of the kernel that the plan is for.
         tile_rows: rows of a group that one program takes.
         cta_slots: parts of one KV head that run at the same time.
         positions_worth_it: of one KV head, that the step has to save to be grouped (`MIN_SAVED`).
@@ -110,12 +112,13 @@ def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, forest: Forest, *, tile
     splits = np.where(kept, np.maximum(1, _group_splits(span, share)), 0)
     splits = _bounded(splits, forest.groups.count, most_parts)
     own_splits = np.maximum(1, -(-own // share))
-    return _plan(lengths, slots, forest, _Cuts(begin, splits, own_begin, own_splits), tile_rows,
-                 num_group_items(len(lengths), cta_slots), num_parts(len(lengths), cta_slots))
+    cuts = _Cuts(begin, splits, own_begin, own_splits)
+    return _plan(lengths, slots, forest, cuts, config, tile_rows, num_group_items(len(lengths), cta_slots),
+                 num_parts(len(lengths), cta_slots))
 
 
-def plan_fixed_pieces(seq_lens: np.ndarray, slots: np.ndarray, forest: Forest, *, tile_rows: int, piece_length: int,
-                      max_seq_len: int) -> GroupedPlan:
+def plan_fixed_pieces(seq_lens: np.ndarray, slots: np.ndarray, forest: Forest, config: GroupedConfig, *,
+                      tile_rows: int, piece_length: int, max_seq_len: int) -> GroupedPlan:
     """As :func:`plan_groups`, but each row is cut at multiples of `piece_length`, whatever other rows there are.
 
     So which positions are summed up together, and in which order, depends on the row's length alone. What may still
@@ -123,7 +126,8 @@ def plan_fixed_pieces(seq_lens: np.ndarray, slots: np.ndarray, forest: Forest, *
     of one row's.
 
     Args:
-        seq_lens, slots, forest, tile_rows: as there; a forest without groups is one of a step that shares nothing.
+        seq_lens, slots, forest, config, tile_rows: as there; without groups in the forest, the step shares
+            nothing.
         piece_length: positions of a piece, a multiple of the block size.
         max_seq_len: at least every length; the sizes of the arrays depend on it and on R.
     """
@@ -139,7 +143,7 @@ def plan_fixed_pieces(seq_lens: np.ndarray, slots: np.ndarray, forest: Forest, *
     own_splits = np.maximum(1, -(-(lengths - own_begin) // piece_length))
     most = len(lengths) * max(1, -(-max_seq_len // piece_length))  # a group's piece stands for one of each of its rows
     cuts = _Cuts(begin, splits, own_begin, own_splits, piece_length)
-    return _plan(lengths, slots, forest, cuts, tile_rows, most, most)
+    return _plan(lengths, slots, forest, cuts, config, tile_rows, most, most)
 
 
 class _Cuts(NamedTuple):
@@ -229,8 +233,8 @@ def _bounded(splits: np.ndarray, count: np.ndarray, most: int) -> np.ndarray:
     return np.where(splits > 0, 1 + np.floor((splits - 1) * factor).astype(np.int64), 0)
 
 
-def _plan(lengths: np.ndarray, slots: np.ndarray, forest: Forest, cuts: _Cuts, tile_rows: int, size: int,
-          most_parts: int) -> GroupedPlan:
+def _plan(lengths: np.ndarray, slots: np.ndarray, forest: Forest, cuts: _Cuts, config: GroupedConfig,
+          tile_rows: int, size: int, most_parts: int) -> GroupedPlan:
     """Groups come first, longest splits first, then the rows' own parts, which so end last and find the others done."""
     groups = forest.groups
     members = groups.members
@@ -269,7 +273,7 @@ def _plan(lengths: np.ndarray, slots: np.ndarray, forest: Forest, cuts: _Cuts, t
         rows=0, first=row, slot=slots[row], piece=own_piece[row] + split, pieces=pieces[row], part=part[row],
         length=lengths[row], **cuts.places(cuts.own_begin[row], lengths[row], split, cuts.own_splits[row]),
     ))
-    return GroupedPlan(items, table, most_parts)
+    return GroupedPlan(items, table, most_parts, config)
 
 
 def _numbered(what: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -90,6 +90,7 @@ class GroupedConfig(NamedTuple):
     own_stages: int
     num_warps: int
     programs_per_sm: int  # how many such programs a multiprocessor holds
+    max_registers: int | None = None  # of a thread, so that it holds as many
 
 
 class GroupedWork(NamedTuple):
