@@ -336,7 +336,8 @@ class StepGraphs:
         return (rows, work), None
 
     def _decode(self, rows: torch.Tensor, items: torch.Tensor, members: torch.Tensor | None = None, *,
-                stages: frozenset[str], scored: tuple[str, ...], named: bool, with_logits: bool, tiles: GroupedTiles | None) -> Drawn:
+                stages: frozenset[str], scored: tuple[str, ...], named: bool, with_logits: bool,
+                tiles: GroupedTiles | None) -> Drawn:
         hidden = self._decode_hidden(rows, items, members, named, tiles)
         logits, (slots, positions) = self._executor.shard_logits(*hidden), rows
         # The sampled token's place is the length of what it follows.

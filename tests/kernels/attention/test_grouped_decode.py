@@ -205,22 +205,22 @@ def test_gpu_a_graph_serves_every_plan_of_its_size_and_compiles_nothing():
                          device="cuda")
         cases.append(planned(case, groups, grouped_config(128, 2, 2, 24, 227 << 10), cta_slots=49))
     widest = max(case.meta.block_table.shape[1] for case in cases)
-    blocks = max(len(case.k_cache) for case in cases)
+    most_blocks = max(len(case.k_cache) for case in cases)
     q, table, lens, slots = (torch.empty_like(x) for x in (
         cases[0].q, torch.empty(len(cases[0].meta.block_table), widest, dtype=torch.int32, device="cuda"),
         cases[0].meta.seq_lens, cases[0].meta.slots))
-    k, v = (torch.full((blocks, 16, 8, 128), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    k, v = (torch.full((most_blocks, 16, 8, 128), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2))
     work = GroupedWork(*(x.clone() if isinstance(x, torch.Tensor) else x for x in cases[0].meta.work))
     meta = cases[0].meta._replace(block_table=table, seq_lens=lens, slots=slots, work=work)
     out = torch.empty(q.shape, dtype=q.dtype, device="cuda")
     graph, before = None, 0
     for case in cases:
         q.copy_(case.q)
-        for mine, theirs in ((table[:, : case.meta.block_table.shape[1]], case.meta.block_table), (lens, case.meta.seq_lens),
-                             (slots, case.meta.slots), (k[: len(case.k_cache)], case.k_cache),
-                             (v[: len(case.v_cache)], case.v_cache), (work.items, case.meta.work.items),
-                             (work.members, case.meta.work.members)):
-            mine.copy_(theirs)
+        theirs, width, blocks = case.meta, case.meta.block_table.shape[1], len(case.k_cache)
+        for mine, new in ((table[:, :width], theirs.block_table), (lens, theirs.seq_lens), (slots, theirs.slots),
+                          (k[:blocks], case.k_cache), (v[:blocks], case.v_cache), (work.items, theirs.work.items),
+                          (work.members, theirs.work.members)):
+            mine.copy_(new)
         if graph is None:
             paged_attention_grouped(q, k, v, meta, case.options, out=out)
             torch.cuda.synchronize()
