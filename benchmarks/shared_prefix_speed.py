@@ -26,8 +26,8 @@ from kernel_speed import BLOCK_SIZE, HEAD_DIM, KV_HEADS, L2_BYTES, ceilings, gra
 from hf_paged.kernels._device import num_multiprocessors
 from hf_paged.kernels.attention.decode import config_of, cta_slots_of, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
-from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped, plan_of_groups
-from hf_paged.kernels.attention.grouped_work import forest_of, plan_groups
+from hf_paged.kernels.attention.grouped_decode import grouped_kernel_of, paged_attention_grouped
+from hf_paged.kernels.attention.grouped_work import Kernel, choose_groups, plan_groups
 from hf_paged.kernels.attention.metadata import AttentionOptions, DecodeWork, GroupedConfig, GroupedWork, PagedMetadata
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
@@ -109,16 +109,15 @@ def row_by_row(inputs: Inputs) -> float:
 def grouped_work(inputs: Inputs, config: GroupedConfig | None = None) -> GroupedWork | None:
     """The plan of `config`, or the one that a step gets, None where that is not grouped."""
     heads, device, rows = inputs.q.shape[1], inputs.q.device, np.arange(len(inputs.lengths))
-    forest = forest_of(inputs.groups)
-    if config is None:
-        plan = plan_of_groups(inputs.lengths, rows, forest, heads, KV_HEADS, HEAD_DIM, torch.bfloat16, device)
-    else:
-        plan = plan_groups(
-            inputs.lengths, rows, forest, config, tile_rows=config.block_m // (heads // KV_HEADS),
-            cta_slots=max(1, config.programs_per_sm * num_multiprocessors(device) // KV_HEADS), positions_worth_it=1,
-        )
-    if plan is None:
+    most_rows = int(inputs.groups.count.max())
+    kernel = grouped_kernel_of(most_rows, heads, KV_HEADS, HEAD_DIM, torch.bfloat16, device)
+    if config is not None:
+        slots = max(1, config.programs_per_sm * num_multiprocessors(device) // KV_HEADS)
+        kernel = Kernel(config, config.block_m // (heads // KV_HEADS), slots, positions_worth_it=1)
+    choice = choose_groups(inputs.groups, len(rows), kernel)
+    if choice is None:
         return None
+    plan = plan_groups(inputs.lengths, rows, choice)
     arrivals = torch.zeros(len(rows) * KV_HEADS, dtype=torch.int32, device=device)
     items, members = torch.from_numpy(plan.items).to(device), torch.from_numpy(plan.members).to(device)
     return GroupedWork(items, members, arrivals, plan.num_parts, plan.config)

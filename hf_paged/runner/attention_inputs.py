@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from hf_paged.kernels.attention.backends import AttentionBackend
-from hf_paged.kernels.attention.grouped_work import Forest, GroupedPlan, forest_of
+from hf_paged.kernels.attention.grouped_work import GroupChoice, GroupedPlan, plan_groups
 from hf_paged.kernels.attention.metadata import DecodeWork, GroupedWork, PagedMetadata
 from hf_paged.kernels.attention.prefill import FULL_TILE, SHORT_SEQUENCE
 from hf_paged.kernels.upload import upload
@@ -22,7 +22,8 @@ class AttentionInputs:
     def __init__(self, backend: AttentionBackend, spec: KVSpec, state: RequestState, max_model_len: int) -> None:
         self.backend = backend
         self._spec, self._state, self._max_model_len = spec, state, max_model_len
-        self._forest: Forest | None = None  # of the last step that had groups
+        # Of the last step with groups, which are the same objects as long as they hold the same.
+        self._chosen: tuple[PrefixGroups, int, GroupChoice | None] | None = None
 
     def arrivals(self, num_rows: int) -> torch.Tensor:
         """The counters of `DecodeWork` for as many rows."""
@@ -34,15 +35,18 @@ class AttentionInputs:
 
         The plan's sizes depend on the number of rows alone. None: the backend runs without one.
         """
+        if groups is not None and (choice := self._choice(groups, len(slots))) is not None:
+            return plan_groups(seq_lens, slots, choice)
         spec = self._spec
-        if groups is not None and self.backend.shares_prefixes:
-            if self._forest is None or self._forest.groups is not groups:
-                self._forest = forest_of(groups)
-            plan = self.backend.plan_groups(seq_lens, slots, self._forest, spec.num_heads, spec.num_kv_heads,
-                                            spec.head_dim, spec.cache_dtype, spec.device)
-            if plan is not None:
-                return plan
         return self.backend.plan(seq_lens, slots, spec.num_kv_heads, spec.head_dim, spec.cache_dtype, spec.device)
+
+    def _choice(self, groups: PrefixGroups, num_rows: int) -> GroupChoice | None:
+        chosen, spec = self._chosen, self._spec
+        if chosen is None or chosen[0] is not groups or chosen[1] != num_rows:
+            choice = self.backend.choose_groups(groups, num_rows, spec.num_heads, spec.num_kv_heads, spec.head_dim,
+                                                spec.cache_dtype, spec.device)
+            chosen = self._chosen = groups, num_rows, choice
+        return chosen[2]
 
     def parts(self, plan: StepPlan, query_start: np.ndarray,
               slot_mapping: torch.Tensor) -> list[tuple[int, int, PagedMetadata]]:

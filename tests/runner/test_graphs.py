@@ -57,8 +57,7 @@ class PlannedTorch(TorchBackend):
 class InterpretedGroups(PlannedTorch):
     """Steps whose rows share prefixes run the kernel for them, in Triton's interpreter."""
 
-    shares_prefixes = True
-    plan_groups = TritonBackend.plan_groups
+    choose_groups = TritonBackend.choose_groups
 
     def __init__(self):
         self.grouped = []  # the plans that ran, in each layer

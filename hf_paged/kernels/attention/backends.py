@@ -10,11 +10,12 @@ import torch
 from hf_paged.kernels.attention import flash_backend
 from hf_paged.kernels.attention.decode import decode_cta_slots, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
-from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped, plan_of_groups
-from hf_paged.kernels.attention.grouped_work import Forest, GroupedPlan
+from hf_paged.kernels.attention.grouped_decode import grouped_kernel_of, paged_attention_grouped
+from hf_paged.kernels.attention.grouped_work import GroupChoice, choose_groups
 from hf_paged.kernels.attention.metadata import AttentionOptions, GroupedWork, PagedMetadata
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.attention.reference import paged_attention_reference
+from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -26,22 +27,20 @@ class AttentionBackend(ABC):
         name: what a config calls it.
         waits: reads on the host what lies on the device, so no CUDA graph can hold it.
         knows_pool_size: its launches hold the number of blocks, so no CUDA graph of it outlives the pool's growth.
-        shares_prefixes: reads what rows of one new token share once for several of them.
     """
 
     name: str
     waits = False
     knows_pool_size = False
-    shares_prefixes = False
 
     @abstractmethod
     def plan(self, seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
              device: torch.device) -> np.ndarray | None:
         """`DecodeWork.items` of rows of one new token, or None where the backend runs without a plan."""
 
-    def plan_groups(self, seq_lens: np.ndarray, slots: np.ndarray, forest: Forest, num_heads: int, num_kv_heads: int,
-                    head_dim: int, dtype: torch.dtype, device: torch.device) -> GroupedPlan | None:
-        """`GroupedWork` of rows that share prefixes, or None where `plan` is at least as fast."""
+    def choose_groups(self, groups: PrefixGroups, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int,
+                      dtype: torch.dtype, device: torch.device) -> GroupChoice | None:
+        """What of rows of one new token is read once for several of them; None: nothing."""
         return None
 
     def read_once(self, meta: PagedMetadata, block_size: int, width: int) -> PagedMetadata:
@@ -76,15 +75,16 @@ class TritonBackend(AttentionBackend):
     """The split-KV kernel where every row has one new token, with its own for shared prefixes, else the tiled one."""
 
     name = "triton"
-    shares_prefixes = True
 
     def plan(self, seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
              device: torch.device) -> np.ndarray:
         return plan_items(seq_lens, slots, decode_cta_slots(len(slots), num_kv_heads, head_dim, dtype, device))
 
-    def plan_groups(self, seq_lens: np.ndarray, slots: np.ndarray, forest: Forest, num_heads: int, num_kv_heads: int,
-                    head_dim: int, dtype: torch.dtype, device: torch.device) -> GroupedPlan | None:
-        return plan_of_groups(seq_lens, slots, forest, num_heads, num_kv_heads, head_dim, dtype, device)
+    def choose_groups(self, groups: PrefixGroups, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int,
+                      dtype: torch.dtype, device: torch.device) -> GroupChoice | None:
+        most_rows = int(groups.count.max())
+        kernel = grouped_kernel_of(most_rows, num_heads, num_kv_heads, head_dim, dtype, device)
+        return choose_groups(groups, num_rows, kernel)
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:

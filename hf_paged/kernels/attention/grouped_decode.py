@@ -10,7 +10,6 @@ finishes a row's last piece joins them all.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from hf_paged.kernels._device import num_multiprocessors, shared_memory
@@ -18,7 +17,7 @@ from hf_paged.kernels._triton import column_numbers, jit, on_device_of, require_
 from hf_paged.kernels.attention._pages import blocks_of_tile, load_keys, load_values
 from hf_paged.kernels.attention._tile import LOG2_E, attend_tile, blocks_of, padded_head_dim
 from hf_paged.kernels.attention.decode_work import MIN_SPLIT
-from hf_paged.kernels.attention.grouped_work import MIN_GROUP_SPLIT, MIN_SAVED, Forest, GroupedPlan, plan_groups
+from hf_paged.kernels.attention.grouped_work import MIN_GROUP_SPLIT, MIN_SAVED, Kernel
 from hf_paged.kernels.attention.metadata import (
     MEMBER_FIELDS,
     PART_FIELDS,
@@ -72,15 +71,14 @@ def grouped_config(head_dim_pad: int, itemsize: int, group: int, most_rows: int,
     return config._replace(block_m=max(config.block_m, triton.next_power_of_2(group)))
 
 
-def plan_of_groups(seq_lens: np.ndarray, slots: np.ndarray, forest: Forest, num_heads: int, num_kv_heads: int,
-                   head_dim: int, dtype: torch.dtype, device: torch.device) -> GroupedPlan | None:
-    """:func:`~.grouped_work.plan_groups` for :func:`paged_attention_grouped` on `device`."""
+def grouped_kernel_of(most_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+                      device: torch.device) -> Kernel:
+    """What :func:`paged_attention_grouped` is on `device` where the largest group has `most_rows` rows."""
     group, head_dim_pad = num_heads // num_kv_heads, padded_head_dim(head_dim)
-    most_rows = int(forest.groups.count.max())
     config = grouped_config(head_dim_pad, dtype.itemsize, group, most_rows, shared_memory(device))
     multiprocessors = num_multiprocessors(device)
-    return plan_groups(
-        seq_lens, slots, forest, config, tile_rows=config.block_m // group,
+    return Kernel(
+        config, tile_rows=config.block_m // group,
         cta_slots=max(1, config.programs_per_sm * multiprocessors // num_kv_heads),
         positions_worth_it=MIN_SAVED * 256 / (head_dim_pad * dtype.itemsize) * multiprocessors / num_kv_heads,
     )

@@ -7,6 +7,7 @@ rows alone, so that one CUDA graph serves every plan.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -29,26 +30,119 @@ MIN_SAVED = 200
 class GroupedPlan(NamedTuple):
     """`GroupedWork` on the host; `items` and `members` are int32."""
 
-    items: np.ndarray  # [num_group_items, PART_FIELDS]
+    items: np.ndarray  # [choice.num_items, PART_FIELDS]
     members: np.ndarray  # [R, MEMBER_FIELDS]
     num_parts: int
     config: GroupedConfig
 
 
-class Forest(NamedTuple):
-    """What can be said of the groups of a step without its lengths, G groups over M members."""
+class FixedPieces(NamedTuple):
+    """Rows are cut at multiples of `length` positions, whatever other rows there are.
 
-    groups: PrefixGroups
-    parent: np.ndarray  # [G] group that it lies in; -1: none
-    levels: list[np.ndarray]  # groups by how many groups they lie in
-    inner: np.ndarray  # [M] last group of each member
+    So which positions are summed up together, and in which order, depends on the row's length alone. What may still
+    depend on other rows is the rounding inside of a piece: a tile of several rows' queries is another product than that
+    of one row's.
+    """
+
+    length: int  # a multiple of the block size
+    max_seq_len: int  # at least every length; the sizes of a plan's arrays depend on it
 
 
-def forest_of(groups: PrefixGroups) -> Forest:
-    """Which groups lie in which."""
+class Kernel(NamedTuple):
+    """What a plan has to know of the kernel and its device."""
+
+    config: GroupedConfig
+    tile_rows: int  # rows of a group that one program takes
+    cta_slots: int  # parts of one KV head that run at the same time
+    positions_worth_it: float  # that a step has to save, of one KV head, to be grouped (`MIN_SAVED`)
+
+
+class GroupChoice(NamedTuple):
+    """Which groups of R rows are read as such, G of them, over M members: all of a plan that their lengths leave open.
+
+    A group that is not chosen leaves its positions to those that lie in it, and to the rows. Integers are int64.
+    """
+
+    members: np.ndarray  # [M] rows
+    inner: np.ndarray  # [M] last group of each member; -1: none
+    own_begin: np.ndarray  # [R] where a row's own positions begin
+    first: np.ndarray  # [G], in `members`
+    count: np.ndarray  # type: ignore[assignment]  # [G] rows; a tuple's method otherwise
+    begin: np.ndarray  # [G] positions that the group reads
+    end: np.ndarray  # [G]
+    tiles: np.ndarray  # [G] of rows
+    levels: list[tuple[np.ndarray, np.ndarray]]  # groups in groups, outermost first, and the groups that they lie in
+    kernel: Kernel
+    pieces: FixedPieces | None
+
+    @property
+    def num_items(self) -> int:
+        """Length of a plan, whatever the lengths and groups of as many rows."""
+        if self.pieces is not None:
+            return self.num_parts
+        return len(self.own_begin) + _most_tiles(len(self.own_begin)) + self.kernel.cta_slots
+
+    @property
+    def num_parts(self) -> int:
+        """Most pieces that the rows of a plan have together."""
+        rows = len(self.own_begin)
+        if self.pieces is not None:  # a piece of a group stands for one of each of its rows
+            return rows * max(1, -(-self.pieces.max_seq_len // self.pieces.length))
+        return rows + self.kernel.cta_slots + _most_group_parts(rows)
+
+
+def _most_tiles(num_rows: int) -> int:
+    return max(num_rows // 2, min(num_rows, 16))
+
+
+def _most_group_parts(num_rows: int) -> int:
+    return 2 * num_rows + 512
+
+
+def choose_groups(groups: PrefixGroups, num_rows: int, kernel: Kernel,
+                  pieces: FixedPieces | None = None) -> GroupChoice | None:
+    """The groups that pay; None where reading row by row is as fast. It holds while the groups stay as they are.
+
+    Args:
+        groups: of the first rows of `num_rows`.
+        kernel: that the plan is for.
+        pieces: None: rows are cut so that programs end together. With it, there is a choice in any case.
+    """
+    if pieces is not None:
+        groups = groups._replace(begin=groups.begin // pieces.length * pieces.length,
+                                 end=groups.end // pieces.length * pieces.length)
+    parent, levels, inner = _forest_of(groups)
+    kept, saved = _worth_it(groups, parent, levels, inner, kernel.tile_rows)
+    if pieces is None:
+        kept = _fitting(groups, kept, saved, kernel.tile_rows, num_rows)
+        if saved[kept].sum() < max(kernel.positions_worth_it, 1):
+            return None
+    # A group reads what dropped ones around it would have read.
+    begin, reach = np.zeros((2, len(kept)), dtype=np.int64)
+    around = np.where(kept, np.arange(len(kept)), -1)  # nearest group that is kept
+    for depth, level in enumerate(levels):
+        if depth:
+            begin[level] = reach[parent[level]]
+            around[level] = np.where(kept[level], level, around[parent[level]])
+        reach[level] = np.where(kept[level], groups.end[level], begin[level])
+    own_begin = np.zeros(num_rows, dtype=np.int64)
+    own_begin[groups.members] = reach[inner]
+    number = np.append(np.cumsum(kept) - 1, -1)  # among those that are kept
+    inside = [level[kept[level] & (around[parent[level]] >= 0)] for level in levels[1:]]
+    count = groups.count[kept].astype(np.int64)
+    return GroupChoice(
+        members=groups.members.astype(np.int64), inner=number[around[inner]], own_begin=own_begin,
+        first=groups.first[kept].astype(np.int64), count=count, begin=begin[kept],
+        end=groups.end[kept].astype(np.int64), tiles=-(-count // kernel.tile_rows),
+        levels=[(number[level], number[around[parent[level]]]) for level in inside], kernel=kernel, pieces=pieces,
+    )
+
+
+def _forest_of(groups: PrefixGroups) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
+    """Parent of each group (-1: none), groups by how many groups they lie in, last group of each member."""
     count, first = groups.count.astype(np.int64), groups.first.astype(np.int64)
-    group = np.repeat(np.arange(len(count)), count)
-    member = np.arange(len(group)) - np.repeat(np.cumsum(count) - count, count) + first[group]
+    group, number = _numbered(np.arange(len(count)), count)
+    member = number + first[group]
     inner = np.empty(len(groups.members), dtype=np.int64)
     inner[member] = group  # of several, the last one stays
     parent = np.full(len(count), -1)
@@ -63,126 +157,28 @@ def forest_of(groups: PrefixGroups) -> Forest:
         levels.append(here)
         depth[here] = len(levels)
         here = np.flatnonzero((parent >= 0) & (depth[parent] == len(levels)) & (depth == 0))
-    return Forest(groups, parent, levels, inner)
+    return parent, levels, inner
 
 
-def num_group_items(num_rows: int, cta_slots: int) -> int:
-    """Length of the plan of `num_rows` rows, whatever their lengths and groups."""
-    return num_rows + _most_tiles(num_rows) + cta_slots
-
-
-def num_parts(num_rows: int, cta_slots: int) -> int:
-    """Most pieces that the rows of a plan have together."""
-    return num_rows + cta_slots + _most_group_parts(num_rows)
-
-
-def _most_tiles(num_rows: int) -> int:
-    return max(num_rows // 2, min(num_rows, 16))
-
-
-def _most_group_parts(num_rows: int) -> int:
-    return 2 * num_rows + 512
-
-
-def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, forest: Forest, config: GroupedConfig, *, tile_rows: int,
-                cta_slots: int, positions_worth_it: float) -> GroupedPlan | None:
-    """Cut R rows and what they share into parts; None where it would not be faster than reading row by row.
-
-    Args:
-        seq_lens, slots: [R] integers, visible tokens and slot of each row.
-        forest: of the rows' groups.
-        config: of the kernel that the plan is for.
-        tile_rows: rows of a group that one program takes.
-        cta_slots: parts of one KV head that run at the same time.
-        positions_worth_it: of one KV head, that the step has to save to be grouped (`MIN_SAVED`).
-    """
-    lengths = seq_lens.astype(np.int64)
-    kept, saved = _worth_it(forest, tile_rows)
-    most_parts = _most_group_parts(len(lengths))
-    kept = _fitting(forest, kept, saved, tile_rows, _most_tiles(len(lengths)), most_parts)
-    if saved[kept].sum() < max(positions_worth_it, 1):
-        return None
-    begin, shared = _reach(forest, kept)
-    own_begin = np.zeros_like(lengths)
-    own_begin[forest.groups.members] = shared
-    own = lengths - own_begin
-    span = np.where(kept, forest.groups.end - begin, 0)
-    tiles = np.where(kept, -(-forest.groups.count // tile_rows), 0)
-    share = _share(own, span, tiles, cta_slots)
-    splits = np.where(kept, np.maximum(1, _group_splits(span, share)), 0)
-    splits = _bounded(splits, forest.groups.count, most_parts)
-    own_splits = np.maximum(1, -(-own // share))
-    cuts = _Cuts(begin, splits, own_begin, own_splits)
-    return _plan(lengths, slots, forest, cuts, config, tile_rows, num_group_items(len(lengths), cta_slots),
-                 num_parts(len(lengths), cta_slots))
-
-
-def plan_fixed_pieces(seq_lens: np.ndarray, slots: np.ndarray, forest: Forest, config: GroupedConfig, *,
-                      tile_rows: int, piece_length: int, max_seq_len: int) -> GroupedPlan:
-    """As :func:`plan_groups`, but each row is cut at multiples of `piece_length`, whatever other rows there are.
-
-    So which positions are summed up together, and in which order, depends on the row's length alone. What may still
-    depend on other rows is the rounding inside of a piece: a tile of several rows' queries is another product than that
-    of one row's.
-
-    Args:
-        seq_lens, slots, forest, config, tile_rows: as there; without groups in the forest, the step shares
-            nothing.
-        piece_length: positions of a piece, a multiple of the block size.
-        max_seq_len: at least every length; the sizes of the arrays depend on it and on R.
-    """
-    lengths = seq_lens.astype(np.int64)
-    end = forest.groups.end // piece_length * piece_length
-    begin = forest.groups.begin // piece_length * piece_length
-    forest = forest._replace(groups=forest.groups._replace(begin=begin, end=end))
-    kept, _ = _worth_it(forest, tile_rows)
-    begin, shared = _reach(forest, kept)
-    own_begin = np.zeros_like(lengths)
-    own_begin[forest.groups.members] = shared
-    splits = np.where(kept, (end - begin) // piece_length, 0)
-    own_splits = np.maximum(1, -(-(lengths - own_begin) // piece_length))
-    most = len(lengths) * max(1, -(-max_seq_len // piece_length))  # a group's piece stands for one of each of its rows
-    cuts = _Cuts(begin, splits, own_begin, own_splits, piece_length)
-    return _plan(lengths, slots, forest, cuts, config, tile_rows, most, most)
-
-
-class _Cuts(NamedTuple):
-    """Where groups [G] and rows [R] begin and how they are cut; a group with no split is not read as one."""
-
-    begin: np.ndarray
-    splits: np.ndarray
-    own_begin: np.ndarray
-    own_splits: np.ndarray
-    piece_length: int | None = None  # of a split; None: the splits are about equal
-
-    def places(self, begin: np.ndarray, end: np.ndarray, split: np.ndarray, splits: np.ndarray) -> dict[str, object]:
-        """Columns of `PartItem` for split number `split` of `splits` of positions `begin` to `end - 1`."""
-        if self.piece_length is None:
-            return {"begin": begin, "end": end, "split": split, "splits": splits}
-        begin = begin + split * self.piece_length
-        return {"begin": begin, "end": np.minimum(begin + self.piece_length, end), "split": 0, "splits": 1}
-
-
-def _worth_it(forest: Forest, tile_rows: int) -> tuple[np.ndarray, np.ndarray]:
+def _worth_it(groups: PrefixGroups, parent: np.ndarray, levels: list[np.ndarray], inner: np.ndarray,
+              tile_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Which groups save more than they cost, and how many positions of one KV head each saves."""
-    groups = forest.groups
     count, span = groups.count.astype(np.int64), (groups.end - groups.begin).astype(np.int64)
     tiles = -(-count // tile_rows)
-    readers = np.bincount(forest.inner, minlength=len(count))
+    readers = np.bincount(inner, minlength=len(count))
     saved = np.zeros(len(count))
     kept = np.zeros(len(count), dtype=bool)
-    for level in reversed(forest.levels):  # what lies in a group reads it: by tiles where it is kept, else by rows
+    for level in reversed(levels):  # what lies in a group reads it: by tiles where it is kept, else by rows
         saved[level] = (readers[level] - TILE_COST * tiles[level]) * span[level] - PIECE_COST * count[level]
         kept[level] = saved[level] > 0
-        inside = level[forest.parent[level] >= 0]
-        np.add.at(readers, forest.parent[inside], np.where(kept[inside], tiles[inside], readers[inside]))
+        inside = level[parent[level] >= 0]
+        np.add.at(readers, parent[inside], np.where(kept[inside], tiles[inside], readers[inside]))
     return kept, saved
 
 
-def _fitting(forest: Forest, kept: np.ndarray, saved: np.ndarray, tile_rows: int, most_tiles: int,
-             most_parts: int) -> np.ndarray:
+def _fitting(groups: PrefixGroups, kept: np.ndarray, saved: np.ndarray, tile_rows: int, num_rows: int) -> np.ndarray:
     """Of the groups that save anything, those that save most, as many as the plan has room for."""
-    count = forest.groups.count
+    count, most_tiles, most_parts = groups.count, _most_tiles(num_rows), _most_group_parts(num_rows)
     if -(-count[kept] // tile_rows).sum() <= most_tiles and count[kept].sum() <= most_parts:
         return kept
     best = np.argsort(np.where(kept, -saved, 0.0), kind="stable")[: int(kept.sum())]
@@ -192,95 +188,105 @@ def _fitting(forest: Forest, kept: np.ndarray, saved: np.ndarray, tile_rows: int
     return fitting
 
 
-def _reach(forest: Forest, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each group begins if it reads what dropped ones around it would have read, and each member's own part."""
-    begin, end = np.zeros(len(kept), dtype=np.int64), np.zeros(len(kept), dtype=np.int64)
-    for depth, level in enumerate(forest.levels):
-        if depth:
-            begin[level] = end[forest.parent[level]]
-        end[level] = np.where(kept[level], forest.groups.end[level], begin[level])
-    return begin, end[forest.inner]
+def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice) -> GroupedPlan:
+    """Cut R rows and what they share into parts.
+
+    Groups come first, longest splits first, then the rows' own parts, which so end last and find the others done.
+
+    Args:
+        seq_lens, slots: [R] integers, visible tokens and slot of each row.
+        choice: of the rows' groups.
+    """
+    lengths = seq_lens.astype(np.int64)
+    own = lengths - choice.own_begin
+    if choice.pieces is None:
+        share = _share(own, choice)
+        splits, own_splits = _group_splits(choice, share), np.maximum(-(-own // share), 1)
+    else:
+        length = choice.pieces.length
+        splits, own_splits = (choice.end - choice.begin) // length, np.maximum(-(-own // length), 1)
+    before = np.zeros(len(splits) + 1, dtype=np.int64)  # pieces of a group's rows ahead of its own; the last: of none
+    behind = np.append(splits, 0)
+    for group, around in choice.levels:
+        before[group] = behind[around]
+        behind[group] += before[group]
+    own_piece = np.zeros_like(lengths)
+    own_piece[choice.members] = behind[choice.inner]
+    pieces = own_piece + own_splits
+    part = np.cumsum(pieces) - pieces
+
+    members = np.zeros((len(lengths), MEMBER_FIELDS), dtype=np.int32)
+    _fill(members[: len(choice.members)], (choice.members, *np.stack((part, pieces, lengths))[:, choice.members]))
+
+    items = np.full((choice.num_items, PART_FIELDS), -1, dtype=np.int32)
+    order = np.argsort((choice.end - choice.begin) // -splits, kind="stable")
+    group, number = _numbered(order, (choice.tiles * splits)[order])
+    tiles, count = choice.tiles[group], choice.count[group]
+    split, tile = number // tiles, number % tiles  # tiles that read the same follow each other
+    each = -(-count // tiles)
+    first = choice.first[group] + tile * each
+    _fill(items[: len(group)], PartItem(
+        rows=np.minimum(each, count - tile * each), first=first, slot=slots[choice.members[first]],
+        **_places(choice, choice.begin[group], choice.end[group], split, splits[group]), piece=before[group] + split,
+        pieces=0, part=0, length=0,
+    ))
+    order = np.argsort(own // -own_splits, kind="stable")
+    row, split = _numbered(order, own_splits[order])
+    length = lengths[row]
+    _fill(items[len(group) : len(group) + len(row)], PartItem(
+        rows=0, first=row, slot=slots[row], **_places(choice, choice.own_begin[row], length, split, own_splits[row]),
+        piece=own_piece[row] + split, pieces=pieces[row], part=part[row], length=length,
+    ))
+    return GroupedPlan(items, members, choice.num_parts, choice.kernel.config)
 
 
-def _share(own: np.ndarray, span: np.ndarray, tiles: np.ndarray, cta_slots: int) -> int:
+def _share(own: np.ndarray, choice: GroupChoice) -> int:
     """Length to cut to, in positions of a row, so that programs end together; see `decode_work.split_length`."""
     own = np.maximum(own, 1)
-    cost = np.ceil(span * TILE_COST).astype(np.int64)
-    total = int(own.sum() + (cost * tiles).sum())
+    span, tiles, cta_slots = choice.end - choice.begin, choice.tiles, choice.kernel.cta_slots
+    total = int(own.sum()) + math.ceil(int((span * tiles).sum()) * TILE_COST)
     share = max(MIN_SPLIT, -(-total // cta_slots))
     if len(own) + int(tiles.sum()) > cta_slots:
         return share
-    low, high = share, max(share, int(own.max()), int(cost.max()))
+    low, high = share, max(share, int(own.max()), math.ceil(int(span.max()) * TILE_COST))
     while low < high:
         middle = (low + high) // 2
-        if int((-(-own // middle)).sum() + (tiles * _group_splits(span, middle)).sum()) <= cta_slots:
+        if int((-(-own // middle)).sum() + (tiles * _uncapped_splits(span, middle)).sum()) <= cta_slots:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _group_splits(span: np.ndarray, share: int) -> np.ndarray:
+def _uncapped_splits(span: np.ndarray, share: int) -> np.ndarray:
     return -(-span // max(MIN_GROUP_SPLIT, math.ceil(share / TILE_COST)))
 
 
-def _bounded(splits: np.ndarray, count: np.ndarray, most: int) -> np.ndarray:
-    """Fewer splits, alike for all groups, where their partial results would be more than `most`."""
-    parts, least = int((splits * count).sum()), int(count[splits > 0].sum())
+def _group_splits(choice: GroupChoice, share: int) -> np.ndarray:
+    """Of each group; fewer, alike for all, where the rows' partial results would be too many."""
+    splits, count = _uncapped_splits(choice.end - choice.begin, share), choice.count
+    parts, most = int((splits * count).sum()), _most_group_parts(len(choice.own_begin))
     if parts <= most:
         return splits
-    factor = (most - least) / (parts - least)
-    return np.where(splits > 0, 1 + np.floor((splits - 1) * factor).astype(np.int64), 0)
+    least = int(count.sum())
+    return 1 + ((splits - 1) * (most - least)) // (parts - least)
 
 
-def _plan(lengths: np.ndarray, slots: np.ndarray, forest: Forest, cuts: _Cuts, config: GroupedConfig,
-          tile_rows: int, size: int, most_parts: int) -> GroupedPlan:
-    """Groups come first, longest splits first, then the rows' own parts, which so end last and find the others done."""
-    groups = forest.groups
-    members = groups.members
-    before = np.zeros(len(cuts.splits), dtype=np.int64)  # pieces of a group's rows ahead of its own
-    for level in forest.levels[1:]:
-        parent = forest.parent[level]
-        before[level] = before[parent] + cuts.splits[parent]
-    own_piece = np.zeros_like(lengths)
-    own_piece[members] = (before + cuts.splits)[forest.inner]
-    pieces = own_piece + cuts.own_splits
-    part = np.cumsum(pieces) - pieces
-
-    table = np.zeros((len(lengths), MEMBER_FIELDS), dtype=np.int32)
-    for column, values in enumerate((members, part[members], pieces[members], lengths[members])):
-        table[: len(members), column] = values
-
-    items = np.full((size, PART_FIELDS), -1, dtype=np.int32)
-    kept = np.flatnonzero(cuts.splits)
-    span = groups.end - cuts.begin
-    kept = kept[np.argsort(-span[kept] // cuts.splits[kept], kind="stable")]
-    tiles = -(-groups.count[kept] // tile_rows)
-    group, number = _numbered(kept, tiles * cuts.splits[kept])
-    tiles = np.repeat(tiles, tiles * cuts.splits[kept])
-    split, tile = number // tiles, number % tiles  # tiles that read the same follow each other
-    each = -(-groups.count[group] // tiles)
-    rows = np.minimum(each, groups.count[group] - tile * each)
-    first = groups.first[group] + tile * each
-    _fill(items[: len(group)], PartItem(
-        rows=rows, first=first, slot=slots[members[first]], piece=before[group] + split, pieces=0, part=0, length=0,
-        **cuts.places(cuts.begin[group], groups.end[group], split, cuts.splits[group]),
-    ))
-    own = lengths - cuts.own_begin
-    order = np.argsort(own // -cuts.own_splits, kind="stable")
-    row, split = _numbered(order, cuts.own_splits[order])
-    _fill(items[len(group) : len(group) + len(row)], PartItem(
-        rows=0, first=row, slot=slots[row], piece=own_piece[row] + split, pieces=pieces[row], part=part[row],
-        length=lengths[row], **cuts.places(cuts.own_begin[row], lengths[row], split, cuts.own_splits[row]),
-    ))
-    return GroupedPlan(items, table, most_parts, config)
+def _places(choice: GroupChoice, begin: np.ndarray, end: np.ndarray, split: np.ndarray,
+            splits: np.ndarray) -> dict[str, object]:
+    """Columns of `PartItem` for split number `split` of `splits` of positions `begin` to `end - 1`."""
+    if choice.pieces is None:
+        return {"begin": begin, "end": end, "split": split, "splits": splits}
+    begin = begin + split * choice.pieces.length
+    return {"begin": begin, "end": np.minimum(begin + choice.pieces.length, end), "split": 0, "splits": 1}
 
 
 def _numbered(what: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Each of `what` as often as `counts` says, and a number from 0 on for each time."""
-    return np.repeat(what, counts), np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    ends = np.cumsum(counts)
+    return np.repeat(what, counts), np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
 
 
-def _fill(items: np.ndarray, columns: PartItem) -> None:
+def _fill(table: np.ndarray, columns: Iterable[object]) -> None:
     for column, values in enumerate(columns):
-        items[:, column] = values
+        table[:, column] = values

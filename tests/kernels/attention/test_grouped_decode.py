@@ -10,7 +10,7 @@ from paged_cases import expected, make_case, random_groups, run_poisoned, worst_
 from hf_paged.kernels.attention import grouped_work
 from hf_paged.kernels.attention.backends import BACKENDS
 from hf_paged.kernels.attention.grouped_decode import _grouped_kernel, grouped_config, paged_attention_grouped
-from hf_paged.kernels.attention.grouped_work import forest_of, plan_fixed_pieces, plan_groups
+from hf_paged.kernels.attention.grouped_work import FixedPieces, Kernel, choose_groups, plan_groups
 from hf_paged.kernels.attention.metadata import GroupedConfig, GroupedWork
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
@@ -23,18 +23,14 @@ def every_group_pays(monkeypatch):
     monkeypatch.setattr(grouped_work, "TILE_COST", 0.5)
 
 
-def planned(case, groups, config, cta_slots=9, piece_length=None):
+def planned(case, groups, config, cta_slots=9, pieces=None):
     """The case with the plan of a grouped step, and its parts' memory poisoned."""
     lengths = np.array([length for _, length in case.rows])
-    slots, forest, device = case.meta.slots.cpu().numpy(), forest_of(groups), case.q.device
-    heads = case.q.shape[1] // case.k_cache.shape[2]
-    if piece_length is None:
-        plan = plan_groups(lengths, slots, forest, config, tile_rows=config.block_m // heads, cta_slots=cta_slots,
-                           positions_worth_it=1)
-    else:
-        plan = plan_fixed_pieces(lengths, slots, forest, config, tile_rows=config.block_m // heads,
-                                 piece_length=piece_length, max_seq_len=int(lengths.max()))
-    assert plan is not None
+    device, heads = case.q.device, case.q.shape[1] // case.k_cache.shape[2]
+    kernel = Kernel(config, config.block_m // heads, cta_slots, positions_worth_it=1)
+    choice = choose_groups(groups, len(lengths), kernel, pieces)
+    assert choice is not None
+    plan = plan_groups(lengths, case.meta.slots.cpu().numpy(), choice)
     arrivals = torch.zeros(len(lengths) * case.k_cache.shape[2], dtype=torch.int32, device=device)
     items, members = (torch.from_numpy(array).to(device) for array in (plan.items, plan.members))
     work = GroupedWork(items, members, arrivals, plan.num_parts, config)
@@ -107,7 +103,7 @@ def test_a_group_of_several_tiles_and_splits(monkeypatch, window, sinks):
 def test_fixed_pieces(window):
     groups = shared(3, 112)
     case = make_case([(1, 120), (1, 200), (1, 113), (1, 64)], seed=2, groups=groups, window=window)
-    checked(planned(case, groups, CONFIG, piece_length=32))
+    checked(planned(case, groups, CONFIG, pieces=FixedPieces(32, 200)))
 
 
 @pytest.mark.interpreted
@@ -139,7 +135,7 @@ def test_a_backend_takes_the_kernel_that_the_plan_is_for(monkeypatch):
 def test_the_reference_reads_every_row_for_itself():
     groups = shared(2, 64)
     case = planned(make_case([(1, 70), (1, 90)], seed=5, groups=groups), groups, CONFIG)
-    assert not BACKENDS["torch"].shares_prefixes
+    assert BACKENDS["torch"].choose_groups(groups, 2, 4, 2, 32, torch.float32, case.q.device) is None
     assert worst_error(BACKENDS["torch"].run(*case[:5]), expected(case)) < TOLERANCE[torch.float32]
 
 

@@ -4,20 +4,14 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import random_groups
 
 from hf_paged.kernels.attention import grouped_work
-from hf_paged.kernels.attention.grouped_decode import grouped_config, plan_of_groups
-from hf_paged.kernels.attention.grouped_work import (
-    MIN_GROUP_SPLIT,
-    forest_of,
-    num_group_items,
-    num_parts,
-    plan_fixed_pieces,
-    plan_groups,
-)
+from hf_paged.kernels.attention.grouped_decode import grouped_config, grouped_kernel_of
+from hf_paged.kernels.attention.grouped_work import MIN_GROUP_SPLIT, FixedPieces, Kernel, choose_groups, plan_groups
 from hf_paged.kernels.attention.metadata import GroupedConfig, Member, PartItem
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
@@ -31,6 +25,17 @@ def drawn(seed, most_rows=40, longest=3000, block_size=16):
     r = random.Random(seed)
     lengths = [r.choice([0, r.randint(1, 40), r.randint(1, longest)]) for _ in range(r.randint(2, most_rows))]
     return np.array(lengths), random_groups(r, lengths, block_size)
+
+
+def plan(lengths, groups, cta_slots=49, worth=1, tile_rows=32, pieces=None):
+    lengths = np.array(lengths)
+    choice = choose_groups(groups, len(lengths), Kernel(CONFIG, tile_rows, cta_slots, worth), pieces)
+    return None if choice is None else plan_groups(lengths, np.arange(len(lengths)) + 7, choice)
+
+
+def sizes(rows, cta_slots):
+    """Of the arrays of a plan: as many items, and places for parts, whatever the lengths and groups."""
+    return rows + max(rows // 2, min(rows, 16)) + cta_slots, rows + cta_slots + 2 * rows + 512
 
 
 def cut(begin, end, split, splits, tile=16):
@@ -92,13 +97,12 @@ def test_every_position_of_every_row_is_in_one_piece(seed, tile_rows, cta_slots)
     lengths, groups = drawn(seed)
     if groups is None:
         return
-    plan = plan_groups(lengths, np.arange(len(lengths)) + 7, forest_of(groups), CONFIG, tile_rows=tile_rows,
-                       cta_slots=cta_slots, positions_worth_it=1)
-    if plan is None:
+    found = plan(lengths, groups, cta_slots, tile_rows=tile_rows)
+    if found is None:
         return
-    assert (plan.items[:, 0] > 0).any()
-    assert plan.items[:, 0].max() <= tile_rows
-    check(plan, lengths, num_group_items(len(lengths), cta_slots), num_parts(len(lengths), cta_slots))
+    assert (found.items[:, 0] > 0).any()
+    assert found.items[:, 0].max() <= tile_rows
+    check(found, lengths, *sizes(len(lengths), cta_slots))
 
 
 @settings(max_examples=150, deadline=None)
@@ -107,11 +111,10 @@ def test_fixed_pieces_of_a_row_depend_on_its_length_alone(seed, tile_rows, piece
     lengths, groups = drawn(seed)
     cuts = []
     for some in (groups or NOTHING, NOTHING):
-        plan = plan_fixed_pieces(lengths, np.arange(len(lengths)) + 7, forest_of(some), CONFIG, tile_rows=tile_rows,
-                                 piece_length=piece_length, max_seq_len=4000)
+        found = plan(lengths, some, tile_rows=tile_rows, pieces=FixedPieces(piece_length, 4000))
         most = len(lengths) * -(-4000 // piece_length)
-        check(plan, lengths, most, most)
-        cuts.append([sorted(pieces) for pieces in pieces_of(plan, len(lengths))[0]])
+        check(found, lengths, most, most)
+        cuts.append([sorted(pieces) for pieces in pieces_of(found, len(lengths))[0]])
     assert cuts[0] == cuts[1]
     for length, pieces in zip(lengths.tolist(), cuts[0], strict=True):
         begins = range(0, max(length, 1), piece_length)
@@ -122,12 +125,6 @@ def group_of(rows, shared):
     """Rows that share their beginning."""
     numbers = np.array([[0], [rows], [0], [shared]], np.int32)
     return PrefixGroups(np.arange(rows, dtype=np.int32), *numbers)
-
-
-def plan(lengths, groups, cta_slots=49, worth=1):
-    lengths = np.array(lengths)
-    return plan_groups(lengths, np.arange(len(lengths)) + 7, forest_of(groups), CONFIG, tile_rows=32,
-                       cta_slots=cta_slots, positions_worth_it=worth)
 
 
 def test_what_saves_little_is_read_row_by_row():
@@ -175,7 +172,7 @@ def test_deep_nesting_is_cut_off_where_parts_run_out(monkeypatch):
     chain = np.array([(i, rows - i, i * 16, i * 16 + 16) for i in range(rows - 1)], np.int32).T
     lengths = [16 * min(i + 1, rows - 1) + 5 for i in range(rows)]
     groups = PrefixGroups(np.arange(rows, dtype=np.int32), *chain)
-    check(plan(lengths, groups), np.array(lengths), num_group_items(rows, 49), num_parts(rows, 49))
+    check(plan(lengths, groups), np.array(lengths), *sizes(rows, 49))
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -190,9 +187,6 @@ def test_tiles_hold_a_row_at_least(itemsize):
 
 def test_a_device_has_its_own_plan():
     """On a CPU one multiprocessor, whose slots two rows fill: nothing is cut."""
-    import torch
-
-    found = plan_of_groups(np.array([3000] * 2), np.arange(2), forest_of(group_of(2, 2048)), 4, 2, 64, torch.float16,
-                           torch.device("cpu"))
-    assert found is not None
+    kernel = grouped_kernel_of(2, 4, 2, 64, torch.float16, torch.device("cpu"))
+    found = plan_groups(np.array([3000] * 2), np.arange(2), choose_groups(group_of(2, 2048), 2, kernel))
     assert found.items[:, PartItem._fields.index("splits")].max() <= 2
