@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_paged.config import PagedConfig
     from hf_paged.engine import Engine
     from hf_paged.errors import (
+        EngineClosedError,
         FallbackError,
         FallbackWarning,
         RankAloneError,
@@ -35,6 +36,7 @@ __all__ = [
     "CallStats",
     "Completion",
     "Engine",
+    "EngineClosedError",
     "EngineStats",
     "Explanation",
     "FallbackError",
@@ -64,8 +66,8 @@ _MODULES = {
     "hf_paged.config": ("PagedConfig",),
     "hf_paged.engine": ("Engine",),
     "hf_paged.errors": (
-        "FallbackError", "FallbackWarning", "RankAloneError", "UnsupportedModelError", "UnsupportedOptionError",
-        "WorkerDiedError",
+        "EngineClosedError", "FallbackError", "FallbackWarning", "RankAloneError", "UnsupportedModelError",
+        "UnsupportedOptionError", "WorkerDiedError",
     ),
     "hf_paged.generator": ("PagedGenerator",),
     "hf_paged.integration.install": ("install", "is_installed", "uninstall"),

@@ -20,6 +20,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.engine import log_probs
 from hf_paged.engine.endings import Ending
 from hf_paged.engine.lockstep import LockstepBatch, Way
+from hf_paged.engine.observer import Committed, Launched, Observers
 from hf_paged.engine.pace import Pace
 from hf_paged.engine.session import NewRequest, Request, Session, TopAsked, failed_output
 from hf_paged.engine.stopping import ended
@@ -57,6 +58,7 @@ class EngineCore:
         self.scheduler: Scheduler | None = None
         self._resting: tuple[ModelRunner, Scheduler] | None = None  # of a pool that was released
         self.requests: dict[str, Request] = {}
+        self.observers = Observers()
         self.batches: list[LockstepBatch] = []  # rows of callers who pick their tokens themselves
         self._batch_numbers = itertools.count()
         self._in_flight: tuple[StepPlan, StepHandle] | None = None
@@ -136,6 +138,8 @@ class EngineCore:
         self._any_adapter = request.sequence.adapter is not None or (self._any_adapter and bool(self.requests))
         request_id, opened = request.request_id, request.session.open
         self.requests[request_id] = opened[request_id] = request
+        if self.observers:
+            self.observers.tell("queued", request)
         if end is None:
             self._arrivals.append(request)
         else:
@@ -307,6 +311,7 @@ class EngineCore:
                 scheduler = self.scheduler_or_build()
                 if self._deadlines:
                     self._end_late()
+                num_preempted = scheduler.num_preemptions
                 with self._executor.compared_once():
                     self._receive(scheduler)
                     # Where requests run, the device has a step to compute meanwhile; rows alone look afterwards.
@@ -320,10 +325,15 @@ class EngineCore:
                 if joining is None:
                     return True
                 plan = scheduler.schedule()
+                scheduled = time.perf_counter() if self.observers else 0.0
                 if self.pool.runner is not None and self.pool.runner.sharded is not None:
                     self.pool.runner.sharded.say(control_flag)
                 is_busy = plan is not None or self._in_flight is not None
                 launched = self._launch(plan, joining) if plan is not None or joining else None
+                if self.observers and (plan is not None or joining):
+                    step = Launched(plan, self.totals["steps"], [rows for _, rows in joining],
+                                    scheduler.num_preemptions - num_preempted, started, scheduled, time.perf_counter())
+                    self.observers.tell("launched", step)
                 if launched is None or not self._overlaps(device):
                     self._commit_in_flight()
                     self._in_flight = launched
@@ -456,6 +466,7 @@ class EngineCore:
                 self.scheduler.rollback(plan)
             for batch, _ in joining:
                 batch.give_back()
+            self._tell_of_new_start()
             self.dirty = False
             raise
         self.totals["steps"] += 1
@@ -488,7 +499,9 @@ class EngineCore:
             return
         assert self.scheduler is not None
         plan, handle = launched
+        waited = time.perf_counter() if self.observers else 0.0
         tokens = handle.wait()
+        ready = time.perf_counter() if self.observers else 0.0
         self.control_flag |= handle.heard is not None and bool(handle.heard)
         if self._guard.pending:
             self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
@@ -499,6 +512,8 @@ class EngineCore:
         self.totals["generated"] += len(result.accepted)
         if plan.num_decode_rows < len(plan.slots):
             self._note_first_tokens(plan, result.accepted)
+        if self.observers:
+            self.observers.tell("committed", Committed(plan, tokens, result.accepted, waited, ready))
         log_probs.keep(plan, handle, result.accepted, tokens, self._request_of, self._attempt)
         if self._any_stop:
             self._stop(plan, result.accepted, tokens)
@@ -586,6 +601,8 @@ class EngineCore:
         del self.requests[request_id]
         if self._deadlines:
             self._deadlines.pop(request_id, None)
+        if self.observers:
+            self.observers.tell("finished", request, output)
 
     def _receive(self, scheduler: Scheduler) -> None:
         """Prompts arrived: is the runner ready for the model as it is now, and may older cache content be used?"""
@@ -643,6 +660,8 @@ class EngineCore:
         assert self.pool.runner is not None
         self.pool.runner.prepare()
         before, self._state_key = self._state_key, self._executor.state_key()
+        if self._state_key != before:
+            self.runner.reads.use(self.runner.spec, self._executor.windows())
         if before and self._state_key != before:
             self._guard.found_change()
         for batch in self.batches if self._state_key != before else ():
@@ -707,6 +726,7 @@ class EngineCore:
         self.requests.clear()
         self._deadlines.clear()
         self._arrivals, self._in_flight, self.dirty = [], None, False
+        self._tell_of_new_start()
         self.drop_pool()
 
     def drop_pool(self) -> None:
@@ -749,14 +769,18 @@ class EngineCore:
         self._lose_rows()
         self._retire_scheduler()
         self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.num_blocks else None
-        for request_id, request in list(self.requests.items()):
-            if request_id in request.session.open:
-                self._start_again(request)
-            else:  # the interrupt came between the two lines that add or finish it
-                del self.requests[request_id]
+        for request_id in [key for key, request in self.requests.items() if key not in request.session.open]:
+            del self.requests[request_id]  # the interrupt came between the two lines that add or finish it
+        for request in list(self.requests.values()):
+            self._start_again(request)
         self._arrivals = list(self.requests.values())
         self._deadlines = {r.request_id: r.deadline for r in self._arrivals if r.deadline is not None}
+        self._tell_of_new_start()
         self.dirty = False
+
+    def _tell_of_new_start(self) -> None:
+        if self.observers:
+            self.observers.tell("started_over", list(self.requests.values()))
 
     def _lose_rows(self) -> None:
         """Slots and blocks go, with the scheduler that lent them."""

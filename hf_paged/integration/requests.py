@@ -11,9 +11,10 @@ from transformers import GenerationConfig
 
 from hf_paged.config import require_int
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.session import NewRequest
+from hf_paged.engine.session import NewRequest, copy_ids
 from hf_paged.errors import UnsupportedModelError, UnsupportedOptionError
-from hf_paged.options.arguments import MOST_COPIES, ConfigMerger, base_seed, num_copies, salt_digest
+from hf_paged.integration.best_of import num_candidates
+from hf_paged.options.arguments import ConfigMerger, base_seed, num_copies, salt_digest
 from hf_paged.options.chat_keywords import split_keywords, template_parameters
 from hf_paged.options.continued import Made, split_output
 from hf_paged.options.notices import Notices
@@ -48,7 +49,17 @@ class Call:
     best_of: Any
     on_error: str
     chat_template_kwargs: Any
+    request_ids: Any
     keywords: dict[str, Any]
+
+    @classmethod
+    def of(cls, prompts: Any, generation_config: Any = None, *, seed: Any = None, cache_salt: Any = None,
+           adapter_names: Any = None, priority: Any = 0, best_of: Any = None, on_error: str = "raise",
+           chat_template_kwargs: Any = None, request_ids: Any = None, **keywords: Any) -> Call:
+        """With the defaults of `PagedGenerator.generate`."""
+        options = {name: keywords.pop(name) for name in RequestOptions._fields if name in keywords}
+        return cls(prompts, generation_config, seed, cache_salt, adapter_names, RequestOptions(**options), priority,
+                   best_of, on_error, chat_template_kwargs, request_ids, keywords)
 
     @property
     def scores_only(self) -> bool:
@@ -57,7 +68,7 @@ class Call:
         return type(count) is int and count == 0
 
     def check(self, vocab_size: int) -> None:
-        """Raise TypeError or ValueError for what is wrong whatever the prompts; ``vocab_size`` as of `check_options`."""
+        """Raise TypeError or ValueError for what is wrong with any prompts; ``vocab_size`` as of `settings_with`."""
         check_options(self.options, vocab_size)
         if not isinstance(self.priority, (list, tuple)):
             check_priority(self.priority)
@@ -65,6 +76,12 @@ class Call:
             require_int("best_of", self.best_of, 1, optional=True)
         if self.on_error not in ON_ERROR:
             raise ValueError(f"on_error={self.on_error!r:.80}: expected one of {ON_ERROR}")
+
+    def check_for_stream(self) -> None:
+        """Raise ValueError for what is known only when all completions of a prompt have ended."""
+        if self.best_of is not None:
+            raise ValueError(f"best_of={self.best_of!r:.80}: expected None in a stream, whose tokens come before it is "
+                             "known which completions are best")
 
     def check_for_tensors(self, vocab_size: int) -> None:
         """`check` where tensors come in, which `model.generate` takes and gives back."""
@@ -74,6 +91,9 @@ class Call:
             raise ValueError(f"{', '.join(asked)}: expected it left out where tensors come in; give token ids")
         if self.on_error != "raise":
             raise ValueError(f"on_error={self.on_error!r}: expected 'raise' where tensors come in; give token ids")
+        if self.request_ids is not None:
+            raise ValueError(f"request_ids={self.request_ids!r:.80}: expected None where tensors come in; give token "
+                             "ids")
         of_template = sorted({*(self.chat_template_kwargs or ()), *(template_parameters(None) & {*self.keywords})} -
                              {*vars(GenerationConfig())})
         if of_template:
@@ -128,6 +148,7 @@ class RequestMaker:
         seeds = one_per_prompt("seed", seed, len(prompts))
         salts = one_per_prompt("cache_salt", call.cache_salt, len(prompts))
         adapters = self._adapters(call.adapter_names, len(prompts))
+        request_ids = self._request_ids(call.request_ids, len(prompts))
         if not isinstance(call.cache_salt, (list, tuple)):
             salt_digest(call.cache_salt)
         own_entries = [model.generation_config, *{id(config): config for config in configs}.values()]
@@ -156,8 +177,9 @@ class RequestMaker:
                     settings = replace(settings, logprobs=PROCESSED)
                 before = self._before(ids, given[index][1], settings, copies)
                 first = 0 if own_seeds else len(asked)
+                names = copy_ids(request_ids[index], copies)
                 made = [replace(self._request(ids, settings, seeds[index], first + copy, before), autocast=autocast,
-                                priority=priorities[index]) for copy in range(copies)]
+                                request_id=names[copy], priority=priorities[index]) for copy in range(copies)]
             except UnsupportedModelError:
                 raise
             except Exception as error:
@@ -172,6 +194,19 @@ class RequestMaker:
             else:
                 asked += [Asked(index, request, wanted if copies > wanted else None) for request in made]
         return asked
+
+    def _request_ids(self, given: Any, count: int) -> list[str | None]:
+        """Each prompt's id, of its caller's choice."""
+        seen: set[str] = set()
+        for name in (names := one_per_prompt("request_ids", given, count)):
+            if name is None:
+                continue
+            if not isinstance(name, str) or not name:
+                raise TypeError(f"request_ids: {name!r:.200} is one; expected str with at least one character, or None")
+            if name in seen or self._engine.unfinished_copies(name):
+                raise ValueError(f"request_ids: {name!r:.200} is in use; expected another id for each prompt")
+            seen.add(name)
+        return [None if name is None else str.__str__(name) for name in names]
 
     def _adapters(self, names: Any, count: int) -> list[str | Exception | None]:
         """Each prompt's adapter, or what is wrong with it."""
@@ -226,39 +261,31 @@ class RequestMaker:
         return NewRequest(ids, settings, seed=seed, stop=self._engine.stop_rule(settings, ids), made=made)
 
 
-def best_completions(asked: list[Asked], made: list[Completion]) -> list[Completion]:
-    """Of the candidates of each prompt the wanted ones, best first: by `Completion.cumulative_logprob`.
+def wanted(asked: list[Asked]) -> list[NewRequest]:
+    """The requests among what is asked for."""
+    return [one.what for one in asked if isinstance(one.what, NewRequest)]
 
-    A candidate that failed, or whose log-probabilities are not known, comes behind the others.
+
+def numbered(call: Call, asked: list[Asked],
+             added: list[str | ValueError]) -> tuple[dict[str, int], list[tuple[int, StepOutput]]]:
+    """What became of what was asked for: by request id the number of its completion; and the outputs of the others.
+
+    Args:
+        call: with ``on_error="raise"`` a request that the engine does not take raises its error.
+        asked: all of it.
+        added: what `Engine.add_all` said of each of `wanted`.
     """
-    chosen: list[Completion] = []
-    start = 0
-    while start < len(asked):
-        best, prompt = asked[start].best, asked[start].prompt
-        if best is None:
-            chosen.append(made[start])
-            start += 1
-            continue
-        end = next((i for i in range(start, len(asked)) if asked[i].prompt != prompt), len(asked))
-        chosen += sorted(made[start:end], key=_rank)[:best]  # stable: equal ones as they were asked for
-        start = end
-    return chosen
-
-
-def _rank(completion: Completion) -> tuple[bool, float]:
-    known = completion.cumulative_logprob
-    ended_early = completion.finish_reason in ("error", "abort", "timeout")
-    return ended_early or known is None, 0.0 if known is None else -known
-
-
-def num_candidates(best_of: Any, wanted: int, settings: RequestSettings) -> int:
-    """How many completions compete for ``wanted`` places; ValueError or TypeError names `best_of`."""
-    require_int("best_of", best_of, 1)
-    if not wanted <= best_of <= MOST_COPIES:
-        raise ValueError(f"best_of={best_of!r}: expected at least num_return_sequences={wanted}, at most {MOST_COPIES}")
-    if best_of > 1 and not settings.do_sample:
-        raise ValueError(f"best_of={best_of!r}: expected 1, or more with do_sample=True")
-    return best_of
+    index: dict[str, int] = {}
+    refused: list[tuple[int, StepOutput]] = []
+    answers = iter(added)
+    for number, one in enumerate(asked):
+        if isinstance(one.what, Completion):
+            refused.append((number, refused_output(one.what)))
+        elif isinstance(answer := next(answers), str):
+            index[answer] = number
+        else:  # settings that the device's tables cannot hold
+            refused.append((number, refused_output(call.failed(one.prompt, answer, one.what.prompt))))
+    return index, refused
 
 
 def refused_output(completion: Completion) -> StepOutput:

@@ -36,7 +36,7 @@ class RequestOptions(NamedTuple):
 
     def asked(self) -> list[str]:
         """The names of those that ask for something."""
-        return [name for name, value, plain in zip(self._fields, self, PLAIN, strict=True) if not _is_same(value, plain)]
+        return [name for name, value in self._asdict().items() if not _is_same(value, getattr(PLAIN, name))]
 
     def per_prompt(self, count: int) -> list[RequestOptions]:
         """Those of each prompt: a list holds a value for each.
@@ -65,8 +65,8 @@ def check_options(options: RequestOptions, vocab_size: int) -> None:
     """Raise what `settings_with` raises about a value that is all prompts'."""
     if options.is_plain:
         return
-    values = options._asdict().items()
-    of_all = options._replace(**{name: getattr(PLAIN, name) for name, value in values if _is_list_of_values(name, value)})
+    own = [name for name, value in options._asdict().items() if _is_list_of_values(name, value)]
+    of_all = options._replace(**{name: getattr(PLAIN, name) for name in own})
     settings_with(RequestSettings(max_new_tokens=1), of_all, vocab_size)
 
 

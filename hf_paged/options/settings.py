@@ -140,8 +140,8 @@ class RequestSettings:
     adapter_name: str | None = None  # the LoRA adapter to apply alone; None: those that are active in the model
 
 
-# Arguments of `PagedGenerator.generate` and `Engine.add_request` that transformers has no option for: it ignores them in
-# a config, where a value but this one asks for something.
+# Arguments of `PagedGenerator.generate` and `Engine.add_request` that transformers has no option for, with the value
+# that asks for nothing: it ignores them in a config.
 OWN = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 AS_ARGUMENT = "Give it as an argument of `PagedGenerator.generate` or `Engine.add_request`; stock generate ignores it."
 

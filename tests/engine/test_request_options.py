@@ -1,4 +1,4 @@
-"""What a request asks for besides a GenerationConfig: each option at every entry, and what is refused where it comes in."""
+"""What a request asks for besides a GenerationConfig: each option at every entry, and what is refused there."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_a_wrong_value_is_named_before_anything_runs(generator, name, value):
         lambda: generator.stream(PROMPTS, **keywords),
         lambda: generator.engine.add_request(PROMPTS[0], **keywords),
     ):
-        with pytest.raises((TypeError, ValueError), match=f"^{name}(=| holds).*expected"):
+        with pytest.raises((TypeError, ValueError), match=rf"^{name}(=| holds).*expected"):
             call()
     assert not generator.engine.has_unfinished()
 
 
 def test_one_value_per_prompt(generator):
-    with pytest.raises(ValueError, match="^timeout: a list of 2 for 3 prompts"):
+    with pytest.raises(ValueError, match=r"^timeout: a list of 2 for 3 prompts"):
         generator.generate(PROMPTS[:3], max_new_tokens=2, timeout=[1.0, 2.0])
     failed, other = generator.generate(PROMPTS[:2], max_new_tokens=2, presence_penalty=[9, 0.5], on_error="complete")
     assert failed.error.startswith("ValueError: presence_penalty=9: expected a number in [-2, 2]")
@@ -106,9 +106,9 @@ def test_tensors_have_nowhere_to_put_them(generator, keywords):
 def test_a_config_cannot_bring_what_transformers_has_not(generator, name):
     """Stock ignores such a field; neither the engine nor `model.generate` drops it without a word."""
     config = GenerationConfig(max_new_tokens=2, **{name: 0.5})
-    with pytest.raises(UnsupportedOptionError, match=f"{name}=0.5.*argument"):
+    with pytest.raises(UnsupportedOptionError, match=rf"{name}=0\.5.*argument"):
         generator.generate(PROMPTS[:1], config)
-    with pytest.warns(match=f"{name}=0.5.*argument"):
+    with pytest.warns(match=rf"{name}=0\.5.*argument"):
         generator.model.generate(torch.tensor(PROMPTS[:1]), generation_config=config)
     with pytest.raises(ValueError, match=name):
         generator.model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=2, **{name: 0.5})
@@ -262,7 +262,7 @@ def test_scored_prompts_beside_requests_that_go_on(generator):
 def test_nothing_to_generate_and_nothing_to_score(generator, keywords):
     for call in (lambda: generator.generate(PROMPTS, max_new_tokens=0, **keywords),
                  lambda: generator.engine.add_request(PROMPTS[0], max_new_tokens=0, **keywords)):
-        with pytest.raises(ValueError, match="^max_new_tokens=0: expected at least 1, or prompt_logprobs with it"):
+        with pytest.raises(ValueError, match=r"^max_new_tokens=0: expected at least 1, or prompt_logprobs with it"):
             call()
     with pytest.raises((TypeError, ValueError)):
         generator.engine.add_request(PROMPTS[0], max_new_tokens=False, prompt_logprobs=True)

@@ -146,7 +146,8 @@ def test_prompts_are_scored_and_times_run_out_on_every_rank(alone, sharded):
 def test_the_best_and_stop_tokens(alone, sharded):
     asked = {"max_new_tokens": 8, "do_sample": True, "seed": 2, "best_of": 3, "num_return_sequences": 2,
              "stop_token_ids": list(range(0, VOCAB, 5))}
-    for made, expected in zip(sharded.generate(PROMPTS[:3], **asked), alone.generate(PROMPTS[:3], **asked), strict=True):
+    best = alone.generate(PROMPTS[:3], **asked)
+    for made, expected in zip(sharded.generate(PROMPTS[:3], **asked), best, strict=True):
         assert (made.token_ids, made.stop_reason) == (expected.token_ids, expected.stop_reason)
         assert made.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
 

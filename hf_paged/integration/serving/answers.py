@@ -314,7 +314,10 @@ def _text_logprobs(tokens: list[ScoredToken], start: int) -> dict[str, Any]:
 
 def _by_text(token: ScoredToken) -> dict[str, float]:
     """The likeliest tokens and the one that was drawn; of tokens with one text the likelier."""
-    return dict(reversed([*token.likeliest, (token.text, token.logprob)]))
+    found: dict[str, float] = {}
+    for text, logprob in (*token.likeliest, (token.text, token.logprob)):
+        found.setdefault(text, logprob)
+    return found
 
 
 def _event(body: dict[str, Any]) -> str:

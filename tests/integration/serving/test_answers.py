@@ -98,6 +98,9 @@ def test_log_probabilities_of_what_cannot_run_in_the_batch_are_refused(server):
     for stream in (False, True):
         status, said = server.post(CHAT, json.dumps({**fields, "stream": stream}).encode())
         assert status == 400 and "logprobs: expected it left out" in said["error"]["message"]
+        penalised = {**fields, "logprobs": False, "presence_penalty": 1, "stream": stream}
+        status, said = server.post(CHAT, json.dumps(penalised).encode())
+        assert status == 400 and "presence_penalty: expected it left out" in said["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])

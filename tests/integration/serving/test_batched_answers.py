@@ -11,7 +11,7 @@ import torch
 from serve_answers import LENGTH, PROMPT, TOOLS, ask, text_of
 from serve_bodies import CHAT, RESPONSES, TEXT
 from serve_support import served
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_paged.integration.continuous_batching.requests import ServedOutput
@@ -95,6 +95,50 @@ def test_log_probabilities_are_those_of_the_model(continuous, stock, trained_tok
     count = (parts[-1].usage or parts[-2].usage).completion_tokens
     assert len(content) == count > 1
     assert all(token.logprob <= 0 and bytes(token.bytes).decode() == token.token for token in content)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_the_likeliest_tokens_in_the_place_of_each(continuous, stock, trained_tokenizer, stream):
+    """In each endpoint's form: by their texts with the drawn one, or a list of as many as were asked for."""
+    ids = trained_tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    whole = stock.generate(ids, max_new_tokens=LENGTH, do_sample=False, eos_token_id=-1, pad_token_id=0)[0]
+    with torch.no_grad():
+        scores = stock(whole[None]).logits[0].float().log_softmax(-1)[ids.shape[1] - 1 : -1]
+    best = scores.topk(4)
+    answer = ask(continuous, stream, logprobs=4, logit_bias={})
+    found = [choice["logprobs"] for chunk in answer for choice in chunk["choices"] if choice.get("logprobs")]
+    tops = [top for part in found for top in part["top_logprobs"]]
+    assert len(tops) == LENGTH
+    for top, values, tokens in zip(tops, best.values, best.indices, strict=True):
+        assert list(top.values()) == pytest.approx(values[: len(top)].tolist(), abs=1e-4)
+        assert list(top) == list(dict.fromkeys(trained_tokenizer.decode([token]) for token in tokens))
+    said = continuous.chat([{"role": "user", "content": PROMPT}], logprobs=True, top_logprobs=3, max_tokens=LENGTH,
+                           temperature=1.5, seed=3, stream=stream)
+    parts = list(said) if stream else [said]
+    content = [token for part in parts for c in part.choices if c.logprobs for token in c.logprobs.content]
+    assert len(content) > 1
+    for token in content:
+        known = [other.logprob for other in token.top_logprobs]
+        assert len(known) == 3 and known == sorted(known, reverse=True) and token.logprob <= known[0]
+        assert all(bytes(other.bytes).decode(errors="replace") for other in token.top_logprobs)
+
+
+def test_penalties_by_count_are_the_engines(continuous, trained_tokenizer):
+    """As `PagedGenerator` carries them out; each of them changes the answer."""
+    ids = trained_tokenizer(PROMPT)["input_ids"]
+    engine = continuous.engine()
+    plain = ask(continuous, max_tokens=24, logit_bias={})[0]["choices"][0]["text"]
+    for penalties in ({"presence_penalty": 2}, {"frequency_penalty": 1.5},
+                      {"presence_penalty": -1, "frequency_penalty": 2}):
+        answer = ask(continuous, max_tokens=24, logit_bias={}, **penalties)[0]["choices"][0]["text"]
+        assert answer != plain
+        config = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        request_id = engine.add_request(ids, config, **penalties)
+        outputs = []
+        while engine.has_unfinished():
+            outputs += engine.step()
+        [completion] = [o.completion for o in outputs if o.request_id == request_id and o.completion]
+        assert answer == trained_tokenizer.decode(completion.token_ids, skip_special_tokens=True)
 
 
 # -- tools ------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from hf_paged.integration.serving.fields import (
     read_body,
     readable,
 )
+from hf_paged.options.request_options import RequestOptions
 
 PATHS = dict(zip(ALL, ENDPOINTS, strict=True))
 TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
@@ -40,6 +41,8 @@ ASKED = {
     "min_p": (0.5, {"min_p": 0.5, "do_sample": True, "top_k": 0}),
     "top_k": (5, {"top_k": 5, "do_sample": True}),
     "repetition_penalty": (1.5, {"repetition_penalty": 1.5}),
+    "presence_penalty": (1.5, {"penalties": {"presence_penalty": 1.5}}),
+    "frequency_penalty": (-2, {"penalties": {"frequency_penalty": -2.0}}),
     "seed": (-1, {"seed": 2**63 - 1}),
     "logit_bias": ({"5": 2}, {"sequence_bias": {(5,): 2.0}}),
     "stop": ("x", {"stop": ("x",), "stop_strings": ["x"]}),
@@ -61,6 +64,7 @@ ASKED = {
 NOTHING = {
     "temperature": [0, 0.0], "top_p": [1, 1.0], "min_p": [0], "top_k": [0, -1], "logit_bias": [{}], "stop": [[]],
     "include_stop_str_in_output": [False], "stop_token_ids": [[]], "ignore_eos": [False], "tools": [[]],
+    "presence_penalty": [0, 0.0], "frequency_penalty": [0],
     "tool_choice": ["auto"], "parallel_tool_calls": [True], "top_logprobs": [0], "user": ["me"],
     "safety_identifier": ["me"], "prompt_cache_key": ["me"], "reasoning": [{}],
 }
@@ -139,6 +143,14 @@ def test_what_a_field_does_not_accept_is_refused_with_the_reason(endpoint, name)
     assert len(reasons) >= len(ODD) - 7
 
 
+def test_the_likeliest_tokens_are_asked_for_as_each_endpoint_names_them():
+    assert change(CHAT, {"logprobs": True, "top_logprobs": 3}) == {"logprobs": True, "top_logprobs": 3}
+    assert change(CHAT, {"logprobs": True, "top_logprobs": 0}) == {"logprobs": True}
+    assert change(TEXT, {"logprobs": 3}) == {"logprobs": True, "top_logprobs": 3}
+    asked = read_body(CHAT, {"logprobs": True, "top_logprobs": 3, "presence_penalty": 1}).options()
+    assert asked == RequestOptions(logprobs=True, top_logprobs=3, presence_penalty=1.0)
+
+
 def refusal(endpoint, name, value):
     try:
         read_body(endpoint, {name: value})
@@ -156,7 +168,9 @@ def the_same_as_left_out(name, value):
     (TEXT, {"best_of": 3, "n": 2}, "best_of=3: expected it to be n"),
     (CHAT, {"stream_options": {"include_usage": True}}, "expected stream to be true"),
     (CHAT, {"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls=False: expected true with tools"),
-    (CHAT, {"top_logprobs": 2, "logprobs": True}, "top_logprobs=2: expected 0"),
+    (CHAT, {"top_logprobs": 2}, "top_logprobs=2: expected logprobs to be true with it"),
+    (CHAT, {"top_logprobs": 21, "logprobs": True}, "top_logprobs=21: expected an integer in"),
+    (TEXT, {"logprobs": 21}, "logprobs=21: expected an integer in"),
     (TEXT, {"stop": ["a", ""]}, "stop="),
     (RESPONSES, {"n": 2}, "n=2: expected one of the fields of this endpoint"),
 ])

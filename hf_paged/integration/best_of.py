@@ -1,0 +1,48 @@
+"""The best of several completions of a prompt, by the log-probability of the whole output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from hf_paged.config import require_int
+from hf_paged.options.arguments import MOST_COPIES
+from hf_paged.options.settings import RequestSettings
+from hf_paged.outputs import Completion
+
+
+def best_completions(asked: Sequence[tuple[int, object, int | None]], made: list[Completion]) -> list[Completion]:
+    """Of the candidates of each prompt the wanted ones, best first: by `Completion.cumulative_logprob`.
+
+    A candidate that failed, or whose log-probabilities are not known, comes behind the others.
+
+    Args:
+        asked: the `Asked` of each completion, those of a prompt one after the other.
+        made: the completions.
+    """
+    chosen: list[Completion] = []
+    for _, group in groupby(zip(asked, made, strict=True), key=lambda one: one[0][0]):
+        candidates = list(group)
+        (_, _, best), _ = candidates[0]
+        if best is None:
+            chosen += [completion for _, completion in candidates]
+        else:
+            chosen += sorted((completion for _, completion in candidates), key=_rank)[:best]  # stable
+    return chosen
+
+
+def _rank(completion: Completion) -> tuple[bool, float]:
+    known = completion.cumulative_logprob
+    ended_early = completion.finish_reason in ("error", "abort", "timeout")
+    return ended_early or known is None, 0.0 if known is None else -known
+
+
+def num_candidates(best_of: Any, wanted: int, settings: RequestSettings) -> int:
+    """How many completions compete for ``wanted`` places; ValueError or TypeError names `best_of`."""
+    require_int("best_of", best_of, 1)
+    if not wanted <= best_of <= MOST_COPIES:
+        raise ValueError(f"best_of={best_of!r}: expected at least num_return_sequences={wanted}, at most {MOST_COPIES}")
+    if best_of > 1 and not settings.do_sample:
+        raise ValueError(f"best_of={best_of!r}: expected 1, or more with do_sample=True")
+    return best_of
