@@ -12,6 +12,7 @@ from pathlib import Path
 from generated_page import write_or_check
 from transformers import GenerationConfig
 
+from hf_paged.options.request_options import PLAIN
 from hf_paged.options.settings import FALLBACK, INERT, LOCKSTEP, NATIVE, OF_THE_RESULT
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "options.md"
@@ -61,6 +62,15 @@ Some native options run in lockstep where rows of a batch meet in stock: `no_rep
 banned or biased sequences that hold the padding token, `stop_strings` and `max_time` for several rows without EOS.
 
 [troubleshooting.md](troubleshooting.md) has the states of a model that send its calls to stock.
+
+## Arguments of one's own
+
+`PagedGenerator.generate` and `.stream` and `Engine.add_request` take these besides. transformers has no option for
+them: `model.generate` refuses them as keywords, and of a `GenerationConfig` that has one of the penalties it says so. In
+a generator's call a list has a value for each prompt. [api.md](api.md) says what they do, and [from_vllm.md](from_vllm.md) how vLLM names them.
+
+| argument | default |
+|---|---|
 """
 
 
@@ -82,7 +92,8 @@ def render() -> str:
             kind = "native in a dict" if name == OF_THE_RESULT[0] else "lockstep" if name in LOCKSTEP else "stock"
             neutral = ", ".join(f"`{value!r}`" for value in FALLBACK.get(name, (None, False)))
         rows.append(f"| `{name}` | {kind} | {neutral} | {', '.join(tests_of(name))} |")
-    return HEAD + "\n".join(rows) + "\n" + TAIL
+    own = "".join(f"| `{name}` | `{value!r}` |\n" for name, value in PLAIN._asdict().items())
+    return HEAD + "\n".join(rows) + "\n" + TAIL + own
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ import torch
 
 from hf_paged.config import PagedConfig
 from hf_paged.engine import log_probs
-from hf_paged.engine.endings import Ending
+from hf_paged.engine.endings import PLAIN_ENDING, Ending
 from hf_paged.engine.lockstep import LockstepBatch, Way
 from hf_paged.engine.observer import Committed, Launched, Observers
 from hf_paged.engine.pace import Pace
@@ -106,15 +106,17 @@ class EngineCore:
                             keeps_computed=(settings.on_weight_change or self._config.on_weight_change) == "keep",
                             output_token_ids=() if made is None else made.token_ids)
         is_decoded = session.stream and session.text and self.tokenizer is not None
+        ending, prompt_top = _ending_of(settings), _top_of(RAW, settings.prompt_top_logprobs)
         request = Request(
-            sequence, parameters, session, stop=new.stop, made=made,
+            sequence, parameters, session, stop=new.stop, made=made, ending=ending,
+            text=ending.stream(self.tokenizer) if is_decoded else None,
             logprobs=[] if settings.logprobs else None, logprobs_kind=settings.logprobs,
             prompt_logprobs=[None] * prompt_length if settings.prompt_logprobs else None,
+            top=_top_of(settings.logprobs, settings.top_logprobs), prompt_top=prompt_top,
+            prompt_top_logprobs=[None] * prompt_length if prompt_top is not None else [],
         )
-        _set_endings(request, settings)
-        _set_tops(request, settings)
-        if is_decoded:
-            request.text = request.ending.stream(self.tokenizer)
+        if settings.timeout is not None:
+            request.deadline = request.queued + settings.timeout
         if made is not None:
             request.num_emitted, request.version_runs = len(made.token_ids), made.known_versions()
             request.logprobs = made.known_logprobs() if settings.logprobs else None
@@ -815,23 +817,17 @@ class EngineCore:
         return device.type == "cuda" if self._config.overlap is None else self._config.overlap
 
 
-def _set_endings(request: Request, settings: RequestSettings) -> None:
-    """What is said of its end, but for the strings and the time that `stopping` watches."""
-    if settings.timeout is not None:
-        request.deadline = request.queued + settings.timeout
-    if settings.stop_strings or settings.stop_token_ids or not (settings.keeps_stop and settings.skips_special):
-        own = tuple(token for token in settings.stop_token_ids if token not in settings.eos_token_ids)
-        request.ending = Ending(settings.stop_strings, own, settings.keeps_stop, settings.skips_special)
+def _ending_of(settings: RequestSettings) -> Ending:
+    """What is said of a request's end, but for what `stopping` watches."""
+    if not settings.stop_strings and not settings.stop_token_ids and settings.keeps_stop and settings.skips_special:
+        return PLAIN_ENDING
+    own = tuple(token for token in settings.stop_token_ids if token not in settings.eos_token_ids)
+    return Ending(settings.stop_strings, own, settings.keeps_stop, settings.skips_special)
 
 
-def _set_tops(request: Request, settings: RequestSettings) -> None:
-    """How many of the likeliest tokens it asks for."""
-    if settings.top_logprobs is not None:
-        assert settings.logprobs is not None
-        request.top = TopAsked(top_name(settings.logprobs, settings.top_logprobs), settings.top_logprobs)
-    if settings.prompt_top_logprobs is not None:
-        request.prompt_top = TopAsked(top_name(RAW, settings.prompt_top_logprobs), settings.prompt_top_logprobs)
-        request.prompt_top_logprobs = [None] * request.sequence.num_prompt_tokens
+def _top_of(kind: str | None, count: int | None) -> TopAsked | None:
+    """How many of the likeliest tokens of one of `LOGPROBS` a request wants, if any."""
+    return None if kind is None or count is None else TopAsked(top_name(kind, count), count)
 
 
 @contextmanager

@@ -111,9 +111,11 @@ class Request:
         """Forget the output made so far; what was emitted of it is not emitted again."""
         made: list[int] = []
         logprobs: list[float | None] = []
+        tops: list[dict[int, float] | None] = []
         version_runs: list[VersionRun] = []
         if self.made is not None:
             made, logprobs, version_runs = self.made.token_ids, self.made.known_logprobs(), self.made.known_versions()
+            tops = self.made.known_top_logprobs()
         if self.stop is not None:  # first: where it raises, the output is still there
             self.stop.resume(made)
         old = self.sequence
@@ -134,7 +136,7 @@ class Request:
         )
         self.error, self.version_runs = None, version_runs
         self.logprobs = None if self.logprobs is None else logprobs
-        self.top_logprobs = [] if self.made is None else self.made.known_top_logprobs()
+        self.top_logprobs = tops
         self.prompt_logprobs = None if self.prompt_logprobs is None else [None] * len(self.prompt_logprobs)
 
     def span_to_score(self, row: int, start: int, num_new: int) -> PromptSpan | None:

@@ -18,7 +18,9 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 import hf_paged
-from hf_paged.engine import core, detokenizer, log_probs, session, stopping
+from hf_paged.engine import core, detokenizer, endings, log_probs, session, stopping
+from hf_paged.engine.detokenizer import TextStream
+from hf_paged.engine.endings import Ending
 from hf_paged.engine.session import NewRequest, Request, Session
 from hf_paged.engine.stopping import StopRule, TextStopRule
 from hf_paged.integration.continuous_batching.requests import BatchedRequest
@@ -42,7 +44,7 @@ class Broken(Exception):
 
 def own_classes() -> set[type]:
     """What a request holds for itself: the classes of its fields, but for those of the engine's own books."""
-    hints = typing.get_type_hints(Request, {**vars(session), **vars(stopping), **vars(detokenizer)})
+    hints = typing.get_type_hints(Request, {**vars(session), **vars(stopping), **vars(detokenizer), **vars(endings)})
     found = {Request}
     for field in dataclasses.fields(Request):
         for kind in (hints[field.name], *typing.get_args(hints[field.name])):
@@ -53,11 +55,14 @@ def own_classes() -> set[type]:
 
 def functions_of(kind: type) -> list[str]:
     kinds = (FunctionType, property, cached_property)
-    return [name for name, value in vars(kind).items() if isinstance(value, kinds) and not name.startswith("__")]
+    made = ("_asdict", "_replace") if issubclass(kind, tuple) else ()  # by NamedTuple
+    return [name for name, value in vars(kind).items()
+            if isinstance(value, kinds) and not name.startswith("__") and name not in made]
 
 
 # What runs before a request is queued, in its caller's own thread: there it raises.
-AT_ADD = {(SlotParameters, "lines"), (SlotParameters, "filtered"), (Request, "resume"), (Made, "checked")}
+AT_ADD = {(SlotParameters, "lines"), (SlotParameters, "filtered"), (Request, "resume"), (Made, "checked"),
+          (Ending, "stream")}
 # What a sharded model asks before a request is queued.
 OF_RANKS = {(StopRule, "without_deadline"), (TextStopRule, "without_deadline")}
 # The engine finds a request by these two, which read fields only.
@@ -83,10 +88,11 @@ def breaking(monkeypatch, kind, name, is_victims):
         yield calls
 
 
-def run(engine, before_steps=lambda ids: nullcontext(), interrupt_at=None):
+def run(engine, before_steps=lambda ids: nullcontext(), interrupt_at=None, cuts=True):
     config = GenerationConfig(max_new_tokens=10, stop_strings=[STOP[0]], max_time=1e6)
     prompts = [{"prompt_token_ids": prompt, "output_token_ids": []} for prompt in PROMPTS]
-    ids = [engine.add_request(prompt, config, logprobs=True, prompt_logprobs=True) for prompt in prompts]
+    ids = [engine.add_request(prompt, config, logprobs=2, prompt_logprobs=2, include_stop_str_in_output=not cuts)
+           for prompt in prompts]
     made, emitted, steps = {}, {i: [] for i in ids}, 0
     with before_steps(ids) as calls:
         while engine.has_unfinished():
@@ -113,10 +119,12 @@ def test_every_function_of_a_request_may_raise(monkeypatch, kind, name, overlap)
 
     def arm(ids):
         request = engine._core.requests[ids[VICTIM]]
-        mine = {id(request), id(request.text), id(request.stop), id(request.parameters), id(request.made)}
+        held = (request, request.text, request.text._stream, request.stop, request.parameters, request.made,
+                request.ending, request.top, request.prompt_top)
+        mine = set(map(id, held))
         return breaking(monkeypatch, kind, name, lambda owner: id(owner) in mine)
 
-    made, emitted, calls = run(engine, arm, interrupt_at=4)
+    made, emitted, calls = run(engine, arm, interrupt_at=4, cuts=kind is not TextStream)  # the text that is not cut
     assert calls, f"{kind.__name__}.{name} is not called in this test's steps"
     for number, completion in enumerate(made):
         if number == VICTIM:
@@ -138,7 +146,7 @@ def test_every_function_of_a_request_may_raise(monkeypatch, kind, name, overlap)
 def test_what_a_step_does_for_one_request_is_a_method_of_it():
     """No other function of the step takes a request, so that the test above sees everything."""
     found = set()
-    for module in (core, log_probs, stopping, session, detokenizer):
+    for module in (core, log_probs, stopping, session, detokenizer, endings):
         for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
             if isinstance(node, ast.FunctionDef):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
