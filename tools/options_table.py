@@ -66,8 +66,9 @@ banned or biased sequences that hold the padding token, `stop_strings` and `max_
 ## Arguments of one's own
 
 `PagedGenerator.generate` and `.stream` and `Engine.add_request` take these besides. transformers has no option for
-them: `model.generate` refuses them as keywords, and of a `GenerationConfig` that has one of the penalties it says so. In
-a generator's call a list has a value for each prompt. [api.md](api.md) says what they do, and [from_vllm.md](from_vllm.md) how vLLM names them.
+them: `model.generate` refuses them as keywords, and of a `GenerationConfig` that has one of the penalties it says so.
+In a generator's call a list has a value for each prompt. [api.md](api.md) says what they do, and
+[from_vllm.md](from_vllm.md) how vLLM names them.
 
 | argument | default |
 |---|---|
