@@ -229,9 +229,11 @@ def test_nothing_is_made_while_nobody_traces(tmp_path):
 
 def test_a_block_that_raises_leaves_a_whole_file(tmp_path):
     model = hf_paged.enable(tiny_model())
-    with pytest.raises(RuntimeError, match="mine"), hf_paged.trace(tmp_path / "steps.json"):
-        model.generate(**batch([9]), max_new_tokens=3, do_sample=False)
+    def fail(_):
         raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"), hf_paged.trace(tmp_path / "steps.json"):
+        fail(model.generate(**batch([9]), max_new_tokens=3, do_sample=False))
     assert len(lives(read(tmp_path / "steps.json"))) == 1
 
 
@@ -239,9 +241,9 @@ def test_a_disk_that_fills_up_ends_no_call_and_is_told_at_the_end(tmp_path):
     model = hf_paged.enable(tiny_model())
     expected = model.generate(**batch([9]), max_new_tokens=80, do_sample=False)
     made = []
-    with patch.object(TraceFile, "_flush", side_effect=OSError(28, "no space")):
-        with pytest.raises(OSError, match="no space"), hf_paged.trace(tmp_path / "steps.json"):
-            made.append(model.generate(**batch([9]), max_new_tokens=80, do_sample=False))
+    with patch.object(TraceFile, "_flush", side_effect=OSError(28, "no space")), \
+            pytest.raises(OSError, match="no space"), hf_paged.trace(tmp_path / "steps.json"):
+        made.append(model.generate(**batch([9]), max_new_tokens=80, do_sample=False))
     assert torch.equal(made[0], expected)
     with hf_paged.trace(tmp_path / "steps.json"):  # nobody writes to it any more
         pass
