@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hf_paged.integration.gathered import gathered
     from hf_paged.integration.install import install, is_installed, uninstall
     from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput, Timings
+    from hf_paged.tracing.trace import trace
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,7 @@ __all__ = [
     "install",
     "is_enabled",
     "is_installed",
+    "trace",
     "uninstall",
     "weight_update",
 ]
@@ -75,6 +77,7 @@ _MODULES = {
     "hf_paged.integration.explain": ("explain",),
     "hf_paged.integration.gathered": ("gathered",),
     "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput", "Timings"),
+    "hf_paged.tracing.trace": ("trace",),
 }
 
 
