@@ -37,10 +37,11 @@ class KVSpec(NamedTuple):
     """Shape of the cache a model needs: per layer K and V of [num_blocks, block_size, num_kv_heads, head_dim].
 
     ``cache_dtype`` is theirs, ``compute_dtype`` that of the embedding, with which the hidden states begin. They are one
-    but for calls under autocast, whose linear layers and attention compute in ``cache_dtype``.
+    but for calls under autocast, whose linear layers and attention compute in ``cache_dtype``. Heads are a rank's.
     """
 
     num_layers: int
+    num_heads: int  # of queries
     num_kv_heads: int
     head_dim: int
     cache_dtype: torch.dtype
@@ -131,6 +132,11 @@ class ModelExecutor(ABC):
         if model is None:
             raise RuntimeError("the model of this engine was garbage-collected")
         return model
+
+    @property
+    def has_source(self) -> bool:
+        """Is the user's model still there?"""
+        return self._source() is not None
 
     @property
     def model(self) -> Any:

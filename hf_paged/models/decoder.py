@@ -55,7 +55,8 @@ class DecoderExecutor(ModelExecutor):
         config, weight = self.config, self.decoder.embed_tokens.weight
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = local_kv_heads(config.num_key_value_heads, self.group.size)
-        return KVSpec(len(self._layers()), kv_heads, head_dim, self.autocast or weight.dtype, weight.dtype,
+        heads = config.num_attention_heads // self.group.size
+        return KVSpec(len(self._layers()), heads, kv_heads, head_dim, self.autocast or weight.dtype, weight.dtype,
                       weight.device)
 
     @property
@@ -201,7 +202,6 @@ class DecoderExecutor(ModelExecutor):
 
     def _layer_reason(self) -> Reason | None:
         spec = self.kv_spec()
-        heads = self.config.num_attention_heads // self.group.size
         for i, layer in enumerate(self._layers()):
             attention = layer.self_attn
             if not attention.is_causal or attention.layer_idx != i:
@@ -209,7 +209,7 @@ class DecoderExecutor(ModelExecutor):
             if attention.head_dim != spec.head_dim:
                 return Reason("layer {} has head_dim={}, its config {}", i, attention.head_dim, spec.head_dim,
                               remedy=DISAGREE)
-            if attention.num_key_value_groups * spec.num_kv_heads != heads:
+            if attention.num_key_value_groups * spec.num_kv_heads != spec.num_heads:
                 return Reason("layer {} has {} query heads to a KV head, its config others", i,
                               attention.num_key_value_groups, remedy=DISAGREE)
             window = self._mask_window(i)
