@@ -40,17 +40,21 @@ _DEEP = {
     128: (_G(64, 64, 3, 64, 3, 4, 3, 168), _G(128, 64, 3, 64, 3, 8, 2, 128)),
     256: (_G(64, 32, 3, 64, 3, 4, 3, 168), _G(128, 32, 3, 64, 3, 8, 2, 128)),
     512: (_G(64, 32, 2, 32, 3, 4, 2), _G(64, 32, 2, 32, 3, 4, 2)),
-    1024: (_G(16, 16, 2, 16, 2, 4, 4), _G(16, 16, 2, 16, 2, 4, 4)),
 }
 _SHALLOW = {
     64: _G(64, 64, 2, 64, 2, 4, 3),
     128: _G(64, 64, 2, 64, 2, 4, 2),
     256: _G(64, 32, 2, 32, 2, 4, 2),
     512: _G(32, 16, 2, 16, 2, 4, 2),
-    1024: _G(16, 16, 2, 16, 2, 4, 2),
 }
 # An exact fp32 dot runs on the plain cores out of registers, where larger tiles spill.
-_FLOAT = _G(16, 32, 2, 32, 2, 4, 2)
+_FLOAT = {
+    64: _G(16, 32, 2, 32, 2, 4, 2),
+    128: _G(16, 32, 2, 32, 2, 4, 2),
+    256: _G(16, 32, 2, 32, 2, 4, 2),
+    512: _G(16, 16, 2, 16, 2, 4, 2),
+    1024: _G(16, 16, 2, 16, 2, 4, 2),
+}
 # Shared memory a block needs for the deep configurations: Hopper and later have it, Ampere and Ada do not.
 _DEEP_SHARED_MEMORY = 160 << 10
 
@@ -61,8 +65,8 @@ def grouped_config(head_dim_pad: int, itemsize: int, group: int, most_rows: int,
     `shared_memory`: bytes a block may have.
     """
     size = max(64, head_dim_pad * itemsize)
-    if itemsize == 4 and size < 1024:
-        config = _FLOAT
+    if itemsize == 4:
+        config = _FLOAT[size]
     elif shared_memory < _DEEP_SHARED_MEMORY:
         config = _SHALLOW[size]
     else:
@@ -103,8 +107,7 @@ def _store_part(
     place = part * HEADS + query_head
     inside = live[:, None] & (lane < HEAD_DIM)[None, :]
     tl.store(partial_acc + place[:, None] * HEAD_DIM + lane[None, :], acc, mask=inside)
-    # What has seen nothing must not raise the largest score of the whole.
-    tl.store(partial_sums + place * 2, tl.where(total == 0.0, float("-inf"), top), mask=live)
+    tl.store(partial_sums + place * 2, top, mask=live)
     tl.store(partial_sums + place * 2 + 1, total, mask=live)
 
 

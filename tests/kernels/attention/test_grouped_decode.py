@@ -23,8 +23,20 @@ def every_group_pays(monkeypatch):
     monkeypatch.setattr(grouped_work, "TILE_COST", 0.5)
 
 
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """Memory for parts starts as NaN: a part that nobody wrote shows, whatever its weight."""
+    empty = torch.empty
+
+    def poisoned(*size, **options):
+        memory = empty(*size, **options)
+        return memory.fill_(float("nan")) if memory.is_floating_point() else memory
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
 def planned(case, groups, config, cta_slots=9, pieces=None):
-    """The case with the plan of a grouped step, and its parts' memory poisoned."""
+    """The case with the plan of a grouped step."""
     lengths = np.array([length for _, length in case.rows])
     device, heads = case.q.device, case.q.shape[1] // case.k_cache.shape[2]
     kernel = Kernel(config, config.block_m // heads, cta_slots, positions_worth_it=1)
