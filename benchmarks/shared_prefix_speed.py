@@ -109,8 +109,7 @@ def row_by_row(inputs: Inputs) -> float:
 def grouped_work(inputs: Inputs, config: GroupedConfig | None = None) -> GroupedWork | None:
     """The plan of `config`, or the one that a step gets, None where that is not grouped."""
     heads, device, rows = inputs.q.shape[1], inputs.q.device, np.arange(len(inputs.lengths))
-    most_rows = int(inputs.groups.count.max())
-    kernel = grouped_kernel_of(most_rows, heads, KV_HEADS, HEAD_DIM, torch.bfloat16, device)
+    kernel = grouped_kernel_of(heads, KV_HEADS, HEAD_DIM, torch.bfloat16, device)
     if config is not None:
         slots = max(1, config.programs_per_sm * num_multiprocessors(device) // KV_HEADS)
         kernel = Kernel(config, config.block_m // (heads // KV_HEADS), slots, positions_worth_it=1)
@@ -118,9 +117,8 @@ def grouped_work(inputs: Inputs, config: GroupedConfig | None = None) -> Grouped
     if choice is None:
         return None
     plan = plan_groups(inputs.lengths, rows, choice)
-    arrivals = torch.zeros(len(rows) * KV_HEADS, dtype=torch.int32, device=device)
-    items, members = torch.from_numpy(plan.items).to(device), torch.from_numpy(plan.members).to(device)
-    return GroupedWork(items, members, arrivals, plan.num_parts, plan.config)
+    items, table = torch.from_numpy(plan.items).to(device), torch.from_numpy(plan.rows).to(device)
+    return GroupedWork(items, table, plan.num_parts, plan.config)
 
 
 def floor_of(shape: Shape, rates: dict[str, float]) -> float:

@@ -47,7 +47,7 @@ def test_groups_are_looked_at_anew_where_groups_change_or_the_number_of_rows(att
     ends = []
     for groups, rows in ((first, 6), (first, 6), (first, 8), (second, 8), (second, 8)):
         plan = attention.split_plan(np.full(rows, 3000), np.arange(rows), groups)
-        assert len(plan.members) == rows
+        assert len(plan.rows) == rows
         ends.append(int(plan.items[0, 4]))
     assert ends == [2048, 2048, 2048, 1024, 1024]
     assert attention.backend.looked == 3
