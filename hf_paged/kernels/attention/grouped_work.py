@@ -24,7 +24,7 @@ PIECE_COST = 24
 MIN_GROUP_SPLIT = 128
 # A step is grouped if that saves as many positions for each multiprocessor (times KV heads, of 256 bytes of key): where
 # it saves less, the joining adds as much time.
-MIN_SAVED = 200
+MIN_SAVED = 700
 
 
 class GroupedPlan(NamedTuple):
