@@ -154,10 +154,8 @@ REQUESTS = [
     PackageMutation("integration/continuous_batching/worker.py",
                     "            if not self._running and not self._arrived:\n",
                     "            if True:\n", BATCHING_TESTS, "breaks_fails"),
-    PackageMutation("engine/engine.py", "            if always_step or not session.outbox:\n                try:\n"
-                    "                    self._look_for_arrivals()\n",
-                    "            if always_step or not session.outbox:\n                try:\n"
-                    "                    self._has_looked = False\n", "engine/test_engine.py",
+    PackageMutation("engine/engine.py", "        try:\n            self._look_for_arrivals()\n            if self.group",
+                    "        try:\n            self._has_looked = False\n            if self.group", "engine/test_engine.py",
                     "before_a_change_of_the_model"),
 ]
 
@@ -530,7 +528,24 @@ SHARDED = [
                     "either_order"),
 ]
 
+# What watches an engine, and calls that are awaited.
+OBSERVER_TESTS, DRIVER, ASYNC_TESTS = "engine/test_observer.py", "engine/driver.py", "test_generator_async.py"
+AWAITED = [
+    PackageMutation(CORE, "            self._tell_of_new_start()\n            self.dirty = False\n            raise\n",
+                    "            self.dirty = False\n            raise\n", OBSERVER_TESTS, "launch_that_raises"),
+    PackageMutation("engine/observer.py", "                self.remove(observer)\n", "", OBSERVER_TESTS, "is_dropped"),
+    PackageMutation(DRIVER, "            self._calls.remove(call)\n            self._end_requests(call)\n",
+                    "            self._calls.remove(call)\n", ASYNC_TESTS, "within_a_step"),
+    PackageMutation(DRIVER, "                for call in [call for call in self._calls if call.loop is loop]:\n"
+                    "                    self._close(call)\n", "                pass\n", ASYNC_TESTS, "takes_them"),
+    PackageMutation("integration/async_calls.py",
+                    "        with torch.autocast(device, dtype):\n            return function()\n",
+                    "        return function()\n", ASYNC_TESTS, "autocast"),
+    PackageMutation("engine/engine.py", "if one == request_id or is_copy(one, request_id)]", "if one == request_id]",
+                    ASYNC_TESTS, "all_copies"),
+]
+
 PACKAGE_MUTATIONS = [
     *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *UPDATES, *RECOGNITION, *ADAPTERS, *JOINED, *MODELS, *SERVER,
-    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS, *PREFIXES,
+    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS, *PREFIXES, *AWAITED,
 ]

@@ -184,6 +184,19 @@ def failed_output(sequence: Sequence, num_emitted: int, error: str) -> StepOutpu
                       version_runs=last_of(completion.version_runs, len(fresh)))
 
 
+def copy_ids(request_id: str | None, copies: int) -> list[str | None]:
+    """Ids of the requests of one prompt, of which there are several with ``num_return_sequences``."""
+    if request_id is None or copies == 1:
+        return [request_id] * copies
+    return [f"{request_id}#{copy}" for copy in range(copies)]
+
+
+def is_copy(request_id: str, of: str) -> bool:
+    """Is this an id that `copy_ids` makes of the other?"""
+    start, number = request_id[: len(of) + 1], request_id[len(of) + 1 :]
+    return start == f"{of}#" and number.isdecimal()
+
+
 @dataclass(eq=False)
 class Session:
     """With ``stream`` every token is delivered as it comes, otherwise only completions; ``text``: decoded, too."""

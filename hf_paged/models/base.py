@@ -134,6 +134,11 @@ class ModelExecutor(ABC):
         return model
 
     @property
+    def has_source(self) -> bool:
+        """Is the user's model still there?"""
+        return self._source() is not None
+
+    @property
     def model(self) -> Any:
         """Whose modules run: the user's model, or the replica of one that is sharded; RuntimeError once it is gone."""
         return self.source if self.replica is None else self.replica.model
@@ -163,6 +168,10 @@ class ModelExecutor(ABC):
     @abstractmethod
     def kv_spec(self) -> KVSpec:
         """Shapes, dtypes and device of this rank's cache, read off the modules."""
+
+    @abstractmethod
+    def windows(self) -> tuple[int | None, ...]:
+        """Of every layer, how many positions its attention sees, the last ones; None: all."""
 
     @abstractmethod
     def max_length(self) -> int:

@@ -63,6 +63,9 @@ class DecoderExecutor(ModelExecutor):
     def config(self) -> Any:
         return self.model.config if self._family.wrapper is None else super().config  # a look-up takes a while
 
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(map(self._mask_window, range(len(self._layers()))))
+
     def max_length(self) -> int:
         return longest_unchanged(self.config)
 
@@ -131,13 +134,12 @@ class DecoderExecutor(ModelExecutor):
         decoder = self.decoder
         # A mask of four dims is passed on as it is: no mask is made, and nothing is looked up in the positions.
         no_mask = input_ids.new_empty((1, 1, 1, 1), dtype=torch.bool)
-        windows = tuple(map(self._mask_window, range(len(self._layers()))))
         rows = self.adapter_rows(step.adapters)
         with paged_call(self._configs()), self.casting(), by_row(self._lora, rows):
             output = decoder(
                 input_ids=input_ids[None], attention_mask=no_mask, position_ids=step.positions[None], use_cache=False,
                 output_attentions=False, output_hidden_states=False, output_router_logits=False, return_dict=True,
-                **{STEP_ARGUMENT: WindowedStep(step, windows)},
+                **{STEP_ARGUMENT: WindowedStep(step, self.windows())},
             )
         result: torch.Tensor = output.last_hidden_state[0]
         return result

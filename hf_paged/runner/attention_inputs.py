@@ -22,6 +22,7 @@ class AttentionInputs:
     def __init__(self, backend: AttentionBackend, spec: KVSpec, state: RequestState, max_model_len: int) -> None:
         self.backend = backend
         self._spec, self._state, self._max_model_len = spec, state, max_model_len
+        self.saved_positions = 0  # that the decode rows planned last do not read again, in one layer without a window
         # Of the last step with groups, which are the same objects as long as they hold the same.
         self._chosen: tuple[PrefixGroups, int, GroupChoice | None] | None = None
 

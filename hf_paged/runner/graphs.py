@@ -23,6 +23,7 @@ from hf_paged.kernels.upload import upload
 from hf_paged.models import ModelExecutor
 from hf_paged.models.captures import capture_lock, captures
 from hf_paged.models.guards.inner_tensors import watched
+from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
@@ -57,8 +58,12 @@ class GroupedTiles(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """A graph, the device tensors that it reads its step from, and what it makes: `Drawn`, or logits [rows, V]."""
+    """A graph, the device tensors that it reads its step from, and what it makes: `Drawn`, or logits [rows, V].
 
+    ``name`` says of what it is, and for how many rows or tokens.
+    """
+
+    name: str
     graph: torch.cuda.CUDAGraph
     inputs: tuple[torch.Tensor, ...]
     result: Any
@@ -249,7 +254,7 @@ class StepGraphs:
         """The graph of `run`, captured on a step's inputs where it is new; None where it cannot be had."""
         key = (size, run.func.__name__, *run.keywords.values())
         if key not in self._captured:
-            self._captured[key] = self._capture(run, inputs)
+            self._captured[key] = self._capture(run, inputs, f"{run.func.__name__[1:]} {size}")
         return self._captured[key]
 
     def _send(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> None:
@@ -258,10 +263,12 @@ class StepGraphs:
             tensor.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
 
     def _replay(self, captured: Captured) -> Any:
+        began = device_times.begin(self._device)
         captured.graph.replay()
+        device_times.end(captured.name, began)
         return captured.result
 
-    def _capture(self, run: partial, arrays: tuple[np.ndarray, ...]) -> Captured | None:
+    def _capture(self, run: partial, arrays: tuple[np.ndarray, ...], name: str) -> Captured | None:
         """Run on this step's inputs once, which compiles what is missing and is repeated by the replay; record it.
 
         None where the device has no memory for it (a graph keeps memory for itself, the eager step shares what there
@@ -274,7 +281,7 @@ class StepGraphs:
             with torch.cuda.stream(stream):
                 run(*inputs)  # here: after a first run on another stream the replays of nano were 2 % slower
                 with capture_lock(self._device):
-                    return self._record(run, inputs)
+                    return self._record(run, inputs, name)
         except torch.OutOfMemoryError:
             if self._executor.group.is_parallel:  # the other ranks would wait in collectives that never come
                 raise
@@ -301,7 +308,7 @@ class StepGraphs:
             weakref.finalize(self, free.append, self._stream)
         return self._stream
 
-    def _record(self, run: partial, inputs: tuple[torch.Tensor, ...]) -> Captured | None:
+    def _record(self, run: partial, inputs: tuple[torch.Tensor, ...], name: str) -> Captured | None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
@@ -321,7 +328,7 @@ class StepGraphs:
             raise
         graph.capture_end()
         self.num_captured += 1
-        return Captured(graph, inputs, result)
+        return Captured(name, graph, inputs, result)
 
     def _decode_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
         """rows [2, size] int64 (slots, positions), and the attention's plan, which is for these tiles."""

@@ -50,9 +50,11 @@ class PrefixTree:
 
     Args:
         block_size: Tokens per block.
+        is_kept: False: rows are not entered, so that there are no groups.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, is_kept: bool = True) -> None:
+        self.is_kept = is_kept
         self._block_size = block_size
         self._root = Node(None, 0, [])
         self._tables: dict[int, list[int]] = {}  # by slot, as what follows
@@ -65,6 +67,8 @@ class PrefixTree:
 
     def add(self, slot: int, table: list[int]) -> None:
         """A row comes. The table is not copied."""
+        if not self.is_kept:
+            return
         node = self._root
         while True:
             key = table[node.end] if len(table) > node.end else -1 - slot
