@@ -30,11 +30,9 @@ from workloads import generation_configs, make_workload, qwen3
 
 from hf_paged import PagedGenerator
 from hf_paged.kernels import lora_expand as expand_module
-from hf_paged.kernels import lora_linear as linear_module
 from hf_paged.kernels import lora_shrink as shrink_module
 from hf_paged.kernels.linear import linear_silu_mul_unchecked, linear_unchecked
-from hf_paged.kernels.lora_expand import ExpandConfig
-from hf_paged.kernels.lora_linear import LoraLinearConfig, lora_linear_silu_mul_unchecked, lora_linear_unchecked
+from hf_paged.kernels.lora_expand import ExpandConfig, lora_expand_silu_mul_unchecked, lora_expand_unchecked
 from hf_paged.kernels.lora_order import order_rows
 from hf_paged.kernels.lora_shrink import ShrinkConfig, lora_shrink_unchecked
 from hf_paged.kernels.lora_table import Adapter, LoraTable, Members, make_tables
@@ -85,13 +83,12 @@ class Layers:
 
     def __init__(self, layers: list[dict[str, Product]], rows: int) -> None:
         self._layers = layers
-        self.last: Any = None  # product of an adapted layer
         self._x = {name: torch.randn(rows, p.weight.shape[1], dtype=BF16, device="cuda")
                    for name, p in layers[0].items()}
         every = torch.arange(rows, device="cuda")
         # Decode rows stand in any order, a prompt's tokens together.
         entries = (every % NUM_MIXED if rows <= 512 else every * NUM_MIXED // rows).int() + 1
-        self._order = order_rows(entries, 1 + NUM_MIXED)
+        self._order = order_rows(entries, 1 + NUM_MIXED)  # once a step
 
     def __call__(self, kind: str | None = None, names: tuple[str, ...] = ("qkv", "o", "gate_up", "down")) -> None:
         """`kind` None: without adapters."""
@@ -104,12 +101,12 @@ class Layers:
                     continue
                 table, order = of.tables[kind], self._order if "mixed" in kind else None
                 shrunk = lora_shrink_unchecked(x, table, order) if following is None else following
-                following = None
+                out, following = linear_unchecked(x, of.weight), None
                 if of.silu:
                     behind = layer["down"].tables[kind] if "down" in names else None
-                    self.last, following = lora_linear_silu_mul_unchecked(x, of.weight, shrunk, table, order, behind)
+                    _, following = lora_expand_silu_mul_unchecked(out, shrunk, table, order, behind)
                 else:
-                    self.last = lora_linear_unchecked(x, of.weight, None, shrunk, table, order)
+                    lora_expand_unchecked(out, shrunk, table, order)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -119,17 +116,10 @@ class Layers:
         return step_time(partial(self, *args, **options)) * 1e3 / len(self)
 
 
-APART = "apart"  # in place of a config: the product in one launch, what is added to it in another
-
-
 @contextmanager
-def configured(shrink: ShrinkConfig | None = None, expand: ExpandConfig | None = None,
-               linear: LoraLinearConfig | str | None = None) -> Iterator[None]:
+def configured(shrink: ShrinkConfig | None, expand: ExpandConfig | None) -> Iterator[None]:
     """In here every launch takes these, where they are given."""
     with ExitStack() as stack:
-        if linear is not None:
-            config = None if linear == APART else linear
-            stack.enter_context(mock.patch.object(linear_module, "choose_config", return_value=config))
         if shrink is not None:
             stack.enter_context(mock.patch.object(shrink_module, "shrink_config", return_value=shrink))
         if expand is not None:
@@ -153,45 +143,6 @@ def expand_candidates(rows: int, low: bool) -> Iterator[ExpandConfig]:
         block_m = [16] if rows <= 16 else [32, 64, 128] if rows >= 2048 else [16, 32, 64]
         yield from (ExpandConfig(m, n, precision, 4 if m * n <= 8192 else 8) for m in block_m for n in (64, 128, 256)
                     if m * n <= 16384)
-
-
-def linear_candidates(rows: int, name: str, low: bool) -> Iterator[LoraLinearConfig]:
-    """Of one product."""
-    precision = "low" if low else "bf16x3"
-    block_m = [16] if rows <= 16 else [32] if rows <= 32 else [64] if rows <= 64 else [64, 128]
-    narrow = name in ("o", "down")
-    for m, (n, k, stages) in product(block_m, [(32, 128, 4), (64, 128, 4), (32, 64, 6), (64, 64, 5)] if narrow
-                                     else [(64, 64, 4), (128, 64, 4), (64, 128, 3), (32, 128, 4)]):
-        for warps in (4, 8) if m * n >= 8192 or (name == "gate_up" and m * n >= 4096) else (4,):
-            shared = (m + n * (2 if name == "gate_up" else 1)) * k * 2 * stages
-            if shared <= 220 << 10 and m * n <= 128 * 64 * (1 if name == "gate_up" else 2):
-                yield LoraLinearConfig(m, n, k, precision, warps, stages)
-
-
-def tune_linear(layers: Layers, rows: int, kind: str, deadline: float) -> Iterator[dict[str, Any]]:
-    """Each product by itself, in two launches and in one."""
-    for name in ("qkv", "o", "gate_up", "down"):
-        base = layers.microseconds(None, (name,))
-        timed: list[tuple[float, float, Any]] = []
-        wanted = None
-        for config in (APART, *linear_candidates(rows, name, kind.startswith("bf16"))):
-            if time.perf_counter() > deadline:
-                break
-            with configured(linear=config):
-                try:
-                    us = layers.microseconds(kind, (name,))
-                except Exception as error:  # shared memory
-                    print(f"  {config}: {type(error).__name__} {str(error)[:80]}")
-                    continue
-                wanted = layers.last.float() if wanted is None else wanted
-                timed.append((us - base, float((layers.last.float() - wanted).norm() / wanted.norm()), config))
-        apart = timed[0][0] if timed else 0.0
-        timed.sort(key=lambda found: found[0])
-        for us, error, config in timed:
-            print(f"  {rows} rows {kind} {name} +{us:6.2f} us of {base:6.2f}, differs {error:.1e} {config}")
-        if timed:
-            yield {"rows": rows, "kind": kind, "name": name, "base_us": base, "apart_us": apart,
-                   "best_us": timed[0][0], "best": timed[0][2]}
 
 
 def tune(layers: Layers, rows: int, kind: str, deadline: float) -> Iterator[dict[str, Any]]:
@@ -218,15 +169,9 @@ def tune(layers: Layers, rows: int, kind: str, deadline: float) -> Iterator[dict
                "worst_us": timed[-1][0]}
 
 
-def compile_all(model: str, rows: int, kind: str, only_linear: bool) -> None:
+def compile_all(model: str, rows: int, kind: str) -> None:
     """Every candidate once, so that a later run finds them on the disk; several at a time in processes of their own."""
     layers, low = Layers(products(model, 1), rows), kind.startswith("bf16")
-    for name in ("qkv", "o", "gate_up", "down"):
-        for linear in (APART, *linear_candidates(rows, name, low)):
-            with suppress(Exception), configured(linear=linear):
-                layers(kind, (name,))
-    if only_linear:
-        return
     for shrink in shrink_candidates(rows, low, "mixed" in kind):
         with suppress(Exception), configured(shrink, None):
             layers(kind)
@@ -238,7 +183,7 @@ def compile_all(model: str, rows: int, kind: str, only_linear: bool) -> None:
 
 
 def layer_rows(model: str, rows_list: list[int], kinds: list[str], with_tuning: bool,
-               of_linear: bool, deadline: float) -> Iterator[dict[str, Any]]:
+               deadline: float) -> Iterator[dict[str, Any]]:
     made = products(model)
     source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     copied = 2 * source.numel() / (step_time(lambda: source.clone()) * 1e-3)
@@ -247,10 +192,6 @@ def layer_rows(model: str, rows_list: list[int], kinds: list[str], with_tuning: 
         base = layers.microseconds()
         found: dict[str, Any] = {"model": model, "rows": rows, "base_us": base}
         for kind in kinds:
-            if of_linear:
-                for tuned in tune_linear(layers, rows, kind, deadline):
-                    found[f"{kind} linear {tuned['name']}"] = tuned
-                continue
             if with_tuning and time.perf_counter() < deadline:
                 for tuned in tune(layers, rows, kind, deadline):
                     found[f"{kind} {tuned['op']}"] = tuned
@@ -313,7 +254,6 @@ def main() -> None:
     of_layers.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256, 8192])
     of_layers.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     of_layers.add_argument("--tune", action="store_true")
-    of_layers.add_argument("--linear", action="store_true", help="tune products with what is added in one launch")
     of_layers.add_argument("--compile", action="store_true", help="nothing but `--tune`'s candidates")
     of_layers.add_argument("--seconds", type=float, default=60.0)
     whole = commands.add_parser("workload")
@@ -327,12 +267,11 @@ def main() -> None:
     figures = []
     if args.command == "layers" and args.compile:
         for kind, rows in product(args.kinds, args.rows):
-            compile_all(args.models[0], rows, kind, args.linear)
+            compile_all(args.models[0], rows, kind)
         return
     if args.command == "layers":
         deadline = time.perf_counter() + args.seconds
-        found = (row for model in args.models
-                 for row in layer_rows(model, args.rows, args.kinds, args.tune, args.linear, deadline))
+        found = (row for model in args.models for row in layer_rows(model, args.rows, args.kinds, args.tune, deadline))
     else:
         found = workload_rows(args.model, args.workload, args.kinds, args.runs)
     for row in found:

@@ -409,8 +409,6 @@ LORA_LAYERS = [
                     LORA_KERNEL_TESTS, "rows"),
     PackageMutation("kernels/lora_order.py", "tl.where(each < mine, tiles, 0)", "tl.where(each < mine, counts, 0)",
                     "kernels/test_lora_order.py", "kernel"),
-    PackageMutation("kernels/lora_linear.py", "result = base.to(dtype)  #", "result = base  #",
-                    "kernels/test_lora_linear.py", "roundings"),
     PackageMutation("kernels/lora_expand.py", "sums * tl.load(next_scales), mask", "sums, mask", LORA_KERNEL_TESTS,
                     "behind_silu"),
 ]

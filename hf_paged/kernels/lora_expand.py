@@ -30,7 +30,7 @@ from hf_paged.kernels.lora_shrink import check_order
 from hf_paged.kernels.lora_table import LoraTable
 from hf_paged.kernels.silu_mul import silu_mul_reference, silu_mul_tile, silu_mul_unchecked
 
-_MOST_PARTIALS = 64
+_MOST_PARTIALS = 32
 
 
 class ExpandConfig(NamedTuple):
@@ -104,9 +104,7 @@ def lora_expand_silu_mul_unchecked(
     if table.num_members != 2:  # the kernel's programs take a gate and an up, each with a place in the table
         return silu_mul_unchecked(lora_expand_unchecked(product, shrunk, table, order)), None
     config = expand_config(product, table, order)
-    tiles = -(-product.shape[1] // 2 // config.block_n)
-    few = order is None and len(product) < 1024
-    if following is not None and few and can_follow(following, tiles):
+    if following is not None and order is None and _can_follow(product, following, config):
         # One product after another: each warp has rows of its own, so that few rows would keep some warps idle.
         config = config._replace(block_m=16 if len(product) <= 64 else 32 if len(product) <= 128 else 64)
     else:
@@ -114,17 +112,17 @@ def lora_expand_silu_mul_unchecked(
     return lora_expand_silu_mul_triton(product, shrunk, table, order, config, following)
 
 
-def can_follow(table: LoraTable, num_tiles: int) -> bool:
+def _can_follow(product: torch.Tensor, table: LoraTable, config: ExpandConfig) -> bool:
     """Is it one adapter, and are the partial sums, one a tile of columns, few?"""
     one = table.num_parts == table.num_members == 1 and table.rank == table.rank_tile
-    return one and num_tiles <= _MOST_PARTIALS
+    return one and len(product) < 1024 and product.shape[1] // 2 <= _MOST_PARTIALS * config.block_n
 
 
 @jit()
-def add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n, n_inside, PARTS: tl.constexpr,
-              MEMBERS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, RANK_DIVISOR: tl.constexpr,
-              KIND: tl.constexpr, COMPUTE: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
-              ALIGNED: tl.constexpr, SPLITS: tl.constexpr):
+def _add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n, n_inside, PARTS: tl.constexpr,
+               MEMBERS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, RANK_DIVISOR: tl.constexpr,
+               KIND: tl.constexpr, COMPUTE: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
+               ALIGNED: tl.constexpr, SPLITS: tl.constexpr):
     """acc [rows, columns] and what an entry's adapters of a member add; the entry -1 adds nothing.
 
     All columns have one address, so that loads are wide. `places` are the entry's.
@@ -147,9 +145,9 @@ def add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n, 
 
 
 @jit()
-def add_bias(acc, places, scales, entry, member, n, n_inside, PARTS: tl.constexpr, MEMBERS: tl.constexpr,
-             KIND: tl.constexpr, COMPUTE: tl.constexpr):
-    """acc [rows, columns] and the biases of an entry's adapters of a member, scaled. As `add_delta`."""
+def _add_bias(acc, places, scales, entry, member, n, n_inside, PARTS: tl.constexpr, MEMBERS: tl.constexpr,
+              KIND: tl.constexpr, COMPUTE: tl.constexpr):
+    """acc [rows, columns] and the biases of an entry's adapters of a member, scaled. As `_add_delta`."""
     for part in tl.static_range(PARTS):
         slot = part * MEMBERS + member
         address = tl.zeros([n.shape[0]], tl.int64) + tl.where(entry >= 0, tl.load(places + slot * FIELDS + 2), 0)
@@ -251,15 +249,15 @@ def _expand_kernel(
     split_stride = num_rows.to(tl.int64) * (PARTS * MEMBERS * RANK)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = acc
-    acc = add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n, n_inside, PARTS, MEMBERS, RANK,
-                    BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED, SPLITS)
+    acc = _add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n, n_inside, PARTS, MEMBERS, RANK,
+                     BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED, SPLITS)
     if HAS_BIAS:
-        acc = add_bias(acc, places, scales, entry, member, n, n_inside, PARTS, MEMBERS, KIND, COMPUTE)
+        acc = _add_bias(acc, places, scales, entry, member, n, n_inside, PARTS, MEMBERS, KIND, COMPUTE)
     if SILU:
-        acc_up = add_delta(acc_up, shrunk_rows, split_stride, places, entry, inside, 1, n, n_inside, PARTS, MEMBERS,
-                           RANK, BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED, SPLITS)
+        acc_up = _add_delta(acc_up, shrunk_rows, split_stride, places, entry, inside, 1, n, n_inside, PARTS, MEMBERS,
+                            RANK, BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED, SPLITS)
         if HAS_BIAS:
-            acc_up = add_bias(acc_up, places, scales, entry, 1, n, n_inside, PARTS, MEMBERS, KIND, COMPUTE)
+            acc_up = _add_bias(acc_up, places, scales, entry, 1, n, n_inside, PARTS, MEMBERS, KIND, COMPUTE)
     result = (base + acc).to(dtype)
     if SILU:
         up = (base_up + acc_up).to(dtype).to(tl.float32)

@@ -1,12 +1,10 @@
-"""What LoRA adds to the products of linear layers that read one input, by kernels."""
+"""What LoRA adds to the products of linear layers that read one input, by two kernels."""
 
 from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels.linear import linear_unchecked
 from hf_paged.kernels.lora_expand import lora_expand_silu_mul_unchecked, lora_expand_unchecked
-from hf_paged.kernels.lora_linear import lora_linear_silu_mul_unchecked, lora_linear_unchecked
 from hf_paged.kernels.lora_order import RowOrder
 from hf_paged.kernels.lora_shrink import lora_shrink_unchecked
 from hf_paged.kernels.lora_table import LoraTable
@@ -36,32 +34,15 @@ class AdaptedLayers:
         """The bases' product [T, N], which is written, with what each row's adapters add to it."""
         return product if shrunk is None else lora_expand_unchecked(product, shrunk, self._table, _order(rows))
 
-    def linear(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-               shrunk: torch.Tensor | None, rows: AdapterRows | None) -> torch.Tensor:
-        """`expand` of the product with the bases' weight [N, K] and bias [N]."""
-        if shrunk is None:
-            return linear_unchecked(hidden, weight, bias)
-        return lora_linear_unchecked(hidden, weight, bias, shrunk, self._table, _order(rows))
-
-    def linear_silu_mul(self, hidden: torch.Tensor, weight: torch.Tensor, shrunk: torch.Tensor,
-                        rows: AdapterRows | None,
-                        following: AdaptedLayers | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same of gates and ups [2 * I, K], and silu(gate) * up: [T, I]. `following`: as below."""
-        return lora_linear_silu_mul_unchecked(hidden, weight, shrunk, self._table, _order(rows),
-                                              _behind(following, rows))
-
     def expand_silu_mul(self, product: torch.Tensor, shrunk: torch.Tensor, rows: AdapterRows | None,
                         following: AdaptedLayers | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`expand` of gates and ups [T, 2 * I], and silu(gate) * up: [T, I].
+        """The same of gates and ups [T, 2 * I], and silu(gate) * up: [T, I].
 
         Beside it `shrink` of that for the layers that read it, if they add anything, where that is cheaper together.
         """
-        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, _order(rows), _behind(following, rows))
-
-
-def _behind(following: AdaptedLayers | None, rows: AdapterRows | None) -> LoraTable | None:
-    adds = following is not None and (rows is not None or following._has_active)
-    return following._table if adds and following is not None else None
+        adds = following is not None and (rows is not None or following._has_active)
+        then = following._table if adds and following is not None else None
+        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, _order(rows), then)
 
 
 def _order(rows: AdapterRows | None) -> RowOrder | None:

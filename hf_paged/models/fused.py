@@ -68,16 +68,12 @@ class Projections(NamedTuple):
         if self.lora is None:
             return self._product(hidden, rows)
         shrunk = self.lora.shrink(hidden, rows)
-        if self.weight is not None:
-            return self.lora.linear(hidden, self.weight, self.bias, shrunk, rows)
         return self.lora.expand(self._product(hidden, rows), shrunk, rows)
 
     def silu_mul(self, hidden: torch.Tensor, rows: AdapterRows | None = None,
                  following: AdaptedLayers | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]; see `AdaptedLayers.expand_silu_mul`."""
         if self.lora is not None and (shrunk := self.lora.shrink(hidden, rows)) is not None:
-            if self.weight is not None and self.bias is None:
-                return self.lora.linear_silu_mul(hidden, self.weight, shrunk, rows, following)
             return self.lora.expand_silu_mul(self._product(hidden, rows), shrunk, rows, following)
         if self.weight is not None and self.bias is None:
             return self.ops.linear_silu_mul(hidden, self.weight), None

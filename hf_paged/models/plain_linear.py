@@ -70,7 +70,7 @@ def added(lora: AdaptedLayers | None, hidden: torch.Tensor, weight: torch.Tensor
         return linear(hidden, weight, bias)
     if shrunk is None:
         shrunk = lora.shrink(hidden, rows)
-    return lora.linear(hidden, weight, bias, shrunk, rows)
+    return lora.expand(linear(hidden, weight, bias), shrunk, rows)
 
 
 class RowProduct(NamedTuple):
