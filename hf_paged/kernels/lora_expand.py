@@ -31,6 +31,7 @@ from hf_paged.kernels.lora_table import LoraTable
 from hf_paged.kernels.silu_mul import silu_mul_reference, silu_mul_tile, silu_mul_unchecked
 
 _MOST_PARTIALS = 32
+_MOST_FOLLOWED_ROWS = 64  # of more, both in one launch take longer than two (256 rows: by 3 us)
 
 
 class ExpandConfig(NamedTuple):
@@ -104,10 +105,7 @@ def lora_expand_silu_mul_unchecked(
     if table.num_members != 2:  # the kernel's programs take a gate and an up, each with a place in the table
         return silu_mul_unchecked(lora_expand_unchecked(product, shrunk, table, order)), None
     config = expand_config(product, table, order)
-    if following is not None and order is None and _can_follow(product, following, config):
-        # One product after another: each warp has rows of its own, so that few rows would keep some warps idle.
-        config = config._replace(block_m=16 if len(product) <= 64 else 32 if len(product) <= 128 else 64)
-    else:
+    if order is not None or following is None or not _can_follow(product, following, config):
         following = None
     return lora_expand_silu_mul_triton(product, shrunk, table, order, config, following)
 
@@ -115,7 +113,7 @@ def lora_expand_silu_mul_unchecked(
 def _can_follow(product: torch.Tensor, table: LoraTable, config: ExpandConfig) -> bool:
     """Is it one adapter, and are the partial sums, one a tile of columns, few?"""
     one = table.num_parts == table.num_members == 1 and table.rank == table.rank_tile
-    return one and len(product) < 1024 and product.shape[1] // 2 <= _MOST_PARTIALS * config.block_n
+    return one and len(product) <= _MOST_FOLLOWED_ROWS and product.shape[1] // 2 <= _MOST_PARTIALS * config.block_n
 
 
 @jit()
