@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hf_paged.integration.explain import explain
     from hf_paged.integration.gathered import gathered
     from hf_paged.integration.install import install, is_installed, uninstall
+    from hf_paged.integration.metrics import metrics
     from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput, Timings
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ __all__ = [
     "install",
     "is_enabled",
     "is_installed",
+    "metrics",
     "uninstall",
     "weight_update",
 ]
@@ -74,6 +76,7 @@ _MODULES = {
     "hf_paged.integration.enable": ("disable", "enable", "get_engine", "is_enabled", "weight_update"),
     "hf_paged.integration.explain": ("explain",),
     "hf_paged.integration.gathered": ("gathered",),
+    "hf_paged.integration.metrics": ("metrics",),
     "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput", "Timings"),
 }
 
