@@ -37,5 +37,5 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, number of values up to it), as Prometheus has it; the last bound is infinity."""
-        names = [*(f"{float(bound):g}" for bound in self.bounds), "+Inf"]
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         return list(zip(names, self._counts.cumsum().tolist(), strict=True))

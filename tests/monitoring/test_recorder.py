@@ -149,7 +149,7 @@ def test_a_histogram_counts_as_one_value_after_the_other():
     assert many.buckets()[-1] == ("+Inf", len(values) + 7)
     at_bound = Histogram((1.0, 2.0))
     at_bound.add(1.0)
-    assert at_bound.buckets() == [("1", 1), ("2", 1), ("+Inf", 1)]  # up to the bound, that included
+    assert at_bound.buckets() == [("1.0", 1), ("2.0", 1), ("+Inf", 1)]  # up to the bound, that included
 
 
 def test_rows_in_lockstep_are_work_but_no_requests(lockstep_only):
