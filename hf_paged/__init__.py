@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hf_paged.integration.explain import explain
     from hf_paged.integration.gathered import gathered
     from hf_paged.integration.install import install, is_installed, uninstall
+    from hf_paged.integration.trainer_callback import PagedStatsCallback
     from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput
     from hf_paged.tracing.trace import trace
 
@@ -42,6 +43,7 @@ __all__ = [
     "FallbackWarning",
     "PagedConfig",
     "PagedGenerator",
+    "PagedStatsCallback",
     "RankAloneError",
     "StepOutput",
     "UnsupportedModelError",
@@ -73,6 +75,7 @@ _MODULES = {
     "hf_paged.integration.enable": ("disable", "enable", "get_engine", "is_enabled", "weight_update"),
     "hf_paged.integration.explain": ("explain",),
     "hf_paged.integration.gathered": ("gathered",),
+    "hf_paged.integration.trainer_callback": ("PagedStatsCallback",),
     "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput"),
     "hf_paged.tracing.trace": ("trace",),
 }
