@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_paged.config import PagedConfig
     from hf_paged.engine import Engine
     from hf_paged.errors import (
+        EngineClosedError,
         FallbackError,
         FallbackWarning,
         RankAloneError,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from hf_paged.integration.gathered import gathered
     from hf_paged.integration.install import install, is_installed, uninstall
     from hf_paged.integration.trainer_callback import PagedStatsCallback
-    from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput
+    from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput, Timings
     from hf_paged.tracing.trace import trace
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "CallStats",
     "Completion",
     "Engine",
+    "EngineClosedError",
     "EngineStats",
     "Explanation",
     "FallbackError",
@@ -46,6 +48,7 @@ __all__ = [
     "PagedStatsCallback",
     "RankAloneError",
     "StepOutput",
+    "Timings",
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "WorkerDiedError",
@@ -67,8 +70,8 @@ _MODULES = {
     "hf_paged.config": ("PagedConfig",),
     "hf_paged.engine": ("Engine",),
     "hf_paged.errors": (
-        "FallbackError", "FallbackWarning", "RankAloneError", "UnsupportedModelError", "UnsupportedOptionError",
-        "WorkerDiedError",
+        "EngineClosedError", "FallbackError", "FallbackWarning", "RankAloneError", "UnsupportedModelError",
+        "UnsupportedOptionError", "WorkerDiedError",
     ),
     "hf_paged.generator": ("PagedGenerator",),
     "hf_paged.integration.install": ("install", "is_installed", "uninstall"),
@@ -76,7 +79,7 @@ _MODULES = {
     "hf_paged.integration.explain": ("explain",),
     "hf_paged.integration.gathered": ("gathered",),
     "hf_paged.integration.trainer_callback": ("PagedStatsCallback",),
-    "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput"),
+    "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput", "Timings"),
     "hf_paged.tracing.trace": ("trace",),
 }
 

@@ -19,6 +19,7 @@ from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.graphs import StepGraphs
 from hf_paged.runner.kv_cache import KVCache
+from hf_paged.runner.kv_reads import KVReads
 from hf_paged.runner.prompt_scores import NOTHING, PromptSpan, Wanted, prompt_log_probs
 from hf_paged.runner.request_state import RequestState, SlotParameters
 from hf_paged.runner.sharded_sampling import ShardedSampling
@@ -70,7 +71,7 @@ class ModelRunner:
 
     def __init__(self, executor: ModelExecutor, spec: KVSpec, *, block_size: int, num_blocks: int, max_num_seqs: int,
                  max_model_len: int, max_num_batched_tokens: int, attention_backend: str,
-                 use_graphs: bool = False, max_blocks: int | None = None) -> None:
+                 use_graphs: bool = False, max_blocks: int | None = None, reads: KVReads | None = None) -> None:
         self.executor = executor
         self.spec = spec
         self.device = spec.device
@@ -82,6 +83,8 @@ class ModelRunner:
             self.sharded = ShardedSampling(executor, spec.device)
         self.state = RequestState(max_num_seqs, max_model_len, block_size, spec.device, self.sharded)
         backend = resolve_backend(attention_backend, spec.device)
+        self.reads = KVReads() if reads is None else reads
+        self.reads.use(spec, executor.windows())
         self.attention = AttentionInputs(backend, spec, self.state, max_model_len)
         self._stream: torch.cuda.Stream | None = None  # of the last step
         self.graphs = None
@@ -138,6 +141,7 @@ class ModelRunner:
         if self.graphs is not None and not wanted.prompt:
             logits = self.graphs.launch(plan, result, logprobs, num_logits=first)
             if logits is not None:
+                self._count_reads(plan)
                 return self._handle(result[first:], own, logits=logits)
         began = device_times.begin(self.device)
         computed = self._hidden_states(plan)
@@ -159,6 +163,7 @@ class ModelRunner:
         else:
             self._update_state(plan, parameters)
         if self.graphs is not None and (logits := self.graphs.logits(plan)) is not None:
+            self._count_reads(plan)
             return logits
         began = device_times.begin(self.device)
         computed = self._hidden_states(plan)
@@ -202,7 +207,14 @@ class ModelRunner:
         parts = self.attention.parts(plan, query_start, slot_mapping)
         adapters = self.state.adapters.of(token_slots) if self.state.adapters.any_named(plan.slots) else None
         step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters)
-        return Computed(self.executor.hidden_states(input_ids, step), query_start, adapters)
+        hidden = self.executor.hidden_states(input_ids, step)
+        self._count_reads(plan)
+        return Computed(hidden, query_start, adapters)
+
+    def _count_reads(self, plan: StepPlan) -> None:
+        """The step is enqueued."""
+        if decodes := plan.num_decode_rows:
+            self.reads.count(plan.start[:decodes], self.attention.saved_positions)
 
     def _sample(self, plan: StepPlan, computed: Computed, result: torch.Tensor,
                 logprobs: Mapping[str, torch.Tensor]) -> None:
