@@ -71,6 +71,9 @@ class Recorder:
         for row in rows[len(decodes) :].tolist():
             self._count_prefill(plan, row, now)
 
+    def delivered(self, plan: StepPlan) -> None:
+        """Nothing is measured between a commit and what it hands out."""
+
     def finished(self, request: Request, output: StepOutput) -> None:
         assert output.completion is not None
         completion, reason = output.completion, output.finish_reason or "abort"
