@@ -24,6 +24,7 @@ from workloads import qwen3_config
 
 from hf_paged import PagedGenerator
 from hf_paged.engine.core import EngineCore
+from hf_paged.integration.requests import Call, wanted
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
 
 
@@ -102,8 +103,7 @@ def in_a_step(generator: PagedGenerator, prompts: list, stream: bool, steps: int
     try:
         with generator.engine.session(stream=stream) as session:
             config = GenerationConfig(max_new_tokens=2 * steps)
-            for request in generator._requests(prompts, config, 0, {}, False, False, None):
-                generator.engine.add(session, request)
+            generator.engine.add_all(session, wanted(generator._maker.make(Call.of(prompts, config, seed=0))))
             while len(times) < steps:
                 start = time.thread_time()
                 generator.engine.advance(session)
