@@ -5,8 +5,8 @@
 Before: `PagedGenerator.generate` with prompts of 100 to 1,024 tokens and a generation config each, up to the first
 step. Add: `Engine.add_request` with prompts of 300 tokens, for requests that come alone (a step between any two) or
 100 before one step, which share one look at the model. Arrival: a step that takes in a prompt of 40 tokens beside 8
-running requests. Step: schedule, commit and what lies around them with every
-request running; no forward, random tokens. Times are the thread's CPU time, since machines are shared.
+running requests. Step: schedule, commit and what lies around them with every request running; no forward, random
+tokens; in the end with metrics (needs prometheus_client). Times are the thread's CPU time, since machines are shared.
 """
 
 from __future__ import annotations
@@ -142,6 +142,10 @@ def main() -> None:
             times = in_a_step(own, prompts, stream)
             print(f"{'streaming' if stream else 'not streaming'}: {statistics.median(times):.0f} us a decode step "
                   f"(fastest {min(times):.0f})")
+        own.metrics()
+        times = in_a_step(own, prompts, stream=False)
+        print(f"not streaming, with metrics: {statistics.median(times):.0f} us a decode step (fastest "
+              f"{min(times):.0f})")
 
 
 if __name__ == "__main__":
