@@ -154,10 +154,9 @@ REQUESTS = [
     PackageMutation("integration/continuous_batching/worker.py",
                     "            if not self._running and not self._arrived:\n",
                     "            if True:\n", BATCHING_TESTS, "breaks_fails"),
-    PackageMutation("engine/engine.py",
-                    "        try:\n            self._look_for_arrivals()\n            if self.group",
-                    "        try:\n            self._has_looked = False\n            if self.group",
-                    "engine/test_engine.py", "before_a_change_of_the_model"),
+    PackageMutation("engine/engine.py", "        try:\n            self._look_for_arrivals()\n            if self.",
+                    "        try:\n            self._has_looked = False\n            if self.", "engine/test_engine.py",
+                    "before_a_change_of_the_model"),
 ]
 
 # Weights that change while requests run, requests that go on, and kinds of log-probabilities.
@@ -435,10 +434,13 @@ LORA_LAYERS = [
                     "if self._adapters is not None:", LORA_TESTS, "switched and tables"),
     PackageMutation("kernels/lora_table.py", "return self.a.data_ptr(), self.b.data_ptr(), bias,", "return bias,",
                     LORA_TESTS, "moved and tables"),
-    PackageMutation("kernels/lora_shrink.py", "acc * scale[None, :], mask=mask", "acc, mask=mask", LORA_KERNEL_TESTS,
+    PackageMutation("kernels/lora_shrink.py", "acc * scale[None, :], mask=", "acc, mask=", LORA_KERNEL_TESTS,
                     "ranks"),
-    PackageMutation("kernels/lora_expand.py", "(adapter // PARTS)[None, :, None]) & inside",
-                    "entry[:, None, None]) & inside", LORA_KERNEL_TESTS, "rows"),
+    PackageMutation("kernels/_lora_tile.py", "entry = tl.load(tile_entries + tl.program_id(0))", "entry = 0",
+                    LORA_KERNEL_TESTS, "rows"),
+    PackageMutation("models/adapted_layers.py", "return rows.order", "return None", LORA_TESTS, "different_adapters"),
+    PackageMutation("kernels/lora_order.py", "tl.where(each < mine, tiles, 0)", "tl.where(each < mine, counts, 0)",
+                    "kernels/test_lora_order.py", "kernel"),
     PackageMutation("kernels/lora_expand.py", "sums * tl.load(next_scales), mask", "sums, mask", LORA_KERNEL_TESTS,
                     "behind_silu"),
 ]
