@@ -30,6 +30,7 @@ from hf_paged.models.guards.capturing import no_capturing
 from hf_paged.models.tuners import AdapterCounts
 from hf_paged.options.settings import RequestSettings
 from hf_paged.outputs import VersionRun
+from hf_paged.runner import device_times
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
 from hf_paged.runner.prompt_scores import NOTHING
@@ -334,7 +335,8 @@ class EngineCore:
                 launched = self._launch(plan, joining) if plan is not None or joining else None
                 if self.observers and (plan is not None or joining):
                     step = Launched(plan, self.totals["steps"], [rows for _, rows in joining],
-                                    scheduler.num_preemptions - num_preempted, started, scheduled, time.perf_counter())
+                                    scheduler.num_preemptions - num_preempted, started, scheduled, time.perf_counter(),
+                                    device_times.take())
                     self.observers.tell("launched", step)
                 if launched is None or not self._overlaps(device):
                     self._commit_in_flight()
@@ -528,6 +530,8 @@ class EngineCore:
             request = self.requests.get(sequence.request_id)
             if request is not None and request.sequence is sequence:
                 self.finish(request)
+        if self.observers:
+            self.observers.tell("delivered", plan)
 
     def _note_first_tokens(self, plan: StepPlan, accepted: np.ndarray) -> None:
         """The rows that computed the end of a prompt have their first token, but for those that run again."""
@@ -717,7 +721,7 @@ class EngineCore:
         config = SchedulerConfig(
             block_size=self._config.block_size, num_blocks=num_blocks, max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens, max_model_len=self.pool.max_model_len,
-            enable_prefix_caching=self._config.enable_prefix_caching,
+            enable_prefix_caching=self._config.enable_prefix_caching, group_prefixes=self._config.group_prefixes,
         )
         core = weakref.proxy(self)  # which holds the scheduler
         return Scheduler(config, on_shortage=self.pool.grow, on_few_slots=self.runner.grow_slots,

@@ -134,6 +134,11 @@ class ModelExecutor(ABC):
         return model
 
     @property
+    def has_source(self) -> bool:
+        """Is the user's model still there?"""
+        return self._source() is not None
+
+    @property
     def model(self) -> Any:
         """Whose modules run: the user's model, or the replica of one that is sharded; RuntimeError once it is gone."""
         return self.source if self.replica is None else self.replica.model

@@ -15,6 +15,7 @@ from hf_paged.kernels.attention.backends import resolve_backend
 from hf_paged.kernels.upload import upload
 from hf_paged.models import KVSpec, ModelExecutor
 from hf_paged.models.captures import capture_lock
+from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.graphs import StepGraphs
 from hf_paged.runner.kv_cache import KVCache
@@ -145,13 +146,17 @@ class ModelRunner:
             if logits is not None:
                 self._count_reads(plan)
                 return self._handle(result[first:], own, logits=logits)
+        began = device_times.begin(self.device)
         computed = self._hidden_states(plan)
         logits = self.executor.logits(*computed.at(slice(0, first))) if first else None
         self._sample(plan, computed, result, logprobs)
+        device_times.end("eager", began)
         if not wanted.prompt:
             return self._handle(result[first:], own, logits=logits)
         spans = [span._replace(row=first + span.row) for span in wanted.prompt]
+        began = device_times.begin(self.device)
         scored, tops = self._score_prompts(plan, computed, spans, wanted.prompt_top)
+        device_times.end("prompt log-probabilities", began)
         return self._handle(result[first:], own, scored, wanted.prompt, logits)._replace(prompt_tops=tops)
 
     def logits(self, plan: StepPlan, parameters: list[SlotParameters], *, of_every_token: bool = False) -> torch.Tensor:
@@ -163,11 +168,15 @@ class ModelRunner:
         if self.graphs is not None and (logits := self.graphs.logits(plan)) is not None:
             self._count_reads(plan)
             return logits
+        began = device_times.begin(self.device)
         computed = self._hidden_states(plan)
         if of_every_token:
-            return self.executor.logits(computed.hidden, computed.adapters)
-        last = upload(computed.query_start[1:][plan.samples].astype(np.int64) - 1, self.device)
-        return self.executor.logits(*computed.at(last))
+            logits = self.executor.logits(computed.hidden, computed.adapters)
+        else:
+            last = upload(computed.query_start[1:][plan.samples].astype(np.int64) - 1, self.device)
+            logits = self.executor.logits(*computed.at(last))
+        device_times.end("eager logits", began)
+        return logits
 
     def make_ready(self, plan: StepPlan) -> None:
         """Send what `logits` of a decode plan needs besides the tokens, while the device runs another step."""
