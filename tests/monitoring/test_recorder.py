@@ -119,7 +119,8 @@ def test_times_of_requests_are_those_of_their_completions():
             assert histogram.sum == pytest.approx(sum(spans)) and total(histogram) == 4
         assert recorder.prompt_tokens.sum == 60 and recorder.generation_tokens.sum == 20
         assert recorder.step_tokens.sum == 60 + 16
-        assert recorder.finished_by == {"eos": 0, "stop": 0, "length": 4, "abort": 0, "error": 0}
+        assert recorder.finished_by == {"eos": 0, "stop": 0, "length": 4, "timeout": 0, "abort": 0,
+                                            "error": 0}
 
 
 def test_one_that_comes_while_requests_run_counts_what_it_sees():
