@@ -548,7 +548,34 @@ AWAITED = [
                     ASYNC_TESTS, "all_copies"),
 ]
 
+OPTIONS, TOPS, ENDINGS = "engine/test_request_options.py", "sampling/top_log_probs.py", "engine/endings.py"
+
+ASKED_OF_REQUESTS = [  # besides a GenerationConfig
+    PackageMutation("sampling/edit_reference.py", "scores - counts * each - once", "scores - counts * (each + once)",
+                    "sampling/test_edits.py", "stage_alone"),
+    PackageMutation("sampling/edit_reference.py", "inside = (at >= table.prompt_length[slots][:, None]) &",
+                    "inside = (at >= 0) &", OPTIONS, "those_of_the_definition"),
+    PackageMutation(CORE, "                if self._deadlines:\n                    self._end_late()\n", "", OPTIONS,
+                    "time_is_over"),
+    PackageMutation(CORE, "            self._deadlines.pop(request_id, None)\n", "            pass\n", OPTIONS,
+                    "time_counts_once"),
+    PackageMutation("scheduler/scheduler.py", "done and seq.max_new_tokens > 0", "done", OPTIONS, "nothing_is_drawn"),
+    PackageMutation("integration/best_of.py", "0.0 if known is None else -known", "0.0 if known is None else known",
+                    OPTIONS, "best_of_the_candidates"),
+    PackageMutation("options/request_options.py", "timeout=_timeout(options.timeout)", "timeout=None", OPTIONS,
+                    "hands_an_option"),
+    PackageMutation(TOPS, "kept = filtered.where(rows.filtered[:, None], scaled)", "kept = scaled",
+                    "sampling/test_top_log_probs.py", "without_edits"),
+    PackageMutation(TOPS, "values[:, :1].float() + best[:, None]", "values[:, :1].float()",
+                    "sampling/test_top_log_probs.py", "best_of_plain_rows"),
+    PackageMutation("engine/log_probs.py", "widest = max(tops,", "widest = min(tops,", "engine/test_top_log_probs.py",
+                    "prompts_have_theirs"),
+    PackageMutation(ENDINGS, "and token_ids[-1] in self.stop_token_ids", "and not self.stop_token_ids",
+                    "engine/test_endings.py", "stop_token_ends"),
+    PackageMutation(ENDINGS, "self._stream.restart([])", "pass", "engine/test_endings.py", "goes_on or pieces"),
+]
+
 PACKAGE_MUTATIONS = [
     *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *UPDATES, *RECOGNITION, *ADAPTERS, *JOINED, *MODELS, *SERVER,
-    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS, *PREFIXES, *AWAITED,
+    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS, *PREFIXES, *AWAITED, *ASKED_OF_REQUESTS,
 ]

@@ -106,7 +106,7 @@ def test_nothing_ended_it_but_its_length(generator):
 
 def test_special_tokens_in_the_text(generator):
     special = generator.tokenizer.all_special_ids[0]
-    keywords = {"max_new_tokens": 4, "sequence_bias": [[[special], 50.0]], "eos_token_id": 300 - 60}
+    keywords = {"max_new_tokens": 4, "sequence_bias": {(special,): 50.0}, "eos_token_id": 300 - 60}
     for skips in (True, False):
         for text, one in streamed(generator, PROMPTS[:1], **keywords, skip_special_tokens=skips):
             assert special in one.token_ids
