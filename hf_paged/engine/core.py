@@ -18,6 +18,7 @@ import torch
 from hf_paged.config import PagedConfig
 from hf_paged.engine import log_probs
 from hf_paged.engine.detokenizer import TextStream
+from hf_paged.engine.grammars import Grammars, MaskMaker
 from hf_paged.engine.lockstep import LockstepBatch, Way
 from hf_paged.engine.pace import Pace
 from hf_paged.engine.session import NewRequest, Request, Session, failed_output
@@ -67,8 +68,10 @@ class EngineCore:
         self._state_key = b""  # of the model, when the runner was prepared
         self._arrivals: list[Request] = []  # since the last step
         # Did a request come, since there was none at all, that streams; with a stop rule; that wants log-probabilities;
-        # that names an adapter?
-        self._any_stream = self._any_stop = self._any_logprobs = self._any_adapter = False
+        # that names an adapter; that follows a grammar?
+        self._any_stream = self._any_stop = self._any_logprobs = self._any_adapter = self._any_grammar = False
+        self.grammars = Grammars(executor.num_logits)
+        self._masks: MaskMaker | None = None
         self._adapter_counts = AdapterCounts(())  # when the runner was prepared
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
         self.totals = dict.fromkeys(("preemptions", "generated", "prefill", "steps", "queries", "hits"), 0)
@@ -90,6 +93,9 @@ class EngineCore:
             prompt_length=prompt_length, edits=settings.edits, adapter=settings.adapter_name,
         )
         _ = parameters.lines  # encoded here, where what cannot be encoded is its caller's error
+        grammar = new.grammar
+        if grammar is None and settings.structured is not None:
+            grammar = self.grammars.compile(settings.structured, self.tokenizer)
         sequence = Sequence(new.request_id, new.prompt, max_new_tokens=settings.max_new_tokens, eos_token_ids=eos,
                             priority=new.priority, read_cache=not settings.prompt_logprobs,
                             cache_salt=settings.cache_salt, adapter=settings.adapter_name,
@@ -97,7 +103,8 @@ class EngineCore:
                             output_token_ids=() if made is None else made.token_ids)
         is_decoded = session.stream and session.text and self.tokenizer is not None
         request = Request(
-            sequence, parameters, session, stop=new.stop, made=made,
+            sequence, parameters, session, stop=new.stop, made=made, grammar=grammar,
+            matcher=None if grammar is None else grammar.matcher(eos),
             text=TextStream(self.tokenizer) if is_decoded else None,
             logprobs=[] if settings.logprobs else None, logprobs_kind=settings.logprobs,
             prompt_logprobs=[None] * prompt_length if settings.prompt_logprobs else None,
@@ -119,6 +126,7 @@ class EngineCore:
         asks = request.logprobs is not None or request.prompt_logprobs is not None
         self._any_logprobs = asks or (self._any_logprobs and bool(self.requests))
         self._any_adapter = request.sequence.adapter is not None or (self._any_adapter and bool(self.requests))
+        self._any_grammar = request.grammar is not None or (self._any_grammar and bool(self.requests))
         request_id, opened = request.request_id, request.session.open
         self.requests[request_id] = opened[request_id] = request
         if end is None:
@@ -309,11 +317,12 @@ class EngineCore:
                 launched = self._launch(plan, joining) if plan is not None or joining else None
                 if launched is None or not self._overlaps(device):
                     self._commit_in_flight()
-                    self._in_flight = launched
+                    self._in_flight = self._sampled(launched, joining)
                     self._commit_in_flight()
                 else:
                     previous, self._in_flight = self._in_flight, launched
                     self._commit(previous)
+                    self._in_flight = self._sampled(launched, joining)
                 self._note_pace(plan, joined=bool(joining), overlapped=self._in_flight is not None,
                                 seconds=time.perf_counter() - started)
                 if joining:
@@ -430,22 +439,51 @@ class EngineCore:
             else:
                 parameters = [self.requests[s.request_id].parameters for s in plan.admitted]
                 wanted = log_probs.wanted_by(plan, self.requests, self._attempt) if self._any_logprobs else NOTHING
-                handle = self.runner.launch(plan, parameters, wanted, rows)
+                awaits_masks = self._any_grammar and any(self._follow_grammars(plan))
+                handle = self.runner.launch(plan, parameters, wanted, rows, awaits_masks=awaits_masks)
                 self._joined_logits = handle.logits
         except Exception:
-            # Everything is where it was before this step: nothing of it may stay published, and what ran runs anew.
-            self._commit_in_flight()
-            if plan is not None:
-                self.scheduler.rollback(plan)
-            for batch, _ in joining:
-                batch.give_back()
-            self.dirty = False
+            self._take_launch_back(plan, joining)
             raise
         self.totals["steps"] += 1
         if plan is None:
             return None
         self.totals["prefill"] += int(plan.num_new_tokens[plan.num_decode_rows :].sum())
         return plan, handle._replace(logits=None)
+
+    def _take_launch_back(self, plan: StepPlan | None, joining: list[tuple[LockstepBatch, StepPlan]]) -> None:
+        """Everything is where it was before this step: nothing of it may stay published, and what ran runs anew."""
+        assert self.scheduler is not None
+        self._commit_in_flight()
+        if plan is not None:
+            self.scheduler.rollback(plan)
+        for batch, _ in joining:
+            batch.give_back()
+        self.dirty = False
+
+    def _follow_grammars(self, plan: StepPlan) -> list[bool]:
+        """Of each row that samples: does its request follow a grammar?"""
+        sequences, requests = plan.sequences, self.requests
+        rows = (requests.get(sequences[row].request_id) for row in np.flatnonzero(plan.samples).tolist())
+        return [request is not None and request.grammar is not None for request in rows]
+
+    def _sampled(self, launched: tuple[StepPlan, StepHandle] | None,
+                 joining: list[tuple[LockstepBatch, StepPlan]]) -> tuple[StepPlan, StepHandle] | None:
+        """Have a launched step whose rows wait for masks draw its tokens; all tokens before them are committed."""
+        if launched is None or launched[1].unsampled is None:
+            return launched
+        plan, handle = launched
+        try:
+            if self._masks is None:
+                self._masks = MaskMaker(self._executor.num_logits, self.runner.device)
+            found = [self._request_of(plan, row) for row in np.flatnonzero(plan.samples).tolist()]
+            matchers = [None if request is None else request.open_matcher for request in found]
+            masks = self._masks.make(matchers) if any(matchers) else None
+            return plan, self.runner.sample(handle, masks)
+        except Exception:
+            self._in_flight = self._joined_logits = None
+            self._take_launch_back(plan, joining)
+            raise
 
     def follow_stream(self) -> None:
         """Work that this thread enqueues from now on runs behind the last step, and the next step behind it."""
@@ -461,6 +499,7 @@ class EngineCore:
             return
         assert self.scheduler is not None
         plan, handle = launched
+        assert handle.unsampled is None
         tokens = handle.wait()
         self.control_flag |= handle.heard is not None and bool(handle.heard)
         if self._guard.pending:
@@ -471,6 +510,8 @@ class EngineCore:
         result = self.scheduler.commit(plan, tokens)
         self.totals["generated"] += len(result.accepted)
         log_probs.keep(plan, handle, result.accepted, self._request_of, self._attempt)
+        if self._any_grammar:
+            self._match(plan, result.accepted, tokens)
         if self._any_stop:
             self._stop(plan, result.accepted, tokens)
         runs = (VersionRun(self._guard.version, 1),) if self._any_stream else ()  # of each row's token
@@ -482,6 +523,18 @@ class EngineCore:
             request = self.requests.get(sequence.request_id)
             if request is not None and request.sequence is sequence:
                 self.finish(request)
+
+    def _match(self, plan: StepPlan, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Let the requests that follow grammars go on in them by their new tokens, and end where these do."""
+        assert self.scheduler is not None
+        for row in rows.tolist():
+            request = self._request_of(plan, row)
+            if request is not None and request.matcher is not None:
+                self._attempt(request, request.match, int(tokens[row]))
+                is_open = request.error is None and request.sequence.finish_reason is None
+                if is_open and request.matcher.is_over:
+                    self.scheduler.finish(request.sequence, "stop")
+                    self.finish(request)
 
     def _stop(self, plan: StepPlan, rows: np.ndarray, tokens: np.ndarray) -> None:
         """End the requests whose new token completes a stop string, or whose time is over."""
@@ -673,7 +726,7 @@ class EngineCore:
     def _forget_pool(self) -> None:
         self._lose_rows()
         self._retire_scheduler()
-        self.scheduler = self._resting = None
+        self.scheduler = self._resting = self._masks = None
         self._guard.forget()
 
     def _retire_scheduler(self) -> None:

@@ -24,6 +24,7 @@ from hf_paged.options.settings import (
     logprobs_kind,
     settings_from_config,
 )
+from hf_paged.options.structured import Structured
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.sampling.sampler import derive_seed
 
@@ -45,6 +46,7 @@ class Call:
     chat_template_kwargs: Any
     on_weight_change: Any
     keywords: dict[str, Any]
+    structured: Any = None
 
     def check(self) -> None:
         """Raise TypeError or ValueError for a flag or `on_error`."""
@@ -116,6 +118,7 @@ class RequestMaker:
         seeds = one_per_prompt("seed", seed, len(prompts))
         salts = one_per_prompt("cache_salt", call.cache_salt, len(prompts))
         adapters = self._adapters(call.adapter_names, len(prompts))
+        forms = self._forms(call.structured, len(prompts))
         if not isinstance(call.cache_salt, (list, tuple)):
             salt_digest(call.cache_salt)
         own_entries = [model.generation_config, *{id(config): config for config in configs}.values()]
@@ -132,9 +135,13 @@ class RequestMaker:
                     raise ids
                 if isinstance(adapter := adapters[index], Exception):
                     raise adapter
+                if isinstance(form := forms[index], Exception):
+                    raise form
                 merged = merge(config)
                 self._notices.look(merged, config, keywords, model.generation_config)
                 settings, copies = self._settled(ids, merged, call, salts[index], adapter)
+                if form is not None:
+                    settings = replace(settings, structured=form)
                 before = self._before(ids, given[index][1], settings, copies)
                 first = 0 if own_seeds else len(asked)
                 made = [replace(self._request(ids, settings, seeds[index], first + copy, before), autocast=autocast)
@@ -142,7 +149,7 @@ class RequestMaker:
             except UnsupportedModelError:
                 raise
             except Exception as error:
-                if error is not ids and error is not adapters[index]:
+                if not any(error is one for one in (ids, adapters[index], forms[index])):
                     if not isinstance(error, (TypeError, ValueError)):
                         raise
                     if config is call.generation_config:  # raises what is wrong whatever the prompt
@@ -162,6 +169,13 @@ class RequestMaker:
         found = {name: _attempt(check, name, kinds) for name in dict.fromkeys(n for n in given if isinstance(n, str))}
         return [found[name] if isinstance(name, str) else name if name is None else _attempt(check, name, kinds)
                 for name in given]
+
+    def _forms(self, structured: Any, count: int) -> list[Structured | Exception | None]:
+        """Each prompt's form of the output, or what is wrong with it."""
+        given, check = one_per_prompt("structured", structured, count), self._engine.check_structured
+        if not isinstance(structured, (list, tuple)) or isinstance(structured, Structured):
+            return [check(structured)] * count
+        return [None if one is None else _attempt(check, one, (TypeError, ValueError)) for one in given]
 
     def _checked(self, prompts: list[Any], template: dict[str, Any]) -> list[list[int] | Exception]:
         """Each prompt's token ids, or what is wrong with it."""
