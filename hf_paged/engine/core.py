@@ -18,10 +18,10 @@ import torch
 from hf_paged.config import PagedConfig
 from hf_paged.engine import log_probs
 from hf_paged.engine.detokenizer import TextStream
-from hf_paged.engine.grammars import Grammars, MaskMaker
+from hf_paged.engine.grammars import Grammars, MaskMaker, Matcher
 from hf_paged.engine.lockstep import LockstepBatch, Way
 from hf_paged.engine.pace import Pace
-from hf_paged.engine.session import NewRequest, Request, Session, failed_output
+from hf_paged.engine.session import BARRED, NewRequest, Request, Session, failed_output
 from hf_paged.engine.stopping import ended
 from hf_paged.errors import EngineClosedError
 from hf_paged.models import ModelExecutor
@@ -33,6 +33,7 @@ from hf_paged.runner.model_runner import ModelRunner, StepHandle
 from hf_paged.runner.prompt_scores import NOTHING
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.runner.weights import ModelMark, WeightsGuard
+from hf_paged.sampling.token_mask import TokenMasks
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
 from hf_paged.scheduler.lockstep_rows import OutOfBlocksError
 
@@ -474,16 +475,38 @@ class EngineCore:
             return launched
         plan, handle = launched
         try:
-            if self._masks is None:
-                self._masks = MaskMaker(self._executor.num_logits, self.runner.device)
-            found = [self._request_of(plan, row) for row in np.flatnonzero(plan.samples).tolist()]
-            matchers = [None if request is None else request.open_matcher for request in found]
-            masks = self._masks.make(matchers) if any(matchers) else None
-            return plan, self.runner.sample(handle, masks)
+            return plan, self.runner.sample(handle, self._make_masks(plan))
         except Exception:
             self._in_flight = self._joined_logits = None
             self._take_launch_back(plan, joining)
             raise
+
+    def _make_masks(self, plan: StepPlan) -> TokenMasks | None:
+        """What may follow in each row of a plan that samples."""
+        if self._masks is None:
+            self._masks = MaskMaker(self._executor.num_logits, self.runner.device)
+        make = self._masks.make
+        requests = [self._request_of(plan, row) for row in np.flatnonzero(plan.samples).tolist()]
+        matchers: list[Matcher | None] = [None] * len(requests)
+
+        def ask(request: Request, row: int) -> None:
+            matchers[row] = request.open_matcher
+
+        def try_alone(row: int) -> None:
+            matcher, matchers[row] = matchers[row], None
+            make([matcher])
+            matchers[row] = matcher
+
+        for row, request in enumerate(requests):
+            if request is not None and request.grammar is not None:
+                self._attempt(request, ask, request, row)
+        try:
+            return make(matchers) if any(matchers) else None
+        except Exception:  # of a single matcher, whose request ends
+            for row, request in enumerate(requests):
+                if request is not None and matchers[row] is not None:
+                    self._attempt(request, try_alone, row)
+            return make(matchers)
 
     def follow_stream(self) -> None:
         """Work that this thread enqueues from now on runs behind the last step, and the next step behind it."""
@@ -506,7 +529,7 @@ class EngineCore:
             self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
         for row in np.flatnonzero(plan.samples & (tokens < 0)).tolist():
             if (request := self._request_of(plan, row)) is not None:
-                request.error = NAN_ERROR
+                request.error = NAN_ERROR if request.grammar is None else f"{NAN_ERROR}; {BARRED}"
         result = self.scheduler.commit(plan, tokens)
         self.totals["generated"] += len(result.accepted)
         log_probs.keep(plan, handle, result.accepted, self._request_of, self._attempt)

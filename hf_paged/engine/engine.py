@@ -709,9 +709,12 @@ class Engine:
             self.grammar_of(read)
         return read
 
-    def grammar_of(self, structured: Structured) -> XGrammar:
-        """The grammar of a form, for the engine's tokenizer; raises what `Grammars.compile` raises."""
-        return self._core.grammars.compile(structured, self.tokenizer)
+    def grammar_of(self, structured: Structured, tokenizer: Any = None) -> XGrammar:
+        """The grammar of a form, for this tokenizer (None: the engine's); raises what `Grammars.compile` raises."""
+        own = self.tokenizer
+        if tokenizer is not None and own is not tokenizer and own is not None and self.group.is_parallel:
+            raise ValueError("tokenizer: expected the engine's, whose vocabulary all ranks of the model have")
+        return self._core.grammars.compile(structured, own if tokenizer is None else tokenizer)
 
     def check_adapter(self, adapter_name: Any) -> str:
         """The name of an adapter that requests can run with now, or ValueError / TypeError naming what is wrong."""

@@ -123,10 +123,10 @@ class Grammars:
             ValueError: there is no tokenizer, or xgrammar cannot make a grammar of this.
         """
         compiler = self._of(tokenizer).compiler
-        kind, text = structured
+        kind, text, any_whitespace = structured
         try:
             if kind == "json_schema":
-                compiled = compiler.compile_json_schema(text)
+                compiled = compiler.compile_json_schema(text, any_whitespace=any_whitespace)
             elif kind == "regex":
                 compiled = compiler.compile_regex(text)
             elif kind == STRUCTURAL_TAG:

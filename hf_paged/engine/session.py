@@ -20,6 +20,10 @@ from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Sequence
 
 
+BARRED = ("where other settings bar all that the grammar allows (min_new_tokens, bad_words_ids, suppress_tokens), leave "
+          "them out")
+
+
 @dataclass(frozen=True)
 class NewRequest:
     """A request that is asked for: a checked prompt and all that is settled about it. None as the id: one is made.
@@ -129,8 +133,7 @@ class Request:
             ValueError: the grammar does not allow it.
         """
         if self.matcher is not None and not self.matcher.accept(token):
-            raise ValueError(f"structured: the grammar does not allow token {token} here; where other settings bar all "
-                             "that it allows (min_new_tokens, bad_words_ids, suppress_tokens), leave them out")
+            raise ValueError(f"structured: the grammar does not allow token {token} here; {BARRED}")
 
     @property
     def open_matcher(self) -> Matcher | None:

@@ -7,18 +7,22 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 KINDS = ("json_schema", "regex", "choice", "grammar")
-EXPECTED = (f"a dict with one of {KINDS}: a JSON schema (a dict, a JSON text, True for any JSON, or a pydantic model), "
-            "a regular expression, a list of texts, an EBNF grammar whose first rule is called root")
+EXPECTED = (f"a dict with one of {KINDS}: a JSON schema (a dict, a JSON text, True for any JSON, or a pydantic model; "
+            "beside it any_whitespace=False bars line breaks and indents), a regular expression, a list of texts, an "
+            "EBNF grammar whose first rule is called root")
+_COMPACT = "any_whitespace"
 # A grammar that stands for transformers' and xgrammar's own descriptions of tool calls; the server makes these.
 STRUCTURAL_TAG = "structural_tag"
 
 
 class Structured(NamedTuple):
     """The form of an output: one of `KINDS`, or `STRUCTURAL_TAG`, and its text (a JSON text, but for regex and
-    grammar). Equal forms have equal texts."""
+    grammar). Equal forms have equal texts. ``any_whitespace``: JSON may have it wherever JSON allows it; otherwise a
+    space behind commas and colons, and no other."""
 
     kind: str
     text: str
+    any_whitespace: bool = True
 
 
 def read_structured(structured: Any) -> Structured | None:
@@ -31,11 +35,13 @@ def read_structured(structured: Any) -> Structured | None:
         return structured
     if not isinstance(structured, Mapping):
         raise TypeError(f"structured={structured!r:.200}: expected None or {EXPECTED}")
-    if len(structured) != 1 or next(iter(structured)) not in KINDS:
+    given = dict(structured)
+    any_whitespace = given.pop(_COMPACT, True) if "json_schema" in given else True
+    if len(given) != 1 or next(iter(given)) not in KINDS or not isinstance(any_whitespace, bool):
         raise ValueError(f"structured={structured!r:.200}: expected {EXPECTED}")
-    [(kind, value)] = structured.items()
+    [(kind, value)] = given.items()
     try:
-        return Structured(kind, _READERS[kind](value))
+        return Structured(kind, _READERS[kind](value), any_whitespace)
     except (TypeError, ValueError) as error:
         raise type(error)(f"structured={{{kind!r}: {value!r:.200}}}: {error}") from error
 

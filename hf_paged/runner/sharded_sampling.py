@@ -60,7 +60,7 @@ class ShardedSampling:
     def deal(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, padding_slot: int,
              history: torch.Tensor, draw: Callable[..., torch.Tensor],
              logprobs: Mapping[str, torch.Tensor], masks: TokenMasks | None = None) -> torch.Tensor:
-        """Tokens by ``draw(logits, slots, positions, logprobs, masks)``, which each rank calls for its share of the rows.
+        """Tokens by ``draw(logits, slots, positions, logprobs, masks)``, which each rank calls for its share of rows.
 
         Same arguments and result as `agree`; ``logprobs`` {kind: [R] float32} are filled for all rows, in their order.
         """

@@ -12,8 +12,10 @@ from hf_paged import PagedGenerator
 from hf_paged.sampling.token_mask import TokenMasks, mask_tokens, mask_tokens_reference
 
 pytestmark = pytest.mark.gpu
-SCHEMA = {"type": "object", "required": ["name", "n"],
-          "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer", "minimum": 0, "maximum": 99}}}
+SCHEMA = {
+    "type": "object", "required": ["name", "n"],
+    "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
