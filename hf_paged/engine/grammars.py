@@ -16,7 +16,8 @@ from hf_paged.options.structured import STRUCTURAL_TAG, Structured, choices_as_g
 from hf_paged.sampling.token_mask import TokenMasks
 
 _CACHED_BYTES = 256 << 20  # of compiled grammars, per tokenizer
-_THREADS = max(1, min(8, (os.cpu_count() or 2) // 2))
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+_THREADS = max(1, min(8, _CORES // 2))  # more take longer to start than they save
 INSTALL = "Install it with `pip install hf-paged[structured]`, or `pip install xgrammar`."
 
 
