@@ -12,7 +12,9 @@ from hf_paged.options.structured import STRUCTURAL_TAG, Structured, read_structu
 
 _SPECIAL = frozenset("\\.^$*+?{}[]|()")  # of a regular expression
 _OF_SCHEMA = frozenset({"name", "schema", "strict", "description"})
-_ANY_OBJECT = {"json_schema": {"type": "object"}}
+# No line breaks and indents where a client cannot ask for them: some models go on with them for ever.
+_COMPACT = {"any_whitespace": False}
+_ANY_OBJECT = {"json_schema": {"type": "object"}, **_COMPACT}
 # vLLM's names of forms.
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
@@ -20,7 +22,8 @@ EXPECTED_FORMAT = ("expected an object of type 'text', 'json_object' or 'json_sc
                    "holds a schema")
 EXPECTED_TEXT = ("expected an object with nothing but a format of type 'text', 'json_object' or 'json_schema', the last "
                  "with a schema")
-EXPECTED_OUTPUTS = "expected an object with one of json, json_object (true), regex, choice and grammar"
+EXPECTED_OUTPUTS = ("expected an object with one of json, json_object (true), regex, choice and grammar, the first two "
+                    "maybe with disable_any_whitespace")
 EXPECTED_CHOICE = "expected 'auto', 'none', 'required' or an object of type 'function' with the name of one of the tools"
 EXPECTED_GUIDED = {
     "guided_json": "expected a JSON schema, as an object or a string", "guided_regex": "expected a regular expression",
@@ -64,14 +67,15 @@ def read_text(value: Any, wishes: Wishes) -> None:
 
 def read_outputs(value: Any, wishes: Wishes) -> None:
     """vLLM's `structured_outputs`."""
-    given = {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else None
-    if given is None or len(given) != 1:
+    given = {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else {}
+    spaces = {"any_whitespace": given.pop("disable_any_whitespace", False) is False}
+    if len(given) != 1:
         raise ValueError
     [(name, part)] = given.items()
     if name == "json_object" and part is True:
-        _ask("structured_outputs", _ANY_OBJECT, wishes)
+        _ask("structured_outputs", {"json_schema": {"type": "object"}, **spaces}, wishes)
     elif name in _KINDS:
-        _ask("structured_outputs", {_KINDS[name]: part}, wishes)
+        _ask("structured_outputs", {_KINDS[name]: part, **(spaces if name == "json" else {})}, wishes)
     else:
         raise ValueError
 
@@ -174,7 +178,7 @@ def _kind_of(value: Any, known: set[str]) -> str:
 def _of_schema(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict) or not {*given} <= _OF_SCHEMA or not isinstance(given.get("schema"), (dict, bool)):
         raise ValueError
-    return {"json_schema": given["schema"]}
+    return {"json_schema": given["schema"], **_COMPACT}
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:

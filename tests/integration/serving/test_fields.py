@@ -32,9 +32,9 @@ PATHS = dict(zip(ALL, ENDPOINTS, strict=True))
 TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
 
 
-def formed(name, kind, text):
+def formed(name, kind, text, any_whitespace=True):
     """What a field makes of a request that asks for a form."""
-    return {"structured": Structured(kind, text), "form_fields": [name]}
+    return {"structured": Structured(kind, text, any_whitespace), "form_fields": [name]}
 
 
 # Values that ask for something, and what of the request they change.
@@ -63,8 +63,8 @@ ASKED = {
     "reasoning": ({"effort": "low"}, {"reasoning_effort": "low",
                                       "for_transformers": {"chat_template_kwargs": {"reasoning_effort": "low"}}}),
     "tool_choice": ("none", {"may_call_tools": False}),
-    "response_format": ({"type": "json_object"}, formed("response_format", "json_schema", '{"type": "object"}')),
-    "text": ({"format": {"type": "json_schema", "name": "x", "schema": {}}}, formed("text", "json_schema", "{}")),
+    "response_format": ({"type": "json_object"}, formed("response_format", "json_schema", '{"type": "object"}', False)),
+    "text": ({"format": {"type": "json_schema", "name": "x", "schema": {}}}, formed("text", "json_schema", "{}", False)),
     "structured_outputs": ({"regex": "a", "json": None}, formed("structured_outputs", "regex", "a")),
     "guided_json": ("true", formed("guided_json", "json_schema", "true")),
     "guided_regex": ("a+", formed("guided_regex", "regex", "a+")),
