@@ -46,12 +46,13 @@ COLUMNS = ("model", "engine", "s a step", "rollout", "log-probs", "update", "rol
 
 
 def write_checkpoint(model: str, folder: Path) -> None:
-    """Random weights in bf16, and a tokenizer of the whole vocabulary: the words t0, t1, ...; t0 pads, t1 is EOS."""
+    """Random weights in bf16, and a tokenizer of the whole vocabulary: the words <pad>, <eos>, t2, t3, ..."""
     make_checkpoint(model, folder)
-    words = {f"t{i}": i for i in range(qwen3_config(model).vocab_size)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))
+    # The special ones are no part of another word: they are found inside of words, too.
+    words = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, qwen3_config(model).vocab_size)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0", eos_token="t1", unk_token="t0",
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>",
                             padding_side="left").save_pretrained(folder)
 
 

@@ -20,6 +20,7 @@ from hf_paged.engine import log_probs
 from hf_paged.engine.detokenizer import TextStream
 from hf_paged.engine.grammars import Grammars, MaskMaker, Matcher
 from hf_paged.engine.lockstep import LockstepBatch, Way
+from hf_paged.engine.observer import Committed, Launched, Observers
 from hf_paged.engine.pace import Pace
 from hf_paged.engine.session import BARRED, NewRequest, Request, Session, failed_output
 from hf_paged.engine.stopping import ended
@@ -28,6 +29,7 @@ from hf_paged.models import ModelExecutor
 from hf_paged.models.guards.capturing import no_capturing
 from hf_paged.models.tuners import AdapterCounts
 from hf_paged.outputs import VersionRun
+from hf_paged.runner import device_times
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
 from hf_paged.runner.prompt_scores import NOTHING
@@ -55,6 +57,7 @@ class EngineCore:
         self.scheduler: Scheduler | None = None
         self._resting: tuple[ModelRunner, Scheduler] | None = None  # of a pool that was released
         self.requests: dict[str, Request] = {}
+        self.observers = Observers()
         self.batches: list[LockstepBatch] = []  # rows of callers who pick their tokens themselves
         self._batch_numbers = itertools.count()
         self._in_flight: tuple[StepPlan, StepHandle] | None = None
@@ -130,6 +133,8 @@ class EngineCore:
         self._any_grammar = request.grammar is not None or (self._any_grammar and bool(self.requests))
         request_id, opened = request.request_id, request.session.open
         self.requests[request_id] = opened[request_id] = request
+        if self.observers:
+            self.observers.tell("queued", request)
         if end is None:
             self._arrivals.append(request)
         else:
@@ -299,6 +304,7 @@ class EngineCore:
         try:
             with _ambient(device):
                 scheduler = self.scheduler_or_build()
+                num_preempted = scheduler.num_preemptions
                 with self._executor.compared_once():
                     self._receive(scheduler)
                     # Where requests run, the device has a step to compute meanwhile; rows alone look afterwards.
@@ -312,10 +318,16 @@ class EngineCore:
                 if joining is None:
                     return True
                 plan = scheduler.schedule()
+                scheduled = time.perf_counter() if self.observers else 0.0
                 if self.pool.runner is not None and self.pool.runner.sharded is not None:
                     self.pool.runner.sharded.say(control_flag)
                 is_busy = plan is not None or self._in_flight is not None
                 launched = self._launch(plan, joining) if plan is not None or joining else None
+                if self.observers and (plan is not None or joining):
+                    step = Launched(plan, self.totals["steps"], [rows for _, rows in joining],
+                                    scheduler.num_preemptions - num_preempted, started, scheduled, time.perf_counter(),
+                                    device_times.take())
+                    self.observers.tell("launched", step)
                 if launched is None or not self._overlaps(device):
                     self._commit_in_flight()
                     self._in_flight = self._sampled(launched, joining)
@@ -438,7 +450,7 @@ class EngineCore:
             if plan is None:
                 self._joined_logits = self.runner.logits(rows[-1].behind(rows[:-1]), [], of_every_token=True)
             else:
-                parameters = [self.requests[s.request_id].parameters for s in plan.admitted]
+                parameters = self._parameters(plan.admitted) if plan.admitted else []
                 wanted = log_probs.wanted_by(plan, self.requests, self._attempt) if self._any_logprobs else NOTHING
                 awaits_masks = self._any_grammar and any(self._follow_grammars(plan))
                 handle = self.runner.launch(plan, parameters, wanted, rows, awaits_masks=awaits_masks)
@@ -460,6 +472,7 @@ class EngineCore:
             self.scheduler.rollback(plan)
         for batch, _ in joining:
             batch.give_back()
+        self._tell_of_new_start()
         self.dirty = False
 
     def _follow_grammars(self, plan: StepPlan) -> list[bool]:
@@ -508,6 +521,16 @@ class EngineCore:
                     self._attempt(request, try_alone, row)
             return make(matchers)
 
+    def _parameters(self, admitted: list[Sequence]) -> list[SlotParameters]:
+        """What the device has to know of requests that get their slot, which start now."""
+        now, parameters = time.monotonic(), []
+        for sequence in admitted:
+            request = self.requests[sequence.request_id]
+            parameters.append(request.parameters)
+            if request.started is None:  # else it runs again
+                request.started = now
+        return parameters
+
     def follow_stream(self) -> None:
         """Work that this thread enqueues from now on runs behind the last step, and the next step behind it."""
         if self.pool.runner is not None:
@@ -523,7 +546,9 @@ class EngineCore:
         assert self.scheduler is not None
         plan, handle = launched
         assert handle.unsampled is None
+        waited = time.perf_counter() if self.observers else 0.0
         tokens = handle.wait()
+        ready = time.perf_counter() if self.observers else 0.0
         self.control_flag |= handle.heard is not None and bool(handle.heard)
         if self._guard.pending:
             self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
@@ -532,6 +557,10 @@ class EngineCore:
                 request.error = NAN_ERROR if request.grammar is None else f"{NAN_ERROR}; {BARRED}"
         result = self.scheduler.commit(plan, tokens)
         self.totals["generated"] += len(result.accepted)
+        if plan.num_decode_rows < len(plan.slots):
+            self._note_first_tokens(plan, result.accepted)
+        if self.observers:
+            self.observers.tell("committed", Committed(plan, tokens, result.accepted, waited, ready))
         log_probs.keep(plan, handle, result.accepted, self._request_of, self._attempt)
         if self._any_grammar:
             self._match(plan, result.accepted, tokens)
@@ -546,6 +575,16 @@ class EngineCore:
             request = self.requests.get(sequence.request_id)
             if request is not None and request.sequence is sequence:
                 self.finish(request)
+        if self.observers:
+            self.observers.tell("delivered", plan)
+
+    def _note_first_tokens(self, plan: StepPlan, accepted: np.ndarray) -> None:
+        """The rows that computed the end of a prompt have their first token, but for those that run again."""
+        now = time.monotonic()
+        for row in accepted[accepted >= plan.num_decode_rows].tolist():
+            request = self._request_of(plan, row)
+            if request is not None and request.first_token is None:
+                request.first_token = now
 
     def _match(self, plan: StepPlan, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Let the requests that follow grammars go on in them by their new tokens, and end where these do."""
@@ -610,6 +649,8 @@ class EngineCore:
         session.outbox.append(output)
         del session.open[request_id]  # first: what no session has open does not start again
         del self.requests[request_id]
+        if self.observers:
+            self.observers.tell("finished", request, output)
 
     def _receive(self, scheduler: Scheduler) -> None:
         """Prompts arrived: is the runner ready for the model as it is now, and may older cache content be used?"""
@@ -667,6 +708,8 @@ class EngineCore:
         assert self.pool.runner is not None
         self.pool.runner.prepare()
         before, self._state_key = self._state_key, self._executor.state_key()
+        if self._state_key != before:
+            self.runner.reads.use(self.runner.spec, self._executor.windows())
         if before and self._state_key != before:
             self._guard.found_change()
         for batch in self.batches if self._state_key != before else ():
@@ -730,6 +773,7 @@ class EngineCore:
         """Give everything up where it stands: of a sharded model whose other ranks are not asked any more."""
         self.requests.clear()
         self._arrivals, self._in_flight, self.dirty = [], None, False
+        self._tell_of_new_start()
         self.drop_pool()
 
     def drop_pool(self) -> None:
@@ -772,13 +816,17 @@ class EngineCore:
         self._lose_rows()
         self._retire_scheduler()
         self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.num_blocks else None
-        for request_id, request in list(self.requests.items()):
-            if request_id in request.session.open:
-                self._start_again(request)
-            else:  # the interrupt came between the two lines that add or finish it
-                del self.requests[request_id]
+        for request_id in [key for key, request in self.requests.items() if key not in request.session.open]:
+            del self.requests[request_id]  # the interrupt came between the two lines that add or finish it
+        for request in list(self.requests.values()):
+            self._start_again(request)
         self._arrivals = list(self.requests.values())
+        self._tell_of_new_start()
         self.dirty = False
+
+    def _tell_of_new_start(self) -> None:
+        if self.observers:
+            self.observers.tell("started_over", list(self.requests.values()))
 
     def _lose_rows(self) -> None:
         """Slots and blocks go, with the scheduler that lent them."""

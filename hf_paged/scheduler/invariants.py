@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 
 from hf_paged.scheduler.block_pool import NULL_BLOCK_ID, BlockPool
+from hf_paged.scheduler.prefix_tree import Node, PrefixTree
 from hf_paged.scheduler.scheduler import Scheduler
 from hf_paged.scheduler.sequence import Status
 
@@ -34,6 +35,31 @@ def check_pool(pool: BlockPool, uses: Counter[int]) -> None:
         assert not pool.cached
 
 
+def check_prefix_tree(tree: PrefixTree, tables: dict[int, list[int]]) -> None:
+    """The tree says of these block tables, by slot, where they begin with the same blocks, and of no others."""
+    assert tree._tables.keys() == tree._node.keys() == tree._key.keys() == tables.keys()
+    seen: list[int] = []
+    left: list[tuple[Node, list[int]]] = [(tree._root, [])]
+    for node, path in left:  # which grows
+        assert node.end == len(path)
+        assert node.parent is None or len(node.leaves) + len(node.inner) > 1, "a row shares what nobody else has"
+        assert not node.leaves.keys() & node.inner.keys(), "two rows share more than the tree knows"
+        for key, slot in node.leaves.items():
+            table = tree._tables[slot]
+            assert table is tables[slot]
+            assert (tree._node[slot], tree._key[slot]) == (node, key)
+            assert table[: node.end] == path, "a row is among others than its block table says"
+            assert key == (table[node.end] if len(table) > node.end else -1 - slot)
+            assert (slot in tree._open) == (key < 0)
+            seen.append(slot)
+        for key, inner in node.inner.items():
+            assert inner.parent is node
+            assert inner.blocks[0] == key
+            left.append((inner, path + inner.blocks))
+    assert sorted(seen) == sorted(tables)
+    assert tree._open <= tables.keys()
+
+
 def check(scheduler: Scheduler, lent: Seq[list[int]] = ()) -> None:
     """Pool, slots, queues and sequences agree. Raises AssertionError.
 
@@ -44,6 +70,13 @@ def check(scheduler: Scheduler, lent: Seq[list[int]] = ()) -> None:
     tenants = table.tenants()
     tables = [*(seq.block_table for seq in tenants), *lent]
     check_pool(manager.block_pool, Counter(block_id for block_table in tables for block_id in block_table))
+    tree = scheduler.prefix_tree
+    held = {slot: block_table for slot, block_table in tree._tables.items() if table.sequences[slot] is None}
+    if tree.is_kept:
+        assert sorted(map(id, held.values())) == sorted(map(id, filter(None, lent)))
+        check_prefix_tree(tree, held | {seq.slot: seq.block_table for seq in tenants})
+    else:
+        assert not tree._tables
     assert len(tenants) == table.num_tenants <= scheduler.config.max_num_seqs
     assert len(tenants) + table.num_free_slots + table.num_lent == table.num_slots
 
@@ -66,6 +99,8 @@ def check(scheduler: Scheduler, lent: Seq[list[int]] = ()) -> None:
             assert table.in_flight[slot], "a finished sequence keeps its slot without need"
             assert not table.decoding[slot]
             continue
+        shared = tree._node[slot].end * size if tree.is_kept else 0
+        assert not table.decoding[slot] or shared <= table.scheduled[slot], "a token is shared that is not computed"
         assert table.in_flight[slot] == named[seq.request_id]
         assert seq.num_tokens < table.limit[slot]
         assert table.decoding[slot] <= (table.scheduled[slot] >= table.target[slot])

@@ -61,6 +61,7 @@ class LockstepRows:
     def __init__(self, scheduler: Scheduler, arrivals: list[Sequence], max_tokens: int) -> None:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
+        self._tree = scheduler.prefix_tree
         self._size = scheduler.config.block_size
         self._max_tokens = max_tokens
         kinds = [(tuple(seq.prompt_token_ids), seq.adapter, seq.cache_key) for seq in arrivals]
@@ -97,6 +98,7 @@ class LockstepRows:
             self._allocate(seq, seq.num_prompt_tokens, hits)
             self._manager.count_hit(seq, num_hit)
             seq.slot, seq.block_hashes = int(self.slots[row]), []
+            self._tree.add(seq.slot, seq.block_table)
             plan.admitted.append(seq)
             tokens = np.array(seq.prompt_token_ids, np.int32)
             start = num_hit
@@ -142,7 +144,8 @@ class LockstepRows:
         return StepPlan(
             sequences=self.sequences, slots=self.slots, num_new_tokens=np.full(count, num_new, np.int32), start=start,
             write_from=start, samples=np.zeros(count, bool), num_decode_rows=count if num_new == 1 else 0, admitted=[],
-            block_updates=updates, tenancy=np.zeros(count, np.int64), published=[],
+            block_updates=updates, tenancy=np.zeros(count, np.int64), published=[], prefix_tree=self._tree,
+            groups=self._tree.groups(self.slots) if num_new == 1 else None,
         )
 
     def _extend_tables(self, lengths: np.ndarray) -> BlockUpdates:
@@ -165,6 +168,7 @@ class LockstepRows:
             slots += [seq.slot] * len(new)
             columns += range(first, first + len(new))
             ids += new
+        self._tree.extended()
         return BlockUpdates(*(np.array(x, np.int32) for x in (slots, columns, ids)))
 
     def reorder(self, parents: list[int]) -> RowMoves:
@@ -178,7 +182,7 @@ class LockstepRows:
         """
         pool, self._capacity = self._manager.block_pool, None
         for row in set(range(len(self))) - set(parents):
-            self._manager.free(self.sequences[row])
+            self._release(self.sequences[row])
         full = self.lengths // self._size
         again = (parent for i, parent in enumerate(parents) if parent in parents[:i])
         self._make_room(sum(len(self.sequences[parent].block_table) - int(full[parent]) for parent in again))
@@ -196,8 +200,12 @@ class LockstepRows:
                 child.block_table = table[:keep] + own
             used.add(parent)
             children.append(child)
-        for row, child in enumerate(children):
-            child.slot = int(self.slots[row])
+        moved = [row for row, child in enumerate(children) if row >= len(self) or child is not self.sequences[row]]
+        for row in moved:
+            self._tree.remove(int(self.slots[row]))
+        for row in moved:
+            children[row].slot = int(self.slots[row])
+            self._tree.add(children[row].slot, children[row].block_table)
         self.sequences, self.lengths = children, self.lengths[parents]
         return RowMoves(np.array(parents, np.int64), sources, targets)
 
@@ -208,8 +216,11 @@ class LockstepRows:
         for seq, length in zip(self.sequences, self.lengths.tolist(), strict=True):
             keep = self._manager.num_blocks_for(length)
             assert length >= seq.num_published * self._size
-            self._manager.block_pool.free([blocks[i] for i in reversed(seq.block_table[keep:])])
-            del seq.block_table[keep:]
+            if keep < len(seq.block_table):
+                self._tree.remove(seq.slot)
+                self._manager.block_pool.free([blocks[i] for i in reversed(seq.block_table[keep:])])
+                del seq.block_table[keep:]
+                self._tree.add(seq.slot, seq.block_table)
 
     def publish(self, tokens: np.ndarray) -> None:
         """Put every full block into the prefix cache. tokens: int32 [rows, at least the longest row]."""
@@ -227,7 +238,7 @@ class LockstepRows:
         self._manager.block_pool.unpublish(self._promised)
         self._promised = []
         for seq in self.sequences:
-            self._manager.free(seq)
+            self._release(seq)
         self._scheduler.give_slots(self.slots.tolist())
         self.sequences = []
 
@@ -235,6 +246,10 @@ class LockstepRows:
         while (new := self._manager.allocate_slots(seq, num_tokens, hits or [])) is None:
             self._grow(self._manager.shortage(seq, num_tokens, hits or []))
         return new
+
+    def _release(self, seq: Sequence) -> None:
+        self._tree.remove(seq.slot)
+        self._manager.free(seq)
 
     def _make_room(self, count: int) -> None:
         """As many free blocks."""

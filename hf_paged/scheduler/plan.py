@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_paged.scheduler.block_pool import KVBlock
+from hf_paged.scheduler.prefix_groups import PrefixGroups
+from hf_paged.scheduler.prefix_tree import PrefixTree
 from hf_paged.scheduler.sequence import Sequence
 
 
@@ -22,6 +24,7 @@ class SchedulerConfig:
         max_num_seqs: Sequences that run at once, and the number of slots.
         max_num_batched_tokens: Tokens computed in one step, at least max_num_seqs so that no decode waits.
         max_model_len: Tokens a sequence may reach, prompt and output together.
+        group_prefixes: False: no plan has `groups`.
 
     Raises:
         ValueError: A size is out of range.
@@ -33,6 +36,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     enable_prefix_caching: bool = True
+    group_prefixes: bool = True
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
@@ -74,6 +78,9 @@ class StepPlan:
         block_updates: New block-table entries of the other rows.
         tenancy: int64; tells the slot's tenant from a later one.
         published: Blocks put into the prefix cache on the promise that this step computes them.
+        prefix_tree: Of all rows that hold blocks, those of other plans included; None for a plan that does not decode.
+        groups: Decode rows that begin with the same blocks; None if no two do. The same object as in the plan before
+            where nothing about it changed.
     """
 
     sequences: list[Sequence]
@@ -87,6 +94,8 @@ class StepPlan:
     block_updates: BlockUpdates
     tenancy: np.ndarray
     published: list[KVBlock]
+    prefix_tree: PrefixTree | None = None
+    groups: PrefixGroups | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -103,12 +112,15 @@ class StepPlan:
         def column(name: str) -> np.ndarray:
             return np.concatenate([getattr(plan, name) for plan in plans])
 
+        slots, num_decode_rows = column("slots"), sum(plan.num_decode_rows for plan in plans)
+        tree = rows[0].prefix_tree
         return StepPlan(
-            sequences=[seq for plan in plans for seq in plan.sequences], slots=column("slots"),
+            sequences=[seq for plan in plans for seq in plan.sequences], slots=slots,
             num_new_tokens=column("num_new_tokens"), start=column("start"), write_from=column("write_from"),
-            samples=column("samples"), num_decode_rows=sum(plan.num_decode_rows for plan in plans),
+            samples=column("samples"), num_decode_rows=num_decode_rows,
             admitted=self.admitted, block_updates=BlockUpdates(*map(np.concatenate, updates)),
-            tenancy=column("tenancy"), published=self.published,
+            tenancy=column("tenancy"), published=self.published, prefix_tree=tree,
+            groups=None if tree is None else tree.groups(slots[:num_decode_rows]),
         )
 
     def token_columns(self, first_row: int = 0) -> np.ndarray:

@@ -18,6 +18,6 @@ class PrefixGroups(NamedTuple):
 
     members: np.ndarray  # [M] row numbers of the step, each once; members of a group follow each other
     first: np.ndarray  # [G] index in `members`
-    count: np.ndarray  # [G] at least 2
+    count: np.ndarray  # type: ignore[assignment]  # [G] at least 2
     begin: np.ndarray  # [G] position, a multiple of the block size
     end: np.ndarray  # [G] position, a multiple of the block size, above `begin`

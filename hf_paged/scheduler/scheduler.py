@@ -9,6 +9,7 @@ import numpy as np
 
 from hf_paged.scheduler.kv_cache_manager import KVCacheManager
 from hf_paged.scheduler.plan import BlockUpdates, CommitResult, PrefillRows, SchedulerConfig, StepPlan
+from hf_paged.scheduler.prefix_tree import PrefixTree
 from hf_paged.scheduler.running_table import RunningTable
 from hf_paged.scheduler.sequence import Sequence, Status
 from hf_paged.scheduler.waiting_queue import WaitingQueue
@@ -41,6 +42,7 @@ class Scheduler:
         self.kv_cache_manager = KVCacheManager(
             config.block_size, config.num_blocks, config.enable_prefix_caching, config.max_model_len
         )
+        self.prefix_tree = PrefixTree(config.block_size, config.group_prefixes)
         self.num_preemptions = 0  # for want of blocks
         self._table = RunningTable(config.max_num_seqs)
         self._waiting = WaitingQueue()
@@ -211,6 +213,7 @@ class Scheduler:
         n = len(slots)
         sequences: list[Sequence] = [self._table.sequences[slot] for slot in slots.tolist()]
         slots = slots.astype(np.int32)
+        groups = self.prefix_tree.groups(slots)
         num_new, write_from, samples = self._ones[:n], start, self._trues[:n]
         if prefills.sequences:
             sequences += prefills.sequences
@@ -222,7 +225,8 @@ class Scheduler:
         return StepPlan(
             sequences=sequences, slots=slots, num_new_tokens=num_new, start=start, write_from=write_from,
             samples=samples, num_decode_rows=n, admitted=prefills.admitted, block_updates=updates,
-            tenancy=self._table.tenancy[slots], published=prefills.published,
+            tenancy=self._table.tenancy[slots], published=prefills.published, prefix_tree=self.prefix_tree,
+            groups=groups,
         )
 
     def _add_chunk(self, seq: Sequence, prefills: PrefillRows) -> None:
@@ -280,7 +284,7 @@ class Scheduler:
                 manager.count_hit(seq, num_hit)
             capacity = len(seq.block_table) * self.config.block_size
             limit = min(self.config.max_model_len, seq.num_prompt_tokens + seq.max_new_tokens)
-            table.settle(seq, num_hit, capacity, limit)
+            self.prefix_tree.add(table.settle(seq, num_hit, capacity, limit), seq.block_table)
             prefills.admitted.append(seq)
             self._add_chunk(seq, prefills)
 
@@ -303,6 +307,7 @@ class Scheduler:
             columns.append(len(block_table))
             ids.append(block.block_id)
             block_table.append(block.block_id)
+        self.prefix_tree.extended()
         index = np.array(slots, np.int32)
         table.capacity[index] += self.config.block_size
         return BlockUpdates(index, np.array(columns, np.int32), np.array(ids, np.int32))
@@ -468,6 +473,7 @@ class Scheduler:
         """Blocks and slot of a finished sequence go back."""
         seq = self._table.sequences[slot]
         assert seq is not None
+        self.prefix_tree.remove(slot)
         self.kv_cache_manager.free(seq)
         self._table.vacate(slot)
 
@@ -482,6 +488,7 @@ class Scheduler:
             self._partial = None
         slot = seq.slot
         seq.num_in_flight = int(self._table.in_flight[slot])
+        self.prefix_tree.remove(slot)
         self.kv_cache_manager.free(seq)
         seq.detach(0)
         self._table.vacate(slot)

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from brute_groups import check_plan
 from fake_model import Driver, config
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,6 +37,7 @@ class Pages:
         self.rows, self.content = rows, {}
 
     def write(self, plan, tokens):
+        check_plan(plan, SIZE)
         for i, seq in enumerate(plan.sequences):
             for position in range(int(plan.start[i]), int(plan.start[i] + plan.num_new_tokens[i])):
                 block = seq.block_table[position // SIZE]

@@ -1,0 +1,223 @@
+"""Which rows' block tables begin with the same physical blocks, kept up to date while rows come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_paged.scheduler.prefix_groups import PrefixGroups
+
+
+class Node:
+    """Leading blocks that two rows at least have in common; the root's are none.
+
+    Attributes:
+        end: How many blocks these are.
+        blocks: Those of them behind the parent's end.
+        inner: Longer prefixes, by their first block behind `end`.
+        leaves: Slots of rows that share no more, likewise; by -1 - slot where the block table ends here.
+    """
+
+    __slots__ = ("blocks", "end", "inner", "leaves", "parent")
+
+    def __init__(self, parent: Node | None, end: int, blocks: list[int]) -> None:
+        self.parent = parent
+        self.end = end
+        self.blocks = blocks
+        self.inner: dict[int, Node] = {}
+        self.leaves: dict[int, int] = {}
+
+
+class _Forest(NamedTuple):
+    """All nodes but the root, an inner one behind the one around it, as `PrefixGroups` of all rows of the tree."""
+
+    slots: np.ndarray  # [M] int64
+    first: np.ndarray  # [G] int32, as all that follow
+    last: np.ndarray  # index in `slots` behind a group's last row
+    begin: np.ndarray
+    end: np.ndarray
+    inner: np.ndarray  # [I] groups that lie in another one
+    parent: np.ndarray  # [I] in which
+
+
+class PrefixTree:
+    """A tree over the block tables of all rows that hold blocks, by the slots of the rows.
+
+    Only ids of blocks count, not what they hold. A table may be appended to with blocks that no other row has
+    (`extended` has to be told); whatever else happens to it has to happen between `remove` and `add`.
+
+    Args:
+        block_size: Tokens per block.
+        is_kept: False: rows are not entered, so that there are no groups.
+    """
+
+    def __init__(self, block_size: int, is_kept: bool = True) -> None:
+        self.is_kept = is_kept
+        self._block_size = block_size
+        self._root = Node(None, 0, [])
+        self._tables: dict[int, list[int]] = {}  # by slot, as what follows
+        self._node: dict[int, Node] = {}  # in whose leaves the slot is
+        self._key: dict[int, int] = {}  # where in them
+        self._open: set[int] = set()  # slots whose table ends at the end of their node
+        self._num_slots = 0  # above every slot so far
+        self._forest: _Forest | None = None  # None: to be made
+        self._known: dict[bytes, PrefixGroups | None] = {}  # by the slots of a step's rows
+
+    def add(self, slot: int, table: list[int]) -> None:
+        """A row comes. The table is not copied."""
+        if not self.is_kept:
+            return
+        node = self._root
+        while True:
+            key = table[node.end] if len(table) > node.end else -1 - slot
+            inner = node.inner.get(key)
+            if inner is None:
+                break
+            if table[node.end : inner.end] != inner.blocks:
+                inner = _split(inner, _num_common(table[node.end : inner.end], inner.blocks))
+            node = inner
+        if (twin := node.leaves.get(key)) is not None:
+            end = node.end + _num_common(table[node.end :], self._tables[twin][node.end :])
+            node.inner[key] = pair = Node(node, end, table[node.end : end])
+            del node.leaves[key]
+            self._put(twin, pair)
+            node = pair
+        self._tables[slot] = table
+        self._num_slots = max(self._num_slots, slot + 1)
+        self._put(slot, node)
+        if node is not self._root:
+            self._forget()
+
+    def remove(self, slot: int) -> None:
+        """A row goes, if it is there."""
+        node = self._node.pop(slot, None)
+        if node is None:
+            return
+        del node.leaves[self._key.pop(slot)], self._tables[slot]
+        self._open.discard(slot)
+        if node.parent is not None:
+            self._forget()
+            if len(node.leaves) + len(node.inner) == 1:
+                self._dissolve(node, node.parent)
+
+    def extended(self) -> None:
+        """Tables were appended to."""
+        for slot in [slot for slot in self._open if len(self._tables[slot]) > self._node[slot].end]:
+            node = self._node[slot]
+            del node.leaves[self._key[slot]]
+            self._put(slot, node)
+
+    def groups(self, slots: np.ndarray) -> PrefixGroups | None:
+        """Groups of a step whose row i is the one of ``slots[i]`` (int32); None if no two of them share a block.
+
+        While neither these slots nor what they share changes, the result is the same object; nobody may write to it.
+        """
+        if not self._root.inner:
+            return None
+        step = slots.tobytes()
+        if self._forest is None or step not in self._known:
+            if len(self._known) == 8:
+                self._known.clear()
+            if self._forest is None:
+                self._forest = self._flattened()
+            self._known[step] = _among(self._forest, slots, self._num_slots)
+        return self._known[step]
+
+    def _put(self, slot: int, node: Node) -> None:
+        """Make a row a leaf of a node."""
+        table = self._tables[slot]
+        if len(table) > node.end:
+            key = table[node.end]
+            self._open.discard(slot)
+        else:
+            key = -1 - slot
+            self._open.add(slot)
+        node.leaves[key] = slot
+        self._node[slot], self._key[slot] = node, key
+
+    def _dissolve(self, node: Node, parent: Node) -> None:
+        """Only one row, or one longer prefix, is left below a node."""
+        del parent.inner[node.blocks[0]]
+        for slot in node.leaves.values():
+            self._put(slot, parent)
+        for inner in node.inner.values():
+            inner.parent, inner.blocks = parent, node.blocks + inner.blocks
+            parent.inner[inner.blocks[0]] = inner
+
+    def _forget(self) -> None:
+        self._forest = None
+        self._known.clear()
+
+    def _flattened(self) -> _Forest:
+        slots: list[int] = []
+        first: list[int] = []
+        parents: list[int] = []
+        nodes: list[Node] = []
+        left = [(node, -1) for node in self._root.inner.values()]
+        while left:
+            node, parent = left.pop()
+            if node.inner:
+                left += [(inner, len(nodes)) for inner in node.inner.values()]
+            nodes.append(node)
+            parents.append(parent)
+            first.append(len(slots))
+            slots += node.leaves.values()
+        last = [start + len(node.leaves) for start, node in zip(first, nodes, strict=True)]
+        parent_of = np.array(parents, np.int32)
+        inner = np.flatnonzero(parent_of >= 0)
+        for i in reversed(inner.tolist()):
+            last[parents[i]] = max(last[parents[i]], last[i])
+        end = np.array([node.end for node in nodes] + [0], np.int32) * np.int32(self._block_size)
+        return _Forest(np.array(slots, np.int64), np.array(first, np.int32), np.array(last, np.int32), end[parent_of],
+                       end[:-1], inner, parent_of[inner])
+
+
+def _split(node: Node, count: int) -> Node:
+    """A new node around this one, with `count` of the blocks that it has more than its parent."""
+    parent, blocks = node.parent, node.blocks
+    assert parent is not None
+    outer = Node(parent, parent.end + count, blocks[:count])
+    parent.inner[blocks[0]] = outer
+    node.parent, node.blocks = outer, blocks[count:]
+    outer.inner[node.blocks[0]] = node
+    return outer
+
+
+def _num_common(a: Seq[int], b: Seq[int]) -> int:
+    """Leading elements that are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _among(forest: _Forest, slots: np.ndarray, num_slots: int) -> PrefixGroups | None:
+    """Groups of those rows of the forest that are rows of a step."""
+    row_of = np.full(num_slots, -1, np.int32)
+    row_of[slots] = np.arange(len(slots), dtype=np.int32)
+    members = row_of[forest.slots]
+    present = members >= 0
+    before = np.zeros(len(present) + 1, np.int32)  # how many rows of the step are before each of the forest
+    np.cumsum(present, out=before[1:])
+    first = before[forest.first]
+    count = before[forest.last] - first
+    # A group whose rows all share more is none beside that longer one.
+    is_same = count[forest.inner] == count[forest.parent]
+    if count.min() > 1 and not is_same.any():
+        return PrefixGroups(members[present], first, count, forest.begin, forest.end)
+
+    size = len(count)
+    hidden = np.zeros(size + 1, bool)
+    hidden[forest.parent[is_same]] = True
+    keep = np.flatnonzero((count > 1) & ~hidden[:-1])
+    if not keep.size:
+        return None
+    around = np.full(size + 1, size)  # which group one lies in; `size` for none
+    around[forest.inner] = forest.parent
+    jump = np.where(hidden, around, np.arange(size + 1))  # over one hidden group, then two, then four, ...
+    while hidden[around[keep]].any():
+        around, jump = jump[around], jump[jump]
+    begin = np.append(forest.end, np.int32(0))[around[keep]]
+    outermost = np.delete(np.arange(size), forest.inner)  # which have all rows of the forest, one after the other
+    present &= np.repeat(count[outermost] > 1, (forest.last - forest.first)[outermost])
+    np.cumsum(present, out=before[1:])
+    return PrefixGroups(members[present], before[forest.first[keep]], count[keep], begin, forest.end[keep])

@@ -1,0 +1,50 @@
+"""Groups of rows made from nothing but their block tables, to compare those of the tree with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_paged.scheduler import StepPlan
+from hf_paged.scheduler.prefix_groups import PrefixGroups
+
+
+def groups_of(tables: list[list[int]], block_size: int) -> set[tuple[frozenset[int], int, int]]:
+    """(row numbers, begin, end) of every group of rows whose tables begin with the same blocks."""
+    longest: dict[frozenset[int], int] = {}
+    for table in tables:
+        for count in range(1, len(table) + 1):
+            rows = frozenset(i for i, other in enumerate(tables) if other[:count] == table[:count])
+            if len(rows) > 1:
+                longest[rows] = max(longest.get(rows, 0), count)
+    return {
+        (rows, block_size * max((end for outer, end in longest.items() if outer > rows), default=0), block_size * end)
+        for rows, end in longest.items()
+    }
+
+
+def check_groups(groups: PrefixGroups | None, tables: list[list[int]], block_size: int) -> None:
+    """These are the groups of rows with these tables, written as `PrefixGroups` says."""
+    expected = groups_of(tables, block_size)
+    if groups is None:
+        assert not expected
+        return
+    assert all(column.dtype == np.int32 for column in groups)
+    members, first, count, begin, end = (column.tolist() for column in groups)
+    found = [(frozenset(members[a : a + n]), b, e) for a, n, b, e in zip(first, count, begin, end, strict=True)]
+    assert set(found) == expected
+    assert len(found) == len(expected)
+    assert len(set(members)) == len(members)
+    assert set(members) == set().union(*(rows for rows, _, _ in expected))
+    for i, (rows, start, _) in enumerate(found):
+        around = [(outer, e) for outer, _, e in found[:i] if outer > rows]
+        assert start == (min(around, key=lambda outer: len(outer[0]))[1] if around else 0), "an outer one comes later"
+
+
+def check_plan(plan: StepPlan, block_size: int) -> None:
+    """The groups of a plan are those of its decode rows, and end before each row's newest token."""
+    rows = plan.num_decode_rows
+    check_groups(plan.groups, [seq.block_table for seq in plan.sequences[:rows]], block_size)
+    if plan.groups is not None:
+        members, first, count, _, end = (column.tolist() for column in plan.groups)
+        for a, n, e in zip(first, count, end, strict=True):
+            assert all(e <= plan.start[row] for row in members[a : a + n])

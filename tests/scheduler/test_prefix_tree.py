@@ -1,0 +1,236 @@
+"""Rows that begin with the same blocks are groups, wherever the blocks come from."""
+
+from __future__ import annotations
+
+import numpy as np
+from brute_groups import check_groups, check_plan
+from fake_model import Driver, config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_paged.scheduler import Sequence
+from hf_paged.scheduler.invariants import check_prefix_tree
+from hf_paged.scheduler.lockstep_rows import LockstepRows
+from hf_paged.scheduler.prefix_tree import PrefixTree
+
+SIZE = 4
+SYSTEM = list(range(100, 108))  # two blocks
+QUESTIONS = [[j] * 8 for j in range(3)]
+
+
+def driver(**changes):
+    return Driver(config(**({"max_num_seqs": 16, "max_num_batched_tokens": 64, "num_blocks": 200} | changes)))
+
+
+def shared(plan):
+    """{names of the rows: (begin, end)} of a plan's groups."""
+    check_plan(plan, SIZE)
+    if plan.groups is None:
+        return {}
+    members, first, count, begin, end = plan.groups
+    names = [plan.sequences[row].request_id for row in members.tolist()]
+    return {"".join(sorted(names[a : a + n])): (b, e)
+            for a, n, b, e in zip(first.tolist(), count.tolist(), begin.tolist(), end.tolist(), strict=True)}
+
+
+def test_equal_prompts_of_one_batch_share_their_full_blocks():
+    d = driver()
+    for name in "abc":
+        d.add(name, list(range(10)))
+    assert d.step().groups is None  # prompts
+    assert shared(d.step()) == {"abc": (0, 8)}
+
+
+def test_equal_prompts_of_full_blocks_share_all_of_them():
+    d = driver()
+    for name in "abc":
+        d.add(name, list(range(8)))
+    d.step()
+    assert shared(d.step()) == {"abc": (0, 8)}
+
+
+def test_equal_prompts_that_take_several_steps_share():
+    d = driver(max_num_batched_tokens=16)
+    for name in "ab":
+        d.add(name, list(range(40)))
+    assert [shared(d.step()) for _ in range(4)] == [{}, {}, {}, {"ab": (0, 40)}]
+
+
+def test_a_later_prompt_shares_what_a_running_row_computed():
+    d = driver()
+    first = d.add("a", list(range(10)), 40)
+    for _ in range(10):
+        d.step()
+    d.add("b", [*first.token_ids, 1])
+    assert shared(d.step()) == {}
+    assert shared(d.step()) == {"ab": (0, 16)}, "its prompt and output of before"
+
+
+def test_a_system_prompt_over_questions_over_samples():
+    d = driver()
+    for i, question in enumerate(QUESTIONS):
+        for j in range(3):
+            d.add("abcdefghi"[3 * i + j], SYSTEM + question + [7])
+    while not shared(plan := d.step()):
+        pass
+    while plan.num_decode_rows < 9:
+        plan = d.step()
+    assert shared(plan) == {"abcdefghi": (0, 8), "abc": (8, 16), "def": (8, 16), "ghi": (8, 16)}
+
+
+def test_turns_of_a_conversation_share_as_far_as_they_agree():
+    d = driver()
+    d.add("a", [*range(8), 1, 1, 1, 1, 5], 30)
+    d.add("b", [*range(8), 2, 2, 2, 2, 5], 30)
+    d.step()
+    d.add("c", [*range(8), 2, 2, 2, 2, 3, 3, 3, 3, 5], 30)
+    d.add("d", [*range(8), 2, 2, 2, 2, 3, 3, 3, 3, 6], 30)
+    assert shared(d.step()) == {"ab": (0, 8)}
+    assert shared(d.step()) == {"abcd": (0, 8), "bcd": (8, 12), "cd": (12, 16)}
+
+
+def test_equal_content_in_other_blocks_is_no_group():
+    d = driver()
+    d.add("a", list(range(10)), 30)
+    d.add("b", list(range(10)), 30, read_cache=False)  # computes blocks of its own, and publishes them
+    d.step()
+    assert shared(d.step()) == {}
+    d.add("c", list(range(10)), 30)
+    d.step()
+    (group,) = shared(d.step()).items()
+    assert group in [("ac", (0, 8)), ("bc", (0, 8))]
+
+
+def test_blocks_of_two_origins_are_shared_with_each_as_far_as_the_tables_agree():
+    """A row that hits a block of one row after a block of another shares only with the one that it begins like."""
+    tree, tables = PrefixTree(SIZE), {0: [1, 2], 1: [3, 4], 2: [1, 4, 5], 3: [3, 4, 6]}
+    for slot, table in tables.items():
+        tree.add(slot, table)
+        check_prefix_tree(tree, {s: t for s, t in tables.items() if s <= slot})
+    check_groups(tree.groups(np.arange(4, dtype=np.int32)), list(tables.values()), SIZE)
+
+
+def test_one_row_alone_shares_nothing():
+    d = driver()
+    first, _ = d.add("a", list(range(10)), 30), d.add("b", list(range(10)), 3)
+    d.step()
+    assert shared(d.step()) == {"ab": (0, 8)}
+    while d.scheduler.num_running == 2:
+        d.step()
+    assert d.step().groups is None
+    assert first.num_output_tokens < 30
+
+
+def test_groups_are_the_same_object_until_something_changes():
+    d = driver()
+    for name in "abc":
+        d.add(name, list(range(10)), 30)
+    d.step()
+    groups = d.step().groups
+    assert groups is not None
+    for _ in range(8):  # new blocks of their own
+        assert d.step().groups is groups
+    d.scheduler.finish(d.plans[-1].sequences[0], "abort")
+    assert d.step().groups is not groups
+
+
+def test_nothing_is_shared_without_a_prefix_cache_but_by_rows_of_a_fork():
+    d = driver(enable_prefix_caching=False)
+    for name in "ab":
+        d.add(name, list(range(10)))
+    d.step()
+    assert shared(d.step()) == {}
+    rows = LockstepRows(d.scheduler, [Sequence("row", list(range(10)), max_new_tokens=1)] * 3, 60)
+    for _ in rows.prompt_plans():
+        pass
+    rows.fork()
+    plan = rows.decode_plan()
+    check_plan(plan, SIZE)
+    assert (plan.groups.count.tolist(), plan.groups.end.tolist()) == ([3], [8])
+
+
+def test_no_groups_where_they_are_not_wanted():
+    d = driver(group_prefixes=False)
+    rows = LockstepRows(d.scheduler, [Sequence("row", list(range(10)), max_new_tokens=1)] * 3, 60)
+    for _ in rows.prompt_plans():
+        pass
+    rows.fork()
+    d.lent = lambda: [seq.block_table for seq in rows.sequences]
+    for name in "ab":
+        d.add(name, list(range(10)))
+    plans = [d.scheduler.schedule(), rows.decode_plan()]
+    d.scheduler.commit(plans[0], d.model.launch(plans[0]))
+    plans.append(d.scheduler.schedule())
+    assert plans[-1].num_decode_rows == 2
+    assert [plan.groups for plan in [*plans, plans[-1].behind([plans[1]])]] == [None] * 4
+
+
+def test_rows_in_front_share_with_each_other_and_with_the_schedulers():
+    """Row numbers are those of the joined plan."""
+    d = driver()
+    d.add("a", list(range(10)), 30)
+    d.add("b", [9] * 10, 30)
+    d.add("c", [9] * 10, 30)
+    d.step()
+    prompts = [list(range(10)), list(range(10)), [5] * 10, [5] * 10]
+    rows = LockstepRows(d.scheduler, [Sequence("row", prompt, max_new_tokens=1) for prompt in prompts], 60)
+    for _ in rows.prompt_plans():
+        pass
+    rows.fork()
+    others = rows.decode_plan()
+    own = d.scheduler.schedule()
+    joined = own.behind([others])
+    check_plan(joined, SIZE)
+    assert [seq.request_id for seq in joined.sequences[4:]] == ["a", "b", "c"]
+    members, first, count, _, _ = joined.groups
+    found = {frozenset(members[a : a + n].tolist()) for a, n in zip(first.tolist(), count.tolist(), strict=True)}
+    assert found == {frozenset({0, 1, 4}), frozenset({2, 3}), frozenset({5, 6})}
+    assert own.behind([]) is own
+
+
+def test_beams_share_what_their_parents_had_in_full_blocks():
+    d = driver()
+    rows = LockstepRows(d.scheduler, [Sequence("row", list(range(6)), max_new_tokens=1)] * 4, 60)
+    for _ in rows.prompt_plans():
+        pass
+    rows.fork()
+    for parents in ([0, 0, 1, 2], [1, 0, 2, 2], [3, 3, 3, 0], [2, 2, 1, 0]):
+        for _ in range(3):
+            check_plan(rows.decode_plan(), SIZE)
+        rows.reorder(parents)
+        check_prefix_tree(d.scheduler.prefix_tree,
+                          {seq.slot: seq.block_table for seq in rows.sequences})
+    plan = rows.decode_plan()
+    check_plan(plan, SIZE)
+    assert len(plan.groups.first) > 1, "beams of one parent share more than all do"
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_set_of_rows(data):
+    """Random tables over few blocks (so that they agree in part), rows that come, grow and go; any part of them."""
+    tree, tables, fresh = PrefixTree(SIZE), {}, iter(range(100, 10_000))
+    for _ in range(data.draw(st.integers(1, 25))):
+        act = data.draw(st.sampled_from(["add", "add", "copy", "grow", "remove"]))
+        if act == "remove" and tables:
+            slot = data.draw(st.sampled_from(sorted(tables)))
+            tree.remove(slot)
+            del tables[slot]
+        elif act == "grow" and tables:
+            tables[data.draw(st.sampled_from(sorted(tables)))].append(next(fresh))
+            tree.extended()
+        elif act in ("add", "copy"):
+            start = []
+            if act == "copy" and tables:
+                start = tables[data.draw(st.sampled_from(sorted(tables)))]
+                start = start[: data.draw(st.integers(0, len(start)))]
+            table = start + data.draw(st.lists(st.integers(1, 3), min_size=not start, max_size=3))
+            slot = min(set(range(len(tables) + 1)) - tables.keys())
+            tables[slot] = table
+            tree.add(slot, table)
+        check_prefix_tree(tree, tables)
+        slots = data.draw(st.permutations(sorted(tables)))
+        slots = slots[: data.draw(st.integers(0, len(slots)))]
+        groups = tree.groups(np.array(slots, np.int32))
+        check_groups(groups, [tables[slot] for slot in slots], SIZE)
+        assert tree.groups(np.array(slots, np.int32)) is groups
