@@ -453,7 +453,8 @@ class EngineCore:
                 parameters = self._parameters(plan.admitted) if plan.admitted else []
                 wanted = log_probs.wanted_by(plan, self.requests, self._attempt) if self._any_logprobs else NOTHING
                 awaits_masks = self._any_grammar and any(self._follow_grammars(plan))
-                handle = self.runner.launch(plan, parameters, wanted, rows, awaits_masks=awaits_masks)
+                launch = self.runner.launch_unsampled if awaits_masks else self.runner.launch
+                handle = launch(plan, parameters, wanted, rows)
                 self._joined_logits = handle.logits
         except Exception:
             self._take_launch_back(plan, joining)

@@ -142,7 +142,7 @@ class ModelRunner:
         return self.state.num_slots
 
     def launch(self, plan: StepPlan, parameters: list[SlotParameters], wanted: Wanted = NOTHING,
-               joining: Seq[StepPlan] = (), *, awaits_masks: bool = False) -> StepHandle:
+               joining: Seq[StepPlan] = ()) -> StepHandle:
         """Enqueue one step. Prompts are scored by eager steps.
 
         Args:
@@ -150,7 +150,6 @@ class ModelRunner:
             parameters: of `plan.admitted`, in order.
             wanted: log-probabilities to bring.
             joining: decode rows of others, which end at the logits.
-            awaits_masks: end at the logits; `sample` goes on. Some row of the plan samples.
         """
         first = sum(len(rows.slots) for rows in joining)
         if first:
@@ -159,8 +158,6 @@ class ModelRunner:
         result = self._on_host(len(plan.slots), torch.int64)
         logprobs = {kind: self._on_host(len(plan.slots), torch.float32) for kind in wanted.sampled}
         own = {kind: values[first:] for kind, values in logprobs.items()}
-        if awaits_masks:
-            return self._launch_unsampled(plan, result, logprobs, wanted, first)
         if self.graphs is not None and not wanted.prompt:
             logits = self.graphs.launch(plan, result, logprobs, num_logits=first)
             if logits is not None:
@@ -179,15 +176,26 @@ class ModelRunner:
         device_times.end("prompt log-probabilities", began)
         return self._handle(result[first:], own, scored, wanted.prompt, logits)
 
-    def _launch_unsampled(self, plan: StepPlan, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor],
-                          wanted: Wanted, first: int) -> StepHandle:
+    def launch_unsampled(self, plan: StepPlan, parameters: list[SlotParameters], wanted: Wanted = NOTHING,
+                         joining: Seq[StepPlan] = ()) -> StepHandle:
+        """`launch` of a step some row of which samples, up to the logits: `sample` goes on."""
+        first = sum(len(rows.slots) for rows in joining)
+        if first:
+            plan = plan.behind(joining)
+        self._update_state(plan, parameters)
+        result = self._on_host(len(plan.slots), torch.int64)
+        logprobs = {kind: self._on_host(len(plan.slots), torch.float32) for kind in wanted.sampled}
         every = None if self.graphs is None or wanted.prompt else self.graphs.row_logits(plan)
         scored, spans = None, [span._replace(row=first + span.row) for span in wanted.prompt]
-        if every is None:
+        if every is not None:
+            self._count_reads(plan)
+        else:
+            began = device_times.begin(self.device)
             computed = self._hidden_states(plan)
             last = upload(computed.query_start[1:].astype(np.int64) - 1, self.device)
             every = self.executor.shard_logits(*computed.at(last))
             scored = self._score_prompts(plan, computed, spans) if spans else None
+            device_times.end("eager up to the logits", began)
         rows = np.flatnonzero(plan.samples)
         ends = rows, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
         index, slots, positions = upload(np.array(ends, np.int64), self.device)
@@ -198,7 +206,7 @@ class ModelRunner:
                           unsampled)
 
     def sample(self, handle: StepHandle, masks: TokenMasks | None) -> StepHandle:
-        """Enqueue what is left of a step that was launched with ``awaits_masks``.
+        """Enqueue what is left of a step of `launch_unsampled`.
 
         Args:
             masks: of the rows of the plan that sample, in order; None: no row has one.
@@ -206,11 +214,13 @@ class ModelRunner:
         assert handle.unsampled is not None
         self.follow_stream()
         logits, rows, slots, positions, stages, result, logprobs = handle.unsampled
+        began = device_times.begin(self.device)
         known = {kind: torch.empty(len(rows), dtype=torch.float32, device=self.device) for kind in logprobs}
         tokens = self.state.sample(logits, slots, positions, stages, known, masks)
         self._fetch(tokens, rows, result)
         for kind, values in known.items():
             self._fetch(values, rows, logprobs[kind])
+        device_times.end("sampling under masks", began)
         return self._handle(handle.tokens, handle.logprobs, handle.prompt_logprobs, handle.spans, handle.logits)
 
     def logits(self, plan: StepPlan, parameters: list[SlotParameters], *, of_every_token: bool = False) -> torch.Tensor:

@@ -88,7 +88,7 @@ def test_json_with_and_without_whitespace(grammars):
     ({"grammar": 'root ::= "a'}, "EBNF lexer error"),
 ])
 def test_what_xgrammar_cannot_compile(grammars, structured, text):
-    [(kind, value)] = structured.items()
+    [kind] = structured
     with pytest.raises(ValueError) as error:
         grammars.compile(read_structured(structured), byte_tokenizer())
     message = str(error.value)

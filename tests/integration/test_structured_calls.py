@@ -8,7 +8,15 @@ import warnings
 
 import pytest
 import torch
-from support import assert_same_tensor, byte_tokenizer, left_padded, num_calls, random_prompts, stock_generate, tiny_model
+from support import (
+    assert_same_tensor,
+    byte_tokenizer,
+    left_padded,
+    num_calls,
+    random_prompts,
+    stock_generate,
+    tiny_model,
+)
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation.logits_process import ExponentialDecayLengthPenalty, SuppressTokensLogitsProcessor
 

@@ -18,6 +18,7 @@ from support import batch, random_prompts, stock_generate, tiny_model
 from transformers import GenerationConfig
 
 import hf_paged
+from hf_paged.engine.engine import Engine
 from hf_paged.kernels.attention.backends import TorchBackend, TritonBackend
 from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
 from hf_paged.kernels.attention.metadata import GroupedWork
@@ -87,10 +88,10 @@ def uncaptured(monkeypatch):
     """Every runner gets graphs that run uncaptured; returns the list of what is replayed as (kind, size)."""
     replayed: list[tuple[str, int]] = []
 
-    def capture(self, run, inputs):
+    def capture(self, run, inputs, name):
         self.num_captured += 1
         self._graphs.append(Uncaptured())
-        return Captured(self._graphs[-1], inputs, run)
+        return Captured(name, self._graphs[-1], inputs, run)
 
     def get(self, size, run, inputs):
         captured = own_get(self, size, run, inputs)
@@ -196,6 +197,34 @@ def test_chunks_and_shared_prefixes_go_through_prompt_graphs(steps):
     assert [size for kind, size in steps if kind == "prompt"] == [32, 32, 32, 16]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_that_wait_for_masks_end_at_the_logits_and_make_the_same_tokens(steps, monkeypatch, overlap):
+    """Decode rows and prompts, each by a graph of its own, that hold no sampling; the tokens are drawn behind them."""
+
+    class Everything:
+        is_over = False
+
+        def accept(self, token):
+            return True
+
+        def fill(self, words):
+            words.fill_(-1)
+
+    monkeypatch.setattr(Engine, "grammar_of", lambda *_: SimpleNamespace(matcher=lambda eos: Everything()))
+    model = tiny_model()
+    prompts, new_tokens = random_prompts([5, 40, 17, 3, 60, 33, 1]), [12, 3, 9, 14, 5, 7, 11]
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 128, "overlap": overlap, "num_blocks": 200}
+    expected = generate(model, prompts, new_tokens, **{k: v for k, v in options.items() if k != "num_blocks"})
+    steps.clear()
+    forms = [{"regex": ".*"}, None, {"regex": ".*"}, None, {"regex": ".*"}, {"regex": ".*"}, {"regex": ".*"}]
+    with hf_paged.PagedGenerator(model, **options) as generator:
+        configs = [GenerationConfig(max_new_tokens=n, do_sample=False, eos_token_id=None) for n in new_tokens]
+        made = [c.token_ids for c in generator.generate(prompts, configs, structured=forms, use_tqdm=False)]
+        names = {key[1] for key in generator.engine._core.pool.runner.graphs._captured}
+    assert made == expected
+    assert {"_logits", "_prompt_logits"} <= names
+
+
 def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch):
     """Mixed steps replay a graph of each kind; prompts that are scored run eagerly."""
     options = {"num_blocks": 200, "max_num_seqs": 3, "max_num_batched_tokens": 64, "enable_prefix_caching": False}
@@ -231,10 +260,10 @@ def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch)
 def test_a_step_is_eager_where_its_graph_cannot_be_had(steps, monkeypatch, kind):
     capture, tried = StepGraphs._capture, []
 
-    def refuse(self, run, inputs):
+    def refuse(self, run, inputs, name):
         of_prompts = "long" in run.keywords
         tried.append((of_prompts, inputs[0].shape))
-        return None if of_prompts == (kind == "prompt") else capture(self, run, inputs)
+        return None if of_prompts == (kind == "prompt") else capture(self, run, inputs, name)
 
     monkeypatch.setattr(StepGraphs, "_capture", refuse)
     model, prompts = tiny_model(), random_prompts([5, 40, 17, 3])
@@ -310,7 +339,7 @@ def test_a_step_runs_and_is_captured_on_the_engines_own_stream(graphs, monkeypat
             raise error
         return torch.zeros(1)
 
-    call = partial(graphs._capture, run, (np.zeros(1),))
+    call = partial(graphs._capture, run, (np.zeros(1),), "decode 1")
     if isinstance(result, type):
         with pytest.raises(result):
             call()
@@ -359,7 +388,7 @@ def test_a_graph_that_an_error_in_the_end_of_its_capture_left_is_destroyed(graph
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", log.graph)
     with pytest.raises(type(error)):
-        graphs._record(lambda: torch.zeros(1), ())
+        graphs._record(lambda: torch.zeros(1), (), "decode 1")
     graphs.drop()
     assert log == ["begin", "end", "destroy"]
 

@@ -397,8 +397,8 @@ def _check_together(body: dict[str, Any], wishes: Wishes) -> None:
     if wishes.has_stream_options and not body.get("stream"):
         raise _refusal("stream_options", body["stream_options"], "expected stream to be true with it")
     if wishes.has_tools and not wishes.parallel_calls and wishes.must_call is None:
-        raise _refusal("parallel_tool_calls", False, "expected true with tools, unless tool_choice says that one has to "
-                                                     "be called")
+        raise _refusal("parallel_tool_calls", False, "expected true with tools, unless tool_choice says that one "
+                                                     "has to be called")
     check_forms(body, wishes)
 
 

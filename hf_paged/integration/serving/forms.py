@@ -18,13 +18,14 @@ _ANY_OBJECT = {"json_schema": {"type": "object"}, **_COMPACT}
 # vLLM's names of forms.
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
-EXPECTED_FORMAT = ("expected an object of type 'text', 'json_object' or 'json_schema', the last with a json_schema that "
-                   "holds a schema")
-EXPECTED_TEXT = ("expected an object with nothing but a format of type 'text', 'json_object' or 'json_schema', the last "
-                 "with a schema")
-EXPECTED_OUTPUTS = ("expected an object with one of json, json_object (true), regex, choice and grammar, the first two "
-                    "maybe with disable_any_whitespace")
-EXPECTED_CHOICE = "expected 'auto', 'none', 'required' or an object of type 'function' with the name of one of the tools"
+EXPECTED_FORMAT = ("expected an object of type 'text', 'json_object' or 'json_schema', the last with a json_schema "
+                   "that holds a schema")
+EXPECTED_TEXT = ("expected an object with nothing but a format of type 'text', 'json_object' or 'json_schema', the "
+                 "last with a schema")
+EXPECTED_OUTPUTS = ("expected an object with one of json, json_object (true), regex, choice and grammar, the first "
+                    "two maybe with disable_any_whitespace")
+EXPECTED_CHOICE = ("expected 'auto', 'none', 'required' or an object of type 'function' with the name of one of the "
+                   "tools")
 EXPECTED_GUIDED = {
     "guided_json": "expected a JSON schema, as an object or a string", "guided_regex": "expected a regular expression",
     "guided_choice": "expected a list of strings, none of them empty",

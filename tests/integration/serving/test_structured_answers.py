@@ -1,4 +1,4 @@
-"""Answers of a form that the body asks for, over HTTP: at every endpoint, whole and streamed, in the batch and alone."""
+"""Answers of a form that the body asks for, over HTTP: at every endpoint, whole and streamed, in a batch and alone."""
 
 from __future__ import annotations
 
@@ -156,7 +156,8 @@ def test_tools_that_have_to_be_called(server, monkeypatch, stream, choice, names
 
 
 def test_calls_in_a_form_that_is_not_known_are_refused():
-    for template in (None, {"fields": {}}, {"fields": {"tool_calls": {"open": "<f>", "close": "</f>", "content": "xml"}}}):
+    calls = {"open": "<f>", "close": "</f>", "content": "xml"}
+    for template in (None, {"fields": {}}, {"fields": {"tool_calls": calls}}):
         with pytest.raises(RefusedRequestError, match="expected 'auto' or 'none', since this model writes"):
             ask_for_calls(Wishes(tools=TOOLS, must_call=""), template)
         ask_for_calls(Wishes(tools=TOOLS), template)
