@@ -574,7 +574,18 @@ AWAITED = [
                     ASYNC_TESTS, "all_copies"),
 ]
 
+# What decode steps read, and rows that begin with the same blocks.
+READS, GROUP_TESTS = "runner/kv_reads.py", "engine/test_prefix_groups.py"
+SHARED_READS = [
+    PackageMutation(READS, "start if window is None else np.minimum(start, window - 1)", "start", GROUP_TESTS,
+                    "window_is_counted"),
+    PackageMutation(READS, "saved_positions * self._num_layers.get(None, 0)",
+                    "saved_positions * sum(self._num_layers.values())", GROUP_TESTS, "window_is_counted"),
+    PackageMutation("runner/model_runner.py", "        self._count_reads(plan)\n        return Computed(",
+                    "        return Computed(", GROUP_TESTS, "bytes_that_decode"),
+]
+
 PACKAGE_MUTATIONS = [
     *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *UPDATES, *RECOGNITION, *ADAPTERS, *JOINED, *MODELS, *SERVER,
-    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS, *PREFIXES, *AWAITED, *STRUCTURED,
+    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS, *PREFIXES, *AWAITED, *STRUCTURED, *SHARED_READS,
 ]
