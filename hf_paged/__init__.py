@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hf_paged.integration.install import install, is_installed, uninstall
     from hf_paged.integration.metrics import metrics
     from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput, Timings
+    from hf_paged.tracing.trace import trace
 
 __version__ = "0.1.0"
 
@@ -59,6 +60,7 @@ __all__ = [
     "is_enabled",
     "is_installed",
     "metrics",
+    "trace",
     "uninstall",
     "weight_update",
 ]
@@ -78,6 +80,7 @@ _MODULES = {
     "hf_paged.integration.gathered": ("gathered",),
     "hf_paged.integration.metrics": ("metrics",),
     "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput", "Timings"),
+    "hf_paged.tracing.trace": ("trace",),
 }
 
 

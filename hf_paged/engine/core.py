@@ -28,6 +28,7 @@ from hf_paged.models import ModelExecutor
 from hf_paged.models.guards.capturing import no_capturing
 from hf_paged.models.tuners import AdapterCounts
 from hf_paged.outputs import VersionRun
+from hf_paged.runner import device_times
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
 from hf_paged.runner.prompt_scores import NOTHING
@@ -315,7 +316,8 @@ class EngineCore:
                 launched = self._launch(plan, joining) if plan is not None or joining else None
                 if self.observers and (plan is not None or joining):
                     step = Launched(plan, self.totals["steps"], [rows for _, rows in joining],
-                                    scheduler.num_preemptions - num_preempted, started, scheduled, time.perf_counter())
+                                    scheduler.num_preemptions - num_preempted, started, scheduled, time.perf_counter(),
+                                    device_times.take())
                     self.observers.tell("launched", step)
                 if launched is None or not self._overlaps(device):
                     self._commit_in_flight()
@@ -509,6 +511,8 @@ class EngineCore:
             request = self.requests.get(sequence.request_id)
             if request is not None and request.sequence is sequence:
                 self.finish(request)
+        if self.observers:
+            self.observers.tell("delivered", plan)
 
     def _note_first_tokens(self, plan: StepPlan, accepted: np.ndarray) -> None:
         """The rows that computed the end of a prompt have their first token, but for those that run again."""
@@ -628,6 +632,8 @@ class EngineCore:
         assert self.pool.runner is not None
         self.pool.runner.prepare()
         before, self._state_key = self._state_key, self._executor.state_key()
+        if self._state_key != before:
+            self.runner.reads.use(self.runner.spec, self._executor.windows())
         if before and self._state_key != before:
             self._guard.found_change()
         for batch in self.batches if self._state_key != before else ():

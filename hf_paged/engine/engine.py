@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_paged import at_fork
 from hf_paged.config import PagedConfig
+from hf_paged.engine import everywhere
 from hf_paged.engine.call_counts import CallCounts
 from hf_paged.engine.commands import Build, Command, CommandQueue, End, HoldForWeights, Release, ResetCache
 from hf_paged.engine.core import EngineCore
@@ -46,6 +47,7 @@ from hf_paged.parallel.peers import connect
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.weights import ModelMark
 from hf_paged.sampling.sampler import derive_seed
+from hf_paged.scheduler import Scheduler
 from hf_paged.scheduler.lockstep_rows import blocks_together
 
 # Seconds between two looks of a thread whose work has to wait for another's.
@@ -139,6 +141,7 @@ class Engine:
         self._has_looked = False
         self._arrived: list[str] = []
         at_fork.register(self)
+        everywhere.joined(self)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -458,6 +461,8 @@ class Engine:
                 num_graphs_dropped=pool.graph_counts[1],
                 weights_version=self._core.weights_version,
                 calls=self.calls.stats(),
+                kv_bytes_read=pool.reads.num_bytes,
+                kv_bytes_saved=pool.reads.num_saved_bytes,
                 shadow_bytes=self._executor.copied_bytes + (self.replica.nbytes if self.replica is not None else 0),
             )
 
@@ -641,6 +646,11 @@ class Engine:
         return self._executor.source
 
     @property
+    def scheduler(self) -> Scheduler | None:
+        """Of the present pool, if there is one; for those that hold the engine's lock, as observers do."""
+        return self._core.scheduler
+
+    @property
     def replica(self) -> Replica | None:
         """What stands for the model in forwards, if it is sharded by FSDP2."""
         return self._executor.replica
@@ -800,6 +810,8 @@ class Engine:
 
     def after_fork_in_child(self) -> None:
         """No other thread waits here or holds the lock; a step that this thread is inside of goes on."""
+        if not self._executor.has_source:  # nobody can use it any more
+            return
         self._lock.forget_waiting()
         if self.group.is_parallel:
             self._commands.over = _FORKED  # the other ranks' connections are the parent's
