@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from hf_paged.engine.observer import Committed, Launched, Observer
+from hf_paged.engine.observer import Committed, Launched
 from hf_paged.engine.session import Request
 from hf_paged.monitoring import histogram
 from hf_paged.monitoring.histogram import Histogram
@@ -16,8 +16,8 @@ from hf_paged.outputs import StepOutput
 from hf_paged.scheduler import Sequence, StepPlan
 
 
-class Recorder(Observer):
-    """Its numbers are read while the engine's lock is held.
+class Recorder:
+    """An `Observer`. Its numbers are read while the engine's lock is held.
 
     Attributes:
         work: of all launched steps.
@@ -70,6 +70,9 @@ class Recorder(Observer):
             self._latest[slots] = now
         for row in rows[len(decodes) :].tolist():
             self._count_prefill(plan, row, now)
+
+    def delivered(self, plan: StepPlan) -> None:
+        """All of it was counted at the commit."""
 
     def finished(self, request: Request, output: StepOutput) -> None:
         assert output.completion is not None
