@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hf_paged.integration.gathered import gathered
     from hf_paged.integration.install import install, is_installed, uninstall
     from hf_paged.integration.metrics import metrics
+    from hf_paged.integration.trainer_callback import PagedStatsCallback
     from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput, Timings
     from hf_paged.tracing.trace import trace
 
@@ -45,6 +46,7 @@ __all__ = [
     "FallbackWarning",
     "PagedConfig",
     "PagedGenerator",
+    "PagedStatsCallback",
     "RankAloneError",
     "StepOutput",
     "Timings",
@@ -79,6 +81,7 @@ _MODULES = {
     "hf_paged.integration.explain": ("explain",),
     "hf_paged.integration.gathered": ("gathered",),
     "hf_paged.integration.metrics": ("metrics",),
+    "hf_paged.integration.trainer_callback": ("PagedStatsCallback",),
     "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput", "Timings"),
     "hf_paged.tracing.trace": ("trace",),
 }

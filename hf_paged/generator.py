@@ -20,6 +20,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.follower import load_on_ranks
 from hf_paged.engine.session import Session
 from hf_paged.errors import EngineClosedError
+from hf_paged.integration.activity import activity
 from hf_paged.integration.adapter_rows import each_under
 from hf_paged.integration.async_calls import AsyncCalls
 from hf_paged.integration.call_context import call_salt, call_seed
@@ -372,7 +373,7 @@ def _end_between_steps(model: weakref.ref, engine: Engine, workers: list[Workers
 
 
 class _Progress:
-    """A bar over completions with prefill and decode tokens per second."""
+    """A bar over completions, with what the engine does: tokens a second, requests, KV blocks, hits."""
 
     def __init__(self, total: int, show: bool | None, engine: Engine) -> None:
         self._engine = engine
@@ -390,7 +391,4 @@ class _Progress:
         self._bar.update(1)
         elapsed = self._bar.format_dict["elapsed"]
         if not self._bar.disable and elapsed > 0:
-            now = self._engine.stats()
-            prefill = (now.num_prefill_tokens - self._start.num_prefill_tokens) / elapsed
-            decode = (now.num_generated_tokens - self._start.num_generated_tokens) / elapsed
-            self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)
+            self._bar.set_postfix_str(str(activity(self._start, self._engine.stats(), elapsed)), refresh=False)
