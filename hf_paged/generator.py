@@ -150,6 +150,7 @@ class PagedGenerator:
                  cache_salt: str | SequenceOf[str | None] | None = None,
                  adapter_names: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
                  chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
+                 structured: dict[str, Any] | SequenceOf[dict[str, Any] | None] | None = None,
                  request_ids: str | SequenceOf[str | None] | None = None, **generate_kwargs: Any) -> Any:
         """Complete every prompt.
 
@@ -182,6 +183,8 @@ class PagedGenerator:
             chat_template_kwargs: keywords of ``tokenizer.apply_chat_template`` for prompts that are chats, whatever
                 their names; they win over those in ``generate_kwargs``.
             on_weight_change: in place of the config's, for this call; not for tensors.
+            structured: the form that the output has to have, one for the call or one per prompt (see
+                `Engine.add_request` and docs/structured.md).
             request_ids: by which `cancel` finds a prompt while the call runs; one per prompt, none of them in use.
             **generate_kwargs: fields of a `GenerationConfig`; besides, for prompts that are chats, parameters of
                 `apply_chat_template` (``tools``, ``documents``, ``chat_template``, ``continue_final_message``,
@@ -205,11 +208,14 @@ class PagedGenerator:
             stop_token_ids=stop_token_ids, include_stop_str_in_output=include_stop_str_in_output,
             skip_special_tokens=skip_special_tokens, best_of=best_of, priority=priority, timeout=timeout,
             cache_salt=cache_salt, adapter_names=adapter_names, on_error=on_error, on_weight_change=on_weight_change,
-            chat_template_kwargs=chat_template_kwargs, request_ids=request_ids, **generate_kwargs,
+            chat_template_kwargs=chat_template_kwargs, request_ids=request_ids, structured=structured,
+            **generate_kwargs,
         )
         if "input_ids" in generate_kwargs or isinstance(prompts, torch.Tensor):
             call.check_for_tensors(self.engine.num_logits)
             with call_salt(salt_digest(cache_salt)):
+                if structured is not None:
+                    generate_kwargs = {"tokenizer": self.tokenizer, **generate_kwargs, "structured": structured}
                 made = self._generate_tensor(prompts, generation_config, seed, adapter_names, generate_kwargs)
             return None if self._only_follows else made
         asked = self._maker.make(call)
@@ -239,6 +245,7 @@ class PagedGenerator:
                cache_salt: str | SequenceOf[str | None] | None = None,
                adapter_names: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
                chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
+               structured: dict[str, Any] | SequenceOf[dict[str, Any] | None] | None = None,
                request_ids: str | SequenceOf[str | None] | None = None,
                **generate_kwargs: Any) -> Iterator[tuple[int, StepOutput]]:
         """Like `generate`, but yields (index of the completion, `StepOutput`) as tokens come, of which none competes
@@ -254,7 +261,8 @@ class PagedGenerator:
             stop_token_ids=stop_token_ids, include_stop_str_in_output=include_stop_str_in_output,
             skip_special_tokens=skip_special_tokens, priority=priority, timeout=timeout, cache_salt=cache_salt,
             adapter_names=adapter_names, on_error=on_error, on_weight_change=on_weight_change,
-            chat_template_kwargs=chat_template_kwargs, request_ids=request_ids, **generate_kwargs,
+            chat_template_kwargs=chat_template_kwargs, request_ids=request_ids, structured=structured,
+            **generate_kwargs,
         )
         call.check_for_stream()
         asked = self._maker.make(call)

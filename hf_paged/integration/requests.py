@@ -14,7 +14,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.session import NewRequest, copy_ids
 from hf_paged.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_paged.integration.best_of import num_candidates
-from hf_paged.options.arguments import ConfigMerger, base_seed, num_copies, salt_digest
+from hf_paged.options.arguments import ConfigMerger, RecentMerges, base_seed, num_copies, salt_digest
 from hf_paged.options.chat_keywords import split_keywords, template_parameters
 from hf_paged.options.continued import Made, split_output
 from hf_paged.options.notices import Notices
@@ -28,6 +28,7 @@ from hf_paged.options.request_options import (
     settings_with,
 )
 from hf_paged.options.settings import RequestSettings, settings_from_config
+from hf_paged.options.structured import Structured
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.sampling.sampler import derive_seed
 from hf_paged.sampling.token_log_probs import PROCESSED
@@ -51,15 +52,16 @@ class Call:
     chat_template_kwargs: Any
     request_ids: Any
     keywords: dict[str, Any]
+    structured: Any = None
 
     @classmethod
     def of(cls, prompts: Any, generation_config: Any = None, *, seed: Any = None, cache_salt: Any = None,
            adapter_names: Any = None, priority: Any = 0, best_of: Any = None, on_error: str = "raise",
-           chat_template_kwargs: Any = None, request_ids: Any = None, **keywords: Any) -> Call:
+           chat_template_kwargs: Any = None, request_ids: Any = None, structured: Any = None, **keywords: Any) -> Call:
         """With the defaults of `PagedGenerator.generate`."""
         options = {name: keywords.pop(name) for name in RequestOptions._fields if name in keywords}
         return cls(prompts, generation_config, seed, cache_salt, adapter_names, RequestOptions(**options), priority,
-                   best_of, on_error, chat_template_kwargs, request_ids, keywords)
+                   best_of, on_error, chat_template_kwargs, request_ids, keywords, structured)
 
     @property
     def scores_only(self) -> bool:
@@ -129,6 +131,7 @@ class RequestMaker:
     def __init__(self, engine: Engine, model: Any) -> None:
         self._engine, self._model = engine, model
         self._notices = Notices()
+        self._recent = RecentMerges()
 
     def make(self, call: Call) -> list[Asked]:
         """Every completion of the call, in order.
@@ -148,6 +151,7 @@ class RequestMaker:
         seeds = one_per_prompt("seed", seed, len(prompts))
         salts = one_per_prompt("cache_salt", call.cache_salt, len(prompts))
         adapters = self._adapters(call.adapter_names, len(prompts))
+        forms = self._forms(call.structured, len(prompts))
         request_ids = self._request_ids(call.request_ids, len(prompts))
         if not isinstance(call.cache_salt, (list, tuple)):
             salt_digest(call.cache_salt)
@@ -158,7 +162,7 @@ class RequestMaker:
         given_keywords = {**call.keywords, "max_new_tokens": 1} if call.scores_only else call.keywords
         template, keywords = split_keywords(given_keywords, call.chat_template_kwargs, prompts, engine.tokenizer,
                                             own_entries)
-        merge = ConfigMerger(model, keywords)
+        merge = ConfigMerger(model, keywords, self._recent)
         asked: list[Asked] = []
         for index, ids in enumerate(self._checked(prompts, template)):
             config = configs[index]
@@ -169,12 +173,16 @@ class RequestMaker:
                     raise ids
                 if isinstance(adapter := adapters[index], Exception):
                     raise adapter
+                if isinstance(form := forms[index], Exception):
+                    raise form
                 merged = merge(config)
                 self._notices.look(merged, config, keywords, model.generation_config)
                 settings, wanted = self._settled(ids, merged, call, options[index], salts[index], adapter)
                 copies = wanted if most[index] is None else num_candidates(most[index], wanted, settings)
                 if most[index] is not None and settings.logprobs is None:
                     settings = replace(settings, logprobs=PROCESSED)
+                if form is not None:
+                    settings = replace(settings, structured=form)
                 before = self._before(ids, given[index][1], settings, copies)
                 first = 0 if own_seeds else len(asked)
                 names = copy_ids(request_ids[index], copies)
@@ -183,7 +191,7 @@ class RequestMaker:
             except UnsupportedModelError:
                 raise
             except Exception as error:
-                if error is not ids and error is not adapters[index]:
+                if not any(error is one for one in (ids, adapters[index], forms[index])):
                     if not isinstance(error, (TypeError, ValueError)):
                         raise
                     if config is call.generation_config:  # raises what is wrong whatever the prompt
@@ -217,6 +225,13 @@ class RequestMaker:
         found = {name: _attempt(check, name, kinds) for name in dict.fromkeys(n for n in given if isinstance(n, str))}
         return [found[name] if isinstance(name, str) else name if name is None else _attempt(check, name, kinds)
                 for name in given]
+
+    def _forms(self, structured: Any, count: int) -> list[Structured | Exception | None]:
+        """Each prompt's form of the output, or what is wrong with it."""
+        given, check = one_per_prompt("structured", structured, count), self._engine.check_structured
+        if not isinstance(structured, (list, tuple)) or isinstance(structured, Structured):
+            return [check(structured)] * count
+        return [None if one is None else _attempt(check, one, (TypeError, ValueError)) for one in given]
 
     def _checked(self, prompts: list[Any], template: dict[str, Any]) -> list[list[int] | Exception]:
         """Each prompt's token ids, or what is wrong with it."""

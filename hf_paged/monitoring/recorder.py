@@ -26,7 +26,8 @@ class Recorder:
 
     def __init__(self, sizes: ModelSizes, telemetry: Telemetry | None) -> None:
         self.work = Work()
-        self.finished_by: Counter[str] = Counter(dict.fromkeys(("eos", "stop", "length", "timeout", "abort", "error"), 0))
+        reasons = "eos", "stop", "length", "timeout", "abort", "error"
+        self.finished_by: Counter[str] = Counter(dict.fromkeys(reasons, 0))
         self.first_token = Histogram(histogram.FIRST_TOKEN_SECONDS)
         self.inter_token, self.per_token = (Histogram(histogram.TOKEN_SECONDS) for _ in range(2))
         self.latency, self.queue, self.prefill, self.decode = (Histogram(histogram.REQUEST_SECONDS) for _ in range(4))
@@ -72,7 +73,7 @@ class Recorder:
             self._count_prefill(plan, row, now)
 
     def delivered(self, plan: StepPlan) -> None:
-        """Nothing is measured between a commit and what it hands out."""
+        """All of it was counted at the commit."""
 
     def finished(self, request: Request, output: StepOutput) -> None:
         assert output.completion is not None

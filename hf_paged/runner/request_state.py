@@ -22,6 +22,7 @@ from hf_paged.sampling.edits import NEUTRAL, EditLines, Edits, EditState, encode
 from hf_paged.sampling.sampler import SamplingRows, sample
 from hf_paged.sampling.table import FloatSettings, IntSettings, SamplingTable
 from hf_paged.sampling.token_log_probs import NO_LOG_PROBS, PROCESSED, RAW, token_log_probs
+from hf_paged.sampling.token_mask import TokenMasks, mask_tokens
 from hf_paged.sampling.top_log_probs import FILTERS, TOPS, top_log_probs, top_processed, with_eos_barred
 
 FIRST_TOKEN_CAPACITY = 2048
@@ -156,30 +157,36 @@ class RequestState:
         return frozenset(name for i, name in enumerate(self._stage_names) if bits >> i & 1) if bits else frozenset()
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
-               stages: frozenset[str], logprobs: Mapping[str, torch.Tensor] = NO_LOG_PROBS) -> torch.Tensor:
+               stages: frozenset[str], logprobs: Mapping[str, torch.Tensor] = NO_LOG_PROBS,
+               masks: TokenMasks | None = None) -> torch.Tensor:
         """Tokens int64 [R] for `positions` [R] of `slots` [R], written to `tokens` there, too (see `sample_tokens`).
 
         ``logprobs``: {one of `LOGPROBS`: [R] float32} receive the tokens' log-probabilities, and {one of `TOPS`:
-        [R, 2, width] float32} those of the likeliest tokens.
+        [R, 2, width] float32} those of the likeliest tokens. ``masks``: of the R rows, which may be written to
+        ``logits``.
         """
         if self.sharded is None:
-            return self._sample_whole(logits, slots, positions, logprobs, stages=stages)
+            return self._sample_whole(logits, slots, positions, logprobs, masks, stages=stages)
         if not stages and not logprobs and self.sharded.can_agree(logits):
-            return self.sharded.agree(logits, self.sampling, slots, positions, self.tokens)
+            return self.sharded.agree(logits, self.sampling, slots, positions, self.tokens, masks)
         draw = partial(self._sample_whole, stages=stages)
-        return self.sharded.deal(logits, slots, positions, self.padding_slot, self.tokens, draw, logprobs)
+        return self.sharded.deal(logits, slots, positions, self.padding_slot, self.tokens, draw, logprobs, masks)
 
     def _sample_whole(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
-                      logprobs: Mapping[str, torch.Tensor], *, stages: frozenset[str]) -> torch.Tensor:
+                      logprobs: Mapping[str, torch.Tensor], masks: TokenMasks | None = None, *,
+                      stages: frozenset[str]) -> torch.Tensor:
         settings, processed = (self.sampling, slots, positions, self.tokens), logprobs.get(PROCESSED)
         tops = {name: out for name, out in logprobs.items() if name in TOPS} if logprobs else NO_LOG_PROBS
         if stages - {FILTERS}:
-            tokens = sample_edited(logits, self.sampling, self.edits, *settings[1:], stages, processed, tops)
+            tokens = sample_edited(logits, self.sampling, self.edits, *settings[1:], stages, processed, tops, masks)
         else:
-            tokens = sample(logits, *settings, processed)
+            drawn = logits
+            if masks is not None:
+                drawn = mask_tokens(logits.clone() if RAW in logprobs else logits, masks)
+            tokens = sample(drawn, *settings, processed)
             if any(TOPS[name].kind == PROCESSED for name in tops):
                 rows = SamplingRows.of(self.sampling, slots, positions)
-                top_processed(with_eos_barred(logits, rows), rows, stages, tops)
+                top_processed(with_eos_barred(drawn, rows), rows, stages, tops)
         if RAW in logprobs:
             token_log_probs(logits, tokens, logprobs[RAW])
         for name, out in tops.items():

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_paged.options.request_options import RequestOptions
+from hf_paged.options.structured import Structured
 
 MOST_CHOICES = 128
 
@@ -27,6 +28,8 @@ class Wishes:
         logprobs: of the tokens of the answer; `top_logprobs`: and of as many of the likeliest in their places.
         penalties: `presence_penalty` and `frequency_penalty` that are not 0.
         usage_chunk: a stream ends with a chunk of usage alone.
+        must_call: the name of the tool that the answer has to call; empty: any one; None: none has to be called.
+        structured: the form that the answer has to have, which the fields `form_fields` ask for.
     """
 
     body: dict[str, Any] = field(default_factory=dict)
@@ -49,6 +52,9 @@ class Wishes:
     tools: list[dict[str, Any]] = field(default_factory=list)
     may_call_tools: bool = True
     parallel_calls: bool = True
+    must_call: str | None = None
+    structured: Structured | None = None
+    form_fields: list[str] = field(default_factory=list)
     reasoning_effort: str | None = None
 
     @property
@@ -80,7 +86,7 @@ class Wishes:
         self.apply(asked, config)
         others = {name: value for name, value in vars(asked).items() if value is not None and name not in _EACH_ITS_OWN}
         own = {"n": self.n if self.n != 1 else None, "logprobs": self.logprobs or None, "seed": self.seed,
-               **self.penalties}
+               **self.penalties, **dict.fromkeys(self.form_fields, self.structured)}
         odd = [name for name, value in others.items() if value != getattr(config, name, None)]
         return next((name for name in [*odd, *own] if name in odd or own[name] is not None), None)
 
