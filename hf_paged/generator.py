@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
@@ -28,9 +28,13 @@ from hf_paged.integration.enable import disable, enable_with_engine, get_engine,
 from hf_paged.integration.pretrained import load_whole, split_arguments
 from hf_paged.integration.pretrained import tokenizer_of as _tokenizer_of
 from hf_paged.integration.requests import Asked, Call, RequestMaker, numbered, one_per_prompt, wanted
+from hf_paged.monitoring.registry import metrics_of
 from hf_paged.options.arguments import base_seed, merge_config, salt_digest
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.parallel.launch import Workers
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 PROGRESS_DELAY_S = 2.0
 _PARTING_S = 2.0  # for ranks that were told to stop
@@ -277,6 +281,10 @@ class PagedGenerator:
                 self.engine.abort(one)
                 found = True
         return found
+
+    def metrics(self, registry: CollectorRegistry | None = None) -> CollectorRegistry:
+        """A registry of prometheus_client with the metrics of this generator; as `hf_paged.metrics` of its model."""
+        return metrics_of(self.engine, registry)
 
     def close(self) -> None:
         """Disable the model and free the KV pool; the model stays usable. Safe to call twice, and done when

@@ -29,7 +29,7 @@ from hf_paged.engine.session import NewRequest, Session, is_copy
 from hf_paged.engine.stopping import CachedStopStrings, StopRule, deadline_after
 from hf_paged.errors import EngineClosedError, PrecisionBusyError, Reason, UnsupportedModelError
 from hf_paged.kernels.attention import flash_backend
-from hf_paged.models import ModelExecutor, find_executor
+from hf_paged.models import KVSpec, ModelExecutor, find_executor
 from hf_paged.models.eligibility import reason_under, unsupported_reason
 from hf_paged.models.replica import Replica
 from hf_paged.options.arguments import RecentMerges, base_seed, salt_digest, token_id_lists, token_ids
@@ -468,6 +468,23 @@ class Engine:
                 kv_bytes_saved=pool.reads.num_saved_bytes,
                 shadow_bytes=self._executor.copied_bytes + (self.replica.nbytes if self.replica is not None else 0),
             )
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """No step of any thread runs in here, and what observers keep does not change."""
+        with self._lock.turn() as turn, self._lock.rlock:
+            turn.leave()
+            yield
+
+    def waiting_by_reason(self) -> dict[str, int]:
+        """Of the waiting requests how many wait for what; see `Scheduler.waiting_by_reason`."""
+        with self._lock.turn(), self._lock.rlock:
+            return self._core.scheduler.waiting_by_reason() if self._core.scheduler is not None else {}
+
+    @property
+    def cache_spec(self) -> KVSpec:
+        """Shapes, dtypes and device of this rank's cache."""
+        return self._executor.kv_spec()
 
     def cache_view(self) -> CacheView:
         """Who uses which block of the pool; without a pool there are none."""

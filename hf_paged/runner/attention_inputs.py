@@ -97,8 +97,7 @@ class AttentionInputs:
         if work is None:
             return None
         if isinstance(work, GroupedPlan):
-            items, members = upload(work.items, device), upload(work.members, device)
-            return GroupedWork(items, members, self.arrivals(len(slots)), work.num_parts, work.config)
+            return GroupedWork(upload(work.items, device), upload(work.rows, device), work.num_parts, work.config)
         return DecodeWork(upload(work, device), self.arrivals(len(slots)))
 
     def _metadata(self, query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,

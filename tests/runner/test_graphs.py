@@ -87,10 +87,10 @@ def uncaptured(monkeypatch):
     """Every runner gets graphs that run uncaptured; returns the list of what is replayed as (kind, size)."""
     replayed: list[tuple[str, int]] = []
 
-    def capture(self, run, inputs):
+    def capture(self, run, inputs, name):
         self.num_captured += 1
         self._graphs.append(Uncaptured())
-        return Captured(self._graphs[-1], inputs, run)
+        return Captured(name, self._graphs[-1], inputs, run)
 
     def get(self, size, run, inputs):
         captured = own_get(self, size, run, inputs)
@@ -231,10 +231,10 @@ def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch)
 def test_a_step_is_eager_where_its_graph_cannot_be_had(steps, monkeypatch, kind):
     capture, tried = StepGraphs._capture, []
 
-    def refuse(self, run, inputs):
+    def refuse(self, run, inputs, name):
         of_prompts = "long" in run.keywords
         tried.append((of_prompts, inputs[0].shape))
-        return None if of_prompts == (kind == "prompt") else capture(self, run, inputs)
+        return None if of_prompts == (kind == "prompt") else capture(self, run, inputs, name)
 
     monkeypatch.setattr(StepGraphs, "_capture", refuse)
     model, prompts = tiny_model(), random_prompts([5, 40, 17, 3])
@@ -310,7 +310,7 @@ def test_a_step_runs_and_is_captured_on_the_engines_own_stream(graphs, monkeypat
             raise error
         return torch.zeros(1)
 
-    call = partial(graphs._capture, run, (np.zeros(1),))
+    call = partial(graphs._capture, run, (np.zeros(1),), "decode 1")
     if isinstance(result, type):
         with pytest.raises(result):
             call()
@@ -359,7 +359,7 @@ def test_a_graph_that_an_error_in_the_end_of_its_capture_left_is_destroyed(graph
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", log.graph)
     with pytest.raises(type(error)):
-        graphs._record(lambda: torch.zeros(1), ())
+        graphs._record(lambda: torch.zeros(1), (), "decode 1")
     graphs.drop()
     assert log == ["begin", "end", "destroy"]
 
