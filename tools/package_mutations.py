@@ -547,7 +547,30 @@ AWAITED = [
                     ASYNC_TESTS, "all_copies"),
 ]
 
+# Traces, pictures and the command line.
+LIVES, RECORDER, TRACE_TESTS = "tracing/lives.py", "tracing/recorder.py", "tracing/test_trace.py"
+CACHE_PICTURE, CACHE_PICTURE_TESTS, CHECK_TESTS = "pictures/cache.py", "pictures/test_cache.py", "cli/test_check.py"
+OBSERVED = [
+    PackageMutation(LIVES, "life.sequence.status is Status.WAITING:", "False:", TRACE_TESTS, "preempted_requests"),
+    PackageMutation(LIVES, "                life.phase, life.since = \"queued\", at\n", "", TRACE_TESTS, "interrupt"),
+    PackageMutation("tracing/trace_file.py", "        self._is_open, self._lines = False, []\n", "", TRACE_TESTS,
+                    "fork"),
+    PackageMutation("tracing/trace.py", "        everywhere.unwatch_all(watch)\n", "", TRACE_TESTS, "nobody_traces"),
+    PackageMutation("engine/everywhere.py", "        engine.watch(observer)\n", "        pass\n", TRACE_TESTS,
+                    "other_engines_and_threads"),
+    PackageMutation(CACHE_PICTURE, "    colors[view.users > 1] = _SHARED\n", "", CACHE_PICTURE_TESTS, "has_its_color"),
+    PackageMutation("pictures/stats_html.py", "<td class=\"why\">{escape(reason)}</td>",
+                    "<td class=\"why\">{reason}</td>", "pictures/test_stats_html.py", "names_are_text"),
+    PackageMutation("integration/preview.py", "    model.tie_weights()  #", "    #", CHECK_TESTS, "config_alone"),
+    PackageMutation("cli/openai_client.py", "None if is_whole else", "None if True else", "cli/test_sweep.py",
+                    "answers_that_fail"),
+    PackageMutation("integration/trainer_callback.py", "now.calls[path].num_calls - before.calls[path].num_calls",
+                    "now.calls[path].num_calls", "integration/test_trainer_callback.py", "since_the_last"),
+    PackageMutation("engine/engine.py", "        if not self._executor.has_source:  # nobody can use it any more\n"
+                    "            return\n", "", "test_at_fork.py", "every_lock"),
+]
+
 PACKAGE_MUTATIONS = [
     *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *UPDATES, *RECOGNITION, *ADAPTERS, *JOINED, *MODELS, *SERVER,
-    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS, *PREFIXES, *AWAITED,
+    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS, *PREFIXES, *AWAITED, *OBSERVED,
 ]

@@ -43,6 +43,7 @@ class Recorder(Observer):
         self._clock: DeviceClock | None = None
         self._pieces: deque[Piece] = deque()
         self._committed_at = self._look_again = 0.0
+        self._bytes = engine.kv_reads.num_bytes, engine.kv_reads.num_saved_bytes
 
     def queued(self, request: Request) -> None:
         self._first_lives().begin(request, time.perf_counter())
@@ -150,10 +151,11 @@ class Recorder(Observer):
 
     def _count(self, at: float) -> None:
         engine = self.engine()
-        scheduler = None if engine is None else engine.scheduler
-        if scheduler is None:
+        if engine is None or (scheduler := engine.scheduler) is None:
             return
-        file, pid = self._file, self._pid
+        file, pid, before = self._file, self._pid, self._bytes
+        read, saved = self._bytes = engine.kv_reads.num_bytes, engine.kv_reads.num_saved_bytes
+        file.counters(pid, "KV bytes per step", at, read=read - before[0], saved_by_groups=saved - before[1])
         file.counters(pid, "requests", at, running=scheduler.num_running, waiting=scheduler.num_waiting)
         num_free = scheduler.num_free_blocks
         file.counters(pid, "KV blocks", at, used=scheduler.num_blocks - 1 - num_free, free=num_free)

@@ -95,7 +95,10 @@ def test_counters_are_the_engines_own(tmp_path):
             seen.append(engine.stats())
     events = read(path)
     counters = {name: [event["args"] for event in events if event["ph"] == "C" and event["name"] == name]
-                for name in ("tokens per step", "requests", "KV blocks", "KV blocks by use")}
+                for name in ("tokens per step", "requests", "KV blocks", "KV blocks by use", "KV bytes per step")}
+    for key, total in (("read", engine.stats().kv_bytes_read), ("saved_by_groups", engine.stats().kv_bytes_saved)):
+        assert sum(args[key] for args in counters["KV bytes per step"]) == total
+    assert counters["KV bytes per step"][-1]["read"] > 0
     assert sum(args["prompt"] for args in counters["tokens per step"]) == 93
     assert sum(args["decode"] for args in counters["tokens per step"]) == 3 * 5
     assert counters["requests"][0] == {"running": 3, "waiting": 0}
