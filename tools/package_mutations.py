@@ -438,6 +438,7 @@ LORA_LAYERS = [
                     "ranks"),
     PackageMutation("kernels/_lora_tile.py", "entry = tl.load(tile_entries + tl.program_id(0))", "entry = 0",
                     LORA_KERNEL_TESTS, "rows"),
+    PackageMutation("models/adapted_layers.py", "return rows.order", "return None", LORA_TESTS, "different_adapters"),
     PackageMutation("kernels/lora_order.py", "tl.where(each < mine, tiles, 0)", "tl.where(each < mine, counts, 0)",
                     "kernels/test_lora_order.py", "kernel"),
     PackageMutation("kernels/lora_expand.py", "sums * tl.load(next_scales), mask", "sums, mask", LORA_KERNEL_TESTS,

@@ -31,7 +31,8 @@ from hf_paged.kernels.lora_table import LoraTable
 from hf_paged.kernels.silu_mul import silu_mul_reference, silu_mul_tile, silu_mul_unchecked
 
 _MOST_PARTIALS = 32
-_MOST_FOLLOWED_ROWS = 64  # of more, both in one launch take longer than two (256 rows: by 3 us)
+# With 256 rows a layer took 46.4 us with both in one launch; its four products, measured one by one, make 42.9.
+_MOST_FOLLOWED_ROWS = 64
 
 
 class ExpandConfig(NamedTuple):

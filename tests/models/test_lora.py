@@ -21,7 +21,7 @@ from support import (
 from torch import nn
 
 import hf_paged
-from hf_paged.models import fused, lora
+from hf_paged.models import fused, lora, lora_rows
 from hf_paged.models.lora import Adapters, find_layers
 
 peft = pytest.importorskip("peft")
@@ -232,6 +232,27 @@ def test_peft_need_not_be_there(monkeypatch):
 
 
 SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 256}
+
+
+def test_rows_of_different_adapters(way, monkeypatch):
+    """Stock's tokens; rows are put in order once a step, whatever the number of layers."""
+    calls = {"order": 0, "steps": 0}
+
+    def counted(name, of):
+        def call(*args):
+            calls[name] += 1
+            return of(*args)
+
+        return call
+
+    monkeypatch.setattr(lora_rows, "order_rows", counted("order", lora_rows.order_rows))
+    monkeypatch.setattr(fused.FusedExecutor, "hidden_states", counted("steps", fused.FusedExecutor.hidden_states))
+    model = with_adapter(with_adapter(tiny_model()), "second", 6, r=9)
+    options = {**OPTIONS, "adapter_names": ["second", "__base__", "default"]}
+    expected = stock_copy(model).generate(**INPUTS, **options)
+    assert_native_tokens(hf_paged.enable(model, strict=True), expected, INPUTS, **options)
+    assert calls["steps"] >= OPTIONS["max_new_tokens"]
+    assert calls["order"] == (calls["steps"] if way == "tables" else 0)
 
 
 @pytest.mark.gpu

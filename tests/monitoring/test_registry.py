@@ -53,6 +53,7 @@ def test_every_count_is_the_engines(generator):
     assert stats.num_preemptions > 0
     for name, expected in {
         "generation_tokens_total": stats.num_generated_tokens, "num_steps_total": stats.num_steps,
+        "kv_bytes_read_total": stats.kv_bytes_read, "kv_bytes_saved_total": stats.kv_bytes_saved,
         "prompt_tokens_total": stats.num_prefill_tokens + stats.prefix_cache_hits,
         "num_preemptions_total": stats.num_preemptions, "prefix_cache_queries_total": stats.prefix_cache_queries,
         "prefix_cache_hits_total": stats.prefix_cache_hits, "kv_cache_bytes": stats.kv_cache_bytes,

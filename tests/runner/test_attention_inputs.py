@@ -38,8 +38,10 @@ def shared(rows, length):
 def test_a_step_is_grouped_where_that_saves_enough(attention):
     lengths, slots = np.array([3000] * 6), np.arange(6)
     assert isinstance(attention.split_plan(lengths, slots, shared(4, 2048)), GroupedPlan)
+    assert attention.saved_positions == 3 * 2048
     plain = attention.split_plan(lengths, slots)
     assert np.array_equal(attention.split_plan(lengths, slots, shared(2, 16)), plain)
+    assert attention.saved_positions == 0
 
 
 def test_groups_are_looked_at_anew_where_groups_change_or_the_number_of_rows(attention):

@@ -154,14 +154,14 @@ def test_mixed_steps_replay_a_graph_of_each_kind_and_make_stocks_tokens(steps, o
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("eager", [False, True])
-def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, monkeypatch, eager):
+@pytest.mark.parametrize("mode", ["graphs", "eager", "off"])
+def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, monkeypatch, mode):
     """In graphs of their own beside those of other rows: the last rows that are left share nothing."""
     monkeypatch.setattr("hf_paged.kernels.attention.grouped_decode.MIN_SAVED", 0)
     backend = InterpretedGroups()
     monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)
     monkeypatch.setitem(globals(), "graphs_of", partial(graphs_of, backend=backend))
-    if eager:
+    if mode == "eager":
         monkeypatch.setattr(StepGraphs, "launch", lambda *_, **__: None)
     model, shared = tiny_model(), random_prompts([100])[0]
     prompts = [shared + random_prompts([n], seed=n)[0] for n in (3, 9, 20)] + random_prompts([30], seed=5)
@@ -169,15 +169,20 @@ def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, mon
     expected = [stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=count, eos_token_id=None,
                                do_sample=False)[0, len(prompt):].tolist()
                 for prompt, count in zip(prompts, new_tokens, strict=True)]
-    with hf_paged.PagedGenerator(model, num_blocks=200, max_num_seqs=6) as generator:
+    with hf_paged.PagedGenerator(model, num_blocks=200, max_num_seqs=6, group_prefixes=mode != "off") as generator:
         configs = [GenerationConfig(max_new_tokens=n, do_sample=False, eos_token_id=None) for n in new_tokens]
         made = [c.token_ids for c in generator.generate(prompts, configs, use_tqdm=False)]
         keys = set(generator.engine._core.pool.runner.graphs._captured)
+        saved = generator.engine.stats().kv_bytes_saved
     assert made == expected
+    if mode == "off":
+        assert not backend.grouped and saved == 0
+        return
     assert backend.grouped
+    assert saved > 0
     assert all((work.items[:, 0] > 1).any() for work in backend.grouped)
     decodes = {key for key in keys if key[1] == "_decode"}
-    if not eager:
+    if mode == "graphs":
         assert {key[-1] is None for key in decodes} == {False, True}
         assert {key[0] for key in decodes if key[-1] is not None} == {4}
 

@@ -71,6 +71,7 @@ class GroupChoice(NamedTuple):
     begin: np.ndarray  # [G] positions that the group reads
     end: np.ndarray  # [G]
     tiles: np.ndarray  # [G] of rows
+    saved_positions: int  # that rows would read and tiles do not, without a window
     levels: list[tuple[np.ndarray, np.ndarray]]  # groups in groups, outermost first, and the groups that they lie in
     kernel: Kernel
     pieces: FixedPieces | None
@@ -130,10 +131,11 @@ def choose_groups(groups: PrefixGroups, num_rows: int, kernel: Kernel,
     number = np.append(np.cumsum(kept) - 1, -1)  # among those that are kept
     inside = [level[kept[level] & (around[parent[level]] >= 0)] for level in levels[1:]]
     count = groups.count[kept].astype(np.int64)
+    begin, end, tiles = begin[kept], groups.end[kept].astype(np.int64), -(-count // kernel.tile_rows)
     return GroupChoice(
         members=groups.members.astype(np.int64), inner=number[around[inner]], own_begin=own_begin,
-        first=groups.first[kept].astype(np.int64), count=count, begin=begin[kept],
-        end=groups.end[kept].astype(np.int64), tiles=-(-count // kernel.tile_rows),
+        first=groups.first[kept].astype(np.int64), count=count, begin=begin, end=end, tiles=tiles,
+        saved_positions=int(((count - tiles) * (end - begin)).sum()),
         levels=[(number[level], number[around[parent[level]]]) for level in inside], kernel=kernel, pieces=pieces,
     )
 
