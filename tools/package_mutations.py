@@ -574,6 +574,29 @@ AWAITED = [
                     ASYNC_TESTS, "all_copies"),
 ]
 
+# Traces, pictures and the command line.
+LIVES, TRACE_TESTS = "tracing/lives.py", "tracing/test_trace.py"
+CACHE_PICTURE, CACHE_PICTURE_TESTS, CHECK_TESTS = "pictures/cache.py", "pictures/test_cache.py", "cli/test_check.py"
+OBSERVED = [
+    PackageMutation(LIVES, "life.sequence.status is Status.WAITING:", "False:", TRACE_TESTS, "preempted_requests"),
+    PackageMutation(LIVES, "                life.phase, life.since = \"queued\", at\n", "", TRACE_TESTS, "interrupt"),
+    PackageMutation("tracing/trace_file.py", "        self._is_open, self._lines = False, []\n", "", TRACE_TESTS,
+                    "fork"),
+    PackageMutation("tracing/trace.py", "        everywhere.unwatch_all(watch)\n", "", TRACE_TESTS, "nobody_traces"),
+    PackageMutation("engine/everywhere.py", "        engine.watch(observer)\n", "        pass\n", TRACE_TESTS,
+                    "other_engines_and_threads"),
+    PackageMutation(CACHE_PICTURE, "    colors[view.users > 1] = _SHARED\n", "", CACHE_PICTURE_TESTS, "has_its_color"),
+    PackageMutation("pictures/stats_html.py", "<td class=\"why\">{escape(reason)}</td>",
+                    "<td class=\"why\">{reason}</td>", "pictures/test_stats_html.py", "names_are_text"),
+    PackageMutation("integration/preview.py", "    model.tie_weights()  #", "    #", CHECK_TESTS, "config_alone"),
+    PackageMutation("cli/openai_client.py", "None if is_whole else", "None if True else", "cli/test_sweep.py",
+                    "answers_that_fail"),
+    PackageMutation("integration/trainer_callback.py", "now.calls[path].num_calls - before.calls[path].num_calls",
+                    "now.calls[path].num_calls", "integration/test_trainer_callback.py", "since_the_last"),
+    PackageMutation("engine/engine.py", "        if not self._executor.has_source:  # nobody can use it any more\n"
+                    "            return\n", "", "test_at_fork.py", "every_lock"),
+]
+
 # What decode steps read, and rows that begin with the same blocks.
 READS, GROUP_TESTS = "runner/kv_reads.py", "engine/test_prefix_groups.py"
 SHARED_READS = [
@@ -585,6 +608,7 @@ SHARED_READS = [
                     "        return Computed(", GROUP_TESTS, "bytes_that_decode"),
 ]
 
+# What Prometheus is told.
 RECORDER, RECORDER_TESTS = "monitoring/recorder.py", "monitoring/test_recorder.py"
 METRICS = [
     PackageMutation(RECORDER, "            self._give_up(self._tenants.index(sequence))\n", "            pass\n",
