@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from hf_paged.engine.core import EngineCore
+from hf_paged.engine.interrupts import held_back
 from hf_paged.engine.session import NewRequest, Request, Session
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.kernels._device import empty_cache
 from hf_paged.parallel.group import ParallelGroup
 
 LOST = (
-    "this engine's ranks lost each other (an interrupt, an error or a dead worker): expected a new PagedGenerator"
+    "this engine's ranks lost each other (an error in a step, or a dead worker): expected a new PagedGenerator"
 )
 
 
@@ -235,19 +236,20 @@ class CommandQueue:
     def _guarded(self) -> Iterator[None]:
         if self.over is not None:
             raise EngineClosedError(self.over)
-        outer, self.busy_thread = self.busy_thread, threading.get_ident()
-        try:
-            with self.around(), self.group.together():
-                yield
-        except BaseException:
-            self.over = LOST
+        with held_back():
+            outer, self.busy_thread = self.busy_thread, threading.get_ident()
             try:
-                self.group.drop_graphs()
+                with self.around(), self.group.together():
+                    yield
+            except BaseException:
+                self.over = LOST
+                try:
+                    self.group.drop_graphs()
+                finally:
+                    self.on_break()
+                raise
             finally:
-                self.on_break()
-            raise
-        finally:
-            self.busy_thread = outer
+                self.busy_thread = outer
 
 
 def _asked(request: Request, seed: int) -> tuple:

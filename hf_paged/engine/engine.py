@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_paged import at_fork
 from hf_paged.config import PagedConfig
+from hf_paged.engine import interrupts
 from hf_paged.engine.call_counts import CallCounts
 from hf_paged.engine.commands import Build, Command, CommandQueue, End, HoldForWeights, Release, ResetCache
 from hf_paged.engine.core import EngineCore
@@ -236,12 +237,16 @@ class Engine:
 
     @contextmanager
     def session(self, *, stream: bool = False, text: bool = True) -> Iterator[Session]:
-        """A session of one's own; leaving the block ends what is still running in it, whatever happened."""
+        """A session of one's own; leaving the block ends what is still running in it, whatever happened.
+
+        Where ranks hold the model together, Ctrl-C comes between two steps of a session that does not stream.
+        """
         session = Session(stream=stream, text=text)
-        try:
-            yield session
-        finally:
-            self._close(session)
+        with nullcontext() if stream else self._uninterrupted():
+            try:
+                yield session
+            finally:
+                self._close(session)
 
     def add(self, session: Session, new: NewRequest) -> str:
         """Queue a request whose prompt is checked, for a session; returns its id.
@@ -271,8 +276,9 @@ class Engine:
             new = replace(new, request_id=self._unused_id(new.request_id), stop=stop)
             request = self._core.make_request(new, session)
             if self.group.is_parallel:
-                session.open[request.request_id] = self._commands.expected[request.request_id] = request
-                self._commands.enqueue(new)
+                with interrupts.held_back():
+                    session.open[request.request_id] = self._commands.expected[request.request_id] = request
+                    self._commands.enqueue(new)
             else:
                 self._core.add(request)
             return request.request_id
@@ -289,6 +295,7 @@ class Engine:
                     self._look_for_arrivals()
                     if self.group.is_parallel:
                         self._commands.step()
+                        interrupts.check()
                     else:  # a streaming caller's code runs between steps, and may have changed the model
                         is_stuck = not self._core.step(look_at_model=session.stream)
                 finally:
@@ -514,7 +521,7 @@ class Engine:
                 is sharded by FSDP2, also inside of `hf_paged.gathered`, and while requests run.
             EngineClosedError: the model was disabled.
         """
-        with self._lock.turn() as turn, self._lock.rlock:
+        with self._uninterrupted(), self._lock.turn() as turn, self._lock.rlock:
             turn.leave()
             if self.is_reentrant():
                 raise RuntimeError("weight_update() was entered inside a step or another update of the same engine")
@@ -530,7 +537,8 @@ class Engine:
             self._updating_thread = threading.get_ident()
             try:
                 self._core.follow_stream()
-                yield
+                with interrupts.let_through():
+                    yield
             finally:
                 try:
                     self._core.follow_stream()
@@ -823,8 +831,12 @@ class Engine:
         while self._deferred:
             self._deferred.pop()()
 
+    def _uninterrupted(self) -> AbstractContextManager[None]:
+        """In here no Ctrl-C leaves this rank at another step than the others."""
+        return interrupts.held_back() if self.group.is_parallel else nullcontext()
+
     def _close(self, session: Session) -> None:
-        with self._lock.turn(), self._lock.rlock:
+        with self._uninterrupted(), self._lock.turn(), self._lock.rlock:
             # A call that died before its first request was taken in may have left half of it in the scheduler.
             if not session.open and (self.group.is_parallel or not self._core.dirty):
                 return
