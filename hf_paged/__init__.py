@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_paged.errors import (
         FallbackError,
         FallbackWarning,
+        PartlyLoadedError,
         RankAloneError,
         UnsupportedModelError,
         UnsupportedOptionError,
@@ -41,6 +42,7 @@ __all__ = [
     "FallbackWarning",
     "PagedConfig",
     "PagedGenerator",
+    "PartlyLoadedError",
     "RankAloneError",
     "StepOutput",
     "UnsupportedModelError",
@@ -63,8 +65,8 @@ _MODULES = {
     "hf_paged.config": ("PagedConfig",),
     "hf_paged.engine": ("Engine",),
     "hf_paged.errors": (
-        "FallbackError", "FallbackWarning", "RankAloneError", "UnsupportedModelError", "UnsupportedOptionError",
-        "WorkerDiedError",
+        "FallbackError", "FallbackWarning", "PartlyLoadedError", "RankAloneError", "UnsupportedModelError",
+        "UnsupportedOptionError", "WorkerDiedError",
     ),
     "hf_paged.generator": ("PagedGenerator",),
     "hf_paged.integration.install": ("install", "is_installed", "uninstall"),

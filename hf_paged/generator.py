@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -228,6 +228,26 @@ class PagedGenerator:
                         yield output
 
         return outputs()
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], *,
+                     partial: bool = False) -> None:
+        """Write new values into the model's weights, on all its ranks and also while requests run.
+
+        As `Engine.load_weights`, which says more.
+
+        Args:
+            weights: a dict, or pairs of a name and a whole tensor, one after the other; names as in the unsharded
+                model's `state_dict`.
+            partial: some of the model's tensors may be missing, and stay.
+        """
+        self.engine.load_weights(weights, partial=partial)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole tensors of the unsharded model's `state_dict`, one after the other, on the host; see
+        `Engine.named_weights`."""
+        return self.engine.named_weights()
 
     def close(self) -> None:
         """Disable the model and free the KV pool; the model stays usable. Safe to call twice, and done when

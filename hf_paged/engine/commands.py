@@ -19,9 +19,11 @@ import torch
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.interrupts import held_back
 from hf_paged.engine.session import NewRequest, Request, Session
+from hf_paged.engine.weight_transfer import receive
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.kernels._device import empty_cache
 from hf_paged.parallel.group import ParallelGroup
+from hf_paged.parallel.named_weights import NamedWeights, gather
 
 LOST = (
     "this engine's ranks lost each other (an error in a step, or a dead worker): expected a new PagedGenerator"
@@ -48,7 +50,14 @@ class ResetCache:
 
 @dataclass(frozen=True)
 class HoldForWeights:
-    """No step runs until this rank's caller has written the weights. Ranks without one find them written."""
+    """No step runs until this rank's caller has written the weights. Ranks without one take what rank 0 sends them."""
+
+
+@dataclass(frozen=True)
+class GatherWeights:
+    """Whole weights of these names, on rank 0."""
+
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ class Stop:
     """Rank 0 ends its engine: the ranks that follow it are done."""
 
 
-Command = NewRequest | End | Build | ResetCache | HoldForWeights | Release | Stop
+Command = NewRequest | End | Build | ResetCache | HoldForWeights | GatherWeights | Release | Stop
 
 
 class CommandQueue:
@@ -162,6 +171,18 @@ class CommandQueue:
         with self._guarded():
             return self._exchange()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Ranks that `HoldForWeights` holds do what is inside as well."""
+        with self._guarded():
+            yield
+
+    def end_hold(self) -> None:
+        """The ranks that only follow have been sent all weights."""
+        if self.group.driven and self.group.rank == 0 and self.over is None:
+            with self._guarded():
+                self.group.broadcast(None)
+
     def _exchange(self) -> list[tuple[Command, Any]]:
         """Take part in one broadcast, and again while carrying it out commits a step whose control flag is set."""
         carried_out: list[tuple[Command, Any]] = []
@@ -189,7 +210,11 @@ class CommandQueue:
         elif isinstance(command, HoldForWeights):
             core.drain()
             if self.group.driven and self.group.rank > 0:
+                receive(core.model, self.group)
                 core.weights_written()
+        elif isinstance(command, GatherWeights):
+            weights = NamedWeights(core.model)
+            return [gather(weights, name, self.group) for name in command.names]
         else:
             if isinstance(command, Release) and not command.graphs:
                 core.release_pool()

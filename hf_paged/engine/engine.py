@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,14 +19,30 @@ from hf_paged import at_fork
 from hf_paged.config import PagedConfig
 from hf_paged.engine import interrupts
 from hf_paged.engine.call_counts import CallCounts
-from hf_paged.engine.commands import Build, Command, CommandQueue, End, HoldForWeights, Release, ResetCache
+from hf_paged.engine.commands import (
+    Build,
+    Command,
+    CommandQueue,
+    End,
+    GatherWeights,
+    HoldForWeights,
+    Release,
+    ResetCache,
+)
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.fair_lock import FairLock
 from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.engine.observer import Observer
 from hf_paged.engine.session import NewRequest, Session
 from hf_paged.engine.stopping import CachedStopStrings, StopRule, deadline_after
-from hf_paged.errors import EngineClosedError, PrecisionBusyError, Reason, UnsupportedModelError
+from hf_paged.engine.weight_transfer import WeightLoader, buckets
+from hf_paged.errors import (
+    EngineClosedError,
+    PartlyLoadedError,
+    PrecisionBusyError,
+    Reason,
+    UnsupportedModelError,
+)
 from hf_paged.kernels.attention import flash_backend
 from hf_paged.models import ModelExecutor, find_executor
 from hf_paged.models.eligibility import reason_under, unsupported_reason
@@ -42,7 +58,7 @@ from hf_paged.options.settings import (
     settings_from_config,
 )
 from hf_paged.outputs import EngineStats, StepOutput
-from hf_paged.parallel.group import ParallelGroup
+from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.peers import connect
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.weights import ModelMark
@@ -541,11 +557,82 @@ class Engine:
                     yield
             finally:
                 try:
+                    self._commands.end_hold()
                     self._core.follow_stream()
                     self._core.weights_written()
                 finally:
                     self._updating_thread = None
                     self._run_deferred()
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], *,
+                     partial: bool = False) -> None:
+        """Write new values into the model's weights, in place, as one `weight_update`.
+
+        Args:
+            weights: whole tensors by their names in the unsharded model's `state_dict`, as a dict or as pairs, of which
+                an iterator is drained one at a time; of any float dtype, on any device. Of tied weights one name or
+                both. Names of checkpoints that keep each expert's matrices apart, or leave out the causal LM's prefix,
+                are known, too. An iterator that is this thread's own code may be interrupted, and may not use the
+                engine.
+            partial: some of the model's tensors may be missing, and stay.
+
+        Raises:
+            ValueError, TypeError: a name, shape or dtype that is not the model's, a tensor that is missing, a layer
+                that is quantized. Nothing was written: with a dict, list or tuple always; with an iterator where it was
+                found before the first tensor was.
+            PartlyLoadedError: any error after the first tensor, the iterator's own included; it says what was written.
+            RuntimeError: inside of a step of this engine, of a `weight_update` by another means; a model that its
+                trainer shards.
+        """
+        self._check_holds_weights()
+        sent = self.group.driven or not self.group.is_parallel  # else every rank is given the tensors
+        loader = WeightLoader(self.model, self.group if sent else SINGLE, self._commands.together, partial=partial)
+        pairs = loader.checked(weights) if sent else weights
+        updating = self._updating_thread == threading.get_ident()
+        with nullcontext() if updating else self.weight_update():
+            if sent:
+                loader(pairs)
+            else:
+                self._load_on_every_rank(loader, weights)
+
+    def _load_on_every_rank(self, loader: WeightLoader, weights: Any) -> None:
+        error: Exception | None = None
+        try:
+            loader(loader.checked(weights))
+        except Exception as raised:
+            error = raised
+        if self.group.any(error is not None) and error is None:
+            what = "the weights that another rank was given could not be loaded"
+            error = PartlyLoadedError(what, loader.written) if loader.written else ValueError(what)
+        if error is not None:
+            raise error
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The unsharded model's `state_dict`, one tensor after the other: names, and whole tensors on the host.
+
+        Tensors have memory of their own, and are brought together in buckets of at most 256 MiB or one tensor. Tied
+        weights come once, by their first name. Requests may run meanwhile, and weights change: a tensor has what was
+        there when its bucket came. Where every rank runs the script each has to go to the end of the iterator, which is
+        empty on ranks > 0.
+
+        Raises:
+            RuntimeError: inside of a step, or a `weight_update`, of this engine; a model that its trainer shards.
+        """
+        self._check_holds_weights()
+        for names in buckets(self.model):
+            with self._uninterrupted(), self._lock.turn(), self._lock.rlock:
+                if self.is_reentrant():
+                    raise RuntimeError("named_weights() was used inside a step or a weight_update() of the same engine")
+                self._check_open()
+                tensors = self._carry_out(GatherWeights(names))
+            for name, tensor in zip(names, tensors, strict=True):
+                if tensor is not None:
+                    yield name, tensor
+
+    def _check_holds_weights(self) -> None:
+        if self.replica is not None:
+            raise RuntimeError("the model's weights are sharded by its trainer: expected them to be read and written "
+                               "there")
 
     def after_step(self, action: Callable[[], None]) -> None:
         """Do it now, or after the step of this engine that this thread is inside."""
@@ -821,6 +908,8 @@ class Engine:
                 self._core.refuse(request, _CANNOT_RUN + reason.with_remedy)
 
     def _carry_out(self, command: Command) -> Any:
+        if self.group.is_parallel and self._updating_thread is not None:
+            raise RuntimeError("a call that all ranks carry out was made inside a weight_update() of the same engine")
         try:
             return self._commands.carry_out(command)
         finally:

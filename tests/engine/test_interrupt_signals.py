@@ -25,7 +25,8 @@ def ctrl_c():
 
 def test_it_comes_at_the_end_of_the_outermost_body():
     done = []
-    with pytest.raises(KeyboardInterrupt):
+
+    def work():
         with interrupts.held_back():
             with interrupts.held_back():
                 ctrl_c()
@@ -33,6 +34,9 @@ def test_it_comes_at_the_end_of_the_outermost_body():
                 done.append("inner")
             done.append("outer")
         done.append("behind")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
     assert done == ["inner", "outer"]
 
 
@@ -47,7 +51,8 @@ def test_it_comes_where_it_is_looked_for_and_not_again():
 
 def test_nothing_interrupts_what_it_unwinds():
     done = []
-    with pytest.raises(KeyboardInterrupt), interrupts.held_back():
+
+    def work():
         try:
             with interrupts.let_through():
                 ctrl_c()
@@ -56,16 +61,23 @@ def test_nothing_interrupts_what_it_unwinds():
             with interrupts.held_back():
                 ctrl_c()
             done.append("unwound")
+
+    with pytest.raises(KeyboardInterrupt), interrupts.held_back():
+        work()
     assert done == ["unwound"]
 
 
 def test_the_users_code_inside_is_interrupted_at_once_and_calls_of_it_are_not():
     done = []
-    with pytest.raises(KeyboardInterrupt), interrupts.held_back(), interrupts.let_through():
+
+    def work():
         with interrupts.held_back():
             ctrl_c()
             done.append("a call")
         done.append("behind it")
+
+    with pytest.raises(KeyboardInterrupt), interrupts.held_back(), interrupts.let_through():
+        work()
     assert done == ["a call"]
     with interrupts.held_back():
         ctrl_c()
@@ -83,9 +95,12 @@ def test_users_code_that_catches_an_error_of_a_call_is_interrupted_as_before():
 
 
 def test_another_error_does_not_swallow_it():
-    with pytest.raises(KeyboardInterrupt) as caught, interrupts.held_back():
+    def work():
         ctrl_c()
         raise ValueError("first")
+
+    with pytest.raises(KeyboardInterrupt) as caught, interrupts.held_back():
+        work()
     assert isinstance(caught.value.__context__, ValueError)
 
 

@@ -1,4 +1,4 @@
-"""After Ctrl-C a generator over several ranks goes on with the ranks that it has: no call of it is wrong, none hangs."""
+"""After Ctrl-C a generator over several ranks goes on with the ranks that it has: no call is wrong, none hangs."""
 
 from __future__ import annotations
 
