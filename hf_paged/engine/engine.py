@@ -596,16 +596,24 @@ class Engine:
                 self._load_on_every_rank(loader, weights)
 
     def _load_on_every_rank(self, loader: WeightLoader, weights: Any) -> None:
-        error: Exception | None = None
-        try:
-            loader(loader.checked(weights))
-        except Exception as raised:
-            error = raised
-        if self.group.any(error is not None) and error is None:
-            what = "the weights that another rank was given could not be loaded"
-            error = PartlyLoadedError(what, loader.written) if loader.written else ValueError(what)
-        if error is not None:
-            raise error
+        """No rank writes before all have checked what can be, and none succeeds alone."""
+        pairs: Any = ()
+
+        def check() -> None:
+            nonlocal pairs
+            pairs = loader.checked(weights)
+
+        for work in (check, lambda: loader(pairs)):
+            error: Exception | None = None
+            try:
+                work()
+            except Exception as raised:
+                error = raised
+            if self.group.any(error is not None) and error is None:
+                what = "another rank could not load the weights that it was given"
+                error = PartlyLoadedError(what, loader.written) if loader.written else ValueError(what)
+            if error is not None:
+                raise error
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The unsharded model's `state_dict`, one tensor after the other: names, and whole tensors on the host.

@@ -97,8 +97,7 @@ class WeightLoader:
     def _check_complete(self, covered: set[Covers]) -> None:
         if not self._partial and (missing := self._weights.missing(covered)):
             others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-            raise ValueError(f"weights: {missing[0]!r}{others} are missing: expected every tensor of the model, or "
-                             "partial=True")
+            raise ValueError(f"weights lack {missing[0]!r}{others}: expected every tensor of the model, or partial=True")
 
 
 def _unequal(name: str, other: str) -> ValueError:

@@ -144,3 +144,21 @@ def updated_while_it_runs(group: ParallelGroup, path: str, after: list[int]) -> 
                     model.model.layers[0].self_attn.v_proj.weight.data.neg_()
         hf_paged.disable(model)
     return made
+
+
+def load_weights(group: ParallelGroup, path: str, state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """New weights into an engine on every rank, and what this rank has of them; then a load that rank 1 cannot do."""
+    model = load(path, group, device="cpu")
+    hf_paged.enable(model, num_blocks=64)
+    engine, inputs = hf_paged.get_engine(model), batch([5, 17, 30])
+    model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    engine.load_weights(iter(state.items()))
+    tokens = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False).tolist()
+    result: dict[str, Any] = {"tokens": tokens, "found": dict(engine.named_weights())}
+    try:
+        engine.load_weights(state if group.rank == 0 else [*state])
+    except (TypeError, ValueError, RuntimeError) as error:
+        result |= {"error": type(error).__name__, "message": str(error)}
+    assert model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False).tolist() == tokens
+    hf_paged.disable(model)
+    return result
