@@ -3,15 +3,20 @@
     python benchmarks/scheduler.py [--steps 400] [--block-size 16]
 
 Prompt lengths differ, so that block boundaries are spread over the steps as in real life; the tokens come from a
-random generator in place of a GPU. `overlap` schedules a step before the one before it is committed.
+random generator in place of a GPU. `overlap` schedules a step before the one before it is committed. What the sequences
+share: nothing; the prompt of 8 samples; besides, a system prompt of 512 tokens over the prompts of all. In `turnover`
+steps a sequence of these ends and another comes in each step (a prompt of that length costs what it costs to hash: the
+same without sharing is shown), so that groups are made anew in each.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import statistics
 import time
+from collections import deque
 
 import numpy as np
 
@@ -20,11 +25,22 @@ from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
 LIMITS_MS = {256: 0.25, 1024: 1.0}
 
 
-def measure(num_seqs: int, steps: int, block_size: int, overlap: bool) -> list[float]:
+SHARING = "nothing", "samples", "system"
+
+
+def prompts_of(sharing: str, num_seqs: int, rng: np.random.Generator) -> list[list[int]]:
+    """One for each sequence."""
+    system = rng.integers(0, 150_000, 512).tolist() if sharing == "system" else []
+    samples = 1 if sharing == "nothing" else 8
+    lengths = rng.integers(100, 400, num_seqs).tolist()
+    prompts = [system + rng.integers(0, 150_000, length).tolist() for length in lengths[::samples]]
+    return [prompt for prompt in prompts for _ in range(samples)]
+
+
+def measure(num_seqs: int, steps: int, block_size: int, overlap: bool, sharing: str, turnover: bool) -> list[float]:
     """Milliseconds of each decode step."""
     rng = np.random.default_rng(0)
-    lengths = rng.integers(100, 400, num_seqs)
-    max_model_len = 512 + 2 * steps
+    max_model_len = 1024 + 2 * steps
     config = SchedulerConfig(
         block_size=block_size,
         num_blocks=num_seqs * (max_model_len // block_size + 1) + 1,
@@ -33,9 +49,14 @@ def measure(num_seqs: int, steps: int, block_size: int, overlap: bool) -> list[f
         max_model_len=max_model_len,
     )
     scheduler = Scheduler(config)
-    for i, length in enumerate(lengths.tolist()):
-        prompt = rng.integers(0, 150_000, length).tolist()
-        scheduler.add(Sequence(str(i), prompt, max_new_tokens=2 * steps, eos_token_ids=(150_001, 150_002)))
+    prompts = prompts_of(sharing, num_seqs, rng)
+
+    def add(name: str, prompt: list[int]) -> Sequence:
+        seq = Sequence(name, prompt, max_new_tokens=2 * steps, eos_token_ids=(150_001, 150_002))
+        scheduler.add(seq)
+        return seq
+
+    running = deque(add(str(i), prompt) for i, prompt in enumerate(prompts))
     num_decodes = 0
     while num_decodes < num_seqs:
         plan = scheduler.schedule()
@@ -45,14 +66,20 @@ def measure(num_seqs: int, steps: int, block_size: int, overlap: bool) -> list[f
 
     pending = scheduler.schedule() if overlap else None
     times = []
-    for _ in range(steps):
+    for i in range(steps):
         tokens = rng.integers(0, 150_000, num_seqs)
+        if turnover:
+            prompt = prompts[i % num_seqs] if sharing != "nothing" else prompts_of(sharing, 1, rng)[0]
+            running.append(add(f"new {i}", prompt))
         begin = time.perf_counter()
+        if turnover:
+            scheduler.finish(running.popleft(), "stop")
         plan = scheduler.schedule()
         assert plan is not None
-        scheduler.commit(pending or plan, tokens)
+        scheduler.commit(pending or plan, tokens[: len((pending or plan).sequences)])
         times.append((time.perf_counter() - begin) * 1e3)
-        assert plan.num_decode_rows == num_seqs
+        assert turnover or plan.num_decode_rows == num_seqs
+        assert (plan.groups is None) == (sharing == "nothing")
         if overlap:
             pending = plan
     return times
@@ -64,14 +91,15 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     args = parser.parse_args()
     print(f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}, {args.steps} steps")
-    print(f"{'sequences':>9} {'overlap':>8} {'median ms':>10} {'mean ms':>8} {'p99 ms':>8} {'limit ms':>9}")
-    for num_seqs, limit in LIMITS_MS.items():
-        for overlap in (False, True):
-            times = measure(num_seqs, args.steps, args.block_size, overlap)
-            print(
-                f"{num_seqs:>9} {overlap!s:>8} {statistics.median(times):>10.3f} {statistics.mean(times):>8.3f} "
-                f"{np.percentile(times, 99):>8.3f} {limit:>9.2f}"
-            )
+    print(f"{'sequences':>9} {'shared':>8} {'turnover':>8} {'overlap':>8} {'median ms':>10} {'mean ms':>8} "
+          f"{'p99 ms':>8} {'limit ms':>9}")
+    cases = itertools.product(LIMITS_MS.items(), (False, True), SHARING, (False, True))
+    for (num_seqs, limit), turnover, sharing, overlap in cases:
+        times = measure(num_seqs, args.steps, args.block_size, overlap, sharing, turnover)
+        print(
+            f"{num_seqs:>9} {sharing:>8} {turnover!s:>8} {overlap!s:>8} {statistics.median(times):>10.3f} "
+            f"{statistics.mean(times):>8.3f} {np.percentile(times, 99):>8.3f} {limit:>9.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -54,10 +54,10 @@ def with_prefix(shared: int, own: int, output: int, *, warm: bool = False, reque
     return Workload([prefix + _tokens(own) for _ in range(requests)], [output] * requests, 0.6, 1, shared, warm)
 
 
-def rollouts() -> Workload:
-    """32 prompts of 512 tokens, 16 samples each, 512 output tokens, temperature 1."""
+def rollouts(prompts: int = 32, prompt: int = 512) -> Workload:
+    """16 samples of 512 tokens of each prompt, temperature 1."""
     random.seed(0)
-    return Workload([_tokens(512) for _ in range(32)], [512] * 32, 1.0, samples=16)
+    return Workload([_tokens(prompt) for _ in range(prompts)], [512] * prompts, 1.0, samples=16)
 
 
 def uniform(batch: int, prompt: int = 256, output: int = 128) -> Workload:
@@ -76,7 +76,10 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "warm-prefix": partial(with_prefix, 2048, 64, 64, warm=True),
     "no-prefix": partial(with_prefix, 0, 2112, 64),
     "shared-decode": partial(with_prefix, 4096, 64, 512),
+    "shared-decode-16k": partial(with_prefix, 16384, 64, 512),
     "rollouts": rollouts,
+    "rollouts-2k": partial(rollouts, prompt=2048),
+    "group": partial(rollouts, 1, 2048),
 }
 
 

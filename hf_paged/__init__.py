@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_paged.config import PagedConfig
     from hf_paged.engine import Engine
     from hf_paged.errors import (
+        EngineClosedError,
         FallbackError,
         FallbackWarning,
         PartlyLoadedError,
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from hf_paged.integration.explain import explain
     from hf_paged.integration.gathered import gathered
     from hf_paged.integration.install import install, is_installed, uninstall
-    from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput
+    from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput, Timings
+    from hf_paged.tracing.trace import trace
 
 __version__ = "0.1.0"
 
@@ -36,6 +38,7 @@ __all__ = [
     "CallStats",
     "Completion",
     "Engine",
+    "EngineClosedError",
     "EngineStats",
     "Explanation",
     "FallbackError",
@@ -45,6 +48,7 @@ __all__ = [
     "PartlyLoadedError",
     "RankAloneError",
     "StepOutput",
+    "Timings",
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "WorkerDiedError",
@@ -56,6 +60,7 @@ __all__ = [
     "install",
     "is_enabled",
     "is_installed",
+    "trace",
     "uninstall",
     "weight_update",
 ]
@@ -65,15 +70,16 @@ _MODULES = {
     "hf_paged.config": ("PagedConfig",),
     "hf_paged.engine": ("Engine",),
     "hf_paged.errors": (
-        "FallbackError", "FallbackWarning", "PartlyLoadedError", "RankAloneError", "UnsupportedModelError",
-        "UnsupportedOptionError", "WorkerDiedError",
+        "EngineClosedError", "FallbackError", "FallbackWarning", "PartlyLoadedError", "RankAloneError",
+        "UnsupportedModelError", "UnsupportedOptionError", "WorkerDiedError",
     ),
     "hf_paged.generator": ("PagedGenerator",),
     "hf_paged.integration.install": ("install", "is_installed", "uninstall"),
     "hf_paged.integration.enable": ("disable", "enable", "get_engine", "is_enabled", "weight_update"),
     "hf_paged.integration.explain": ("explain",),
     "hf_paged.integration.gathered": ("gathered",),
-    "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput"),
+    "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput", "Timings"),
+    "hf_paged.tracing.trace": ("trace",),
 }
 
 

@@ -63,7 +63,7 @@ class FallbackWarning(UserWarning):
 
 
 class EngineClosedError(RuntimeError):
-    """A request came to an engine whose model was disabled."""
+    """The generator was closed, or its model disabled, before a request came or while it ran."""
 
 
 class WorkerDiedError(RuntimeError):

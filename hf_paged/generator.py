@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -15,16 +15,18 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_paged.config import PagedConfig, require_int
+from hf_paged.engine.driver import Driver
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.follower import load_on_ranks
-from hf_paged.engine.session import NewRequest, Session
+from hf_paged.engine.session import Session
 from hf_paged.errors import EngineClosedError
 from hf_paged.integration.adapter_rows import each_under
+from hf_paged.integration.async_calls import AsyncCalls
 from hf_paged.integration.call_context import call_salt, call_seed
 from hf_paged.integration.enable import disable, enable_with_engine, get_engine, is_enabled, merged_config, unwrap
 from hf_paged.integration.pretrained import load_whole, split_arguments
 from hf_paged.integration.pretrained import tokenizer_of as _tokenizer_of
-from hf_paged.integration.requests import Asked, Call, RequestMaker, one_per_prompt, refused_output
+from hf_paged.integration.requests import Asked, Call, RequestMaker, numbered, one_per_prompt, wanted
 from hf_paged.options.arguments import base_seed, merge_config, salt_digest
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.parallel.launch import Workers
@@ -61,9 +63,10 @@ class PagedGenerator:
             self._causal_lm, merged_config(config, overrides), tokenizer=tokenizer, owns_device=True
         )
         self._maker = RequestMaker(self.engine, self._causal_lm)
+        self._async_calls = AsyncCalls(self.engine, self._maker)
         self._workers: list[Workers] = []
         self._close = weakref.finalize(self, _end, weakref.ref(self._causal_lm), self.engine, self._workers,
-                                       os.getpid())
+                                       self._async_calls.driver, os.getpid())
 
     @classmethod
     def from_pretrained(cls, path_or_id: str | os.PathLike, *, dtype: str | torch.dtype = "auto",
@@ -135,7 +138,7 @@ class PagedGenerator:
                  cache_salt: str | SequenceOf[str | None] | None = None,
                  adapter_names: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
                  chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
-                 **generate_kwargs: Any) -> Any:
+                 request_ids: str | SequenceOf[str | None] | None = None, **generate_kwargs: Any) -> Any:
         """Complete every prompt.
 
         Args:
@@ -163,6 +166,7 @@ class PagedGenerator:
             chat_template_kwargs: keywords of ``tokenizer.apply_chat_template`` for prompts that are chats, whatever
                 their names; they win over those in ``generate_kwargs``.
             on_weight_change: in place of the config's, for this call; not for tensors.
+            request_ids: by which `cancel` finds a prompt while the call runs; one per prompt, none of them in use.
             **generate_kwargs: fields of a `GenerationConfig`; besides, for prompts that are chats, parameters of
                 `apply_chat_template` (``tools``, ``documents``, ``chat_template``, ``continue_final_message``,
                 ``add_generation_prompt``: True unless a message is continued) and variables that the chat template
@@ -180,7 +184,7 @@ class PagedGenerator:
             UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes).
         """
         call = Call(prompts, generation_config, seed, cache_salt, adapter_names, logprobs, prompt_logprobs,
-                    on_error, chat_template_kwargs, on_weight_change, generate_kwargs)
+                    on_error, chat_template_kwargs, on_weight_change, request_ids, generate_kwargs)
         if "input_ids" in generate_kwargs or isinstance(prompts, torch.Tensor):
             call.check_for_tensors()
             with call_salt(salt_digest(cache_salt)):
@@ -209,6 +213,7 @@ class PagedGenerator:
                cache_salt: str | SequenceOf[str | None] | None = None,
                adapter_names: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
                chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
+               request_ids: str | SequenceOf[str | None] | None = None,
                **generate_kwargs: Any) -> Iterator[tuple[int, StepOutput]]:
         """Like `generate`, but yields (index of the completion, `StepOutput`) as tokens come.
 
@@ -217,7 +222,7 @@ class PagedGenerator:
         and whose `request_id` is empty.
         """
         call = Call(prompts, generation_config, seed, cache_salt, adapter_names, logprobs, prompt_logprobs,
-                    on_error, chat_template_kwargs, on_weight_change, generate_kwargs)
+                    on_error, chat_template_kwargs, on_weight_change, request_ids, generate_kwargs)
         asked = self._maker.make(call)
 
         def outputs() -> Iterator[tuple[int, StepOutput]]:
@@ -228,6 +233,49 @@ class PagedGenerator:
                         yield output
 
         return outputs()
+
+    async def agenerate(self, prompts: Any, generation_config: Any = None, **kwargs: Any) -> list[Completion]:
+        """`generate`, awaited: other tasks of the event loop go on, and tasks that wait at once share steps.
+
+        Cancelling the task ends its requests before the next step. May be called from several event loops, in several
+        threads, and beside `generate`. Requests are made in a thread of the loop's executor (`asyncio.to_thread`).
+
+        Args:
+            prompts, generation_config, **kwargs: as for `generate`, but for ``use_tqdm`` and tensors.
+
+        Raises:
+            Exception: as `generate`, of what this call asks for. An error of a step is raised in all calls that wait.
+            EngineClosedError: the generator was closed meanwhile.
+        """
+        return await self._async_calls.completions(Call.of(prompts, generation_config, **kwargs))
+
+    def astream(self, prompts: Any, generation_config: Any = None,
+                **kwargs: Any) -> AsyncIterator[tuple[int, StepOutput]]:
+        """`stream`, for ``async for``; see `agenerate`. Arguments are checked when the first item is asked for.
+
+        What still runs ends with the task that waits for an item, or when the iterator is closed: ``async with
+        contextlib.aclosing(generator.astream(...)) as outputs`` closes it wherever the block is left.
+        """
+        return self._async_calls.outputs(Call.of(prompts, generation_config, **kwargs), stream=True)
+
+    def cancel(self, request_id: str) -> bool:
+        """End one prompt of a call that runs in another thread or task, or that is being streamed.
+
+        Its `Completion` has what was made so far, with ``finish_reason="abort"``; the call's other prompts go on.
+        Waits for the step under way.
+
+        Args:
+            request_id: of `request_ids` (all its ``num_return_sequences``), or `StepOutput.request_id` (that one).
+
+        Returns:
+            Whether there was something to end: False once the prompt is done, and for ids that nobody has.
+        """
+        found = False
+        for one in self.engine.unfinished_copies(request_id):
+            with suppress(KeyError):  # it came to its end just now
+                self.engine.abort(one)
+                found = True
+        return found
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -251,7 +299,7 @@ class PagedGenerator:
 
     def close(self) -> None:
         """Disable the model and free the KV pool; the model stays usable. Safe to call twice, and done when
-        garbage-collected."""
+        garbage-collected. Calls that wait in other threads and tasks end with `EngineClosedError`."""
         self._close()
 
     def __enter__(self) -> PagedGenerator:
@@ -260,6 +308,12 @@ class PagedGenerator:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a PagedGenerator cannot be pickled or copied: it holds a KV pool, threads and locks of this "
+                        "process. Pickle what it is made from, and call PagedGenerator.from_pretrained(...) (or "
+                        "PagedGenerator(model, ...)) in the process that generates; hf_paged.ray_data does so in its "
+                        "actors")
+
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _base_seed(self, seed: int | None) -> int:
@@ -267,16 +321,8 @@ class PagedGenerator:
 
     def _drive(self, session: Session, call: Call, asked: list[Asked]) -> Iterator[tuple[int, StepOutput]]:
         """Run requests to their ends: every output with the number of its completion."""
-        index: dict[str, int] = {}
-        refused = [(i, one.what) for i, one in enumerate(asked) if isinstance(one.what, Completion)]
-        for i, one in enumerate(asked):
-            if isinstance(one.what, NewRequest):
-                try:
-                    index[self.engine.add(session, one.what)] = i
-                except ValueError as error:  # settings that the device's tables cannot hold
-                    refused.append((i, call.failed(one.prompt, error, one.what.prompt)))
-        for i, completion in refused:
-            yield i, refused_output(completion)
+        index, refused = numbered(call, asked, self.engine.add_all(session, wanted(asked)))
+        yield from refused
         while session.unfinished():
             for output in self.engine.advance(session):
                 yield index[output.request_id], output
@@ -318,7 +364,8 @@ class PagedGenerator:
 _NEUTRAL = GenerationConfig()
 
 
-def _end(model: weakref.ref, engine: Engine, workers: list[Workers], owner: int) -> None:
+def _end(model: weakref.ref, engine: Engine, workers: list[Workers], driver: Driver, owner: int) -> None:
+    driver.end()
     if workers and os.getpid() != owner:  # a fork shares rank 0's connections: speaking on them would disturb it
         return
     engine.after_step(partial(_end_between_steps, model, engine, workers))

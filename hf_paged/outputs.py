@@ -27,6 +27,26 @@ def last_of(runs: Iterable[VersionRun], count: int) -> tuple[VersionRun, ...]:
     return tuple(reversed(left))
 
 
+class Timings(NamedTuple):
+    """When a request passed its stages: seconds of `time.monotonic` in the process that asked for it.
+
+    The clock never goes back, counts from an arbitrary point, and is one for all requests of a process: differences
+    are durations. A stage that was not reached (an abort while it waited) is None. What an interrupt made start over
+    keeps its first times.
+
+    Attributes:
+        queued: it was added to the engine.
+        started: the launch of the first step that computes something of it.
+        first_token: its first new token was on the host; output that was given with the prompt is none.
+        ended: its completion was made.
+    """
+
+    queued: float
+    started: float | None
+    first_token: float | None
+    ended: float
+
+
 def _versions(runs: Iterable[VersionRun]) -> list[int | None]:
     return [version for version, count in runs for _ in range(count)]
 
@@ -50,6 +70,7 @@ class Completion:
         version_runs: (version of the weights, number of tokens) of the pieces of `token_ids` that one version made.
         seed: of the request's random numbers: a request that goes on from this completion draws on with it.
         logprobs_kind: "processed" or "raw", which `logprobs` are; None without any.
+        timings: when it was queued, started, had its first token and ended; None for a prompt that could not run.
     """
 
     token_ids: list[int]
@@ -63,6 +84,7 @@ class Completion:
     version_runs: tuple[VersionRun, ...] = ()
     seed: int | None = None
     logprobs_kind: str | None = None
+    timings: Timings | None = None
 
     @property
     def weight_versions(self) -> list[int | None]:
@@ -156,6 +178,9 @@ class EngineStats:
             memory that they point to moved.
         weights_version: goes up whenever the weights, the active adapters or constants of the model were found to be
             others than before (see docs/reinforcement_learning.md for when that is looked at).
+        kv_bytes_read: keys and values that attention read for rows that decode, over all layers, on this rank. A layer
+            with a sliding window counts the positions inside of it.
+        kv_bytes_saved: what it would have read besides if it read a prefix that several such rows share once for each.
         shadow_bytes: memory of copies of the weights, in the dtype of autocast or gathered from ranks; else 0.
         calls: calls of the enabled model's `generate` and `generate_batch` by path: "native", "lockstep", "stock". What
             a call in stock calls itself (drafts of assisted decoding) is a part of it.
@@ -177,4 +202,6 @@ class EngineStats:
     num_graphs_dropped: int
     weights_version: int
     calls: Mapping[str, CallStats]
+    kv_bytes_read: int = 0
+    kv_bytes_saved: int = 0
     shadow_bytes: int = 0

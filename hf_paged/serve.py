@@ -12,14 +12,14 @@ from hf_paged.integration.serving.adapters import split_adapters
 from hf_paged.integration.serving.server import install_serving
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None, program: str = "python -m hf_paged") -> None:
     """Install and run transformers' command line; `arguments` (None: the process's) are those of ``serve``."""
     from transformers.cli.transformers import app
 
     adapters, others = split_adapters(sys.argv[1:] if arguments is None else arguments)
     install()
     install_serving(adapters)
-    app(["serve", *others], prog_name="python -m hf_paged")
+    app(["serve", *others], prog_name=program)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,11 @@ from support import assert_idle, batch, random_prompts, stock_copy, tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_paged
+from hf_paged import Engine, PagedConfig
 from hf_paged.integration import install
 from hf_paged.integration.continuous_batching.manager import PagedBatchingManager
 from hf_paged.models.replica import Replica
+from hf_paged.tracing.trace_file import TraceFile
 
 INPUTS, OTHERS = batch([40, 20]), batch([30, 7, 25], seed=2)
 DEADLINE_S = 30.0
@@ -301,9 +303,13 @@ def locks():
     cache = model.generate(**INPUTS, max_new_tokens=2, return_dict_in_generate=True).past_key_values
     replica = Replica(model)
     enable, explain = (importlib.import_module(f"hf_paged.integration.{name}") for name in ("enable", "explain"))
+    everywhere = importlib.import_module("hf_paged.engine.everywhere")
+    file = TraceFile(os.devnull)
     return {
         "hf_paged._importing": lambda: hf_paged._importing,
         "hf_paged.engine.call_counts.CallCounts._lock": lambda: hf_paged.get_engine(model).calls._lock,
+        "hf_paged.engine.everywhere._lock": lambda: everywhere._lock,
+        "hf_paged.tracing.trace_file.TraceFile._lock": lambda: file._lock,
         "hf_paged.integration.enable._swapping": lambda: enable._swapping,
         "hf_paged.integration.explain._one_at_a_time": lambda: explain._one_at_a_time,
         "hf_paged.integration.install._enabling_one": lambda: install._enabling_one,
@@ -319,7 +325,10 @@ def locks():
 
 
 def case_locks():
-    """Every lock is held by another thread at the fork and free in the child; prints their names."""
+    """Every lock is held by another thread at the fork and free in the child, whatever other engines there are; prints
+    their names."""
+    orphans = [Engine(tiny_model(), PagedConfig()) for _ in range(8)]  # their models are gone
+    assert len(orphans) == 8
     table, held, stop = locks(), threading.Event(), threading.Event()
 
     def hold():

@@ -24,6 +24,7 @@ _ELSEWHERE = {"torch.cuda.Event"}
 RENEWED = {
     "hf_paged._importing",
     "hf_paged.engine.call_counts.CallCounts._lock",
+    "hf_paged.engine.everywhere._lock",
     "hf_paged.engine.fair_lock.FairLock.rlock",
     "hf_paged.integration.continuous_batching.board.RequestBoard.changed",
     "hf_paged.integration.enable._swapping",
@@ -32,6 +33,7 @@ RENEWED = {
     "hf_paged.integration.late_cache._Call.computing",
     "hf_paged.models.paged_calls._lock",
     "hf_paged.models.replica.Replica._meeting",
+    "hf_paged.tracing.trace_file.TraceFile._lock",
 }
 # Of those that stay as they are: why a child never waits for one.
 _RANKS = "a child never comes to it: every way there compares os.getpid() with the owner's first"

@@ -154,10 +154,8 @@ REQUESTS = [
     PackageMutation("integration/continuous_batching/worker.py",
                     "            if not self._running and not self._arrived:\n",
                     "            if True:\n", BATCHING_TESTS, "breaks_fails"),
-    PackageMutation("engine/engine.py", "            if always_step or not session.outbox:\n                try:\n"
-                    "                    self._look_for_arrivals()\n",
-                    "            if always_step or not session.outbox:\n                try:\n"
-                    "                    self._has_looked = False\n", "engine/test_engine.py",
+    PackageMutation("engine/engine.py", "        try:\n            self._look_for_arrivals()\n            if self.group",
+                    "        try:\n            self._has_looked = False\n            if self.group", "engine/test_engine.py",
                     "before_a_change_of_the_model"),
 ]
 
@@ -286,12 +284,13 @@ JOINED = [
     PackageMutation(BATCH, "        self._take_back()\n        self._places = None\n", "        self._places = None\n",
                     BATCH_TESTS, "planned_ahead"),
     PackageMutation(BATCH, "or self._is_reordered or", "or", BATCH_TESTS, "planned_ahead"),
-    PackageMutation(CORE, "            if request_id in request.session.open:\n", "            if True:\n",
+    PackageMutation(CORE, "self.requests.items() if key not in request.session.open]",
+                    "self.requests.items() if False]",
                     "engine/test_interrupts.py", "half_added"),
     PackageMutation(CORE, "        if len(joining) == 1 and not self.requests:\n", "        if False:\n",
                     GRAPHS_TESTS, "sent_while"),
-    PackageMutation("runner/graphs.py", "            self._send(captured, self._decode_inputs(plan, size))\n",
-                    "", GRAPHS_TESTS, "sent_while"),
+    PackageMutation("runner/graphs.py", "        if captured is not None:\n            self._send(captured, inputs)\n",
+                    "        if captured is not None:\n", GRAPHS_TESTS, "sent_while"),
     PackageMutation("engine/pace.py", "min(seconds, _FORGOTTEN * self._alone)", "seconds", "engine/test_pace.py",
                     "one_slow_step"),
     PackageMutation("engine/pace.py", "max(0.0, self._joined - self._alone)", "0.0", "engine/test_pace.py",
@@ -497,7 +496,24 @@ SHARDED = [
                     "either_order"),
 ]
 
+# What watches an engine, and calls that are awaited.
+OBSERVER_TESTS, DRIVER, ASYNC_TESTS = "engine/test_observer.py", "engine/driver.py", "test_generator_async.py"
+AWAITED = [
+    PackageMutation(CORE, "            self._tell_of_new_start()\n            self.dirty = False\n            raise\n",
+                    "            self.dirty = False\n            raise\n", OBSERVER_TESTS, "launch_that_raises"),
+    PackageMutation("engine/observer.py", "                self.remove(observer)\n", "", OBSERVER_TESTS, "is_dropped"),
+    PackageMutation(DRIVER, "            self._calls.remove(call)\n            self._end_requests(call)\n",
+                    "            self._calls.remove(call)\n", ASYNC_TESTS, "within_a_step"),
+    PackageMutation(DRIVER, "                for call in [call for call in self._calls if call.loop is loop]:\n"
+                    "                    self._close(call)\n", "                pass\n", ASYNC_TESTS, "takes_them"),
+    PackageMutation("integration/async_calls.py",
+                    "        with torch.autocast(device, dtype):\n            return function()\n",
+                    "        return function()\n", ASYNC_TESTS, "autocast"),
+    PackageMutation("engine/engine.py", "if one == request_id or is_copy(one, request_id)]", "if one == request_id]",
+                    ASYNC_TESTS, "all_copies"),
+]
+
 PACKAGE_MUTATIONS = [
     *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *UPDATES, *RECOGNITION, *ADAPTERS, *JOINED, *MODELS, *SERVER,
-    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS,
+    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS, *AWAITED,
 ]

@@ -239,6 +239,8 @@ class CommandQueue:
             stop = stop.without_deadline()
         session = self.followers if own is None else own.session
         request = self._core.make_request(replace(command, stop=stop), session)
+        if own is not None:
+            request.queued = own.queued
         if own is not None and _asked(own, command.seed) != _asked(request, command.seed):
             raise ValueError(f"rank {self.group.rank} was given another prompt or other settings than rank 0: expected "
                              f"the same calls on all {self.group.size} ranks of a model")

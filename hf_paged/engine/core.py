@@ -28,6 +28,7 @@ from hf_paged.models import ModelExecutor
 from hf_paged.models.guards.capturing import no_capturing
 from hf_paged.models.tuners import AdapterCounts
 from hf_paged.outputs import VersionRun
+from hf_paged.runner import device_times
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
 from hf_paged.runner.prompt_scores import NOTHING
@@ -320,7 +321,8 @@ class EngineCore:
                 launched = self._launch(plan, joining) if plan is not None or joining else None
                 if self.observers and (plan is not None or joining):
                     step = Launched(plan, self.totals["steps"], [rows for _, rows in joining],
-                                    scheduler.num_preemptions - num_preempted, started, scheduled, time.perf_counter())
+                                    scheduler.num_preemptions - num_preempted, started, scheduled, time.perf_counter(),
+                                    device_times.take())
                     self.observers.tell("launched", step)
                 if launched is None or not self._overlaps(device):
                     self._commit_in_flight()
@@ -443,7 +445,7 @@ class EngineCore:
             if plan is None:
                 self._joined_logits = self.runner.logits(rows[-1].behind(rows[:-1]), [], of_every_token=True)
             else:
-                parameters = [self.requests[s.request_id].parameters for s in plan.admitted]
+                parameters = self._parameters(plan.admitted) if plan.admitted else []
                 wanted = log_probs.wanted_by(plan, self.requests, self._attempt) if self._any_logprobs else NOTHING
                 handle = self.runner.launch(plan, parameters, wanted, rows)
                 self._joined_logits = handle.logits
@@ -462,6 +464,16 @@ class EngineCore:
             return None
         self.totals["prefill"] += int(plan.num_new_tokens[plan.num_decode_rows :].sum())
         return plan, handle._replace(logits=None)
+
+    def _parameters(self, admitted: list[Sequence]) -> list[SlotParameters]:
+        """What the device has to know of requests that get their slot, which start now."""
+        now, parameters = time.monotonic(), []
+        for sequence in admitted:
+            request = self.requests[sequence.request_id]
+            parameters.append(request.parameters)
+            if request.started is None:  # else it runs again
+                request.started = now
+        return parameters
 
     def follow_stream(self) -> None:
         """Work that this thread enqueues from now on runs behind the last step, and the next step behind it."""
@@ -488,6 +500,8 @@ class EngineCore:
                 request.error = NAN_ERROR
         result = self.scheduler.commit(plan, tokens)
         self.totals["generated"] += len(result.accepted)
+        if plan.num_decode_rows < len(plan.slots):
+            self._note_first_tokens(plan, result.accepted)
         if self.observers:
             self.observers.tell("committed", Committed(plan, tokens, result.accepted, waited, ready))
         log_probs.keep(plan, handle, result.accepted, self._request_of, self._attempt)
@@ -502,6 +516,16 @@ class EngineCore:
             request = self.requests.get(sequence.request_id)
             if request is not None and request.sequence is sequence:
                 self.finish(request)
+        if self.observers:
+            self.observers.tell("delivered", plan)
+
+    def _note_first_tokens(self, plan: StepPlan, accepted: np.ndarray) -> None:
+        """The rows that computed the end of a prompt have their first token, but for those that run again."""
+        now = time.monotonic()
+        for row in accepted[accepted >= plan.num_decode_rows].tolist():
+            request = self._request_of(plan, row)
+            if request is not None and request.first_token is None:
+                request.first_token = now
 
     def _stop(self, plan: StepPlan, rows: np.ndarray, tokens: np.ndarray) -> None:
         """End the requests whose new token completes a stop string, or whose time is over."""
@@ -613,6 +637,8 @@ class EngineCore:
         assert self.pool.runner is not None
         self.pool.runner.prepare()
         before, self._state_key = self._state_key, self._executor.state_key()
+        if self._state_key != before:
+            self.runner.reads.use(self.runner.spec, self._executor.windows())
         if before and self._state_key != before:
             self._guard.found_change()
         for batch in self.batches if self._state_key != before else ():

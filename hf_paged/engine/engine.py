@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_paged import at_fork
 from hf_paged.config import PagedConfig
-from hf_paged.engine import interrupts
+from hf_paged.engine import everywhere, interrupts
 from hf_paged.engine.call_counts import CallCounts
 from hf_paged.engine.commands import (
     Build,
@@ -33,7 +33,7 @@ from hf_paged.engine.core import EngineCore
 from hf_paged.engine.fair_lock import FairLock
 from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.engine.observer import Observer
-from hf_paged.engine.session import NewRequest, Session
+from hf_paged.engine.session import NewRequest, Session, is_copy
 from hf_paged.engine.stopping import CachedStopStrings, StopRule, deadline_after
 from hf_paged.engine.weight_transfer import WeightLoader, buckets
 from hf_paged.errors import (
@@ -63,6 +63,7 @@ from hf_paged.parallel.peers import connect
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.weights import ModelMark
 from hf_paged.sampling.sampler import derive_seed
+from hf_paged.scheduler import Scheduler
 from hf_paged.scheduler.lockstep_rows import blocks_together
 
 # Seconds between two looks of a thread whose work has to wait for another's.
@@ -156,6 +157,7 @@ class Engine:
         self._has_looked = False
         self._arrived: list[str] = []
         at_fork.register(self)
+        everywhere.joined(self)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -247,6 +249,12 @@ class Engine:
                 self._core.requests[request_id]  # KeyError
             self._carry_out(End((request_id,), "abort"))
 
+    def unfinished_copies(self, request_id: str) -> list[str]:
+        """Ids of unfinished requests, of any caller, with this one or one that `copy_ids` made of it."""
+        with self._lock.turn(), self._lock.rlock:
+            ids = [*self._commands.expected, *self._core.requests]
+        return [one for one in ids if one == request_id or is_copy(one, request_id)]
+
     def has_unfinished(self) -> bool:
         """True while a request of `add_request` runs or its outputs were not fetched by `step`."""
         return self._public.unfinished()
@@ -262,7 +270,7 @@ class Engine:
             try:
                 yield session
             finally:
-                self._close(session)
+                self.close_session(session)
 
     def add(self, session: Session, new: NewRequest) -> str:
         """Queue a request whose prompt is checked, for a session; returns its id.
@@ -299,28 +307,54 @@ class Engine:
                 self._core.add(request)
             return request.request_id
 
+    def add_all(self, session: Session, requests: list[NewRequest]) -> list[str | ValueError]:
+        """`add` of each request: its id, or the ValueError that is about it alone; other exceptions are raised."""
+        added: list[str | ValueError] = []
+        for new in requests:
+            try:
+                added.append(self.add(session, new))
+            except ValueError as error:
+                added.append(error)
+        return added
+
     def advance(self, session: Session, *, always_step: bool = False) -> list[StepOutput]:
         """The outputs that wait for a session, after at most one step. It may be unfinished after an empty list."""
         if self.is_reentrant():
             raise RuntimeError("step() was called from inside a step or a weight_update() of the same engine")
         with self._lock.turn(after_others=True) as turn, self._lock.rlock:
             turn.leave()
-            is_stuck = False
-            if always_step or not session.outbox:
-                try:
-                    self._look_for_arrivals()
-                    if self.group.is_parallel:
-                        self._commands.step()
-                        interrupts.check()
-                    else:  # a streaming caller's code runs between steps, and may have changed the model
-                        is_stuck = not self._core.step(look_at_model=session.stream)
-                finally:
-                    self._run_deferred()
+            is_stuck = (always_step or not session.outbox) and self._step_is_stuck(session.stream)
             outputs = list(session.outbox)
             session.outbox.clear()
         if is_stuck and session.unfinished():
             time.sleep(_NAP)
         return outputs
+
+    def advance_all(self, sessions: list[Session]) -> list[list[StepOutput]]:
+        """`advance` of several sessions together: of each the outputs that wait for it, after at most one step."""
+        with self._lock.turn(after_others=True) as turn, self._lock.rlock:
+            turn.leave()
+            is_stuck = (not any(session.outbox for session in sessions)
+                        and self._step_is_stuck(any(session.stream for session in sessions)))
+            outputs = [list(session.outbox) for session in sessions]
+            for session in sessions:
+                session.outbox.clear()
+        if is_stuck and not any(outputs):
+            time.sleep(_NAP)
+        return outputs
+
+    def _step_is_stuck(self, is_streamed: bool) -> bool:
+        """One step. True: there was nothing to do, or it has to wait for others."""
+        try:
+            self._look_for_arrivals()
+            if self.group.is_parallel:
+                self._commands.step()
+                interrupts.check()
+                return False
+            # A streaming caller's code runs between steps, and may have changed the model.
+            return not self._core.step(look_at_model=is_streamed)
+        finally:
+            self._run_deferred()
 
     @contextmanager
     def lockstep(self, prompts: list[list[int]], max_new_tokens: int, cache_salt: bytes = b"",
@@ -449,6 +483,8 @@ class Engine:
                 num_graphs_dropped=pool.graph_counts[1],
                 weights_version=self._core.weights_version,
                 calls=self.calls.stats(),
+                kv_bytes_read=pool.reads.num_bytes,
+                kv_bytes_saved=pool.reads.num_saved_bytes,
                 shadow_bytes=self._executor.copied_bytes + (self.replica.nbytes if self.replica is not None else 0),
             )
 
@@ -515,7 +551,7 @@ class Engine:
                 self._commands.shut_down(self._carry_out, _CLOSED)
                 return
             for request in list(self._core.requests.values()):
-                self._close(request.session)
+                self.close_session(request.session)
             self.release_memory(graphs=True)
 
     @contextmanager
@@ -671,6 +707,11 @@ class Engine:
         self._commands.around, self._commands.on_break = waiting, on_break
 
     @property
+    def is_shut_down(self) -> bool:
+        """Was `shutdown` called? Requests that ran then are about to end without an output, or have."""
+        return self._is_shut_down
+
+    @property
     def group(self) -> ParallelGroup:
         """The ranks over which the model is sharded."""
         return self._executor.group
@@ -688,6 +729,11 @@ class Engine:
     def model(self) -> PreTrainedModel:
         """The model that this is the engine of."""
         return self._executor.source
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """Of the present pool, if there is one; for those that hold the engine's lock, as observers do."""
+        return self._core.scheduler
 
     @property
     def replica(self) -> Replica | None:
@@ -819,19 +865,24 @@ class Engine:
 
         One that was sized by a warm-up pass, or together with other ranks, is built for the answer.
         """
+        if self.owns_device and self._core.scheduler is not None:  # its size is settled: no step is waited for
+            return self._too_long_in(self._core.pool, prompt_length, max_new_tokens)
         with self._lock.turn(), self._lock.rlock:
             pool = self._pool() if self.owns_device or self.group.is_parallel else self._core.pool
-            length = prompt_length + max_new_tokens
-            if length > pool.max_model_len:
-                return Reason("{} tokens with {} new ones, and max_model_len is {}", length, max_new_tokens,
-                              pool.max_model_len,
-                              remedy="Raise `PagedConfig.max_model_len`, if the model's positions allow it, or ask for "
-                                     "fewer tokens.")
-            # The last token's keys and values are never needed.
-            blocks = -(-(length - 1) // self.config.block_size)
-            if blocks > (most := pool.most_blocks - 1):
-                return Reason("{} blocks are needed, and the KV pool holds {}", blocks, most,
-                              remedy="Raise `num_blocks` or `gpu_memory_utilization`, or ask for fewer tokens.")
+            return self._too_long_in(pool, prompt_length, max_new_tokens)
+
+    def _too_long_in(self, pool: DevicePool, prompt_length: int, max_new_tokens: int) -> Reason | None:
+        length = prompt_length + max_new_tokens
+        if length > pool.max_model_len:
+            return Reason("{} tokens with {} new ones, and max_model_len is {}", length, max_new_tokens,
+                          pool.max_model_len,
+                          remedy="Raise `PagedConfig.max_model_len`, if the model's positions allow it, or ask for "
+                                 "fewer tokens.")
+        # The last token's keys and values are never needed.
+        blocks = -(-(length - 1) // self.config.block_size)
+        if blocks > (most := pool.most_blocks - 1):
+            return Reason("{} blocks are needed, and the KV pool holds {}", blocks, most,
+                          remedy="Raise `num_blocks` or `gpu_memory_utilization`, or ask for fewer tokens.")
         return None
 
     def room(self, prompt_length: int) -> int:
@@ -844,6 +895,8 @@ class Engine:
 
     def after_fork_in_child(self) -> None:
         """No other thread waits here or holds the lock; a step that this thread is inside of goes on."""
+        if not self._executor.has_source:  # nobody can use it any more
+            return
         self._lock.forget_waiting()
         if self.group.is_parallel:
             self._commands.over = _FORKED  # the other ranks' connections are the parent's
@@ -932,13 +985,14 @@ class Engine:
         """In here no Ctrl-C leaves this rank at another step than the others."""
         return interrupts.held_back() if self.group.is_parallel else nullcontext()
 
-    def _close(self, session: Session) -> None:
+    def close_session(self, session: Session) -> None:
+        """End what is still running in a session."""
         with self._uninterrupted(), self._lock.turn(), self._lock.rlock:
             # A call that died before its first request was taken in may have left half of it in the scheduler.
             if not session.open and (self.group.is_parallel or not self._core.dirty):
                 return
             if self.is_reentrant():  # an abandoned stream is garbage-collected in the middle of a step
-                self._deferred.append(lambda: self._close(session))
+                self._deferred.append(lambda: self.close_session(session))
                 return
             if self.group.is_parallel:
                 self._commands.close(session, self._carry_out)

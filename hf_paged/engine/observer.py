@@ -9,6 +9,7 @@ import numpy as np
 
 from hf_paged.engine.session import Request
 from hf_paged.outputs import StepOutput
+from hf_paged.runner.device_times import Piece
 from hf_paged.scheduler import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class Launched(NamedTuple):
         began: when the engine turned to this step.
         scheduled: when the plan was made.
         launched: when the last of it was enqueued.
+        pieces: graphs and eager steps of it, where somebody asks for them (`device_times`); none on a CPU.
     """
 
     plan: StepPlan | None
@@ -34,6 +36,7 @@ class Launched(NamedTuple):
     began: float
     scheduled: float
     launched: float
+    pieces: tuple[Piece, ...] = ()
 
 
 class Committed(NamedTuple):
@@ -58,6 +61,8 @@ class Observer(Protocol):
     """Told of everything by the thread that steps, which holds the engine's lock: it has to be quick, to change
     nothing, and to call nothing that waits. One that raises is not told anything any more.
 
+    What a class leaves out is not told to its objects.
+
     Where it began to watch while requests ran, it is told of the commit of a step whose launch it was not told of, and
     of ends of requests that it never saw come.
     """
@@ -70,6 +75,9 @@ class Observer(Protocol):
 
     def committed(self, step: Committed) -> None:
         """The tokens of a step were taken in."""
+
+    def delivered(self, plan: StepPlan) -> None:
+        """All that a committed step brought was handed out: tokens that are streamed, and the ends of requests."""
 
     def finished(self, request: Request, output: StepOutput) -> None:
         """A request ended, with its last output."""
@@ -102,7 +110,8 @@ class Observers:
         """Call this method of each."""
         for observer in self._all:
             try:
-                getattr(observer, what)(*args)
+                if (told := getattr(observer, what, None)) is not None:
+                    told(*args)
             except Exception as error:
                 logger.warning("hf_paged: %r is not told of the engine's steps any more, since it raised %r",
                                observer, error, exc_info=error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from hf_paged.engine.detokenizer import TextStream
 from hf_paged.engine.stopping import StopRule
 from hf_paged.options.continued import Made
 from hf_paged.options.settings import RequestSettings
-from hf_paged.outputs import Completion, StepOutput, VersionRun, last_of
+from hf_paged.outputs import Completion, StepOutput, Timings, VersionRun, last_of
 from hf_paged.runner.prompt_scores import PromptSpan
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Sequence
@@ -58,6 +59,9 @@ class Request:
     prompt_logprobs: list[float | None] | None = None  # None in it: not known yet, and for the first token for good
     version_runs: list[VersionRun] = field(default_factory=list)  # of the output, but for what the present weights made
     thread: int = field(default_factory=threading.get_ident)  # whose caller waits for it
+    queued: float = field(default_factory=time.monotonic)  # this and the next two as in `Timings`
+    started: float | None = None
+    first_token: float | None = None
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
@@ -162,6 +166,7 @@ class Request:
             logprobs=self.logprobs, num_cached_tokens=sequence.num_cached_tokens, error=error,
             prompt_logprobs=prompt_logprobs, version_runs=tuple(self.version_runs),
             seed=self.parameters.seed, logprobs_kind=self.logprobs_kind,
+            timings=Timings(self.queued, self.started, self.first_token, time.monotonic()),
         )
         logprobs = None if self.logprobs is None else self.logprobs[len(token_ids) - len(fresh) :]
         return StepOutput(self.request_id, fresh, piece, reason, completion, logprobs,
@@ -177,6 +182,19 @@ def failed_output(sequence: Sequence, num_emitted: int, error: str) -> StepOutpu
     fresh = token_ids[num_emitted:]
     return StepOutput(sequence.request_id, fresh, None, "error", completion,
                       version_runs=last_of(completion.version_runs, len(fresh)))
+
+
+def copy_ids(request_id: str | None, copies: int) -> list[str | None]:
+    """Ids of the requests of one prompt, of which there are several with ``num_return_sequences``."""
+    if request_id is None or copies == 1:
+        return [request_id] * copies
+    return [f"{request_id}#{copy}" for copy in range(copies)]
+
+
+def is_copy(request_id: str, of: str) -> bool:
+    """Is this an id that `copy_ids` makes of the other?"""
+    start, number = request_id[: len(of) + 1], request_id[len(of) + 1 :]
+    return start == f"{of}#" and number.isdecimal()
 
 
 @dataclass(eq=False)

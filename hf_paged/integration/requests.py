@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from transformers import GenerationConfig
 
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.session import NewRequest
+from hf_paged.engine.session import NewRequest, copy_ids
 from hf_paged.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_paged.options.arguments import ConfigMerger, base_seed, num_copies, salt_digest
 from hf_paged.options.chat_keywords import split_keywords, template_parameters
@@ -44,7 +44,17 @@ class Call:
     on_error: str
     chat_template_kwargs: Any
     on_weight_change: Any
+    request_ids: Any
     keywords: dict[str, Any]
+
+    @classmethod
+    def of(cls, prompts: Any, generation_config: Any = None, *, seed: Any = None, cache_salt: Any = None,
+           adapter_names: Any = None, logprobs: bool | str = False, prompt_logprobs: bool = False,
+           on_error: str = "raise", chat_template_kwargs: Any = None, on_weight_change: Any = None,
+           request_ids: Any = None, **keywords: Any) -> Call:
+        """With the defaults of `PagedGenerator.generate`."""
+        return cls(prompts, generation_config, seed, cache_salt, adapter_names, logprobs, prompt_logprobs, on_error,
+                   chat_template_kwargs, on_weight_change, request_ids, keywords)
 
     def check(self) -> None:
         """Raise TypeError or ValueError for a flag or `on_error`."""
@@ -64,6 +74,9 @@ class Call:
         if self.on_weight_change is not None:
             raise ValueError(f"on_weight_change={self.on_weight_change!r}: expected None where tensors come in; give "
                              "token ids, or set it in the PagedConfig")
+        if self.request_ids is not None:
+            raise ValueError(f"request_ids={self.request_ids!r:.80}: expected None where tensors come in; give token "
+                             "ids")
         of_template = sorted({*(self.chat_template_kwargs or ()), *(template_parameters(None) & {*self.keywords})} -
                              {*vars(GenerationConfig())})
         if of_template:
@@ -116,6 +129,7 @@ class RequestMaker:
         seeds = one_per_prompt("seed", seed, len(prompts))
         salts = one_per_prompt("cache_salt", call.cache_salt, len(prompts))
         adapters = self._adapters(call.adapter_names, len(prompts))
+        request_ids = self._request_ids(call.request_ids, len(prompts))
         if not isinstance(call.cache_salt, (list, tuple)):
             salt_digest(call.cache_salt)
         own_entries = [model.generation_config, *{id(config): config for config in configs}.values()]
@@ -137,8 +151,9 @@ class RequestMaker:
                 settings, copies = self._settled(ids, merged, call, salts[index], adapter)
                 before = self._before(ids, given[index][1], settings, copies)
                 first = 0 if own_seeds else len(asked)
-                made = [replace(self._request(ids, settings, seeds[index], first + copy, before), autocast=autocast)
-                        for copy in range(copies)]
+                names = copy_ids(request_ids[index], copies)
+                made = [replace(self._request(ids, settings, seeds[index], first + copy, before), autocast=autocast,
+                                request_id=names[copy]) for copy in range(copies)]
             except UnsupportedModelError:
                 raise
             except Exception as error:
@@ -152,6 +167,19 @@ class RequestMaker:
             else:
                 asked += [Asked(index, request) for request in made]
         return asked
+
+    def _request_ids(self, given: Any, count: int) -> list[str | None]:
+        """Each prompt's id, of its caller's choice."""
+        seen: set[str] = set()
+        for name in (names := one_per_prompt("request_ids", given, count)):
+            if name is None:
+                continue
+            if not isinstance(name, str) or not name:
+                raise TypeError(f"request_ids: {name!r:.200} is one; expected str with at least one character, or None")
+            if name in seen or self._engine.unfinished_copies(name):
+                raise ValueError(f"request_ids: {name!r:.200} is in use; expected another id for each prompt")
+            seen.add(name)
+        return [None if name is None else str.__str__(name) for name in names]
 
     def _adapters(self, names: Any, count: int) -> list[str | Exception | None]:
         """Each prompt's adapter, or what is wrong with it."""
@@ -202,6 +230,33 @@ class RequestMaker:
         if made is not None and made.seed is not None:
             seed = made.seed
         return NewRequest(ids, settings, seed=seed, stop=self._engine.stop_rule(settings, ids), made=made)
+
+
+def wanted(asked: list[Asked]) -> list[NewRequest]:
+    """The requests among what is asked for."""
+    return [one.what for one in asked if isinstance(one.what, NewRequest)]
+
+
+def numbered(call: Call, asked: list[Asked],
+             added: list[str | ValueError]) -> tuple[dict[str, int], list[tuple[int, StepOutput]]]:
+    """What became of what was asked for: by request id the number of its completion; and the outputs of the others.
+
+    Args:
+        call: with ``on_error="raise"`` a request that the engine does not take raises its error.
+        asked: all of it.
+        added: what `Engine.add_all` said of each of `wanted`.
+    """
+    index: dict[str, int] = {}
+    refused: list[tuple[int, StepOutput]] = []
+    answers = iter(added)
+    for number, one in enumerate(asked):
+        if isinstance(one.what, Completion):
+            refused.append((number, refused_output(one.what)))
+        elif isinstance(answer := next(answers), str):
+            index[answer] = number
+        else:  # settings that the device's tables cannot hold
+            refused.append((number, refused_output(call.failed(one.prompt, answer, one.what.prompt))))
+    return index, refused
 
 
 def refused_output(completion: Completion) -> StepOutput:

@@ -37,10 +37,11 @@ class KVSpec(NamedTuple):
     """Shape of the cache a model needs: per layer K and V of [num_blocks, block_size, num_kv_heads, head_dim].
 
     ``cache_dtype`` is theirs, ``compute_dtype`` that of the embedding, with which the hidden states begin. They are one
-    but for calls under autocast, whose linear layers and attention compute in ``cache_dtype``.
+    but for calls under autocast, whose linear layers and attention compute in ``cache_dtype``. Heads are a rank's.
     """
 
     num_layers: int
+    num_heads: int  # of queries
     num_kv_heads: int
     head_dim: int
     cache_dtype: torch.dtype
@@ -133,6 +134,11 @@ class ModelExecutor(ABC):
         return model
 
     @property
+    def has_source(self) -> bool:
+        """Is the user's model still there?"""
+        return self._source() is not None
+
+    @property
     def model(self) -> Any:
         """Whose modules run: the user's model, or the replica of one that is sharded; RuntimeError once it is gone."""
         return self.source if self.replica is None else self.replica.model
@@ -162,6 +168,10 @@ class ModelExecutor(ABC):
     @abstractmethod
     def kv_spec(self) -> KVSpec:
         """Shapes, dtypes and device of this rank's cache, read off the modules."""
+
+    @abstractmethod
+    def windows(self) -> tuple[int | None, ...]:
+        """Of every layer, how many positions its attention sees, the last ones; None: all."""
 
     @abstractmethod
     def max_length(self) -> int:

@@ -55,12 +55,16 @@ class DecoderExecutor(ModelExecutor):
         config, weight = self.config, self.decoder.embed_tokens.weight
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = local_kv_heads(config.num_key_value_heads, self.group.size)
-        return KVSpec(len(self._layers()), kv_heads, head_dim, self.autocast or weight.dtype, weight.dtype,
+        heads = config.num_attention_heads // self.group.size
+        return KVSpec(len(self._layers()), heads, kv_heads, head_dim, self.autocast or weight.dtype, weight.dtype,
                       weight.device)
 
     @property
     def config(self) -> Any:
         return self.model.config if self._family.wrapper is None else super().config  # a look-up takes a while
+
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(map(self._mask_window, range(len(self._layers()))))
 
     def max_length(self) -> int:
         return longest_unchanged(self.config)
@@ -130,13 +134,12 @@ class DecoderExecutor(ModelExecutor):
         decoder = self.decoder
         # A mask of four dims is passed on as it is: no mask is made, and nothing is looked up in the positions.
         no_mask = input_ids.new_empty((1, 1, 1, 1), dtype=torch.bool)
-        windows = tuple(map(self._mask_window, range(len(self._layers()))))
         rows = self.adapter_rows(step.adapters)
         with paged_call(self._configs()), self.casting(), by_row(self._lora, rows):
             output = decoder(
                 input_ids=input_ids[None], attention_mask=no_mask, position_ids=step.positions[None], use_cache=False,
                 output_attentions=False, output_hidden_states=False, output_router_logits=False, return_dict=True,
-                **{STEP_ARGUMENT: WindowedStep(step, windows)},
+                **{STEP_ARGUMENT: WindowedStep(step, self.windows())},
             )
         result: torch.Tensor = output.last_hidden_state[0]
         return result
@@ -199,7 +202,6 @@ class DecoderExecutor(ModelExecutor):
 
     def _layer_reason(self) -> Reason | None:
         spec = self.kv_spec()
-        heads = self.config.num_attention_heads // self.group.size
         for i, layer in enumerate(self._layers()):
             attention = layer.self_attn
             if not attention.is_causal or attention.layer_idx != i:
@@ -207,7 +209,7 @@ class DecoderExecutor(ModelExecutor):
             if attention.head_dim != spec.head_dim:
                 return Reason("layer {} has head_dim={}, its config {}", i, attention.head_dim, spec.head_dim,
                               remedy=DISAGREE)
-            if attention.num_key_value_groups * spec.num_kv_heads != heads:
+            if attention.num_key_value_groups * spec.num_kv_heads != spec.num_heads:
                 return Reason("layer {} has {} query heads to a KV head, its config others", i,
                               attention.num_key_value_groups, remedy=DISAGREE)
             window = self._mask_window(i)

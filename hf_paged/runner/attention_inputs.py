@@ -6,12 +6,14 @@ import numpy as np
 import torch
 
 from hf_paged.kernels.attention.backends import AttentionBackend
-from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
+from hf_paged.kernels.attention.grouped_work import GroupChoice, GroupedPlan, plan_groups
+from hf_paged.kernels.attention.metadata import DecodeWork, GroupedWork, PagedMetadata
 from hf_paged.kernels.attention.prefill import FULL_TILE, SHORT_SEQUENCE
 from hf_paged.kernels.upload import upload
 from hf_paged.models import KVSpec
 from hf_paged.runner.request_state import RequestState
 from hf_paged.scheduler import StepPlan
+from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 
 class AttentionInputs:
@@ -20,15 +22,32 @@ class AttentionInputs:
     def __init__(self, backend: AttentionBackend, spec: KVSpec, state: RequestState, max_model_len: int) -> None:
         self.backend = backend
         self._spec, self._state, self._max_model_len = spec, state, max_model_len
+        self.saved_positions = 0  # that the decode rows planned last do not read again, in one layer without a window
+        # Of the last step with groups, which are the same objects as long as they hold the same.
+        self._chosen: tuple[PrefixGroups, int, GroupChoice | None] | None = None
 
     def arrivals(self, num_rows: int) -> torch.Tensor:
         """The counters of `DecodeWork` for as many rows."""
         return torch.zeros(num_rows * self._spec.num_kv_heads, dtype=torch.int32, device=self._spec.device)
 
-    def split_plan(self, seq_lens: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
-        """How rows of one new token are cut; its size depends on their number alone."""
+    def split_plan(self, seq_lens: np.ndarray, slots: np.ndarray,
+                   groups: PrefixGroups | None = None) -> np.ndarray | GroupedPlan | None:
+        """How rows of one new token are cut; what groups of them share may be read once for several.
+
+        The plan's sizes depend on the number of rows alone. None: the backend runs without one.
+        """
+        if groups is not None and (choice := self._choice(groups, len(slots))) is not None:
+            return plan_groups(seq_lens, slots, choice)
         spec = self._spec
         return self.backend.plan(seq_lens, slots, spec.num_kv_heads, spec.head_dim, spec.cache_dtype, spec.device)
+
+    def _choice(self, groups: PrefixGroups, num_rows: int) -> GroupChoice | None:
+        chosen, spec = self._chosen, self._spec
+        if chosen is None or chosen[0] is not groups or chosen[1] != num_rows:
+            choice = self.backend.choose_groups(groups, num_rows, spec.num_heads, spec.num_kv_heads, spec.head_dim,
+                                                spec.cache_dtype, spec.device)
+            chosen = self._chosen = groups, num_rows, choice
+        return chosen[2]
 
     def parts(self, plan: StepPlan, query_start: np.ndarray,
               slot_mapping: torch.Tensor) -> list[tuple[int, int, PagedMetadata]]:
@@ -46,14 +65,14 @@ class AttentionInputs:
             meta = self._metadata(
                 from_zero, lens[a:b], slots[a:b], slot_mapping[first:last],
                 int(plan.num_new_tokens[a:b].max()), int(seq_lens[a:b].max()),
-                self._work(seq_lens[a:b], plan.slots[a:b]) if a < decodes else None,
+                self._work(plan, seq_lens[a:b]) if a < decodes else None,
             )
             width = self._spec.num_kv_heads * self._spec.head_dim
             parts.append((first, last, self.backend.read_once(meta, self._state.block_size, width)))
         return parts
 
     def decode_rows(self, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
-                    work: DecodeWork) -> PagedMetadata:
+                    work: DecodeWork | GroupedWork) -> PagedMetadata:
         """A captured step of one new token a row, at `positions` [R] of `slots` [R]; any length may come."""
         starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=self._spec.device)
         seq_lens = (positions + 1).to(torch.int32)
@@ -72,13 +91,19 @@ class AttentionInputs:
         """Do these prompts need a graph with the tiles of long sequences?"""
         return int(seq_lens.max()) > SHORT_SEQUENCE
 
-    def _work(self, seq_lens: np.ndarray, slots: np.ndarray) -> DecodeWork | None:
-        items = self.split_plan(seq_lens, slots)
-        return None if items is None else DecodeWork(upload(items, self._spec.device), self.arrivals(len(slots)))
+    def _work(self, plan: StepPlan, seq_lens: np.ndarray) -> DecodeWork | GroupedWork | None:
+        slots, device = plan.slots[: plan.num_decode_rows], self._spec.device
+        work = self.split_plan(seq_lens, slots, plan.groups)
+        if work is None:
+            return None
+        if isinstance(work, GroupedPlan):
+            items, members = upload(work.items, device), upload(work.members, device)
+            return GroupedWork(items, members, self.arrivals(len(slots)), work.num_parts, work.config)
+        return DecodeWork(upload(work, device), self.arrivals(len(slots)))
 
     def _metadata(self, query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
                   slot_mapping: torch.Tensor, max_query_len: int, max_seq_len: int,
-                  work: DecodeWork | None = None) -> PagedMetadata:
+                  work: DecodeWork | GroupedWork | None = None) -> PagedMetadata:
         return PagedMetadata(
             query_start=query_start, seq_lens=seq_lens, block_table=self._state.block_table, slots=slots,
             slot_mapping=slot_mapping, max_query_len=max_query_len, max_seq_len=max_seq_len, work=work,

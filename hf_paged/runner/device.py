@@ -8,6 +8,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.models import ModelExecutor
 from hf_paged.models.cuda_driver import DriverError
 from hf_paged.runner.kv_cache import filled
+from hf_paged.runner.kv_reads import KVReads
 from hf_paged.runner.memory import most_blocks_ever, owned_num_blocks, rehearse, shared_num_blocks
 from hf_paged.runner.model_runner import ModelRunner
 
@@ -25,6 +26,7 @@ class DevicePool:
         self.runner: ModelRunner | None = None
         self.max_blocks = 0  # the pool will never have more
         self.num_growths = 0
+        self.reads = KVReads()
         self._released_blocks = 0  # what it had, and has again after its return
 
     @property
@@ -78,7 +80,7 @@ class DevicePool:
             max_num_batched_tokens=config.max_num_batched_tokens, attention_backend=config.attention_backend,
             use_graphs=not config.enforce_eager,
             # Ranks that have lost each other may wait for ever, and mapped memory goes once its device has waited.
-            max_blocks=None if self._executor.group.is_parallel else most,
+            max_blocks=None if self._executor.group.is_parallel else most, reads=self.reads,
         )
         return self.runner
 

@@ -2,8 +2,8 @@
 
 A graph of decode rows per padded number of rows, a graph of prompts per padded number of tokens; a step that holds both
 replays one of each, so that decoding never waits for the launches of a prompt. Captured lazily, all in one memory pool.
-Padding rows have length 0 and a slot of their own. Steps that bring log-probabilities, and steps in which a row names
-an adapter, have graphs of their own.
+Padding rows have length 0 and a slot of their own. Steps that bring log-probabilities, steps in which a row names an
+adapter, and steps whose rows share prefixes have graphs of their own.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.kernels.attention.metadata import DecodeWork, PagedMetadata
+from hf_paged.kernels.attention.grouped_work import GroupedPlan
+from hf_paged.kernels.attention.metadata import DecodeWork, GroupedConfig, GroupedWork, PagedMetadata
 from hf_paged.kernels.upload import upload
 from hf_paged.models import ModelExecutor
 from hf_paged.models.captures import capture_lock, captures
 from hf_paged.models.guards.inner_tensors import watched
+from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
@@ -48,9 +50,20 @@ class Drawn(NamedTuple):
     logits: torch.Tensor | None = None
 
 
-class Captured(NamedTuple):
-    """A graph, the device tensors that it reads its step from, and what it makes: `Drawn`, or logits [rows, V]."""
+class GroupedTiles(NamedTuple):
+    """What a graph of a step whose rows share prefixes holds of its plans, see `GroupedWork`."""
 
+    num_parts: int
+    config: GroupedConfig
+
+
+class Captured(NamedTuple):
+    """A graph, the device tensors that it reads its step from, and what it makes: `Drawn`, or logits [rows, V].
+
+    ``name`` says of what it is, and for how many rows or tokens.
+    """
+
+    name: str
     graph: torch.cuda.CUDAGraph
     inputs: tuple[torch.Tensor, ...]
     result: Any
@@ -196,9 +209,10 @@ class StepGraphs:
         """Send what `logits` of this plan will read, behind the step that runs; nothing where it has no graph yet."""
         self._drop_if_moved()
         size = self._decode_size(plan)
-        captured = self._captured.get((size, self._logits.__name__, self._state.adapters.any_named(plan.slots)))
+        inputs, tiles = self._decode_inputs(plan, size)
+        captured = self._captured.get((size, self._logits.__name__, self._state.adapters.any_named(plan.slots), tiles))
         if captured is not None:
-            self._send(captured, self._decode_inputs(plan, size))
+            self._send(captured, inputs)
             self._ready = plan, captured
 
     def is_ready(self, plan: StepPlan) -> bool:
@@ -216,8 +230,8 @@ class StepGraphs:
 
     def _decode_graph(self, run: partial, plan: StepPlan) -> tuple[Captured | None, tuple[np.ndarray, ...]]:
         size = self._decode_size(plan)
-        inputs = self._decode_inputs(plan, size)
-        return self._get(size, run, inputs), inputs
+        inputs, tiles = self._decode_inputs(plan, size)
+        return self._get(size, partial(run, tiles=tiles), inputs), inputs
 
     def _decode_size(self, plan: StepPlan) -> int:
         return int(self._decode_sizes[np.searchsorted(self._decode_sizes, plan.num_decode_rows)])
@@ -240,7 +254,7 @@ class StepGraphs:
         """The graph of `run`, captured on a step's inputs where it is new; None where it cannot be had."""
         key = (size, run.func.__name__, *run.keywords.values())
         if key not in self._captured:
-            self._captured[key] = self._capture(run, inputs)
+            self._captured[key] = self._capture(run, inputs, f"{run.func.__name__[1:]} {size}")
         return self._captured[key]
 
     def _send(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> None:
@@ -249,10 +263,12 @@ class StepGraphs:
             tensor.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
 
     def _replay(self, captured: Captured) -> Any:
+        began = device_times.begin(self._device)
         captured.graph.replay()
+        device_times.end(captured.name, began)
         return captured.result
 
-    def _capture(self, run: partial, arrays: tuple[np.ndarray, ...]) -> Captured | None:
+    def _capture(self, run: partial, arrays: tuple[np.ndarray, ...], name: str) -> Captured | None:
         """Run on this step's inputs once, which compiles what is missing and is repeated by the replay; record it.
 
         None where the device has no memory for it (a graph keeps memory for itself, the eager step shares what there
@@ -265,7 +281,7 @@ class StepGraphs:
             with torch.cuda.stream(stream):
                 run(*inputs)  # here: after a first run on another stream the replays of nano were 2 % slower
                 with capture_lock(self._device):
-                    return self._record(run, inputs)
+                    return self._record(run, inputs, name)
         except torch.OutOfMemoryError:
             if self._executor.group.is_parallel:  # the other ranks would wait in collectives that never come
                 raise
@@ -292,7 +308,7 @@ class StepGraphs:
             weakref.finalize(self, free.append, self._stream)
         return self._stream
 
-    def _record(self, run: partial, inputs: tuple[torch.Tensor, ...]) -> Captured | None:
+    def _record(self, run: partial, inputs: tuple[torch.Tensor, ...], name: str) -> Captured | None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
@@ -312,34 +328,42 @@ class StepGraphs:
             raise
         graph.capture_end()
         self.num_captured += 1
-        return Captured(graph, inputs, result)
+        return Captured(name, graph, inputs, result)
 
-    def _decode_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """rows [2, size] int64 (slots, positions), and the attention's plan."""
+    def _decode_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
+        """rows [2, size] int64 (slots, positions), and the attention's plan, which is for these tiles."""
         count = plan.num_decode_rows
         rows = np.empty((2, size), dtype=np.int64)
         rows[0], rows[1] = self._state.padding_slot, -1
         rows[0, :count], rows[1, :count] = plan.slots[:count], plan.start[:count]
-        items = self._attention.split_plan(rows[1] + 1, rows[0])
-        assert items is not None, "a backend that runs in graphs plans"
-        return rows, items
+        work = self._attention.split_plan(rows[1] + 1, rows[0], plan.groups)
+        assert work is not None, "a backend that runs in graphs plans"
+        if isinstance(work, GroupedPlan):
+            return (rows, work.items, work.members), GroupedTiles(work.num_parts, work.config)
+        return (rows, work), None
 
-    def _decode(self, rows: torch.Tensor, items: torch.Tensor, *, stages: frozenset[str], scored: tuple[str, ...],
-                named: bool, with_logits: bool) -> Drawn:
-        logits, (slots, positions) = self._executor.shard_logits(*self._decode_hidden(rows, items, named)), rows
+    def _decode(self, rows: torch.Tensor, items: torch.Tensor, members: torch.Tensor | None = None, *,
+                stages: frozenset[str], scored: tuple[str, ...], named: bool, with_logits: bool,
+                tiles: GroupedTiles | None) -> Drawn:
+        hidden = self._decode_hidden(rows, items, members, named, tiles)
+        logits, (slots, positions) = self._executor.shard_logits(*hidden), rows
         # The sampled token's place is the length of what it follows.
         drawn = self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored)
         return drawn._replace(logits=logits) if with_logits else drawn  # a graph that keeps them keeps their memory
 
-    def _logits(self, rows: torch.Tensor, items: torch.Tensor, *, named: bool) -> torch.Tensor:
-        return self._executor.logits(*self._decode_hidden(rows, items, named))
+    def _logits(self, rows: torch.Tensor, items: torch.Tensor, members: torch.Tensor | None = None, *, named: bool,
+                tiles: GroupedTiles | None) -> torch.Tensor:
+        return self._executor.logits(*self._decode_hidden(rows, items, members, named, tiles))
 
-    def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor,
-                       named: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor, members: torch.Tensor | None, named: bool,
+                       tiles: GroupedTiles | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states, and the rows' adapters where some row names one."""
         state, (slots, positions) = self._state, rows
         input_ids, at, slot_mapping = state.inputs(slots, positions)
-        meta = self._attention.decode_rows(slots, positions, slot_mapping, DecodeWork(items, self._arrivals))
+        work: DecodeWork | GroupedWork = DecodeWork(items, self._arrivals)
+        if members is not None and tiles is not None:
+            work = GroupedWork(items, members, self._arrivals, *tiles)
+        meta = self._attention.decode_rows(slots, positions, slot_mapping, work)
         adapters = state.adapters.of(slots) if named else None
         return self._executor.hidden_states(input_ids, self._step(at, meta, adapters)), adapters
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -58,15 +59,50 @@ def owned_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
     step_bytes = _warm_up(executor, spec, config, max_model_len)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(spec.device)
-    available = free - total * (1.0 - config.gpu_memory_utilization)
-    available -= step_bytes * _STEPS_IN_MEMORY[config.enforce_eager]
-    num_blocks = blocks_within(spec, config.block_size, int(available))
+    num_blocks = _blocks_left(spec, config, free, total, step_bytes)
     if num_blocks < 2:
         raise RuntimeError(
             f"gpu_memory_utilization={config.gpu_memory_utilization}: of {total / 2**30:.1f} GiB, {free / 2**30:.1f} "
             f"are free and a step takes {step_bytes / 2**30:.1f}; nothing is left for the KV pool"
         )
     return min(num_blocks, _most_useful(config, max_model_len))
+
+
+class MemoryPlan(NamedTuple):
+    """What the memory of a device would be used for, in bytes but for `num_blocks`. Of a CPU ``free`` and ``total``
+    are None."""
+
+    free: int | None
+    total: int | None
+    weights: int
+    steps: int
+    num_blocks: int
+
+
+def planned(executor: ModelExecutor, config: PagedConfig, max_model_len: int, device: torch.device,
+            weights: int) -> MemoryPlan:
+    """The plan of a `PagedGenerator` on ``device``, for a model of ``weights`` bytes that does not lie there yet.
+
+    A step's bytes are estimated here, and measured by `owned_num_blocks`. Fewer than two blocks: it does not fit.
+    """
+    spec = executor.kv_spec()._replace(device=device)
+    steps = executor.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
+    steps *= _STEPS_IN_MEMORY[config.enforce_eager]
+    if device.type != "cuda":
+        num_blocks = config.num_blocks or _cpu_num_blocks(spec, config, max_model_len)
+        return MemoryPlan(None, None, weights, steps, num_blocks)
+    free, total = torch.cuda.mem_get_info(device)
+    if config.num_blocks is not None:
+        return MemoryPlan(free, total, weights, steps, config.num_blocks)
+    step_bytes = steps // _STEPS_IN_MEMORY[config.enforce_eager]
+    num_blocks = _blocks_left(spec, config, free - weights, total, step_bytes)
+    return MemoryPlan(free, total, weights, steps, min(num_blocks, _most_useful(config, max_model_len)))
+
+
+def _blocks_left(spec: KVSpec, config: PagedConfig, free: int, total: int, step_bytes: int) -> int:
+    available = free - total * (1.0 - config.gpu_memory_utilization)
+    available -= step_bytes * _STEPS_IN_MEMORY[config.enforce_eager]
+    return blocks_within(spec, config.block_size, int(available))
 
 
 def rehearse(executor: ModelExecutor, config: PagedConfig, max_model_len: int) -> None:

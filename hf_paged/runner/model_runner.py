@@ -15,9 +15,11 @@ from hf_paged.kernels.attention.backends import resolve_backend
 from hf_paged.kernels.upload import upload
 from hf_paged.models import KVSpec, ModelExecutor
 from hf_paged.models.captures import capture_lock
+from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.graphs import StepGraphs
 from hf_paged.runner.kv_cache import KVCache
+from hf_paged.runner.kv_reads import KVReads
 from hf_paged.runner.prompt_scores import NOTHING, PromptSpan, Wanted, prompt_log_probs
 from hf_paged.runner.request_state import RequestState, SlotParameters
 from hf_paged.runner.sharded_sampling import ShardedSampling
@@ -69,7 +71,7 @@ class ModelRunner:
 
     def __init__(self, executor: ModelExecutor, spec: KVSpec, *, block_size: int, num_blocks: int, max_num_seqs: int,
                  max_model_len: int, max_num_batched_tokens: int, attention_backend: str,
-                 use_graphs: bool = False, max_blocks: int | None = None) -> None:
+                 use_graphs: bool = False, max_blocks: int | None = None, reads: KVReads | None = None) -> None:
         self.executor = executor
         self.spec = spec
         self.device = spec.device
@@ -81,6 +83,8 @@ class ModelRunner:
             self.sharded = ShardedSampling(executor, spec.device)
         self.state = RequestState(max_num_seqs, max_model_len, block_size, spec.device, self.sharded)
         backend = resolve_backend(attention_backend, spec.device)
+        self.reads = KVReads() if reads is None else reads
+        self.reads.use(spec, executor.windows())
         self.attention = AttentionInputs(backend, spec, self.state, max_model_len)
         self._stream: torch.cuda.Stream | None = None  # of the last step
         self.graphs = None
@@ -137,14 +141,19 @@ class ModelRunner:
         if self.graphs is not None and not wanted.prompt:
             logits = self.graphs.launch(plan, result, logprobs, num_logits=first)
             if logits is not None:
+                self._count_reads(plan)
                 return self._handle(result[first:], own, logits=logits)
+        began = device_times.begin(self.device)
         computed = self._hidden_states(plan)
         logits = self.executor.logits(*computed.at(slice(0, first))) if first else None
         self._sample(plan, computed, result, logprobs)
+        device_times.end("eager", began)
         if not wanted.prompt:
             return self._handle(result[first:], own, logits=logits)
         spans = [span._replace(row=first + span.row) for span in wanted.prompt]
+        began = device_times.begin(self.device)
         scored = self._score_prompts(plan, computed, spans)
+        device_times.end("prompt log-probabilities", began)
         return self._handle(result[first:], own, scored, wanted.prompt, logits)
 
     def logits(self, plan: StepPlan, parameters: list[SlotParameters], *, of_every_token: bool = False) -> torch.Tensor:
@@ -154,12 +163,17 @@ class ModelRunner:
         else:
             self._update_state(plan, parameters)
         if self.graphs is not None and (logits := self.graphs.logits(plan)) is not None:
+            self._count_reads(plan)
             return logits
+        began = device_times.begin(self.device)
         computed = self._hidden_states(plan)
         if of_every_token:
-            return self.executor.logits(computed.hidden, computed.adapters)
-        last = upload(computed.query_start[1:][plan.samples].astype(np.int64) - 1, self.device)
-        return self.executor.logits(*computed.at(last))
+            logits = self.executor.logits(computed.hidden, computed.adapters)
+        else:
+            last = upload(computed.query_start[1:][plan.samples].astype(np.int64) - 1, self.device)
+            logits = self.executor.logits(*computed.at(last))
+        device_times.end("eager logits", began)
+        return logits
 
     def make_ready(self, plan: StepPlan) -> None:
         """Send what `logits` of a decode plan needs besides the tokens, while the device runs another step."""
@@ -193,7 +207,14 @@ class ModelRunner:
         parts = self.attention.parts(plan, query_start, slot_mapping)
         adapters = self.state.adapters.of(token_slots) if self.state.adapters.any_named(plan.slots) else None
         step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters)
-        return Computed(self.executor.hidden_states(input_ids, step), query_start, adapters)
+        hidden = self.executor.hidden_states(input_ids, step)
+        self._count_reads(plan)
+        return Computed(hidden, query_start, adapters)
+
+    def _count_reads(self, plan: StepPlan) -> None:
+        """The step is enqueued."""
+        if decodes := plan.num_decode_rows:
+            self.reads.count(plan.start[:decodes], self.attention.saved_positions)
 
     def _sample(self, plan: StepPlan, computed: Computed, result: torch.Tensor,
                 logprobs: Mapping[str, torch.Tensor]) -> None:

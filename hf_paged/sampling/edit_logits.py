@@ -33,6 +33,8 @@ class EditTable(NamedTuple):
     typical_p: torch.Tensor  # float32
     epsilon_cutoff: torch.Tensor  # float32
     eta_cutoff: torch.Tensor  # float32
+    presence_penalty: torch.Tensor  # float32
+    frequency_penalty: torch.Tensor  # float32
     decay_factor: torch.Tensor  # float64
     decay_start: torch.Tensor  # int64, as all below: sequences longer than this are decayed
     no_repeat_ngram_size: torch.Tensor
@@ -41,6 +43,7 @@ class EditTable(NamedTuple):
     begin: torch.Tensor  # position at which begin_suppress_tokens are barred, -1: none
     remove_invalid: torch.Tensor  # 0 or 1
     renormalize: torch.Tensor  # 0 or 1
+    prompt_length: torch.Tensor  # of slots that are not neutral: tokens from here on were generated
     lines: dict[str, torch.Tensor]
     lists: dict[str, torch.Tensor]
 
@@ -112,6 +115,41 @@ def _penalise_seen_kernel(
         for start in range(tl.program_id(1) * TILE, count, PROGRAMS * TILE):
             at = start + tl.arange(0, TILE)
             _penalise(source, scores, tl.load(line + 1 + at, mask=at < count, other=-1), penalty, vocab_size)
+
+
+@jit(
+    varying_ints=("history_stride",),
+    varying_pointers=("presence", "frequency", "prompt_length", "slots", "position", "history"),
+)
+def _count_kernel(
+    counts, presence, frequency, prompt_length, slots, position, history, vocab_size, history_stride,
+    PROGRAMS: tl.constexpr, TILE: tl.constexpr,
+):
+    """How often each token was generated, of rows with penalties on it."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    if (tl.load(presence + slot) != 0.0) | (tl.load(frequency + slot) != 0.0):
+        counts += row * vocab_size
+        history += slot * history_stride
+        start, length = tl.load(prompt_length + slot).to(tl.int32), tl.load(position + row).to(tl.int32)
+        for first in range(start + tl.program_id(1) * TILE, length, PROGRAMS * TILE):
+            at = first + tl.arange(0, TILE)
+            token = tl.load(history + at, mask=at < length, other=-1)
+            tl.atomic_add(counts + token, 1, mask=(token >= 0) & (token < vocab_size))
+
+
+@jit(varying_pointers=("presence", "frequency", "slots"))
+def _penalise_counts_kernel(scores, counts, presence, frequency, slots, vocab_size, TILE: tl.constexpr):
+    """Whole rows, of which only the tokens that were generated are written."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    once, each = tl.load(presence + slot), tl.load(frequency + slot)
+    if (once != 0.0) | (each != 0.0):
+        token = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        count = tl.load(counts + row * vocab_size + token, mask=token < vocab_size, other=0)
+        at = scores + row * vocab_size + token
+        score = tl.load(at, mask=count > 0, other=0.0)
+        tl.store(at, score - count.to(tl.float32) * each - once, mask=count > 0)
 
 
 @jit(varying_ints=("history_stride",), varying_pointers=("sizes", "slots", "position", "history"))
@@ -286,6 +324,15 @@ def edit_logits(
             _penalise_seen_kernel[(num_rows, _PROGRAMS)](
                 source, scores, table.repetition_penalty, lists, table.lines["also_seen"], *rows, history,
                 source.stride(0), vocab_size, lists.shape[1], stride, **shared, enable_fp_fusion=False,
+            )
+        if "counts" in features:
+            counts = torch.zeros(scores.shape, dtype=torch.int32, device=scores.device)
+            penalties = table.presence_penalty, table.frequency_penalty
+            _count_kernel[(num_rows, _PROGRAMS)](
+                counts, *penalties, table.prompt_length, *rows, history, vocab_size, stride, **shared
+            )
+            _penalise_counts_kernel[(num_rows, triton.cdiv(vocab_size, _ROW_TILE))](
+                scores, counts, *penalties, slots, vocab_size, TILE=_ROW_TILE, enable_fp_fusion=False
             )
         if "no_repeat_ngram" in features:
             _bar_repeated_ngrams_kernel[(num_rows, _PROGRAMS)](

@@ -23,6 +23,8 @@ def edited_scores(
         add_biases(scores, table, "sequence_bias", slots, position, history)
     if "repetition_penalty" in features:
         scores = penalise_seen(scores, table, slots, position, history)
+    if "counts" in features:
+        scores = penalise_counts(scores, table, slots, position, history)
     if "no_repeat_ngram" in features:
         bar_repeated_ngrams(scores, table, slots, position, history)
     if "bad_words" in features:
@@ -101,6 +103,22 @@ def penalise_seen(
     score = wide.gather(1, seen)
     score = torch.where(score < 0, score * penalty, score / penalty)
     return wide.scatter_(1, seen, score)[:, :vocab_size].contiguous()
+
+
+def penalise_counts(
+    scores: torch.Tensor, table: EditTable, slots: torch.Tensor, position: torch.Tensor, history: torch.Tensor
+) -> torch.Tensor:
+    """Take the frequency penalty off each score as often as its token was generated, and the presence penalty once."""
+    vocab_size = scores.shape[1]
+    generated = history[slots, : int(position.max())].long()
+    at = torch.arange(generated.shape[1], device=scores.device)
+    inside = (at >= table.prompt_length[slots][:, None]) & (at < position[:, None])
+    generated = generated.where(inside & (generated >= 0) & (generated < vocab_size), vocab_size)
+    counts = scores.new_zeros(len(scores), vocab_size + 1)
+    counts = counts.scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))[:, :vocab_size]
+    once, each = table.presence_penalty[slots][:, None], table.frequency_penalty[slots][:, None]
+    penalised = scores - counts * each - once
+    return torch.where((counts > 0) & ((once != 0.0) | (each != 0.0)), penalised, scores)
 
 
 def bar_repeated_ngrams(

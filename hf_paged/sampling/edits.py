@@ -1,6 +1,7 @@
 """Stock's built-in logits processors for requests that each have their own: settings on the device, tokens from logits.
 
-Order and semantics are those of transformers' `_get_logits_processor`, in fp32. On CUDA the kernels of `edit_logits` do
+Order and semantics are those of transformers' `_get_logits_processor`, in fp32; presence and frequency penalties, which
+it has not, are OpenAI's and stand behind the repetition penalty, as in vLLM. On CUDA the kernels of `edit_logits` do
 the work, without a host sync; `edit_reference` is what a CPU runs.
 """
 
@@ -32,7 +33,7 @@ from hf_paged.sampling.table import SamplingTable
 
 _NEVER = 1 << 62
 _NAMES = ("sequence_bias", "bad_words", "also_seen", "forced_eos", "decay_eos", "suppress", "begin_suppress")
-_NEUTRAL_FLOATS, _NEUTRAL_NUMBERS = (1.0, 1.0, 0.0, 0.0), (_NEVER, 0, -1, -1, -1, 0, 0)
+_NEUTRAL_FLOATS, _NEUTRAL_NUMBERS = (1.0, 1.0, 0.0, 0.0, 0.0, 0.0), (_NEVER, 0, -1, -1, -1, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Edits:
     """What one request does to its logits; the defaults do nothing. Lengths and starts are in tokens of the request."""
 
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0  # taken off the score of every token that was generated
+    frequency_penalty: float = 0.0  # as often as the token was generated
     also_seen: tuple[int, ...] = ()  # penalised as if they were in the sequence
     no_repeat_ngram_size: int = 0
     sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
@@ -61,6 +64,7 @@ class Edits:
         wanted = {
             "sequence_bias": bool(self.sequence_bias),
             "repetition_penalty": self.repetition_penalty != 1.0,
+            "counts": self.presence_penalty != 0.0 or self.frequency_penalty != 0.0,
             "no_repeat_ngram": self.no_repeat_ngram_size > 0,
             "bad_words": bool(self.bad_words_ids),
             "forced_bos": self.forced_bos_token_id is not None,
@@ -84,9 +88,9 @@ class EditLines(NamedTuple):
     """`Edits` of one request, encoded as `EditState` keeps them (see `EditTable`), so that a step only copies them."""
 
     features: frozenset[str]
-    floats: np.ndarray  # [4] float32
+    floats: np.ndarray  # [6] float32
     factor: float
-    numbers: np.ndarray  # [7] int64
+    numbers: np.ndarray  # [8] int64
     lists: tuple[bytes, ...]  # of `_NAMES`, each int32
 
 
@@ -103,7 +107,9 @@ def encode_edits(edits: Edits, prompt_length: int, max_length: int, eos: tuple[i
     if edits == NEUTRAL:
         return _NEUTRAL_LINES
     cutoffs = _fraction(edits.epsilon_cutoff), _fraction(edits.eta_cutoff)
-    floats = float_line("repetition_penalty, typical_p", (edits.repetition_penalty, edits.typical_p, *cutoffs))
+    floats = float_line("repetition_penalty, typical_p, presence_penalty, frequency_penalty", (
+        edits.repetition_penalty, edits.typical_p, *cutoffs, edits.presence_penalty, edits.frequency_penalty,
+    ))
     numbers = int_line("lengths and token ids", _numbers(edits, prompt_length, max_length))
     return EditLines(edits.features(), floats, float(edits.decay_factor), numbers, _lists(edits, eos))
 
@@ -202,6 +208,7 @@ def _numbers(edits: Edits, prompt_length: int, max_length: int) -> tuple[int, ..
         prompt_length + (prompt_length == 1 and bos is not None) if edits.begin_suppress_tokens else -1,
         edits.remove_invalid_values,
         edits.renormalize_logits,
+        prompt_length,
     )
 
 

@@ -72,8 +72,11 @@ def check(scheduler: Scheduler, lent: Seq[list[int]] = ()) -> None:
     check_pool(manager.block_pool, Counter(block_id for block_table in tables for block_id in block_table))
     tree = scheduler.prefix_tree
     held = {slot: block_table for slot, block_table in tree._tables.items() if table.sequences[slot] is None}
-    assert sorted(map(id, held.values())) == sorted(map(id, filter(None, lent)))
-    check_prefix_tree(tree, held | {seq.slot: seq.block_table for seq in tenants})
+    if tree.is_kept:
+        assert sorted(map(id, held.values())) == sorted(map(id, filter(None, lent)))
+        check_prefix_tree(tree, held | {seq.slot: seq.block_table for seq in tenants})
+    else:
+        assert not tree._tables
     assert len(tenants) == table.num_tenants <= scheduler.config.max_num_seqs
     assert len(tenants) + table.num_free_slots + table.num_lent == table.num_slots
 
@@ -96,7 +99,7 @@ def check(scheduler: Scheduler, lent: Seq[list[int]] = ()) -> None:
             assert table.in_flight[slot], "a finished sequence keeps its slot without need"
             assert not table.decoding[slot]
             continue
-        shared = tree._node[slot].end * size
+        shared = tree._node[slot].end * size if tree.is_kept else 0
         assert not table.decoding[slot] or shared <= table.scheduled[slot], "a token is shared that is not computed"
         assert table.in_flight[slot] == named[seq.request_id]
         assert seq.num_tokens < table.limit[slot]

@@ -24,6 +24,7 @@ class SchedulerConfig:
         max_num_seqs: Sequences that run at once, and the number of slots.
         max_num_batched_tokens: Tokens computed in one step, at least max_num_seqs so that no decode waits.
         max_model_len: Tokens a sequence may reach, prompt and output together.
+        group_prefixes: False: no plan has `groups`.
 
     Raises:
         ValueError: A size is out of range.
@@ -35,6 +36,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     enable_prefix_caching: bool = True
+    group_prefixes: bool = True
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):

@@ -35,10 +35,11 @@ class _Forest(NamedTuple):
 
     slots: np.ndarray  # [M] int64
     first: np.ndarray  # [G] int32, as all that follow
-    count: np.ndarray  # type: ignore[assignment]  # a tuple's method otherwise
+    last: np.ndarray  # index in `slots` behind a group's last row
     begin: np.ndarray
     end: np.ndarray
-    parent: np.ndarray  # G for an outermost one
+    inner: np.ndarray  # [I] groups that lie in another one
+    parent: np.ndarray  # [I] in which
 
 
 class PrefixTree:
@@ -49,21 +50,25 @@ class PrefixTree:
 
     Args:
         block_size: Tokens per block.
+        is_kept: False: rows are not entered, so that there are no groups.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, is_kept: bool = True) -> None:
+        self.is_kept = is_kept
         self._block_size = block_size
         self._root = Node(None, 0, [])
         self._tables: dict[int, list[int]] = {}  # by slot, as what follows
         self._node: dict[int, Node] = {}  # in whose leaves the slot is
         self._key: dict[int, int] = {}  # where in them
         self._open: set[int] = set()  # slots whose table ends at the end of their node
-        self._num_slots = 0
+        self._num_slots = 0  # above every slot so far
         self._forest: _Forest | None = None  # None: to be made
         self._known: dict[bytes, PrefixGroups | None] = {}  # by the slots of a step's rows
 
     def add(self, slot: int, table: list[int]) -> None:
         """A row comes. The table is not copied."""
+        if not self.is_kept:
+            return
         node = self._root
         while True:
             key = table[node.end] if len(table) > node.end else -1 - slot
@@ -148,25 +153,25 @@ class PrefixTree:
     def _flattened(self) -> _Forest:
         slots: list[int] = []
         first: list[int] = []
-        ends, parents, counts = [], [], []
+        parents: list[int] = []
+        nodes: list[Node] = []
         left = [(node, -1) for node in self._root.inner.values()]
         while left:
             node, parent = left.pop()
-            left += [(inner, len(first)) for inner in node.inner.values()]
+            if node.inner:
+                left += [(inner, len(nodes)) for inner in node.inner.values()]
+            nodes.append(node)
+            parents.append(parent)
             first.append(len(slots))
             slots += node.leaves.values()
-            counts.append(len(node.leaves))
-            ends.append(node.end)
-            parents.append(parent)
-        for i in range(len(first) - 1, -1, -1):
-            if parents[i] >= 0:
-                counts[parents[i]] += counts[i]
-        end = np.array([*ends, 0], np.int32) * np.int32(self._block_size)
+        last = [start + len(node.leaves) for start, node in zip(first, nodes, strict=True)]
         parent_of = np.array(parents, np.int32)
-        begin = end[parent_of]
-        parent_of[parent_of < 0] = len(first)
-        return _Forest(np.array(slots, np.int64), np.array(first, np.int32), np.array(counts, np.int32), begin,
-                       end[:-1], parent_of)
+        inner = np.flatnonzero(parent_of >= 0)
+        for i in reversed(inner.tolist()):
+            last[parents[i]] = max(last[parents[i]], last[i])
+        end = np.array([node.end for node in nodes] + [0], np.int32) * np.int32(self._block_size)
+        return _Forest(np.array(slots, np.int64), np.array(first, np.int32), np.array(last, np.int32), end[parent_of],
+                       end[:-1], inner, parent_of[inner])
 
 
 def _split(node: Node, count: int) -> Node:
@@ -187,33 +192,32 @@ def _num_common(a: Seq[int], b: Seq[int]) -> int:
 
 def _among(forest: _Forest, slots: np.ndarray, num_slots: int) -> PrefixGroups | None:
     """Groups of those rows of the forest that are rows of a step."""
-    row_of = np.full(max(num_slots, int(slots.max(initial=0)) + 1), -1, np.int32)
+    row_of = np.full(num_slots, -1, np.int32)
     row_of[slots] = np.arange(len(slots), dtype=np.int32)
     members = row_of[forest.slots]
     present = members >= 0
-    if present.all():
-        return PrefixGroups(members, forest.first, forest.count, forest.begin, forest.end)
-
-    before = _running(present)
-    count = before[forest.first + forest.count] - before[forest.first]
+    before = np.zeros(len(present) + 1, np.int32)  # how many rows of the step are before each of the forest
+    np.cumsum(present, out=before[1:])
+    first = before[forest.first]
+    count = before[forest.last] - first
     # A group whose rows all share more is none beside that longer one.
-    parent, size = forest.parent, len(forest.first)
-    outermost = parent == size
-    is_same = np.zeros(size + 1, bool)
-    is_same[parent[~outermost & (count == np.append(count, 0)[parent])]] = True
-    keep = np.flatnonzero((count > 1) & ~is_same[:-1])
+    is_same = count[forest.inner] == count[forest.parent]
+    if count.min() > 1 and not is_same.any():
+        return PrefixGroups(members[present], first, count, forest.begin, forest.end)
+
+    size = len(count)
+    hidden = np.zeros(size + 1, bool)
+    hidden[forest.parent[is_same]] = True
+    keep = np.flatnonzero((count > 1) & ~hidden[:-1])
     if not keep.size:
         return None
-    present &= np.repeat(count[outermost] > 1, forest.count[outermost])
-    before = _running(present)
-    around = parent
-    step = np.where(is_same, np.append(parent, size), np.arange(size + 1))
-    while is_same[around[keep]].any():
-        around, step = step[around], step[step]
+    around = np.full(size + 1, size)  # which group one lies in; `size` for none
+    around[forest.inner] = forest.parent
+    jump = np.where(hidden, around, np.arange(size + 1))  # over one hidden group, then two, then four, ...
+    while hidden[around[keep]].any():
+        around, jump = jump[around], jump[jump]
     begin = np.append(forest.end, np.int32(0))[around[keep]]
+    outermost = np.delete(np.arange(size), forest.inner)  # which have all rows of the forest, one after the other
+    present &= np.repeat(count[outermost] > 1, (forest.last - forest.first)[outermost])
+    np.cumsum(present, out=before[1:])
     return PrefixGroups(members[present], before[forest.first[keep]], count[keep], begin, forest.end[keep])
-
-
-def _running(flags: np.ndarray) -> np.ndarray:
-    """How many flags are set before each, and in all."""
-    return np.concatenate([[0], np.cumsum(flags)], dtype=np.int32)

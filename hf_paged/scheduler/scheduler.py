@@ -42,7 +42,7 @@ class Scheduler:
         self.kv_cache_manager = KVCacheManager(
             config.block_size, config.num_blocks, config.enable_prefix_caching, config.max_model_len
         )
-        self.prefix_tree = PrefixTree(config.block_size)
+        self.prefix_tree = PrefixTree(config.block_size, config.group_prefixes)
         self.num_preemptions = 0  # for want of blocks
         self._table = RunningTable(config.max_num_seqs)
         self._waiting = WaitingQueue()

@@ -19,6 +19,8 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.kernels.attention.backends import TorchBackend, TritonBackend
+from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
+from hf_paged.kernels.attention.metadata import GroupedWork
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.runner import graphs as graphs_module
 from hf_paged.runner.attention_inputs import AttentionInputs
@@ -52,8 +54,23 @@ class PlannedTorch(TorchBackend):
     plan = TritonBackend.plan
 
 
-def graphs_of(runner, max_num_batched_tokens):
-    attention = AttentionInputs(PlannedTorch(), runner.spec, runner.state, runner.max_model_len)
+class InterpretedGroups(PlannedTorch):
+    """Steps whose rows share prefixes run the kernel for them, in Triton's interpreter."""
+
+    choose_groups = TritonBackend.choose_groups
+
+    def __init__(self):
+        self.grouped = []  # the plans that ran, in each layer
+
+    def run(self, q, k_cache, v_cache, meta, options, out=None):
+        if not isinstance(meta.work, GroupedWork):
+            return super().run(q, k_cache, v_cache, meta, options, out)
+        self.grouped.append(meta.work)
+        return paged_attention_grouped(q, k_cache, v_cache, meta, options, out=out)
+
+
+def graphs_of(runner, max_num_batched_tokens, backend=None):
+    attention = AttentionInputs(backend or PlannedTorch(), runner.spec, runner.state, runner.max_model_len)
     return StepGraphs(runner.executor, runner.cache, runner.state, attention, max_num_batched_tokens)
 
 
@@ -134,6 +151,35 @@ def test_mixed_steps_replay_a_graph_of_each_kind_and_make_stocks_tokens(steps, o
     kinds = [kind for kind, _ in steps]
     assert ("decode", "prompt") in list(itertools.pairwise(kinds))
     assert {size for kind, size in steps if kind == "prompt"} <= {16, 32, 64, 128}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("eager", [False, True])
+def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, monkeypatch, eager):
+    """In graphs of their own beside those of other rows: the last rows that are left share nothing."""
+    monkeypatch.setattr("hf_paged.kernels.attention.grouped_decode.MIN_SAVED", 0)
+    backend = InterpretedGroups()
+    monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)
+    monkeypatch.setitem(globals(), "graphs_of", partial(graphs_of, backend=backend))
+    if eager:
+        monkeypatch.setattr(StepGraphs, "launch", lambda *_, **__: None)
+    model, shared = tiny_model(), random_prompts([100])[0]
+    prompts = [shared + random_prompts([n], seed=n)[0] for n in (3, 9, 20)] + random_prompts([30], seed=5)
+    new_tokens = [5, 4, 6, 9]
+    expected = [stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=count, eos_token_id=None,
+                               do_sample=False)[0, len(prompt):].tolist()
+                for prompt, count in zip(prompts, new_tokens, strict=True)]
+    with hf_paged.PagedGenerator(model, num_blocks=200, max_num_seqs=6) as generator:
+        configs = [GenerationConfig(max_new_tokens=n, do_sample=False, eos_token_id=None) for n in new_tokens]
+        made = [c.token_ids for c in generator.generate(prompts, configs, use_tqdm=False)]
+        keys = set(generator.engine._core.pool.runner.graphs._captured)
+    assert made == expected
+    assert backend.grouped
+    assert all((work.items[:, 0] > 1).any() for work in backend.grouped)
+    decodes = {key for key in keys if key[1] == "_decode"}
+    if not eager:
+        assert {key[-1] is None for key in decodes} == {False, True}
+        assert {key[0] for key in decodes if key[-1] is not None} == {4}
 
 
 def test_chunks_and_shared_prefixes_go_through_prompt_graphs(steps):
@@ -320,8 +366,10 @@ def test_a_graph_that_an_error_in_the_end_of_its_capture_left_is_destroyed(graph
 
 def test_the_attentions_plan_holds_every_rows_visible_tokens(graphs):
     """The token that is being computed sees itself; padding sees nothing."""
-    plan = SimpleNamespace(num_decode_rows=3, slots=np.array([4, 0, 7]), start=np.array([9, 300, 41]))
-    rows, items = graphs._decode_inputs(plan, 4)
+    plan = SimpleNamespace(num_decode_rows=3, slots=np.array([4, 0, 7]), start=np.array([9, 300, 41]),
+                           groups=None)
+    (rows, items), tiles = graphs._decode_inputs(plan, 4)
+    assert tiles is None
     assert rows.tolist() == [[4, 0, 7, 8], [9, 300, 41, -1]]
     by_row = {row: (length, slot) for row, _, _, length, slot in items[items[:, 0] >= 0].tolist()}
     assert by_row == {0: (10, 4), 1: (301, 0), 2: (42, 7), 3: (0, 8)}
@@ -464,7 +512,7 @@ def test_rows_of_stocks_loop_and_requests_replay_one_graph(steps, num_beams, log
     for output in outputs:
         made[output.request_id] += output.new_token_ids
     assert list(made.values()) == [tokens[0, len(p):].tolist() for p, tokens in zip(prompts, alone, strict=True)]
-    joined = {key[0] for key in keys if key[1] == "_decode" and key[-1]}
+    joined = {key[0] for key in keys if key[1] == "_decode" and key[-2]}
     assert joined and min(joined) >= 2 + 3 * num_beams
     assert {("decode", size) for size in joined} <= set(steps)
 

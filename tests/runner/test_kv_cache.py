@@ -20,7 +20,7 @@ from hf_paged.models.cuda_driver import DriverError, find_driver
 from hf_paged.models.virtual_memory import VirtualMemory
 from hf_paged.runner.kv_cache import KVCache, blocks_within, filled
 
-SPEC = KVSpec(2, 3, 16, torch.float32, torch.float32, torch.device("cpu"))
+SPEC = KVSpec(2, 6, 3, 16, torch.float32, torch.float32, torch.device("cpu"))
 MIB = 1 << 20
 
 
@@ -105,7 +105,7 @@ def test_a_pool_that_finds_too_little_memory_leaves_nothing(driver):
        st.sampled_from([1, 4096, 2 << 20]), st.integers(0, 1 << 40))
 def test_blocks_are_counted_in_whole_pieces_of_memory(layers, heads, head_dim, block_size, unit, nbytes):
     """A budget is not exceeded by rounding up, and `filled` is the most that fits into what is mapped anyway."""
-    spec = KVSpec(layers, heads, head_dim, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+    spec = KVSpec(layers, heads, heads, head_dim, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
     one = block_size * heads * head_dim * 2
 
     def mapped(num_blocks):

@@ -63,7 +63,7 @@ def test_a_config_that_does_not_suit_the_model_is_said_before_anything_runs(path
 
 
 def test_the_pool_is_of_the_caches_dtype_and_not_of_the_weights():
-    spec = KVSpec(2, 3, 16, cache_dtype=torch.bfloat16, compute_dtype=torch.float32, device=torch.device("cpu"))
+    spec = KVSpec(2, 6, 3, 16, cache_dtype=torch.bfloat16, compute_dtype=torch.float32, device=torch.device("cpu"))
     cache = KVCache(spec, block_size=16, num_blocks=5)
     tensors = [tensor for pair in cache.layers for tensor in pair]
     assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}

@@ -8,13 +8,32 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from hf_paged.sampling.edits import Edits, EditState, encode_edits, sample_edited
 from hf_paged.sampling.sampler import SamplingRows, derive_seed
 from hf_paged.sampling.table import SamplingTable
 
 DRAWN = {"do_sample": True, "top_k": 0}
+
+
+def penalised_by_count(tokens: list[int], scores: torch.Tensor, presence: float, frequency: float) -> torch.Tensor:
+    """OpenAI's definition, in numpy: ``mu[j] - c[j] * alpha_frequency - (c[j] > 0) * alpha_presence``.
+
+    Args:
+        tokens: those that were generated.
+        scores: float32 [V].
+    """
+    inside = [token for token in tokens if token < len(scores)]
+    counts = np.bincount(np.array(inside, dtype=np.int64), minlength=len(scores)).astype(np.float32)
+    penalised = scores.numpy() - counts * np.float32(frequency)
+    return torch.from_numpy(penalised - (counts > 0).astype(np.float32) * np.float32(presence))
 
 
 @dataclass
@@ -37,6 +56,7 @@ class Row:
         drawn = s.get("do_sample", False)
         return Edits(
             repetition_penalty=s.get("repetition_penalty", 1.0),
+            presence_penalty=s.get("presence_penalty", 0.0), frequency_penalty=s.get("frequency_penalty", 0.0),
             no_repeat_ngram_size=s.get("no_repeat_ngram_size", 0),
             sequence_bias=tuple((tuple(sequence), bias) for sequence, bias in s.get("sequence_bias", ())),
             bad_words_ids=tuple(tuple(word) for word in s.get("bad_words_ids", ()) if word not in single),
@@ -53,7 +73,7 @@ class Row:
         )
 
     def stock(self, scores: torch.Tensor) -> torch.Tensor:
-        """Float32 scores [V] after every processor that stock generate lists for this row."""
+        """Float32 scores [V] after every processor that stock generate lists for this row, and penalties by count."""
         config = GenerationConfig(max_length=self.max_length)
         for name, value in self.settings.items():  # not checked against each other
             if name == "sequence_bias" and any(0 in sequence for sequence, _ in value):
@@ -63,6 +83,12 @@ class Row:
         model = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
         model._merge_criteria_processor_list = partial(GenerationMixin._merge_criteria_processor_list, model)
         processors = GenerationMixin._get_logits_processor(model, config, self.prompt_length)
+        counted = [self.settings.get(name, 0.0) for name in ("presence_penalty", "frequency_penalty")]
+        if any(counted):  # behind the repetition penalty, as in vLLM
+            first = sum(isinstance(p, (SequenceBiasLogitsProcessor, RepetitionPenaltyLogitsProcessor))
+                        and not isinstance(p, NoBadWordsLogitsProcessor) for p in processors)
+            generated = self.tokens[self.prompt_length :]
+            processors.insert(first, lambda ids, scores: penalised_by_count(generated, scores[0], *counted)[None])
         return processors(torch.tensor([self.tokens]), scores[None].float())[0]
 
 

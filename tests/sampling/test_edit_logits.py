@@ -17,6 +17,9 @@ MANY = [[[a, b], 0.1 * a - b] for a in range(10) for b in range(10)] + [[[t], 0.
 STAGES = [
     {},
     {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.7},
+    {"frequency_penalty": 0.3, "presence_penalty": -1.9},
+    {"frequency_penalty": -0.4, "repetition_penalty": 1.2},
     {"no_repeat_ngram_size": 1},
     {"no_repeat_ngram_size": 3},
     {"sequence_bias": [*MANY, [[0, 0, 0, 0], 3.3], [[1, 0], -0.7]]},
@@ -95,7 +98,7 @@ def test_rows_of_all_settings_side_by_side(device, small_tiles, dtype, together)
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tiles_as_they_are_and_a_long_history(device):
-    settings = [STAGES[1] | STAGES[3], STAGES[4], STAGES[9] | {"suppress_tokens": list(range(3, 5000, 3))}]
+    settings = [STAGES[1] | STAGES[3] | STAGES[6], STAGES[7], STAGES[12] | {"suppress_tokens": list(range(3, 5000, 3))}]
     batch, wide = cases(5, 3, 5001, settings, device)
     tokens = torch.randint(0, 60, (3, 2600), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     tokens[0, 2000] = 5003  # the embedding may have more rows than the head

@@ -25,6 +25,12 @@ BIASES = [[[5], 2.5], [[2, 5], -1.3], [[1, 2, 5], 0.7], [[3], -torch.inf], [[2, 
 STAGES = {
     "repetition penalty": {"repetition_penalty": 1.3},
     "repetition reward": {"repetition_penalty": 0.7},
+    "presence": {"presence_penalty": 1.3},
+    "presence reward": {"presence_penalty": -2.0},
+    "frequency": {"frequency_penalty": 0.7},
+    "frequency against presence": {"frequency_penalty": 0.3, "presence_penalty": -0.9},
+    "every penalty": {"frequency_penalty": 0.3, "presence_penalty": 0.2, "repetition_penalty": 1.4,
+                      "sequence_bias": [[[2], 4.0], [[3], -1.0]]},
     "no token twice": {"no_repeat_ngram_size": 1},
     "no bigram twice": {"no_repeat_ngram_size": 2},
     "no n-gram twice": {"no_repeat_ngram_size": 3},
@@ -106,6 +112,8 @@ few = st.integers(0, 5)
 sequences = st.lists(few, min_size=1, max_size=4)
 early_settings = st.fixed_dictionaries({}, optional={
     "repetition_penalty": st.sampled_from([0.5, 1.1, 1.3, 5.0]),
+    "presence_penalty": st.floats(-2, 2, width=32),
+    "frequency_penalty": st.floats(-2, 2, width=32),
     "no_repeat_ngram_size": st.integers(1, 6),
     "sequence_bias": st.lists(st.tuples(sequences, st.floats(-9, 9, width=32)).map(list), min_size=1, max_size=12),
     "bad_words_ids": st.lists(sequences, min_size=1, max_size=4).filter(lambda words: any(w != [1] for w in words)),
@@ -218,6 +226,7 @@ drawn_settings = st.fixed_dictionaries(
         "top_p": st.sampled_from([0.1, 0.6, 0.95]), "min_p": st.sampled_from([0.001, 0.1, 0.8]),
         "typical_p": st.sampled_from([0.05, 0.4, 0.9, 1.0]), "epsilon_cutoff": st.sampled_from([0.0, 1e-3, 0.05, 0.6]),
         "eta_cutoff": st.sampled_from([0.0, 3e-4, 0.03, 0.5]), "repetition_penalty": st.sampled_from([0.7, 1.3]),
+        "presence_penalty": st.sampled_from([-1.0, 0.4]), "frequency_penalty": st.sampled_from([-0.3, 2.0]),
         "suppress_tokens": st.just([2, 3, 4]), "renormalize_logits": st.just(True),
         "sequence_bias": st.just(BIASES), "min_new_tokens": st.just(5),
     },
@@ -422,7 +431,7 @@ def test_features_name_what_is_needed():
         "repetition_penalty", "decay", "eta",
     }
     names = {name for settings in EDITED for name in Row([1], 1, settings).edits.features()}
-    assert len(names) == 14
+    assert len(names) == 15
 
 
 def test_filtered_rows_here_are_the_samplers():

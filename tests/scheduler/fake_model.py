@@ -6,6 +6,8 @@ table that the plans uploaded. A wrong block table, a lost or a misplaced write,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from brute_groups import check_plan
 
@@ -55,7 +57,6 @@ class FakeModel:
         size, scheduler = self.config.block_size, self.scheduler
         assert scheduler is not None
         assert len(set(plan.slots.tolist())) == len(plan.sequences)
-        assert plan.num_tokens <= self.config.max_num_batched_tokens
         for seq in plan.admitted:
             self.tables[seq.slot] = list(seq.block_table)
             self.tokens[seq.slot] = seq.token_ids
@@ -73,7 +74,8 @@ class FakeModel:
         for row, seq in enumerate(plan.sequences):
             slot, start, count = int(plan.slots[row]), int(plan.start[row]), int(plan.num_new_tokens[row])
             table, tokens = self.tables[slot], self.tokens[slot]
-            assert seq.status is Status.RUNNING
+            is_lent = scheduler._table.sequences[slot] is None  # of somebody who picks the tokens himself
+            assert is_lent or seq.status is Status.RUNNING
             assert seq.slot == slot
             assert table == seq.block_table
             if row < plan.num_decode_rows:
@@ -94,8 +96,9 @@ class FakeModel:
                     self.memory[block.block_id, p % size] = value
                 else:
                     assert int(self.memory[block.block_id, p % size]) == value
-            assert plan.samples[row] == (start + count == len(tokens))
-            if plan.samples[row]:
+            is_last = start + count == len(tokens)
+            assert plan.samples[row] == is_last or (is_lent and row < plan.num_decode_rows)
+            if is_last:
                 token = kv[-1] % self.vocab
                 tokens.append(token)
                 out[row] = -1 if seq.request_id in self.bad_requests else token
@@ -159,6 +162,8 @@ class Driver:
         self.num_steps = 0
         self.spans_change: set[str] = set()  # request ids of sequences during which the weights changed
         self.lent = list  # block tables of rows that are none of the scheduler's
+        self.joining: Callable[[], list[StepPlan]] = list  # their decode rows, which take the same steps
+        self.give_back = lambda: None  # what becomes of them where a launch raises
 
     def _on_shortage(self, missing: int) -> int:
         assert missing > 0
@@ -176,27 +181,37 @@ class Driver:
         """Schedule and launch a step; commit it, or with overlap the one before it."""
         self.num_steps += 1
         assert self.num_steps < 5000, "no progress"
+        joining = self.joining()
         plan = self.scheduler.schedule()
         for seq in self.scheduler.take_failed():
             assert seq.finish_reason == "error"
             needed = -(-seq.num_tokens // self.config.block_size)
             assert needed > max(self.scheduler.num_blocks, self.max_blocks) - 1, "it would have fitted alone"
-            assert not self.lent(), "others would have given their blocks back"
+            assert joining or not self.lent(), "others would have given their blocks back"
             self.finished.append(seq)
         invariants.check(self.scheduler, self.lent())
         launched = None
         if plan is not None:
             check_plan(plan, self.config.block_size)
+            assert plan.num_tokens <= self.config.max_num_batched_tokens
             self.plans.append(plan)
+        if plan is not None or joining:
+            # As the engine core does it.
+            joined = joining[-1].behind(joining[:-1]) if plan is None else plan.behind(joining)
+            check_plan(joined, self.config.block_size)
             try:
-                launched = (plan, self.model.launch(plan))
+                tokens = self.model.launch(joined)
             except LaunchError:
+                self.give_back()
+                if plan is None:
+                    return None
                 if self.num_steps % 2:  # the older step may be taken in first, or be dropped as well
                     self.drain()
                 self.scheduler.rollback(plan)
                 self.pending = None
                 invariants.check(self.scheduler, self.lent())
                 return plan
+            launched = None if plan is None else (plan, tokens[len(tokens) - len(plan.slots) :])
         if not self.overlap and launched is not None:
             self.commit(*launched)
         else:

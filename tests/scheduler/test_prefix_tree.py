@@ -149,6 +149,22 @@ def test_nothing_is_shared_without_a_prefix_cache_but_by_rows_of_a_fork():
     assert (plan.groups.count.tolist(), plan.groups.end.tolist()) == ([3], [8])
 
 
+def test_no_groups_where_they_are_not_wanted():
+    d = driver(group_prefixes=False)
+    rows = LockstepRows(d.scheduler, [Sequence("row", list(range(10)), max_new_tokens=1)] * 3, 60)
+    for _ in rows.prompt_plans():
+        pass
+    rows.fork()
+    d.lent = lambda: [seq.block_table for seq in rows.sequences]
+    for name in "ab":
+        d.add(name, list(range(10)))
+    plans = [d.scheduler.schedule(), rows.decode_plan()]
+    d.scheduler.commit(plans[0], d.model.launch(plans[0]))
+    plans.append(d.scheduler.schedule())
+    assert plans[-1].num_decode_rows == 2
+    assert [plan.groups for plan in [*plans, plans[-1].behind([plans[1]])]] == [None] * 4
+
+
 def test_rows_in_front_share_with_each_other_and_with_the_schedulers():
     """Row numbers are those of the joined plan."""
     d = driver()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 
@@ -67,11 +68,9 @@ class BatchingWorker:
                     self._arrived = arrivals
                     self._abort(cancelled)
                     self._admit(streams, others)
-                    self._step(streams)
-                    self._step(others)
+                    self._step([streams, others])
                 self._abort(self._running_requests())
-                for session in (streams, others):
-                    self._collect(self._engine.advance(session) if session.unfinished() else [])
+                self._collect([streams, others])
         except Exception as error:
             if not self._running and not self._arrived:
                 raise  # no request is to blame, and nothing would be different the next time
@@ -121,15 +120,17 @@ class BatchingWorker:
             except KeyError:
                 continue  # it has ended: its completion is on the way
 
-    def _step(self, session: Session) -> None:
-        if session.unfinished():
-            self._collect(self._engine.advance(session))
-        if self._running and not session.unfinished():
-            self._fail_lost(session)
+    def _step(self, sessions: list[Session]) -> None:
+        self._collect(sessions)
+        for session in sessions:
+            if self._running and not session.unfinished():
+                self._fail_lost(session)
 
-    def _collect(self, outputs: list[StepOutput]) -> None:
+    def _collect(self, sessions: list[Session]) -> None:
+        unfinished = [session for session in sessions if session.unfinished()]
+        outputs = self._engine.advance_all(unfinished) if unfinished else []
         delivered: list[tuple[BatchedRequest, GenerationOutput]] = []
-        for output in outputs:
+        for output in itertools.chain(*outputs):
             request, _ = self._running[output.request_id]
             if output.completion is not None:
                 del self._running[output.request_id]

@@ -10,9 +10,12 @@ import torch
 from hf_paged.kernels.attention import flash_backend
 from hf_paged.kernels.attention.decode import decode_cta_slots, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.grouped_decode import grouped_kernel_of, paged_attention_grouped
+from hf_paged.kernels.attention.grouped_work import GroupChoice, choose_groups
+from hf_paged.kernels.attention.metadata import AttentionOptions, GroupedWork, PagedMetadata
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.attention.reference import paged_attention_reference
+from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -34,6 +37,11 @@ class AttentionBackend(ABC):
     def plan(self, seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
              device: torch.device) -> np.ndarray | None:
         """`DecodeWork.items` of rows of one new token, or None where the backend runs without a plan."""
+
+    def choose_groups(self, groups: PrefixGroups, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int,
+                      dtype: torch.dtype, device: torch.device) -> GroupChoice | None:
+        """What of rows of one new token is read once for several of them; None: nothing."""
+        return None
 
     def read_once(self, meta: PagedMetadata, block_size: int, width: int) -> PagedMetadata:
         """The layout of an eager step with what all its layers would read of it again; ``width``: Hkv * D."""
@@ -64,13 +72,19 @@ class TorchBackend(AttentionBackend):
 
 
 class TritonBackend(AttentionBackend):
-    """The split-KV kernel where every row has one new token, else the tiled one."""
+    """The split-KV kernel where every row has one new token, with its own for shared prefixes, else the tiled one."""
 
     name = "triton"
 
     def plan(self, seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
              device: torch.device) -> np.ndarray:
         return plan_items(seq_lens, slots, decode_cta_slots(len(slots), num_kv_heads, head_dim, dtype, device))
+
+    def choose_groups(self, groups: PrefixGroups, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int,
+                      dtype: torch.dtype, device: torch.device) -> GroupChoice | None:
+        most_rows = int(groups.count.max())
+        kernel = grouped_kernel_of(most_rows, num_heads, num_kv_heads, head_dim, dtype, device)
+        return choose_groups(groups, num_rows, kernel)
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -79,7 +93,9 @@ class TritonBackend(AttentionBackend):
             raise ValueError(
                 f"the triton backend takes fp16, bf16 or fp32 and head_dim up to 256, got {q.dtype} and {q.shape[2]}"
             )
-        run = paged_attention_decode if meta.max_query_len == 1 else paged_attention_prefill
+        if meta.max_query_len > 1:
+            return paged_attention_prefill(q, k_cache, v_cache, meta, options, out=out)
+        run = paged_attention_grouped if isinstance(meta.work, GroupedWork) else paged_attention_decode
         return run(q, k_cache, v_cache, meta, options, out=out)
 
 

@@ -48,6 +48,65 @@ class DecodeWork(NamedTuple):
     arrivals: torch.Tensor  # [at least R * Hkv] int32, all 0: counts finished splits, and is 0 again afterwards
 
 
+class PartItem(NamedTuple):
+    """Columns of `GroupedWork.items`: what one program of a grouped step computes for one KV head.
+
+    Either a split of positions that a tile of a group's rows share, or a split of a row's own positions, behind what it
+    shares. A split of positions `begin` to `end - 1` is one of `splits` about equal cuts of them, or of those in sight.
+    """
+
+    rows: Any  # of the group, in this tile; 0: a row's own, -1: nothing to do
+    first: Any  # of the group: the first row's place in `GroupedWork.members`; a row's own: the row
+    slot: Any  # whose line of the block table says where the positions lie
+    begin: Any
+    end: Any
+    split: Any
+    splits: Any
+    piece: Any  # number of the result among those of each of its rows
+    pieces: Any  # a row's own: all of the row
+    part: Any  # a row's own: the place of the row's first piece
+    length: Any  # a row's own: visible tokens of the row
+
+
+class Member(NamedTuple):
+    """Columns of `GroupedWork.members`: a row of a group."""
+
+    row: Any
+    part: Any  # the place of its first piece
+    pieces: Any  # of the row, its own ones included
+    length: Any  # visible tokens of the row
+
+
+PART_FIELDS, MEMBER_FIELDS = len(PartItem._fields), len(Member._fields)
+
+
+class GroupedConfig(NamedTuple):
+    """Tiles of a group's positions and of a row's own ones, and launch options, of the kernel of grouped steps."""
+
+    block_m: int  # rows of a group times query heads of a KV head
+    block_n: int  # positions
+    num_stages: int
+    own_block_n: int
+    own_stages: int
+    num_warps: int
+    programs_per_sm: int  # how many such programs a multiprocessor holds
+    max_registers: int | None = None  # of a thread, so that it holds as many
+
+
+class GroupedWork(NamedTuple):
+    """The work of a step in which rows share prefixes, which one program reads for several of them.
+
+    A row's pieces are numbered: what it shares from the start on, then its own. Each becomes a part, a result before
+    the division by the sum of weights, and the program that finishes the last of a row's pieces joins them in order.
+    """
+
+    items: torch.Tensor  # [N, PART_FIELDS] int32, see `PartItem`
+    members: torch.Tensor  # [at least the rows in groups, MEMBER_FIELDS] int32, see `Member`
+    arrivals: torch.Tensor  # as in `DecodeWork`, of finished pieces
+    num_parts: int  # at least the number of all pieces
+    config: GroupedConfig  # that the plan was made for
+
+
 class PagedMetadata(NamedTuple):
     """One step's layout, on the device of the KV pool. R rows (sequences) bring T new tokens, packed row after row.
 
@@ -63,7 +122,7 @@ class PagedMetadata(NamedTuple):
     slot_mapping: torch.Tensor  # [T] int64, block_id * block_size + offset of each new token; -1: do not write it
     max_query_len: int
     max_seq_len: int
-    work: DecodeWork | None = None  # for rows of one new token: who computes what; None: every row is cut alike
+    work: DecodeWork | GroupedWork | None = None  # for rows of one new token: who computes what; None: all cut alike
     host_rows: HostRows | None = None  # all of this as the torch backend reads it; None: it looks in every layer
 
     def read_on_host(self, block_size: int, width: int) -> HostRows:

@@ -9,6 +9,7 @@ import torch
 
 from hf_paged.kernels._device import shared_memory
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels.attention._pages import blocks_of_tile, load_keys, load_values
 from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 
@@ -89,70 +90,6 @@ def _row_of_tile(query_start, tile, num_rows, BLOCK_Q: tl.constexpr):
         else:
             high = middle
     return low
-
-
-@jit()
-def _blocks_of(
-    table_row, start, begin, end, n, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
-):
-    """The block of each position ``start + n``, one for all where a block holds the tile.
-
-    Table entries outside ``begin .. end - 1`` are not read and count as block 0.
-    """
-    entry = start // BLOCK_SIZE
-    if BLOCK_SIZE < BLOCK_N:
-        entry += n // BLOCK_SIZE
-    used = entry < tl.cdiv(end, BLOCK_SIZE)
-    if HAS_WINDOW:
-        used &= entry >= begin // BLOCK_SIZE
-    return tl.load(table_row + entry, mask=used, other=0)
-
-
-@jit()
-def _cache_offset(
-    base, start, n, head, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    """[N, D_PAD] element offsets of positions ``start + n``; inside a block int32 is enough."""
-    lane = tl.arange(0, HEAD_DIM_PAD)
-    ROW: tl.constexpr = STRIDE // BLOCK_SIZE
-    if BLOCK_SIZE >= BLOCK_N:
-        slot = start % BLOCK_SIZE + n
-    else:
-        slot = n % BLOCK_SIZE
-        base = base[:, None]
-    return base + ((slot * ROW)[:, None] + (head * HEAD_DIM + lane)[None, :])
-
-
-@jit()
-def _load_keys(
-    k_cache, base, start, n, head, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    """Keys of unread slots come as they are, NaN or not: their scores are replaced before anything looks at them."""
-    offset = _cache_offset(base, start, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N)
-    if HEAD_DIM == HEAD_DIM_PAD:
-        keys = tl.load(k_cache + offset)
-    else:
-        inside = tl.broadcast_to((tl.arange(0, HEAD_DIM_PAD) < HEAD_DIM)[None, :], offset.shape)
-        keys = tl.load(k_cache + offset, mask=inside, other=0.0)
-    return keys
-
-
-@jit()
-def _load_values(
-    v_cache, base, start, begin, end, n, head, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-):
-    """Unread slots may hold NaN, and a weight of zero would not silence it: their values are loaded as zero."""
-    offset = _cache_offset(base, start, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N)
-    readable = start + n < end
-    if HAS_WINDOW:
-        readable &= start + n >= begin
-    inside = readable[:, None]
-    if HEAD_DIM != HEAD_DIM_PAD:
-        inside = inside & (tl.arange(0, HEAD_DIM_PAD) < HEAD_DIM)[None, :]
-    return tl.load(v_cache + offset, mask=inside, other=0.0)
 
 
 @jit()
@@ -244,15 +181,15 @@ def _prefill_kernel(
         top = tl.maximum(sink, top)
         total += 1.0
     # Each tile's blocks are looked up one tile ahead, so that its loads need not wait for the lookup.
-    blocks = _blocks_of(table_row, first, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
+    blocks = blocks_of_tile(table_row, first, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
     for start in range(first, end, BLOCK_N):
         # int64: a cache may hold more than 2**31 elements.
         base = blocks.to(tl.int64) * STRIDE
-        k = _load_keys(k_cache, base, start, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N)
-        v = _load_values(
+        k = load_keys(k_cache, base, start, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N)
+        v = load_values(
             v_cache, base, start, begin, end, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N, HAS_WINDOW
         )
-        blocks = _blocks_of(table_row, start + BLOCK_N, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
+        blocks = blocks_of_tile(table_row, start + BLOCK_N, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
 
         score = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
         scale = scale_log2

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 
 class Case(NamedTuple):
@@ -35,8 +38,12 @@ def make_case(
     sinks: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    groups: PrefixGroups | None = None,
 ) -> Case:
-    """Every slot is NaN except those some new token sees; block 0 and every undefined table entry's block are NaN."""
+    """Every slot is NaN except those some new token sees; block 0 and every undefined table entry's block are NaN.
+
+    `groups`: rows that read the same blocks.
+    """
     g = torch.Generator().manual_seed(seed)
     blocks = [-(-length // block_size) for _, length in rows]
     max_blocks = max([*blocks, 1]) + 2
@@ -47,12 +54,25 @@ def make_case(
     table = torch.full((len(rows) + 3, max_blocks), poison, dtype=torch.int32)
     k_cache = torch.full((num_blocks, block_size, kv_heads, head_dim), float("nan"), dtype=dtype)
     v_cache = k_cache.clone()
-    for line, (new, length) in zip(lines.tolist(), rows, strict=True):
-        first = 0 if window is None else max(0, length - new - window + 1)
-        for j in range(first // block_size, -(-length // block_size)):
-            table[line, j] = free.pop()
-        seen = torch.arange(first, length)
-        slot = table[line, seen // block_size].long() * block_size + seen % block_size
+    shared = {} if groups is None else {
+        (int(row), j): group
+        for group, (start, count, begin, end) in enumerate(zip(*groups[1:], strict=True))
+        for row in groups.members[start : start + count]
+        for j in range(begin // block_size, end // block_size)
+    }
+    taken: dict[tuple[int, int, int], int] = {}
+    first = [0 if window is None else max(0, length - new - window + 1) for new, length in rows]
+    for row, (_, length) in enumerate(rows):
+        for j in range(first[row] // block_size, -(-length // block_size)):
+            key = (shared[row, j], -1, j) if (row, j) in shared else (-1, row, j)
+            if key not in taken:
+                taken[key] = free.pop()
+            table[lines[row], j] = taken[key]
+    for (row, j), group in shared.items():  # also where the row's own window has left it behind
+        table[lines[row], j] = taken.get((group, -1, j), poison)
+    for row, (_, length) in enumerate(rows):
+        seen = torch.arange(first[row], length)
+        slot = table[lines[row], seen // block_size].long() * block_size + seen % block_size
         for cache in (k_cache, v_cache):
             cache.flatten(0, 1)[slot] = torch.randn(len(seen), kv_heads, head_dim, generator=g).to(dtype)
     total = sum(new for new, _ in rows)
@@ -136,6 +156,33 @@ def run_poisoned(kernel: Callable[..., torch.Tensor], case: Case, **extra: objec
     out = torch.full(case.q.shape, float("nan"), dtype=case.q.dtype, device=case.q.device)
     assert kernel(*case[:5], out=out, **extra) is out
     return out
+
+
+def random_groups(r: random.Random, lengths: list[int], block_size: int) -> PrefixGroups | None:
+    """A forest over some of the rows, with groups in groups; None if it has none."""
+    members, groups = [], []
+
+    def part(rows: list[int], begin: int) -> None:
+        most = (min(lengths[row] for row in rows) - 1) // block_size * block_size
+        if len(rows) < 2 or most <= begin or r.random() < 0.2:
+            members.extend(rows if begin else [])
+            return
+        end = begin + block_size * r.randint(1, (most - begin) // block_size)
+        groups.append((len(members), len(rows), begin, end))
+        for some in chunks(rows):
+            part(some, end)
+
+    def chunks(rows: list[int]) -> list[list[int]]:
+        cuts = sorted(r.sample(range(1, len(rows)), r.randint(0, len(rows) - 1)) if len(rows) > 1 else [])
+        return [rows[a:b] for a, b in itertools.pairwise([0, *cuts, len(rows)])]
+
+    rows = list(range(len(lengths)))
+    r.shuffle(rows)
+    for some in chunks(rows) if r.random() < 0.5 else [rows]:
+        part(some, 0)
+    if not groups:
+        return None
+    return PrefixGroups(np.array(members, np.int32), *np.array(groups, np.int32).T)
 
 
 def random_rows(r: random.Random, count: int, longest: int, longest_new: int) -> list[tuple[int, int]]:

@@ -1,0 +1,33 @@
+"""The command `hf-paged`. Its parser imports neither torch nor transformers: a command imports them when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import hf_paged
+from hf_paged.cli import bench, check, serve
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit status.
+
+    Args:
+        arguments: None: the process's.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["serve"]:  # whose arguments are transformers' own
+        return serve.run(given[1:])
+    parser = argparse.ArgumentParser("hf-paged", description="Serving-engine speed for Hugging Face models.")
+    parser.add_argument("--version", action="version", version=f"hf_paged {hf_paged.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    check.add_parser(commands)
+    bench.add_parser(commands)
+    commands.add_parser("serve", add_help=False, help="an OpenAI server: transformers' own, with hf_paged under it")
+    parsed = parser.parse_args(given)
+    try:
+        status: int = parsed.run(parsed)
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        print(f"hf-paged: {error}", file=sys.stderr)
+        return 2
+    return status

@@ -1,0 +1,69 @@
+"""`hf-paged check MODEL`: what of a model would run natively, why not, and what fits into memory. Generates nothing.
+
+The weights are not read: a model is built from its config with memory that is never touched, so that it is known in
+seconds what a checkpoint of any size would do. What is quantized is loaded, since its layers are known only then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+# Calls that people make, besides those that are given.
+_CALLS: dict[str, dict[str, Any]] = {
+    "greedy search": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 0.7, "top_p": 0.9},
+    "with scores": {"do_sample": False, "output_scores": True, "return_dict_in_generate": True},
+    "4 beams": {"do_sample": False, "num_beams": 4},
+    "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
+}
+
+
+def add_parser(commands: Any) -> None:
+    """The arguments of ``check``."""
+    parser = commands.add_parser("check", help="what of a model would run natively, why not, and what fits into memory",
+                                 description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a folder with at least a config.json, or a model id")
+    parser.add_argument("--dtype", default="auto", help="of the weights; auto: as the config says")
+    parser.add_argument("--device", help="cuda, cuda:1 or cpu; left out: CUDA where there is a GPU")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of PagedConfig")
+    parser.add_argument("--generate", nargs="*", default=[], metavar="NAME=VALUE",
+                        help="a call to look at besides the usual ones: arguments of model.generate")
+    parser.add_argument("--load", action="store_true", help="read the weights, too")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that lies beside the config")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report. 0: a plain `generate` would be native; 1: it would not."""
+    from hf_paged.integration.preview import preview
+
+    calls = dict(_CALLS)
+    if arguments.generate:
+        calls["as asked"] = pairs(arguments.generate)
+    report = preview(arguments.model, calls, dtype=arguments.dtype, device=arguments.device, load=arguments.load,
+                     trust_remote_code=arguments.trust_remote_code, overrides=pairs(arguments.set))
+    found = dataclasses.asdict(report)
+    print(json.dumps(found, indent=2) if arguments.json else report)
+    return int(report.calls["greedy search"].path != "native")
+
+
+def pairs(given: list[str]) -> dict[str, Any]:
+    """NAME=VALUE arguments, values read as JSON where they are.
+
+    Raises:
+        ValueError: one without a name.
+    """
+    found = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"{one!r}: expected NAME=VALUE")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = {"True": True, "False": False, "None": None}.get(value, value)
+    return found

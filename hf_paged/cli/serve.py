@@ -1,0 +1,11 @@
+"""`hf-paged serve ARGS` is `python -m hf_paged.serve ARGS`."""
+
+from __future__ import annotations
+
+
+def run(arguments: list[str]) -> int:
+    """Serve until the process is told to stop."""
+    from hf_paged.serve import main
+
+    main(arguments, program="hf-paged")
+    return 0

@@ -1,0 +1,81 @@
+"""Calls of a `PagedGenerator` that are awaited: made in a thread, run by the engine's driver."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from hf_paged.engine.driver import Driver
+from hf_paged.engine.engine import Engine
+from hf_paged.integration.requests import Call, RequestMaker, numbered, wanted
+from hf_paged.options.arguments import base_seed
+from hf_paged.outputs import Completion, StepOutput
+
+T = TypeVar("T")
+
+
+class AsyncCalls:
+    """Those of one generator, of whatever event loops.
+
+    Args:
+        engine: runs them.
+        maker: makes their requests.
+    """
+
+    def __init__(self, engine: Engine, maker: RequestMaker) -> None:
+        self._engine, self._maker = engine, maker
+        self.driver = Driver(engine)
+
+    async def outputs(self, call: Call, *, stream: bool) -> AsyncIterator[tuple[int, StepOutput]]:
+        """As `PagedGenerator.stream`; without ``stream`` only the last output of each request."""
+        self._check(call)
+        seed = call.seed
+        if not isinstance(seed, (list, tuple)):  # drawn here: in the order in which calls are made
+            seed = base_seed(seed, self._engine.config.seed)
+        call = replace(call, seed=seed)
+        asked = await asyncio.to_thread(_under_this_autocast(self._engine), lambda: self._maker.make(call))
+        running = self.driver.call(stream=stream)
+        try:
+            requests = wanted(asked)
+            index, refused = numbered(call, asked, await running.add(requests) if requests else [])
+            for item in refused:
+                yield item
+            while index and (outputs := await running.outputs()):
+                for output in outputs:
+                    yield index[output.request_id], output
+        finally:
+            running.close()
+
+    async def completions(self, call: Call) -> list[Completion]:
+        """As `PagedGenerator.generate` returns them."""
+        found: dict[int, Completion] = {}
+        async for number, output in self.outputs(call, stream=False):
+            assert output.completion is not None
+            found[number] = output.completion
+        return [found[number] for number in sorted(found)]
+
+    def _check(self, call: Call) -> None:
+        if "input_ids" in call.keywords or isinstance(call.prompts, torch.Tensor):
+            raise TypeError("input_ids: expected token ids as lists, or other prompts, where the call is awaited; for "
+                            "tensors await asyncio.to_thread(generator.generate, ...)")
+        if self._engine.group.is_parallel and not self._engine.group.driven:
+            raise TypeError("astream, agenerate: expected a generator that starts its ranks itself; where every rank "
+                            "runs the script, all have to make the same calls in one order, as with `generate`")
+
+
+def _under_this_autocast(engine: Engine) -> Callable[[Callable[[], T]], T]:
+    """Calls a function, in another thread, under the autocast of this one."""
+    device = engine.model.device.type
+    is_on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+    def call(function: Callable[[], T]) -> T:
+        if not is_on:
+            return function()
+        with torch.autocast(device, dtype):
+            return function()
+
+    return call

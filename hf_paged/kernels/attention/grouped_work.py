@@ -1,0 +1,292 @@
+"""How a decode step whose rows share prefixes is cut into parts: which groups pay, and where to cut them and the rows.
+
+The host plans, as for other decode steps (`decode_work`): all arrays have sizes that depend on the padded number of
+rows alone, so that one CUDA graph serves every plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_paged.kernels.attention.decode_work import MIN_SPLIT
+from hf_paged.kernels.attention.metadata import MEMBER_FIELDS, PART_FIELDS, GroupedConfig, PartItem
+from hf_paged.scheduler.prefix_groups import PrefixGroups
+
+# What costs how much, in positions that a row of one KV head reads: a position of a group's tile, whose products take
+# longer, but whose keys another tile may have brought into L2; a row's partial result, written and read again.
+TILE_COST = 1.0
+PIECE_COST = 24
+# A group's split has all its rows' partial results to write: shorter ones cost more in that than they gain.
+MIN_GROUP_SPLIT = 128
+# A step is grouped if that saves as many positions for each multiprocessor (times KV heads, of 256 bytes of key): where
+# it saves less, the joining adds as much time.
+MIN_SAVED = 200
+
+
+class GroupedPlan(NamedTuple):
+    """`GroupedWork` on the host; `items` and `members` are int32."""
+
+    items: np.ndarray  # [choice.num_items, PART_FIELDS]
+    members: np.ndarray  # [R, MEMBER_FIELDS]
+    num_parts: int
+    config: GroupedConfig
+
+
+class FixedPieces(NamedTuple):
+    """Rows are cut at multiples of `length` positions, whatever other rows there are.
+
+    So which positions are summed up together, and in which order, depends on the row's length alone. What may still
+    depend on other rows is the rounding inside of a piece: a tile of several rows' queries is another product than that
+    of one row's.
+    """
+
+    length: int  # a multiple of the block size
+    max_seq_len: int  # at least every length; the sizes of a plan's arrays depend on it
+
+
+class Kernel(NamedTuple):
+    """What a plan has to know of the kernel and its device."""
+
+    config: GroupedConfig
+    tile_rows: int  # rows of a group that one program takes
+    cta_slots: int  # parts of one KV head that run at the same time
+    positions_worth_it: float  # that a step has to save, of one KV head, to be grouped (`MIN_SAVED`)
+
+
+class GroupChoice(NamedTuple):
+    """Which groups of R rows are read as such, G of them, over M members: all of a plan that their lengths leave open.
+
+    A group that is not chosen leaves its positions to those that lie in it, and to the rows. Integers are int64.
+    """
+
+    members: np.ndarray  # [M] rows
+    inner: np.ndarray  # [M] last group of each member; -1: none
+    own_begin: np.ndarray  # [R] where a row's own positions begin
+    first: np.ndarray  # [G], in `members`
+    count: np.ndarray  # type: ignore[assignment]  # [G] rows; a tuple's method otherwise
+    begin: np.ndarray  # [G] positions that the group reads
+    end: np.ndarray  # [G]
+    tiles: np.ndarray  # [G] of rows
+    levels: list[tuple[np.ndarray, np.ndarray]]  # groups in groups, outermost first, and the groups that they lie in
+    kernel: Kernel
+    pieces: FixedPieces | None
+
+    @property
+    def num_items(self) -> int:
+        """Length of a plan, whatever the lengths and groups of as many rows."""
+        if self.pieces is not None:
+            return self.num_parts
+        return len(self.own_begin) + _most_tiles(len(self.own_begin)) + self.kernel.cta_slots
+
+    @property
+    def num_parts(self) -> int:
+        """Most pieces that the rows of a plan have together."""
+        rows = len(self.own_begin)
+        if self.pieces is not None:  # a piece of a group stands for one of each of its rows
+            return rows * max(1, -(-self.pieces.max_seq_len // self.pieces.length))
+        return rows + self.kernel.cta_slots + _most_group_parts(rows)
+
+
+def _most_tiles(num_rows: int) -> int:
+    return max(num_rows // 2, min(num_rows, 16))
+
+
+def _most_group_parts(num_rows: int) -> int:
+    return 2 * num_rows + 512
+
+
+def choose_groups(groups: PrefixGroups, num_rows: int, kernel: Kernel,
+                  pieces: FixedPieces | None = None) -> GroupChoice | None:
+    """The groups that pay; None where reading row by row is as fast. It holds while the groups stay as they are.
+
+    Args:
+        groups: of the first rows of `num_rows`.
+        kernel: that the plan is for.
+        pieces: None: rows are cut so that programs end together. With it, there is a choice in any case.
+    """
+    if pieces is not None:
+        groups = groups._replace(begin=groups.begin // pieces.length * pieces.length,
+                                 end=groups.end // pieces.length * pieces.length)
+    parent, levels, inner = _forest_of(groups)
+    kept, saved = _worth_it(groups, parent, levels, inner, kernel.tile_rows)
+    if pieces is None:
+        kept = _fitting(groups, kept, saved, kernel.tile_rows, num_rows)
+        if saved[kept].sum() < max(kernel.positions_worth_it, 1):
+            return None
+    # A group reads what dropped ones around it would have read.
+    begin, reach = np.zeros((2, len(kept)), dtype=np.int64)
+    around = np.where(kept, np.arange(len(kept)), -1)  # nearest group that is kept
+    for depth, level in enumerate(levels):
+        if depth:
+            begin[level] = reach[parent[level]]
+            around[level] = np.where(kept[level], level, around[parent[level]])
+        reach[level] = np.where(kept[level], groups.end[level], begin[level])
+    own_begin = np.zeros(num_rows, dtype=np.int64)
+    own_begin[groups.members] = reach[inner]
+    number = np.append(np.cumsum(kept) - 1, -1)  # among those that are kept
+    inside = [level[kept[level] & (around[parent[level]] >= 0)] for level in levels[1:]]
+    count = groups.count[kept].astype(np.int64)
+    return GroupChoice(
+        members=groups.members.astype(np.int64), inner=number[around[inner]], own_begin=own_begin,
+        first=groups.first[kept].astype(np.int64), count=count, begin=begin[kept],
+        end=groups.end[kept].astype(np.int64), tiles=-(-count // kernel.tile_rows),
+        levels=[(number[level], number[around[parent[level]]]) for level in inside], kernel=kernel, pieces=pieces,
+    )
+
+
+def _forest_of(groups: PrefixGroups) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
+    """Parent of each group (-1: none), groups by how many groups they lie in, last group of each member."""
+    count, first = groups.count.astype(np.int64), groups.first.astype(np.int64)
+    group, number = _numbered(np.arange(len(count)), count)
+    member = number + first[group]
+    inner = np.empty(len(groups.members), dtype=np.int64)
+    inner[member] = group  # of several, the last one stays
+    parent = np.full(len(count), -1)
+    # The groups of one member, outermost first: each one's predecessor is its parent.
+    by_member = np.argsort(member, kind="stable")
+    chain, whose = group[by_member], member[by_member]
+    inside = whose[1:] == whose[:-1]
+    parent[chain[1:][inside]] = chain[:-1][inside]
+    levels, depth = [], np.zeros(len(count), dtype=np.int64)
+    here = np.flatnonzero(parent < 0)
+    while len(here):
+        levels.append(here)
+        depth[here] = len(levels)
+        here = np.flatnonzero((parent >= 0) & (depth[parent] == len(levels)) & (depth == 0))
+    return parent, levels, inner
+
+
+def _worth_it(groups: PrefixGroups, parent: np.ndarray, levels: list[np.ndarray], inner: np.ndarray,
+              tile_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which groups save more than they cost, and how many positions of one KV head each saves."""
+    count, span = groups.count.astype(np.int64), (groups.end - groups.begin).astype(np.int64)
+    tiles = -(-count // tile_rows)
+    readers = np.bincount(inner, minlength=len(count))
+    saved = np.zeros(len(count))
+    kept = np.zeros(len(count), dtype=bool)
+    for level in reversed(levels):  # what lies in a group reads it: by tiles where it is kept, else by rows
+        saved[level] = (readers[level] - TILE_COST * tiles[level]) * span[level] - PIECE_COST * count[level]
+        kept[level] = saved[level] > 0
+        inside = level[parent[level] >= 0]
+        np.add.at(readers, parent[inside], np.where(kept[inside], tiles[inside], readers[inside]))
+    return kept, saved
+
+
+def _fitting(groups: PrefixGroups, kept: np.ndarray, saved: np.ndarray, tile_rows: int, num_rows: int) -> np.ndarray:
+    """Of the groups that save anything, those that save most, as many as the plan has room for."""
+    count, most_tiles, most_parts = groups.count, _most_tiles(num_rows), _most_group_parts(num_rows)
+    if -(-count[kept] // tile_rows).sum() <= most_tiles and count[kept].sum() <= most_parts:
+        return kept
+    best = np.argsort(np.where(kept, -saved, 0.0), kind="stable")[: int(kept.sum())]
+    fits = (np.cumsum(-(-count[best] // tile_rows)) <= most_tiles) & (np.cumsum(count[best]) <= most_parts)
+    fitting = np.zeros_like(kept)
+    fitting[best[fits]] = True
+    return fitting
+
+
+def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice) -> GroupedPlan:
+    """Cut R rows and what they share into parts.
+
+    Groups come first, longest splits first, then the rows' own parts, which so end last and find the others done.
+
+    Args:
+        seq_lens, slots: [R] integers, visible tokens and slot of each row.
+        choice: of the rows' groups.
+    """
+    lengths = seq_lens.astype(np.int64)
+    own = lengths - choice.own_begin
+    if choice.pieces is None:
+        share = _share(own, choice)
+        splits, own_splits = _group_splits(choice, share), np.maximum(-(-own // share), 1)
+    else:
+        length = choice.pieces.length
+        splits, own_splits = (choice.end - choice.begin) // length, np.maximum(-(-own // length), 1)
+    before = np.zeros(len(splits) + 1, dtype=np.int64)  # pieces of a group's rows ahead of its own; the last: of none
+    behind = np.append(splits, 0)
+    for group, around in choice.levels:
+        before[group] = behind[around]
+        behind[group] += before[group]
+    own_piece = np.zeros_like(lengths)
+    own_piece[choice.members] = behind[choice.inner]
+    pieces = own_piece + own_splits
+    part = np.cumsum(pieces) - pieces
+
+    members = np.zeros((len(lengths), MEMBER_FIELDS), dtype=np.int32)
+    _fill(members[: len(choice.members)], (choice.members, *np.stack((part, pieces, lengths))[:, choice.members]))
+
+    items = np.full((choice.num_items, PART_FIELDS), -1, dtype=np.int32)
+    order = np.argsort((choice.end - choice.begin) // -splits, kind="stable")
+    group, number = _numbered(order, (choice.tiles * splits)[order])
+    tiles, count = choice.tiles[group], choice.count[group]
+    split, tile = number // tiles, number % tiles  # tiles that read the same follow each other
+    each = -(-count // tiles)
+    first = choice.first[group] + tile * each
+    _fill(items[: len(group)], PartItem(
+        rows=np.minimum(each, count - tile * each), first=first, slot=slots[choice.members[first]],
+        **_places(choice, choice.begin[group], choice.end[group], split, splits[group]), piece=before[group] + split,
+        pieces=0, part=0, length=0,
+    ))
+    order = np.argsort(own // -own_splits, kind="stable")
+    row, split = _numbered(order, own_splits[order])
+    length = lengths[row]
+    _fill(items[len(group) : len(group) + len(row)], PartItem(
+        rows=0, first=row, slot=slots[row], **_places(choice, choice.own_begin[row], length, split, own_splits[row]),
+        piece=own_piece[row] + split, pieces=pieces[row], part=part[row], length=length,
+    ))
+    return GroupedPlan(items, members, choice.num_parts, choice.kernel.config)
+
+
+def _share(own: np.ndarray, choice: GroupChoice) -> int:
+    """Length to cut to, in positions of a row, so that programs end together; see `decode_work.split_length`."""
+    own = np.maximum(own, 1)
+    span, tiles, cta_slots = choice.end - choice.begin, choice.tiles, choice.kernel.cta_slots
+    total = int(own.sum()) + math.ceil(int((span * tiles).sum()) * TILE_COST)
+    share = max(MIN_SPLIT, -(-total // cta_slots))
+    if len(own) + int(tiles.sum()) > cta_slots:
+        return share
+    low, high = share, max(share, int(own.max()), math.ceil(int(span.max()) * TILE_COST))
+    while low < high:
+        middle = (low + high) // 2
+        if int((-(-own // middle)).sum() + (tiles * _uncapped_splits(span, middle)).sum()) <= cta_slots:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _uncapped_splits(span: np.ndarray, share: int) -> np.ndarray:
+    return -(-span // max(MIN_GROUP_SPLIT, math.ceil(share / TILE_COST)))
+
+
+def _group_splits(choice: GroupChoice, share: int) -> np.ndarray:
+    """Of each group; fewer, alike for all, where the rows' partial results would be too many."""
+    splits, count = _uncapped_splits(choice.end - choice.begin, share), choice.count
+    parts, most = int((splits * count).sum()), _most_group_parts(len(choice.own_begin))
+    if parts <= most:
+        return splits
+    least = int(count.sum())
+    return 1 + ((splits - 1) * (most - least)) // (parts - least)
+
+
+def _places(choice: GroupChoice, begin: np.ndarray, end: np.ndarray, split: np.ndarray,
+            splits: np.ndarray) -> dict[str, object]:
+    """Columns of `PartItem` for split number `split` of `splits` of positions `begin` to `end - 1`."""
+    if choice.pieces is None:
+        return {"begin": begin, "end": end, "split": split, "splits": splits}
+    begin = begin + split * choice.pieces.length
+    return {"begin": begin, "end": np.minimum(begin + choice.pieces.length, end), "split": 0, "splits": 1}
+
+
+def _numbered(what: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each of `what` as often as `counts` says, and a number from 0 on for each time."""
+    ends = np.cumsum(counts)
+    return np.repeat(what, counts), np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+
+
+def _fill(table: np.ndarray, columns: Iterable[object]) -> None:
+    for column, values in enumerate(columns):
+        table[:, column] = values

@@ -1,0 +1,1 @@
+"""A record of steps and requests over time, for a viewer of traces."""

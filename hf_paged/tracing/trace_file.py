@@ -1,0 +1,118 @@
+"""A file of trace events as Chrome and Perfetto read them, written while they come.
+
+The format is the JSON array of the trace event format: each event is an object whose ``ph`` says what it is ("X" a
+span, "B" and "E" the begin and end of one, "i" an instant, "C" counters, "M" a name). An array without its closing
+bracket is read as well, so that the file of a process that died can be looked at.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+import time
+from typing import Any
+
+from hf_paged import at_fork
+
+_BUFFER = 256  # events
+_open: set[TraceFile] = set()
+
+
+class TraceFile:
+    """Thread-safe. Times are seconds of `time.perf_counter`; in the file they are microseconds since it was opened.
+
+    Raises:
+        ValueError: another one that is open writes to this file.
+        OSError: the file cannot be opened; later, from the method that finds it out, that it cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = os.path.realpath(path)
+        if any(one.path == self.path for one in _open):
+            raise ValueError(f"path={os.fspath(path)!r}: expected a file that no other trace writes to")
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115  # closed by `close`
+        self._lock = threading.Lock()
+        self._began = time.perf_counter()
+        self._numbers = itertools.count(1)
+        self._lines: list[str] = []
+        self._is_open = True
+        self._file.write(b"[\n")
+        self._separator = b""
+        _open.add(self)
+        at_fork.register(self)
+
+    def next_number(self) -> int:
+        """1, 2, ..., each once."""
+        return next(self._numbers)
+
+    def span(self, pid: int, tid: int, name: str, begin: float, end: float, **args: Any) -> None:
+        """Something that lasted."""
+        ts = self._ns(begin)
+        dur = max(self._ns(end) - ts, 0)
+        self._add({"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": ts / 1e3, "dur": dur / 1e3, "args": args})
+
+    def begin(self, pid: int, tid: int, name: str, at: float, **args: Any) -> None:
+        """Something began; spans of its track lie in it until its `end`."""
+        self._add({"ph": "B", "pid": pid, "tid": tid, "name": name, "ts": self._ns(at) / 1e3, "args": args})
+
+    def end(self, pid: int, tid: int, name: str, at: float, **args: Any) -> None:
+        """What began last on the track ended."""
+        self._add({"ph": "E", "pid": pid, "tid": tid, "name": name, "ts": self._ns(at) / 1e3, "args": args})
+
+    def instant(self, pid: int, tid: int, name: str, at: float, **args: Any) -> None:
+        """Something happened on a track."""
+        self._add({"ph": "i", "s": "t", "pid": pid, "tid": tid, "name": name, "ts": self._ns(at) / 1e3, "args": args})
+
+    def counters(self, pid: int, name: str, at: float, **values: float) -> None:
+        """Values from now on, drawn one above the other."""
+        self._add({"ph": "C", "pid": pid, "tid": 0, "name": name, "ts": self._ns(at) / 1e3, "args": values})
+
+    def name_process(self, pid: int, name: str) -> None:
+        """The heading of tracks; those of lower numbers stand above."""
+        self._add({"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}})
+        self._add({"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}})
+
+    def name_track(self, pid: int, tid: int, name: str) -> None:
+        """The name of a track; those of lower numbers stand above."""
+        self._add({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}})
+        self._add({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+
+    def close(self) -> None:
+        """Write what is left; events that come later are dropped."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            _open.discard(self)
+            try:
+                self._flush()
+                self._file.write(b"\n]\n")
+            finally:
+                self._file.close()
+
+    def _ns(self, at: float) -> int:
+        return max(round((at - self._began) * 1e9), 0)  # what began before the file begins with it
+
+    def _add(self, event: dict[str, Any]) -> None:
+        line = json.dumps(event, separators=(",", ":"))
+        with self._lock:
+            if self._is_open:
+                self._lines.append(line)
+                if len(self._lines) >= _BUFFER:
+                    self._flush()
+
+    def _flush(self) -> None:
+        if self._lines:
+            lines, self._lines = self._lines, []
+            left = memoryview(self._separator + ",\n".join(lines).encode())
+            while left:
+                left = left[self._file.write(left) :]
+            self._separator = b",\n"
+
+    def after_fork_in_child(self) -> None:
+        """The file is the parent's."""
+        self._lock = threading.Lock()
+        self._is_open, self._lines = False, []
+        _open.discard(self)

@@ -1,0 +1,229 @@
+"""The kernel that reads shared prefixes once, in the interpreter and compiled, against attention in float64."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from paged_cases import expected, make_case, random_groups, run_poisoned, worst_error
+
+from hf_paged.kernels.attention import grouped_work
+from hf_paged.kernels.attention.backends import BACKENDS
+from hf_paged.kernels.attention.grouped_decode import _grouped_kernel, grouped_config, paged_attention_grouped
+from hf_paged.kernels.attention.grouped_work import FixedPieces, Kernel, choose_groups, plan_groups
+from hf_paged.kernels.attention.metadata import GroupedConfig, GroupedWork
+from hf_paged.scheduler.prefix_groups import PrefixGroups
+
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(autouse=True)
+def every_group_pays(monkeypatch):
+    monkeypatch.setattr(grouped_work, "PIECE_COST", 0)
+    monkeypatch.setattr(grouped_work, "TILE_COST", 0.5)
+
+
+def planned(case, groups, config, cta_slots=9, pieces=None):
+    """The case with the plan of a grouped step, and its parts' memory poisoned."""
+    lengths = np.array([length for _, length in case.rows])
+    device, heads = case.q.device, case.q.shape[1] // case.k_cache.shape[2]
+    kernel = Kernel(config, config.block_m // heads, cta_slots, positions_worth_it=1)
+    choice = choose_groups(groups, len(lengths), kernel, pieces)
+    assert choice is not None
+    plan = plan_groups(lengths, case.meta.slots.cpu().numpy(), choice)
+    arrivals = torch.zeros(len(lengths) * case.k_cache.shape[2], dtype=torch.int32, device=device)
+    items, members = (torch.from_numpy(array).to(device) for array in (plan.items, plan.members))
+    work = GroupedWork(items, members, arrivals, plan.num_parts, config)
+    return case._replace(meta=case.meta._replace(work=work))
+
+
+def drawn(seed, count, longest, block_size):
+    """Rows of one new token, padding among them, and their groups."""
+    r = random.Random(seed)
+    while True:
+        lengths = [r.choice([0, r.randint(1, 30), *[r.randint(block_size + 1, longest)] * 6]) for _ in range(count)]
+        groups = random_groups(r, lengths, block_size)
+        if groups is not None:
+            return r, [(1, length) for length in lengths], groups
+
+
+def checked(case):
+    """What the kernel computes, twice over the same plan."""
+    outs = [run_poisoned(paged_attention_grouped, case) for _ in range(2)]
+    assert torch.equal(*outs)
+    assert not case.meta.work.arrivals.any(), "the counters are as the next step needs them"
+    assert worst_error(outs[0], expected(case)) < TOLERANCE[case.q.dtype]
+    return outs[0]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("seed", range(16))
+def test_random_trees(seed):
+    block_size = [16, 32, 64, 128][seed % 4]
+    r, rows, groups = drawn(seed, 6, max(200, 2 * block_size), block_size)
+    kv_heads = r.choice([1, 2])
+    head_dim = [32, 64, 80, 128][seed // 4]
+    case = make_case(
+        rows, seed=seed, groups=groups, heads=kv_heads * r.choice([1, 2, 3, 8]), kv_heads=kv_heads, head_dim=head_dim,
+        block_size=block_size, window=[None, 1, 33, 100][(seed + seed // 4) % 4],
+        softcap=None if seed % 3 == 1 else r.choice([None, 3.0]), sinks=seed % 3 == 1,
+        dtype=r.choice([torch.float32, torch.float16]),
+    )
+    config = GroupedConfig(r.choice([16, 32]), r.choice([16, 32]), 2, 16, 2, 4, 3)
+    checked(planned(case, groups, config, cta_slots=r.choice([1, 9, 40])))
+
+
+def shared(rows, length):
+    """All rows share that many positions."""
+    numbers = np.array([[0], [rows], [0], [length]], np.int32)
+    return PrefixGroups(np.arange(rows, dtype=np.int32), *numbers)
+
+
+CONFIG = GroupedConfig(16, 16, 2, 16, 2, 4, 3)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("window", [None, 40, 170])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_group_of_several_tiles_and_splits(monkeypatch, window, sinks):
+    """The first rows see less of the prefix than the last ones, or nothing of it."""
+    monkeypatch.setattr(grouped_work, "MIN_GROUP_SPLIT", 16)
+    rows = [(1, 150 + 20 * i) for i in range(6)]
+    groups = shared(6, 144)
+    case = make_case(rows, seed=1, groups=groups, heads=4, kv_heads=1, window=window, sinks=sinks)
+    case = planned(case, groups, CONFIG, cta_slots=60)
+    items = case.meta.work.items
+    assert items[:, 0].max() == 3, "tiles of few rows, so that there are several"
+    assert items[items[:, 0] > 0, 6].max() > 1
+    checked(case)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("window", [None, 50])
+def test_fixed_pieces(window):
+    groups = shared(3, 112)
+    case = make_case([(1, 120), (1, 200), (1, 113), (1, 64)], seed=2, groups=groups, window=window)
+    checked(planned(case, groups, CONFIG, pieces=FixedPieces(32, 200)))
+
+
+@pytest.mark.interpreted
+def test_a_scale_that_turns_scores_around():
+    groups = shared(2, 64)
+    case = make_case([(1, 70), (1, 90)], seed=3, groups=groups)
+    for scale in (-0.3, 0.0):
+        checked(planned(case._replace(options=case.options.__class__(scale)), groups, CONFIG))
+
+
+@pytest.mark.interpreted
+@pytest.mark.usefixtures("guarded_outputs")
+def test_nothing_is_written_outside():
+    groups = shared(5, 48)
+    case = planned(make_case([(1, 50 + i) for i in range(5)], seed=4, groups=groups, head_dim=80), groups, CONFIG)
+    out = paged_attention_grouped(*case[:5])
+    assert worst_error(out, expected(case)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.interpreted
+def test_a_backend_takes_the_kernel_that_the_plan_is_for(monkeypatch):
+    groups = shared(2, 64)
+    case = planned(make_case([(1, 70), (1, 90)], seed=5, groups=groups), groups, CONFIG)
+    for name in ("triton", "flash_attn"):
+        monkeypatch.setattr("hf_paged.kernels.attention.backends.paged_attention_decode", None)
+        assert torch.equal(BACKENDS[name].run(*case[:5]), paged_attention_grouped(*case[:5]))
+
+
+def test_the_reference_reads_every_row_for_itself():
+    groups = shared(2, 64)
+    case = planned(make_case([(1, 70), (1, 90)], seed=5, groups=groups), groups, CONFIG)
+    assert BACKENDS["torch"].choose_groups(groups, 2, 4, 2, 32, torch.float32, case.q.device) is None
+    assert worst_error(BACKENDS["torch"].run(*case[:5]), expected(case)) < TOLERANCE[torch.float32]
+
+
+GPU_SHAPES = [(d, torch.bfloat16) for d in (32, 64, 80, 128, 256)] + [(128, torch.float16), (64, torch.float32),
+                                                                       (256, torch.float32)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "dtype"), GPU_SHAPES, ids=str)
+def test_gpu_random_trees(head_dim, dtype):
+    tolerance = {torch.float32: 1e-5}.get(dtype, TOLERANCE[dtype])
+    r = random.Random(f"{head_dim}{dtype}")
+    kv_heads, heads_each = r.choice([1, 2, 8]), r.choice([1, 2, 3, 4, 8])
+    for seed, most_rows in enumerate((8, 300)):
+        block_size, window = (16, None) if seed == 0 else (r.choice([32, 256]), 700)
+        _, rows, groups = drawn(seed, most_rows, 1500, block_size)
+        case = make_case(
+            rows, seed=seed, groups=groups, heads=kv_heads * heads_each, kv_heads=kv_heads, head_dim=head_dim,
+            block_size=block_size, window=window, softcap=30.0 if seed else None, sinks=not seed, dtype=dtype,
+            device="cuda",
+        )
+        right = expected(case)
+        config = grouped_config(case.q.shape[2] if head_dim != 80 else 128, dtype.itemsize, heads_each, most_rows,
+                                227 << 10)
+        for cta_slots in (9, 66):
+            work = planned(case, groups, config, cta_slots=cta_slots)
+            outs = [run_poisoned(paged_attention_grouped, work) for _ in range(5)]
+            assert worst_error(outs[0], right) < tolerance
+            assert all(torch.equal(outs[0], out) for out in outs[1:]), "whoever joins a row, the result is the same"
+            assert not work.meta.work.arrivals.any()
+
+
+@pytest.mark.gpu
+def test_gpu_large_groups_joined_by_whoever_is_last():
+    """Own parts far shorter, and far longer, than the group's splits; some compute units are kept busy otherwise."""
+    for own, prefix in ((8, 16384), (1500, 512)):
+        rows, groups = [(1, prefix + 1 + i % own) for i in range(96)], shared(96, prefix)
+        case = make_case(rows, seed=own, groups=groups, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16,
+                         device="cuda")
+        work = planned(case, groups, grouped_config(128, 2, 2, 96, 227 << 10), cta_slots=49)
+        side, noise = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+        outs = []
+        for i in range(20):
+            with torch.cuda.stream(side):
+                for _ in range(i % 4):
+                    noise @ noise
+            outs.append(run_poisoned(paged_attention_grouped, work))
+        torch.cuda.synchronize()
+        assert all(torch.equal(outs[0], out) for out in outs[1:])
+        plain = BACKENDS["triton"].run(*case[:5])
+        assert worst_error(outs[0], plain.double()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+def test_gpu_a_graph_serves_every_plan_of_its_size_and_compiles_nothing():
+    def compiled():
+        return sum(len(c[0]) for c in _grouped_kernel.device_caches.values())
+
+    cases = []
+    for seed in range(3):
+        _, rows, groups = drawn(seed, 24, 900, 16)
+        case = make_case(rows, seed=seed, groups=groups, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16,
+                         device="cuda")
+        cases.append(planned(case, groups, grouped_config(128, 2, 2, 24, 227 << 10), cta_slots=49))
+    widest = max(case.meta.block_table.shape[1] for case in cases)
+    most_blocks = max(len(case.k_cache) for case in cases)
+    q, table, lens, slots = (torch.empty_like(x) for x in (
+        cases[0].q, torch.empty(len(cases[0].meta.block_table), widest, dtype=torch.int32, device="cuda"),
+        cases[0].meta.seq_lens, cases[0].meta.slots))
+    k, v = (torch.full((most_blocks, 16, 8, 128), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    work = GroupedWork(*(x.clone() if isinstance(x, torch.Tensor) else x for x in cases[0].meta.work))
+    meta = cases[0].meta._replace(block_table=table, seq_lens=lens, slots=slots, work=work)
+    out = torch.empty(q.shape, dtype=q.dtype, device="cuda")
+    graph, before = None, 0
+    for case in cases:
+        q.copy_(case.q)
+        theirs, width, blocks = case.meta, case.meta.block_table.shape[1], len(case.k_cache)
+        for mine, new in ((table[:, :width], theirs.block_table), (lens, theirs.seq_lens), (slots, theirs.slots),
+                          (k[:blocks], case.k_cache), (v[:blocks], case.v_cache), (work.items, theirs.work.items),
+                          (work.members, theirs.work.members)):
+            mine.copy_(new)
+        if graph is None:
+            paged_attention_grouped(q, k, v, meta, case.options, out=out)
+            torch.cuda.synchronize()
+            graph, before = torch.cuda.CUDAGraph(), compiled()
+            with torch.cuda.graph(graph):
+                paged_attention_grouped(q, k, v, meta, case.options, out=out)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert worst_error(out, expected(case)) < TOLERANCE[torch.bfloat16]
+    assert compiled() == before

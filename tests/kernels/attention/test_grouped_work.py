@@ -1,0 +1,192 @@
+"""The plan of a step whose rows share prefixes covers what each row sees once, in order, within fixed sizes."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_cases import random_groups
+
+from hf_paged.kernels.attention import grouped_work
+from hf_paged.kernels.attention.grouped_decode import grouped_config, grouped_kernel_of
+from hf_paged.kernels.attention.grouped_work import MIN_GROUP_SPLIT, FixedPieces, Kernel, choose_groups, plan_groups
+from hf_paged.kernels.attention.metadata import GroupedConfig, Member, PartItem
+from hf_paged.scheduler.prefix_groups import PrefixGroups
+
+CONFIG = GroupedConfig(64, 64, 2, 64, 2, 4, 3)
+NOTHING = PrefixGroups(*(np.zeros(0, np.int32) for _ in range(5)))
+SIZES = {"tile_rows": st.sampled_from([2, 5, 16, 32]), "cta_slots": st.sampled_from([1, 9, 49, 200])}
+
+
+def drawn(seed, most_rows=40, longest=3000, block_size=16):
+    """Lengths of rows and their groups."""
+    r = random.Random(seed)
+    lengths = [r.choice([0, r.randint(1, 40), r.randint(1, longest)]) for _ in range(r.randint(2, most_rows))]
+    return np.array(lengths), random_groups(r, lengths, block_size)
+
+
+def plan(lengths, groups, cta_slots=49, worth=1, tile_rows=32, pieces=None):
+    lengths = np.array(lengths)
+    choice = choose_groups(groups, len(lengths), Kernel(CONFIG, tile_rows, cta_slots, worth), pieces)
+    return None if choice is None else plan_groups(lengths, np.arange(len(lengths)) + 7, choice)
+
+
+def sizes(rows, cta_slots):
+    """Of the arrays of a plan: as many items, and places for parts, whatever the lengths and groups."""
+    return rows + max(rows // 2, min(rows, 16)) + cta_slots, rows + cta_slots + 2 * rows + 512
+
+
+def cut(begin, end, split, splits, tile=16):
+    """The kernel's arithmetic, with tiles as small as they may be."""
+    tiles = max(-(-(-(-end // tile) - begin // tile) // splits), 1)
+    first = (begin // tile + split * tiles) * tile
+    return max(first, begin), min(first + tiles * tile, end)
+
+
+def pieces_of(plan, rows):
+    """[(piece, begin, end)] of each row, and its part and number of pieces as items and members have them."""
+    pieces, said = [[] for _ in range(rows)], [set() for _ in range(rows)]
+    for values in plan.items.tolist():
+        item = PartItem(*values)
+        if item.rows < 0:
+            assert values == [-1] * len(values)
+            continue
+        begin, end = cut(item.begin, item.end, item.split, item.splits)
+        mine = [item.first]
+        if item.rows:
+            members = [Member(*plan.members[item.first + i].tolist()) for i in range(item.rows)]
+            mine = [member.row for member in members]
+            assert item.slot - 7 in mine, "the positions are those of one of the tile's rows"
+            for member in members:
+                said[member.row].add((member.part, member.pieces, member.length))
+        else:
+            assert item.slot == item.first + 7
+            said[item.first].add((item.part, item.pieces, item.length))
+        for row in mine:
+            pieces[row].append((item.piece, begin, end))
+    return pieces, said
+
+
+def check(plan, lengths, size, most_parts):
+    assert len(plan.items) == size
+    assert plan.num_parts == most_parts
+    assert len(plan.members) == len(lengths)
+    pieces, said = pieces_of(plan, len(lengths))
+    parts = []
+    for row, length in enumerate(lengths.tolist()):
+        mine = sorted(pieces[row])
+        assert [piece for piece, _, _ in mine] == list(range(len(mine))), "numbered from 0 on, each once"
+        at = 0
+        for _, begin, end in mine:
+            if begin < end:
+                assert begin == at, "every position once, in order"
+                at = end
+        assert at == length
+        (part, count, said_length), = said[row]
+        assert (count, said_length) == (len(mine), length)
+        parts.extend(range(part, part + count))
+    assert len(set(parts)) == len(parts)
+    assert max(parts) < most_parts
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 10**6), **SIZES)
+def test_every_position_of_every_row_is_in_one_piece(seed, tile_rows, cta_slots):
+    lengths, groups = drawn(seed)
+    if groups is None:
+        return
+    found = plan(lengths, groups, cta_slots, tile_rows=tile_rows)
+    if found is None:
+        return
+    assert (found.items[:, 0] > 0).any()
+    assert found.items[:, 0].max() <= tile_rows
+    check(found, lengths, *sizes(len(lengths), cta_slots))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6), SIZES["tile_rows"], st.sampled_from([16, 128, 1024]))
+def test_fixed_pieces_of_a_row_depend_on_its_length_alone(seed, tile_rows, piece_length):
+    lengths, groups = drawn(seed)
+    cuts = []
+    for some in (groups or NOTHING, NOTHING):
+        found = plan(lengths, some, tile_rows=tile_rows, pieces=FixedPieces(piece_length, 4000))
+        most = len(lengths) * -(-4000 // piece_length)
+        check(found, lengths, most, most)
+        cuts.append([sorted(pieces) for pieces in pieces_of(found, len(lengths))[0]])
+    assert cuts[0] == cuts[1]
+    for length, pieces in zip(lengths.tolist(), cuts[0], strict=True):
+        begins = range(0, max(length, 1), piece_length)
+        assert pieces == [(i, begin, min(begin + piece_length, length)) for i, begin in enumerate(begins)]
+
+
+def group_of(rows, shared):
+    """Rows that share their beginning."""
+    numbers = np.array([[0], [rows], [0], [shared]], np.int32)
+    return PrefixGroups(np.arange(rows, dtype=np.int32), *numbers)
+
+
+def test_what_saves_little_is_read_row_by_row():
+    assert plan([144] * 2, group_of(2, 16)) is None, "joining costs more than 16 positions"
+    assert plan([4000] * 16, group_of(16, 2048)) is not None
+    assert plan([4000] * 16, group_of(16, 2048), worth=16 * 2048) is None, "a step has to save enough as a whole"
+
+
+def test_a_group_in_a_group_may_be_all_that_pays():
+    """Two pairs of four rows share much, the four have one block in common: the pairs read that, too."""
+    groups = PrefixGroups(np.arange(4, dtype=np.int32), *np.array(
+        [(0, 4, 0, 16), (0, 2, 16, 2048), (2, 2, 16, 2048)], np.int32).T)
+    items = [PartItem(*values) for values in plan([2100] * 4, groups).items.tolist()]
+    assert {(item.first, item.begin, item.end) for item in items if item.rows == 2} == {(0, 0, 2048), (2, 0, 2048)}
+    assert not [item for item in items if item.rows == 4]
+
+
+def test_tiles_of_a_large_group_have_about_equal_rows_and_follow_each_other():
+    items = [PartItem(*values) for values in plan([1100] * 70, group_of(70, 1024)).items.tolist()]
+    tiles = [item for item in items if item.rows > 0]
+    assert [item.rows for item in tiles[:3]] == [24, 24, 22]
+    assert [item.first for item in tiles[:3]] == [0, 24, 48]
+    assert [item.split for item in tiles] == sorted(item.split for item in tiles)
+
+
+def test_few_rows_are_cut_until_all_programs_have_work_but_no_shorter_than_worth_it():
+    items = plan([20000] * 2, group_of(2, 16384)).items
+    assert 40 <= (items[:, 0] >= 0).sum() <= 49
+    splits = [item for item in map(PartItem._make, plan([1100] * 2, group_of(2, 1024)).items.tolist()) if item.rows > 0]
+    assert len(splits) == 1024 // MIN_GROUP_SPLIT
+
+
+def test_many_groups_of_two_fit():
+    """As many as there can be outside of each other."""
+    rows = 300
+    pairs = np.array([(i, 2, 0, 512) for i in range(0, rows, 2)], np.int32).T
+    items = plan([600] * rows, PrefixGroups(np.arange(rows, dtype=np.int32), *pairs)).items
+    assert (items[:, 0] == 2).sum() == rows // 2
+
+
+def test_deep_nesting_is_cut_off_where_parts_run_out(monkeypatch):
+    """Each row shares with all rows before it, and a group is kept for what it saves."""
+    monkeypatch.setattr(grouped_work, "PIECE_COST", 0)
+    rows = 600
+    chain = np.array([(i, rows - i, i * 16, i * 16 + 16) for i in range(rows - 1)], np.int32).T
+    lengths = [16 * min(i + 1, rows - 1) + 5 for i in range(rows)]
+    groups = PrefixGroups(np.arange(rows, dtype=np.int32), *chain)
+    check(plan(lengths, groups), np.array(lengths), *sizes(rows, 49))
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tiles_hold_a_row_at_least(itemsize):
+    for head_dim_pad in (16, 32, 64, 128, 256):
+        for group in (1, 3, 16, 71, 200):
+            for shared in (99 << 10, 227 << 10):
+                config = grouped_config(head_dim_pad, itemsize, group, 500, shared)
+                assert config.block_m >= group
+                assert config.block_m // group >= 1
+
+
+def test_a_device_has_its_own_plan():
+    """On a CPU one multiprocessor, whose slots two rows fill: nothing is cut."""
+    kernel = grouped_kernel_of(2, 4, 2, 64, torch.float16, torch.device("cpu"))
+    found = plan_groups(np.array([3000] * 2), np.arange(2), choose_groups(group_of(2, 2048), 2, kernel))
+    assert found.items[:, PartItem._fields.index("splits")].max() <= 2
