@@ -297,6 +297,22 @@ class PagedGenerator:
         `Engine.named_weights`."""
         return self.engine.named_weights()
 
+    def load_adapter(self, name: str, adapter: Any, config: Any = None) -> None:
+        """Give the model a LoRA adapter, on all its ranks, which prompts may name by ``adapter_names``.
+
+        As `Engine.load_adapter`, which says more.
+
+        Args:
+            name: the adapter's.
+            adapter: a directory or hub id of what PEFT saved, or its state dict.
+            config: a LoraConfig or its dict; needed with a state dict.
+        """
+        self.engine.load_adapter(name, adapter, config)
+
+    def delete_adapter(self, name: str) -> None:
+        """Take a LoRA adapter off the model, on all its ranks; see `Engine.delete_adapter`."""
+        self.engine.delete_adapter(name)
+
     def close(self) -> None:
         """Disable the model and free the KV pool; the model stays usable. Safe to call twice, and done when
         garbage-collected. Calls that wait in other threads and tasks end with `EngineClosedError`."""

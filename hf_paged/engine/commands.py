@@ -177,11 +177,11 @@ class CommandQueue:
         with self._guarded():
             yield
 
-    def end_hold(self) -> None:
-        """The ranks that only follow have been sent all weights."""
+    def tell(self, what: Any) -> None:
+        """To ranks that only follow, while `HoldForWeights` holds them; None: what holds them is over."""
         if self.group.driven and self.group.rank == 0 and self.over is None:
             with self._guarded():
-                self.group.broadcast(None)
+                self.group.broadcast(what)
 
     def _exchange(self) -> list[tuple[Command, Any]]:
         """Take part in one broadcast, and again while carrying it out commits a step whose control flag is set."""

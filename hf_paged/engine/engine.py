@@ -35,7 +35,7 @@ from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.engine.observer import Observer
 from hf_paged.engine.session import NewRequest, Session, is_copy
 from hf_paged.engine.stopping import CachedStopStrings, StopRule, deadline_after
-from hf_paged.engine.weight_transfer import WeightLoader, buckets
+from hf_paged.engine.weight_transfer import NewAdapter, NoAdapter, WeightLoader, buckets
 from hf_paged.errors import (
     EngineClosedError,
     PartlyLoadedError,
@@ -58,6 +58,7 @@ from hf_paged.options.settings import (
     settings_from_config,
 )
 from hf_paged.outputs import EngineStats, StepOutput
+from hf_paged.parallel.adapters import add_adapter, has_adapter, read_adapter, remove_adapter
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.peers import connect
 from hf_paged.runner.device import DevicePool
@@ -593,7 +594,7 @@ class Engine:
                     yield
             finally:
                 try:
-                    self._commands.end_hold()
+                    self._commands.tell(None)
                     self._core.follow_stream()
                     self._core.weights_written()
                 finally:
@@ -633,23 +634,80 @@ class Engine:
 
     def _load_on_every_rank(self, loader: WeightLoader, weights: Any) -> None:
         """No rank writes before all have checked what can be, and none succeeds alone."""
-        pairs: Any = ()
+        pairs = self._agreed(lambda: loader.checked(weights), loader)
+        self._agreed(lambda: loader(pairs), loader)
 
-        def check() -> None:
-            nonlocal pairs
-            pairs = loader.checked(weights)
+    def _agreed(self, work: Callable[[], Any], loader: WeightLoader | None = None) -> Any:
+        """Done on every rank that runs this script, or raised on all of them."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        if self.group.any(error is not None) and error is None:
+            what = "another rank could not load the weights that it was given"
+            written = () if loader is None else loader.written
+            error = PartlyLoadedError(what, written) if written else ValueError(what)
+        if error is not None:
+            raise error
+        return result
 
-        for work in (check, lambda: loader(pairs)):
-            error: Exception | None = None
+    def load_adapter(self, name: str, adapter: Any, config: Any = None) -> None:
+        """Give the model a LoRA adapter, which rows may name and which is not active; as one `weight_update`.
+
+        Every rank of a sharded model has its part of it. PEFT has to be installed. It takes a LoraConfig whose targets
+        are linear layers of the decoder; those of embeddings, head or experts, and variants (DoRA), are refused.
+
+        Args:
+            name: the adapter's, for `adapter_names` and `adapter_name`.
+            adapter: a directory or hub id of what PEFT saved, or its state dict by PEFT's names.
+            config: a LoraConfig or its dict; needed with a state dict.
+
+        Raises:
+            ValueError, TypeError: the name is taken, or the adapter is none for this model; the model has none of it.
+            RuntimeError: as from `weight_update`; a model that its trainer shards.
+        """
+        self._check_holds_weights()
+        with self.weight_update():
+            if self.group.is_parallel and not self.group.driven:
+                settings, tensors = self._agreed(lambda: read_adapter(name, adapter, config))
+                names = self._agreed(lambda: add_adapter(self.model, name, settings))
+                group = SINGLE
+            else:
+                settings, tensors = read_adapter(name, adapter, config)
+                names, group = add_adapter(self.model, name, settings), self.group
+            is_sent = False
             try:
-                work()
-            except Exception as raised:
-                error = raised
-            if self.group.any(error is not None) and error is None:
-                what = "another rank could not load the weights that it was given"
-                error = PartlyLoadedError(what, loader.written) if loader.written else ValueError(what)
-            if error is not None:
-                raise error
+                loader = WeightLoader(self.model, group, self._commands.together, only=frozenset(names))
+                if self.group.is_parallel and not self.group.driven:
+                    self._load_on_every_rank(loader, tensors)
+                else:
+                    pairs = loader.checked(tensors)
+                    is_sent = True
+                    self._commands.tell(NewAdapter(name, settings))
+                    loader(pairs)
+            except BaseException:
+                remove_adapter(self.model, name)
+                if is_sent:
+                    self._commands.tell(NoAdapter(name))
+                raise
+
+    def delete_adapter(self, name: str) -> None:
+        """Take a LoRA adapter off the model, on all its ranks; as one `weight_update`.
+
+        Requests that name it, and have not ended, end with ``finish_reason="error"``.
+
+        Raises:
+            ValueError: the model has no adapter of this name.
+            RuntimeError: as from `load_adapter`.
+        """
+        self._check_holds_weights()
+        if not has_adapter(self.model, name):
+            known = ", ".join(map(repr, self.adapter_names)) or "none, since the model has no adapter"
+            raise ValueError(f"name={name!r:.200}: expected one of {known}")
+        with self.weight_update():
+            remove_adapter(self.model, name)
+            self._commands.tell(NoAdapter(name))
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The unsharded model's `state_dict`, one tensor after the other: names, and whole tensors on the host.

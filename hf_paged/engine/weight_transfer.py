@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hf_paged.errors import PartlyLoadedError
+from hf_paged.parallel.adapters import add_adapter, remove_adapter
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.named_weights import Covers, NamedWeights, check_tensor, write
 
 # What `named_weights` brings from the ranks at a time.
 BUCKET_BYTES = 256 << 20
+
+
+class Tensor(NamedTuple):
+    """Its rows follow. `is_known`: another name brought what it covers, which it is compared with."""
+
+    name: str
+    is_known: bool
+
+
+class NewAdapter(NamedTuple):
+    """Its tensors follow."""
+
+    name: str
+    config: Any
+
+    def apply(self, model: Any) -> None:
+        add_adapter(model, self.name, self.config)
+
+
+class NoAdapter(NamedTuple):
+    """It is gone."""
+
+    name: str
+
+    def apply(self, model: Any) -> None:
+        remove_adapter(model, self.name)
 
 
 class WeightLoader:
@@ -24,12 +51,13 @@ class WeightLoader:
         group: over whose ranks tensors are sent; `SINGLE` where each rank is given them itself.
         together: entered for each tensor that is sent.
         partial: some tensors may be missing.
+        only: names of the tensors that may come, if not all may.
     """
 
     def __init__(self, model: Any, group: ParallelGroup, together: Callable[[], AbstractContextManager], *,
-                 partial: bool) -> None:
+                 partial: bool = False, only: Collection[str] | None = None) -> None:
         self._weights = NamedWeights(model)
-        self._group, self._together, self._partial = group, together, partial
+        self._group, self._together, self._partial, self._only = group, together, partial, only
         self._covered: set[Covers] = set()
         self._written: list[str] = []
 
@@ -78,6 +106,8 @@ class WeightLoader:
         name, tensor = pair
         if isinstance(name, str) and self._weights.is_ignored(name):
             return None
+        if self._only is not None and name not in self._only:
+            raise ValueError(f"{name!r} is no tensor of the adapter that its config describes")
         check_tensor(name, tensor, self._weights)
         return self._weights.place(name)
 
@@ -87,7 +117,7 @@ class WeightLoader:
         name, tensor = str.__str__(pair[0]), pair[1]
         is_known = place.covers in self._covered
         with self._together():
-            self._group.broadcast((name, is_known))
+            self._group.broadcast(Tensor(name, is_known))
             same = write(place, tensor.detach(), self._group, compare=is_known)
         if is_known and not same:
             raise _unequal(name, place.covers.name)
@@ -95,9 +125,11 @@ class WeightLoader:
         self._written.append(name)
 
     def _check_complete(self, covered: set[Covers]) -> None:
-        if not self._partial and (missing := self._weights.missing(covered)):
+        missing = [] if self._partial else self._weights.missing(covered)
+        if missing := [name for name in missing if self._only is None or name in self._only]:
             others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-            raise ValueError(f"weights lack {missing[0]!r}{others}: expected every tensor of the model, or partial=True")
+            what = "the model, or partial=True" if self._only is None else "the adapter"
+            raise ValueError(f"weights lack {missing[0]!r}{others}: expected every tensor of {what}")
 
 
 def _unequal(name: str, other: str) -> ValueError:
@@ -106,12 +138,15 @@ def _unequal(name: str, other: str) -> ValueError:
 
 
 def receive(model: Any, group: ParallelGroup) -> None:
-    """Take part in what rank 0's `WeightLoader` writes, until its update is over."""
+    """Take part in what rank 0 does with the weights, until its update is over."""
     weights: NamedWeights | None = None
-    while (header := group.broadcast()) is not None:
-        weights = weights or NamedWeights(model)
-        name, is_known = header
-        write(weights.place(name), None, group, compare=is_known)
+    while (what := group.broadcast()) is not None:
+        if isinstance(what, Tensor):
+            weights = weights or NamedWeights(model)
+            write(weights.place(what.name), None, group, compare=what.is_known)
+        else:
+            weights = None
+            what.apply(model)
 
 
 def buckets(model: Any) -> Iterator[tuple[str, ...]]:

@@ -162,3 +162,29 @@ def load_weights(group: ParallelGroup, path: str, state: dict[str, torch.Tensor]
     assert model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False).tolist() == tokens
     hf_paged.disable(model)
     return result
+
+
+def load_adapter(group: ParallelGroup, path: str, prompts: list[list[int]], count: int) -> dict[str, Any]:
+    """Tokens under an adapter that every rank loads, and without it; then one that a rank alone cannot load."""
+    model = load(f"{path}/base", group, device="cpu")
+    hf_paged.enable(model, num_blocks=64)
+    engine = hf_paged.get_engine(model)
+
+    def made(name: str | None) -> list[list[int]]:
+        config, found = GenerationConfig(max_new_tokens=count), {}
+        asked = [engine.add_request(prompt, config, adapter_name=name) for prompt in prompts]
+        while engine.has_unfinished():
+            found.update((o.request_id, o.completion.token_ids) for o in engine.step() if o.completion)
+        return [found[i] for i in asked]
+
+    engine.load_adapter("red", f"{path}/red")
+    result: dict[str, Any] = {"rank": group.rank, "tokens": made("red")}
+    try:
+        engine.load_adapter("blue", f"{path}/blue" if group.rank == 0 else 3)
+    except (TypeError, ValueError) as error:
+        result["error"] = type(error).__name__
+    assert engine.adapter_names == ("red",) and made("red") == result["tokens"]
+    engine.delete_adapter("red")
+    result["base"] = made(None)
+    hf_paged.disable(model)
+    return result
