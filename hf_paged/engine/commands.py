@@ -101,6 +101,7 @@ class CommandQueue:
         self.followers = Session(stream=False, text=False)
         self.expected: dict[str, Request] = {}
         self._queue: list[Command] = []
+        self._is_held = False  # by rank 0, for its caller's writes
         self._deadlines: dict[str, float] = {}
 
     def enqueue(self, command: Command) -> None:
@@ -192,7 +193,12 @@ class CommandQueue:
             for command in self.group.broadcast(commands):
                 carried_out.append((command, self._apply(command)))
             if not self._core.control_flag:
-                return carried_out
+                break
+        if self._is_held:  # not before: the step that was drained may have brought one more broadcast
+            self._is_held = False
+            receive(self._core.model, self.group)
+            self._core.weights_written()
+        return carried_out
 
     def _apply(self, command: Command) -> Any:
         """What a command does on this rank."""
@@ -209,9 +215,7 @@ class CommandQueue:
             return core.scheduler.reset_prefix_cache() if core.scheduler else True
         elif isinstance(command, HoldForWeights):
             core.drain()
-            if self.group.driven and self.group.rank > 0:
-                receive(core.model, self.group)
-                core.weights_written()
+            self._is_held = self.group.driven and self.group.rank > 0
         elif isinstance(command, GatherWeights):
             weights = NamedWeights(core.model)
             return [gather(weights, name, self.group) for name in command.names]

@@ -105,7 +105,10 @@ def remove_adapter(model: Any, name: str) -> None:
             if not _held(layer):
                 owner, _, key = path.rpartition(".")
                 setattr(model.get_submodule(owner), key, layer.base_layer)
-    getattr(model, "peft_config", {}).pop(name, None)
+    configs = getattr(model, "peft_config", {})
+    configs.pop(name, None)
+    if not configs and "peft_config" in vars(model):
+        del model.peft_config
 
 
 def has_adapter(model: Any, name: str) -> bool:

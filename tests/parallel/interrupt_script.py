@@ -1,8 +1,8 @@
 """A user who presses Ctrl-C again and again while a generator over two ranks works: one process, one set of ranks.
 
-    python interrupt_script.py CHECKPOINT
+    python interrupt_script.py CHECKPOINT OVERLAP
 
-A thread sends this process a real SIGINT at a random time of a call, in some rounds two. Prints how many calls of each
+OVERLAP: 1 where steps are launched before the last one is committed, as on a GPU, else 0. A thread sends this process a real SIGINT at a random time of a call, in some rounds two. Prints how many calls of each
 kind were interrupted, by round; an assertion or a hang ends it with another exit code.
 """
 
@@ -63,34 +63,34 @@ def updated(generator):
 
 
 def interrupted(work, delay, count):
-    """The result of `work`, or None where it was interrupted by `count` signals, the first after `delay` seconds."""
+    """Call `work` again and again, until `count` signals have come, the first after `delay` seconds."""
     def send():
         time.sleep(delay)
         for _ in range(count):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(2e-4)
 
-    sender, result = threading.Thread(target=send), None
+    sender, times = threading.Thread(target=send), 0
     try:
         try:
             sender.start()
-            result = work()
-            sender.join()
-            time.sleep(0.01)
+            while True:
+                work()
         except KeyboardInterrupt:
+            times += 1
             sender.join()
             time.sleep(0.01)
     except KeyboardInterrupt:
-        pass
+        times += 1
     sender.join()
-    return result
+    return times
 
 
-def main(checkpoint):
+def main(checkpoint, overlap):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a runner in the background may have it ignored
     faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
     with PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2, max_num_seqs=6, num_blocks=24,
-                                        max_num_batched_tokens=40) as generator:
+                                        max_num_batched_tokens=40, overlap=overlap) as generator:
         engine, processes = generator.engine, generator._workers[0].processes
         works = (generated, streamed, stepped, as_tensors, updated)
         expected = {work: work(generator) for work in works}
@@ -109,14 +109,18 @@ def main(checkpoint):
                 ids(generator.generate(PROMPTS[4:], max_new_tokens=2 * LENGTH))), args=(others,))
             if with_others := bool(rng.getrandbits(1)):
                 thread.start()
-            made = interrupted(lambda work=work: work(generator), rng.uniform(0, duration), 1 + seed % 2)
-            hits[work.__name__] += made is None
+            wrong = []
+
+            def call(work=work, wrong=wrong):
+                wrong += [made for made in [work(generator)] if made != expected[work]]
+
+            hits[work.__name__] += interrupted(call, rng.uniform(0, 2 * duration), 1 + seed % 2) > 0
             if with_others:
                 thread.join()
                 assert others == others_expected, (seed, "others")
             while engine.has_unfinished():  # of `stepped`: the caller still has these
                 engine.step()
-            assert made in (None, expected[work]), (seed, work)
+            assert not wrong, (seed, work, wrong)
             stats = engine.stats()
             assert (stats.num_running, stats.num_waiting) == (0, 0), (seed, stats)
             assert stats.num_free_blocks == stats.num_blocks - 1, (seed, stats)
@@ -128,4 +132,4 @@ def main(checkpoint):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2] == "1")

@@ -51,7 +51,7 @@ def tokens_of(model, prompt):
 
 @pytest.fixture(scope="module")
 def shared(folders):
-    with PagedGenerator.from_pretrained(folders / "base", tensor_parallel_size=2) as generator:
+    with PagedGenerator.from_pretrained(folders / "base", tensor_parallel_size=2, overlap=True) as generator:
         yield generator
 
 

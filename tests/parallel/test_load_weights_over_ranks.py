@@ -43,7 +43,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared(checkpoint):
-    with PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2) as generator:
+    """Steps overlap, as on a GPU: of those that carry the news of a command one more may be in flight."""
+    with PagedGenerator.from_pretrained(checkpoint, tensor_parallel_size=2, overlap=True) as generator:
         yield generator
 
 
@@ -86,7 +87,7 @@ def stream_over_a_load(generator, mode, cut):
 @pytest.mark.parametrize("mode", ["recompute", "keep"])
 def test_requests_that_run_go_on_as_in_one_process(generator, mode):
     tokens, cut = stream_over_a_load(generator, mode, 6)
-    assert cut in (6, 7)  # ranks hear of the load with a step that is under way
+    assert 6 <= cut <= 9  # ranks hear of the load with a step that is launched, and others are then under way
     with PagedGenerator(tiny_model(0, vocab_size=VOCAB)) as alone:
         assert stream_over_a_load(alone, mode, cut) == (tokens, cut)
     with PagedGenerator(tiny_model(0, vocab_size=VOCAB)) as alone:
