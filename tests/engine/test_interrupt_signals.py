@@ -55,8 +55,12 @@ def test_nothing_interrupts_what_it_unwinds():
     def work():
         try:
             with interrupts.let_through():
-                ctrl_c()
-                done.append("behind")
+                try:
+                    ctrl_c()
+                    done.append("behind")
+                finally:
+                    ctrl_c()
+                    done.append("unwound inside")
         finally:
             with interrupts.held_back():
                 ctrl_c()
@@ -64,7 +68,7 @@ def test_nothing_interrupts_what_it_unwinds():
 
     with pytest.raises(KeyboardInterrupt), interrupts.held_back():
         work()
-    assert done == ["unwound"]
+    assert done == ["unwound inside", "unwound"]
 
 
 def test_the_users_code_inside_is_interrupted_at_once_and_calls_of_it_are_not():
@@ -106,15 +110,22 @@ def test_another_error_does_not_swallow_it():
 
 def test_a_second_one_after_a_while_is_not_held_back(monkeypatch):
     """Something hangs: the user would have no way out."""
-    now = [0.0]
+    now, done = [0.0], []
     monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
-    with interrupts.held_back():
-        ctrl_c()
-        now[0] = interrupts._PATIENCE - 0.1
-        ctrl_c()
-        now[0] = interrupts._PATIENCE + 0.1
-        with pytest.raises(KeyboardInterrupt):
+
+    def hang():
+        with interrupts.held_back():
             ctrl_c()
+            now[0] = interrupts._PATIENCE - 0.1
+            ctrl_c()
+            done.append("held back")
+            now[0] = interrupts._PATIENCE + 0.1
+            ctrl_c()
+            done.append("not interrupted")
+
+    with pytest.raises(KeyboardInterrupt):
+        hang()
+    assert done == ["held back"]
 
 
 def test_a_handler_of_the_users_own_is_called_and_stays():
