@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from rank_processes import wait_or_kill
 
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 os.environ.update(ENVIRONMENT)
@@ -56,22 +57,7 @@ def run_ranks(options: argparse.Namespace) -> int:
             subprocess.Popen([*command, str(rank)], env=environment, start_new_session=True)
             for rank in range(options.size)
         ]
-        try:
-            while any(rank.poll() is None for rank in ranks):
-                failed = [(i, r.returncode) for i, r in enumerate(ranks) if r.poll() not in (None, 0)]
-                if failed:
-                    print(f"rank {failed[0][0]} ended with status {failed[0][1]}: the others are killed", flush=True)
-                    return 1
-                if time.monotonic() > until:
-                    print(f"not done after {options.seconds:.0f} s: all ranks are killed", flush=True)
-                    return 124
-                time.sleep(0.1)
-        finally:
-            for rank in ranks:
-                if rank.poll() is None:
-                    os.killpg(rank.pid, signal.SIGKILL)
-                rank.wait()
-    return int(any(rank.returncode for rank in ranks))
+        return wait_or_kill(ranks, until)
 
 
 def measure_rank(options: argparse.Namespace) -> None:

@@ -1,8 +1,8 @@
-"""A few-shot evaluation as lm-eval runs it: `generate_until`, 5 shots, several hundred requests behind one prefix.
+"""A few-shot evaluation as lm-eval runs it: `generate_until`, 5 shots, hundreds of requests behind one prefix.
 
-    python benchmarks/few_shot.py [--model 0.6B] [--requests 384] [--batch 128] [--runs 2] [--device cuda] [--out f.json]
+    python benchmarks/few_shot.py [--model 0.6B] [--requests 384] [--batch 128] [--runs 2] [--engines stock ours]
 
-Random weights of Qwen3's shapes and a tokenizer of one token a word; 5 shots of 200 tokens, questions of 24 to 64 tokens,
+Random weights of Qwen3's shapes and a tokenizer of one token a word; 5 shots of 200 tokens, questions of 24 to 64,
 128 new ones, greedy. lm-eval's `hf` model with its own stop criterion, which no random answer meets, over the model as
 it is (`stock`), enabled (`ours`) and enabled with `group_prefixes=False` (`ungrouped`). Requests a second, medians.
 """

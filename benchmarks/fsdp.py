@@ -15,7 +15,6 @@ import argparse
 import gc
 import json
 import os
-import signal
 import socket
 import statistics
 import subprocess
@@ -26,6 +25,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from rank_processes import wait_or_kill
 
 # Before CUDA is initialised, in every process: multicast of NVLink switches can take a shared host down.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -175,17 +176,7 @@ def launch(args: argparse.Namespace) -> int:
             ranks.append(subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT,
                                           start_new_session=True))
     deadline = time.monotonic() + args.limit
-    try:
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-            if any(rank.poll() for rank in ranks):
-                break
-            time.sleep(0.1)
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                os.killpg(rank.pid, signal.SIGKILL)
-            rank.wait()
-    if any(rank.returncode for rank in ranks):
+    if wait_or_kill(ranks, deadline):
         for number in range(args.size):
             print(Path(folder, f"rank{number}.log").read_text()[-3000:])
         return 1

@@ -5,8 +5,8 @@
 Before: `PagedGenerator.generate` with prompts of 100 to 1,024 tokens and a generation config each, up to the first
 step. Add: `Engine.add_request` with prompts of 300 tokens, for requests that come alone (a step between any two) or
 100 before one step, which share one look at the model. Arrival: a step that takes in a prompt of 40 tokens beside 8
-running requests. Step: schedule, commit and what lies around them with every
-request running; no forward, random tokens. Times are the thread's CPU time, since machines are shared.
+running requests. Step: schedule, commit and what lies around them with every request running; no forward, random
+tokens; in the end with metrics (needs prometheus_client). Times are the thread's CPU time, since machines are shared.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from workloads import qwen3_config
 
 from hf_paged import PagedGenerator
 from hf_paged.engine.core import EngineCore
+from hf_paged.integration.requests import Call, wanted
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
 
 
@@ -102,8 +103,7 @@ def in_a_step(generator: PagedGenerator, prompts: list, stream: bool, steps: int
     try:
         with generator.engine.session(stream=stream) as session:
             config = GenerationConfig(max_new_tokens=2 * steps)
-            for request in generator._requests(prompts, config, 0, {}, False, False, None):
-                generator.engine.add(session, request)
+            generator.engine.add_all(session, wanted(generator._maker.make(Call.of(prompts, config, seed=0))))
             while len(times) < steps:
                 start = time.thread_time()
                 generator.engine.advance(session)
@@ -142,6 +142,10 @@ def main() -> None:
             times = in_a_step(own, prompts, stream)
             print(f"{'streaming' if stream else 'not streaming'}: {statistics.median(times):.0f} us a decode step "
                   f"(fastest {min(times):.0f})")
+        own.metrics()
+        times = in_a_step(own, prompts, stream=False)
+        print(f"not streaming, with metrics: {statistics.median(times):.0f} us a decode step (fastest "
+              f"{min(times):.0f})")
 
 
 if __name__ == "__main__":

@@ -29,12 +29,15 @@ from linear_tuning import HEAD_DIM, MODELS, step_time
 from workloads import generation_configs, make_workload, qwen3
 
 from hf_paged import PagedGenerator
+from hf_paged.kernels import _lora_tile
 from hf_paged.kernels import lora_expand as expand_module
 from hf_paged.kernels import lora_shrink as shrink_module
 from hf_paged.kernels.linear import linear_silu_mul_unchecked, linear_unchecked
 from hf_paged.kernels.lora_expand import ExpandConfig, lora_expand_silu_mul_unchecked, lora_expand_unchecked
+from hf_paged.kernels.lora_order import order_rows
 from hf_paged.kernels.lora_shrink import ShrinkConfig, lora_shrink_unchecked
 from hf_paged.kernels.lora_table import Adapter, LoraTable, Members, make_tables
+from hf_paged.kernels.silu_mul import silu_mul_unchecked
 
 RANK, NUM_MIXED = 16, 8
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -81,12 +84,40 @@ class Layers:
     """All layers' products on some rows, as the executor launches them."""
 
     def __init__(self, layers: list[dict[str, Product]], rows: int) -> None:
-        self._layers = layers
+        self._layers, self._second = layers, torch.cuda.Stream()
+        self._alive: list[Any] = []  # what two streams use
         self._x = {name: torch.randn(rows, p.weight.shape[1], dtype=BF16, device="cuda")
                    for name, p in layers[0].items()}
         every = torch.arange(rows, device="cuda")
         # Decode rows stand in any order, a prompt's tokens together.
-        self._entries = (every % NUM_MIXED if rows <= 512 else every * NUM_MIXED // rows).int() + 1
+        entries = (every % NUM_MIXED if rows <= 512 else every * NUM_MIXED // rows).int() + 1
+        self._order = order_rows(entries, 1 + NUM_MIXED)  # once a step
+
+    def beside(self, kind: str, *, all_of_it: bool) -> None:
+        """What an overlap would give: the shrinking, or all that is added, on a second stream beside the product.
+
+        With `all_of_it` something is added to another tensor, as if the kernel behind the product read both.
+        """
+        main = torch.cuda.current_stream()
+        for layer in self._layers:
+            for name, of in layer.items():
+                table, order, x = of.tables[kind], self._order if "mixed" in kind else None, self._x[name]
+                other = torch.empty(len(x), len(of.weight), dtype=BF16, device="cuda") if all_of_it else None
+                self._second.wait_stream(main)
+                with torch.cuda.stream(self._second):
+                    shrunk = lora_shrink_unchecked(x, table, order)
+                    if other is not None:
+                        lora_expand_unchecked(other, shrunk, table, order)
+                out = linear_unchecked(x, of.weight)
+                main.wait_stream(self._second)
+                if other is not None:
+                    if of.silu:
+                        silu_mul_unchecked(out)
+                elif of.silu:
+                    lora_expand_silu_mul_unchecked(out, shrunk, table, order, None)
+                else:
+                    lora_expand_unchecked(out, shrunk, table, order)
+                self._alive += [shrunk, other]
 
     def __call__(self, kind: str | None = None, names: tuple[str, ...] = ("qkv", "o", "gate_up", "down")) -> None:
         """`kind` None: without adapters."""
@@ -97,14 +128,14 @@ class Layers:
                 if kind is None:
                     (linear_silu_mul_unchecked if of.silu else linear_unchecked)(x, of.weight)
                     continue
-                table, row_entries = of.tables[kind], self._entries if "mixed" in kind else None
-                shrunk = lora_shrink_unchecked(x, table, row_entries) if following is None else following
+                table, order = of.tables[kind], self._order if "mixed" in kind else None
+                shrunk = lora_shrink_unchecked(x, table, order) if following is None else following
                 out, following = linear_unchecked(x, of.weight), None
                 if of.silu:
                     behind = layer["down"].tables[kind] if "down" in names else None
-                    _, following = lora_expand_silu_mul_unchecked(out, shrunk, table, row_entries, behind)
+                    _, following = lora_expand_silu_mul_unchecked(out, shrunk, table, order, behind)
                 else:
-                    lora_expand_unchecked(out, shrunk, table, row_entries)
+                    lora_expand_unchecked(out, shrunk, table, order)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -181,7 +212,7 @@ def compile_all(model: str, rows: int, kind: str) -> None:
 
 
 def layer_rows(model: str, rows_list: list[int], kinds: list[str], with_tuning: bool,
-               deadline: float) -> Iterator[dict[str, Any]]:
+               with_overlap: bool, deadline: float) -> Iterator[dict[str, Any]]:
     made = products(model)
     source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     copied = 2 * source.numel() / (step_time(lambda: source.clone()) * 1e-3)
@@ -196,6 +227,12 @@ def layer_rows(model: str, rows_list: list[int], kinds: list[str], with_tuning: 
             table_bytes = sum(adapter.a.nbytes + adapter.b.nbytes for of in made[0].values()
                               for adapter in of.tables[kind].adapters())
             found[kind] = {"added_us": layers.microseconds(kind) - base, "floor_us": table_bytes / copied * 1e6}
+            if with_overlap:
+                with mock.patch.object(_lora_tile, "pdl_options", return_value={"PDL": False}):
+                    found[kind]["early launch off"] = layers.microseconds(kind) - base
+                    for all_of_it in (False, True):
+                        us = step_time(partial(layers.beside, kind, all_of_it=all_of_it)) * 1e3 / len(layers) - base
+                        found[kind]["all beside" if all_of_it else "shrinking beside"] = us
             if rows <= 512:
                 for name in made[0]:
                     found[kind][name] = layers.microseconds(kind, (name,)) - layers.microseconds(None, (name,))
@@ -252,6 +289,7 @@ def main() -> None:
     of_layers.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256, 8192])
     of_layers.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     of_layers.add_argument("--tune", action="store_true")
+    of_layers.add_argument("--overlap", action="store_true", help="also on a second stream, which the package does not")
     of_layers.add_argument("--compile", action="store_true", help="nothing but `--tune`'s candidates")
     of_layers.add_argument("--seconds", type=float, default=60.0)
     whole = commands.add_parser("workload")
@@ -269,7 +307,8 @@ def main() -> None:
         return
     if args.command == "layers":
         deadline = time.perf_counter() + args.seconds
-        found = (row for model in args.models for row in layer_rows(model, args.rows, args.kinds, args.tune, deadline))
+        how = args.tune, args.overlap, deadline
+        found = (row for model in args.models for row in layer_rows(model, args.rows, args.kinds, *how))
     else:
         found = workload_rows(args.model, args.workload, args.kinds, args.runs)
     for row in found:

@@ -16,6 +16,8 @@ from model_arguments import add_model_arguments, open_generator
 from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationConfig
 
+from hf_paged.integration.requests import Call, wanted
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,9 +32,7 @@ def main() -> None:
         prompts = torch.randint(0, 10000, (args.batch, args.length)).tolist()
         engine = generator.engine
         with engine.session() as session:
-            requests = generator._requests(prompts, config, 0, {}, False, False, None)
-            for request in requests:
-                engine.add(session, request)
+            engine.add_all(session, wanted(generator._maker.make(Call.of(prompts, config, seed=0))))
             while engine.stats().num_generated_tokens < args.batch:
                 engine.advance(session)
             for _ in range(args.steps):  # the rest of the prompts, and what is compiled or captured

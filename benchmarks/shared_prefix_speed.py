@@ -24,6 +24,7 @@ import torch
 from kernel_speed import BLOCK_SIZE, HEAD_DIM, KV_HEADS, L2_BYTES, ceilings, graph_time
 
 from hf_paged.kernels._device import num_multiprocessors
+from hf_paged.kernels.attention import grouped_work
 from hf_paged.kernels.attention.decode import config_of, cta_slots_of, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
 from hf_paged.kernels.attention.grouped_decode import grouped_kernel_of, paged_attention_grouped
@@ -47,16 +48,29 @@ class Shape(NamedTuple):
 
 SHAPES = [
     Shape(32, 16, 512, 256), Shape(1, 256, 4096, 256), Shape(1, 256, 16384, 64), Shape(32, 16, 2048, 256),
-    Shape(1, 16, 2048, 64), Shape(1, 16, 512, 64), Shape(1, 2, 128, 64), Shape(8, 8, 1024, 256),
-    Shape(32, 16, 512, 256, 32), Shape(1, 256, 4096, 256, 32), Shape(1, 256, 16384, 64, 32), Shape(1, 4, 512, 64, 32),
+    Shape(1, 16, 2048, 64), Shape(1, 16, 512, 64), Shape(1, 2, 128, 64), Shape(8, 8, 1024, 256), Shape(8, 8, 256, 256),
+    Shape(1, 8, 1024, 64), Shape(1, 2, 16384, 64), Shape(4, 4, 1024, 256), Shape(64, 4, 512, 256),
+    Shape(32, 16, 512, 256, 32), Shape(1, 256, 4096, 256, 32), Shape(1, 256, 16384, 64, 32), Shape(1, 4, 2048, 64, 32),
+    Shape(1, 16, 1024, 64, 32),
 ]
 _C = GroupedConfig
-CANDIDATES = [
-    _C(64, 32, 3, 64, 3, 4, 3, 168), _C(64, 32, 3, 64, 3, 4, 2), _C(64, 64, 2, 64, 3, 4, 2), _C(64, 64, 3, 64, 3, 4, 2),
-    _C(64, 32, 4, 64, 3, 4, 3, 168), _C(64, 32, 2, 64, 2, 4, 4, 128), _C(64, 32, 3, 32, 4, 4, 3, 168),
-    _C(64, 32, 3, 64, 2, 4, 3, 168), _C(32, 32, 3, 64, 3, 4, 3, 168), _C(32, 64, 2, 64, 3, 4, 3, 168),
-    _C(16, 64, 2, 64, 3, 4, 3, 168), _C(128, 32, 3, 64, 3, 8, 2, 128), _C(128, 64, 2, 64, 3, 8, 1),
-    _C(128, 64, 2, 64, 3, 8, 2, 128), _C(128, 64, 3, 128, 3, 8, 1),
+TILES = [
+    _C(64, 32, 3, 64, 3, 4, 3, 168), _C(64, 64, 3, 64, 3, 4, 2), _C(64, 32, 2, 64, 2, 4, 4, 128),
+    _C(64, 32, 2, 64, 3, 4, 3, 168), _C(64, 64, 2, 64, 2, 4, 3, 168),
+]
+
+
+class Variant(NamedTuple):
+    """What `--sweep` tries: tiles, and constants of the planning."""
+
+    config: GroupedConfig
+    min_split: int = grouped_work.MIN_GROUP_SPLIT
+    tile_cost: float = grouped_work.TILE_COST
+
+
+VARIANTS = [
+    *(Variant(TILES[0], *plan) for plan in itertools.product((128, 256, 512), (0.5, 1.0, 1.5))),
+    *(Variant(config) for config in TILES[1:]),
 ]
 
 
@@ -98,19 +112,23 @@ def seconds_of(kernel: Any, inputs: Inputs, work: DecodeWork | GroupedWork, repl
     return graph_time([partial(run, inputs.q, k, v) for k, v in inputs.caches], replays)
 
 
-def row_by_row(inputs: Inputs) -> float:
+def plain_work(inputs: Inputs) -> DecodeWork:
+    """The plan of a step that is read row by row."""
     device, rows = inputs.q.device, len(inputs.lengths)
     slots = cta_slots_of(config_of(rows, KV_HEADS, HEAD_DIM, torch.bfloat16, device), KV_HEADS, device)
     items = plan_items(inputs.lengths, np.arange(rows), slots)
     arrivals = torch.zeros(rows * KV_HEADS, dtype=torch.int32, device=device)
-    return seconds_of(paged_attention_decode, inputs, DecodeWork(torch.from_numpy(items).to(device), arrivals))
+    return DecodeWork(torch.from_numpy(items).to(device), arrivals)
 
 
-def grouped_work(inputs: Inputs, config: GroupedConfig | None = None) -> GroupedWork | None:
+def row_by_row(inputs: Inputs) -> float:
+    return seconds_of(paged_attention_decode, inputs, plain_work(inputs))
+
+
+def work_of(inputs: Inputs, config: GroupedConfig | None = None) -> GroupedWork | None:
     """The plan of `config`, or the one that a step gets, None where that is not grouped."""
     heads, device, rows = inputs.q.shape[1], inputs.q.device, np.arange(len(inputs.lengths))
-    most_rows = int(inputs.groups.count.max())
-    kernel = grouped_kernel_of(most_rows, heads, KV_HEADS, HEAD_DIM, torch.bfloat16, device)
+    kernel = grouped_kernel_of(heads, KV_HEADS, HEAD_DIM, torch.bfloat16, device)
     if config is not None:
         slots = max(1, config.programs_per_sm * num_multiprocessors(device) // KV_HEADS)
         kernel = Kernel(config, config.block_m // (heads // KV_HEADS), slots, positions_worth_it=1)
@@ -118,9 +136,8 @@ def grouped_work(inputs: Inputs, config: GroupedConfig | None = None) -> Grouped
     if choice is None:
         return None
     plan = plan_groups(inputs.lengths, rows, choice)
-    arrivals = torch.zeros(len(rows) * KV_HEADS, dtype=torch.int32, device=device)
-    items, members = torch.from_numpy(plan.items).to(device), torch.from_numpy(plan.members).to(device)
-    return GroupedWork(items, members, arrivals, plan.num_parts, plan.config)
+    items, table = torch.from_numpy(plan.items).to(device), torch.from_numpy(plan.rows).to(device)
+    return GroupedWork(items, table, plan.num_parts, plan.config)
 
 
 def floor_of(shape: Shape, rates: dict[str, float]) -> float:
@@ -135,7 +152,7 @@ def table_rows(rates: dict[str, float]) -> list[dict[str, Any]]:
     found = []
     for shape in SHAPES:
         inputs = make_inputs(shape)
-        work, floor = grouped_work(inputs), floor_of(shape, rates)
+        work, floor = work_of(inputs), floor_of(shape, rates)
         plain = row_by_row(inputs)
         row: dict[str, Any] = {"shape": str(shape), "row by row us": plain * 1e6}
         if work is not None:
@@ -148,7 +165,7 @@ def table_rows(rates: dict[str, float]) -> list[dict[str, Any]]:
 
 
 def sweep_rows(seconds: float) -> list[dict[str, Any]]:
-    """Shape by shape, what each candidate takes with as many programs as it says and with others."""
+    """Shape by shape, what each variant takes."""
     found, end = [], time.perf_counter() + seconds
     for shape in SHAPES:
         if time.perf_counter() > end:
@@ -156,34 +173,32 @@ def sweep_rows(seconds: float) -> list[dict[str, Any]]:
         inputs = make_inputs(shape)
         row: dict[str, Any] = {"shape": str(shape), "row by row us": row_by_row(inputs) * 1e6}
         tried = []
-        for config, extra in itertools.product(CANDIDATES, (0, 1, 3)):
-            planned = config._replace(programs_per_sm=config.programs_per_sm + extra)
-            if shape.rows * shape.heads // KV_HEADS <= 16 < config.block_m and config.block_m > 64:
-                continue
-            work = grouped_work(inputs, planned)
+        for variant in VARIANTS:
+            grouped_work.MIN_GROUP_SPLIT, grouped_work.TILE_COST = variant[1:]
+            work = work_of(inputs, variant.config)
             if work is None or time.perf_counter() > end:
                 continue
             try:
-                tried.append((seconds_of(paged_attention_grouped, inputs, work, 5) * 1e6, tuple(planned)))
+                tried.append((seconds_of(paged_attention_grouped, inputs, work, 5) * 1e6, tuple(variant)))
             except Exception as error:  # too much shared memory, say: the others go on
-                tried.append((float("inf"), f"{planned[:6]} {type(error).__name__}"))
+                tried.append((float("inf"), (*variant, type(error).__name__)))
         tried.sort(key=lambda pair: pair[0])
         row["tried"] = tried
         found.append(row)
-        best = " ; ".join(f"{us:.1f} {config}" for us, config in tried[:5])
+        best = " ; ".join(f"{us:.1f} {variant}" for us, variant in tried[:5])
         print(f"{row['shape']}: row by row {row['row by row us']:.1f} | {best}", flush=True)
     return found
 
 
-def compile_some(candidates: list[tuple[GroupedConfig, int]]) -> None:
-    """Run each candidate for these heads once, so that the compiled kernel is on the disk."""
-    for config, heads in candidates:
-        inputs = make_inputs(Shape(1, 4, 128, 64, heads))
-        work = grouped_work(inputs, config)
+def compile_some(wanted: list[tuple[Shape, GroupedConfig | None]]) -> None:
+    """Run each once, row by row without tiles, so that the compiled kernel is on the disk."""
+    for shape, config in wanted:
+        inputs = make_inputs(shape)
+        work = plain_work(inputs) if config is None else work_of(inputs, config)
+        kernel = paged_attention_decode if config is None else paged_attention_grouped
         assert work is not None
         try:
-            paged_attention_grouped(inputs.q, *inputs.caches[0], inputs.meta._replace(work=work),
-                                    AttentionOptions(HEAD_DIM**-0.5))
+            kernel(inputs.q, *inputs.caches[0], inputs.meta._replace(work=work), AttentionOptions(HEAD_DIM**-0.5))
         except Exception as error:
             print(config, type(error).__name__, flush=True)
 
@@ -201,7 +216,8 @@ def main() -> None:
     parser.add_argument("--compile", type=int, default=0)
     args = parser.parse_args()
     if args.compile:
-        wanted = list(itertools.product(CANDIDATES, (16, 32)))
+        wanted = [(Shape(1, 4, 128, 64, heads), config) for heads, config in itertools.product((16, 32), TILES)]
+        wanted += [(shape._replace(shared=16, own=16), None) for shape in SHAPES]
         with multiprocessing.get_context("spawn").Pool(args.compile) as pool:
             pool.map(compile_some, [wanted[i :: args.compile] for i in range(args.compile)])
         return

@@ -45,7 +45,7 @@ def main() -> None:
                 generator.engine.reset_prefix_cache()
                 with hf_paged.trace(arguments.out) if traced else nullcontext():
                     started = time.perf_counter()
-                    generator.generate(workload.prompts, configs, seed=run + 1, eos_token_id=None, use_tqdm=False)
+                    generator.generate(workload.prompts, configs, seed=run + 1, use_tqdm=False)
                     taken[traced].append(time.perf_counter() - started)
     for traced, seconds in taken.items():
         speed = workload.output_tokens / statistics.median(seconds[1:])

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from hf_paged.integration.explain import explain
     from hf_paged.integration.gathered import gathered
     from hf_paged.integration.install import install, is_installed, uninstall
+    from hf_paged.integration.metrics import metrics
+    from hf_paged.integration.trainer_callback import PagedStatsCallback
     from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput, Timings
     from hf_paged.tracing.trace import trace
 
@@ -45,6 +47,7 @@ __all__ = [
     "FallbackWarning",
     "PagedConfig",
     "PagedGenerator",
+    "PagedStatsCallback",
     "PartlyLoadedError",
     "RankAloneError",
     "StepOutput",
@@ -60,6 +63,7 @@ __all__ = [
     "install",
     "is_enabled",
     "is_installed",
+    "metrics",
     "trace",
     "uninstall",
     "weight_update",
@@ -78,6 +82,8 @@ _MODULES = {
     "hf_paged.integration.enable": ("disable", "enable", "get_engine", "is_enabled", "weight_update"),
     "hf_paged.integration.explain": ("explain",),
     "hf_paged.integration.gathered": ("gathered",),
+    "hf_paged.integration.metrics": ("metrics",),
+    "hf_paged.integration.trainer_callback": ("PagedStatsCallback",),
     "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput", "Timings"),
     "hf_paged.tracing.trace": ("trace",),
 }

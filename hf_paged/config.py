@@ -22,6 +22,8 @@ class PagedConfig:
         max_num_batched_tokens: tokens a step computes at most; longer prompts are computed in chunks.
         max_model_len: longest sequence in tokens, prompt and output. None: what the model's positions allow.
         enable_prefix_caching: keep full blocks of finished requests, and share equal prefixes.
+        group_prefixes: decode rows whose block tables begin with the same blocks read those once, where that is faster.
+            False: each row reads its own. On a CPU each does.
         enforce_eager: never capture CUDA graphs.
         attention_backend: one of "auto", "triton", "flash_attn", "torch". "flash_attn": prompts by an installed
             flash-attn 2, 3 or 4, the rest by "triton"; an error where none can be used. "torch" waits for the device in
@@ -52,6 +54,7 @@ class PagedConfig:
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
+    group_prefixes: bool = True
     enforce_eager: bool = False
     attention_backend: str = "auto"
     strict: bool = False
@@ -83,7 +86,8 @@ class PagedConfig:
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0.0 < share <= 1.0:
             raise ValueError(f"gpu_memory_utilization={share!r}: expected a number in (0, 1]")
         _require_one_of(self, "attention_backend", ATTENTION_BACKENDS)
-        for name in ("enable_prefix_caching", "enforce_eager", "strict", "merge_weights", "fused_kernels"):
+        for name in ("enable_prefix_caching", "group_prefixes", "enforce_eager", "strict", "merge_weights",
+                     "fused_kernels"):
             _require_one_of(self, name, (True, False))
         _require_one_of(self, "all_reduce", ALL_REDUCES)
         _require_one_of(self, "on_weight_change", ON_WEIGHT_CHANGE)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
@@ -20,6 +20,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.follower import load_on_ranks
 from hf_paged.engine.session import Session
 from hf_paged.errors import EngineClosedError
+from hf_paged.integration.activity import activity
 from hf_paged.integration.adapter_rows import each_under
 from hf_paged.integration.async_calls import AsyncCalls
 from hf_paged.integration.call_context import call_salt, call_seed
@@ -27,9 +28,13 @@ from hf_paged.integration.enable import disable, enable_with_engine, get_engine,
 from hf_paged.integration.pretrained import load_whole, split_arguments
 from hf_paged.integration.pretrained import tokenizer_of as _tokenizer_of
 from hf_paged.integration.requests import Asked, Call, RequestMaker, numbered, one_per_prompt, wanted
+from hf_paged.monitoring.registry import metrics_of
 from hf_paged.options.arguments import base_seed, merge_config, salt_digest
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.parallel.launch import Workers
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 PROGRESS_DELAY_S = 2.0
 _PARTING_S = 2.0  # for ranks that were told to stop
@@ -313,6 +318,10 @@ class PagedGenerator:
         """Take a LoRA adapter off the model, on all its ranks; see `Engine.delete_adapter`."""
         self.engine.delete_adapter(name)
 
+    def metrics(self, registry: CollectorRegistry | None = None) -> CollectorRegistry:
+        """A registry of prometheus_client with the metrics of this generator; as `hf_paged.metrics` of its model."""
+        return metrics_of(self.engine, registry)
+
     def close(self) -> None:
         """Disable the model and free the KV pool; the model stays usable. Safe to call twice, and done when
         garbage-collected. Calls that wait in other threads and tasks end with `EngineClosedError`."""
@@ -400,7 +409,7 @@ def _end_between_steps(model: weakref.ref, engine: Engine, workers: list[Workers
 
 
 class _Progress:
-    """A bar over completions with prefill and decode tokens per second."""
+    """A bar over completions, with what the engine does: tokens a second, requests, KV blocks, hits."""
 
     def __init__(self, total: int, show: bool | None, engine: Engine) -> None:
         self._engine = engine
@@ -418,7 +427,4 @@ class _Progress:
         self._bar.update(1)
         elapsed = self._bar.format_dict["elapsed"]
         if not self._bar.disable and elapsed > 0:
-            now = self._engine.stats()
-            prefill = (now.num_prefill_tokens - self._start.num_prefill_tokens) / elapsed
-            decode = (now.num_generated_tokens - self._start.num_generated_tokens) / elapsed
-            self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)
+            self._bar.set_postfix_str(str(activity(self._start, self._engine.stats(), elapsed)), refresh=False)

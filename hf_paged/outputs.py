@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hf_paged.pictures.stats_html import stats_html
+
 PATHS = ("native", "lockstep", "stock")
 
 
@@ -205,3 +207,12 @@ class EngineStats:
     kv_bytes_read: int = 0
     kv_bytes_saved: int = 0
     shadow_bytes: int = 0
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that requests use."""
+        return max(self.num_blocks - 1 - self.num_free_blocks, 0)  # the null block is nobody's
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return stats_html(self)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import weakref
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import numpy as np
+import pytest
 import torch
 
+from hf_paged.models import virtual_memory
 from hf_paged.models.cuda_driver import DriverError
 
 GRANULARITY = 4096
@@ -162,3 +166,12 @@ class FakeDriver:
     def _bytes(self, address, nbytes):
         start, (_, memory) = next(item for item in self.reserved.items() if item[0] <= address < item[0] + item[1][0])
         return np.frombuffer(memory, np.uint8, nbytes, address - start)
+
+
+def lent_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """What a fixture yields: reserved memory of any device is this driver's, which has all of it back in the end."""
+    fake = FakeDriver()
+    monkeypatch.setattr(virtual_memory, "find_driver", lambda device: fake)
+    yield fake
+    gc.collect()
+    assert fake.is_empty()

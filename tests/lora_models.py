@@ -12,18 +12,20 @@ ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 
 def lora_config(targets: Iterable[str] = ALL_LINEAR, **options: Any) -> peft.LoraConfig:
-    """Of rank 4, for these modules."""
-    return peft.LoraConfig(r=4, lora_alpha=16, target_modules=list(targets), task_type="CAUSAL_LM", **options)
+    """Of rank 4, for these modules, where the options say nothing else."""
+    options = {"r": 4, "lora_alpha": 16, "target_modules": list(targets)} | options
+    return peft.LoraConfig(task_type="CAUSAL_LM", **options)
 
 
-def with_adapter(model: Any, name: str, seed: int, targets: Iterable[str] = ALL_LINEAR, **options: Any) -> Any:
+def with_adapter(model: Any, name: str = "default", seed: int = 5, targets: Iterable[str] = ALL_LINEAR, *,
+                 scale: float = 0.15, **options: Any) -> Any:
     """`model`, in a PeftModel where it is none, with one more adapter; it is active if it is the first."""
     config = lora_config(targets, **options)
     if isinstance(model, peft.PeftModel):
         model.add_adapter(name, config)
     else:
         model = peft.get_peft_model(model, config, adapter_name=name)
-    randomize(model, name, seed)
+    randomize(model, name, seed, scale)
     return model.eval()
 
 

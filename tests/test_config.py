@@ -39,6 +39,7 @@ def test_powers_of_two_are_block_sizes(block_size):
     ("max_model_len", 0), ("max_model_len", "long"),
     ("attention_backend", "sdpa"), ("attention_backend", None),
     ("seed", -1), ("seed", 1.5), ("strict", 1), ("strict", None), ("enable_prefix_caching", "yes"),
+    ("group_prefixes", 1),
     ("enforce_eager", 0), ("overlap", 1), ("overlap", "auto"), ("on_weight_change", "drop"), ("on_weight_change", None),
 ])
 def test_values_outside_the_limits_are_named(field, value):

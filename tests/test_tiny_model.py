@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from module_files import load_module
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_DIR = ROOT / "examples" / "models" / "tiny-qwen3"
 
 
-def load_tool() -> ModuleType:
-    """`tools/train_tiny_qwen3.py` as a module."""
-    spec = importlib.util.spec_from_file_location("train_tiny_qwen3", ROOT / "tools" / "train_tiny_qwen3.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
+tool = load_module(ROOT / "tools" / "train_tiny_qwen3.py")
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,8 @@ HEAD = """# Public names
 `hf_paged.NAME`, and those of the last section as `hf_paged.ray_data.NAME`.
 """
 # The rest of what an engine has is there for the folders above it.
-SHOWN = {"Engine": ("add_request", "step", "abort", "has_unfinished", "stats", "reset_prefix_cache", "release_memory")}
+SHOWN = {"Engine": ("add_request", "step", "abort", "has_unfinished", "stats", "draw_cache", "reset_prefix_cache",
+                    "release_memory")}
 SECTIONS = "Args", "Returns", "Raises", "Attributes", "Yields"
 
 

@@ -19,6 +19,7 @@ class Mutation(NamedTuple):
 
 POOL, MANAGER, BOOK = "block_pool.py", "kv_cache_manager.py", "scheduler.py"
 SCHEDULER, TABLE, QUEUE = "scheduler.py", "running_table.py", "waiting_queue.py"
+PLAN, TREE, ROWS = "plan.py", "prefix_tree.py", "lockstep_rows.py"
 
 MUTATIONS = [
     Mutation(POOL, "FreeQueue(self.blocks[1:])", "FreeQueue(self.blocks)", (1,)),
@@ -160,4 +161,32 @@ MUTATIONS = [
     Mutation(MANAGER, " or seq.is_mixed", "", (23,)),
     Mutation(MANAGER, "        seq.is_mixed = False  # what", "        pass  # what", (23,)),
     Mutation(SCHEDULER, "                seq.is_mixed = True\n", "                pass\n", (23,)),
+    # Groups of rows that begin with the same blocks.
+    Mutation(TREE, "            if table[node.end : inner.end] != inner.blocks:\n", "            if False:\n",
+             tests="as_far_as_they_agree or any_set"),
+    Mutation(TREE, "            if len(node.leaves) + len(node.inner) == 1:\n", "            if False:\n",
+             tests="one_row_alone or any_set"),
+    Mutation(TREE, "    node.parent, node.blocks = outer, blocks[count:]\n", "    node.parent = outer\n",
+             tests="any_set"),
+    Mutation(TREE, "inner.blocks = parent, node.blocks + inner.blocks", "inner.blocks = parent, inner.blocks",
+             tests="any_set"),
+    Mutation(TREE, "        self._forest = None\n        self._known.clear()\n", "        self._known.clear()\n",
+             tests="one_row_alone or any_set"),
+    Mutation(TREE, "        self._forest = None\n        self._known.clear()\n", "        self._forest = None\n",
+             tests="a_change_is_seen"),
+    Mutation(TREE, "if self._forest is None or step not in self._known:", "if True:", tests="same_object"),
+    Mutation(TREE, "    hidden[forest.parent[is_same]] = True\n", "", tests="many_levels or any_set"),
+    Mutation(TREE, "    while hidden[around[keep]].any():\n", "    if hidden[around[keep]].any():\n",
+             tests="many_levels"),
+    Mutation(TREE, "    present &= np.repeat", "    _ = np.repeat", tests="any_set"),
+    Mutation(TREE, "        if not self.is_kept:\n", "        if False:\n", tests="not_wanted"),
+    Mutation(SCHEDULER, "        self.prefix_tree.extended()\n", "", tests="prompt_of_full_blocks"),
+    Mutation(ROWS, "        self._tree.extended()\n", "", tests="prompt_of_full_blocks"),
+    Mutation(ROWS, "                self._tree.add(seq.slot, seq.block_table)\n", "                pass\n",
+             tests="forget_drafts"),
+    Mutation(ROWS, "            self._tree.remove(int(self.slots[row]))\n", "            pass\n", tests="beams"),
+    Mutation(SCHEDULER, "        self.prefix_tree.remove(slot)\n        self.kv_cache_manager.free(seq)\n        seq.d",
+             "        self.kv_cache_manager.free(seq)\n        seq.d", (14,)),
+    Mutation(PLAN, "None if tree is None else tree.groups(slots[:num_decode_rows])", "self.groups",
+             tests="rows_in_front"),
 ]

@@ -154,8 +154,8 @@ REQUESTS = [
     PackageMutation("integration/continuous_batching/worker.py",
                     "            if not self._running and not self._arrived:\n",
                     "            if True:\n", BATCHING_TESTS, "breaks_fails"),
-    PackageMutation("engine/engine.py", "        try:\n            self._look_for_arrivals()\n            if self.group",
-                    "        try:\n            self._has_looked = False\n            if self.group", "engine/test_engine.py",
+    PackageMutation("engine/engine.py", "        try:\n            self._look_for_arrivals()\n            if self.",
+                    "        try:\n            self._has_looked = False\n            if self.", "engine/test_engine.py",
                     "before_a_change_of_the_model"),
 ]
 
@@ -387,6 +387,38 @@ ON_A_CPU = [
                     "integration/test_single_row_calls.py", "laid_out_once"),
 ]
 
+WORK, GROUPED = (f"kernels/attention/grouped_{name}.py" for name in ("work", "decode"))
+WORK_TESTS, GROUPED_TESTS = (f"kernels/attention/test_grouped_{name}.py" for name in ("work", "decode"))
+
+# Prefixes that rows share.
+PREFIXES = [
+    PackageMutation(WORK, "            begin[level] = reach[parent[level]]\n",
+                    "            begin[level] = groups.begin[level]\n", WORK_TESTS, "all_that_pays"),
+    PackageMutation(WORK, "        behind[group] += before[group]\n", "", WORK_TESTS, "every_position"),
+    PackageMutation(WORK, "    kept[level] = saved[level] > 0\n", "    kept[level] = True\n", WORK_TESTS,
+                    "saves_little"),
+    PackageMutation(WORK, "    if parts <= most:\n", "    if True:\n", WORK_TESTS, "parts_run_out"),
+    PackageMutation(WORK, "if pieces is not None:\n        groups =", "if False:\n        groups =", WORK_TESTS,
+                    "fixed_pieces"),
+    PackageMutation(GROUPED, "tl.min(tl.where(live, row_begin, end), 0)", "tl.max(tl.where(live, row_begin, 0), 0)",
+                    GROUPED_TESTS, "several_tiles"),
+    PackageMutation(GROUPED, "                readable = readable & (position[None, :] >= row_begin[:, None])\n",
+                    "                pass\n", GROUPED_TESTS, "several_tiles"),
+    PackageMutation(GROUPED, "top = tl.where(part < 0, tl.maximum(sink, -3.0e38), top)",
+                    "top = tl.maximum(sink, -3.0e38)", GROUPED_TESTS, "random_trees"),
+    PackageMutation(GROUPED, "        top = tl.maximum(sink, -3.0e38)\n        total += 1.0\n",
+                    "        top = tl.maximum(sink, -3.0e38)\n", GROUPED_TESTS, "several_tiles"),
+    PackageMutation(GROUPED, "        acc = acc * rescale[:, None] + tl.sum(values *", "        acc += tl.sum(values *",
+                    GROUPED_TESTS, "random_trees"),
+    PackageMutation(GROUPED, "tl.where((tops > float(\"-inf\"))[:, :, None], values, 0.0)", "values", GROUPED_TESTS,
+                    "fixed_pieces"),
+    PackageMutation(GROUPED, "    if pieces == 1:\n        return\n", "", GROUPED_TESTS, "random_trees"),
+    PackageMutation("runner/attention_inputs.py", "chosen[0] is not groups or", "", "runner/test_attention_inputs.py",
+                    "groups_change"),
+    PackageMutation("runner/graphs.py", "partial(run, tiles=tiles)", "partial(run, tiles=None)", GRAPHS_TESTS,
+                    "share_a_prefix"),
+]
+
 LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
 LORA_KERNEL_TESTS = "kernels/test_lora_kernels.py"
 
@@ -402,10 +434,13 @@ LORA_LAYERS = [
                     "if self._adapters is not None:", LORA_TESTS, "switched and tables"),
     PackageMutation("kernels/lora_table.py", "return self.a.data_ptr(), self.b.data_ptr(), bias,", "return bias,",
                     LORA_TESTS, "moved and tables"),
-    PackageMutation("kernels/lora_shrink.py", "acc * scale[None, :], mask=mask", "acc, mask=mask", LORA_KERNEL_TESTS,
+    PackageMutation("kernels/lora_shrink.py", "acc * scale[None, :], mask=", "acc, mask=", LORA_KERNEL_TESTS,
                     "ranks"),
-    PackageMutation("kernels/lora_expand.py", "(adapter // PARTS)[None, :, None]) & inside",
-                    "entry[:, None, None]) & inside", LORA_KERNEL_TESTS, "rows"),
+    PackageMutation("kernels/_lora_tile.py", "entry = tl.load(tile_entries + tl.program_id(0))", "entry = 0",
+                    LORA_KERNEL_TESTS, "rows"),
+    PackageMutation("models/adapted_layers.py", "return rows.order", "return None", LORA_TESTS, "different_adapters"),
+    PackageMutation("kernels/lora_order.py", "tl.where(each < mine, tiles, 0)", "tl.where(each < mine, counts, 0)",
+                    "kernels/test_lora_order.py", "kernel"),
     PackageMutation("kernels/lora_expand.py", "sums * tl.load(next_scales), mask", "sums, mask", LORA_KERNEL_TESTS,
                     "behind_silu"),
 ]
@@ -544,5 +579,5 @@ OVER_RANKS = [
 
 PACKAGE_MUTATIONS = [
     *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *UPDATES, *RECOGNITION, *ADAPTERS, *JOINED, *MODELS, *SERVER,
-    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS, *AWAITED, *OVER_RANKS,
+    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS, *PREFIXES, *AWAITED, *OVER_RANKS,
 ]

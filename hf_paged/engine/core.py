@@ -692,7 +692,7 @@ class EngineCore:
         config = SchedulerConfig(
             block_size=self._config.block_size, num_blocks=num_blocks, max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens, max_model_len=self.pool.max_model_len,
-            enable_prefix_caching=self._config.enable_prefix_caching,
+            enable_prefix_caching=self._config.enable_prefix_caching, group_prefixes=self._config.group_prefixes,
         )
         core = weakref.proxy(self)  # which holds the scheduler
         return Scheduler(config, on_shortage=self.pool.grow, on_few_slots=self.runner.grow_slots,

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -44,7 +45,7 @@ from hf_paged.errors import (
     UnsupportedModelError,
 )
 from hf_paged.kernels.attention import flash_backend
-from hf_paged.models import ModelExecutor, find_executor
+from hf_paged.models import KVSpec, ModelExecutor, find_executor
 from hf_paged.models.eligibility import reason_under, unsupported_reason
 from hf_paged.models.replica import Replica
 from hf_paged.options.arguments import RecentMerges, base_seed, salt_digest, token_id_lists, token_ids
@@ -61,10 +62,12 @@ from hf_paged.outputs import EngineStats, StepOutput
 from hf_paged.parallel.adapters import add_adapter, has_adapter, read_adapter, remove_adapter
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.peers import connect
+from hf_paged.pictures.cache import CacheView, draw
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.weights import ModelMark
 from hf_paged.sampling.sampler import derive_seed
 from hf_paged.scheduler import Scheduler
+from hf_paged.scheduler.block_use import block_columns
 from hf_paged.scheduler.lockstep_rows import blocks_together
 
 # Seconds between two looks of a thread whose work has to wait for another's.
@@ -488,6 +491,54 @@ class Engine:
                 kv_bytes_saved=pool.reads.num_saved_bytes,
                 shadow_bytes=self._executor.copied_bytes + (self.replica.nbytes if self.replica is not None else 0),
             )
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """No step of any thread runs in here, and what observers keep does not change."""
+        with self._lock.turn() as turn, self._lock.rlock:
+            turn.leave()
+            yield
+
+    def waiting_by_reason(self) -> dict[str, int]:
+        """Of the waiting requests how many wait for what; see `Scheduler.waiting_by_reason`."""
+        with self._lock.turn(), self._lock.rlock:
+            return self._core.scheduler.waiting_by_reason() if self._core.scheduler is not None else {}
+
+    @property
+    def cache_spec(self) -> KVSpec:
+        """Shapes, dtypes and device of this rank's cache."""
+        return self._executor.kv_spec()
+
+    def cache_view(self) -> CacheView:
+        """Who uses which block of the pool; without a pool there are none."""
+        with self._lock.turn(), self._lock.rlock:
+            owners = {name: list(request.sequence.block_table) for name, request in self._core.requests.items()}
+            for i, batch in enumerate(self._core.batches):
+                for row, sequence in enumerate(batch.rows.sequences if batch.rows is not None else ()):
+                    owners[f"lockstep call {i}, row {row}"] = list(sequence.block_table)
+            owners = {name: blocks for name, blocks in owners.items() if blocks}
+            scheduler = self._core.scheduler
+            if scheduler is None:
+                return CacheView(np.empty(0, np.int32), np.empty(0, bool), {}, self.config.block_size)
+            users, cached = block_columns(scheduler.kv_cache_manager.block_pool)
+            return CacheView(users[1:], cached[1:], owners, self.config.block_size)
+
+    def draw_cache(self, trace: str | os.PathLike | None = None) -> Any:
+        """Draw the KV pool as it is now: a square for each block, in the color of the request that uses it; shared,
+        cached and free ones in colors of their own.
+
+        Args:
+            trace: a file of `hf_paged.trace`: what the blocks were used for over its time is drawn below, for each
+                engine in it.
+
+        Returns:
+            A `matplotlib.figure.Figure`, which a notebook shows; ``savefig`` writes it to a file.
+
+        Raises:
+            RuntimeError: matplotlib is not installed (``pip install "hf-paged[plot]"``).
+            OSError, ValueError: there is no trace in that file.
+        """
+        return draw(self.cache_view(), trace)
 
     def watch(self, observer: Observer) -> None:
         """Tell it what happens in the steps from now on, those under way included; see `Observer`."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels._triton import jit, pdl_options, tl
+from hf_paged.kernels._triton import jit, pdl_options, tl, triton
+from hf_paged.kernels.lora_order import RowOrder
 from hf_paged.kernels.lora_table import LoraTable
 
 FIELDS = 5 if tl is None else tl.constexpr(5)  # int64 values of an adapter in the table
@@ -51,13 +52,19 @@ def lora_dot(x, weight, acc, LOW: tl.constexpr, PRECISION: tl.constexpr, X_IS_EX
 
 
 @jit()
-def entry_of_rows(row_entries, row, inside, HAS_ROWS: tl.constexpr):
-    """Entry of each row, -1 outside: without HAS_ROWS the first."""
+def rows_of_tile(rows, tile_entries, num_rows, HAS_ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Row numbers of a program's tile, which of them there are, and the entry of them all, -1: none.
+
+    Without HAS_ROWS they lie side by side and have the first entry; else see `RowOrder`.
+    """
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = row < num_rows
+    entry = 0
     if HAS_ROWS:
-        entries = tl.load(row_entries + row, mask=inside, other=-1)
-    else:
-        entries = tl.where(inside, 0, -1)
-    return entries
+        row = tl.load(rows + row)
+        inside = row >= 0
+        entry = tl.load(tile_entries + tl.program_id(0))
+    return row, inside, entry
 
 
 @jit()
@@ -82,3 +89,12 @@ def table_options(table: LoraTable, x: torch.Tensor, precision: str) -> dict:
         "KIND": _KINDS[table.dtype], "COMPUTE": _KINDS[table.compute_dtype], "LOW": low,
         "PRECISION": precision, "ALIGNED": table.aligned, **pdl_options(x),
     }
+
+
+def tiles_of_rows(num_rows: int, block_m: int, order: RowOrder | None) -> tuple[int, dict]:
+    """How many tiles of rows there are, and the launch arguments of `rows_of_tile`."""
+    if order is None:
+        return triton.cdiv(num_rows, block_m), {"rows": None, "tile_entries": None, "HAS_ROWS": False,
+                                                "BLOCK_M": block_m}
+    return len(order.rows), {"rows": order.rows, "tile_entries": order.tile_entries, "HAS_ROWS": True,
+                             "BLOCK_M": order.tile}

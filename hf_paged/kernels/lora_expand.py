@@ -7,7 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._lora_tile import FIELDS, entry_of_rows, lora_dot, pointer_to, precision_of, table_options
+from hf_paged.kernels._lora_tile import (
+    FIELDS,
+    lora_dot,
+    pointer_to,
+    precision_of,
+    rows_of_tile,
+    table_options,
+    tiles_of_rows,
+)
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
@@ -17,11 +25,14 @@ from hf_paged.kernels._triton import (
     tl,
     triton,
 )
-from hf_paged.kernels.lora_shrink import check_row_entries
+from hf_paged.kernels.lora_order import RowOrder
+from hf_paged.kernels.lora_shrink import check_order
 from hf_paged.kernels.lora_table import LoraTable
 from hf_paged.kernels.silu_mul import silu_mul_reference, silu_mul_tile, silu_mul_unchecked
 
 _MOST_PARTIALS = 32
+# With 256 rows a layer took 46.4 us with both in one launch; its four products, measured one by one, make 42.9.
+_MOST_FOLLOWED_ROWS = 64
 
 
 class ExpandConfig(NamedTuple):
@@ -34,14 +45,14 @@ class ExpandConfig(NamedTuple):
 
 
 def lora_expand(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
-                row_entries: torch.Tensor | None) -> torch.Tensor:
+                order: RowOrder | None) -> torch.Tensor:
     """``product + shrunk @ b.T + bias * scaling``, in place, added up in float32 and rounded once.
 
     Args:
         product: ``[T, N]``, rows contiguous; the table's `columns` say where each member's are.
         shrunk: of `lora_shrink` with the same table and entries; rounded to the table's `compute_dtype`.
         table: whose b are ``[n, r]``.
-        row_entries: as given there.
+        order: as given there.
 
     Returns:
         ``product``.
@@ -49,25 +60,25 @@ def lora_expand(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
     Raises:
         ValueError: shapes or dtypes that are not as above.
     """
-    _check(product, shrunk, table, row_entries)
-    return lora_expand_unchecked(product, shrunk, table, row_entries)
+    _check(product, shrunk, table, order)
+    return lora_expand_unchecked(product, shrunk, table, order)
 
 
 def lora_expand_unchecked(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
-                          row_entries: torch.Tensor | None) -> torch.Tensor:
+                          order: RowOrder | None) -> torch.Tensor:
     """:func:`lora_expand` for tensors that are known to be as it says."""
     if not product.is_cuda:
-        return lora_expand_reference(product, shrunk, table, row_entries)
-    return lora_expand_triton(product, shrunk, table, row_entries, expand_config(product, table, row_entries))
+        return lora_expand_reference(product, shrunk, table, order)
+    return lora_expand_triton(product, shrunk, table, order, expand_config(product, table, order))
 
 
 def lora_expand_reference(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
-                          row_entries: torch.Tensor | None) -> torch.Tensor:
+                          order: RowOrder | None) -> torch.Tensor:
     """:func:`lora_expand` in plain torch."""
     total, sums = product.float(), shrunk.sum(0).to(table.compute_dtype).float()
-    for e, entry in enumerate(table.entries[: 1 if row_entries is None else None]):
-        rows = (torch.arange(len(product), device=product.device) if row_entries is None
-                else (row_entries == e).nonzero()[:, 0])
+    for e, entry in enumerate(table.entries[: 1 if order is None else None]):
+        rows = (torch.arange(len(product), device=product.device) if order is None
+                else (order.entries == e).nonzero()[:, 0])
         for p, part in enumerate(entry):
             for j, adapter in enumerate(part):
                 if adapter is None:
@@ -81,7 +92,7 @@ def lora_expand_reference(product: torch.Tensor, shrunk: torch.Tensor, table: Lo
 
 
 def lora_expand_silu_mul_unchecked(
-    product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None,
+    product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, order: RowOrder | None,
     following: LoraTable | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``silu_mul(lora_expand(product, ...))`` of gates and ups ``[T, 2 * I]``, the members: ``[T, I]``.
@@ -91,84 +102,56 @@ def lora_expand_silu_mul_unchecked(
     Unchecked; `product` may be written.
     """
     if not product.is_cuda:
-        return silu_mul_reference(lora_expand_reference(product, shrunk, table, row_entries)), None
+        return silu_mul_reference(lora_expand_reference(product, shrunk, table, order)), None
     if table.num_members != 2:  # the kernel's programs take a gate and an up, each with a place in the table
-        return silu_mul_unchecked(lora_expand_unchecked(product, shrunk, table, row_entries)), None
-    config = expand_config(product, table, row_entries)
-    if following is not None and row_entries is None and _can_follow(product, following, config):
-        # One product after another: each warp has rows of its own, so that few rows would keep some warps idle.
-        config = config._replace(block_m=16 if len(product) <= 64 else 32 if len(product) <= 128 else 64)
-    else:
+        return silu_mul_unchecked(lora_expand_unchecked(product, shrunk, table, order)), None
+    config = expand_config(product, table, order)
+    if order is not None or following is None or not _can_follow(product, following, config):
         following = None
-    return lora_expand_silu_mul_triton(product, shrunk, table, row_entries, config, following)
+    return lora_expand_silu_mul_triton(product, shrunk, table, order, config, following)
 
 
 def _can_follow(product: torch.Tensor, table: LoraTable, config: ExpandConfig) -> bool:
     """Is it one adapter, and are the partial sums, one a tile of columns, few?"""
     one = table.num_parts == table.num_members == 1 and table.rank == table.rank_tile
-    return one and len(product) < 1024 and product.shape[1] // 2 <= _MOST_PARTIALS * config.block_n
+    return one and len(product) <= _MOST_FOLLOWED_ROWS and product.shape[1] // 2 <= _MOST_PARTIALS * config.block_n
 
 
 @jit()
-def _add_delta(acc, shrunk_rows, split_stride, places, entry, first_entry, end_entry, member, n, n_inside,
-               HAS_ROWS: tl.constexpr, PARTS: tl.constexpr, MEMBERS: tl.constexpr, RANK: tl.constexpr,
-               BLOCK_R: tl.constexpr, RANK_DIVISOR: tl.constexpr, KIND: tl.constexpr, COMPUTE: tl.constexpr,
-               LOW: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, SPLITS: tl.constexpr):
-    """acc [rows, columns] and what the rows' adapters of a member add, BLOCK_R ranks of all entries at a time.
+def _add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n, n_inside, PARTS: tl.constexpr,
+               MEMBERS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, RANK_DIVISOR: tl.constexpr,
+               KIND: tl.constexpr, COMPUTE: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
+               ALIGNED: tl.constexpr, SPLITS: tl.constexpr):
+    """acc [rows, columns] and what an entry's adapters of a member add; the entry -1 adds nothing.
 
-    entry [rows] is from first_entry up to, but not, end_entry, or -1; without HAS_ROWS 0, or -1.
+    All columns have one address, so that loads are wide. `places` are the entry's.
     """
-    if HAS_ROWS:
-        # Three dimensions, so that the ranks of an adapter are known to lie side by side.
-        AT_ONCE: tl.constexpr = max(1, BLOCK_R // RANK)
-        for tile in range(first_entry * PARTS * RANK // BLOCK_R, tl.cdiv(end_entry * PARTS * RANK, BLOCK_R)):
-            adapter = tile * BLOCK_R // RANK + tl.arange(0, AT_ONCE)  # entry by entry, part by part
-            index = tile * BLOCK_R % RANK + tl.arange(0, BLOCK_R // AT_ONCE)
-            known = adapter // PARTS < end_entry
-            place = places + (adapter * MEMBERS + member) * FIELDS
-            rank = tl.load(place + 3, mask=known, other=0).to(tl.int32)
-            rank = tl.multiple_of(rank, RANK_DIVISOR)[None, :, None]
-            b = pointer_to(tl.load(place + 1, mask=known, other=0), KIND, ALIGNED)
-            inside = index[None, None, :] < rank
-            b_at = b[None, :, None] + (n[:, None, None] * rank + index[None, None, :])
-            b_tile = tl.reshape(tl.load(b_at, mask=n_inside[:, None, None] & inside, other=0.0), [n.shape[0], BLOCK_R])
-            slot = adapter % PARTS * MEMBERS + member
-            at = shrunk_rows[:, None, None] + (slot[None, :, None] * RANK + index[None, None, :])
-            mine = (entry[:, None, None] == (adapter // PARTS)[None, :, None]) & inside
-            total = tl.zeros([entry.shape[0], AT_ONCE, BLOCK_R // AT_ONCE], tl.float32)
+    for part in tl.static_range(PARTS):
+        place = places + (part * MEMBERS + member) * FIELDS
+        rank = tl.multiple_of(tl.where(entry >= 0, tl.load(place + 3), 0).to(tl.int32), RANK_DIVISOR)
+        b = pointer_to(tl.load(place + 1), KIND, ALIGNED)
+        for tile in tl.static_range(RANK // BLOCK_R):
+            index = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+            known = index < rank
+            b_tile = tl.load(b + (n[:, None] * rank + index[None, :]), mask=n_inside[:, None] & known[None, :],
+                             other=0.0)
+            at = shrunk_rows[:, None] + ((part * MEMBERS + member) * RANK + index)[None, :]
+            total = tl.zeros([shrunk_rows.shape[0], BLOCK_R], tl.float32)
             for split in tl.static_range(SPLITS):
-                total += tl.load(at + split * split_stride, mask=mine, other=0.0)
-            s_tile = tl.reshape(total, [entry.shape[0], BLOCK_R])
-            acc = lora_dot(s_tile.to(COMPUTE), tl.trans(b_tile.to(COMPUTE)), acc, LOW, PRECISION, False)
-    else:  # one address for all columns, so that loads are wide
-        for part in tl.static_range(PARTS):
-            place = places + (part * MEMBERS + member) * FIELDS
-            rank = tl.multiple_of(tl.load(place + 3).to(tl.int32), RANK_DIVISOR)
-            b = pointer_to(tl.load(place + 1), KIND, ALIGNED)
-            for tile in tl.static_range(RANK // BLOCK_R):
-                index = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-                inside = index < rank
-                b_tile = tl.load(b + (n[:, None] * rank + index[None, :]), mask=n_inside[:, None] & inside[None, :],
-                                 other=0.0)
-                at = shrunk_rows[:, None] + ((part * MEMBERS + member) * RANK + index)[None, :]
-                total = tl.zeros([shrunk_rows.shape[0], BLOCK_R], tl.float32)
-                for split in tl.static_range(SPLITS):
-                    total += tl.load(at + split * split_stride, mask=(entry == 0)[:, None] & inside[None, :], other=0.0)
-                acc = lora_dot(total.to(COMPUTE), tl.trans(b_tile.to(COMPUTE)), acc, LOW, PRECISION, False)
+                total += tl.load(at + split * split_stride, mask=inside[:, None] & known[None, :], other=0.0)
+            acc = lora_dot(total.to(COMPUTE), tl.trans(b_tile.to(COMPUTE)), acc, LOW, PRECISION, False)
     return acc
 
 
 @jit()
 def _add_bias(acc, places, scales, entry, member, n, n_inside, PARTS: tl.constexpr, MEMBERS: tl.constexpr,
               KIND: tl.constexpr, COMPUTE: tl.constexpr):
-    """acc [rows, columns] and the biases of the rows' adapters of a member, scaled."""
+    """acc [rows, columns] and the biases of an entry's adapters of a member, scaled. As `_add_delta`."""
     for part in tl.static_range(PARTS):
-        slot = (entry * PARTS + part) * MEMBERS + member
-        address = tl.load(places + slot * FIELDS + 2, mask=entry >= 0, other=0)
-        scale = tl.load(scales + slot, mask=entry >= 0, other=0.0)
-        bias = tl.load(pointer_to(address, KIND, False)[:, None] + n[None, :],
-                       mask=(address != 0)[:, None] & n_inside[None, :], other=0.0)
-        acc += bias.to(COMPUTE).to(tl.float32) * scale[:, None]
+        slot = part * MEMBERS + member
+        address = tl.zeros([n.shape[0]], tl.int64) + tl.where(entry >= 0, tl.load(places + slot * FIELDS + 2), 0)
+        bias = tl.load(pointer_to(address, KIND, False) + n, mask=n_inside & (address != 0), other=0.0)
+        acc += (bias.to(COMPUTE).to(tl.float32) * tl.load(scales + slot))[None, :]
     return acc
 
 
@@ -178,7 +161,8 @@ def _expand_kernel(
     shrunk,
     places,
     scales,
-    row_entries,
+    rows,
+    tile_entries,
     out,
     next_places,
     next_scales,
@@ -198,7 +182,6 @@ def _expand_kernel(
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_DIVISOR: tl.constexpr,
-   
     KIND: tl.constexpr,
     COMPUTE: tl.constexpr,
     LOW: tl.constexpr,
@@ -220,6 +203,11 @@ def _expand_kernel(
 
     NEXT_RANK not 0: next_out [tiles, num_rows, NEXT_RANK] are partial sums of out with the adapter of next_places.
     """
+    if HAS_ROWS:
+        after_previous_kernel(PDL)
+    row, inside, entry = rows_of_tile(rows, tile_entries, num_rows, HAS_ROWS, BLOCK_M)
+    places += tl.maximum(entry, 0) * (PARTS * MEMBERS * FIELDS)
+    scales += tl.maximum(entry, 0) * (PARTS * MEMBERS)
     tile = tl.program_id(1)
     member = 0
     begin = first_0
@@ -246,12 +234,10 @@ def _expand_kernel(
         b = pointer_to(tl.load(places + member * FIELDS + 1), KIND, ALIGNED)
         count = tl.where(rank > 0, tl.minimum(size - tile * BLOCK_N, BLOCK_N), 0)
         prefetch_rows(b + tile * BLOCK_N * rank, count, rank * bytes_each, rank * bytes_each)
-    after_previous_kernel(PDL)
+    if not HAS_ROWS:
+        after_previous_kernel(PDL)
 
     dtype = out.dtype.element_ty
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = row < num_rows
-    entry = entry_of_rows(row_entries, row, inside, HAS_ROWS)
     mask = inside[:, None] & n_inside[None, :]
     product_at = product + row.to(tl.int64)[:, None] * product_stride + n[None, :]
     base = tl.load(product_at + begin, mask=mask, other=0.0).to(tl.float32)
@@ -260,22 +246,15 @@ def _expand_kernel(
         base_up = tl.load(product_at + first_1, mask=mask, other=0.0).to(tl.float32)
     shrunk_rows = shrunk + row.to(tl.int64) * (PARTS * MEMBERS * RANK)
     split_stride = num_rows.to(tl.int64) * (PARTS * MEMBERS * RANK)
-    first_entry = 0
-    end_entry = 1
-    if HAS_ROWS:
-        first_entry = tl.min(tl.where(entry < 0, 1 << 30, entry), 0)
-        end_entry = tl.max(entry, 0) + 1
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = acc
-    acc = _add_delta(acc, shrunk_rows, split_stride, places, entry, first_entry, end_entry, member, n, n_inside,
-                     HAS_ROWS, PARTS, MEMBERS, RANK, BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED,
-                     SPLITS)
+    acc = _add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n, n_inside, PARTS, MEMBERS, RANK,
+                     BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED, SPLITS)
     if HAS_BIAS:
         acc = _add_bias(acc, places, scales, entry, member, n, n_inside, PARTS, MEMBERS, KIND, COMPUTE)
     if SILU:
-        acc_up = _add_delta(acc_up, shrunk_rows, split_stride, places, entry, first_entry, end_entry, 1, n, n_inside,
-                            HAS_ROWS, PARTS, MEMBERS, RANK, BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION,
-                            ALIGNED, SPLITS)
+        acc_up = _add_delta(acc_up, shrunk_rows, split_stride, places, entry, inside, 1, n, n_inside, PARTS, MEMBERS,
+                            RANK, BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED, SPLITS)
         if HAS_BIAS:
             acc_up = _add_bias(acc_up, places, scales, entry, 1, n, n_inside, PARTS, MEMBERS, KIND, COMPUTE)
     result = (base + acc).to(dtype)
@@ -298,26 +277,24 @@ def _expand_kernel(
     tl.store(out + row.to(tl.int64)[:, None] * out_stride + (begin + n)[None, :], result, mask=mask)
 
 
-def expand_config(product: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> ExpandConfig:
+def expand_config(product: torch.Tensor, table: LoraTable, order: RowOrder | None) -> ExpandConfig:
     """What is fastest on an H200 (lora_speed.py)."""
     rows, precision = len(product), precision_of(product.dtype)
     if rows >= 1024:
         return ExpandConfig(64, 128, precision, 4)
-    if row_entries is not None:
-        return ExpandConfig(16 if rows <= 16 else 32, 64, precision, 4)
     return ExpandConfig(16, 128, precision, 4)
 
 
 def lora_expand_triton(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
-                       row_entries: torch.Tensor | None, config: ExpandConfig) -> torch.Tensor:
+                       order: RowOrder | None, config: ExpandConfig) -> torch.Tensor:
     """:func:`lora_expand` as one Triton launch."""
     tiles = sum(triton.cdiv(size, config.block_n) for _, size in table.columns)
-    _launch(product, shrunk, table, row_entries, product, tiles, config)
+    _launch(product, shrunk, table, order, product, tiles, config)
     return product
 
 
 def lora_expand_silu_mul_triton(
-    product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None,
+    product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, order: RowOrder | None,
     config: ExpandConfig, following: LoraTable | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """:func:`lora_expand_silu_mul_unchecked` as one Triton launch.
@@ -334,11 +311,11 @@ def lora_expand_silu_mul_triton(
     sums = None
     if following is not None:
         sums = torch.empty(tiles, rows, 1, 1, following.rank, dtype=torch.float32, device=product.device)
-    _launch(product, shrunk, table, row_entries, out, tiles, config, silu=True, following=following, sums=sums)
+    _launch(product, shrunk, table, order, out, tiles, config, silu=True, following=following, sums=sums)
     return out, sums
 
 
-def _launch(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None,
+def _launch(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, order: RowOrder | None,
             out: torch.Tensor, tiles: int, config: ExpandConfig, *, silu: bool = False,
             following: LoraTable | None = None, sums: torch.Tensor | None = None) -> None:
     require_triton()
@@ -348,35 +325,30 @@ def _launch(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, row_e
     options = table_options(table, product, config.precision)
     fits = table.rank_divisor * table.dtype.itemsize % 16 == 0 and config.block_n <= 32 * config.num_warps
     then = following or table
+    row_tiles, row_arguments = tiles_of_rows(len(product), config.block_m, order)
     with on_device_of(product):
-        _expand_kernel[(triton.cdiv(len(product), config.block_m), tiles)](
-            product, shrunk, table.places, table.scales, row_entries, out, then.places, then.scales, sums,
-            len(product), *firsts[:3], *sizes[:3], product.stride(0), out.stride(0),
-            HAS_ROWS=row_entries is not None,
+        _expand_kernel[(row_tiles, tiles)](
+            product, shrunk, table.places, table.scales, row_arguments.pop("rows"), row_arguments.pop("tile_entries"),
+            out, then.places, then.scales, sums, len(product), *firsts[:3], *sizes[:3], product.stride(0),
+            out.stride(0),
             RANK_DIVISOR=table.rank_divisor,
-            BLOCK_R=table.rank_tile if row_entries is None else _block_r(table),
+            BLOCK_R=table.rank_tile,
             HAS_BIAS=table.has_bias,
             SPLITS=len(shrunk),
             SILU=silu,
             NEXT_RANK=0 if following is None else following.rank,
             NEXT_ALIGNED=then.aligned,
             IS_BFLOAT16=out.dtype == torch.bfloat16,
-            BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             INTERPRETED=triton.knobs.runtime.interpret,
-            PREFETCH=options["PDL"] and table.aligned and row_entries is None and fits,
+            PREFETCH=options["PDL"] and table.aligned and order is None and fits,
             num_warps=config.num_warps,
+            **row_arguments,
             **options,
         )
 
 
-def _block_r(table: LoraTable) -> int:
-    """Ranks of all entries that are taken at once where each row has its own."""
-    ranks = len(table.entries) * table.num_parts * table.rank
-    return min(64, 1 << (ranks - 1).bit_length())
-
-
-def _check(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> None:
+def _check(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, order: RowOrder | None) -> None:
     last = max(first + size for first, size in table.columns)
     if product.dim() != 2 or product.stride(1) != 1 or product.shape[1] < last:
         raise ValueError(f"product must be [T, N] with contiguous rows, N at least {last}, got {tuple(product.shape)} "
@@ -385,4 +357,4 @@ def _check(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, row_en
     if shrunk.dtype != torch.float32 or shrunk.shape[1:] != wanted or not shrunk.is_contiguous():
         raise ValueError(f"shrunk must be contiguous float32 [splits, {', '.join(map(str, wanted))}], "
                          f"got {shrunk.dtype} {tuple(shrunk.shape)}")
-    check_row_entries(row_entries, len(product))
+    check_order(order, len(product))

@@ -7,8 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._device import num_multiprocessors
-from hf_paged.kernels._lora_tile import FIELDS, entry_of_rows, lora_dot, pointer_to, precision_of, table_options
+from hf_paged.kernels._lora_tile import (
+    FIELDS,
+    lora_dot,
+    pointer_to,
+    precision_of,
+    rows_of_tile,
+    table_options,
+    tiles_of_rows,
+)
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
@@ -18,11 +25,15 @@ from hf_paged.kernels._triton import (
     tl,
     triton,
 )
-from hf_paged.kernels.lora_table import LoraTable
+from hf_paged.kernels.lora_order import RowOrder
+from hf_paged.kernels.lora_table import LoraTable, power_of_two
 
 
 class ShrinkConfig(NamedTuple):
-    """Rows, rank columns and columns of x in a tile, programs that share a row's columns, float32 products, launch."""
+    """Rows, rank columns and columns of x in a tile, programs that share a row's columns, float32 products, launch.
+
+    Where rows have entries of their own, their order says how many are in a tile.
+    """
 
     block_m: int
     block_r: int
@@ -33,13 +44,13 @@ class ShrinkConfig(NamedTuple):
     num_stages: int
 
 
-def lora_shrink(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> torch.Tensor:
+def lora_shrink(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> torch.Tensor:
     """``x @ a.T * scaling``, added up in float32, in a fixed order.
 
     Args:
         x: ``[T, K]``, rows contiguous; converted to the table's `compute_dtype`, as the adapters are.
         table: whose a are ``[r, K]``.
-        row_entries: ``[T]`` int32, the entry of each row, -1: none; None: the first for all.
+        order: which entry each row has; None: the first for all.
 
     Returns:
         ``[splits, T, P, J, rank]`` float32, partial sums for `lora_expand`. Undefined for rows without an entry and
@@ -48,23 +59,23 @@ def lora_shrink(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | N
     Raises:
         ValueError: shapes or dtypes that are not as above.
     """
-    _check(x, table, row_entries)
-    return lora_shrink_unchecked(x, table, row_entries)
+    _check(x, table, order)
+    return lora_shrink_unchecked(x, table, order)
 
 
-def lora_shrink_unchecked(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> torch.Tensor:
+def lora_shrink_unchecked(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> torch.Tensor:
     """:func:`lora_shrink` for tensors that are known to be as it says."""
     if not x.is_cuda:
-        return lora_shrink_reference(x, table, row_entries)
-    return lora_shrink_triton(x, table, row_entries, shrink_config(x, table, row_entries))
+        return lora_shrink_reference(x, table, order)
+    return lora_shrink_triton(x, table, order, shrink_config(x, table, order))
 
 
-def lora_shrink_reference(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> torch.Tensor:
+def lora_shrink_reference(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> torch.Tensor:
     """:func:`lora_shrink` in plain torch, zero where that is undefined."""
     out = x.new_zeros((1, len(x), table.num_parts, table.num_members, table.rank), dtype=torch.float32)
     x = x.to(table.compute_dtype).float()
-    for e, entry in enumerate(table.entries[: 1 if row_entries is None else None]):
-        rows = slice(None) if row_entries is None else (row_entries == e).nonzero()[:, 0]
+    for e, entry in enumerate(table.entries[: 1 if order is None else None]):
+        rows = slice(None) if order is None else (order.entries == e).nonzero()[:, 0]
         for p, part in enumerate(entry):
             for j, adapter in enumerate(part):
                 if adapter is not None:
@@ -73,15 +84,15 @@ def lora_shrink_reference(x: torch.Tensor, table: LoraTable, row_entries: torch.
     return out
 
 
-@jit(varying_ints=("num_rows", "num_slots"))
+@jit(varying_ints=("num_rows",))
 def _shrink_kernel(
     x,
     places,
     scales,
-    row_entries,
+    rows,
+    tile_entries,
     out,
     num_rows,
-    num_slots,
     K,
     k_per_split,
     x_stride,
@@ -103,11 +114,16 @@ def _shrink_kernel(
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out [splits, num_rows, PARTS * MEMBERS, RANK]; a program BLOCK_R of all slots' ranks, rows and a part of K.
+    """out [splits, num_rows, PARTS * MEMBERS, RANK]; a program BLOCK_R of an entry's ranks, rows and a part of K.
 
-    A slot is an entry's part's member. PREFETCH: a program has ranks of one slot alone.
+    PREFETCH: all rows have the first entry, and a program has ranks of one adapter alone.
     """
     SLOTS: tl.constexpr = PARTS * MEMBERS
+    if HAS_ROWS:
+        after_previous_kernel(PDL)
+    row, inside, entry = rows_of_tile(rows, tile_entries, num_rows, HAS_ROWS, BLOCK_M)
+    places += tl.maximum(entry, 0) * (SLOTS * FIELDS)
+    scales += tl.maximum(entry, 0) * SLOTS
     begin = tl.program_id(1) * BLOCK_R
     split = tl.program_id(2)
     k_begin = split * k_per_split
@@ -115,7 +131,7 @@ def _shrink_kernel(
     column = begin + tl.arange(0, BLOCK_R)
     slot = column // RANK
     index = column % RANK  # within the adapter
-    known = slot < num_slots
+    known = slot < SLOTS
     rank = tl.load(places + slot * FIELDS + 3, mask=known, other=0)
     column_inside = index < rank
     a = pointer_to(tl.load(places + slot * FIELDS, mask=known, other=0), KIND, ALIGNED)
@@ -130,12 +146,10 @@ def _shrink_kernel(
         is_first = (tl.program_id(0) == 0) & (first == 0) & (share > 0)
         beginning = tl.load(place + 1) + (split * THREADS).to(tl.int64) * share
         prefetch_rows(beginning.to(tl.pointer_type(tl.int8)), tl.where(is_first, THREADS, 0), share, share)
-    after_previous_kernel(PDL)
+    if not HAS_ROWS:
+        after_previous_kernel(PDL)
 
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    entry = entry_of_rows(row_entries, row, row < num_rows, HAS_ROWS)
-    wanted = (entry >= begin // (RANK * SLOTS)) & (entry <= (begin + BLOCK_R - 1) // (RANK * SLOTS))
-    if tl.max(wanted.to(tl.int32), 0) > 0:
+    if entry >= 0:
         scale = tl.load(scales + slot, mask=known, other=0.0)
         k = tl.arange(0, BLOCK_K)
         x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
@@ -143,42 +157,30 @@ def _shrink_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         for start in range(k_begin, k_end, BLOCK_K):
             k_inside = (start + k < k_end) | EVEN_K
-            x_tile = tl.load(x_at + start, mask=wanted[:, None] & k_inside[None, :], other=0.0)
+            x_tile = tl.load(x_at + start, mask=inside[:, None] & k_inside[None, :], other=0.0)
             a_tile = tl.load(a_at + start, mask=column_inside[:, None] & k_inside[None, :], other=0.0)
             if LOW or not X_IS_EXACT:
                 x_tile = x_tile.to(COMPUTE)
             acc = lora_dot(x_tile, tl.trans(a_tile.to(COMPUTE)), acc, LOW, PRECISION, X_IS_EXACT)
-        at = (split * num_rows + row).to(tl.int64)[:, None] * (SLOTS * RANK) + (column % (SLOTS * RANK))[None, :]
-        mask = (entry[:, None] == (slot // SLOTS)[None, :]) & column_inside[None, :]
-        tl.store(out + at, acc * scale[None, :], mask=mask)
+        at = (split * num_rows + row).to(tl.int64)[:, None] * (SLOTS * RANK) + column[None, :]
+        tl.store(out + at, acc * scale[None, :], mask=inside[:, None] & column_inside[None, :])
 
 
-def shrink_config(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> ShrinkConfig:
+def shrink_config(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> ShrinkConfig:
     """What is fastest on an H200 (lora_speed.py)."""
     rows, width = x.shape
     precision = precision_of(x.dtype)
-    columns = _num_slots(table, row_entries) * table.rank
-    largest = 1 << (columns - 1).bit_length()
+    columns = table.num_slots * table.rank
     if rows >= 1024:  # each x is read once for most tables
-        return ShrinkConfig(64, min(64, largest), 64, 1, precision, 4, 3)
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    block_r = min(64, largest) if row_entries is not None else table.rank_tile
-    programs = -(-rows // block_m) * -(-columns // block_r)
-    most, split_k = num_multiprocessors(x.device) * 3 // 2, 1
-    while split_k < 16 and programs * split_k * 2 <= most and width >= 256 * split_k:
-        split_k *= 2
+        return ShrinkConfig(64, min(64, power_of_two(columns)), 64, 1, precision, 4, 3)
+    block_m = (16 if rows <= 16 else 32 if rows <= 32 else 64) if order is None else order.tile
+    block_r = table.rank_tile
+    split_k = max(1, min(16, width // 128))  # whatever the rows: kernels that add them up are compiled for a number
     block_k = 128 if block_r <= 32 and width >= 128 * split_k else 64
     return ShrinkConfig(block_m, block_r, block_k, split_k, precision, 4, 3)
 
 
-def _num_slots(table: LoraTable, row_entries: torch.Tensor | None) -> int:
-    """Of the entries that rows may have."""
-    entries = 1 if row_entries is None else len(table.entries)
-    return entries * table.num_parts * table.num_members
-
-
-def lora_shrink_triton(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None,
-                       config: ShrinkConfig) -> torch.Tensor:
+def lora_shrink_triton(x: torch.Tensor, table: LoraTable, order: RowOrder | None, config: ShrinkConfig) -> torch.Tensor:
     """:func:`lora_shrink` as one Triton launch."""
     require_triton()
     num_rows, width = x.shape
@@ -188,16 +190,15 @@ def lora_shrink_triton(x: torch.Tensor, table: LoraTable, row_entries: torch.Ten
                       device=x.device)
     if not num_rows:
         return out
-    slots = _num_slots(table, row_entries)
-    tiles = triton.cdiv(slots * table.rank, config.block_r)
+    columns = triton.cdiv(table.num_slots * table.rank, config.block_r)
     options = table_options(table, x, config.precision)
-    of_one = table.rank % config.block_r == 0 and row_entries is None
+    of_one = table.rank % config.block_r == 0 and order is None
+    row_tiles, row_arguments = tiles_of_rows(num_rows, config.block_m, order)
     with on_device_of(x):
-        _shrink_kernel[(triton.cdiv(num_rows, config.block_m), tiles, splits)](
-            x, table.places, table.scales, row_entries, out, num_rows, slots, width, per_split, x.stride(0),
-            HAS_ROWS=row_entries is not None,
+        _shrink_kernel[(row_tiles, columns, splits)](
+            x, table.places, table.scales, out=out, num_rows=num_rows, K=width, k_per_split=per_split,
+            x_stride=x.stride(0),
             X_IS_EXACT=x.dtype == torch.bfloat16,
-            BLOCK_M=config.block_m,
             BLOCK_R=config.block_r,
             BLOCK_K=config.block_k,
             EVEN_K=width % config.block_k == 0,
@@ -205,20 +206,21 @@ def lora_shrink_triton(x: torch.Tensor, table: LoraTable, row_entries: torch.Ten
             PREFETCH=options["PDL"] and table.aligned and of_one and config.block_r <= 32 * config.num_warps,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **row_arguments,
             **options,
         )
     return out
 
 
-def _check(x: torch.Tensor, table: LoraTable, row_entries: torch.Tensor | None) -> None:
+def _check(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> None:
     widths = {adapter.a.shape[1] for adapter in table.adapters()}
     if x.dim() != 2 or x.stride(1) != 1 or widths != {x.shape[1]}:
         raise ValueError(f"x must be [T, K] with contiguous rows, K that of the adapters ({sorted(widths)}), "
                          f"got {tuple(x.shape)} with strides {x.stride()}")
-    check_row_entries(row_entries, len(x))
+    check_order(order, len(x))
 
 
-def check_row_entries(row_entries: torch.Tensor | None, num_rows: int) -> None:
-    """Raise ValueError unless it is None or [num_rows] int32."""
-    if row_entries is not None and (row_entries.dtype != torch.int32 or row_entries.shape != (num_rows,)):
-        raise ValueError(f"row_entries must be int32 [{num_rows}], got {row_entries.dtype} {tuple(row_entries.shape)}")
+def check_order(order: RowOrder | None, num_rows: int) -> None:
+    """Raise ValueError unless it is None or of so many rows."""
+    if order is not None and len(order.entries) != num_rows:
+        raise ValueError(f"order must be of {num_rows} rows, got one of {len(order.entries)}")

@@ -67,6 +67,11 @@ class LoraTable(NamedTuple):
         return self.places.shape[2]
 
     @property
+    def num_slots(self) -> int:
+        """Adapters that an entry can have."""
+        return self.num_parts * self.num_members
+
+    @property
     def rank_tile(self) -> int:
         """Rank columns that a program takes at once."""
         return min(self.rank, _LARGEST_TILE)

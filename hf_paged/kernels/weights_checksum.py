@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from hf_paged.kernels.upload import upload
 # Bytes a program reads: some hundred thousand programs for an 8B model, each with eight tiles of work.
 CHUNK_BYTES = 1 << 16
 TILE_WORDS = 1024
+_device, _nbytes = attrgetter("device"), attrgetter("nbytes")
 
 
 class ChecksumPlan:
@@ -26,7 +28,7 @@ class ChecksumPlan:
     """
 
     def __init__(self) -> None:
-        self._signature: list[tuple[int, int]] = []
+        self._signature: tuple[list[int], list[int]] = [], []
         self._chunks: torch.Tensor | None = None
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -41,20 +43,23 @@ class ChecksumPlan:
         Raises:
             ValueError: tensors on more than one device.
         """
-        devices = {t.device for t in tensors}
+        devices = set(map(_device, tensors))
         if len(devices) > 1:
             raise ValueError(f"tensors must share one device, got {sorted(map(str, devices))}")
         if not devices or devices == {torch.device("cpu")}:
             return weights_checksum_reference(tensors)
-        return self.launch([t.detach().contiguous() for t in tensors])
+        if not all(map(torch.Tensor.is_contiguous, tensors)):
+            tensors = [t.detach().contiguous() for t in tensors]
+        return self.launch(tensors)
 
     def launch(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The Triton kernel over contiguous tensors of one device; its value differs from the reference's."""
         require_triton()
         device = tensors[0].device
-        signature = [(t.data_ptr(), t.numel() * t.element_size()) for t in tensors]
+        # Column by column: rows of a few hundred tensors take longer to make than to launch a kernel over.
+        signature = list(map(torch.Tensor.data_ptr, tensors)), list(map(_nbytes, tensors))
         if self._chunks is None or self._chunks.device != device or self._signature != signature:
-            self._chunks = upload(_chunk_table(signature), device)
+            self._chunks = upload(_chunk_table(*signature), device)
             self._signature = signature
         out = torch.zeros(1, dtype=torch.int64, device=device)
         if len(self._chunks):
@@ -75,9 +80,9 @@ def weights_checksum_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.from_numpy(np.array([digest.intdigest()], dtype=np.uint64).view(np.int64))
 
 
-def _chunk_table(signature: Sequence[tuple[int, int]]) -> np.ndarray:
+def _chunk_table(addresses: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
     """``[chunks, 3]`` int64: address, bytes, and index of the first 8-byte word among all tensors' words."""
-    address, nbytes = np.array(signature, dtype=np.int64).reshape(-1, 2).T
+    address, nbytes = np.array(addresses, dtype=np.int64), np.array(sizes, dtype=np.int64)
     words = -(-nbytes // 8)
     first_word = np.cumsum(words) - words
     chunks = -(-nbytes // CHUNK_BYTES)

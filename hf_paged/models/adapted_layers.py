@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_paged.kernels.lora_expand import lora_expand_silu_mul_unchecked, lora_expand_unchecked
+from hf_paged.kernels.lora_order import RowOrder
 from hf_paged.kernels.lora_shrink import lora_shrink_unchecked
 from hf_paged.kernels.lora_table import LoraTable
 from hf_paged.models.lora_rows import AdapterRows
@@ -27,11 +28,11 @@ class AdaptedLayers:
     def shrink(self, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor | None:
         """To be called before the bases' product is taken, which hides what it waits for; None: nothing is added."""
         adds = rows is not None or self._has_active
-        return lora_shrink_unchecked(hidden, self._table, _entries(rows)) if adds else None
+        return lora_shrink_unchecked(hidden, self._table, _order(rows)) if adds else None
 
     def expand(self, product: torch.Tensor, shrunk: torch.Tensor | None, rows: AdapterRows | None) -> torch.Tensor:
         """The bases' product [T, N], which is written, with what each row's adapters add to it."""
-        return product if shrunk is None else lora_expand_unchecked(product, shrunk, self._table, _entries(rows))
+        return product if shrunk is None else lora_expand_unchecked(product, shrunk, self._table, _order(rows))
 
     def expand_silu_mul(self, product: torch.Tensor, shrunk: torch.Tensor, rows: AdapterRows | None,
                         following: AdaptedLayers | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -41,8 +42,11 @@ class AdaptedLayers:
         """
         adds = following is not None and (rows is not None or following._has_active)
         then = following._table if adds and following is not None else None
-        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, _entries(rows), then)
+        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, _order(rows), then)
 
 
-def _entries(rows: AdapterRows | None) -> torch.Tensor | None:
-    return None if rows is None else rows.entries
+def _order(rows: AdapterRows | None) -> RowOrder | None:
+    if rows is None:
+        return None
+    assert rows.order is not None, "a step with adapters by row puts its rows in order first"
+    return rows.order

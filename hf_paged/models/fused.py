@@ -313,6 +313,8 @@ class FusedExecutor(DecoderExecutor):
                 self.refresh(None)
             self._look_up_parts()
         tables, rows = ops.step_tables(cos, sin, step.positions), self.adapter_rows(step.adapters)
+        if rows is not None and self._adapters:
+            rows = rows.ordered()
         delta = apply_layer(decoder.embed_tokens, input_ids, rows)
         residual: torch.Tensor | None = None
         ranks = SINGLE  # over which delta has still to be added up

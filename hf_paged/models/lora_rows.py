@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_paged.kernels.lora_order import RowOrder, order_rows
 from hf_paged.models.guards.adapter_hooks import RowHook, has_only_names
 from hf_paged.models.tuners import BASE, is_lora
 
@@ -18,11 +19,17 @@ from hf_paged.models.tuners import BASE, is_lora
 class AdapterRows(NamedTuple):
     """Which adapter each of T tokens goes through.
 
-    ``entries`` [T] int32: 0 the model's active adapters, -1 none, i > 0 ``names[i - 1]`` alone.
+    ``entries`` [T] int32: 0 the model's active adapters, -1 none, i > 0 ``names[i - 1]`` alone. ``order``: the same for
+    kernels, where they read it.
     """
 
     entries: torch.Tensor
     names: tuple[str, ...]
+    order: RowOrder | None = None
+
+    def ordered(self) -> AdapterRows:
+        """With `order`, of which all layers of a step have need."""
+        return self._replace(order=order_rows(self.entries, 1 + len(self.names)))
 
 
 def apply_layer(layer: nn.Module, tokens: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:

@@ -36,7 +36,9 @@ class AttentionInputs:
 
         The plan's sizes depend on the number of rows alone. None: the backend runs without one.
         """
-        if groups is not None and (choice := self._choice(groups, len(slots))) is not None:
+        choice = None if groups is None else self._choice(groups, len(slots))
+        self.saved_positions = 0 if choice is None else choice.saved_positions
+        if choice is not None:
             return plan_groups(seq_lens, slots, choice)
         spec = self._spec
         return self.backend.plan(seq_lens, slots, spec.num_kv_heads, spec.head_dim, spec.cache_dtype, spec.device)
@@ -97,8 +99,7 @@ class AttentionInputs:
         if work is None:
             return None
         if isinstance(work, GroupedPlan):
-            items, members = upload(work.items, device), upload(work.members, device)
-            return GroupedWork(items, members, self.arrivals(len(slots)), work.num_parts, work.config)
+            return GroupedWork(upload(work.items, device), upload(work.rows, device), work.num_parts, work.config)
         return DecodeWork(upload(work, device), self.arrivals(len(slots)))
 
     def _metadata(self, query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,

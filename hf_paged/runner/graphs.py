@@ -339,30 +339,30 @@ class StepGraphs:
         work = self._attention.split_plan(rows[1] + 1, rows[0], plan.groups)
         assert work is not None, "a backend that runs in graphs plans"
         if isinstance(work, GroupedPlan):
-            return (rows, work.items, work.members), GroupedTiles(work.num_parts, work.config)
+            return (rows, work.items, work.rows), GroupedTiles(work.num_parts, work.config)
         return (rows, work), None
 
-    def _decode(self, rows: torch.Tensor, items: torch.Tensor, members: torch.Tensor | None = None, *,
+    def _decode(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *,
                 stages: frozenset[str], scored: tuple[str, ...], named: bool, with_logits: bool,
                 tiles: GroupedTiles | None) -> Drawn:
-        hidden = self._decode_hidden(rows, items, members, named, tiles)
+        hidden = self._decode_hidden(rows, items, parts, named, tiles)
         logits, (slots, positions) = self._executor.shard_logits(*hidden), rows
         # The sampled token's place is the length of what it follows.
         drawn = self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored)
         return drawn._replace(logits=logits) if with_logits else drawn  # a graph that keeps them keeps their memory
 
-    def _logits(self, rows: torch.Tensor, items: torch.Tensor, members: torch.Tensor | None = None, *, named: bool,
+    def _logits(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *, named: bool,
                 tiles: GroupedTiles | None) -> torch.Tensor:
-        return self._executor.logits(*self._decode_hidden(rows, items, members, named, tiles))
+        return self._executor.logits(*self._decode_hidden(rows, items, parts, named, tiles))
 
-    def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor, members: torch.Tensor | None, named: bool,
+    def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None, named: bool,
                        tiles: GroupedTiles | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states, and the rows' adapters where some row names one."""
         state, (slots, positions) = self._state, rows
         input_ids, at, slot_mapping = state.inputs(slots, positions)
         work: DecodeWork | GroupedWork = DecodeWork(items, self._arrivals)
-        if members is not None and tiles is not None:
-            work = GroupedWork(items, members, self._arrivals, *tiles)
+        if parts is not None and tiles is not None:
+            work = GroupedWork(items, parts, *tiles)
         meta = self._attention.decode_rows(slots, positions, slot_mapping, work)
         adapters = state.adapters.of(slots) if named else None
         return self._executor.hidden_states(input_ids, self._step(at, meta, adapters)), adapters

@@ -14,6 +14,7 @@ from hf_paged.scheduler.running_table import RunningTable
 from hf_paged.scheduler.sequence import Sequence, Status
 from hf_paged.scheduler.waiting_queue import WaitingQueue
 
+WAITING_REASONS = ("slots", "blocks", "step", "preempted")
 _NONE = np.empty(0, np.int32)
 NO_UPDATES = BlockUpdates(_NONE, _NONE, _NONE)
 
@@ -118,6 +119,26 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    def waiting_by_reason(self) -> dict[str, int]:
+        """Waiting sequences by what keeps them, all of `WAITING_REASONS`.
+
+        "preempted": they ran, and had to give their blocks back. For the others, which are taken in their order:
+        "slots" (``max_num_seqs`` run), "blocks" (too few are free for the first of them), else "step": the next one
+        takes them.
+        """
+        counts = dict.fromkeys(WAITING_REASONS, 0)
+        waiting = self._waiting.sequences()
+        counts["preempted"] = sum(seq.was_admitted for seq in waiting)
+        first = self._waiting.peek()
+        if first is not None:
+            reason = "step"
+            if self._table.num_tenants >= self.config.max_num_seqs:
+                reason = "slots"
+            elif self.kv_cache_manager.num_blocks_for(first.num_tokens) > self.num_free_blocks:
+                reason = "blocks"
+            counts[reason] = len(waiting) - counts["preempted"]
+        return counts
 
     @property
     def num_running(self) -> int:

@@ -21,6 +21,10 @@ class WaitingQueue:
         heapq.heappush(self._heap, (seq.rank, seq))
         self._len += 1
 
+    def sequences(self) -> list[Sequence]:
+        """All of them, in no order."""
+        return [seq for _, seq in self._heap if seq.status is not Status.FINISHED]
+
     def peek(self) -> Sequence | None:
         """The next to be admitted, or None."""
         while self._heap and self._heap[0][1].status is Status.FINISHED:

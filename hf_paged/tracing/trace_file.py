@@ -17,6 +17,8 @@ from typing import Any
 from hf_paged import at_fork
 
 _BUFFER = 256  # events
+# Of spans that would otherwise have colors alike; Chrome's viewer knows these names, Perfetto has colors of its own.
+COLORS = {"queued": "grey", "prefill": "rail_response", "decode": "thread_state_running", "preempted": "terrible"}
 _open: set[TraceFile] = set()
 
 
@@ -51,7 +53,9 @@ class TraceFile:
         """Something that lasted."""
         ts = self._ns(begin)
         dur = max(self._ns(end) - ts, 0)
-        self._add({"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": ts / 1e3, "dur": dur / 1e3, "args": args})
+        color = {"cname": COLORS[name]} if name in COLORS else {}
+        self._add({"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": ts / 1e3, "dur": dur / 1e3, **color,
+                   "args": args})
 
     def begin(self, pid: int, tid: int, name: str, at: float, **args: Any) -> None:
         """Something began; spans of its track lie in it until its `end`."""

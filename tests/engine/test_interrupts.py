@@ -23,6 +23,7 @@ from support import (
     stock_generate,
     tiny_model,
 )
+from threads import together
 from transformers import GenerationConfig, TextIteratorStreamer
 
 import hf_paged
@@ -296,25 +297,6 @@ def test_a_streamer_is_called_while_tokens_are_made_and_not_at_the_end(model):
     assert all(count <= i + 2 for i, count in enumerate(made)), made
 
 
-def _in_threads(calls):
-    results, barrier = [None] * len(calls), threading.Barrier(len(calls))
-
-    def run(i):
-        barrier.wait()
-        try:
-            results[i] = calls[i]()
-        except BaseException as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    return results
-
-
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_threads_at_once_on_one_model(model, pool, overlap):
@@ -322,7 +304,7 @@ def test_threads_at_once_on_one_model(model, pool, overlap):
     expected = [stock_generate(model, **b, max_new_tokens=24) for b in batches]
     hf_paged.enable(model, strict=True, overlap=overlap, num_blocks=POOLS[pool])
     engine = hf_paged.get_engine(model)
-    results = _in_threads([lambda b=b: model.generate(**b, max_new_tokens=24) for b in batches])
+    results = together(*(lambda b=b: model.generate(**b, max_new_tokens=24) for b in batches))
     for actual, wanted in zip(results, expected, strict=True):
         assert isinstance(actual, torch.Tensor), actual
         assert_same_tensor(actual, wanted)
@@ -335,10 +317,10 @@ def test_threads_where_one_dies_do_not_hurt_the_other(model):
     expected = stock_generate(model, **batches[0], max_new_tokens=24)
     hf_paged.enable(model, strict=True)
     for at in (2, 5, 11):
-        good, bad = _in_threads([
+        good, bad = together(
             lambda: model.generate(**batches[0], max_new_tokens=24),
             lambda at=at: model.generate(**batches[1], max_new_tokens=24, streamer=RaisingStreamer(at, Interrupt())),
-        ])
+        )
         assert isinstance(bad, Interrupt)
         assert isinstance(good, torch.Tensor), good
         assert_same_tensor(good, expected)
@@ -351,7 +333,7 @@ def test_threads_share_steps(model):
     engine = hf_paged.get_engine(model)
     model.generate(**batch([3]), max_new_tokens=2)
     before = engine.stats().num_steps
-    _in_threads([lambda i=i: model.generate(**batch([20], seed=i), max_new_tokens=200) for i in range(2)])
+    together(*(lambda i=i: model.generate(**batch([20], seed=i), max_new_tokens=200) for i in range(2)))
     assert engine.stats().num_steps - before < 350
 
 

@@ -14,6 +14,7 @@ import hf_paged
 from hf_paged import PagedGenerator
 from hf_paged.engine.pace import Pace
 from hf_paged.models import KVSpec
+from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_reads import KVReads
 from hf_paged.runner.model_runner import ModelRunner
 
@@ -178,7 +179,14 @@ def test_bytes_that_decode_steps_read_and_save(model, monkeypatch):
     read = positions * spec.num_layers * spec_bytes(spec)
     assert (engine.stats().kv_bytes_read, engine.stats().kv_bytes_saved) == (read, 0)
 
-    monkeypatch.setattr(engine._core.runner.attention, "saved_positions", 5)  # no plan on a CPU saves anything
+    own = AttentionInputs.split_plan
+
+    def split_plan(self, *args):
+        plan = own(self, *args)
+        self.saved_positions = 5  # on a CPU nothing is saved
+        return plan
+
+    monkeypatch.setattr(AttentionInputs, "split_plan", split_plan)
     model.generate(torch.tensor([PROMPT[:8]] * 2), max_new_tokens=2)
     saved = 5 * spec.num_layers * spec_bytes(spec)
     read += 2 * 9 * spec.num_layers * spec_bytes(spec) - saved
@@ -188,7 +196,8 @@ def test_bytes_that_decode_steps_read_and_save(model, monkeypatch):
 
 
 def test_a_window_is_counted_as_far_as_it_reaches():
-    spec = KVSpec(3, 2, 16, torch.float16, torch.float16, torch.device("cpu"))
+    spec = KVSpec(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, cache_dtype=torch.float16,
+                  compute_dtype=torch.float16, device=torch.device("cpu"))
     reads = KVReads()
     reads.use(spec, (None, 8, 8))
     reads.count(np.array([3, 7, 20], np.int32), saved_positions=4)

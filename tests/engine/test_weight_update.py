@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import assert_idle, assert_native_parity, batch, random_prompts, stock_generate, tiny_model
 from transformers import DynamicCache, GenerationConfig
+from updated_weights import ORACLES, kept, recomputed
 
 import hf_paged
 from hf_paged import PagedGenerator
@@ -54,34 +55,6 @@ def collect(engine, tokens, completions, steps=10**6):
             tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
             if output.completion is not None:
                 completions[output.request_id] = output.completion
-
-
-@torch.no_grad()
-def kept(model, prompt, count, changes):
-    """Greedy tokens of stock's forwards over one growing cache; ``changes``: {tokens made: what to do then}."""
-    cache, ids, made = DynamicCache(), torch.tensor([prompt]), []
-    while len(made) < count:
-        if len(made) in changes:
-            changes[len(made)](model)
-        ids = model(input_ids=ids, past_key_values=cache).logits[:, -1].argmax(-1)[:, None]
-        made.append(ids.item())
-    return made
-
-
-def recomputed(model, prompt, count, changes):
-    """Greedy tokens of stock where every piece is computed from the tokens before it alone."""
-    made, ends = [], sorted([*changes, count])
-    for end in ends:
-        tokens = prompt + made
-        if end > len(made):
-            output = stock_generate(model, input_ids=torch.tensor([tokens]), max_new_tokens=end - len(made))
-            made = output[0, len(prompt) :].tolist()
-        if end in changes:
-            changes[end](model)
-    return made
-
-
-ORACLES = {"recompute": recomputed, "keep": kept}
 
 
 @pytest.mark.parametrize("overlap", [False, True])

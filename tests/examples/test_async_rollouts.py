@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
+
+from module_files import load_module
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "async_rollouts.py"
 
 
 def test_it_runs_and_every_token_has_its_version_and_log_probability(capsys):
-    spec = importlib.util.spec_from_file_location("async_rollouts", EXAMPLE)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_module(EXAMPLE)
     example.UPDATES = 2
     rollouts, resumed = example.main()
     for made in rollouts + resumed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from module_files import load_module
 
 from hf_paged import PagedGenerator
 
@@ -63,10 +63,7 @@ def test_two_processes_give_what_one_gives(tmp_path, trained_path):
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("data_parallel_accelerate", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(EXAMPLE)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 7])

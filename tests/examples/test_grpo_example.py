@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from module_files import load_module
 
 pytest.importorskip("trl", reason="an extra of the test environment")
 
@@ -81,10 +81,7 @@ def test_sharded_over_two_processes_it_trains_as_without_hf_paged(tmp_path):
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("grpo_example", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(EXAMPLE)
 
 
 def test_the_reward_is_for_an_animal_and_nothing_else(example):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from module_files import load_module
 
 pytest.importorskip("peft", reason="an extra of the test environment")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "lora_adapters.py"
 
 
 def test_what_it_prints(capsys):
-    spec = importlib.util.spec_from_file_location("lora_adapters", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main()
+    load_module(EXAMPLE).main()
     said = capsys.readouterr().out
     assert "the path of this call: native" in said
     assert "same tokens as stock generate: True" in said

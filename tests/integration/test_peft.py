@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from support import (
@@ -21,19 +23,9 @@ from hf_paged import FallbackWarning
 
 peft = pytest.importorskip("peft")  # the GPU image has none; the development environment always does
 
+from lora_models import with_adapter  # noqa: E402
 
-def _lora(model, name="default", seed=5, targets=("q_proj", "v_proj", "down_proj")):
-    """LoRA whose B is not zero, so that it changes the answers."""
-    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=list(targets), task_type="CAUSAL_LM")
-    wrapped = peft.get_peft_model(model, config, adapter_name=name) if not isinstance(model, peft.PeftModel) else model
-    if wrapped is model:
-        wrapped.add_adapter(name, config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter_name, parameter in wrapped.named_parameters():
-            if f".{name}." in parameter_name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return wrapped.eval()
+_lora = partial(with_adapter, targets=("q_proj", "v_proj", "down_proj"), scale=0.3)
 
 
 def test_lora_active_disabled_switched_and_merged():

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf_paged.kernels.lora_order import RowOrder, order_rows
 from hf_paged.kernels.lora_table import Adapter, LoraTable, Members, make_tables
 
 
@@ -14,6 +15,11 @@ class Case(NamedTuple):
     product: torch.Tensor  # [T, N]
     table: LoraTable
     row_entries: torch.Tensor | None  # [T] int32
+
+    @property
+    def order(self) -> RowOrder | None:
+        """Its rows, as kernels take them."""
+        return None if self.row_entries is None else order_rows(self.row_entries, len(self.table.entries))
 
 
 def make_case(seed: int, rows: int, width: int, sizes: list[int], ranks: list[list[list[int]]], *,

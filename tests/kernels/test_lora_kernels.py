@@ -14,6 +14,7 @@ from hf_paged.kernels.lora_expand import (
     lora_expand_silu_mul_unchecked,
     lora_expand_triton,
 )
+from hf_paged.kernels.lora_order import order_rows
 from hf_paged.kernels.lora_shrink import ShrinkConfig, lora_shrink, lora_shrink_reference, lora_shrink_triton
 from hf_paged.kernels.lora_table import Members, make_tables
 from hf_paged.kernels.silu_mul import silu_mul
@@ -25,9 +26,9 @@ MANY = [[[4, 16, 0], [8, 2, 1]], [[16, 3, 5]], [[0, 0, 0]], [[7, 12, 16]]]
 
 
 def check(case, shrink_config, expand_config, tolerance):
-    shrunk = lora_shrink_triton(case.x, case.table, case.row_entries, shrink_config)
+    shrunk = lora_shrink_triton(case.x, case.table, case.order, shrink_config)
     wanted = expected(case)
-    actual = lora_expand_triton(case.product, shrunk, case.table, case.row_entries, expand_config)
+    actual = lora_expand_triton(case.product, shrunk, case.table, case.order, expand_config)
     torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance * 8)
 
 
@@ -39,8 +40,8 @@ def check(case, shrink_config, expand_config, tolerance):
 def test_reference(mixed, dtype, adapters):
     case = make_case(1, 23, 40, [24, 8, 12], MANY, dtype=dtype, adapters=adapters, mixed=mixed, bias=True, gap=4)
     wanted = expected(case)
-    shrunk = lora_shrink(case.x, case.table, case.row_entries)
-    actual = lora_expand(case.product, shrunk, case.table, case.row_entries)
+    shrunk = lora_shrink(case.x, case.table, case.order)
+    actual = lora_expand(case.product, shrunk, case.table, case.order)
     assert actual is case.product
     error = (actual.double() - wanted).norm() / wanted.norm()
     assert error < 2 * max(torch.finfo(dtype).eps, torch.finfo(adapters).eps)
@@ -108,10 +109,10 @@ def test_with_silu_behind_it(mixed):
     case = make_case(5, 37, 64, [40, 40], ranks, mixed=mixed, bias=True)
     gate, up = expected(case).chunk(2, dim=-1)
     wanted = torch.nn.functional.silu(gate) * up
-    shrunk = lora_shrink_triton(case.x, case.table, case.row_entries, ShrinkConfig(32, 16, 32, 2, "tf32x3", 4, 2))
-    kernel, _ = lora_expand_silu_mul_triton(case.product, shrunk, case.table, case.row_entries,
+    shrunk = lora_shrink_triton(case.x, case.table, case.order, ShrinkConfig(32, 16, 32, 2, "tf32x3", 4, 2))
+    kernel, _ = lora_expand_silu_mul_triton(case.product, shrunk, case.table, case.order,
                                             ExpandConfig(16, 16, "tf32x3", 4))
-    plain, _ = lora_expand_silu_mul_unchecked(case.product, shrunk, case.table, case.row_entries)
+    plain, _ = lora_expand_silu_mul_unchecked(case.product, shrunk, case.table, case.order)
     torch.testing.assert_close(kernel.double(), wanted, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(plain.double(), wanted, rtol=1e-5, atol=1e-4)
 
@@ -144,8 +145,9 @@ def test_a_row_does_not_depend_on_the_others():
 
 
 def _result(x, product, case, row_entries):
-    shrunk = lora_shrink_triton(x, case.table, row_entries, ShrinkConfig(16, 16, 32, 2, "tf32x3", 4, 2))
-    return lora_expand_triton(product, shrunk, case.table, row_entries, ExpandConfig(16, 16, "tf32x3", 4))
+    order = order_rows(row_entries, len(case.table.entries))
+    shrunk = lora_shrink_triton(x, case.table, order, ShrinkConfig(16, 16, 32, 2, "tf32x3", 4, 2))
+    return lora_expand_triton(product, shrunk, case.table, order, ExpandConfig(16, 16, "tf32x3", 4))
 
 
 @pytest.mark.interpreted
@@ -170,22 +172,24 @@ def test_nothing_to_do():
 
 def test_arguments_that_are_refused():
     case = make_case(9, 4, 32, [16], [[[4]]])
-    shrunk = lora_shrink_reference(case.x, case.table, case.row_entries)
+    shrunk = lora_shrink_reference(case.x, case.table, case.order)
     with pytest.raises(ValueError, match=r"x must be \[T, K\]"):
-        lora_shrink(case.x[:, :16], case.table, case.row_entries)
-    with pytest.raises(ValueError, match=r"row_entries must be int32 \[4\]"):
-        lora_shrink(case.x, case.table, case.row_entries.long())
+        lora_shrink(case.x[:, :16], case.table, case.order)
+    with pytest.raises(ValueError, match="order must be of 4 rows, got one of 3"):
+        lora_shrink(case.x, case.table, order_rows(case.row_entries[:3], 1))
+    with pytest.raises(ValueError, match=r"entries must be int32 \[T\]"):
+        order_rows(case.row_entries.long(), 1)
     with pytest.raises(ValueError, match=r"product must be \[T, N\]"):
-        lora_expand(case.product[:, :8], shrunk, case.table, case.row_entries)
+        lora_expand(case.product[:, :8], shrunk, case.table, case.order)
     with pytest.raises(ValueError, match="shrunk must be contiguous float32"):
-        lora_expand(case.product, shrunk.double(), case.table, case.row_entries)
+        lora_expand(case.product, shrunk.double(), case.table, case.order)
     with pytest.raises(ValueError, match="1 to 3 members"):
         make_tables([Members((((None,),),), ((0, 4),), torch.float32)], torch.device("cpu"))
 
 
 def test_reference_leaves_rows_without_an_entry():
     case = make_case(10, 6, 32, [16], [[[4]]])
-    nobody = torch.full_like(case.row_entries, -1)
+    nobody = order_rows(torch.full_like(case.row_entries, -1), 1)
     before = case.product.clone()
     shrunk = lora_shrink_reference(case.x, case.table, nobody)
     assert torch.equal(lora_expand_reference(case.product, shrunk, case.table, nobody), before)
@@ -212,9 +216,9 @@ def test_on_a_gpu(precision, shrink, expand, dtype, adapters, mixed):
                      device="cuda")
     wanted = expected(case)
     before = case.product.double()
-    shrunk = lora_shrink_triton(case.x, case.table, case.row_entries, shrink._replace(precision=precision))
+    shrunk = lora_shrink_triton(case.x, case.table, case.order, shrink._replace(precision=precision))
     config = expand._replace(precision=precision)
-    actual = lora_expand_triton(case.product, shrunk, case.table, case.row_entries, config)
+    actual = lora_expand_triton(case.product, shrunk, case.table, case.order, config)
     if adapters == torch.float32:
         # Besides the rounding of the result an error like float32's own.
         rounded = torch.finfo(dtype).eps / 2 * wanted.abs() if dtype != torch.float32 else 0
@@ -231,15 +235,15 @@ def test_chosen_configs(rows, adapters, rank):
     case = make_case(2, rows, 1024, [512, 256], [[[rank, rank]], [[rank, 2]]], dtype=torch.bfloat16, adapters=adapters,
                      mixed=rows % 2 == 0, device="cuda")
     wanted = expected(case)
-    actual = lora_expand(case.product, lora_shrink(case.x, case.table, case.row_entries), case.table, case.row_entries)
+    actual = lora_expand(case.product, lora_shrink(case.x, case.table, case.order), case.table, case.order)
     assert (actual.double() - wanted).norm() / wanted.norm() < 8e-3
 
 
 def test_a_gate_or_an_up_alone_is_refused_by_the_kernel_that_takes_both():
     case = make_case(5, 7, 64, [40], [[[16]]])
-    shrunk = lora_shrink_reference(case.x, case.table, case.row_entries)
+    shrunk = lora_shrink_reference(case.x, case.table, case.order)
     with pytest.raises(ValueError, match="table of 1 members: expected gates and ups, 2"):
-        lora_expand_silu_mul_triton(case.product, shrunk, case.table, case.row_entries,
+        lora_expand_silu_mul_triton(case.product, shrunk, case.table, case.order,
                                     ExpandConfig(16, 16, "tf32x3", 4))
 
 
@@ -249,9 +253,9 @@ def test_with_silu_on_a_gpu(adapters):
     """The same bits as the two operations one after the other."""
     case = make_case(3, 200, 256, [320, 320], [[[16, 8]], [[4, 0]]], dtype=torch.bfloat16, adapters=adapters,
                      device="cuda")
-    shrunk = lora_shrink(case.x, case.table, case.row_entries)
-    together, _ = lora_expand_silu_mul_unchecked(case.product.clone(), shrunk, case.table, case.row_entries)
-    product = lora_expand(case.product.contiguous(), shrunk, case.table, case.row_entries)
+    shrunk = lora_shrink(case.x, case.table, case.order)
+    together, _ = lora_expand_silu_mul_unchecked(case.product.clone(), shrunk, case.table, case.order)
+    product = lora_expand(case.product.contiguous(), shrunk, case.table, case.order)
     assert torch.equal(together, silu_mul(product))
 
 
@@ -267,7 +271,7 @@ def test_shrinking_for_the_layer_behind_silu_on_a_gpu(rows, dtype, adapters, ran
     behind = make_case(2, rows, 384, [128], [[[rank]]], **options).table
     shrunk = lora_shrink(case.x, case.table, None)
     hidden, sums = lora_expand_silu_mul_unchecked(case.product, shrunk, case.table, None, behind)
-    assert (sums is None) == (rows >= 1024)
+    assert (sums is None) == (rows > 64)
     if sums is not None:
         wanted = lora_shrink_reference(hidden, behind, None)[0, ..., :rank]
         error = (sums.sum(0)[..., :rank] - wanted).norm() / wanted.norm()

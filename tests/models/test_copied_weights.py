@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
-from fake_driver import FakeDriver
+from fake_driver import lent_driver
 from torch import nn
 
-from hf_paged.models import virtual_memory
 from hf_paged.models.copied_weights import CopiedWeights
 from hf_paged.models.cuda_driver import DriverError
 from hf_paged.models.linear_groups import LinearGroups
 
-
-@pytest.fixture
-def driver(monkeypatch):
-    fake = FakeDriver()
-    monkeypatch.setattr(virtual_memory, "find_driver", lambda device: fake)
-    yield fake
-    gc.collect()
-    assert fake.is_empty()
+driver = pytest.fixture(lent_driver, name="driver")
 
 
 def groups(bias=True):

@@ -21,11 +21,13 @@ from support import (
 from torch import nn
 
 import hf_paged
-from hf_paged.models import fused, lora
+from hf_paged.models import fused, lora, lora_rows
 from hf_paged.models.lora import Adapters, find_layers
 
 peft = pytest.importorskip("peft")
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+from lora_models import ALL_LINEAR, with_adapter  # noqa: E402
+
 INPUTS = batch([40, 33, 7])
 OPTIONS = {"max_new_tokens": 8}
 
@@ -36,23 +38,6 @@ def way(request, monkeypatch):
         monkeypatch.setattr(fused, "reads_tables", lambda device: True)
         monkeypatch.setattr(fused, "adjacent_memory", HostMemory)
     return request.param
-
-
-def adapted(model=None, name="default", seed=5, **options):
-    """The model with an adapter whose B is not zero, so that it changes the answers."""
-    options = {"r": 4, "lora_alpha": 16, "target_modules": list(ALL)} | options
-    config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
-    model = tiny_model() if model is None else model
-    if isinstance(model, peft.PeftModel):
-        model.add_adapter(name, config)
-    else:
-        model = peft.get_peft_model(model, config, adapter_name=name)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if f".{name}." in key:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
-    return model.eval()
 
 
 def check(model, expected=None):
@@ -70,26 +55,27 @@ def check(model, expected=None):
     {"layers_to_transform": [1]}, {"target_modules": "all-linear"},
 ], ids=str)
 def test_one_adapter(way, options):
-    check(adapted(**options))
+    check(with_adapter(tiny_model(), **options))
 
 
 def test_biases_of_the_base(way):
     model = tiny_model(attention_bias=True)
-    model = adapted(model)
+    model = with_adapter(model)
     expected = stock_copy(model).generate(**INPUTS, **OPTIONS)
     assert_native_tokens(hf_paged.enable(model, strict=True), expected, INPUTS, **OPTIONS)
 
 
 def test_several_active(way):
-    model = adapted(adapted(adapted(), "second", 6, r=9), "third", 7, target_modules=["v_proj", "down_proj"])
+    model = with_adapter(with_adapter(with_adapter(tiny_model()), "second", 6, r=9), "third", 7,
+                         targets=["v_proj", "down_proj"])
     model.base_model.set_adapter(["third", "default", "second"])
     check(model)
 
 
 def test_added_switched_disabled_merged_and_deleted(way):
-    model = adapted()
+    model = with_adapter(tiny_model())
     expected = [check(model)]
-    adapted(model, "second", 6, r=12)
+    with_adapter(model, "second", 6, r=12)
     check(model, expected[0])
     model.set_adapter("second")
     expected.append(check(model))
@@ -111,7 +97,7 @@ def test_added_switched_disabled_merged_and_deleted(way):
 
 
 def test_trained_between_calls(way):
-    model = adapted()
+    model = with_adapter(tiny_model())
     before = check(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     for _ in range(2):
@@ -123,7 +109,7 @@ def test_trained_between_calls(way):
 
 def test_an_adapter_that_moved(way):
     """`.data` that is replaced leaves no trace but its address."""
-    model = adapted()
+    model = with_adapter(tiny_model())
     before = check(model)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -136,7 +122,7 @@ def test_an_adapter_that_moved(way):
 def test_enabled_first(way):
     model = hf_paged.enable(tiny_model(), strict=True)
     assert_native_parity(model, **INPUTS, **OPTIONS)
-    wrapped = adapted(model)
+    wrapped = with_adapter(model)
     check(wrapped)
     unloaded = wrapped.unload()
     assert_native_parity(unloaded, **INPUTS, **OPTIONS)
@@ -144,7 +130,7 @@ def test_enabled_first(way):
 
 def test_beside_variants_and_layers_with_hooks(way):
     """What is more than plain LoRA is called as it stands, in the same group as what is not."""
-    model = adapted(target_modules=["q_proj", "gate_proj"])
+    model = with_adapter(tiny_model(), target_modules=["q_proj", "gate_proj"])
     config = peft.LoraConfig(r=4, target_modules=["k_proj", "up_proj"], use_dora=True, init_lora_weights=False)
     model.add_adapter("dora", config)
     model.base_model.set_adapter(["default", "dora"])
@@ -152,12 +138,12 @@ def test_beside_variants_and_layers_with_hooks(way):
 
 
 def test_bases_are_merged_and_state_stays(way, monkeypatch):
-    model = adapted()
+    model = with_adapter(tiny_model())
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     check(model)
     if way == "tables":
         for layer in model.base_model.model.model.layers:
-            weights = [getattr(layer.self_attn, name).base_layer.weight for name in ALL[:3]]
+            weights = [getattr(layer.self_attn, name).base_layer.weight for name in ALL_LINEAR[:3]]
             ends = [w.data_ptr() + w.numel() * w.element_size() for w in weights]
             assert ends[:-1] == [w.data_ptr() for w in weights[1:]]
     assert model.state_dict().keys() == state.keys()
@@ -171,7 +157,7 @@ def test_bases_are_merged_and_state_stays(way, monkeypatch):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_log_probs_are_as_near_to_float32_as_stocks(way, base, adapters, autocast):
     """Of every token, by the logits that a call returns."""
-    exact = adapted()
+    exact = with_adapter(tiny_model())
     with torch.no_grad():
         for name, parameter in exact.named_parameters():
             parameter.copy_(parameter.to(adapters if "lora_" in name else base))
@@ -218,14 +204,14 @@ def _set(owner, name, value):
     lambda m: _set(_linear(m), "base_layer", nn.Sequential(_linear(m).base_layer)),
 ], ids=range(10))
 def test_what_is_no_plain_lora(change):
-    model = adapted()
+    model = with_adapter(tiny_model())
     assert id(_linear(model)) in find_layers([_linear(model)])
     change(model)
     assert not find_layers([_linear(model)])
 
 
 def test_adapters_of_two_dtypes_are_left_to_peft():
-    model = adapted()
+    model = with_adapter(tiny_model())
     _first_layer(model).k_proj.lora_A["default"].half()
     _first_layer(model).k_proj.lora_B["default"].half()
     assert not find_layers([_linear(model), _first_layer(model).k_proj])
@@ -233,7 +219,7 @@ def test_adapters_of_two_dtypes_are_left_to_peft():
 
 
 def test_a_patched_class_is_left_to_peft(monkeypatch):
-    model = adapted()
+    model = with_adapter(tiny_model())
     assert Adapters([(_linear(model),)], ())
     monkeypatch.setattr(type(_linear(model)), "forward", lambda self, x: x)
     assert not Adapters([(_linear(model),)], ())
@@ -242,10 +228,31 @@ def test_a_patched_class_is_left_to_peft(monkeypatch):
 def test_peft_need_not_be_there(monkeypatch):
     monkeypatch.setattr(lora, "_MODULE", "no.such.module")
     assert not lora.is_loaded()
-    assert not find_layers([_linear(adapted())])
+    assert not find_layers([_linear(with_adapter(tiny_model()))])
 
 
 SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 256}
+
+
+def test_rows_of_different_adapters(way, monkeypatch):
+    """Stock's tokens; rows are put in order once a step, whatever the number of layers."""
+    calls = {"order": 0, "steps": 0}
+
+    def counted(name, of):
+        def call(*args):
+            calls[name] += 1
+            return of(*args)
+
+        return call
+
+    monkeypatch.setattr(lora_rows, "order_rows", counted("order", lora_rows.order_rows))
+    monkeypatch.setattr(fused.FusedExecutor, "hidden_states", counted("steps", fused.FusedExecutor.hidden_states))
+    model = with_adapter(with_adapter(tiny_model()), "second", 6, r=9)
+    options = {**OPTIONS, "adapter_names": ["second", "__base__", "default"]}
+    expected = stock_copy(model).generate(**INPUTS, **options)
+    assert_native_tokens(hf_paged.enable(model, strict=True), expected, INPUTS, **options)
+    assert calls["steps"] >= OPTIONS["max_new_tokens"]
+    assert calls["order"] == (calls["steps"] if way == "tables" else 0)
 
 
 @pytest.mark.gpu
@@ -254,8 +261,8 @@ SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 256}
 def test_on_a_gpu(options):
     """Kernels and graphs, switched and trained between calls."""
     inputs = {name: tensor.cuda() for name, tensor in INPUTS.items()}
-    model = adapted(tiny_model(**SHAPE), **options)
-    adapted(model, "second", 6)
+    model = with_adapter(tiny_model(**SHAPE), **options)
+    with_adapter(model, "second", 6)
     model = model.cuda()
     for names in (["default"], ["second", "default"], ["second"]):
         model.base_model.set_adapter(names)
@@ -273,11 +280,11 @@ def test_on_a_gpu(options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("target", ALL)
+@pytest.mark.parametrize("target", ALL_LINEAR)
 def test_one_adapted_layer_on_a_gpu(target):
     """Its neighbours over the same input have no adapter at all."""
     inputs = {name: tensor.cuda() for name, tensor in INPUTS.items()}
-    model = adapted(tiny_model(**SHAPE), target_modules=[target]).cuda()
+    model = with_adapter(tiny_model(**SHAPE), target_modules=[target]).cuda()
     expected = stock_copy(model).generate(**inputs, **OPTIONS)
     assert_native_tokens(hf_paged.enable(model, strict=True), expected, inputs, **OPTIONS)
 
@@ -285,7 +292,7 @@ def test_one_adapted_layer_on_a_gpu(target):
 @pytest.mark.gpu
 def test_rows_of_different_adapters_on_a_gpu():
     inputs = {name: tensor.cuda() for name, tensor in INPUTS.items()}
-    model = adapted(adapted(tiny_model(**SHAPE)), "second", 6, r=9).cuda()
+    model = with_adapter(with_adapter(tiny_model(**SHAPE)), "second", 6, r=9).cuda()
     options = {**OPTIONS, "adapter_names": ["second", "__base__", "default"]}
     expected = stock_copy(model).generate(**inputs, **options)
     assert_native_tokens(hf_paged.enable(model, strict=True), expected, inputs, **options)
@@ -296,7 +303,7 @@ def test_rows_of_different_adapters_on_a_gpu():
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
 def test_autocast_on_a_gpu(base):
     """Over copies of float32 weights, or bfloat16 ones as they are: as near to float32 as stock."""
-    exact = adapted(tiny_model(**SHAPE))
+    exact = with_adapter(tiny_model(**SHAPE))
     with torch.no_grad():
         for name, parameter in exact.named_parameters():
             parameter.copy_(parameter.to(torch.float32 if "lora_" in name else base))

@@ -2,8 +2,9 @@
 
     python interrupt_script.py CHECKPOINT OVERLAP
 
-OVERLAP: 1 where steps are launched before the last one is committed, as on a GPU, else 0. A thread sends this process a real SIGINT at a random time of a call, in some rounds two. Prints how many calls of each
-kind were interrupted, by round; an assertion or a hang ends it with another exit code.
+OVERLAP: 1 where steps are launched before the last one is committed, as on a GPU, else 0. A thread sends this process a
+real SIGINT at a random time of a call, in some rounds two. Prints in how many rounds calls of each kind were
+interrupted; an assertion or a hang ends it with another exit code.
 """
 
 from __future__ import annotations

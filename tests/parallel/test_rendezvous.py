@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import together
 
 from hf_paged.errors import RankAloneError
 from hf_paged.parallel.rendezvous import Rendezvous
@@ -22,25 +21,6 @@ FLAGS = ("changed", "stock")
 def series(size: int, store: Any = None) -> list[Rendezvous]:
     store = dist.HashStore() if store is None else store
     return [Rendezvous(store, "model", rank, range(size), FLAGS) for rank in range(size)]
-
-
-def together(*jobs: Callable[[], Any]) -> list[Any]:
-    """What each returned, or raised."""
-    results: list[Any] = [None] * len(jobs)
-
-    def run(i: int) -> None:
-        try:
-            results[i] = jobs[i]()
-        except Exception as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return results
 
 
 @pytest.mark.parametrize("make", [dist.HashStore, lambda: dist.TCPStore("127.0.0.1", 0, 1, True)],

@@ -87,10 +87,10 @@ def uncaptured(monkeypatch):
     """Every runner gets graphs that run uncaptured; returns the list of what is replayed as (kind, size)."""
     replayed: list[tuple[str, int]] = []
 
-    def capture(self, run, inputs):
+    def capture(self, run, inputs, name):
         self.num_captured += 1
         self._graphs.append(Uncaptured())
-        return Captured(self._graphs[-1], inputs, run)
+        return Captured(name, self._graphs[-1], inputs, run)
 
     def get(self, size, run, inputs):
         captured = own_get(self, size, run, inputs)
@@ -154,14 +154,14 @@ def test_mixed_steps_replay_a_graph_of_each_kind_and_make_stocks_tokens(steps, o
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("eager", [False, True])
-def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, monkeypatch, eager):
+@pytest.mark.parametrize("mode", ["graphs", "eager", "off"])
+def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, monkeypatch, mode):
     """In graphs of their own beside those of other rows: the last rows that are left share nothing."""
     monkeypatch.setattr("hf_paged.kernels.attention.grouped_decode.MIN_SAVED", 0)
     backend = InterpretedGroups()
     monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)
     monkeypatch.setitem(globals(), "graphs_of", partial(graphs_of, backend=backend))
-    if eager:
+    if mode == "eager":
         monkeypatch.setattr(StepGraphs, "launch", lambda *_, **__: None)
     model, shared = tiny_model(), random_prompts([100])[0]
     prompts = [shared + random_prompts([n], seed=n)[0] for n in (3, 9, 20)] + random_prompts([30], seed=5)
@@ -169,15 +169,20 @@ def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, mon
     expected = [stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=count, eos_token_id=None,
                                do_sample=False)[0, len(prompt):].tolist()
                 for prompt, count in zip(prompts, new_tokens, strict=True)]
-    with hf_paged.PagedGenerator(model, num_blocks=200, max_num_seqs=6) as generator:
+    with hf_paged.PagedGenerator(model, num_blocks=200, max_num_seqs=6, group_prefixes=mode != "off") as generator:
         configs = [GenerationConfig(max_new_tokens=n, do_sample=False, eos_token_id=None) for n in new_tokens]
         made = [c.token_ids for c in generator.generate(prompts, configs, use_tqdm=False)]
         keys = set(generator.engine._core.pool.runner.graphs._captured)
+        saved = generator.engine.stats().kv_bytes_saved
     assert made == expected
+    if mode == "off":
+        assert not backend.grouped and saved == 0
+        return
     assert backend.grouped
+    assert saved > 0
     assert all((work.items[:, 0] > 1).any() for work in backend.grouped)
     decodes = {key for key in keys if key[1] == "_decode"}
-    if not eager:
+    if mode == "graphs":
         assert {key[-1] is None for key in decodes} == {False, True}
         assert {key[0] for key in decodes if key[-1] is not None} == {4}
 
@@ -231,10 +236,10 @@ def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch)
 def test_a_step_is_eager_where_its_graph_cannot_be_had(steps, monkeypatch, kind):
     capture, tried = StepGraphs._capture, []
 
-    def refuse(self, run, inputs):
+    def refuse(self, run, inputs, name):
         of_prompts = "long" in run.keywords
         tried.append((of_prompts, inputs[0].shape))
-        return None if of_prompts == (kind == "prompt") else capture(self, run, inputs)
+        return None if of_prompts == (kind == "prompt") else capture(self, run, inputs, name)
 
     monkeypatch.setattr(StepGraphs, "_capture", refuse)
     model, prompts = tiny_model(), random_prompts([5, 40, 17, 3])
@@ -310,7 +315,7 @@ def test_a_step_runs_and_is_captured_on_the_engines_own_stream(graphs, monkeypat
             raise error
         return torch.zeros(1)
 
-    call = partial(graphs._capture, run, (np.zeros(1),))
+    call = partial(graphs._capture, run, (np.zeros(1),), "decode 1")
     if isinstance(result, type):
         with pytest.raises(result):
             call()
@@ -359,7 +364,7 @@ def test_a_graph_that_an_error_in_the_end_of_its_capture_left_is_destroyed(graph
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", log.graph)
     with pytest.raises(type(error)):
-        graphs._record(lambda: torch.zeros(1), ())
+        graphs._record(lambda: torch.zeros(1), (), "decode 1")
     graphs.drop()
     assert log == ["begin", "end", "destroy"]
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from fake_driver import FakeDriver
+from fake_driver import FakeDriver, lent_driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import assert_idle, assert_native_parity, batch, random_prompts, stock_generate, tiny_model
@@ -24,14 +24,7 @@ SPEC = KVSpec(2, 6, 3, 16, torch.float32, torch.float32, torch.device("cpu"))
 MIB = 1 << 20
 
 
-@pytest.fixture
-def driver(monkeypatch):
-    """Every pool on the CPU lies in the reserved addresses of a driver."""
-    fake = FakeDriver()
-    monkeypatch.setattr(virtual_memory, "find_driver", lambda device: fake)
-    yield fake
-    gc.collect()
-    assert fake.is_empty()
+driver = pytest.fixture(lent_driver, name="driver")  # every pool on the CPU lies in its reserved addresses
 
 
 def numbers(model):

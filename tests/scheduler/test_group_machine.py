@@ -68,7 +68,8 @@ class GroupMachine(RuleBasedStateMachine):
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    @rule(prompt=PROMPTS, samples=st.integers(1, 4), new=st.sampled_from([1, 4, 15, 15]), reads=st.sampled_from([True, True, False]))
+    @rule(prompt=PROMPTS, samples=st.integers(1, 4), new=st.sampled_from([1, 4, 15, 15]),
+          reads=st.sampled_from([True, True, False]))
     def add(self, prompt, samples, new, reads):
         for _ in range(samples):
             self.seqs.append(self.driver.add(str(self.num_added), prompt, new, read_cache=reads))

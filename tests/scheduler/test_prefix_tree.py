@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
+import pytest
 from brute_groups import check_groups, check_plan
 from fake_model import Driver, config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_paged.scheduler import Sequence
+from hf_paged.scheduler import Sequence, invariants
 from hf_paged.scheduler.invariants import check_prefix_tree
 from hf_paged.scheduler.lockstep_rows import LockstepRows
 from hf_paged.scheduler.prefix_tree import PrefixTree
@@ -64,6 +67,34 @@ def test_a_later_prompt_shares_what_a_running_row_computed():
     d.add("b", [*first.token_ids, 1])
     assert shared(d.step()) == {}
     assert shared(d.step()) == {"ab": (0, 16)}, "its prompt and output of before"
+
+
+@pytest.mark.parametrize("in_lockstep", [False, True])
+def test_a_later_prompt_shares_what_followed_a_prompt_of_full_blocks(in_lockstep):
+    """The rows' tables end where they part, until the step that takes their next blocks."""
+    d = driver()
+    if in_lockstep:
+        rows = LockstepRows(d.scheduler, [Sequence("row", list(range(8)), max_new_tokens=1)] * 2, 60)
+        for _ in rows.prompt_plans():
+            pass
+        rows.fork()
+        for _ in range(5):
+            rows.decode_plan()
+        rows.publish(np.array([[*range(8), 1, 2, 3, 4, 5], [*range(8), 1, 1, 1, 1, 1]], np.int32))
+        tokens, slots = [*range(8), 1, 2, 3, 4, 5], [int(rows.slots[0])]
+        d.lent = lambda: [seq.block_table for seq in rows.sequences]
+    else:
+        first = d.add("a", list(range(8)), 40)
+        d.add("b", list(range(8)), 40)
+        for _ in range(6):
+            d.step()
+        tokens, slots = first.token_ids, [first.slot]
+    later = Sequence("c", [*tokens, 9], max_new_tokens=9)
+    d.scheduler.add(later)
+    d.scheduler.schedule()
+    groups = d.scheduler.prefix_tree.groups(np.array([*slots, later.slot], np.int32))
+    assert groups.end.tolist() == [12]
+    check_prefix_tree(d.scheduler.prefix_tree, d.scheduler.prefix_tree._tables)
 
 
 def test_a_system_prompt_over_questions_over_samples():
@@ -134,6 +165,19 @@ def test_groups_are_the_same_object_until_something_changes():
     assert d.step().groups is not groups
 
 
+def test_a_change_is_seen_whatever_rows_were_asked_for_between():
+    tables = {0: [1, 2, 4], 1: [1, 3], 2: [1, 2, 5]}
+    tree = PrefixTree(SIZE)
+    for slot, table in tables.items():
+        tree.add(slot, table)
+    for _ in range(2):
+        for rows in ([0, 1], [0, 2], [1, 2], [0, 1, 2]):
+            check_groups(tree.groups(np.array(rows, np.int32)), [tables[row] for row in rows], SIZE)
+        tree.remove(1)
+        tables[1] = [1, 2, 6]
+        tree.add(1, tables[1])
+
+
 def test_nothing_is_shared_without_a_prefix_cache_but_by_rows_of_a_fork():
     d = driver(enable_prefix_caching=False)
     for name in "ab":
@@ -188,6 +232,23 @@ def test_rows_in_front_share_with_each_other_and_with_the_schedulers():
     assert own.behind([]) is own
 
 
+def test_rows_that_forget_drafts_share_on():
+    """Where their tables are cut off they may end at the end of what they share."""
+    d = driver()
+    rows = LockstepRows(d.scheduler, [Sequence("row", list(range(8)), max_new_tokens=1)] * 2, 60)
+    for _ in rows.prompt_plans():
+        pass
+    rows.fork()
+    d.lent = lambda: [seq.block_table for seq in rows.sequences]
+    for drafts in (5, 1, 4):
+        rows.decode_plan(drafts)
+        rows.crop(drafts)
+        invariants.check(d.scheduler, d.lent())
+    plan = rows.decode_plan()
+    check_plan(plan, SIZE)
+    assert plan.groups.end.tolist() == [8]
+
+
 def test_beams_share_what_their_parents_had_in_full_blocks():
     d = driver()
     rows = LockstepRows(d.scheduler, [Sequence("row", list(range(6)), max_new_tokens=1)] * 4, 60)
@@ -203,6 +264,17 @@ def test_beams_share_what_their_parents_had_in_full_blocks():
     plan = rows.decode_plan()
     check_plan(plan, SIZE)
     assert len(plan.groups.first) > 1, "beams of one parent share more than all do"
+
+
+def test_few_rows_of_many_levels():
+    """Of groups that have the same rows left, the longest is one, and begins where the next one around it ends."""
+    tables = [[*range(1, i + 1), 100 + i] for i in range(12)]
+    tree = PrefixTree(SIZE)
+    for slot, table in enumerate(tables):
+        tree.add(slot, table)
+    for count in range(5):
+        for chosen in itertools.combinations(range(12), count):
+            check_groups(tree.groups(np.array(chosen, np.int32)), [tables[i] for i in chosen], SIZE)
 
 
 @settings(max_examples=150)

@@ -18,7 +18,8 @@ def _kind(ph: str, more: dict[str, Any], args: dict[str, Any] | None = None) -> 
     properties = {"ph": {"const": ph}, **_COMMON, **more}
     if args is not None:
         properties["args"] = args
-    return {"type": "object", "properties": properties, "required": sorted(properties), "additionalProperties": False}
+    return {"type": "object", "properties": properties, "required": sorted(properties.keys() - {"cname"}),
+            "additionalProperties": False}
 
 
 _NAMES = {"process_name": "name", "thread_name": "name", "process_sort_index": "sort_index",
@@ -33,7 +34,8 @@ SCHEMA = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "type": "array",
     "items": {"oneOf": [
-        _kind("X", {**_TS, "dur": {"type": "number", "minimum": 0}}), _kind("B", _TS), _kind("E", _TS),
+        _kind("X", {**_TS, "dur": {"type": "number", "minimum": 0}, "cname": {"type": "string"}}),
+        _kind("B", _TS), _kind("E", _TS),
         _kind("i", {**_TS, "s": {"enum": ["t", "p", "g"]}}),
         _kind("C", _TS, {"type": "object", "minProperties": 1, "additionalProperties": {"type": "number"}}), *_META,
     ]},

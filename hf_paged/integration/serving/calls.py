@@ -40,6 +40,7 @@ class ServedCall:
 
     Args:
         cache_salt: cached prefixes are shared with requests of the same salt alone (None: of none).
+        on_enabled: called when a model was enabled for it.
 
     Attributes:
         over: set when the HTTP request has ended, answered or abandoned by its client.
@@ -49,8 +50,9 @@ class ServedCall:
         adapter_name: of the LoRA adapter that its `model` field names; None: it names the model.
     """
 
-    def __init__(self, cache_salt: str | None = None) -> None:
+    def __init__(self, cache_salt: str | None = None, on_enabled: Callable[[], None] = lambda: None) -> None:
         self.cache_salt = cache_salt
+        self.on_enabled = on_enabled
         self.over = threading.Event()
         self.streams = False
         self.settings = "generation settings"

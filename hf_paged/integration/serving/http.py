@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 
 from hf_paged.integration.serving.calls import CURRENT, ServedCall
 from hf_paged.integration.serving.errors import error_body
+from hf_paged.integration.serving.metrics import ServedMetrics
 
 
 def furnish(app: Any) -> None:
@@ -28,7 +29,9 @@ def furnish(app: Any) -> None:
 
     app.add_exception_handler(HTTPException, with_status)
     app.add_exception_handler(RequestValidationError, unreadable)
-    app.add_middleware(EndsWithItsClient)
+    metrics = ServedMetrics()
+    app.add_route("/metrics", metrics.answer, include_in_schema=False)
+    app.add_middleware(EndsWithItsClient, metrics=metrics)
 
 
 def cache_salt_of(headers: Headers) -> str | None:
@@ -50,14 +53,16 @@ class EndsWithItsClient:
     status and a reason of its own.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, metrics: ServedMetrics) -> None:
         self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        call = ServedCall(cache_salt_of(Headers(scope=scope)))
+        self._metrics.watch()
+        call = ServedCall(cache_salt_of(Headers(scope=scope)), self._metrics.watch)
         client, answer = _Client(receive), _Answer(call, send)
         token = CURRENT.set(call)
         app = asyncio.ensure_future(self._app(scope, client.receive, answer.send))  # copies the context
@@ -77,6 +82,7 @@ class EndsWithItsClient:
             for task in watches:
                 task.cancel()
             call.end()
+            self._metrics.watch()
 
 
 class _Client:

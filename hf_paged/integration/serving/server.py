@@ -26,7 +26,7 @@ from hf_paged.integration.enable import get_engine, is_enabled
 from hf_paged.integration.install import enable_once
 from hf_paged.integration.serving.adapters import checking_pin, listing, loading, refuse_adapter, resolving
 from hf_paged.integration.serving.answers import Answer
-from hf_paged.integration.serving.calls import GeneratesFor, RefusedRequestError, ServedCall, tokens_only
+from hf_paged.integration.serving.calls import CURRENT, GeneratesFor, RefusedRequestError, ServedCall, tokens_only
 from hf_paged.integration.serving.errors import reading_error, settings_of
 from hf_paged.integration.serving.fields import CHAT, RESPONSES, TEXT, read_body
 from hf_paged.integration.serving.requests import ServedRequests
@@ -217,6 +217,8 @@ def _checking(stock: Callable) -> Callable:
 def _starting(stock: Callable) -> Callable:
     def init_cb(self: Any, model: Any, gen_config: GenerationConfig) -> None:
         enable_once(model)
+        if (call := CURRENT.get()) is not None:
+            call.on_enabled()
         base = tokens_only(model.generation_config)
         batching = self._cb_config or ContinuousBatchingConfig()
         stock(self, model, base if _is_native(model, base, batching) else gen_config)

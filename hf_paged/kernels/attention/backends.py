@@ -82,9 +82,7 @@ class TritonBackend(AttentionBackend):
 
     def choose_groups(self, groups: PrefixGroups, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int,
                       dtype: torch.dtype, device: torch.device) -> GroupChoice | None:
-        most_rows = int(groups.count.max())
-        kernel = grouped_kernel_of(most_rows, num_heads, num_kv_heads, head_dim, dtype, device)
-        return choose_groups(groups, num_rows, kernel)
+        return choose_groups(groups, num_rows, grouped_kernel_of(num_heads, num_kv_heads, head_dim, dtype, device))
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -25,7 +25,7 @@ from hf_paged.kernels._triton import (
 )
 from hf_paged.kernels.attention._tile import LOG2_E, attend_tile, blocks_of, padded_head_dim
 from hf_paged.kernels.attention.decode_work import MAX_SPLITS, MIN_SPLIT, even_work
-from hf_paged.kernels.attention.metadata import ITEM_FIELDS, AttentionOptions, PagedMetadata, WorkItem
+from hf_paged.kernels.attention.metadata import ITEM_FIELDS, AttentionOptions, DecodeWork, PagedMetadata, WorkItem
 
 # Shared memory a block needs for the deep configurations; smaller GPUs (sm_86, sm_89: 99 KiB) take the shallow ones.
 _DEEP_SHARED_MEMORY = 160 << 10
@@ -313,6 +313,7 @@ def paged_attention_decode(
     if work is None:
         splits = min(MAX_SPLITS, max(1, cta_slots_of(config, num_kv_heads, q.device) // num_rows))
         work = even_work(meta, num_kv_heads, splits)
+    assert isinstance(work, DecodeWork), "the plan of a step that is read row by row"
     group = num_heads // num_kv_heads
     group_pad = triton.next_power_of_2(group)
     head_dim_pad = padded_head_dim(head_dim)

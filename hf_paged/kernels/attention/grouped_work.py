@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_paged.kernels.attention.decode_work import MIN_SPLIT
-from hf_paged.kernels.attention.metadata import MEMBER_FIELDS, PART_FIELDS, GroupedConfig, PartItem
+from hf_paged.kernels.attention.metadata import PART_FIELDS, ROW_FIELDS, GroupedConfig, PartItem
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 # What costs how much, in positions that a row of one KV head reads: a position of a group's tile, whose products take
@@ -24,14 +24,14 @@ PIECE_COST = 24
 MIN_GROUP_SPLIT = 128
 # A step is grouped if that saves as many positions for each multiprocessor (times KV heads, of 256 bytes of key): where
 # it saves less, the joining adds as much time.
-MIN_SAVED = 200
+MIN_SAVED = 700
 
 
 class GroupedPlan(NamedTuple):
-    """`GroupedWork` on the host; `items` and `members` are int32."""
+    """`GroupedWork` on the host; arrays are int32."""
 
     items: np.ndarray  # [choice.num_items, PART_FIELDS]
-    members: np.ndarray  # [R, MEMBER_FIELDS]
+    rows: np.ndarray  # [R, ROW_FIELDS]
     num_parts: int
     config: GroupedConfig
 
@@ -71,6 +71,7 @@ class GroupChoice(NamedTuple):
     begin: np.ndarray  # [G] positions that the group reads
     end: np.ndarray  # [G]
     tiles: np.ndarray  # [G] of rows
+    saved_positions: int  # that rows would read and tiles do not, without a window
     levels: list[tuple[np.ndarray, np.ndarray]]  # groups in groups, outermost first, and the groups that they lie in
     kernel: Kernel
     pieces: FixedPieces | None
@@ -130,10 +131,11 @@ def choose_groups(groups: PrefixGroups, num_rows: int, kernel: Kernel,
     number = np.append(np.cumsum(kept) - 1, -1)  # among those that are kept
     inside = [level[kept[level] & (around[parent[level]] >= 0)] for level in levels[1:]]
     count = groups.count[kept].astype(np.int64)
+    begin, end, tiles = begin[kept], groups.end[kept].astype(np.int64), -(-count // kernel.tile_rows)
     return GroupChoice(
         members=groups.members.astype(np.int64), inner=number[around[inner]], own_begin=own_begin,
-        first=groups.first[kept].astype(np.int64), count=count, begin=begin[kept],
-        end=groups.end[kept].astype(np.int64), tiles=-(-count // kernel.tile_rows),
+        first=groups.first[kept].astype(np.int64), count=count, begin=begin, end=end, tiles=tiles,
+        saved_positions=int(((count - tiles) * (end - begin)).sum()),
         levels=[(number[level], number[around[parent[level]]]) for level in inside], kernel=kernel, pieces=pieces,
     )
 
@@ -191,7 +193,7 @@ def _fitting(groups: PrefixGroups, kept: np.ndarray, saved: np.ndarray, tile_row
 def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice) -> GroupedPlan:
     """Cut R rows and what they share into parts.
 
-    Groups come first, longest splits first, then the rows' own parts, which so end last and find the others done.
+    Groups come first, longest splits first, then the rows' own parts, likewise: short programs fill the end.
 
     Args:
         seq_lens, slots: [R] integers, visible tokens and slot of each row.
@@ -215,8 +217,9 @@ def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice) ->
     pieces = own_piece + own_splits
     part = np.cumsum(pieces) - pieces
 
-    members = np.zeros((len(lengths), MEMBER_FIELDS), dtype=np.int32)
-    _fill(members[: len(choice.members)], (choice.members, *np.stack((part, pieces, lengths))[:, choice.members]))
+    rows, members = np.zeros((len(lengths), ROW_FIELDS), dtype=np.int32), choice.members
+    _fill(rows, (part, pieces))
+    _fill(rows[: len(members), 2:], (members, part[members], lengths[members]))
 
     items = np.full((choice.num_items, PART_FIELDS), -1, dtype=np.int32)
     order = np.argsort((choice.end - choice.begin) // -splits, kind="stable")
@@ -226,18 +229,18 @@ def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice) ->
     each = -(-count // tiles)
     first = choice.first[group] + tile * each
     _fill(items[: len(group)], PartItem(
-        rows=np.minimum(each, count - tile * each), first=first, slot=slots[choice.members[first]],
-        **_places(choice, choice.begin[group], choice.end[group], split, splits[group]), piece=before[group] + split,
-        pieces=0, part=0, length=0,
+        rows=np.minimum(each, count - tile * each), first=first, slot=slots[members[first]],
+        **_places(choice, choice.begin[group], choice.end[group], split, splits[group]), part=before[group] + split,
+        length=0,
     ))
     order = np.argsort(own // -own_splits, kind="stable")
     row, split = _numbered(order, own_splits[order])
     length = lengths[row]
     _fill(items[len(group) : len(group) + len(row)], PartItem(
         rows=0, first=row, slot=slots[row], **_places(choice, choice.own_begin[row], length, split, own_splits[row]),
-        piece=own_piece[row] + split, pieces=pieces[row], part=part[row], length=length,
+        part=np.where(pieces[row] > 1, part[row] + own_piece[row] + split, -1), length=length,
     ))
-    return GroupedPlan(items, members, choice.num_parts, choice.kernel.config)
+    return GroupedPlan(items, rows, choice.num_parts, choice.kernel.config)
 
 
 def _share(own: np.ndarray, choice: GroupChoice) -> int:

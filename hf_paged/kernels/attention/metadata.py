@@ -56,28 +56,27 @@ class PartItem(NamedTuple):
     """
 
     rows: Any  # of the group, in this tile; 0: a row's own, -1: nothing to do
-    first: Any  # of the group: the first row's place in `GroupedWork.members`; a row's own: the row
+    first: Any  # of the group: the first row's number among the members; a row's own: the row
     slot: Any  # whose line of the block table says where the positions lie
     begin: Any
     end: Any
     split: Any
     splits: Any
-    piece: Any  # number of the result among those of each of its rows
-    pieces: Any  # a row's own: all of the row
-    part: Any  # a row's own: the place of the row's first piece
+    part: Any  # of the group: number of the piece of each of its rows; a row's own: place of the piece, -1: it is all
     length: Any  # a row's own: visible tokens of the row
 
 
-class Member(NamedTuple):
-    """Columns of `GroupedWork.members`: a row of a group."""
+class RowEntry(NamedTuple):
+    """Columns of `GroupedWork.rows`, two tables in one: line i is of row i, and of the groups' member i."""
 
-    row: Any
-    part: Any  # the place of its first piece
-    pieces: Any  # of the row, its own ones included
-    length: Any  # visible tokens of the row
+    part: Any  # of the row: the place of its first piece
+    pieces: Any  # of the row
+    member: Any  # the member's row
+    member_part: Any  # the place of its first piece
+    member_length: Any  # its visible tokens
 
 
-PART_FIELDS, MEMBER_FIELDS = len(PartItem._fields), len(Member._fields)
+PART_FIELDS, ROW_FIELDS = len(PartItem._fields), len(RowEntry._fields)
 
 
 class GroupedConfig(NamedTuple):
@@ -97,12 +96,11 @@ class GroupedWork(NamedTuple):
     """The work of a step in which rows share prefixes, which one program reads for several of them.
 
     A row's pieces are numbered: what it shares from the start on, then its own. Each becomes a part, a result before
-    the division by the sum of weights, and the program that finishes the last of a row's pieces joins them in order.
+    the division by the sum of weights; rows of several pieces are joined afterwards.
     """
 
     items: torch.Tensor  # [N, PART_FIELDS] int32, see `PartItem`
-    members: torch.Tensor  # [at least the rows in groups, MEMBER_FIELDS] int32, see `Member`
-    arrivals: torch.Tensor  # as in `DecodeWork`, of finished pieces
+    rows: torch.Tensor  # [R, ROW_FIELDS] int32, see `RowEntry`
     num_parts: int  # at least the number of all pieces
     config: GroupedConfig  # that the plan was made for
 

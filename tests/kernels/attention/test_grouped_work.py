@@ -12,7 +12,7 @@ from paged_cases import random_groups
 from hf_paged.kernels.attention import grouped_work
 from hf_paged.kernels.attention.grouped_decode import grouped_config, grouped_kernel_of
 from hf_paged.kernels.attention.grouped_work import MIN_GROUP_SPLIT, FixedPieces, Kernel, choose_groups, plan_groups
-from hf_paged.kernels.attention.metadata import GroupedConfig, Member, PartItem
+from hf_paged.kernels.attention.metadata import GroupedConfig, PartItem, RowEntry
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 CONFIG = GroupedConfig(64, 64, 2, 64, 2, 4, 3)
@@ -46,47 +46,51 @@ def cut(begin, end, split, splits, tile=16):
 
 
 def pieces_of(plan, rows):
-    """[(piece, begin, end)] of each row, and its part and number of pieces as items and members have them."""
+    """[(place of the piece's part, begin, end)] of each row, and what items and members say of the row."""
     pieces, said = [[] for _ in range(rows)], [set() for _ in range(rows)]
+    table = [RowEntry(*values) for values in plan.rows.tolist()]
     for values in plan.items.tolist():
         item = PartItem(*values)
         if item.rows < 0:
             assert values == [-1] * len(values)
             continue
         begin, end = cut(item.begin, item.end, item.split, item.splits)
-        mine = [item.first]
-        if item.rows:
-            members = [Member(*plan.members[item.first + i].tolist()) for i in range(item.rows)]
-            mine = [member.row for member in members]
-            assert item.slot - 7 in mine, "the positions are those of one of the tile's rows"
-            for member in members:
-                said[member.row].add((member.part, member.pieces, member.length))
-        else:
+        if item.rows == 0:
             assert item.slot == item.first + 7
-            said[item.first].add((item.part, item.pieces, item.length))
-        for row in mine:
-            pieces[row].append((item.piece, begin, end))
+            said[item.first].add(item.length)
+            pieces[item.first].append((item.part, begin, end))
+            continue
+        members = table[item.first : item.first + item.rows]
+        assert item.slot - 7 in [entry.member for entry in members], "the positions are those of one of the rows"
+        for entry in members:
+            assert entry.member_part == table[entry.member].part
+            said[entry.member].add(entry.member_length)
+            pieces[entry.member].append((entry.member_part + item.part, begin, end))
     return pieces, said
 
 
 def check(plan, lengths, size, most_parts):
     assert len(plan.items) == size
     assert plan.num_parts == most_parts
-    assert len(plan.members) == len(lengths)
+    assert len(plan.rows) == len(lengths)
     pieces, said = pieces_of(plan, len(lengths))
     parts = []
     for row, length in enumerate(lengths.tolist()):
-        mine = sorted(pieces[row])
-        assert [piece for piece, _, _ in mine] == list(range(len(mine))), "numbered from 0 on, each once"
+        mine, entry = sorted(pieces[row]), RowEntry(*plan.rows[row].tolist())
+        assert len(mine) == entry.pieces
+        wanted = range(entry.part, entry.part + entry.pieces)
+        if entry.pieces == 1:
+            assert mine[0][0] == -1, "it is the result at once"
+        else:
+            assert [part for part, _, _ in mine] == list(wanted), "one after the other, each once"
         at = 0
         for _, begin, end in mine:
             if begin < end:
                 assert begin == at, "every position once, in order"
                 at = end
         assert at == length
-        (part, count, said_length), = said[row]
-        assert (count, said_length) == (len(mine), length)
-        parts.extend(range(part, part + count))
+        assert said[row] == {length}
+        parts.extend(wanted)
     assert len(set(parts)) == len(parts)
     assert max(parts) < most_parts
 
@@ -114,11 +118,11 @@ def test_fixed_pieces_of_a_row_depend_on_its_length_alone(seed, tile_rows, piece
         found = plan(lengths, some, tile_rows=tile_rows, pieces=FixedPieces(piece_length, 4000))
         most = len(lengths) * -(-4000 // piece_length)
         check(found, lengths, most, most)
-        cuts.append([sorted(pieces) for pieces in pieces_of(found, len(lengths))[0]])
+        cuts.append([[place[1:] for place in sorted(pieces)] for pieces in pieces_of(found, len(lengths))[0]])
     assert cuts[0] == cuts[1]
     for length, pieces in zip(lengths.tolist(), cuts[0], strict=True):
         begins = range(0, max(length, 1), piece_length)
-        assert pieces == [(i, begin, min(begin + piece_length, length)) for i, begin in enumerate(begins)]
+        assert pieces == [(begin, min(begin + piece_length, length)) for begin in begins]
 
 
 def group_of(rows, shared):
@@ -180,13 +184,13 @@ def test_tiles_hold_a_row_at_least(itemsize):
     for head_dim_pad in (16, 32, 64, 128, 256):
         for group in (1, 3, 16, 71, 200):
             for shared in (99 << 10, 227 << 10):
-                config = grouped_config(head_dim_pad, itemsize, group, 500, shared)
+                config = grouped_config(head_dim_pad, itemsize, group, shared)
                 assert config.block_m >= group
                 assert config.block_m // group >= 1
 
 
 def test_a_device_has_its_own_plan():
     """On a CPU one multiprocessor, whose slots two rows fill: nothing is cut."""
-    kernel = grouped_kernel_of(2, 4, 2, 64, torch.float16, torch.device("cpu"))
+    kernel = grouped_kernel_of(4, 2, 64, torch.float16, torch.device("cpu"))
     found = plan_groups(np.array([3000] * 2), np.arange(2), choose_groups(group_of(2, 2048), 2, kernel))
     assert found.items[:, PartItem._fields.index("splits")].max() <= 2

@@ -1,0 +1,42 @@
+"""`/metrics` of the server: those of every engine in its process."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any
+
+from hf_paged.integration.engines import ENGINES
+from hf_paged.monitoring.registry import metrics_of
+
+
+class ServedMetrics:
+    """The registry of one app. Without prometheus_client nothing is watched, and `/metrics` says what to install."""
+
+    def __init__(self) -> None:
+        self._registry: Any = None
+        if find_spec("prometheus_client") is not None:
+            from prometheus_client import CollectorRegistry
+
+            self._registry = CollectorRegistry()
+
+    def watch(self) -> None:
+        """Watch the engines that there are by now."""
+        if self._registry is not None:
+            with suppress(RuntimeError):  # a model was enabled meanwhile: it is there the next time
+                for engine in list(ENGINES.values()):
+                    metrics_of(engine, self._registry)
+
+    def answer(self, request: Any) -> Any:
+        """`GET /metrics`, in the format that the client accepts; waits for the steps under way."""
+        from starlette.responses import JSONResponse, Response
+
+        from hf_paged.integration.serving.errors import error_body
+
+        if self._registry is None:
+            return JSONResponse(error_body("metrics need prometheus_client: pip install 'hf-paged[metrics]'", 501), 501)
+        from prometheus_client.exposition import choose_encoder
+
+        self.watch()
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(self._registry), headers={"content-type": content_type})

@@ -1,0 +1,1 @@
+"""What an engine does, as metrics for Prometheus and OpenTelemetry."""

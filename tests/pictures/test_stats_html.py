@@ -1,0 +1,86 @@
+"""The counters as HTML: all of them, nothing that a name could break, and as a browser shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+
+import pytest
+from chromium import document, screenshot
+from support import batch, tiny_model
+
+import hf_paged
+from hf_paged.outputs import CallStats, EngineStats
+from hf_paged.pictures.stats_html import size
+
+STATS = EngineStats(
+    num_running=3, num_waiting=1234, num_blocks=101, num_free_blocks=40, num_preemptions=7, num_generated_tokens=56789,
+    num_prefill_tokens=4321, num_steps=77, prefix_cache_queries=1000, prefix_cache_hits=250,
+    kv_cache_bytes=3 * 2**29, num_pool_growths=2, num_graphs_captured=13, num_graphs_dropped=1, weights_version=9,
+    shadow_bytes=0,
+    calls={"native": CallStats(5, 600, {}), "lockstep": CallStats(0, 0, {}),
+           "stock": CallStats(2, 30, {"a hook of <b>Mine</b> & 'yours'": CallStats(2, 30, {})})},
+)
+
+
+class Checked(HTMLParser):
+    """Every tag is closed by its own; text is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.texts, self.tags = [], [], set()
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.texts.append(data)
+
+
+def test_all_counters_are_there_and_names_are_text():
+    page = Checked()
+    page.feed(STATS._repr_html_())
+    assert not page.open and page.tags == {"style", "div", "table", "tr", "th", "td"}
+    text = " | ".join(page.texts)
+    for part in ("3 running", "1,234 waiting", "77 | 7 preemptions", "56,789", "4,321 of prompts", "1.5 GiB",
+                 "grew 2 times", "13 | 1 dropped", "version 9", "0 B of copies", "60 of 100 (60.0%)",
+                 "250 of 1,000 (25.0%)", "native | 5 | 600", "a hook of <b>Mine</b> & 'yours' | 2 | 30"):
+        assert part in text, part
+
+
+def test_an_engine_that_did_nothing_divides_by_nothing():
+    engine = hf_paged.get_engine(model := hf_paged.enable(tiny_model()))
+    empty = engine.stats()
+    assert empty.num_used_blocks == 0 and "0 of 0 (0.0%)" in empty._repr_html_()
+    model.generate(**batch([40]), max_new_tokens=3, do_sample=False)
+    stats = engine.stats()
+    assert stats.num_used_blocks == 0 and f"0 of {stats.num_blocks - 1:,} (0.0%)" in stats._repr_html_()
+    assert dataclasses.asdict(stats)["num_blocks"] == stats.num_blocks
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [
+    (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20 - 1, "1024.0 KiB"), (2**40, "1.0 TiB"),
+    (2**52, "4096.0 TiB"),
+])
+def test_sizes(nbytes, text):
+    assert size(nbytes) == text
+
+
+def test_a_browser_shows_the_bars(tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    page = tmp_path / "stats.html"
+    page.write_text(f"<!doctype html><meta charset=utf-8><body style='margin:0'>{STATS._repr_html_()}</body>")
+    understood = document(page, tmp_path)
+    assert "1,234 waiting" in understood and "&lt;b&gt;Mine&lt;/b&gt;" in understood and "<b>" not in understood
+    assert re.findall(r"width: ?([\d.]+)%", understood.partition("</style>")[2]) == ["60.0", "25.0"]
+    picture = pyplot.imread(screenshot(page, tmp_path, 500, 500))[..., :3]
+    blue = (abs(picture - [0x1F / 255, 0x6F / 255, 0xB2 / 255]) < 0.02).all(-1)
+    widths = [int(count) for count in blue.sum(1) if count > 20]
+    assert len(widths) >= 12 and max(widths) == pytest.approx(0.6 * 500, abs=6)
+    assert min(widths) == pytest.approx(0.25 * 500, abs=6)

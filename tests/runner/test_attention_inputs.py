@@ -1,0 +1,57 @@
+"""How a step is planned: row by row, or in groups that read their shared prefix once."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hf_paged.kernels.attention.backends import TritonBackend
+from hf_paged.kernels.attention.grouped_work import GroupedPlan
+from hf_paged.models import KVSpec
+from hf_paged.runner.attention_inputs import AttentionInputs
+from hf_paged.scheduler.prefix_groups import PrefixGroups
+
+
+class Watched(TritonBackend):
+    """Counts how often groups are looked at."""
+
+    def __init__(self):
+        self.looked = 0
+
+    def choose_groups(self, *arguments):
+        self.looked += 1
+        return super().choose_groups(*arguments)
+
+
+@pytest.fixture
+def attention():
+    spec = KVSpec(2, 8, 2, 64, torch.float16, torch.float16, torch.device("cpu"))
+    return AttentionInputs(Watched(), spec, SimpleNamespace(), max_model_len=4096)
+
+
+def shared(rows, length):
+    numbers = np.array([[0], [rows], [0], [length]], np.int32)
+    return PrefixGroups(np.arange(rows, dtype=np.int32), *numbers)
+
+
+def test_a_step_is_grouped_where_that_saves_enough(attention):
+    lengths, slots = np.array([3000] * 6), np.arange(6)
+    assert isinstance(attention.split_plan(lengths, slots, shared(4, 2048)), GroupedPlan)
+    assert attention.saved_positions == 3 * 2048
+    plain = attention.split_plan(lengths, slots)
+    assert np.array_equal(attention.split_plan(lengths, slots, shared(2, 16)), plain)
+    assert attention.saved_positions == 0
+
+
+def test_groups_are_looked_at_anew_where_groups_change_or_the_number_of_rows(attention):
+    first, second = shared(4, 2048), shared(4, 1024)
+    ends = []
+    for groups, rows in ((first, 6), (first, 6), (first, 8), (second, 8), (second, 8)):
+        plan = attention.split_plan(np.full(rows, 3000), np.arange(rows), groups)
+        assert len(plan.rows) == rows
+        ends.append(int(plan.items[0, 4]))
+    assert ends == [2048, 2048, 2048, 1024, 1024]
+    assert attention.backend.looked == 3
+    attention.split_plan(np.full(8, 3000), np.arange(8))
+    assert attention.backend.looked == 3, "a step without groups is none of its business"
