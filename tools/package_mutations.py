@@ -624,6 +624,36 @@ METRICS = [
                     "monitoring/test_registry.py", "waits_and_why"),
 ]
 
+# Over ranks: weights by name, adapters, and SIGINT between two steps.
+NAMED, NAMED_TESTS = "parallel/named_weights.py", "parallel/test_named_weights.py"
+TRANSFER, TRANSFER_TESTS = "engine/weight_transfer.py", "engine/test_load_weights.py"
+SIGNALS, SIGNALS_TESTS = "engine/interrupts.py", "engine/test_interrupt_signals.py"
+ADAPTERS_TESTS = "parallel/test_adapters_over_ranks.py"
+OVER_RANKS = [
+    PackageMutation(SIGNALS, "passes, self.passes, self._since = self.passes, False, None",
+                    "passes, self._since = self.passes, None", SIGNALS_TESTS, "unwinds"),
+    PackageMutation(SIGNALS, "        elif self._since is None:\n", "        else:\n", SIGNALS_TESTS, "after_a_while"),
+    PackageMutation(SIGNALS, "            if not is_over:\n                held.check()\n", "", SIGNALS_TESTS,
+                    "swallow"),
+    PackageMutation(NAMED, "self.data[offset + low - start : offset + high - start]",
+                    "self.data[low - start : high - start]", NAMED_TESTS, "loading_makes"),
+    PackageMutation(NAMED, "start - part * inner, stop - part * inner", "start, stop", NAMED_TESTS,
+                    "loading_makes"),
+    PackageMutation(NAMED, "part.data.narrow(part.shard.dim, offset, size)",
+                    "part.data.narrow(part.shard.dim, 0, size)", NAMED_TESTS, "whole_again"),
+    PackageMutation(NAMED, "    return not group.any(not same) if compare else same\n", "    return True\n",
+                    NAMED_TESTS, "differ"),
+    PackageMutation(TRANSFER, "        self._check_complete(set(first))\n", "", TRANSFER_TESTS,
+                    "changes_nothing"),
+    PackageMutation(TRANSFER, "is_known = place.covers in self._covered", "is_known = False", TRANSFER_TESTS,
+                    "tied"),
+    PackageMutation("parallel/adapters.py", "layer._active_adapter = before.get(id(layer), [])", "pass",
+                    ADAPTERS_TESTS,
+                    "every_row and process"),
+    PackageMutation(NAMED, "rows.copy_(tensor.reshape(place.shard.shape)[start:stop])", "rows.zero_()",
+                    "parallel/test_load_weights_over_ranks.py", "come_back_whole"),
+]
+
 PACKAGE_MUTATIONS = [
     mutation for name, some in list(globals().items()) if name.isupper() and isinstance(some, list) for mutation in some
 ]
