@@ -394,12 +394,14 @@ WORK_TESTS, GROUPED_TESTS = (f"kernels/attention/test_grouped_{name}.py" for nam
 PREFIXES = [
     PackageMutation(WORK, "            begin[level] = reach[parent[level]]\n",
                     "            begin[level] = groups.begin[level]\n", WORK_TESTS, "all_that_pays"),
-    PackageMutation(WORK, "        behind[group] += before[group]\n", "", WORK_TESTS, "every_position"),
+    PackageMutation(WORK, "        behind[group] += before[group]\n", "", WORK_TESTS, "from_the_outermost"),
     PackageMutation(WORK, "    kept[level] = saved[level] > 0\n", "    kept[level] = True\n", WORK_TESTS,
-                    "saves_little"),
+                    "from_the_outermost"),
     PackageMutation(WORK, "    if parts <= most:\n", "    if True:\n", WORK_TESTS, "parts_run_out"),
     PackageMutation(WORK, "if pieces is not None:\n        groups =", "if False:\n        groups =", WORK_TESTS,
                     "fixed_pieces"),
+    PackageMutation(WORK, "if choice.saved_positions < MIN_SAVED_SHARE *", "if 0 > MIN_SAVED_SHARE *", WORK_TESTS,
+                    "saves_little"),
     PackageMutation(GROUPED, "tl.min(tl.where(live, row_begin, end), 0)", "tl.max(tl.where(live, row_begin, 0), 0)",
                     GROUPED_TESTS, "several_tiles"),
     PackageMutation(GROUPED, "                readable = readable & (position[None, :] >= row_begin[:, None])\n",
@@ -572,7 +574,56 @@ AWAITED = [
                     ASYNC_TESTS, "all_copies"),
 ]
 
+# Traces, pictures and the command line.
+LIVES, TRACE_TESTS = "tracing/lives.py", "tracing/test_trace.py"
+CACHE_PICTURE, CACHE_PICTURE_TESTS, CHECK_TESTS = "pictures/cache.py", "pictures/test_cache.py", "cli/test_check.py"
+OBSERVED = [
+    PackageMutation(LIVES, "life.sequence.status is Status.WAITING:", "False:", TRACE_TESTS, "preempted_requests"),
+    PackageMutation(LIVES, "                life.phase, life.since = \"queued\", at\n", "", TRACE_TESTS, "interrupt"),
+    PackageMutation("tracing/trace_file.py", "        self._is_open, self._lines = False, []\n", "", TRACE_TESTS,
+                    "fork"),
+    PackageMutation("tracing/trace.py", "        everywhere.unwatch_all(watch)\n", "", TRACE_TESTS, "nobody_traces"),
+    PackageMutation("engine/everywhere.py", "        engine.watch(observer)\n", "        pass\n", TRACE_TESTS,
+                    "other_engines_and_threads"),
+    PackageMutation(CACHE_PICTURE, "    colors[view.users > 1] = _SHARED\n", "", CACHE_PICTURE_TESTS, "has_its_color"),
+    PackageMutation("pictures/stats_html.py", "<td class=\"why\">{escape(reason)}</td>",
+                    "<td class=\"why\">{reason}</td>", "pictures/test_stats_html.py", "names_are_text"),
+    PackageMutation("integration/preview.py", "    model.tie_weights()  #", "    #", CHECK_TESTS, "config_alone"),
+    PackageMutation("cli/openai_client.py", "None if is_whole else", "None if True else", "cli/test_sweep.py",
+                    "answers_that_fail"),
+    PackageMutation("integration/trainer_callback.py", "now.calls[path].num_calls - before.calls[path].num_calls",
+                    "now.calls[path].num_calls", "integration/test_trainer_callback.py", "since_the_last"),
+    PackageMutation("engine/engine.py", "        if not self._executor.has_source:  # nobody can use it any more\n"
+                    "            return\n", "", "test_at_fork.py", "every_lock"),
+]
+
+# What decode steps read, and rows that begin with the same blocks.
+READS, GROUP_TESTS = "runner/kv_reads.py", "engine/test_prefix_groups.py"
+SHARED_READS = [
+    PackageMutation(READS, "start if window is None else np.minimum(start, window - 1)", "start", GROUP_TESTS,
+                    "window_is_counted"),
+    PackageMutation(READS, "saved_positions * self._num_layers.get(None, 0)",
+                    "saved_positions * sum(self._num_layers.values())", GROUP_TESTS, "window_is_counted"),
+    PackageMutation("runner/model_runner.py", "        self._count_reads(plan)\n        return Computed(",
+                    "        return Computed(", GROUP_TESTS, "bytes_that_decode"),
+]
+
+# What Prometheus is told.
+RECORDER, RECORDER_TESTS = "monitoring/recorder.py", "monitoring/test_recorder.py"
+METRICS = [
+    PackageMutation(RECORDER, "            self._give_up(self._tenants.index(sequence))\n", "            pass\n",
+                    RECORDER_TESTS, "one_by_one"),
+    PackageMutation(RECORDER, "            self._latest[slots] = now\n", "", RECORDER_TESTS, "one_by_one"),
+    PackageMutation(RECORDER, "if request is not None and request.sequence is tenant and not np.isnan(time):",
+                    "if request is not None and not np.isnan(time):", RECORDER_TESTS, "one_by_one"),
+    PackageMutation("monitoring/histogram.py", "if values.size and values.min() == (most := values.max()):",
+                    "if values.size and (most := values.max()):", RECORDER_TESTS, "one_value_after"),
+    PackageMutation("monitoring/work.py", "pairs = float(start @ num_new + (num_new * (num_new + 1.0)).sum() / 2)",
+                    "pairs = float(start @ num_new)", "monitoring/test_work.py", "products"),
+    PackageMutation("monitoring/families.py", "usable = max(stats.num_blocks - 1, 0)", "usable = stats.num_blocks",
+                    "monitoring/test_registry.py", "waits_and_why"),
+]
+
 PACKAGE_MUTATIONS = [
-    *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *UPDATES, *RECOGNITION, *ADAPTERS, *JOINED, *MODELS, *SERVER,
-    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS, *PREFIXES, *AWAITED, *STRUCTURED,
+    mutation for name, some in list(globals().items()) if name.isupper() and isinstance(some, list) for mutation in some
 ]

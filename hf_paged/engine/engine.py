@@ -58,6 +58,7 @@ from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.peers import connect
 from hf_paged.pictures.cache import CacheView, draw
 from hf_paged.runner.device import DevicePool
+from hf_paged.runner.kv_reads import KVReads
 from hf_paged.runner.weights import ModelMark
 from hf_paged.sampling.sampler import derive_seed
 from hf_paged.scheduler import Scheduler
@@ -207,7 +208,7 @@ class Engine:
             self.check_runnable()
         given, before = split_output(prompt_token_ids)
         prompt = self.check_prompt(prompt_ids(given, self.tokenizer, {}) if isinstance(given, dict) else given)
-        merged = self._merged(self._executor.source, generation_config)
+        merged = self._merged(self._executor.source, generation_config, {})
         if merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
         check_flags(prompt_logprobs=prompt_logprobs)
@@ -702,6 +703,11 @@ class Engine:
     def model(self) -> PreTrainedModel:
         """The model that this is the engine of."""
         return self._executor.source
+
+    @property
+    def kv_reads(self) -> KVReads:
+        """Bytes of keys and values that attention read so far."""
+        return self._core.pool.reads
 
     @property
     def scheduler(self) -> Scheduler | None:

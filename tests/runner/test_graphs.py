@@ -70,8 +70,10 @@ class InterpretedGroups(PlannedTorch):
         return paged_attention_grouped(q, k_cache, v_cache, meta, options, out=out)
 
 
-def graphs_of(runner, max_num_batched_tokens, backend=None):
-    attention = AttentionInputs(backend or PlannedTorch(), runner.spec, runner.state, runner.max_model_len)
+def graphs_of(runner, max_num_batched_tokens):
+    attention = runner.attention
+    if not isinstance(attention.backend, PlannedTorch):
+        attention = AttentionInputs(PlannedTorch(), runner.spec, runner.state, runner.max_model_len)
     return StepGraphs(runner.executor, runner.cache, runner.state, attention, max_num_batched_tokens)
 
 
@@ -161,7 +163,6 @@ def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, mon
     monkeypatch.setattr("hf_paged.kernels.attention.grouped_decode.MIN_SAVED", 0)
     backend = InterpretedGroups()
     monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)
-    monkeypatch.setitem(globals(), "graphs_of", partial(graphs_of, backend=backend))
     if mode == "eager":
         monkeypatch.setattr(StepGraphs, "launch", lambda *_, **__: None)
     model, shared = tiny_model(), random_prompts([100])[0]
