@@ -47,6 +47,14 @@ def test_a_step_is_grouped_where_that_saves_enough(attention):
     assert attention.saved_positions == 0
 
 
+def test_windows_that_rows_have_outgrown_save_nothing(attention):
+    lengths, slots, groups = np.array([2100] * 6), np.arange(6), shared(6, 2048)
+    for windows, grouped in (((None, None), True), ((4096, 4096), True), ((2099, 2099), False), ((None, 512), True),
+                             ((None, *[512] * 60), False)):
+        attention.use_windows(windows)
+        assert isinstance(attention.split_plan(lengths, slots, groups), GroupedPlan) == grouped, windows
+
+
 def test_groups_are_looked_at_anew_where_groups_change_or_the_number_of_rows(attention):
     first, second = shared(4, 2048), shared(4, 1024)
     ends = []

@@ -193,7 +193,8 @@ def _fitting(groups: PrefixGroups, kept: np.ndarray, saved: np.ndarray, tile_row
     return fitting
 
 
-def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice) -> GroupedPlan | None:
+def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice,
+                share_of_layers: float = 1.0) -> GroupedPlan | None:
     """Cut R rows and what they share into parts; None where rows have so much of their own that it does not pay.
 
     Groups come first, longest splits first, then the rows' own parts, likewise: short programs fill the end.
@@ -201,11 +202,13 @@ def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice) ->
     Args:
         seq_lens, slots: [R] integers, visible tokens and slot of each row.
         choice: of the rows' groups.
+        share_of_layers: of all layers that read by this plan, in how many it saves anything.
     """
     lengths = seq_lens.astype(np.int64)
     own = lengths - choice.own_begin
     if choice.pieces is None:
-        if choice.saved_positions < MIN_SAVED_SHARE * _num_read(own, choice):
+        saved, least = choice.saved_positions * share_of_layers, choice.kernel.positions_worth_it
+        if saved < max(least if share_of_layers < 1.0 else 0.0, MIN_SAVED_SHARE * _num_read(own, choice)):
             return None
         share = _share(own, choice)
         splits, own_splits = _group_splits(choice, share), np.maximum(-(-own // share), 1)
