@@ -334,9 +334,9 @@ MODELS = [
 
 
 SERVING = "integration/serving"
-FIELDS_FILE, STOPS = f"{SERVING}/fields.py", f"{SERVING}/stop_texts.py"
+FIELDS_FILE, STOPS = f"{SERVING}/fields.py", "engine/stop_texts.py"
 ANSWERS, CHOICES = f"{SERVING}/answers.py", f"{SERVING}/choices.py"
-FIELDS_TESTS, STOPS_TESTS = f"{SERVING}/test_fields.py", f"{SERVING}/test_stop_texts.py"
+FIELDS_TESTS, STOPS_TESTS = f"{SERVING}/test_fields.py", "engine/test_stop_texts.py"
 ANSWERS_TESTS, BATCHED_TESTS = f"{SERVING}/test_answers.py", f"{SERVING}/test_batched_answers.py"
 
 # What the server reads out of a body, and how its answers end.
