@@ -61,6 +61,13 @@ class GatherWeights:
 
 
 @dataclass(frozen=True)
+class UseVocabulary:
+    """Grammars of requests to come are compiled for this one (`Grammars.vocabulary`)."""
+
+    vocabulary: str
+
+
+@dataclass(frozen=True)
 class Release:
     """Give the KV pool back, and with ``graphs`` everything else on the device."""
 
@@ -72,7 +79,8 @@ class Stop:
     """Rank 0 ends its engine: the ranks that follow it are done."""
 
 
-Command = NewRequest | End | Build | ResetCache | HoldForWeights | GatherWeights | Release | Stop
+Command = (NewRequest | End | Build | ResetCache | HoldForWeights | GatherWeights | UseVocabulary | Release
+           | Stop)
 
 
 class CommandQueue:
@@ -213,6 +221,8 @@ class CommandQueue:
             core.scheduler_or_build()
         elif isinstance(command, ResetCache):
             return core.scheduler.reset_prefix_cache() if core.scheduler else True
+        elif isinstance(command, UseVocabulary):
+            core.grammars.share(command.vocabulary)
         elif isinstance(command, HoldForWeights):
             core.drain()
             self._is_held = self.group.driven and self.group.rank > 0
