@@ -136,6 +136,8 @@ def work_of(inputs: Inputs, config: GroupedConfig | None = None) -> GroupedWork 
     if choice is None:
         return None
     plan = plan_groups(inputs.lengths, rows, choice)
+    if plan is None:
+        return None
     items, table = torch.from_numpy(plan.items).to(device), torch.from_numpy(plan.rows).to(device)
     return GroupedWork(items, table, plan.num_parts, plan.config)
 
@@ -175,6 +177,7 @@ def sweep_rows(seconds: float) -> list[dict[str, Any]]:
         tried = []
         for variant in VARIANTS:
             grouped_work.MIN_GROUP_SPLIT, grouped_work.TILE_COST = variant[1:]
+            grouped_work.MIN_SAVED_SHARE = 0.0  # to see where it should be
             work = work_of(inputs, variant.config)
             if work is None or time.perf_counter() > end:
                 continue

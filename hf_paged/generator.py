@@ -143,6 +143,7 @@ class PagedGenerator:
                  cache_salt: str | SequenceOf[str | None] | None = None,
                  adapter_names: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
                  chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
+                 structured: dict[str, Any] | SequenceOf[dict[str, Any] | None] | None = None,
                  request_ids: str | SequenceOf[str | None] | None = None, **generate_kwargs: Any) -> Any:
         """Complete every prompt.
 
@@ -171,6 +172,8 @@ class PagedGenerator:
             chat_template_kwargs: keywords of ``tokenizer.apply_chat_template`` for prompts that are chats, whatever
                 their names; they win over those in ``generate_kwargs``.
             on_weight_change: in place of the config's, for this call; not for tensors.
+            structured: the form that the output has to have, one for the call or one per prompt (see
+                `Engine.add_request` and docs/structured.md).
             request_ids: by which `cancel` finds a prompt while the call runs; one per prompt, none of them in use.
             **generate_kwargs: fields of a `GenerationConfig`; besides, for prompts that are chats, parameters of
                 `apply_chat_template` (``tools``, ``documents``, ``chat_template``, ``continue_final_message``,
@@ -189,10 +192,12 @@ class PagedGenerator:
             UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes).
         """
         call = Call(prompts, generation_config, seed, cache_salt, adapter_names, logprobs, prompt_logprobs,
-                    on_error, chat_template_kwargs, on_weight_change, request_ids, generate_kwargs)
+                    on_error, chat_template_kwargs, on_weight_change, request_ids, generate_kwargs, structured)
         if "input_ids" in generate_kwargs or isinstance(prompts, torch.Tensor):
             call.check_for_tensors()
             with call_salt(salt_digest(cache_salt)):
+                if structured is not None:
+                    generate_kwargs = {"tokenizer": self.tokenizer, **generate_kwargs, "structured": structured}
                 made = self._generate_tensor(prompts, generation_config, seed, adapter_names, generate_kwargs)
             return None if self._only_follows else made
         asked = self._maker.make(call)
@@ -218,6 +223,7 @@ class PagedGenerator:
                cache_salt: str | SequenceOf[str | None] | None = None,
                adapter_names: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
                chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
+               structured: dict[str, Any] | SequenceOf[dict[str, Any] | None] | None = None,
                request_ids: str | SequenceOf[str | None] | None = None,
                **generate_kwargs: Any) -> Iterator[tuple[int, StepOutput]]:
         """Like `generate`, but yields (index of the completion, `StepOutput`) as tokens come.
@@ -227,7 +233,7 @@ class PagedGenerator:
         and whose `request_id` is empty.
         """
         call = Call(prompts, generation_config, seed, cache_salt, adapter_names, logprobs, prompt_logprobs,
-                    on_error, chat_template_kwargs, on_weight_change, request_ids, generate_kwargs)
+                    on_error, chat_template_kwargs, on_weight_change, request_ids, generate_kwargs, structured)
         asked = self._maker.make(call)
 
         def outputs() -> Iterator[tuple[int, StepOutput]]:

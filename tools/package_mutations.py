@@ -394,12 +394,14 @@ WORK_TESTS, GROUPED_TESTS = (f"kernels/attention/test_grouped_{name}.py" for nam
 PREFIXES = [
     PackageMutation(WORK, "            begin[level] = reach[parent[level]]\n",
                     "            begin[level] = groups.begin[level]\n", WORK_TESTS, "all_that_pays"),
-    PackageMutation(WORK, "        behind[group] += before[group]\n", "", WORK_TESTS, "every_position"),
+    PackageMutation(WORK, "        behind[group] += before[group]\n", "", WORK_TESTS, "from_the_outermost"),
     PackageMutation(WORK, "    kept[level] = saved[level] > 0\n", "    kept[level] = True\n", WORK_TESTS,
-                    "saves_little"),
+                    "from_the_outermost"),
     PackageMutation(WORK, "    if parts <= most:\n", "    if True:\n", WORK_TESTS, "parts_run_out"),
     PackageMutation(WORK, "if pieces is not None:\n        groups =", "if False:\n        groups =", WORK_TESTS,
                     "fixed_pieces"),
+    PackageMutation(WORK, "if choice.saved_positions < MIN_SAVED_SHARE *", "if 0 > MIN_SAVED_SHARE *", WORK_TESTS,
+                    "saves_little"),
     PackageMutation(GROUPED, "tl.min(tl.where(live, row_begin, end), 0)", "tl.max(tl.where(live, row_begin, 0), 0)",
                     GROUPED_TESTS, "several_tiles"),
     PackageMutation(GROUPED, "                readable = readable & (position[None, :] >= row_begin[:, None])\n",
@@ -531,11 +533,35 @@ SHARDED = [
                     "either_order"),
 ]
 
+# Outputs of a form.
+GRAMMARS, FORMED, FORMED_TESTS = "engine/grammars.py", "integration/structured_calls.py", "engine/test_structured.py"
+STRUCTURED = [
+    PackageMutation("sampling/token_mask.py", "        token = first + column\n", "        token = column\n",
+                    "sampling/test_token_mask.py", "kernel"),
+    PackageMutation("sampling/edits.py", "        mask_tokens(scores, masks)\n", "        pass\n", FORMED_TESTS,
+                    "stocks_tokens"),
+    PackageMutation("runner/request_state.py", "logits.clone() if RAW in logprobs else logits", "logits", FORMED_TESTS,
+                    "stocks_distribution"),
+    PackageMutation(CORE, "            self._match(plan, result.accepted, tokens)\n", "            pass\n",
+                    FORMED_TESTS, "stocks_tokens"),
+    PackageMutation(CORE, "                if is_open and request.matcher.is_over:\n", "                if False:\n",
+                    FORMED_TESTS, "without_an_eos"),
+    PackageMutation("engine/session.py", "        self._match_anew(made)\n", "", FORMED_TESTS, "interrupt"),
+    PackageMutation(GRAMMARS, "[token for token in own if token in eos] or list(eos) or own", "own",
+                    "engine/test_grammars.py", "which_tokens_end"),
+    PackageMutation(FORMED, "        if not stops or not {*stops} <= {*eos} or", "        if",
+                    "integration/test_structured_calls.py", "not_certain"),
+    PackageMutation(FORMED, "    if any(is_warper(p) for p in before) or", "    if",
+                    "integration/test_structured_calls.py", "not_certain"),
+    PackageMutation("integration/serving/forms.py", "    if names and wishes.has_tools:\n", "    if False:\n",
+                    "integration/serving/test_fields.py", "go_together"),
+]
+
 # What watches an engine, and calls that are awaited.
 OBSERVER_TESTS, DRIVER, ASYNC_TESTS = "engine/test_observer.py", "engine/driver.py", "test_generator_async.py"
 AWAITED = [
-    PackageMutation(CORE, "            self._tell_of_new_start()\n            self.dirty = False\n            raise\n",
-                    "            self.dirty = False\n            raise\n", OBSERVER_TESTS, "launch_that_raises"),
+    PackageMutation(CORE, "            batch.give_back()\n        self._tell_of_new_start()\n",
+                    "            batch.give_back()\n", OBSERVER_TESTS, "launch_that_raises"),
     PackageMutation("engine/observer.py", "                self.remove(observer)\n", "", OBSERVER_TESTS, "is_dropped"),
     PackageMutation(DRIVER, "            self._calls.remove(call)\n            self._end_requests(call)\n",
                     "            self._calls.remove(call)\n", ASYNC_TESTS, "within_a_step"),
@@ -571,7 +597,18 @@ OBSERVED = [
                     "            return\n", "", "test_at_fork.py", "every_lock"),
 ]
 
+# What decode steps read, and rows that begin with the same blocks.
+READS, GROUP_TESTS = "runner/kv_reads.py", "engine/test_prefix_groups.py"
+SHARED_READS = [
+    PackageMutation(READS, "start if window is None else np.minimum(start, window - 1)", "start", GROUP_TESTS,
+                    "window_is_counted"),
+    PackageMutation(READS, "saved_positions * self._num_layers.get(None, 0)",
+                    "saved_positions * sum(self._num_layers.values())", GROUP_TESTS, "window_is_counted"),
+    PackageMutation("runner/model_runner.py", "        self._count_reads(plan)\n        return Computed(",
+                    "        return Computed(", GROUP_TESTS, "bytes_that_decode"),
+]
+
 PACKAGE_MUTATIONS = [
     *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *UPDATES, *RECOGNITION, *ADAPTERS, *JOINED, *MODELS, *SERVER,
-    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS, *PREFIXES, *AWAITED, *OBSERVED,
+    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS, *PREFIXES, *AWAITED, *STRUCTURED, *SHARED_READS, *OBSERVED,
 ]

@@ -51,6 +51,13 @@ class HoldForWeights:
 
 
 @dataclass(frozen=True)
+class UseVocabulary:
+    """Grammars of requests to come are compiled for this one (`Grammars.vocabulary`)."""
+
+    vocabulary: str
+
+
+@dataclass(frozen=True)
 class Release:
     """Give the KV pool back, and with ``graphs`` everything else on the device."""
 
@@ -62,7 +69,7 @@ class Stop:
     """Rank 0 ends its engine: the ranks that follow it are done."""
 
 
-Command = NewRequest | End | Build | ResetCache | HoldForWeights | Release | Stop
+Command = NewRequest | End | Build | ResetCache | HoldForWeights | UseVocabulary | Release | Stop
 
 
 class CommandQueue:
@@ -185,6 +192,8 @@ class CommandQueue:
             core.scheduler_or_build()
         elif isinstance(command, ResetCache):
             return core.scheduler.reset_prefix_cache() if core.scheduler else True
+        elif isinstance(command, UseVocabulary):
+            core.grammars.share(command.vocabulary)
         elif isinstance(command, HoldForWeights):
             core.drain()
             if self.group.driven and self.group.rank > 0:

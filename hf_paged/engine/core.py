@@ -18,10 +18,11 @@ import torch
 from hf_paged.config import PagedConfig
 from hf_paged.engine import log_probs
 from hf_paged.engine.detokenizer import TextStream
+from hf_paged.engine.grammars import Grammars, MaskMaker, Matcher
 from hf_paged.engine.lockstep import LockstepBatch, Way
 from hf_paged.engine.observer import Committed, Launched, Observers
 from hf_paged.engine.pace import Pace
-from hf_paged.engine.session import NewRequest, Request, Session, failed_output
+from hf_paged.engine.session import BARRED, NewRequest, Request, Session, failed_output
 from hf_paged.engine.stopping import ended
 from hf_paged.errors import EngineClosedError
 from hf_paged.models import ModelExecutor
@@ -34,6 +35,7 @@ from hf_paged.runner.model_runner import ModelRunner, StepHandle
 from hf_paged.runner.prompt_scores import NOTHING
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.runner.weights import ModelMark, WeightsGuard
+from hf_paged.sampling.token_mask import TokenMasks
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
 from hf_paged.scheduler.lockstep_rows import OutOfBlocksError
 
@@ -70,8 +72,10 @@ class EngineCore:
         self._state_key = b""  # of the model, when the runner was prepared
         self._arrivals: list[Request] = []  # since the last step
         # Did a request come, since there was none at all, that streams; with a stop rule; that wants log-probabilities;
-        # that names an adapter?
-        self._any_stream = self._any_stop = self._any_logprobs = self._any_adapter = False
+        # that names an adapter; that follows a grammar?
+        self._any_stream = self._any_stop = self._any_logprobs = self._any_adapter = self._any_grammar = False
+        self.grammars = Grammars(executor.num_logits)
+        self._masks: MaskMaker | None = None
         self._adapter_counts = AdapterCounts(())  # when the runner was prepared
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
         self.totals = dict.fromkeys(("preemptions", "generated", "prefill", "steps", "queries", "hits"), 0)
@@ -93,6 +97,9 @@ class EngineCore:
             prompt_length=prompt_length, edits=settings.edits, adapter=settings.adapter_name,
         )
         _ = parameters.lines  # encoded here, where what cannot be encoded is its caller's error
+        grammar = new.grammar
+        if grammar is None and settings.structured is not None:
+            grammar = self.grammars.compile(settings.structured, self.tokenizer)
         sequence = Sequence(new.request_id, new.prompt, max_new_tokens=settings.max_new_tokens, eos_token_ids=eos,
                             priority=new.priority, read_cache=not settings.prompt_logprobs,
                             cache_salt=settings.cache_salt, adapter=settings.adapter_name,
@@ -100,7 +107,8 @@ class EngineCore:
                             output_token_ids=() if made is None else made.token_ids)
         is_decoded = session.stream and session.text and self.tokenizer is not None
         request = Request(
-            sequence, parameters, session, stop=new.stop, made=made,
+            sequence, parameters, session, stop=new.stop, made=made, grammar=grammar,
+            matcher=None if grammar is None else grammar.matcher(eos),
             text=TextStream(self.tokenizer) if is_decoded else None,
             logprobs=[] if settings.logprobs else None, logprobs_kind=settings.logprobs,
             prompt_logprobs=[None] * prompt_length if settings.prompt_logprobs else None,
@@ -122,6 +130,7 @@ class EngineCore:
         asks = request.logprobs is not None or request.prompt_logprobs is not None
         self._any_logprobs = asks or (self._any_logprobs and bool(self.requests))
         self._any_adapter = request.sequence.adapter is not None or (self._any_adapter and bool(self.requests))
+        self._any_grammar = request.grammar is not None or (self._any_grammar and bool(self.requests))
         request_id, opened = request.request_id, request.session.open
         self.requests[request_id] = opened[request_id] = request
         if self.observers:
@@ -321,11 +330,12 @@ class EngineCore:
                     self.observers.tell("launched", step)
                 if launched is None or not self._overlaps(device):
                     self._commit_in_flight()
-                    self._in_flight = launched
+                    self._in_flight = self._sampled(launched, joining)
                     self._commit_in_flight()
                 else:
                     previous, self._in_flight = self._in_flight, launched
                     self._commit(previous)
+                    self._in_flight = self._sampled(launched, joining)
                 self._note_pace(plan, joined=bool(joining), overlapped=self._in_flight is not None,
                                 seconds=time.perf_counter() - started)
                 if joining:
@@ -442,23 +452,75 @@ class EngineCore:
             else:
                 parameters = self._parameters(plan.admitted) if plan.admitted else []
                 wanted = log_probs.wanted_by(plan, self.requests, self._attempt) if self._any_logprobs else NOTHING
-                handle = self.runner.launch(plan, parameters, wanted, rows)
+                awaits_masks = self._any_grammar and any(self._follow_grammars(plan))
+                launch = self.runner.launch_unsampled if awaits_masks else self.runner.launch
+                handle = launch(plan, parameters, wanted, rows)
                 self._joined_logits = handle.logits
         except Exception:
-            # Everything is where it was before this step: nothing of it may stay published, and what ran runs anew.
-            self._commit_in_flight()
-            if plan is not None:
-                self.scheduler.rollback(plan)
-            for batch, _ in joining:
-                batch.give_back()
-            self._tell_of_new_start()
-            self.dirty = False
+            self._take_launch_back(plan, joining)
             raise
         self.totals["steps"] += 1
         if plan is None:
             return None
         self.totals["prefill"] += int(plan.num_new_tokens[plan.num_decode_rows :].sum())
         return plan, handle._replace(logits=None)
+
+    def _take_launch_back(self, plan: StepPlan | None, joining: list[tuple[LockstepBatch, StepPlan]]) -> None:
+        """Everything is where it was before this step: nothing of it may stay published, and what ran runs anew."""
+        assert self.scheduler is not None
+        self._commit_in_flight()
+        if plan is not None:
+            self.scheduler.rollback(plan)
+        for batch, _ in joining:
+            batch.give_back()
+        self._tell_of_new_start()
+        self.dirty = False
+
+    def _follow_grammars(self, plan: StepPlan) -> list[bool]:
+        """Of each row that samples: does its request follow a grammar?"""
+        sequences, requests = plan.sequences, self.requests
+        rows = (requests.get(sequences[row].request_id) for row in np.flatnonzero(plan.samples).tolist())
+        return [request is not None and request.grammar is not None for request in rows]
+
+    def _sampled(self, launched: tuple[StepPlan, StepHandle] | None,
+                 joining: list[tuple[LockstepBatch, StepPlan]]) -> tuple[StepPlan, StepHandle] | None:
+        """Have a launched step whose rows wait for masks draw its tokens; all tokens before them are committed."""
+        if launched is None or launched[1].unsampled is None:
+            return launched
+        plan, handle = launched
+        try:
+            return plan, self.runner.sample(handle, self._make_masks(plan))
+        except Exception:
+            self._in_flight = self._joined_logits = None
+            self._take_launch_back(plan, joining)
+            raise
+
+    def _make_masks(self, plan: StepPlan) -> TokenMasks | None:
+        """What may follow in each row of a plan that samples."""
+        if self._masks is None:
+            self._masks = MaskMaker(self._executor.num_logits, self.runner.device)
+        make = self._masks.make
+        requests = [self._request_of(plan, row) for row in np.flatnonzero(plan.samples).tolist()]
+        matchers: list[Matcher | None] = [None] * len(requests)
+
+        def ask(request: Request, row: int) -> None:
+            matchers[row] = request.open_matcher
+
+        def try_alone(row: int) -> None:
+            matcher, matchers[row] = matchers[row], None
+            make([matcher])
+            matchers[row] = matcher
+
+        for row, request in enumerate(requests):
+            if request is not None and request.grammar is not None:
+                self._attempt(request, ask, request, row)
+        try:
+            return make(matchers) if any(matchers) else None
+        except Exception:  # of a single matcher, whose request ends
+            for row, request in enumerate(requests):
+                if request is not None and matchers[row] is not None:
+                    self._attempt(request, try_alone, row)
+            return make(matchers)
 
     def _parameters(self, admitted: list[Sequence]) -> list[SlotParameters]:
         """What the device has to know of requests that get their slot, which start now."""
@@ -484,6 +546,7 @@ class EngineCore:
             return
         assert self.scheduler is not None
         plan, handle = launched
+        assert handle.unsampled is None
         waited = time.perf_counter() if self.observers else 0.0
         tokens = handle.wait()
         ready = time.perf_counter() if self.observers else 0.0
@@ -492,7 +555,7 @@ class EngineCore:
             self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
         for row in np.flatnonzero(plan.samples & (tokens < 0)).tolist():
             if (request := self._request_of(plan, row)) is not None:
-                request.error = NAN_ERROR
+                request.error = NAN_ERROR if request.grammar is None else f"{NAN_ERROR}; {BARRED}"
         result = self.scheduler.commit(plan, tokens)
         self.totals["generated"] += len(result.accepted)
         if plan.num_decode_rows < len(plan.slots):
@@ -500,6 +563,8 @@ class EngineCore:
         if self.observers:
             self.observers.tell("committed", Committed(plan, tokens, result.accepted, waited, ready))
         log_probs.keep(plan, handle, result.accepted, self._request_of, self._attempt)
+        if self._any_grammar:
+            self._match(plan, result.accepted, tokens)
         if self._any_stop:
             self._stop(plan, result.accepted, tokens)
         runs = (VersionRun(self._guard.version, 1),) if self._any_stream else ()  # of each row's token
@@ -521,6 +586,18 @@ class EngineCore:
             request = self._request_of(plan, row)
             if request is not None and request.first_token is None:
                 request.first_token = now
+
+    def _match(self, plan: StepPlan, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Let the requests that follow grammars go on in them by their new tokens, and end where these do."""
+        assert self.scheduler is not None
+        for row in rows.tolist():
+            request = self._request_of(plan, row)
+            if request is not None and request.matcher is not None:
+                self._attempt(request, request.match, int(tokens[row]))
+                is_open = request.error is None and request.sequence.finish_reason is None
+                if is_open and request.matcher.is_over:
+                    self.scheduler.finish(request.sequence, "stop")
+                    self.finish(request)
 
     def _stop(self, plan: StepPlan, rows: np.ndarray, tokens: np.ndarray) -> None:
         """End the requests whose new token completes a stop string, or whose time is over."""
@@ -717,7 +794,7 @@ class EngineCore:
     def _forget_pool(self) -> None:
         self._lose_rows()
         self._retire_scheduler()
-        self.scheduler = self._resting = None
+        self.scheduler = self._resting = self._masks = None
         self._guard.forget()
 
     def _retire_scheduler(self) -> None:

@@ -20,9 +20,19 @@ from hf_paged import at_fork
 from hf_paged.config import PagedConfig
 from hf_paged.engine import everywhere
 from hf_paged.engine.call_counts import CallCounts
-from hf_paged.engine.commands import Build, Command, CommandQueue, End, HoldForWeights, Release, ResetCache
+from hf_paged.engine.commands import (
+    Build,
+    Command,
+    CommandQueue,
+    End,
+    HoldForWeights,
+    Release,
+    ResetCache,
+    UseVocabulary,
+)
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.fair_lock import FairLock
+from hf_paged.engine.grammars import XGrammar
 from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.engine.observer import Observer
 from hf_paged.engine.session import NewRequest, Session, is_copy
@@ -42,6 +52,7 @@ from hf_paged.options.settings import (
     logprobs_kind,
     settings_from_config,
 )
+from hf_paged.options.structured import Structured, read_structured
 from hf_paged.outputs import EngineStats, StepOutput
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.peers import connect
@@ -152,7 +163,8 @@ class Engine:
     def add_request(self, prompt_token_ids: Any, generation_config: GenerationConfig | None = None, *,
                     request_id: str | None = None, priority: int = 0, seed: int | None = None,
                     logprobs: bool | str = False, prompt_logprobs: bool = False, cache_salt: str | None = None,
-                    adapter_name: str | None = None, on_weight_change: str | None = None) -> str:
+                    adapter_name: str | None = None, on_weight_change: str | None = None,
+                    structured: dict[str, Any] | None = None) -> str:
         """Queue a request; `step` returns its tokens.
 
         Args:
@@ -175,12 +187,16 @@ class Engine:
                 that are active in the model. Where the model loses the adapter before the end, or merges adapters, the
                 request ends with ``finish_reason="error"``.
             on_weight_change: in place of the config's, for this request.
+            structured: the form that the output has to have (docs/structured.md): a dict with one of ``json_schema``
+                (a dict, a JSON text, True for any JSON, or a pydantic model), ``regex``, ``choice`` (a list of texts)
+                and ``grammar`` (EBNF). Needs a tokenizer and the package xgrammar.
 
         Returns:
             The request's id.
 
         Raises:
             ValueError, TypeError: naming the argument, the value and what is accepted; nothing is queued then.
+            ImportError: ``structured`` without xgrammar.
             UnsupportedOptionError: a generation option that is not native.
             UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes). Where it
                 changes before the step that takes requests in, these end with ``finish_reason="error"``.
@@ -204,6 +220,8 @@ class Engine:
                                cache_salt=salt_digest(cache_salt), on_weight_change=on_weight_change)
         if adapter_name is not None:
             settings = replace(settings, adapter_name=self.check_adapter(adapter_name))
+        if structured is not None:
+            settings = replace(settings, structured=self.check_structured(structured))
         if not isinstance(priority, int):
             raise TypeError(f"priority={priority!r}: expected an integer")
         if not isinstance(request_id, (str, type(None))):
@@ -265,6 +283,8 @@ class Engine:
             PrecisionBusyError: requests of another precision run.
         """
         stop = self.stop_rule(new.settings, new.prompt) if new.stop is None else new.stop
+        if new.settings.structured is not None and new.grammar is None:  # here, not inside of a step
+            new = replace(new, grammar=self.grammar_of(new.settings.structured))
         with self._lock.turn(), self._lock.rlock:
             if self.is_reentrant():
                 raise RuntimeError("a request cannot be added inside a step or a weight_update() of the same engine")
@@ -285,7 +305,11 @@ class Engine:
             request = self._core.make_request(new, session)
             if self.group.is_parallel:
                 session.open[request.request_id] = self._commands.expected[request.request_id] = request
-                self._commands.enqueue(new)
+                if new.grammar is not None and self.tokenizer is not None:
+                    vocabulary = self._core.grammars.vocabulary(self.tokenizer)
+                    if not self._core.grammars.has_shared(vocabulary):
+                        self._commands.enqueue(UseVocabulary(vocabulary))
+                self._commands.enqueue(replace(new, grammar=None))  # each rank compiles its own
             else:
                 self._core.add(request)
             return request.request_id
@@ -786,7 +810,27 @@ class Engine:
         if count and (reason := self.too_long(len(prompt) + count - 1, 1)) is not None:
             raise ValueError(f"output_token_ids of {count} tokens after a prompt of {len(prompt)}: expected fewer "
                              f"({reason})")
+        if settings.structured is not None:
+            matcher = self.grammar_of(settings.structured).matcher(settings.eos_token_ids)
+            at = next((i for i, token in enumerate(made.token_ids) if not matcher.accept(token)), None)
+            if at is not None:
+                raise ValueError(f"output_token_ids: token {made.token_ids[at]} at place {at} is not what structured "
+                                 "allows there; expected output of the same form")
         return made
+
+    def check_structured(self, structured: Any) -> Structured | None:
+        """A form of outputs of which a grammar can be made, or an error as `add_request` raises it."""
+        read = read_structured(structured)
+        if read is not None:
+            self.grammar_of(read)
+        return read
+
+    def grammar_of(self, structured: Structured, tokenizer: Any = None) -> XGrammar:
+        """The grammar of a form, for this tokenizer (None: the engine's); raises what `Grammars.compile` raises."""
+        own = self.tokenizer
+        if tokenizer is not None and own is not tokenizer and own is not None and self.group.is_parallel:
+            raise ValueError("tokenizer: expected the engine's, whose vocabulary all ranks of the model have")
+        return self._core.grammars.compile(structured, own if tokenizer is None else tokenizer)
 
     def check_adapter(self, adapter_name: Any) -> str:
         """The name of an adapter that requests can run with now, or ValueError / TypeError naming what is wrong."""

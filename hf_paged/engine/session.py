@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hf_paged.engine.detokenizer import TextStream
+from hf_paged.engine.grammars import Grammar, Matcher
 from hf_paged.engine.stopping import StopRule
 from hf_paged.options.continued import Made
 from hf_paged.options.settings import RequestSettings
@@ -19,12 +20,16 @@ from hf_paged.runner.prompt_scores import PromptSpan
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Sequence
 
+BARRED = ("where other settings bar all that the grammar allows (min_new_tokens, bad_words_ids, suppress_tokens), "
+          "leave them out")
+
 
 @dataclass(frozen=True)
 class NewRequest:
     """A request that is asked for: a checked prompt and all that is settled about it. None as the id: one is made.
 
     ``made``: the output that it goes on from, also checked; None: it begins.
+    ``grammar``: what its tokens have to follow, where that is compiled already.
     ``autocast``: the dtype to which its caller's forwards cast (`ModelExecutor.autocast_of_call`), or None.
     """
 
@@ -35,6 +40,7 @@ class NewRequest:
     stop: StopRule | None = None
     request_id: str | None = None
     made: Made | None = None
+    grammar: Grammar | None = None
     autocast: torch.dtype | None = None
 
 
@@ -52,6 +58,8 @@ class Request:
     text: TextStream | None = None
     stop: StopRule | None = None
     made: Made | None = None  # output that was there when it came
+    grammar: Grammar | None = None
+    matcher: Matcher | None = None  # of the grammar, behind the committed output
     num_emitted: int = 0  # of the output, that among it
     error: str | None = None
     logprobs: list[float | None] | None = None  # of the committed output, where asked for
@@ -76,11 +84,13 @@ class Request:
     def resume(self, max_model_len: int) -> str | None:
         """Begin behind `made`; the reason for which there is nothing to go on with, if so."""
         assert self.made is not None
+        self._match_anew(self.made.token_ids)
         stops = self.stop is not None and self.stop.resume(self.made.token_ids)
         if self.text is not None:
             self.text.restart(self.made.token_ids)
         reason = self.sequence.reached_end(max_model_len)
-        return "stop" if reason is None and stops else reason
+        is_over = stops or (self.matcher is not None and self.matcher.is_over)
+        return "stop" if reason is None and is_over else reason
 
     def restart(self) -> None:
         """Forget the output made so far; what was emitted of it is not emitted again."""
@@ -91,6 +101,7 @@ class Request:
             made, logprobs, version_runs = self.made.token_ids, self.made.known_logprobs(), self.made.known_versions()
         if self.stop is not None:  # first: where it raises, the output is still there
             self.stop.resume(made)
+        self._match_anew(made)
         old = self.sequence
         if self.text is not None:
             self.text.restart(old.output_token_ids[: self.num_emitted])
@@ -110,6 +121,27 @@ class Request:
         self.error, self.version_runs = None, version_runs
         self.logprobs = None if self.logprobs is None else logprobs
         self.prompt_logprobs = None if self.prompt_logprobs is None else [None] * len(self.prompt_logprobs)
+
+    def _match_anew(self, made: list[int]) -> None:
+        """Let the matcher stand behind this output."""
+        if self.grammar is not None:
+            self.matcher = self.grammar.matcher(self.parameters.eos_token_ids)
+            for token in made:
+                self.match(token)
+
+    def match(self, token: int) -> None:
+        """Go on in the grammar by a committed token.
+
+        Raises:
+            ValueError: the grammar does not allow it.
+        """
+        if self.matcher is not None and not self.matcher.accept(token):
+            raise ValueError(f"structured: the grammar does not allow token {token} here; {BARRED}")
+
+    @property
+    def open_matcher(self) -> Matcher | None:
+        """That by which the next token is chosen, if any."""
+        return None if self.matcher is None or self.matcher.is_over else self.matcher
 
     def span_to_score(self, row: int, start: int, num_new: int) -> PromptSpan | None:
         """Which prompt tokens a step scores that computes ``num_new`` tokens from position ``start`` on, if any."""

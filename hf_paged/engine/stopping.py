@@ -17,7 +17,7 @@ class CachedStopStrings:
     """transformers' criterion for some strings, which takes a while to make, and what it was made from."""
 
     def __init__(self, tokenizer: Any, strings: tuple[str, ...]) -> None:
-        self._made_from = _traits(tokenizer), strings
+        self._made_from = tokenizer_traits(tokenizer), strings
         # Held, so that no other object gets their ids.
         self._held = tokenizer, getattr(tokenizer, "backend_tokenizer", None)
         with torch.device("cpu"):  # its tensors take the default device
@@ -25,10 +25,10 @@ class CachedStopStrings:
 
     def is_of(self, tokenizer: Any, strings: tuple[str, ...]) -> bool:
         """Would the criterion be the same if it were made now? Asked with every request: no look at each token."""
-        return (_traits(tokenizer), strings) == self._made_from
+        return (tokenizer_traits(tokenizer), strings) == self._made_from
 
 
-def _traits(tokenizer: Any) -> tuple:
+def tokenizer_traits(tokenizer: Any) -> tuple:
     """What a tokenizer's stop strings depend on: tokens are added to it, and parts of it replaced, in place."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)

@@ -23,6 +23,7 @@ from hf_paged.integration import fallback, generate, paths, stock_loop
 from hf_paged.integration.continuous_batching import methods
 from hf_paged.integration.engines import ENGINES, engine_of
 from hf_paged.integration.paged_cache import PagedCache
+from hf_paged.integration.structured_calls import with_structure
 from hf_paged.models import SUPPORTED, find_executor
 from hf_paged.options.settings import option_reason
 from hf_paged.parallel.group import group_of
@@ -235,6 +236,8 @@ def _announcing_generate(stock: Any) -> Callable:
     def generate_(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock generate, with the warning where it never comes to `_sample`."""
         engine = engine_of(self)
+        if engine is not None and (structured := kwargs.pop("structured", None)) is not None:
+            kwargs["logits_processor"] = _structured(self, engine, structured, args, kwargs)
         call = functools.partial(stock.generate, self, *args, **kwargs)
         with paths.answered():
             if engine is not None and not fallback.in_fallback(engine):
@@ -248,6 +251,16 @@ def _announcing_generate(stock: Any) -> Callable:
         return None
 
     return generate_
+
+
+def _structured(model: Any, engine: Engine, structured: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The logits processors of a call of `generate` with these arguments."""
+    inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids", kwargs.get("inputs_embeds")))
+    num_prompts = len(inputs) if isinstance(inputs, torch.Tensor) else 1
+    tokenizer = kwargs.get("tokenizer")
+    if tokenizer is None and engine.tokenizer is None:
+        raise ValueError(f"structured={structured!r:.200}: expected tokenizer= beside it, by which texts become tokens")
+    return with_structure(engine, num_prompts, structured, tokenizer, kwargs.get("logits_processor"))
 
 
 def _after_the_prompt(model: Any, ids: Any) -> Callable[[Any], int]:

@@ -29,6 +29,7 @@ from hf_paged.integration.inputs import check_token_ids, paged_prompts
 from hf_paged.integration.late_cache import LateCache
 from hf_paged.integration.stock_loop import SET_PAD, run_or_fall_back
 from hf_paged.integration.stock_pieces import EndOfCall, settled_config, stops_of
+from hf_paged.integration.structured_calls import Form, split_forms, tell_eos
 from hf_paged.options.arguments import base_seed
 from hf_paged.options.settings import RequestSettings, options_beyond_tokens, settings_from_config, token_id_tuple
 from hf_paged.sampling.edits import Edits
@@ -51,6 +52,7 @@ def sample_method(stock: Any) -> Callable:
                 generation_config: GenerationConfig, synced_gpus: bool = False, streamer: Any = None,
                 **model_kwargs: Any) -> Any:
         engine = engine_of(self)
+        tell_eos(logits_processor, stopping_criteria)
         in_stock = functools.partial(
             stock._sample, self, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
             generation_config=generation_config, synced_gpus=synced_gpus,
@@ -226,6 +228,10 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
                              "option out, or give `use_cache=False`.")
     width = input_ids.shape[1]
     stops = stops._replace(max_length=max(stops.max_length, width + 1))  # stock looks after a token was made
+    found = split_forms(engine, logits_processor, len(prompts), stops.eos)
+    if isinstance(found, Reason):
+        return found
+    logits_processor, forms = found
     settled = settled_config(model, config, logits_processor, stops, input_ids, model_kwargs,
                              engine.num_logits)
     if isinstance(settled, Reason):
@@ -256,10 +262,10 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
         settings = replace(settings, edits=replace(settings.edits, forced_bos_token_id=None))
     autocast = engine.autocast_of_call()
     requests = [
-        NewRequest(prompt, _with_adapter(_with_padding(settings, padding, logits_processor), adapter), seed=0,
-                   autocast=autocast,
+        NewRequest(prompt, _with_form(_with_adapter(_with_padding(settings, padding, logits_processor), adapter), form),
+                   seed=0, autocast=autocast, grammar=form.grammar,
                    stop=StopRule(stops.strings, stops.deadline, padding + prompt) if stops.are_watched else None)
-        for padding, prompt, adapter in zip(paddings, prompts, adapters, strict=True)
+        for padding, prompt, adapter, form in zip(paddings, prompts, adapters, forms, strict=True)
     ]
     return NativeCall(requests, pad, [criterion for criterion in stopping_criteria if type(criterion) is EndOfCall])
 
@@ -289,6 +295,10 @@ _NO_PADDING = ("Stock looks at padding here. Give prompts of one length, or a `P
 
 def _with_adapter(settings: RequestSettings, adapter: str | None) -> RequestSettings:
     return settings if adapter is None else replace(settings, adapter_name=adapter)
+
+
+def _with_form(settings: RequestSettings, form: Form) -> RequestSettings:
+    return settings if form.structured is None else replace(settings, structured=form.structured)
 
 
 def _with_padding(settings: RequestSettings, padding: list[int], logits_processor: Any) -> RequestSettings:

@@ -74,6 +74,16 @@ def is_known(kind: type) -> bool:
     return kind in _READ
 
 
+def is_warper(processor: Any) -> bool:
+    """Does stock apply a processor of this very class behind those that its caller gives?"""
+    return _RANK.get(type(processor), -1) >= _RANK[processors.TemperatureLogitsWarper]
+
+
+def is_mask(processor: Any) -> bool:
+    """May the processor change places with others that write -inf?"""
+    return type(processor) in _MASKS
+
+
 def config_of(config: GenerationConfig, given: Iterable[Any], width: int, eos: tuple[int, ...],
               max_length: int) -> GenerationConfig:
     """`config` with the options that `given` processors (all `is_known`) carry out in place of its own.

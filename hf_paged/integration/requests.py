@@ -24,6 +24,7 @@ from hf_paged.options.settings import (
     logprobs_kind,
     settings_from_config,
 )
+from hf_paged.options.structured import Structured
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.sampling.sampler import derive_seed
 
@@ -46,15 +47,16 @@ class Call:
     on_weight_change: Any
     request_ids: Any
     keywords: dict[str, Any]
+    structured: Any = None
 
     @classmethod
     def of(cls, prompts: Any, generation_config: Any = None, *, seed: Any = None, cache_salt: Any = None,
            adapter_names: Any = None, logprobs: bool | str = False, prompt_logprobs: bool = False,
            on_error: str = "raise", chat_template_kwargs: Any = None, on_weight_change: Any = None,
-           request_ids: Any = None, **keywords: Any) -> Call:
+           request_ids: Any = None, structured: Any = None, **keywords: Any) -> Call:
         """With the defaults of `PagedGenerator.generate`."""
         return cls(prompts, generation_config, seed, cache_salt, adapter_names, logprobs, prompt_logprobs, on_error,
-                   chat_template_kwargs, on_weight_change, request_ids, keywords)
+                   chat_template_kwargs, on_weight_change, request_ids, keywords, structured)
 
     def check(self) -> None:
         """Raise TypeError or ValueError for a flag or `on_error`."""
@@ -129,6 +131,7 @@ class RequestMaker:
         seeds = one_per_prompt("seed", seed, len(prompts))
         salts = one_per_prompt("cache_salt", call.cache_salt, len(prompts))
         adapters = self._adapters(call.adapter_names, len(prompts))
+        forms = self._forms(call.structured, len(prompts))
         request_ids = self._request_ids(call.request_ids, len(prompts))
         if not isinstance(call.cache_salt, (list, tuple)):
             salt_digest(call.cache_salt)
@@ -146,9 +149,13 @@ class RequestMaker:
                     raise ids
                 if isinstance(adapter := adapters[index], Exception):
                     raise adapter
+                if isinstance(form := forms[index], Exception):
+                    raise form
                 merged = merge(config)
                 self._notices.look(merged, config, keywords, model.generation_config)
                 settings, copies = self._settled(ids, merged, call, salts[index], adapter)
+                if form is not None:
+                    settings = replace(settings, structured=form)
                 before = self._before(ids, given[index][1], settings, copies)
                 first = 0 if own_seeds else len(asked)
                 names = copy_ids(request_ids[index], copies)
@@ -157,7 +164,7 @@ class RequestMaker:
             except UnsupportedModelError:
                 raise
             except Exception as error:
-                if error is not ids and error is not adapters[index]:
+                if not any(error is one for one in (ids, adapters[index], forms[index])):
                     if not isinstance(error, (TypeError, ValueError)):
                         raise
                     if config is call.generation_config:  # raises what is wrong whatever the prompt
@@ -190,6 +197,13 @@ class RequestMaker:
         found = {name: _attempt(check, name, kinds) for name in dict.fromkeys(n for n in given if isinstance(n, str))}
         return [found[name] if isinstance(name, str) else name if name is None else _attempt(check, name, kinds)
                 for name in given]
+
+    def _forms(self, structured: Any, count: int) -> list[Structured | Exception | None]:
+        """Each prompt's form of the output, or what is wrong with it."""
+        given, check = one_per_prompt("structured", structured, count), self._engine.check_structured
+        if not isinstance(structured, (list, tuple)) or isinstance(structured, Structured):
+            return [check(structured)] * count
+        return [None if one is None else _attempt(check, one, (TypeError, ValueError)) for one in given]
 
     def _checked(self, prompts: list[Any], template: dict[str, Any]) -> list[list[int] | Exception]:
         """Each prompt's token ids, or what is wrong with it."""

@@ -26,6 +26,7 @@ from hf_paged.integration.inputs import check_token_ids, input_reasons, paged_pr
 from hf_paged.integration.late_cache import LateCache
 from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.integration.stock_pieces import NO_LENGTH
+from hf_paged.integration.structured_calls import tell_eos
 from hf_paged.models.guards.at_home import is_method_of_mixin
 from hf_paged.options.settings import LEAVE_OUT, options_beyond_tokens, stock_only_options
 
@@ -150,6 +151,7 @@ def beam_search(engine: Engine | None, stock: Callable, model: Any, input_ids: t
                 stopping_criteria: Any, generation_config: GenerationConfig, synced_gpus: bool = False,
                 **model_kwargs: Any) -> Any:
     """`GenerationMixin._beam_search` over paged forwards."""
+    tell_eos(logits_processor, stopping_criteria)
 
     def method(*, synced_gpus: bool = synced_gpus, **kwargs: Any) -> Any:
         return stock(model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
@@ -175,6 +177,7 @@ def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_
                       assistant_model: Any = None, assistant_tokenizer: Any = None, tokenizer: Any = None,
                       **model_kwargs: Any) -> Any:
     """`GenerationMixin._assisted_decoding`: prompt lookup over paged forwards, drafts by a model in stock."""
+    tell_eos(logits_processor, stopping_criteria)
 
     def method(*, synced_gpus: bool = synced_gpus, **kwargs: Any) -> Any:
         return stock(model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,

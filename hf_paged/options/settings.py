@@ -18,6 +18,7 @@ from hf_paged.errors import Reason, UnsupportedOptionError
 from hf_paged.options.arguments import described
 from hf_paged.options.logits_options import GREEDY_TOO, SAMPLING_ONLY, decay_overflows, edits_from_config
 from hf_paged.options.patched_options import patched_option
+from hf_paged.options.structured import Structured
 from hf_paged.sampling.edits import NEUTRAL, Edits
 from hf_paged.sampling.token_log_probs import LOGPROBS, PROCESSED
 
@@ -133,6 +134,7 @@ class RequestSettings:
     on_weight_change: str | None = None  # as in `PagedConfig`; None: what that says
     cache_salt: bytes = b""  # a digest (`salt_digest`): blocks of the prefix cache are shared under the same one
     adapter_name: str | None = None  # the LoRA adapter to apply alone; None: those that are active in the model
+    structured: Structured | None = None  # the form that the output has to have
 
 
 LEAVE_OUT = "Leave the option out if its result is not needed."

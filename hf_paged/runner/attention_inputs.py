@@ -36,10 +36,12 @@ class AttentionInputs:
 
         The plan's sizes depend on the number of rows alone. None: the backend runs without one.
         """
-        choice = None if groups is None else self._choice(groups, len(slots))
-        self.saved_positions = 0 if choice is None else choice.saved_positions
-        if choice is not None:
-            return plan_groups(seq_lens, slots, choice)
+        self.saved_positions = 0
+        if groups is not None and (choice := self._choice(groups, len(slots))) is not None:
+            plan = plan_groups(seq_lens, slots, choice)
+            if plan is not None:
+                self.saved_positions = choice.saved_positions
+                return plan
         spec = self._spec
         return self.backend.plan(seq_lens, slots, spec.num_kv_heads, spec.head_dim, spec.cache_dtype, spec.device)
 

@@ -189,6 +189,34 @@ class StepGraphs:
                 logits = drawn.logits[:num_logits].clone()
         return logits
 
+    def row_logits(self, plan: StepPlan) -> torch.Tensor | None:
+        """Replay a step up to the logits after each row's last token, [R, V] or a rank's columns; None: no graph."""
+        self._drop_if_moved()
+        decodes = plan.num_decode_rows
+        num_new = plan.num_new_tokens[decodes:]
+        prompt_size = self._prompt_size(len(num_new), int(num_new.sum()))
+        if decodes > self._decode_sizes[-1] or prompt_size is None:
+            return None
+        parts: list[tuple[int, Captured | None, tuple[np.ndarray, ...]]] = []
+        if decodes:
+            named = self._state.adapters.any_named(plan.slots[:decodes])
+            captured, inputs = self._decode_graph(partial(self._logits, named=named), plan)
+            parts.append((decodes, captured, inputs))
+        if prompt_size:
+            prompts = self._prompt_inputs(plan, prompt_size)
+            long = self._attention.is_long((plan.start + plan.num_new_tokens)[decodes:])
+            named = self._state.adapters.any_named(plan.slots[decodes:])
+            run = partial(self._prompt_logits, long=long, named=named)
+            parts.append((len(num_new), self._get(prompt_size, run, prompts), prompts))
+        if any(captured is None for _, captured, _ in parts):
+            return None
+        made: list[torch.Tensor] = []
+        for count, captured, arrays in parts:
+            assert captured is not None
+            self._send(captured, arrays)
+            made.append(self._replay(captured)[:count].clone())  # whose memory the next replay may use
+        return made[0] if len(made) == 1 else torch.cat(made)
+
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
         """Replay a step of decode rows up to the logits [R, V]; None: no graph for it."""
         self._drop_if_moved()
@@ -353,7 +381,7 @@ class StepGraphs:
 
     def _logits(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *, named: bool,
                 tiles: GroupedTiles | None) -> torch.Tensor:
-        return self._executor.logits(*self._decode_hidden(rows, items, parts, named, tiles))
+        return self._executor.shard_logits(*self._decode_hidden(rows, items, parts, named, tiles))
 
     def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None, named: bool,
                        tiles: GroupedTiles | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -389,15 +417,19 @@ class StepGraphs:
 
     def _prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *, stages: frozenset[str], long: bool,
                  scored: tuple[str, ...], named: bool) -> Drawn:
+        logits = self._prompt_logits(tokens, rows, long=long, named=named)
+        sampled_slots, sampled_positions = rows[4:, :-1]
+        return self._draw(logits, sampled_slots, sampled_positions.to(torch.int32), stages, scored)
+
+    def _prompt_logits(self, tokens: torch.Tensor, rows: torch.Tensor, *, long: bool, named: bool) -> torch.Tensor:
         state, (slots, positions, write_from) = self._state, tokens
         input_ids, at, slot_mapping = state.inputs(slots, positions, write_from)
         small = rows[:3].to(torch.int32)
         meta = self._attention.prompts(small[0], small[2, :-1], small[1, :-1], slot_mapping, long=long)
         adapters = state.adapters.of(slots) if named else None
         hidden = self._executor.hidden_states(input_ids, self._step(at, meta, adapters))
-        _, _, _, last, sampled_slots, sampled_positions = rows[:, :-1]
-        logits = self._executor.shard_logits(hidden[last], None if adapters is None else adapters[last])
-        return self._draw(logits, sampled_slots, sampled_positions.to(torch.int32), stages, scored)
+        last = rows[3, :-1]
+        return self._executor.shard_logits(hidden[last], None if adapters is None else adapters[last])
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
               scored: tuple[str, ...]) -> Drawn:

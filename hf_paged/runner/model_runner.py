@@ -24,7 +24,24 @@ from hf_paged.runner.prompt_scores import NOTHING, PromptSpan, Wanted, prompt_lo
 from hf_paged.runner.request_state import RequestState, SlotParameters
 from hf_paged.runner.sharded_sampling import ShardedSampling
 from hf_paged.runner.step_context import PagedStep
+from hf_paged.sampling.token_mask import TokenMasks
 from hf_paged.scheduler import StepPlan
+
+
+class Unsampled(NamedTuple):
+    """The rows of a launched step that `ModelRunner.sample` is to draw tokens of, for which masks are still to come.
+
+    ``logits`` [n, V] (a rank's columns) of the rows ``rows`` of R; ``slots`` and ``positions`` [n] int64; ``stages`` of
+    logits editing. ``result`` [R] and ``logprobs`` {kind: [R]} on the host, of which the first are others' rows.
+    """
+
+    logits: torch.Tensor
+    rows: np.ndarray
+    slots: torch.Tensor
+    positions: torch.Tensor
+    stages: frozenset[str]
+    result: torch.Tensor
+    logprobs: Mapping[str, torch.Tensor]
 
 
 class StepHandle(NamedTuple):
@@ -36,6 +53,8 @@ class StepHandle(NamedTuple):
     ``heard`` [1] int64, of a sharded model: not 0 where rank 0 has something to say (`hf_paged.engine.commands`).
 
     ``logits`` [N, V], on the device, of the rows of others that joined the step.
+
+    ``unsampled``: its tokens are not drawn before `ModelRunner.sample`, which makes a handle without it of this one.
     """
 
     tokens: torch.Tensor
@@ -45,6 +64,7 @@ class StepHandle(NamedTuple):
     spans: tuple[PromptSpan, ...] = ()
     heard: torch.Tensor | None = None
     logits: torch.Tensor | None = None
+    unsampled: Unsampled | None = None
 
     def wait(self) -> np.ndarray:
         """Sampled tokens [R], int64; -1 where a row's logits were invalid, undefined for rows that sample nothing."""
@@ -155,6 +175,53 @@ class ModelRunner:
         scored = self._score_prompts(plan, computed, spans)
         device_times.end("prompt log-probabilities", began)
         return self._handle(result[first:], own, scored, wanted.prompt, logits)
+
+    def launch_unsampled(self, plan: StepPlan, parameters: list[SlotParameters], wanted: Wanted = NOTHING,
+                         joining: Seq[StepPlan] = ()) -> StepHandle:
+        """`launch` of a step some row of which samples, up to the logits: `sample` goes on."""
+        first = sum(len(rows.slots) for rows in joining)
+        if first:
+            plan = plan.behind(joining)
+        self._update_state(plan, parameters)
+        result = self._on_host(len(plan.slots), torch.int64)
+        logprobs = {kind: self._on_host(len(plan.slots), torch.float32) for kind in wanted.sampled}
+        every = None if self.graphs is None or wanted.prompt else self.graphs.row_logits(plan)
+        scored, spans = None, [span._replace(row=first + span.row) for span in wanted.prompt]
+        if every is not None:
+            self._count_reads(plan)
+        else:
+            began = device_times.begin(self.device)
+            computed = self._hidden_states(plan)
+            last = upload(computed.query_start[1:].astype(np.int64) - 1, self.device)
+            every = self.executor.shard_logits(*computed.at(last))
+            scored = self._score_prompts(plan, computed, spans) if spans else None
+            device_times.end("eager up to the logits", began)
+        rows = np.flatnonzero(plan.samples)
+        ends = rows, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
+        index, slots, positions = upload(np.array(ends, np.int64), self.device)
+        logits = every if len(rows) == len(every) else every[index]
+        unsampled = Unsampled(logits, rows, slots, positions, self.state.stages(plan.slots[rows]), result, logprobs)
+        own = {kind: values[first:] for kind, values in logprobs.items()}
+        return StepHandle(result[first:], None, own, scored, wanted.prompt, None, every[:first] if first else None,
+                          unsampled)
+
+    def sample(self, handle: StepHandle, masks: TokenMasks | None) -> StepHandle:
+        """Enqueue what is left of a step of `launch_unsampled`.
+
+        Args:
+            masks: of the rows of the plan that sample, in order; None: no row has one.
+        """
+        assert handle.unsampled is not None
+        self.follow_stream()
+        logits, rows, slots, positions, stages, result, logprobs = handle.unsampled
+        began = device_times.begin(self.device)
+        known = {kind: torch.empty(len(rows), dtype=torch.float32, device=self.device) for kind in logprobs}
+        tokens = self.state.sample(logits, slots, positions, stages, known, masks)
+        self._fetch(tokens, rows, result)
+        for kind, values in known.items():
+            self._fetch(values, rows, logprobs[kind])
+        device_times.end("sampling under masks", began)
+        return self._handle(handle.tokens, handle.logprobs, handle.prompt_logprobs, handle.spans, handle.logits)
 
     def logits(self, plan: StepPlan, parameters: list[SlotParameters], *, of_every_token: bool = False) -> torch.Tensor:
         """Enqueue one step that ends at the logits [N, V]: of the rows that sample, or of all tokens, in order."""

@@ -22,6 +22,7 @@ from hf_paged.sampling.edits import NEUTRAL, EditLines, Edits, EditState, encode
 from hf_paged.sampling.sampler import sample
 from hf_paged.sampling.table import FloatSettings, IntSettings, SamplingTable
 from hf_paged.sampling.token_log_probs import NO_LOG_PROBS, PROCESSED, RAW, token_log_probs
+from hf_paged.sampling.token_mask import TokenMasks, mask_tokens
 
 FIRST_TOKEN_CAPACITY = 2048
 _MOST_STAGE_SETS = 6
@@ -153,23 +154,28 @@ class RequestState:
         return frozenset(name for i, name in enumerate(self._stage_names) if bits >> i & 1) if bits else frozenset()
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
-               stages: frozenset[str], logprobs: Mapping[str, torch.Tensor] = NO_LOG_PROBS) -> torch.Tensor:
+               stages: frozenset[str], logprobs: Mapping[str, torch.Tensor] = NO_LOG_PROBS,
+               masks: TokenMasks | None = None) -> torch.Tensor:
         """Tokens int64 [R] for `positions` [R] of `slots` [R], written to `tokens` there, too (see `sample_tokens`).
 
-        ``logprobs``: {one of `LOGPROBS`: [R] float32} receive the tokens' log-probabilities.
+        ``logprobs``: {one of `LOGPROBS`: [R] float32} receive the tokens' log-probabilities. ``masks``: of the R rows,
+        which may be written to ``logits``.
         """
         if self.sharded is None:
-            return self._sample_whole(logits, slots, positions, logprobs, stages=stages)
+            return self._sample_whole(logits, slots, positions, logprobs, masks, stages=stages)
         if not stages and not logprobs and self.sharded.can_agree(logits):
-            return self.sharded.agree(logits, self.sampling, slots, positions, self.tokens)
+            return self.sharded.agree(logits, self.sampling, slots, positions, self.tokens, masks)
         draw = partial(self._sample_whole, stages=stages - {FILTERS})
-        return self.sharded.deal(logits, slots, positions, self.padding_slot, self.tokens, draw, logprobs)
+        return self.sharded.deal(logits, slots, positions, self.padding_slot, self.tokens, draw, logprobs, masks)
 
     def _sample_whole(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
-                      logprobs: Mapping[str, torch.Tensor], *, stages: frozenset[str]) -> torch.Tensor:
+                      logprobs: Mapping[str, torch.Tensor], masks: TokenMasks | None = None, *,
+                      stages: frozenset[str]) -> torch.Tensor:
         settings, processed = (self.sampling, slots, positions, self.tokens), logprobs.get(PROCESSED)
         if stages:
-            tokens = sample_edited(logits, self.sampling, self.edits, *settings[1:], stages, processed)
+            tokens = sample_edited(logits, self.sampling, self.edits, *settings[1:], stages, processed, masks)
+        elif masks is not None:
+            tokens = sample(mask_tokens(logits.clone() if RAW in logprobs else logits, masks), *settings, processed)
         else:
             tokens = sample(logits, *settings, processed)
         if RAW in logprobs:

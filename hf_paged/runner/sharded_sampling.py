@@ -16,6 +16,7 @@ from hf_paged.models import ModelExecutor
 from hf_paged.sampling.sample_tokens import GROUP_SIZE
 from hf_paged.sampling.shard_best import NO_TOKEN, Columns, best_of_shard, keys_of, settle_tokens
 from hf_paged.sampling.table import SamplingTable
+from hf_paged.sampling.token_mask import TokenMasks, mask_tokens
 
 # A stage of `RequestState.stages` that only sharded logits need.
 FILTERS = "filters"
@@ -47,14 +48,19 @@ class ShardedSampling:
         return logits.shape[1] % GROUP_SIZE == 0
 
     def agree(self, logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, positions: torch.Tensor,
-              history: torch.Tensor) -> torch.Tensor:
-        """`sample_tokens` from this rank's columns [R, n], for rows without filters; `can_agree` says so."""
+              history: torch.Tensor, masks: TokenMasks | None = None) -> torch.Tensor:
+        """`sample_tokens` from this rank's columns [R, n], for rows without filters; `can_agree` says so.
+
+        ``masks`` of the R rows are written to the columns.
+        """
+        if masks is not None:
+            mask_tokens(logits, masks, self._columns.first)
         return self._settle(best_of_shard(logits, self._columns, table, slots, positions), slots, positions, history)
 
     def deal(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, padding_slot: int,
              history: torch.Tensor, draw: Callable[..., torch.Tensor],
-             logprobs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Tokens by ``draw(logits, slots, positions, logprobs)``, which each rank calls for its share of the rows.
+             logprobs: Mapping[str, torch.Tensor], masks: TokenMasks | None = None) -> torch.Tensor:
+        """Tokens by ``draw(logits, slots, positions, logprobs, masks)``, which each rank calls for its share of rows.
 
         Same arguments and result as `agree`; ``logprobs`` {kind: [R] float32} are filled for all rows, in their order.
         """
@@ -66,7 +72,7 @@ class ShardedSampling:
         whole = self.group.exchange_rows(logits)[:, : self._vocab_size]
         known = {kind: torch.empty(share, dtype=torch.float32, device=logits.device) for kind in logprobs}
         tokens = draw(whole, pad(slots, (0, padding), value=padding_slot)[mine], pad(positions, (0, padding))[mine],
-                      known)
+                      known, None if masks is None else masks.of(mine, padding))
         keys = torch.full((rows + padding,), NO_TOKEN, dtype=torch.int64, device=logits.device)
         keys[mine] = keys_of(tokens)
         for kind, values in known.items():

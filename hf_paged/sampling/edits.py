@@ -30,6 +30,7 @@ from hf_paged.sampling.edit_warpers import WARPERS, draw_warped, renormalize_gre
 from hf_paged.sampling.sample_tokens import sample_tokens
 from hf_paged.sampling.sampler import SamplingRows, log_probs_reference, sample_reference
 from hf_paged.sampling.table import SamplingTable
+from hf_paged.sampling.token_mask import TokenMasks, mask_tokens
 
 _NEVER = 1 << 62
 _NAMES = ("sequence_bias", "bad_words", "also_seen", "forced_eos", "decay_eos", "suppress", "begin_suppress")
@@ -234,6 +235,7 @@ _NEUTRAL_LINES = EditLines(
 def sample_edited(
     logits: torch.Tensor, sampling_table: SamplingTable, edit_state: EditState, slots: torch.Tensor,
     position: torch.Tensor, history: torch.Tensor, features: frozenset[str], logprob: torch.Tensor | None = None,
+    masks: TokenMasks | None = None,
 ) -> torch.Tensor:
     """One token per row from edited logits: `sample_tokens` behind the processors of each row's slot.
 
@@ -249,6 +251,8 @@ def sample_edited(
         history: ``[>= S, capacity]`` int32, tokens of the slots before `position`; receives the new ones.
         features: what the rows' `Edits.features()` name together; other stages are not run.
         logprob: ``[R]`` float32, as of `sample_tokens`.
+        masks: tokens that are barred besides, where stock runs processors of the caller: behind all that come before
+            temperature.
 
     Returns:
         ``[R]`` int64, or -1 where stock's ``argmax`` or ``multinomial`` would trip over the edited scores.
@@ -259,6 +263,8 @@ def sample_edited(
         scores = edit_logits(logits, *settings, decays_finite_only=stock_decays_finite_only())
     else:
         scores = edited_scores(logits, *settings)
+    if masks is not None:
+        mask_tokens(scores, masks)
     # EOS was barred at its place in the order; what came after may have lifted the bar.
     table = sampling_table._replace(eos=sampling_table.eos[:, :0])
     on_cuda, torch_stages = logits.is_cuda, features & {"remove_invalid", "renormalize", *WARPERS}

@@ -6,6 +6,7 @@ They live beside the scheduler's own sequences, in slots and blocks of their own
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -184,8 +185,8 @@ class LockstepRows:
         for row in set(range(len(self))) - set(parents):
             self._release(self.sequences[row])
         full = self.lengths // self._size
-        again = (parent for i, parent in enumerate(parents) if parent in parents[:i])
-        self._make_room(sum(len(self.sequences[parent].block_table) - int(full[parent]) for parent in again))
+        self._make_room(sum((times - 1) * (len(self.sequences[parent].block_table) - int(full[parent]))
+                            for parent, times in Counter(parents).items()))
         used: set[int] = set()
         children, sources, targets = [], [], []
         for parent in parents:

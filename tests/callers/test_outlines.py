@@ -1,4 +1,4 @@
-"""Outlines: constrained text by a logits processor of its own, so that its calls take lockstep."""
+"""Outlines: constrained text by a logits processor of its own, whose automaton the engine follows natively."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = "What is the code of bold-fox?"
 def test_a_regular_expression(talker, trained_tokenizer):
     llm = outlines.from_transformers(talker, trained_tokenizer)
     digits = types.Regex("[0-9]{100}")
-    text = assert_program(talker, lambda: llm(PROMPT, digits, max_new_tokens=200), ["lockstep"])
+    text = assert_program(talker, lambda: llm(PROMPT, digits, max_new_tokens=200), ["native"])
     assert len(text) == 100 and text.isdecimal()
 
 
@@ -29,7 +29,7 @@ def test_a_batch_of_json(talker, trained_tokenizer):
 
     llm = outlines.from_transformers(talker, trained_tokenizer)
     prompts = [PROMPT, "amber", "What is 47 + 8?"]
-    texts = assert_program(talker, lambda: llm.batch(prompts, Code, max_new_tokens=160), ["lockstep"])
+    texts = assert_program(talker, lambda: llm.batch(prompts, Code, max_new_tokens=160), ["native"])
     assert len(texts) == len(prompts)
     assert 60 <= len(json.loads(texts[0])["name"]) <= 80
 
@@ -37,3 +37,12 @@ def test_a_batch_of_json(talker, trained_tokenizer):
 def test_without_an_output_type(talker, trained_tokenizer):
     llm = outlines.from_transformers(talker, trained_tokenizer)
     assert_program(talker, lambda: llm(PROMPT, max_new_tokens=160), ["native"])
+
+
+@pytest.mark.parametrize("backend", ["xgrammar"])
+def test_another_backend(talker, trained_tokenizer, backend):
+    pytest.importorskip(backend)
+    llm = outlines.from_transformers(talker, trained_tokenizer)
+    digits = outlines.Generator(llm, types.Regex("[0-9]{100}"), backend=backend)
+    text = assert_program(talker, lambda: digits(PROMPT, max_new_tokens=200), ["native"])
+    assert len(text) == 100 and text.isdecimal()

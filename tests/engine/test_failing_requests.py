@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 import hf_paged
 from hf_paged.engine import core, detokenizer, log_probs, session, stopping
+from hf_paged.engine.grammars import Grammar, Matcher
 from hf_paged.engine.session import NewRequest, Request, Session
 from hf_paged.engine.stopping import StopRule, TextStopRule
 from hf_paged.integration.continuous_batching.requests import BatchedRequest
@@ -40,6 +41,25 @@ class Broken(Exception):
     """What a tokenizer or a criterion might raise."""
 
 
+class AnyGrammar:
+    """A grammar of all outputs."""
+
+    def matcher(self, eos):
+        return AnyMatcher()
+
+
+class AnyMatcher:
+    @property
+    def is_over(self):
+        return False
+
+    def accept(self, token):
+        return True
+
+    def fill(self, words):
+        words.fill_(-1)
+
+
 def own_classes() -> set[type]:
     """What a request holds for itself: the classes of its fields, but for those of the engine's own books."""
     hints = typing.get_type_hints(Request, {**vars(session), **vars(stopping), **vars(detokenizer)})
@@ -48,6 +68,7 @@ def own_classes() -> set[type]:
         for kind in (hints[field.name], *typing.get_args(hints[field.name])):
             if inspect.isclass(kind) and kind.__module__.startswith("hf_paged."):
                 found |= {kind, *kind.__subclasses__()}
+    found = found - {Grammar, Matcher} | {AnyGrammar, AnyMatcher}
     return found - {Sequence, Session, VersionRun}  # the last is a pair of numbers
 
 
@@ -86,7 +107,9 @@ def breaking(monkeypatch, kind, name, is_victims):
 def run(engine, before_steps=lambda ids: nullcontext(), interrupt_at=None):
     config = GenerationConfig(max_new_tokens=10, stop_strings=[STOP[0]], max_time=1e6)
     prompts = [{"prompt_token_ids": prompt, "output_token_ids": []} for prompt in PROMPTS]
-    ids = [engine.add_request(prompt, config, logprobs=True, prompt_logprobs=True) for prompt in prompts]
+    engine.grammar_of = lambda structured: AnyGrammar()
+    asked = {"logprobs": True, "prompt_logprobs": True, "structured": {"regex": ".*"}}
+    ids = [engine.add_request(prompt, config, **asked) for prompt in prompts]
     made, emitted, steps = {}, {i: [] for i in ids}, 0
     with before_steps(ids) as calls:
         while engine.has_unfinished():
@@ -114,7 +137,10 @@ def test_every_function_of_a_request_may_raise(monkeypatch, kind, name, overlap)
     def arm(ids):
         request = engine._core.requests[ids[VICTIM]]
         mine = {id(request), id(request.text), id(request.stop), id(request.parameters), id(request.made)}
-        return breaking(monkeypatch, kind, name, lambda owner: id(owner) in mine)
+        if kind is AnyGrammar:
+            request.grammar = AnyGrammar()
+        return breaking(monkeypatch, kind, name,
+                        lambda owner: id(owner) in mine or owner is request.grammar or owner is request.matcher)
 
     made, emitted, calls = run(engine, arm, interrupt_at=4)
     assert calls, f"{kind.__name__}.{name} is not called in this test's steps"

@@ -42,16 +42,19 @@ def test_a_step_is_grouped_where_that_saves_enough(attention):
     plain = attention.split_plan(lengths, slots)
     assert np.array_equal(attention.split_plan(lengths, slots, shared(2, 16)), plain)
     assert attention.saved_positions == 0
+    longer = attention.split_plan(lengths + 9000, slots, shared(4, 2048))
+    assert np.array_equal(longer, attention.split_plan(lengths + 9000, slots)), "most of what is read is a row's own"
+    assert attention.saved_positions == 0
 
 
 def test_groups_are_looked_at_anew_where_groups_change_or_the_number_of_rows(attention):
     first, second = shared(4, 2048), shared(4, 1024)
     ends = []
-    for groups, rows in ((first, 6), (first, 6), (first, 8), (second, 8), (second, 8)):
-        plan = attention.split_plan(np.full(rows, 3000), np.arange(rows), groups)
+    for groups, rows in ((first, 4), (first, 4), (first, 5), (second, 5), (second, 5)):
+        plan = attention.split_plan(np.full(rows, 2100), np.arange(rows), groups)
         assert len(plan.rows) == rows
         ends.append(int(plan.items[0, 4]))
     assert ends == [2048, 2048, 2048, 1024, 1024]
     assert attention.backend.looked == 3
-    attention.split_plan(np.full(8, 3000), np.arange(8))
+    attention.split_plan(np.full(5, 3000), np.arange(5))
     assert attention.backend.looked == 3, "a step without groups is none of its business"

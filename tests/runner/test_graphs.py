@@ -18,6 +18,7 @@ from support import batch, random_prompts, stock_generate, tiny_model
 from transformers import GenerationConfig
 
 import hf_paged
+from hf_paged.engine.engine import Engine
 from hf_paged.kernels.attention.backends import TorchBackend, TritonBackend
 from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
 from hf_paged.kernels.attention.metadata import GroupedWork
@@ -69,8 +70,10 @@ class InterpretedGroups(PlannedTorch):
         return paged_attention_grouped(q, k_cache, v_cache, meta, options, out=out)
 
 
-def graphs_of(runner, max_num_batched_tokens, backend=None):
-    attention = AttentionInputs(backend or PlannedTorch(), runner.spec, runner.state, runner.max_model_len)
+def graphs_of(runner, max_num_batched_tokens):
+    attention = runner.attention
+    if not isinstance(attention.backend, PlannedTorch):
+        attention = AttentionInputs(PlannedTorch(), runner.spec, runner.state, runner.max_model_len)
     return StepGraphs(runner.executor, runner.cache, runner.state, attention, max_num_batched_tokens)
 
 
@@ -160,7 +163,6 @@ def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, mon
     monkeypatch.setattr("hf_paged.kernels.attention.grouped_decode.MIN_SAVED", 0)
     backend = InterpretedGroups()
     monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)
-    monkeypatch.setitem(globals(), "graphs_of", partial(graphs_of, backend=backend))
     if mode == "eager":
         monkeypatch.setattr(StepGraphs, "launch", lambda *_, **__: None)
     model, shared = tiny_model(), random_prompts([100])[0]
@@ -199,6 +201,34 @@ def test_chunks_and_shared_prefixes_go_through_prompt_graphs(steps):
             assert completion.token_ids == expected
     assert completion.num_cached_tokens >= 80
     assert [size for kind, size in steps if kind == "prompt"] == [32, 32, 32, 16]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_that_wait_for_masks_end_at_the_logits_and_make_the_same_tokens(steps, monkeypatch, overlap):
+    """Decode rows and prompts, each by a graph of its own, that hold no sampling; the tokens are drawn behind them."""
+
+    class Everything:
+        is_over = False
+
+        def accept(self, token):
+            return True
+
+        def fill(self, words):
+            words.fill_(-1)
+
+    monkeypatch.setattr(Engine, "grammar_of", lambda *_: SimpleNamespace(matcher=lambda eos: Everything()))
+    model = tiny_model()
+    prompts, new_tokens = random_prompts([5, 40, 17, 3, 60, 33, 1]), [12, 3, 9, 14, 5, 7, 11]
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 128, "overlap": overlap, "num_blocks": 200}
+    expected = generate(model, prompts, new_tokens, **{k: v for k, v in options.items() if k != "num_blocks"})
+    steps.clear()
+    forms = [{"regex": ".*"}, None, {"regex": ".*"}, None, {"regex": ".*"}, {"regex": ".*"}, {"regex": ".*"}]
+    with hf_paged.PagedGenerator(model, **options) as generator:
+        configs = [GenerationConfig(max_new_tokens=n, do_sample=False, eos_token_id=None) for n in new_tokens]
+        made = [c.token_ids for c in generator.generate(prompts, configs, structured=forms, use_tqdm=False)]
+        names = {key[1] for key in generator.engine._core.pool.runner.graphs._captured}
+    assert made == expected
+    assert {"_logits", "_prompt_logits"} <= names
 
 
 def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch):

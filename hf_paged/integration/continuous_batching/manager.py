@@ -23,6 +23,7 @@ from hf_paged.integration.continuous_batching.requests import BatchedRequest
 from hf_paged.integration.continuous_batching.worker import BatchingWorker
 from hf_paged.integration.engines import engine_of
 from hf_paged.options.arguments import base_seed, num_copies, salt_digest
+from hf_paged.options.structured import Structured
 from hf_paged.sampling.sampler import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Own(NamedTuple):
     tokenizer: Any = None
     seed: int | None = None  # None: as the manager draws them
     logprobs: bool = False  # besides what the manager was made for
+    structured: Structured | None = None  # the form of the output; needs the tokenizer
 
 
 _NOTHING_OWN = Own()
@@ -248,7 +250,7 @@ class PagedBatchingManager:
                                      options, config,
                                      wants_logprobs=self.continuous_batching_config.return_logprobs or own.logprobs,
                                      cache_salt=salt, adapter_name=adapter_name, least_room=own.least_room,
-                                     tokenizer=own.tokenizer)
+                                     tokenizer=own.tokenizer, structured=own.structured)
             requests = request.copies(copies)
             self.board.check_ids(requests)
             for one in requests:

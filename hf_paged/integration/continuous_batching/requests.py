@@ -28,6 +28,7 @@ from hf_paged.options.settings import (
     token_id_tuple,
     unsupported_option,
 )
+from hf_paged.options.structured import Structured
 
 # Options of how the cache is kept: continuous batching keeps its own, whatever their values.
 CACHE_OPTIONS = ("use_cache", "cache_implementation")
@@ -76,6 +77,7 @@ class BatchedRequest:
     adapter_name: str | None = None
     least_room: int = 0  # of new tokens: one that asks for more than there is room for is refused below this, else cut
     tokenizer: Any = None  # stop strings are looked for in the text that it makes; None: by the engine's tokenizer
+    structured: Structured | None = None  # the form of the output, of texts of this tokenizer
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)  # of `tokens`, where wanted
     times: list[float] = dataclasses.field(default_factory=list)
@@ -193,7 +195,7 @@ def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings
     settings = settings_from_config(config, len(request.prompt), engine.num_logits)
     adapter = None if request.adapter_name is None else engine.check_adapter(request.adapter_name)
     return dataclasses.replace(settings, logprobs=logprobs_kind(request.wants_logprobs), cache_salt=request.cache_salt,
-                               adapter_name=adapter)
+                               adapter_name=adapter, structured=request.structured)
 
 
 def stop_rule(engine: Engine, settings: RequestSettings, request: BatchedRequest) -> StopRule | None:

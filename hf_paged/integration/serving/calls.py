@@ -48,6 +48,7 @@ class ServedCall:
         settings: the generation settings of its body, as reasons name them.
         wishes: what its body asks for.
         adapter_name: of the LoRA adapter that its `model` field names; None: it names the model.
+        tokenizer: of the model, once that is known.
     """
 
     def __init__(self, cache_salt: str | None = None, on_enabled: Callable[[], None] = lambda: None) -> None:
@@ -58,6 +59,7 @@ class ServedCall:
         self.settings = "generation settings"
         self.wishes = Wishes()
         self.adapter_name: str | None = None
+        self.tokenizer: Any = None
         self.refusal: str | None = None
         self._loop = asyncio.get_running_loop()
         self._settled = asyncio.Event()
@@ -129,6 +131,8 @@ class GeneratesFor:
             _check(generation_config=generation_config, **kwargs)
             if streamer is not None:
                 streamer = _BeginsWithAToken(streamer, call)
+            if call.wishes.structured is not None:
+                kwargs = {"tokenizer": call.tokenizer, **kwargs, "structured": call.wishes.structured}
             if call.wishes.seed is not None:
                 torch.manual_seed(derive_seed(call.wishes.seed, self._index))
             with call_salt(salt_digest(call.cache_salt)), self._adapter(kwargs, generation_config):

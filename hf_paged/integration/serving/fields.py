@@ -12,6 +12,19 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from hf_paged.integration.serving.calls import RefusedRequestError
+from hf_paged.integration.serving.forms import (
+    EXPECTED_CHOICE,
+    EXPECTED_FORMAT,
+    EXPECTED_GUIDED,
+    EXPECTED_OUTPUTS,
+    EXPECTED_TEXT,
+    check_forms,
+    guided,
+    read_format,
+    read_outputs,
+    read_text,
+    read_tool_choice,
+)
 from hf_paged.integration.serving.wishes import MOST_CHOICES, Wishes
 from hf_paged.options.chat_keywords import OURS
 
@@ -38,7 +51,6 @@ class Refused(NamedTuple):
 
 _NO_PENALTY = "expected 0: the engine counts no occurrences; repetition_penalty is carried out"
 _NOT_STORED = "the server keeps no answers"
-_NO_STRUCTURE = "expected text: the form of an answer cannot be enforced"
 _NO_TOOLS_OF_ITS_OWN = "expected it left out: the server runs no tools"
 _ONE_TIER = "expected 'auto' or 'default': every request is served alike"
 _TEXT_ONLY = "expected it left out: answers are text"
@@ -47,8 +59,6 @@ _NO_CHECKS = "expected it left out: the server checks no content"
 REFUSED: dict[str, Refused] = {
     "presence_penalty": Refused((CHAT, TEXT), (0,), _NO_PENALTY),
     "frequency_penalty": Refused((CHAT, TEXT), (0,), _NO_PENALTY),
-    "response_format": Refused((CHAT,), ({"type": "text"},), _NO_STRUCTURE),
-    "text": Refused((RESPONSES,), ({}, {"format": {"type": "text"}}), _NO_STRUCTURE),
     "verbosity": Refused((CHAT,), ("medium",), "expected 'medium', which is no wish"),
     "functions": Refused((CHAT,), ([],), "expected tools in its place"),
     "function_call": Refused((CHAT,), ("none", "auto"), "expected tool_choice in its place"),
@@ -259,12 +269,6 @@ def _has_name(function: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def _tool_choice(value: Any, wishes: Wishes) -> None:
-    if value not in ("auto", "none"):
-        raise ValueError
-    wishes.may_call_tools = value == "auto"
-
-
 def _effort(value: Any, wishes: Wishes) -> None:
     wishes.reasoning_effort = _text(value)
 
@@ -306,8 +310,13 @@ READ: dict[str, Read] = {
     "best_of": Read((TEXT,), "expected it to be n: choices are not ranked", _set("best_of", _integer, 1)),
     "stream_options": Read((CHAT, TEXT), "expected an object with include_usage as true or false", _stream_options),
     "tools": Read((CHAT, RESPONSES), _FUNCTIONS, _tools),
-    "tool_choice": Read((CHAT, RESPONSES), "expected 'auto' or 'none': calls cannot be enforced", _tool_choice),
+    "tool_choice": Read((CHAT, RESPONSES), EXPECTED_CHOICE, read_tool_choice),
     "parallel_tool_calls": Read((CHAT, RESPONSES), "expected true or false", _set("parallel_calls", _flag)),
+    "response_format": Read((CHAT,), EXPECTED_FORMAT, read_format),
+    "text": Read((RESPONSES,), EXPECTED_TEXT, read_text),
+    "structured_outputs": Read((CHAT, TEXT), EXPECTED_OUTPUTS, read_outputs),
+    **{name: Read((CHAT, TEXT), expected, guided(name.removeprefix("guided_")))
+       for name, expected in EXPECTED_GUIDED.items()},
     "reasoning_effort": Read((CHAT,), "expected a string", _effort),
     "reasoning": Read((RESPONSES,), "expected an object with nothing but an effort", _reasoning),
     "user": Read(ALL, _WHO_ASKS, _label),
@@ -387,8 +396,10 @@ def _check_together(body: dict[str, Any], wishes: Wishes) -> None:
         raise _refusal("best_of", wishes.best_of, READ["best_of"].expected)
     if wishes.has_stream_options and not body.get("stream"):
         raise _refusal("stream_options", body["stream_options"], "expected stream to be true with it")
-    if wishes.has_tools and not wishes.parallel_calls:
-        raise _refusal("parallel_tool_calls", False, "expected true with tools: the number of calls cannot be enforced")
+    if wishes.has_tools and not wishes.parallel_calls and wishes.must_call is None:
+        raise _refusal("parallel_tool_calls", False, "expected true with tools, unless tool_choice says that one "
+                                                     "has to be called")
+    check_forms(body, wishes)
 
 
 def _known(endpoint: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import processing_utils
 
 from hf_paged.integration.serving.calls import RefusedRequestError
+from hf_paged.integration.serving.forms import ask_for_calls
 from hf_paged.integration.serving.wishes import Wishes
 from hf_paged.options.chat_keywords import template_parameters, template_variables
 
@@ -45,7 +46,7 @@ def check_for_model(wishes: Wishes, processor: Any, model: Any, of_server: Mappi
         raise RefusedRequestError(f"reasoning_effort={wishes.reasoning_effort!r:.200}: expected it left out, since the "
                                   "model's chat template does not refer to it")
     if wishes.has_tools:
-        _check_tools(known, processor, model)
+        _check_tools(wishes, known, processor, model)
 
 
 def check_parts(messages: Any, kind: str) -> None:
@@ -92,11 +93,13 @@ def _of_processor(processor: Any) -> set[str]:
     return {name for kind in (*kinds, *of_model) for name in kind.__annotations__}
 
 
-def _check_tools(variables: frozenset[str], processor: Any, model: Any) -> None:
+def _check_tools(wishes: Wishes, variables: frozenset[str], processor: Any, model: Any) -> None:
     from transformers.cli.serving.utils import get_response_template
 
     if "tools" not in variables:
         raise RefusedRequestError("tools: expected none, since the model's chat template does not refer to them")
-    if get_response_template(processor, model) is None:
+    template = get_response_template(processor, model)
+    if template is None:
         raise RefusedRequestError("tools: expected none, since transformers cannot read the calls of this model "
                                   f"(model_type {model.config.model_type!r}, no response_template of its tokenizer)")
+    ask_for_calls(wishes, template)

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_paged.options.structured import Structured
+
 MOST_CHOICES = 128
 
 
@@ -24,6 +26,8 @@ class Wishes:
         has_one_choice: the endpoint has no more.
         logprobs: of the tokens of the answer.
         usage_chunk: a stream ends with a chunk of usage alone.
+        must_call: the name of the tool that the answer has to call; empty: any one; None: none has to be called.
+        structured: the form that the answer has to have, which the fields `form_fields` ask for.
     """
 
     body: dict[str, Any] = field(default_factory=dict)
@@ -44,6 +48,9 @@ class Wishes:
     tools: list[dict[str, Any]] = field(default_factory=list)
     may_call_tools: bool = True
     parallel_calls: bool = True
+    must_call: str | None = None
+    structured: Structured | None = None
+    form_fields: list[str] = field(default_factory=list)
     reasoning_effort: str | None = None
 
     @property
@@ -66,7 +73,8 @@ class Wishes:
         asked = GenerationConfig(do_sample=config.do_sample, top_k=config.top_k)
         self.apply(asked, config)
         others = {name: value for name, value in vars(asked).items() if value is not None and name not in _EACH_ITS_OWN}
-        own = {"n": self.n if self.n != 1 else None, "logprobs": self.logprobs or None, "seed": self.seed}
+        own = {"n": self.n if self.n != 1 else None, "logprobs": self.logprobs or None, "seed": self.seed,
+               **dict.fromkeys(self.form_fields, self.structured)}
         odd = [name for name, value in others.items() if value != getattr(config, name, None)]
         return next((name for name in [*odd, *own] if name in odd or own[name] is not None), None)
 

@@ -25,6 +25,9 @@ MIN_GROUP_SPLIT = 128
 # A step is grouped if that saves as many positions for each multiprocessor (times KV heads, of 256 bytes of key): where
 # it saves less, the joining adds as much time.
 MIN_SAVED = 700
+# And if it saves so much for each position that is still read: what several rows share comes out of L2 for all but one
+# of them anyway, at twice the rate, and this kernel reads somewhat slower than that of single rows.
+MIN_SAVED_SHARE = 0.3
 
 
 class GroupedPlan(NamedTuple):
@@ -190,8 +193,8 @@ def _fitting(groups: PrefixGroups, kept: np.ndarray, saved: np.ndarray, tile_row
     return fitting
 
 
-def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice) -> GroupedPlan:
-    """Cut R rows and what they share into parts.
+def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice) -> GroupedPlan | None:
+    """Cut R rows and what they share into parts; None where rows have so much of their own that it does not pay.
 
     Groups come first, longest splits first, then the rows' own parts, likewise: short programs fill the end.
 
@@ -202,6 +205,8 @@ def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice) ->
     lengths = seq_lens.astype(np.int64)
     own = lengths - choice.own_begin
     if choice.pieces is None:
+        if choice.saved_positions < MIN_SAVED_SHARE * _num_read(own, choice):
+            return None
         share = _share(own, choice)
         splits, own_splits = _group_splits(choice, share), np.maximum(-(-own // share), 1)
     else:
@@ -241,6 +246,10 @@ def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice) ->
         part=np.where(pieces[row] > 1, part[row] + own_piece[row] + split, -1), length=length,
     ))
     return GroupedPlan(items, rows, choice.num_parts, choice.kernel.config)
+
+
+def _num_read(own: np.ndarray, choice: GroupChoice) -> int:
+    return int(own.sum() + ((choice.end - choice.begin) * choice.tiles).sum())
 
 
 def _share(own: np.ndarray, choice: GroupChoice) -> int:

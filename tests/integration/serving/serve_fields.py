@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 from hf_paged.integration.serving.fields import CHAT, RESPONSES, TEXT
 
 VOCAB_SIZE = 896  # of the tiny trained model
+HAS_XGRAMMAR = importlib.util.find_spec("xgrammar") is not None
 MOST_FLOAT, LEAST_FLOAT = 3.4028234663852886e38, 2**-149
 TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
 # Strings, numbers at and past the edges of what a field or a tensor holds, flags, lists and objects of each.
@@ -58,6 +60,27 @@ def nothing(value: Any) -> bool:
 
 def token_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(token) is int and 0 <= token < VOCAB_SIZE for token in value)
+
+
+def compiles(kind: str, form: str) -> bool:
+    import xgrammar
+
+    try:
+        {"regex": xgrammar.Grammar.from_regex, "json": xgrammar.Grammar.from_json_schema}[kind](form)
+    except RuntimeError:
+        return False
+    return True
+
+
+def schema(value: Any) -> bool:
+    """An object, or true; or a text of one of them."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return False
+    return (isinstance(value, dict) or value is True) and "NaN" not in json.dumps(value) and compiles(
+        "json", json.dumps(value))
 
 
 def texts(value: Any) -> bool:
@@ -109,8 +132,13 @@ MEANT: dict[str, Meant | dict[str, Meant]] = {
     "prompt_cache_key": text,
     "presence_penalty": one_of(0),
     "frequency_penalty": one_of(0),
-    "response_format": one_of({"type": "text"}),
+    "response_format": one_of({"type": "text"}, *([{"type": "json_object"}] if HAS_XGRAMMAR else [])),
     "text": one_of({}, {"format": {"type": "text"}}),
+    "structured_outputs": nothing,
+    "guided_json": lambda value: HAS_XGRAMMAR and schema(value),
+    "guided_regex": lambda value: HAS_XGRAMMAR and text(value) and value != "" and compiles("regex", value),
+    "guided_choice": lambda value: isinstance(value, list) and value != [] and texts(value) and HAS_XGRAMMAR,
+    "guided_grammar": nothing,
     "verbosity": nothing,
     "functions": one_of([]),
     "function_call": one_of("none", "auto"),

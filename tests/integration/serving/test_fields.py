@@ -26,9 +26,17 @@ from hf_paged.integration.serving.fields import (
     read_body,
     readable,
 )
+from hf_paged.options.structured import Structured
 
 PATHS = dict(zip(ALL, ENDPOINTS, strict=True))
 TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
+
+
+def formed(name, kind, text, any_whitespace=True):
+    """What a field makes of a request that asks for a form."""
+    return {"structured": Structured(kind, text, any_whitespace), "form_fields": [name]}
+
+
 # Values that ask for something, and what of the request they change.
 ASKED = {
     "max_tokens": (7, {"max_new_tokens": 7}),
@@ -55,6 +63,15 @@ ASKED = {
     "reasoning": ({"effort": "low"}, {"reasoning_effort": "low",
                                       "for_transformers": {"chat_template_kwargs": {"reasoning_effort": "low"}}}),
     "tool_choice": ("none", {"may_call_tools": False}),
+    "response_format": ({"type": "json_object"},
+                        formed("response_format", "json_schema", '{"type": "object"}', False)),
+    "text": ({"format": {"type": "json_schema", "name": "x", "schema": {}}},
+             formed("text", "json_schema", "{}", False)),
+    "structured_outputs": ({"regex": "a", "json": None}, formed("structured_outputs", "regex", "a")),
+    "guided_json": ("true", formed("guided_json", "json_schema", "true")),
+    "guided_regex": ("a+", formed("guided_regex", "regex", "a+")),
+    "guided_choice": (["a", "b"], formed("guided_choice", "choice", '["a", "b"]')),
+    "guided_grammar": ('root ::= "a"', formed("guided_grammar", "grammar", 'root ::= "a"')),
     "parallel_tool_calls": (False, {"parallel_calls": False}),
 }
 # Values of fields that are carried out which ask for nothing.
@@ -63,6 +80,7 @@ NOTHING = {
     "include_stop_str_in_output": [False], "stop_token_ids": [[]], "ignore_eos": [False], "tools": [[]],
     "tool_choice": ["auto"], "parallel_tool_calls": [True], "top_logprobs": [0], "user": ["me"],
     "safety_identifier": ["me"], "prompt_cache_key": ["me"], "reasoning": [{}],
+    "response_format": [{"type": "text"}], "text": [{}, {"format": {"type": "text"}}],
 }
 ODD = ["x", "", 5, -2, 0.5, float("nan"), 10**400, True, False, [], ["x"], [[]], {}, {"x": 1}, {"effort": 5}, [None],
        [{"type": "function"}], [{"type": "web_search"}], {"5": "x"}, {"type": "json_object"}, "required",
@@ -136,7 +154,7 @@ def test_what_a_field_does_not_accept_is_refused_with_the_reason(endpoint, name)
             assert asks or value in passes or label or the_same_as_left_out(name, value), value
         elif name != "stream_options" or "expected stream to be true" not in reason:
             assert reason.startswith(f"{name}={value!r:.200}: expected ")
-    assert len(reasons) >= len(ODD) - 7
+    assert len(reasons) >= len(ODD) - 9
 
 
 def refusal(endpoint, name, value):
@@ -157,6 +175,10 @@ def the_same_as_left_out(name, value):
     (CHAT, {"stream_options": {"include_usage": True}}, "expected stream to be true"),
     (CHAT, {"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls=False: expected true with tools"),
     (CHAT, {"top_logprobs": 2, "logprobs": True}, "top_logprobs=2: expected 0"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice='required': expected tools beside it"),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS}, "the name of one of"),
+    (CHAT, {"response_format": {"type": "json_object"}, "tools": TOOLS}, "expected it left out beside tools"),
+    (CHAT, {"response_format": {"type": "json_object"}, "guided_regex": "a"}, "expected it left out beside response_f"),
     (TEXT, {"stop": ["a", ""]}, "stop="),
     (RESPONSES, {"n": 2}, "n=2: expected one of the fields of this endpoint"),
 ])

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_cases import random_groups
 
@@ -95,7 +95,14 @@ def check(plan, lengths, size, most_parts):
     assert max(parts) < most_parts
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.fixture
+def any_share(monkeypatch):
+    """Groups are planned however little they save of what is read."""
+    monkeypatch.setattr(grouped_work, "MIN_SAVED_SHARE", 0.0)
+
+
+@pytest.mark.usefixtures("any_share")
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6), **SIZES)
 def test_every_position_of_every_row_is_in_one_piece(seed, tile_rows, cta_slots):
     lengths, groups = drawn(seed)
@@ -135,6 +142,7 @@ def test_what_saves_little_is_read_row_by_row():
     assert plan([144] * 2, group_of(2, 16)) is None, "joining costs more than 16 positions"
     assert plan([4000] * 16, group_of(16, 2048)) is not None
     assert plan([4000] * 16, group_of(16, 2048), worth=16 * 2048) is None, "a step has to save enough as a whole"
+    assert plan([9000] * 16, group_of(16, 1024)) is None, "most of what is read is a row's own"
 
 
 def test_a_group_in_a_group_may_be_all_that_pays():
@@ -144,6 +152,27 @@ def test_a_group_in_a_group_may_be_all_that_pays():
     items = [PartItem(*values) for values in plan([2100] * 4, groups).items.tolist()]
     assert {(item.first, item.begin, item.end) for item in items if item.rows == 2} == {(0, 0, 2048), (2, 0, 2048)}
     assert not [item for item in items if item.rows == 4]
+
+
+def test_groups_in_groups_number_their_rows_pieces_from_the_outermost_on():
+    """Three levels, each cut, beside a group that does not pay."""
+    groups = PrefixGroups(np.array([5, 0, 1, 2, 3, 4, 6, 7], np.int32), *np.array(
+        [(0, 6, 0, 1024), (0, 4, 1024, 2048), (0, 2, 2048, 3072), (6, 2, 0, 32)], np.int32).T)
+    lengths = np.array([3200, 3200, 2100, 1100, 1050, 3300, 40, 50])
+    found = plan(lengths, groups, cta_slots=200)
+    check(found, lengths, *sizes(8, 200))
+    items = [PartItem(*values) for values in found.items.tolist()]
+    assert {(item.first, item.rows, item.begin, item.end) for item in items if item.rows > 0} == {
+        (0, 6, 0, 1024), (0, 4, 1024, 2048), (0, 2, 2048, 3072)}
+    assert max(item.part for item in items if item.rows > 0) > 6
+
+
+def test_splits_are_fewer_where_parts_run_out():
+    lengths = np.full(30, 60100)
+    found = plan(lengths, group_of(30, 60000), cta_slots=2000)
+    check(found, lengths, *sizes(30, 2000))
+    splits = int(found.items[0, PartItem._fields.index("splits")])
+    assert splits == (2 * 30 + 512) // 30
 
 
 def test_tiles_of_a_large_group_have_about_equal_rows_and_follow_each_other():
@@ -169,7 +198,8 @@ def test_many_groups_of_two_fit():
     assert (items[:, 0] == 2).sum() == rows // 2
 
 
-def test_deep_nesting_is_cut_off_where_parts_run_out(monkeypatch):
+@pytest.mark.usefixtures("any_share")
+def test_deep_nesting_is_cut_off_where_there_is_no_room(monkeypatch):
     """Each row shares with all rows before it, and a group is kept for what it saves."""
     monkeypatch.setattr(grouped_work, "PIECE_COST", 0)
     rows = 600

@@ -1,0 +1,198 @@
+"""Structured output in `model.generate`: a logits processor of ours, and those of xgrammar and Outlines.
+
+A call whose processors are these runs natively, each row by a matcher of its own. In lockstep and in stock they are
+processors as any others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from hf_paged.engine.engine import Engine
+from hf_paged.engine.grammars import Grammar, MaskMaker, Matcher, XGrammar
+from hf_paged.engine.outlines_guide import OutlinesIndex
+from hf_paged.errors import Reason
+from hf_paged.integration.given_options import is_mask, is_warper
+from hf_paged.options.settings import token_id_tuple
+from hf_paged.options.structured import Structured, read_structured
+from hf_paged.sampling.token_mask import mask_tokens
+
+_ONE_EACH = ("A processor with a grammar runs natively where it is new, alone of its kind and given as "
+             "`logits_processor=`, with a grammar for all rows or one a row, whose stop tokens are among the call's "
+             "EOS. Otherwise it runs in lockstep.")
+
+
+class Form(NamedTuple):
+    """What one row's output has to be, if anything: `structured` where it is said so, and its grammar."""
+
+    structured: Structured | None
+    grammar: Grammar | None
+
+
+NO_FORM = Form(None, None)
+
+
+class StructuredProcessor(LogitsProcessor):
+    """Bars what the forms of outputs do not allow, in any decoding of transformers: rows may be reordered, be copies of
+    one another, and go back.
+
+    Made for one call.
+
+    Args:
+        forms: of each prompt; rows are as many copies of each prompt, in order.
+    """
+
+    def __init__(self, forms: list[Form]) -> None:
+        self.forms = forms
+        self.eos: tuple[int, ...] = ()  # of the call, once it is known
+        self._width: int | None = None  # of the prompts
+        self._known: dict[tuple[int, tuple[int, ...]], Matcher | None] = {}
+        self._masks: MaskMaker | None = None
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if self._width is None:
+            self._width = input_ids.shape[1]
+            self._masks = MaskMaker(scores.shape[1], scores.device)
+        assert self._masks is not None
+        copies = max(1, len(input_ids) // len(self.forms))
+        made = [tuple(row) for row in input_ids[:, self._width :].tolist()]
+        keys = [(row // copies, tokens) for row, tokens in enumerate(made)]
+        known = {key: self._matcher(*key) for key in keys}
+        matchers = [None if (matcher := known[key]) is None or matcher.is_over else matcher for key in keys]
+        self._known = known
+        if not any(matchers):
+            return scores
+        masks = self._masks.make(matchers)
+        if scores.is_cuda:
+            torch.cuda.current_stream(scores.device).synchronize()  # before the next masks take its memory
+        masked: Any = mask_tokens(scores.clone(), masks)
+        return masked
+
+    def _matcher(self, prompt: int, tokens: tuple[int, ...]) -> Matcher | None:
+        """Where this output of a prompt is in its grammar; None: nowhere, as padding and tokens of a failed draft."""
+        form = self.forms[prompt]
+        if form.grammar is None:
+            return None
+        if (prompt, tokens) in self._known:
+            return self._known[prompt, tokens]
+        before = self._known.get((prompt, tokens[:-1])) if tokens else None
+        if isinstance(form.grammar, XGrammar) and before is not None:
+            matcher = before.fork()  # type: ignore[attr-defined]
+            return matcher if matcher.accept(tokens[-1]) else None
+        matcher = form.grammar.matcher(self.eos)
+        return matcher if all(map(matcher.accept, tokens)) else None
+
+
+def with_structure(engine: Engine, num_prompts: int, structured: Any, tokenizer: Any,
+                   processors: Any) -> LogitsProcessorList:
+    """The processors of a call of `model.generate` with `structured=`, and one more that carries it out.
+
+    Args:
+        num_prompts: rows of the call's inputs.
+        tokenizer: of the call; None: the engine's, if it has one.
+
+    Raises:
+        ValueError, TypeError, ImportError: as of `Engine.add_request`.
+    """
+    given = structured if isinstance(structured, (list, tuple)) and not isinstance(structured, Structured) else [
+        structured] * num_prompts
+    if len(given) != num_prompts:
+        raise ValueError(f"structured: a list of {len(given)} for {num_prompts} prompts; expected one, or one per "
+                         "prompt")
+    forms = []
+    for one in given:
+        read = read_structured(one)
+        forms.append(NO_FORM if read is None else Form(read, engine.grammar_of(read, tokenizer)))
+    return LogitsProcessorList([*(processors or ()), StructuredProcessor(forms)])
+
+
+def tell_eos(processors: Iterable[Any], criteria: Iterable[Any]) -> None:
+    """Let processors of ours know what ends the rows of their call."""
+    for processor in processors:
+        if type(processor) is StructuredProcessor:
+            ends = [token_id_tuple(c.eos_token_id) for c in criteria if hasattr(c, "eos_token_id")]
+            processor.eos = tuple(dict.fromkeys(itertools.chain.from_iterable(ends)))
+
+
+def split_forms(engine: Engine, given: Any, num_rows: int,
+                eos: tuple[int, ...]) -> tuple[Any, list[Form]] | Reason:
+    """The processors of a call without the one that has grammars, if any, and every row's form of the output.
+
+    Or why the engine cannot carry that one out.
+    """
+    found = [(place, forms) for place, p in enumerate(given) if (forms := _forms(p, num_rows, engine, eos)) is not None]
+    if not found:
+        return given, [NO_FORM] * num_rows
+    [(place, forms), *others] = found
+    kind = type(given[place]).__name__
+    if others or isinstance(forms, Reason):
+        return forms if isinstance(forms, Reason) else Reason(f"more than one {kind}", remedy=_ONE_EACH)
+    before, after = given[:place], given[place + 1 :]
+    if any(is_warper(p) for p in before) or not all(is_warper(p) or is_mask(p) for p in after):
+        return Reason(f"a {kind} in another place than stock's for processors of the caller", remedy=_ONE_EACH)
+    return type(given)([*before, *after]), forms
+
+
+def _forms(processor: Any, num_rows: int, engine: Engine, eos: tuple[int, ...]) -> list[Form] | Reason | None:
+    """Every row's, None where the processor is of no kind that has any."""
+    if type(processor) is StructuredProcessor:
+        copies = num_rows // len(processor.forms)
+        return [processor.forms[row // copies] for row in range(num_rows)]
+    for module, name, read in _KNOWN:
+        owner = sys.modules.get(module)
+        if owner is not None and type(processor) is getattr(owner, name, None):
+            grammars = read(processor, num_rows, engine.num_logits, eos) if _is_own(owner, type(processor)) else None
+            if grammars is None or engine.group.is_parallel:
+                return Reason(f"a {name} of the caller's own", remedy=_ONE_EACH)
+            return [Form(None, grammar) for grammar in grammars]
+    return None
+
+
+def _is_own(module: Any, kind: type) -> bool:
+    """Are the methods of a class those that its module's file defines?"""
+    return all(getattr(value, "__module__", None) == module.__name__ and value.__code__.co_filename == module.__file__
+               for value in vars(kind).values() if hasattr(value, "__code__"))
+
+
+def _of_xgrammar(processor: Any, num_rows: int, num_logits: int, eos: tuple[int, ...]) -> list[Grammar] | None:
+    if processor.matchers or processor.prefilled:
+        return None
+    return _compiled(processor.compiled_grammars, num_rows, num_logits, eos)
+
+
+def _of_outlines_xgrammar(processor: Any, num_rows: int, num_logits: int, eos: tuple[int, ...]) -> list[Grammar] | None:
+    if not processor.is_first_token:
+        return None
+    return _compiled([processor.compiled_grammar], num_rows, num_logits, eos)
+
+
+def _compiled(compiled: Any, num_rows: int, num_logits: int, eos: tuple[int, ...]) -> list[Grammar] | None:
+    rows = list(compiled) * (num_rows if len(compiled) == 1 else 1)
+    if len(rows) != num_rows:
+        return None
+    for info in {id(one): one.tokenizer_info for one in rows}.values():
+        stops = info.stop_token_ids
+        if not stops or not {*stops} <= {*eos} or info.vocab_size < num_logits:
+            return None
+        if -(-info.vocab_size // 32) != -(-num_logits // 32):
+            return None
+    made = {id(one): XGrammar(one, keeps_stop_tokens=True) for one in rows}
+    return [made[id(one)] for one in rows]
+
+
+def _of_outlines_core(processor: Any, num_rows: int, num_logits: int, eos: tuple[int, ...]) -> list[Grammar] | None:
+    return [OutlinesIndex(processor.index)] * num_rows if processor.is_first_token else None
+
+
+_Reader = Callable[[Any, int, int, tuple[int, ...]], "list[Grammar] | None"]
+_KNOWN: tuple[tuple[str, str, _Reader], ...] = (
+    ("xgrammar.contrib.hf", "LogitsProcessor", _of_xgrammar),
+    ("outlines.backends.xgrammar", "XGrammarLogitsProcessor", _of_outlines_xgrammar),
+    ("outlines.backends.outlines_core", "OutlinesCoreLogitsProcessor", _of_outlines_core),
+)

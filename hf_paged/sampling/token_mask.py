@@ -1,0 +1,94 @@
+# mypy: disallow-untyped-defs=False
+"""Barring tokens by bit masks that the host made: of every row that has a mask, logits whose bit is 0 become -inf.
+
+A mask has a bit per token of the whole vocabulary, the lowest bit of a word first, as xgrammar and llguidance fill it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+
+_TILE = 4096
+
+
+class TokenMasks(NamedTuple):
+    """Masks of some rows. ``words`` [M, W] int32, bit ``token % 32`` of word ``token // 32`` being 1 for an allowed
+    token; ``lines`` [R] int32: each row's line of ``words``, or -1 for a row that has none. Both on the logits' device.
+    """
+
+    words: torch.Tensor
+    lines: torch.Tensor
+
+    def of(self, rows: slice, padding: int = 0) -> TokenMasks:
+        """Those of a part of the rows, to which ``padding`` rows without a mask are added first."""
+        return self._replace(lines=torch.nn.functional.pad(self.lines, (0, padding), value=-1)[rows])
+
+
+def mask_tokens(logits: torch.Tensor, masks: TokenMasks, first: int = 0) -> torch.Tensor:
+    """Put -inf, in place, where a row's mask has a 0.
+
+    Args:
+        logits: ``[R, n]``, bfloat16, float16 or float32, the last dim contiguous; rows may be strided.
+        masks: of the R rows. Tokens beyond the last word are barred.
+        first: the token of the first column: a rank has a part of the vocabulary, wherever that begins.
+
+    Returns:
+        ``logits``.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that are not as above.
+    """
+    words, lines = masks
+    if logits.dim() != 2 or logits.stride(1) != 1 or not logits.is_floating_point():
+        raise ValueError(f"logits must be [R, n] of floats, the last dim contiguous, got {tuple(logits.shape)} "
+                         f"{logits.dtype}")
+    if words.dim() != 2 or words.dtype != torch.int32 or not words.is_contiguous():
+        raise ValueError(f"words must be [M, W] int32, contiguous, got {tuple(words.shape)} {words.dtype}")
+    if lines.shape != logits.shape[:1] or lines.dtype != torch.int32 or not lines.is_contiguous():
+        raise ValueError(f"lines must be [{len(logits)}] int32, contiguous, got {tuple(lines.shape)} {lines.dtype}")
+    run = mask_tokens_triton if logits.is_cuda else mask_tokens_reference
+    return run(logits, masks, first)
+
+
+def mask_tokens_reference(logits: torch.Tensor, masks: TokenMasks, first: int = 0) -> torch.Tensor:
+    """:func:`mask_tokens` in plain torch."""
+    words, lines = masks
+    rows = (lines >= 0).nonzero().flatten()
+    if not len(rows):
+        return logits
+    bits = words[lines[rows].long(), :, None] >> torch.arange(32, dtype=torch.int32, device=words.device) & 1
+    allowed = bits.flatten(1)[:, first : first + logits.shape[1]].bool()
+    missing = logits.shape[1] - allowed.shape[1]
+    barred = ~torch.nn.functional.pad(allowed, (0, missing))
+    logits[rows] = logits[rows].masked_fill(barred, -torch.inf)
+    return logits
+
+
+@jit(varying_ints=("first", "num_words"), varying_pointers=("words", "lines"))
+def _mask_tokens_kernel(logits, words, lines, row_stride, width, num_words, first, TILE: tl.constexpr):
+    """A program per row and tile of columns; a row without a mask is left as it is."""
+    row = tl.program_id(0).to(tl.int64)
+    line = tl.load(lines + row).to(tl.int64)
+    if line >= 0:
+        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        token = first + column
+        word = tl.load(words + line * num_words + token // 32, mask=token // 32 < num_words, other=0)
+        is_barred = ((word >> (token % 32)) & 1) == 0
+        barred = tl.full([TILE], float("-inf"), tl.float32).to(logits.dtype.element_ty)
+        tl.store(logits + row * row_stride + column, barred, mask=is_barred & (column < width))
+
+
+def mask_tokens_triton(logits: torch.Tensor, masks: TokenMasks, first: int = 0) -> torch.Tensor:
+    """:func:`mask_tokens` by a kernel that reads a word per 32 logits, and writes barred logits alone."""
+    require_triton()
+    num_rows, width = logits.shape
+    if num_rows and width:
+        with on_device_of(logits):
+            _mask_tokens_kernel[(num_rows, triton.cdiv(width, _TILE))](
+                logits, masks.words, masks.lines, logits.stride(0), width, masks.words.shape[1], first, TILE=_TILE
+            )
+    return logits
