@@ -575,7 +575,7 @@ AWAITED = [
 ]
 
 # Traces, pictures and the command line.
-LIVES, RECORDER, TRACE_TESTS = "tracing/lives.py", "tracing/recorder.py", "tracing/test_trace.py"
+LIVES, TRACE_TESTS = "tracing/lives.py", "tracing/test_trace.py"
 CACHE_PICTURE, CACHE_PICTURE_TESTS, CHECK_TESTS = "pictures/cache.py", "pictures/test_cache.py", "cli/test_check.py"
 OBSERVED = [
     PackageMutation(LIVES, "life.sequence.status is Status.WAITING:", "False:", TRACE_TESTS, "preempted_requests"),
@@ -608,7 +608,22 @@ SHARED_READS = [
                     "        return Computed(", GROUP_TESTS, "bytes_that_decode"),
 ]
 
+# What Prometheus is told.
+RECORDER, RECORDER_TESTS = "monitoring/recorder.py", "monitoring/test_recorder.py"
+METRICS = [
+    PackageMutation(RECORDER, "            self._give_up(self._tenants.index(sequence))\n", "            pass\n",
+                    RECORDER_TESTS, "one_by_one"),
+    PackageMutation(RECORDER, "            self._latest[slots] = now\n", "", RECORDER_TESTS, "one_by_one"),
+    PackageMutation(RECORDER, "if request is not None and request.sequence is tenant and not np.isnan(time):",
+                    "if request is not None and not np.isnan(time):", RECORDER_TESTS, "one_by_one"),
+    PackageMutation("monitoring/histogram.py", "if values.size and values.min() == (most := values.max()):",
+                    "if values.size and (most := values.max()):", RECORDER_TESTS, "one_value_after"),
+    PackageMutation("monitoring/work.py", "pairs = float(start @ num_new + (num_new * (num_new + 1.0)).sum() / 2)",
+                    "pairs = float(start @ num_new)", "monitoring/test_work.py", "products"),
+    PackageMutation("monitoring/families.py", "usable = max(stats.num_blocks - 1, 0)", "usable = stats.num_blocks",
+                    "monitoring/test_registry.py", "waits_and_why"),
+]
+
 PACKAGE_MUTATIONS = [
-    *WHICH_PATH, *INTEGRATION, *STALENESS, *REQUESTS, *UPDATES, *RECOGNITION, *ADAPTERS, *JOINED, *MODELS, *SERVER,
-    *ON_A_CPU, *AUTOCAST, *SHARDED, *POOL, *LORA_LAYERS, *PREFIXES, *AWAITED, *STRUCTURED, *SHARED_READS, *OBSERVED,
+    mutation for name, some in list(globals().items()) if name.isupper() and isinstance(some, list) for mutation in some
 ]

@@ -158,7 +158,7 @@ class Driver:
         try:
             added = self._engine.add_all(call.session, requests)
         except BaseException as error:  # it is the caller's
-            self._engine.close_session(call.session)
+            self._end_requests(call)
             self._tell(call, error=error, is_over=True)
             return
         call.num_open = sum(isinstance(one, str) for one in added)

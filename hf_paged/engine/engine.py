@@ -208,7 +208,7 @@ class Engine:
             self.check_runnable()
         given, before = split_output(prompt_token_ids)
         prompt = self.check_prompt(prompt_ids(given, self.tokenizer, {}) if isinstance(given, dict) else given)
-        merged = self._merged(self._executor.source, generation_config)
+        merged = self._merged(self._executor.source, generation_config, {})
         if merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
         check_flags(prompt_logprobs=prompt_logprobs)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.session import NewRequest, copy_ids
 from hf_paged.errors import UnsupportedModelError, UnsupportedOptionError
-from hf_paged.options.arguments import ConfigMerger, base_seed, num_copies, salt_digest
+from hf_paged.options.arguments import ConfigMerger, RecentMerges, base_seed, num_copies, salt_digest
 from hf_paged.options.chat_keywords import split_keywords, template_parameters
 from hf_paged.options.continued import Made, split_output
 from hf_paged.options.notices import Notices
@@ -112,6 +112,7 @@ class RequestMaker:
     def __init__(self, engine: Engine, model: Any) -> None:
         self._engine, self._model = engine, model
         self._notices = Notices()
+        self._recent = RecentMerges()
 
     def make(self, call: Call) -> list[Asked]:
         """Every completion of the call, in order.
@@ -138,7 +139,7 @@ class RequestMaker:
         own_entries = [model.generation_config, *{id(config): config for config in configs}.values()]
         template, keywords = split_keywords(call.keywords, call.chat_template_kwargs, prompts, engine.tokenizer,
                                             own_entries)
-        merge = ConfigMerger(model, keywords)
+        merge = ConfigMerger(model, keywords, self._recent)
         asked: list[Asked] = []
         for index, ids in enumerate(self._checked(prompts, template)):
             config = configs[index]

@@ -72,7 +72,7 @@ class Recorder:
             self._count_prefill(plan, row, now)
 
     def delivered(self, plan: StepPlan) -> None:
-        """Nothing is measured between a commit and what it hands out."""
+        """All of it was counted at the commit."""
 
     def finished(self, request: Request, output: StepOutput) -> None:
         assert output.completion is not None

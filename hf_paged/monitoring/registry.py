@@ -61,7 +61,7 @@ def metrics_of(engine: Engine, registry: CollectorRegistry | None = None) -> Col
         from prometheus_client import CollectorRegistry
     except ImportError as error:
         raise ImportError("metrics need prometheus_client: pip install 'hf-paged[metrics]'") from error
-    _watch(engine)  # the engine's lock is never waited for while `_lock` is held
+    watch(engine)  # the engine's lock is never waited for while `_lock` is held
     with _lock:
         if registry is None:
             registry = _own.setdefault(engine, CollectorRegistry())
@@ -72,7 +72,8 @@ def metrics_of(engine: Engine, registry: CollectorRegistry | None = None) -> Col
     return registry
 
 
-def _watch(engine: Engine) -> None:
+def watch(engine: Engine) -> None:
+    """Have an engine's metrics recorded from now on, if nobody asked for that yet."""
     with _lock:
         if engine in _watched:
             return

@@ -123,9 +123,10 @@ class ConfigMerger:
     result of another. Where any of the code that says so is not transformers' own, every config is merged by itself.
     """
 
-    def __init__(self, model: Any, kwargs: dict[str, Any]) -> None:
+    def __init__(self, model: Any, kwargs: dict[str, Any], recent: RecentMerges) -> None:
         self._model = model
         self._kwargs = kwargs
+        self._recent = recent
         self._by_id: dict[int, tuple[GenerationConfig | None, GenerationConfig]] = {}
         self._by_others: dict[tuple, GenerationConfig] = {}  # by all fields but max_new_tokens
         self._may_share = _merges_as_stock(model) and GenerationConfig.__setattr__ is object.__setattr__
@@ -139,7 +140,7 @@ class ConfigMerger:
     def _merge(self, config: GenerationConfig | None) -> GenerationConfig:
         key = self._others(config) if self._may_share else None
         if key is None or key not in self._by_others:
-            merged = merge_config(self._model, config, self._kwargs)
+            merged = self._recent(self._model, config, self._kwargs)
             if key is not None:
                 self._by_others[key] = merged
             return merged
@@ -170,16 +171,18 @@ class RecentMerges:
     def __init__(self) -> None:
         self._recent: dict[tuple, GenerationConfig] = {}
 
-    def __call__(self, model: Any, config: GenerationConfig | None) -> GenerationConfig:
+    def __call__(self, model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:
         """Raises what `merge_config` raises. The result is to be read only: later calls get it again."""
-        contents = _contents(config), _contents(model.generation_config)
+        of_model = model.generation_config
+        contents = "" if config is None else _contents(config), _contents(of_model), _texts(kwargs)
         if None in contents or not _merges_as_stock(model):
-            return merge_config(model, config, {})
-        if (merged := self._recent.get(contents)) is None:
-            merged = merge_config(model, config, {})
+            return merge_config(model, config, kwargs)
+        key = contents, () if config is None else tuple(vars(config)), tuple(vars(of_model))  # also fields with None
+        if (merged := self._recent.get(key)) is None:
+            merged = merge_config(model, config, copy.deepcopy(kwargs))  # a list may get other items later
             if len(self._recent) >= self._MOST:
                 self._recent.clear()
-            self._recent[contents] = merged
+            self._recent[key] = merged
         return merged
 
 
@@ -187,7 +190,11 @@ def _contents(config: Any, but: str = "") -> str | None:
     """What a config says, `but` for one field; None where it is of another class, or its values' texts do not tell."""
     if type(config) is not GenerationConfig:
         return None
-    values = {name: value for name, value in vars(config).items() if value is not None and name != but}
+    return _texts({name: value for name, value in vars(config).items() if value is not None and name != but})
+
+
+def _texts(values: dict[str, Any]) -> str | None:
+    """What these values are, or None where their texts do not tell."""
     return repr(values) if all(map(_is_plain, values.values())) else None
 
 

@@ -39,7 +39,7 @@ def split_keywords(keywords: dict[str, Any], explicit: Any, prompts: list[Any], 
     template = dict(explicit or {})
     fields = set(vars(GenerationConfig())).union(*(vars(c) for c in configs if isinstance(c, GenerationConfig)))
     rest = {name: value for name, value in keywords.items() if name not in fields}
-    known = template_parameters(tokenizer)
+    known = template_parameters(tokenizer) if rest else frozenset()
     found = {name: value for name, value in rest.items() if name in known}
     if len(found) < len(rest):
         variables = template_variables(tokenizer, {**found, **template})

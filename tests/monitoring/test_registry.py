@@ -158,6 +158,12 @@ def test_a_model_that_is_not_enabled_has_none():
         hf_paged.metrics(tiny_model())
 
 
+def test_the_page_names_every_metric(generator):
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    families = text_string_to_metric_families(prometheus_client.generate_latest(generator.metrics()).decode())
+    assert [name for family in families if f"`{(name := family.name.removeprefix('hf_paged:'))}`" not in page] == []
+
+
 # -- the dashboard -----------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from support import tiny_model
 from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator
-from hf_paged.options.arguments import ConfigMerger, merge_config, token_id_lists, token_ids
+from hf_paged.options.arguments import ConfigMerger, RecentMerges, merge_config, token_id_lists, token_ids
 
 FIELDS = {
     "max_new_tokens": st.one_of(st.integers(1, 5), st.sampled_from([None, True, 0, -1, 2.0, "3", np.int64(4)])),
@@ -71,13 +71,16 @@ def model():
     return tiny_model()
 
 
+RECENT = RecentMerges()  # of all examples: what one leaves there is not another's
+
+
 @settings(max_examples=300)
 @given(configs=config_lists(), kwargs=some_fields(most=2), defaults=some_fields(most=2))
 def test_configs_of_one_call_merge_as_each_alone(model, configs, kwargs, defaults):
     model.generation_config = GenerationConfig(eos_token_id=None)
     vars(model.generation_config).update(defaults)
     before = [None if config is None else repr(vars(config)) for config in configs]
-    merge = ConfigMerger(model, kwargs)
+    merge = ConfigMerger(model, kwargs, RECENT)
     for config in configs:
         assert outcome(merge, config) == outcome(merge_config, model, config, kwargs)
     assert [None if config is None else repr(vars(config)) for config in configs] == before
@@ -97,10 +100,25 @@ def count_merges(model, monkeypatch):
 
 def test_configs_that_differ_in_their_length_only_merge_once(model, monkeypatch):
     calls = count_merges(model, monkeypatch)
-    merge = ConfigMerger(model, {})
+    merge = ConfigMerger(model, {}, RecentMerges())
     made = [merge(GenerationConfig(max_new_tokens=n, do_sample=True)) for n in range(1, 9)]
     assert len(calls) == 1
     assert [config.max_new_tokens for config in made] == list(range(1, 9))
+
+
+def test_calls_with_equal_settings_merge_once_whatever_becomes_of_their_lists(model, monkeypatch):
+    calls, recent = [], RecentMerges()
+    monkeypatch.setattr("hf_paged.options.arguments.merge_config",
+                        lambda *arguments: calls.append(arguments) or merge_config(*arguments))
+    eos = [5]
+    first = ConfigMerger(model, {"max_new_tokens": 4, "eos_token_id": eos}, recent)(None)
+    again = ConfigMerger(model, {"max_new_tokens": 4, "eos_token_id": [5]}, recent)(None)
+    assert len(calls) == 1 and again is first
+    eos.append(6)
+    assert ConfigMerger(model, {"max_new_tokens": 4, "eos_token_id": [5]}, recent)(None).eos_token_id == [5]
+    assert ConfigMerger(model, {"max_new_tokens": 4, "eos_token_id": eos}, recent)(None).eos_token_id == [5, 6]
+    model.generation_config.temperature = 0.3
+    assert ConfigMerger(model, {"max_new_tokens": 4, "eos_token_id": [5]}, recent)(None).temperature == 0.3
 
 
 def test_a_merge_that_is_not_transformers_own_is_asked_every_time(monkeypatch):
@@ -111,7 +129,7 @@ def test_a_merge_that_is_not_transformers_own_is_asked_every_time(monkeypatch):
             return merged, unused
 
     model = Halving(tiny_model().config)
-    merge = ConfigMerger(model, {})
+    merge = ConfigMerger(model, {}, RecentMerges())
     assert [merge(GenerationConfig(max_new_tokens=n)).max_new_tokens for n in (8, 6)] == [4, 3]
 
 

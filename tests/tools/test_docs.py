@@ -110,7 +110,8 @@ PASSED_BY = {
     "integration/stock_loop.py", "models/generic.py", "kernels/attention/decode.py", "kernels/attention/prefill.py",
     "sampling/sample_tokens.py", "engine/stopping.py", "options/arguments.py", "integration/requests.py",
     "integration/pretrained.py", "engine/lockstep.py", "integration/explain.py", "runner/graphs.py",
-    "models/virtual_memory.py", "kernels/attention/grouped_decode.py",
+    "models/virtual_memory.py", "kernels/attention/grouped_decode.py", "integration/async_calls.py",
+    "engine/driver.py",
 }
 
 
