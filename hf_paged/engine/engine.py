@@ -336,12 +336,12 @@ class Engine:
             new = replace(new, request_id=self._unused_id(new.request_id), stop=stop)
             request = self._core.make_request(new, session)
             if self.group.is_parallel:
+                if new.grammar is not None and self.tokenizer is not None:
+                    vocabulary = self._core.grammars.vocabulary(self.tokenizer)
+                    if not self._core.grammars.has_shared(vocabulary):
+                        self._commands.enqueue(UseVocabulary(vocabulary))
                 with interrupts.held_back():
                     session.open[request.request_id] = self._commands.expected[request.request_id] = request
-                    if new.grammar is not None and self.tokenizer is not None:
-                        vocabulary = self._core.grammars.vocabulary(self.tokenizer)
-                        if not self._core.grammars.has_shared(vocabulary):
-                            self._commands.enqueue(UseVocabulary(vocabulary))
                     self._commands.enqueue(replace(new, grammar=None))  # each rank compiles its own
             else:
                 self._core.add(request)
