@@ -196,6 +196,11 @@ class EngineCore:
         return next(self._batch_numbers)
 
     @property
+    def model(self) -> Any:
+        """Whose modules the steps run."""
+        return self._executor.model
+
+    @property
     def device(self) -> torch.device:
         """The model's."""
         return self._executor.kv_spec().device

@@ -5,7 +5,9 @@ Two ranks take every test, four (slow) only those of the tokens: there a KV head
 
 from __future__ import annotations
 
+import asyncio
 import enum
+import re
 import threading
 from dataclasses import replace
 
@@ -366,3 +368,41 @@ def test_changes_that_other_ranks_cannot_follow_are_refused(sharded, monkeypatch
         thread.join(60)
     assert "other ranks only follow" in errors[0]
     assert len(sharded.generate(PROMPTS[:1], max_new_tokens=4)[0].token_ids) == 4
+
+
+FORMS = [{"regex": "[a-z]{2,9}-[0-9]{3}"}, None, {"choice": ["yes", "no"]}, {"regex": "[0-9]+"}, None]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"do_sample": True, "temperature": 1.4}, {"do_sample": True, "top_k": 9}, {"repetition_penalty": 1.5},
+    {"logprobs": "raw"},
+], ids=by_name)
+def test_forms_are_followed_on_every_rank(alone, sharded, trained_tokenizer, monkeypatch, options):
+    """Rows without filters are masked in each rank's columns, others where they are dealt out."""
+    pytest.importorskip("xgrammar", reason="of the extra `structured`")
+    monkeypatch.setattr(alone, "tokenizer", trained_tokenizer)
+    kw = {"structured": FORMS * 2, "max_new_tokens": 16, "seed": 3, "eos_token_id": trained_tokenizer.eos_token_id}
+    made, expected = (generator.generate(PROMPTS, **kw, **options) for generator in (sharded, alone))
+    assert ids(made) == ids(expected)
+    assert [c.finish_reason for c in made] == [c.finish_reason for c in expected]
+    for form, one in zip(FORMS * 2, made, strict=True):
+        if form is not None and "regex" in form and one.finish_reason == "eos":
+            assert re.fullmatch(form["regex"], one.text)
+    with pytest.raises(ValueError, match="Regex parsing error"):
+        sharded.generate(PROMPTS[:1], structured={"regex": "("}, max_new_tokens=3)
+
+
+def test_awaited_calls_share_the_ranks_and_a_cancelled_one_leaves_them(sharded, alone):
+    expected = ids(alone.generate(PROMPTS[:4], max_new_tokens=12))
+
+    async def main():
+        calls = [asyncio.create_task(sharded.agenerate(prompt, max_new_tokens=12)) for prompt in PROMPTS[:4]]
+        doomed = asyncio.create_task(sharded.agenerate(PROMPTS[4], max_new_tokens=100))
+        await asyncio.sleep(0.1)
+        doomed.cancel()
+        assert [made[0].token_ids for made in await asyncio.gather(*calls)] == expected
+        with pytest.raises(asyncio.CancelledError):
+            await doomed
+        assert ids(await sharded.agenerate(PROMPTS[1], max_new_tokens=12)) == expected[1:2]
+
+    asyncio.run(main())
