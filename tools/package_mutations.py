@@ -414,7 +414,7 @@ PREFIXES = [
     PackageMutation(GROUPED, "        top = tl.maximum(sink, -3.0e38)\n        total += 1.0\n",
                     "        top = tl.maximum(sink, -3.0e38)\n", GROUPED_TESTS, "several_tiles"),
     PackageMutation(GROUPED, "        acc = acc * rescale[:, None] + tl.sum(values *", "        acc += tl.sum(values *",
-                    GROUPED_TESTS, "random_trees"),
+                    GROUPED_TESTS, "fixed_pieces"),
     PackageMutation(GROUPED, "tl.where((tops > float(\"-inf\"))[:, :, None], values, 0.0)", "values", GROUPED_TESTS,
                     "fixed_pieces"),
     PackageMutation(GROUPED, "    if pieces == 1:\n        return\n", "", GROUPED_TESTS, "random_trees"),

@@ -111,9 +111,10 @@ def test_a_group_of_several_tiles_and_splits(monkeypatch, window, sinks):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("window", [None, 50])
 def test_fixed_pieces(window):
+    """Of one row more than are joined at a time."""
     groups = shared(3, 112)
     case = make_case([(1, 120), (1, 200), (1, 113), (1, 64)], seed=2, groups=groups, window=window)
-    checked(planned(case, groups, CONFIG, pieces=FixedPieces(32, 200)))
+    checked(planned(case, groups, CONFIG, pieces=FixedPieces(16, 200)))
 
 
 @pytest.mark.interpreted
