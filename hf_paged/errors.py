@@ -72,3 +72,16 @@ class WorkerDiedError(RuntimeError):
 
 class RankAloneError(RuntimeError):
     """A rank of a model that is sharded by FSDP2 generated, and others did not; the message names them."""
+
+
+class PartlyLoadedError(RuntimeError):
+    """Loading weights ended half-way: the model holds new weights and old ones. Its cause is the error that ended it.
+
+    Attributes:
+        written: names of the tensors that were written, in their order.
+    """
+
+    def __init__(self, error: BaseException | str, written: tuple[str, ...]) -> None:
+        super().__init__(f"{error} ({len(written)} tensors were written before, from {written[0]!r} to "
+                         f"{written[-1]!r}: expected all weights to be loaded again)")
+        self.written = written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -287,6 +287,42 @@ class PagedGenerator:
                 self.engine.abort(one)
                 found = True
         return found
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], *,
+                     partial: bool = False) -> None:
+        """Write new values into the model's weights, on all its ranks and also while requests run.
+
+        As `Engine.load_weights`, which says more.
+
+        Args:
+            weights: a dict, or pairs of a name and a whole tensor, one after the other; names as in the unsharded
+                model's `state_dict`.
+            partial: some of the model's tensors may be missing, and stay.
+        """
+        self.engine.load_weights(weights, partial=partial)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole tensors of the unsharded model's `state_dict`, one after the other, on the host; see
+        `Engine.named_weights`."""
+        return self.engine.named_weights()
+
+    def load_adapter(self, name: str, adapter: Any, config: Any = None) -> None:
+        """Give the model a LoRA adapter, on all its ranks, which prompts may name by ``adapter_names``.
+
+        As `Engine.load_adapter`, which says more.
+
+        Args:
+            name: the adapter's.
+            adapter: a directory or hub id of what PEFT saved, or its state dict.
+            config: a LoraConfig or its dict; needed with a state dict.
+        """
+        self.engine.load_adapter(name, adapter, config)
+
+    def delete_adapter(self, name: str) -> None:
+        """Take a LoRA adapter off the model, on all its ranks; see `Engine.delete_adapter`."""
+        self.engine.delete_adapter(name)
 
     def metrics(self, registry: CollectorRegistry | None = None) -> CollectorRegistry:
         """A registry of prometheus_client with the metrics of this generator; as `hf_paged.metrics` of its model."""

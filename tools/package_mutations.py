@@ -400,14 +400,17 @@ PREFIXES = [
     PackageMutation(WORK, "    if parts <= most:\n", "    if True:\n", WORK_TESTS, "parts_run_out"),
     PackageMutation(WORK, "if pieces is not None:\n        groups =", "if False:\n        groups =", WORK_TESTS,
                     "fixed_pieces"),
-    PackageMutation(WORK, "if choice.saved_positions < MIN_SAVED_SHARE *", "if 0 > MIN_SAVED_SHARE *", WORK_TESTS,
+    PackageMutation(WORK, "MIN_SAVED_SHARE * _num_read(own, choice)", "0.0", WORK_TESTS,
                     "saves_little"),
     PackageMutation(GROUPED, "tl.min(tl.where(live, row_begin, end), 0)", "tl.max(tl.where(live, row_begin, 0), 0)",
                     GROUPED_TESTS, "several_tiles"),
     PackageMutation(GROUPED, "                readable = readable & (position[None, :] >= row_begin[:, None])\n",
                     "                pass\n", GROUPED_TESTS, "several_tiles"),
-    PackageMutation(GROUPED, "top = tl.where(part < 0, tl.maximum(sink, -3.0e38), top)",
-                    "top = tl.maximum(sink, -3.0e38)", GROUPED_TESTS, "random_trees"),
+    PackageMutation(GROUPED, "tl.where(part < 0, tl.maximum(sink, -3.0e38), top)\n        total = tl.where(part < 0,"
+                    " 1.0, total)", "tl.maximum(sink, -3.0e38)\n        total += 1.0", GROUPED_TESTS,
+                    "several_tiles"),
+    PackageMutation("runner/attention_inputs.py", "window is None or longest <= window", "True",
+                    "runner/test_attention_inputs.py", "windows"),
     PackageMutation(GROUPED, "        top = tl.maximum(sink, -3.0e38)\n        total += 1.0\n",
                     "        top = tl.maximum(sink, -3.0e38)\n", GROUPED_TESTS, "several_tiles"),
     PackageMutation(GROUPED, "        acc = acc * rescale[:, None] + tl.sum(values *", "        acc += tl.sum(values *",
@@ -574,6 +577,29 @@ AWAITED = [
                     ASYNC_TESTS, "all_copies"),
 ]
 
+# Traces, pictures and the command line.
+LIVES, TRACE_TESTS = "tracing/lives.py", "tracing/test_trace.py"
+CACHE_PICTURE, CACHE_PICTURE_TESTS, CHECK_TESTS = "pictures/cache.py", "pictures/test_cache.py", "cli/test_check.py"
+OBSERVED = [
+    PackageMutation(LIVES, "life.sequence.status is Status.WAITING:", "False:", TRACE_TESTS, "preempted_requests"),
+    PackageMutation(LIVES, "                life.phase, life.since = \"queued\", at\n", "", TRACE_TESTS, "interrupt"),
+    PackageMutation("tracing/trace_file.py", "        self._is_open, self._lines = False, []\n", "", TRACE_TESTS,
+                    "fork"),
+    PackageMutation("tracing/trace.py", "        everywhere.unwatch_all(watch)\n", "", TRACE_TESTS, "nobody_traces"),
+    PackageMutation("engine/everywhere.py", "        engine.watch(observer)\n", "        pass\n", TRACE_TESTS,
+                    "other_engines_and_threads"),
+    PackageMutation(CACHE_PICTURE, "    colors[view.users > 1] = _SHARED\n", "", CACHE_PICTURE_TESTS, "has_its_color"),
+    PackageMutation("pictures/stats_html.py", "<td class=\"why\">{escape(reason)}</td>",
+                    "<td class=\"why\">{reason}</td>", "pictures/test_stats_html.py", "names_are_text"),
+    PackageMutation("integration/preview.py", "    model.tie_weights()  #", "    #", CHECK_TESTS, "config_alone"),
+    PackageMutation("cli/openai_client.py", "None if is_whole else", "None if True else", "cli/test_sweep.py",
+                    "answers_that_fail"),
+    PackageMutation("integration/trainer_callback.py", "now.calls[path].num_calls - before.calls[path].num_calls",
+                    "now.calls[path].num_calls", "integration/test_trainer_callback.py", "since_the_last"),
+    PackageMutation("engine/engine.py", "        if not self._executor.has_source:  # nobody can use it any more\n"
+                    "            return\n", "", "test_at_fork.py", "every_lock"),
+]
+
 # What decode steps read, and rows that begin with the same blocks.
 READS, GROUP_TESTS = "runner/kv_reads.py", "engine/test_prefix_groups.py"
 SHARED_READS = [
@@ -585,6 +611,7 @@ SHARED_READS = [
                     "        return Computed(", GROUP_TESTS, "bytes_that_decode"),
 ]
 
+# What Prometheus is told.
 RECORDER, RECORDER_TESTS = "monitoring/recorder.py", "monitoring/test_recorder.py"
 METRICS = [
     PackageMutation(RECORDER, "            self._give_up(self._tenants.index(sequence))\n", "            pass\n",
@@ -598,6 +625,36 @@ METRICS = [
                     "pairs = float(start @ num_new)", "monitoring/test_work.py", "products"),
     PackageMutation("monitoring/families.py", "usable = max(stats.num_blocks - 1, 0)", "usable = stats.num_blocks",
                     "monitoring/test_registry.py", "waits_and_why"),
+]
+
+# Over ranks: weights by name, adapters, and SIGINT between two steps.
+NAMED, NAMED_TESTS = "parallel/named_weights.py", "parallel/test_named_weights.py"
+TRANSFER, TRANSFER_TESTS = "engine/weight_transfer.py", "engine/test_load_weights.py"
+SIGNALS, SIGNALS_TESTS = "engine/interrupts.py", "engine/test_interrupt_signals.py"
+ADAPTERS_TESTS = "parallel/test_adapters_over_ranks.py"
+OVER_RANKS = [
+    PackageMutation(SIGNALS, "passes, self.passes, self._since = self.passes, False, None",
+                    "passes, self._since = self.passes, None", SIGNALS_TESTS, "unwinds"),
+    PackageMutation(SIGNALS, "        elif self._since is None:\n", "        else:\n", SIGNALS_TESTS, "after_a_while"),
+    PackageMutation(SIGNALS, "            if not is_over:\n                held.check()\n", "", SIGNALS_TESTS,
+                    "swallow"),
+    PackageMutation(NAMED, "self.data[offset + low - start : offset + high - start]",
+                    "self.data[low - start : high - start]", NAMED_TESTS, "loading_makes"),
+    PackageMutation(NAMED, "start - part * inner, stop - part * inner", "start, stop", NAMED_TESTS,
+                    "loading_makes"),
+    PackageMutation(NAMED, "part.data.narrow(part.shard.dim, offset, size)",
+                    "part.data.narrow(part.shard.dim, 0, size)", NAMED_TESTS, "whole_again"),
+    PackageMutation(NAMED, "    return not group.any(not same) if compare else same\n", "    return True\n",
+                    NAMED_TESTS, "differ"),
+    PackageMutation(TRANSFER, "        self._check_complete(set(first))\n", "", TRANSFER_TESTS,
+                    "changes_nothing"),
+    PackageMutation(TRANSFER, "is_known = place.covers in self._covered", "is_known = False", TRANSFER_TESTS,
+                    "tied"),
+    PackageMutation("parallel/adapters.py", "layer._active_adapter = before.get(id(layer), [])", "pass",
+                    ADAPTERS_TESTS,
+                    "every_row and process"),
+    PackageMutation(NAMED, "rows.copy_(tensor.reshape(place.shard.shape)[start:stop])", "rows.zero_()",
+                    "parallel/test_load_weights_over_ranks.py", "come_back_whole"),
 ]
 
 PACKAGE_MUTATIONS = [

@@ -17,13 +17,16 @@ from typing import Any
 import torch
 
 from hf_paged.engine.core import EngineCore
+from hf_paged.engine.interrupts import held_back
 from hf_paged.engine.session import NewRequest, Request, Session
+from hf_paged.engine.weight_transfer import receive
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.kernels._device import empty_cache
 from hf_paged.parallel.group import ParallelGroup
+from hf_paged.parallel.named_weights import NamedWeights, gather
 
 LOST = (
-    "this engine's ranks lost each other (an interrupt, an error or a dead worker): expected a new PagedGenerator"
+    "this engine's ranks lost each other (an error in a step, or a dead worker): expected a new PagedGenerator"
 )
 
 
@@ -47,7 +50,14 @@ class ResetCache:
 
 @dataclass(frozen=True)
 class HoldForWeights:
-    """No step runs until this rank's caller has written the weights. Ranks without one find them written."""
+    """No step runs until this rank's caller has written the weights. Ranks without one take what rank 0 sends them."""
+
+
+@dataclass(frozen=True)
+class GatherWeights:
+    """Whole weights of these names, on rank 0."""
+
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,9 @@ class Stop:
     """Rank 0 ends its engine: the ranks that follow it are done."""
 
 
-Command = NewRequest | End | Build | ResetCache | HoldForWeights | UseVocabulary | Release | Stop
+Command = (
+    NewRequest | End | Build | ResetCache | HoldForWeights | GatherWeights | UseVocabulary | Release | Stop
+)
 
 
 class CommandQueue:
@@ -98,6 +110,7 @@ class CommandQueue:
         self.followers = Session(stream=False, text=False)
         self.expected: dict[str, Request] = {}
         self._queue: list[Command] = []
+        self._is_held = False  # by rank 0, for its caller's writes
         self._deadlines: dict[str, float] = {}
 
     def enqueue(self, command: Command) -> None:
@@ -168,6 +181,18 @@ class CommandQueue:
         with self._guarded():
             return self._exchange()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Ranks that `HoldForWeights` holds do what is inside as well."""
+        with self._guarded():
+            yield
+
+    def tell(self, what: Any) -> None:
+        """To ranks that only follow, while `HoldForWeights` holds them; None: what holds them is over."""
+        if self.group.driven and self.group.rank == 0 and self.over is None:
+            with self._guarded():
+                self.group.broadcast(what)
+
     def _exchange(self) -> list[tuple[Command, Any]]:
         """Take part in one broadcast, and again while carrying it out commits a step whose control flag is set."""
         carried_out: list[tuple[Command, Any]] = []
@@ -177,7 +202,12 @@ class CommandQueue:
             for command in self.group.broadcast(commands):
                 carried_out.append((command, self._apply(command)))
             if not self._core.control_flag:
-                return carried_out
+                break
+        if self._is_held:  # not before: the step that was drained may have brought one more broadcast
+            self._is_held = False
+            receive(self._core.model, self.group)
+            self._core.weights_written()
+        return carried_out
 
     def _apply(self, command: Command) -> Any:
         """What a command does on this rank."""
@@ -196,8 +226,10 @@ class CommandQueue:
             core.grammars.share(command.vocabulary)
         elif isinstance(command, HoldForWeights):
             core.drain()
-            if self.group.driven and self.group.rank > 0:
-                core.weights_written()
+            self._is_held = self.group.driven and self.group.rank > 0
+        elif isinstance(command, GatherWeights):
+            weights = NamedWeights(core.model)
+            return [gather(weights, name, self.group) for name in command.names]
         else:
             if isinstance(command, Release) and not command.graphs:
                 core.release_pool()
@@ -246,19 +278,20 @@ class CommandQueue:
     def _guarded(self) -> Iterator[None]:
         if self.over is not None:
             raise EngineClosedError(self.over)
-        outer, self.busy_thread = self.busy_thread, threading.get_ident()
-        try:
-            with self.around(), self.group.together():
-                yield
-        except BaseException:
-            self.over = LOST
+        with held_back():
+            outer, self.busy_thread = self.busy_thread, threading.get_ident()
             try:
-                self.group.drop_graphs()
+                with self.around(), self.group.together():
+                    yield
+            except BaseException:
+                self.over = LOST
+                try:
+                    self.group.drop_graphs()
+                finally:
+                    self.on_break()
+                raise
             finally:
-                self.on_break()
-            raise
-        finally:
-            self.busy_thread = outer
+                self.busy_thread = outer
 
 
 def _asked(request: Request, seed: int) -> tuple:

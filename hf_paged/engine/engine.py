@@ -7,8 +7,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,14 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_paged import at_fork
 from hf_paged.config import PagedConfig
-from hf_paged.engine import everywhere
+from hf_paged.engine import everywhere, interrupts
 from hf_paged.engine.call_counts import CallCounts
 from hf_paged.engine.commands import (
     Build,
     Command,
     CommandQueue,
     End,
+    GatherWeights,
     HoldForWeights,
     Release,
     ResetCache,
@@ -37,7 +38,14 @@ from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.engine.observer import Observer
 from hf_paged.engine.session import NewRequest, Session, is_copy
 from hf_paged.engine.stopping import CachedStopStrings, StopRule, deadline_after
-from hf_paged.errors import EngineClosedError, PrecisionBusyError, Reason, UnsupportedModelError
+from hf_paged.engine.weight_transfer import NewAdapter, NoAdapter, WeightLoader, buckets
+from hf_paged.errors import (
+    EngineClosedError,
+    PartlyLoadedError,
+    PrecisionBusyError,
+    Reason,
+    UnsupportedModelError,
+)
 from hf_paged.kernels.attention import flash_backend
 from hf_paged.models import KVSpec, ModelExecutor, find_executor
 from hf_paged.models.eligibility import reason_under, unsupported_reason
@@ -54,10 +62,12 @@ from hf_paged.options.settings import (
 )
 from hf_paged.options.structured import Structured, read_structured
 from hf_paged.outputs import EngineStats, StepOutput
-from hf_paged.parallel.group import ParallelGroup
+from hf_paged.parallel.adapters import add_adapter, has_adapter, read_adapter, remove_adapter
+from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.peers import connect
 from hf_paged.pictures.cache import CacheView, draw
 from hf_paged.runner.device import DevicePool
+from hf_paged.runner.kv_reads import KVReads
 from hf_paged.runner.weights import ModelMark
 from hf_paged.sampling.sampler import derive_seed
 from hf_paged.scheduler import Scheduler
@@ -266,12 +276,16 @@ class Engine:
 
     @contextmanager
     def session(self, *, stream: bool = False, text: bool = True) -> Iterator[Session]:
-        """A session of one's own; leaving the block ends what is still running in it, whatever happened."""
+        """A session of one's own; leaving the block ends what is still running in it, whatever happened.
+
+        Where ranks hold the model together, Ctrl-C comes between two steps of a session that does not stream.
+        """
         session = Session(stream=stream, text=text)
-        try:
-            yield session
-        finally:
-            self.close_session(session)
+        with nullcontext() if stream else self._uninterrupted():
+            try:
+                yield session
+            finally:
+                self.close_session(session)
 
     def add(self, session: Session, new: NewRequest) -> str:
         """Queue a request whose prompt is checked, for a session; returns its id.
@@ -303,12 +317,13 @@ class Engine:
             new = replace(new, request_id=self._unused_id(new.request_id), stop=stop)
             request = self._core.make_request(new, session)
             if self.group.is_parallel:
-                session.open[request.request_id] = self._commands.expected[request.request_id] = request
                 if new.grammar is not None and self.tokenizer is not None:
                     vocabulary = self._core.grammars.vocabulary(self.tokenizer)
                     if not self._core.grammars.has_shared(vocabulary):
                         self._commands.enqueue(UseVocabulary(vocabulary))
-                self._commands.enqueue(replace(new, grammar=None))  # each rank compiles its own
+                with interrupts.held_back():
+                    session.open[request.request_id] = self._commands.expected[request.request_id] = request
+                    self._commands.enqueue(replace(new, grammar=None))  # each rank compiles its own
             else:
                 self._core.add(request)
             return request.request_id
@@ -355,6 +370,7 @@ class Engine:
             self._look_for_arrivals()
             if self.group.is_parallel:
                 self._commands.step()
+                interrupts.check()
                 return False
             # A streaming caller's code runs between steps, and may have changed the model.
             return not self._core.step(look_at_model=is_streamed)
@@ -626,7 +642,7 @@ class Engine:
                 is sharded by FSDP2, also inside of `hf_paged.gathered`, and while requests run.
             EngineClosedError: the model was disabled.
         """
-        with self._lock.turn() as turn, self._lock.rlock:
+        with self._uninterrupted(), self._lock.turn() as turn, self._lock.rlock:
             turn.leave()
             if self.is_reentrant():
                 raise RuntimeError("weight_update() was entered inside a step or another update of the same engine")
@@ -642,14 +658,151 @@ class Engine:
             self._updating_thread = threading.get_ident()
             try:
                 self._core.follow_stream()
-                yield
+                with interrupts.let_through():
+                    yield
             finally:
                 try:
+                    self._commands.tell(None)
                     self._core.follow_stream()
                     self._core.weights_written()
                 finally:
                     self._updating_thread = None
                     self._run_deferred()
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], *,
+                     partial: bool = False) -> None:
+        """Write new values into the model's weights, in place, as one `weight_update`.
+
+        Args:
+            weights: whole tensors by their names in the unsharded model's `state_dict`, as a dict or as pairs, of which
+                an iterator is drained one at a time; of any float dtype, on any device. Of tied weights one name or
+                both. Names of checkpoints that keep each expert's matrices apart, or leave out the causal LM's prefix,
+                are known, too. An iterator that is this thread's own code may be interrupted, and may not use the
+                engine.
+            partial: some of the model's tensors may be missing, and stay.
+
+        Raises:
+            ValueError, TypeError: a name, shape or dtype that is not the model's, a tensor that is missing, a layer
+                that is quantized. Nothing was written: with a dict, list or tuple always; with an iterator where it was
+                found before the first tensor was.
+            PartlyLoadedError: any error after the first tensor, the iterator's own included; it says what was written.
+            RuntimeError: inside of a step of this engine, of a `weight_update` by another means; a model that its
+                trainer shards.
+        """
+        self._check_holds_weights()
+        sent = self.group.driven or not self.group.is_parallel  # else every rank is given the tensors
+        loader = WeightLoader(self.model, self.group if sent else SINGLE, self._commands.together, partial=partial)
+        pairs = loader.checked(weights) if sent else weights
+        updating = self._updating_thread == threading.get_ident()
+        with nullcontext() if updating else self.weight_update():
+            if sent:
+                loader(pairs)
+            else:
+                self._load_on_every_rank(loader, weights)
+
+    def _load_on_every_rank(self, loader: WeightLoader, weights: Any) -> None:
+        """No rank writes before all have checked what can be, and none succeeds alone."""
+        pairs = self._agreed(lambda: loader.checked(weights), loader)
+        self._agreed(lambda: loader(pairs), loader)
+
+    def _agreed(self, work: Callable[[], Any], loader: WeightLoader | None = None) -> Any:
+        """Done on every rank that runs this script, or raised on all of them."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        if self.group.any(error is not None) and error is None:
+            what = "another rank could not load the weights that it was given"
+            written = () if loader is None else loader.written
+            error = PartlyLoadedError(what, written) if written else ValueError(what)
+        if error is not None:
+            raise error
+        return result
+
+    def load_adapter(self, name: str, adapter: Any, config: Any = None) -> None:
+        """Give the model a LoRA adapter, which rows may name and which is not active; as one `weight_update`.
+
+        Every rank of a sharded model has its part of it. PEFT has to be installed. It takes a LoraConfig whose targets
+        are linear layers of the decoder; those of embeddings, head or experts, and variants (DoRA), are refused.
+
+        Args:
+            name: the adapter's, for `adapter_names` and `adapter_name`.
+            adapter: a directory or hub id of what PEFT saved, or its state dict by PEFT's names.
+            config: a LoraConfig or its dict; needed with a state dict.
+
+        Raises:
+            ValueError, TypeError: the name is taken, or the adapter is none for this model; the model has none of it.
+            RuntimeError: as from `weight_update`; a model that its trainer shards.
+        """
+        self._check_holds_weights()
+        with self.weight_update():
+            if self.group.is_parallel and not self.group.driven:
+                settings, tensors = self._agreed(lambda: read_adapter(name, adapter, config))
+                names = self._agreed(lambda: add_adapter(self.model, name, settings))
+                group = SINGLE
+            else:
+                settings, tensors = read_adapter(name, adapter, config)
+                names, group = add_adapter(self.model, name, settings), self.group
+            is_sent = False
+            try:
+                loader = WeightLoader(self.model, group, self._commands.together, only=frozenset(names))
+                if self.group.is_parallel and not self.group.driven:
+                    self._load_on_every_rank(loader, tensors)
+                else:
+                    pairs = loader.checked(tensors)
+                    is_sent = True
+                    self._commands.tell(NewAdapter(name, settings))
+                    loader(pairs)
+            except BaseException:
+                remove_adapter(self.model, name)
+                if is_sent:
+                    self._commands.tell(NoAdapter(name))
+                raise
+
+    def delete_adapter(self, name: str) -> None:
+        """Take a LoRA adapter off the model, on all its ranks; as one `weight_update`.
+
+        Requests that name it, and have not ended, end with ``finish_reason="error"``.
+
+        Raises:
+            ValueError: the model has no adapter of this name.
+            RuntimeError: as from `load_adapter`.
+        """
+        self._check_holds_weights()
+        if not has_adapter(self.model, name):
+            known = ", ".join(map(repr, self.adapter_names)) or "none, since the model has no adapter"
+            raise ValueError(f"name={name!r:.200}: expected one of {known}")
+        with self.weight_update():
+            remove_adapter(self.model, name)
+            self._commands.tell(NoAdapter(name))
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The unsharded model's `state_dict`, one tensor after the other: names, and whole tensors on the host.
+
+        Tensors have memory of their own, and are brought together in buckets of at most 256 MiB or one tensor. Tied
+        weights come once, by their first name. Requests may run meanwhile, and weights change: a tensor has what was
+        there when its bucket came. Where every rank runs the script each has to go to the end of the iterator, which is
+        empty on ranks > 0.
+
+        Raises:
+            RuntimeError: inside of a step, or a `weight_update`, of this engine; a model that its trainer shards.
+        """
+        self._check_holds_weights()
+        for names in buckets(self.model):
+            with self._uninterrupted(), self._lock.turn(), self._lock.rlock:
+                if self.is_reentrant():
+                    raise RuntimeError("named_weights() was used inside a step or a weight_update() of the same engine")
+                self._check_open()
+                tensors = self._carry_out(GatherWeights(names))
+            for name, tensor in zip(names, tensors, strict=True):
+                if tensor is not None:
+                    yield name, tensor
+
+    def _check_holds_weights(self) -> None:
+        if self.replica is not None:
+            raise RuntimeError("the model's weights are sharded by its trainer: expected them to be read and written "
+                               "there")
 
     def after_step(self, action: Callable[[], None]) -> None:
         """Do it now, or after the step of this engine that this thread is inside."""
@@ -702,6 +855,11 @@ class Engine:
     def model(self) -> PreTrainedModel:
         """The model that this is the engine of."""
         return self._executor.source
+
+    @property
+    def kv_reads(self) -> KVReads:
+        """Bytes of keys and values that attention read so far."""
+        return self._core.pool.reads
 
     @property
     def scheduler(self) -> Scheduler | None:
@@ -962,6 +1120,8 @@ class Engine:
                 self._core.refuse(request, _CANNOT_RUN + reason.with_remedy)
 
     def _carry_out(self, command: Command) -> Any:
+        if self.group.is_parallel and self._updating_thread is not None:
+            raise RuntimeError("a call that all ranks carry out was made inside a weight_update() of the same engine")
         try:
             return self._commands.carry_out(command)
         finally:
@@ -972,9 +1132,13 @@ class Engine:
         while self._deferred:
             self._deferred.pop()()
 
+    def _uninterrupted(self) -> AbstractContextManager[None]:
+        """In here no Ctrl-C leaves this rank at another step than the others."""
+        return interrupts.held_back() if self.group.is_parallel else nullcontext()
+
     def close_session(self, session: Session) -> None:
         """End what is still running in a session."""
-        with self._lock.turn(), self._lock.rlock:
+        with self._uninterrupted(), self._lock.turn(), self._lock.rlock:
             # A call that died before its first request was taken in may have left half of it in the scheduler.
             if not session.open and (self.group.is_parallel or not self._core.dirty):
                 return

@@ -201,6 +201,11 @@ class ParallelGroup:
         dist.all_gather(list(gathered), tensor.contiguous(), group=self._met(self._devices))
         return gathered
 
+    def broadcast_tensor(self, tensor: torch.Tensor) -> None:
+        """Rank 0's values, in place; of a contiguous tensor of the same shape and dtype on every rank."""
+        if self._others_come(tensor):  # bytes, which every backend carries
+            dist.broadcast(tensor.view(torch.uint8), group_src=0, group=self._met(self._devices))
+
     def exchange_rows(self, columns: torch.Tensor) -> torch.Tensor:
         """All rows of this rank's columns [R, V / size] -> all columns of this rank's rows [R / size, V].
 
@@ -253,6 +258,13 @@ class ParallelGroup:
         tensor = torch.tensor([number], dtype=torch.int64, device="cpu")
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.hosts)
         return int(tensor)
+
+    def all_gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+        """Every rank's numbers, equally many, by rank."""
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        every = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(every, own, group=self.hosts)
+        return [tensor.tolist() for tensor in every]
 
     def any(self, flag: bool) -> bool:
         """Does any rank say so?"""

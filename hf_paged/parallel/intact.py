@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from hf_paged.errors import Reason
+from hf_paged.parallel.adapters import is_cut_like_its_layer
 from hf_paged.parallel.group import group_of
 from hf_paged.parallel.layers import Sharded, is_sharded
 
@@ -16,18 +17,21 @@ _LOAD_AGAIN = "A layer was replaced or resized after loading. Change the checkpo
 def broken_part(model: Any) -> Reason | None:
     """Which module makes this rank's part of a causal LM compute something else than a part, or None.
 
-    A tuner's own matrices see a part of the columns, and their product misses the sum over ranks; a layer that is
-    whole, or cut otherwise, does not fit its neighbours.
+    A tuner's own matrices, unless they are cut alike, see a part of the columns, and their product misses the sum over
+    ranks; a layer that is whole, or cut otherwise, does not fit its neighbours.
     """
     group = group_of(model)
     if not group.is_parallel:
         return None
+    matrices: set[int] = set()  # whole ones of adapters whose other matrix is cut
     for name, module in model.named_modules():
         inner = getattr(module, "base_layer", None)
         if inner is not None and is_sharded(inner):
-            return Reason("{} wraps a layer that is sharded over ranks, which its adapter is not: expected a "
-                          "checkpoint that the adapter is merged into (merge_and_unload, then save_pretrained)", name,
-                          remedy="Merge the adapter, save the model, and load that.")
+            if not is_cut_like_its_layer(module):
+                return Reason("{} wraps a layer that is sharded over ranks, which its adapter is not", name,
+                              remedy="Load the adapter by `load_adapter` of the PagedGenerator or Engine, or merge it "
+                                     "and load the merged model.")
+            matrices |= {id(matrix) for key in ("lora_A", "lora_B") for matrix in getattr(module, key).values()}
         if isinstance(module, Sharded):
             if module.group is not group:
                 return Reason("{} is sharded over other ranks than the model", name, remedy=_LOAD_AGAIN)
@@ -35,7 +39,7 @@ def broken_part(model: Any) -> Reason | None:
                 if parameter is not None and tuple(parameter.shape) != (part := module.shard_of(key).part_shape):
                     return Reason("{}.{} has shape {}: expected this rank's part, {}", name, key,
                                   tuple(parameter.shape), part, remedy=_LOAD_AGAIN)
-        elif isinstance(module, (nn.Linear, nn.Embedding)):
+        elif isinstance(module, (nn.Linear, nn.Embedding)) and id(module) not in matrices:
             return Reason("{} is a whole {} in a model that is sharded over ranks", name, type(module).__name__,
                           remedy=_LOAD_AGAIN)
     return None

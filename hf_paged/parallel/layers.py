@@ -33,7 +33,8 @@ class Sharded:
             raise RuntimeError(
                 f"state_dict of {prefix.rstrip('.') or type(self).__name__}, of which rank {self.group.rank} of "
                 f"{self.group.size} holds a part: expected a model that is not sharded (tensor_parallel_size=1, or "
-                "transformers' from_pretrained) to save it; named_parameters() gives this rank's parts"
+                "transformers' from_pretrained) to save it; `named_weights` of the PagedGenerator or Engine gives "
+                "whole tensors, named_parameters() this rank's parts"
             )
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,12 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from hf_paged.parallel.checkpoint import DTYPES, Entry, Piece, catalogue, find_files, read, same
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.layers import ShardedExperts, shard_of
+from hf_paged.parallel.named_weights import ignored_keys
 from hf_paged.parallel.plan import parallelize
 from hf_paged.parallel.shards import Shard
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Of old checkpoints, whose layers each had the frequencies; transformers ignores them as well.
-_IGNORED = (r"rotary_emb\.inv_freq",)
 
 
 def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | None = "auto",
@@ -109,8 +107,7 @@ class _Keys:
         self._prefix = f"{model.base_model_prefix}."
         self._has_prefix = any(key.startswith(self._prefix) for key in entries)
         self._used: set[str] = set()
-        ignored = *_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ())
-        self._ignored = [re.compile(pattern) for pattern in ignored]
+        self._ignored = ignored_keys(model)
         self._tied = bool(model.config.tie_word_embeddings)
 
     def has(self, name: str) -> bool:

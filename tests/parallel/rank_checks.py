@@ -144,3 +144,47 @@ def updated_while_it_runs(group: ParallelGroup, path: str, after: list[int]) -> 
                     model.model.layers[0].self_attn.v_proj.weight.data.neg_()
         hf_paged.disable(model)
     return made
+
+
+def load_weights(group: ParallelGroup, path: str, state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """New weights into an engine on every rank, and what this rank has of them; then a load that rank 1 cannot do."""
+    model = load(path, group, device="cpu")
+    hf_paged.enable(model, num_blocks=64)
+    engine, inputs = hf_paged.get_engine(model), batch([5, 17, 30])
+    model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    engine.load_weights(iter(state.items()))
+    tokens = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False).tolist()
+    result: dict[str, Any] = {"tokens": tokens, "found": dict(engine.named_weights())}
+    try:
+        engine.load_weights(state if group.rank == 0 else [*state])
+    except (TypeError, ValueError, RuntimeError) as error:
+        result |= {"error": type(error).__name__, "message": str(error)}
+    assert model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False).tolist() == tokens
+    hf_paged.disable(model)
+    return result
+
+
+def load_adapter(group: ParallelGroup, path: str, prompts: list[list[int]], count: int) -> dict[str, Any]:
+    """Tokens under an adapter that every rank loads, and without it; then one that a rank alone cannot load."""
+    model = load(f"{path}/base", group, device="cpu")
+    hf_paged.enable(model, num_blocks=64)
+    engine = hf_paged.get_engine(model)
+
+    def made(name: str | None) -> list[list[int]]:
+        config, found = GenerationConfig(max_new_tokens=count), {}
+        asked = [engine.add_request(prompt, config, adapter_name=name) for prompt in prompts]
+        while engine.has_unfinished():
+            found.update((o.request_id, o.completion.token_ids) for o in engine.step() if o.completion)
+        return [found[i] for i in asked]
+
+    engine.load_adapter("red", f"{path}/red")
+    result: dict[str, Any] = {"rank": group.rank, "tokens": made("red")}
+    try:
+        engine.load_adapter("blue", f"{path}/blue" if group.rank == 0 else 3)
+    except (TypeError, ValueError) as error:
+        result["error"] = type(error).__name__
+    assert engine.adapter_names == ("red",) and made("red") == result["tokens"]
+    engine.delete_adapter("red")
+    result["base"] = made(None)
+    hf_paged.disable(model)
+    return result

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from support import random_prompts, tiny_model
 
-from hf_paged import PagedGenerator, disable
+from hf_paged import PagedGenerator, PartlyLoadedError, disable
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.parallel import launch
 
@@ -137,6 +137,28 @@ def test_a_killed_worker_and_an_interrupt(checkpoint, monkeypatch):
         assert generator._workers[0]._state.died.wait(SOON)
         engine = generator.engine
     assert engine.stats().num_blocks == 0  # closing frees everything, and has no news for anybody
+    assert_gone([process])
+
+
+def test_a_worker_that_dies_while_weights_are_loaded(checkpoint):
+    """The loader's own code is no step, and may take longer than rank 0 has to get out of one."""
+    generator, [process] = start(checkpoint)
+    state = tiny_model(vocab_size=VOCAB).state_dict()
+
+    def weights():
+        for i, item in enumerate(state.items()):
+            if i == 3:
+                os.kill(process, signal.SIGKILL)
+                time.sleep(launch._STUCK + 1)
+            yield item
+
+    with pytest.raises(PartlyLoadedError, match="SIGKILL") as caught:
+        generator.load_weights(weights())
+    assert isinstance(caught.value.__cause__, WorkerDiedError)
+    assert caught.value.written == tuple(state)[:3]
+    with pytest.raises((EngineClosedError, WorkerDiedError)):
+        next(generator.named_weights())
+    generator.close()
     assert_gone([process])
 
 

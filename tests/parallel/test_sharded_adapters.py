@@ -45,7 +45,7 @@ def test_a_ranks_part_is_recognised_with_its_own_sizes(variant: str, tmp_path: P
     assert unsupported_reason(adapter) is None
     assert (adapter.group.rank, adapter.group.size) == (1, 2) and other.group is SINGLE
     assert (adapter.kv_spec().num_kv_heads, other.kv_spec().num_kv_heads) == (1, 2)
-    assert adapter.kv_spec()._replace(num_kv_heads=2) == other.kv_spec()
+    assert adapter.kv_spec()._replace(num_kv_heads=2, num_heads=4) == other.kv_spec()
     assert adapter.vocab_size == other.vocab_size == 250
     assert adapter.step_bytes(100, 8) < other.step_bytes(100, 8)
     hidden = torch.randn(3, 64)

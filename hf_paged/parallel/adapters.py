@@ -1,0 +1,159 @@
+"""LoRA adapters of PEFT on a model of which each rank holds a part.
+
+PEFT's layers stay what they are. Of a layer that is cut by rows, B is cut by the same rows; of one that is cut by
+columns, A is, and what A makes is added up over the ranks before B reads it, so that every rounding is stock's but for
+that sum's. The matrices are layers of `parallel.layers`, which know their part of the whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_paged.parallel.layers import ColumnParallelLinear, RowParallelLinear, Sharded
+
+_MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.(?:(.+)\.)?(weight|bias)")
+_KIND = "peft.tuners.lora.layer.Linear"
+# Fields of a LoraConfig that ask for more than two matrices beside a linear layer.
+_BEYOND = ("modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication", "use_dora")
+_REMEDY = "expected a LoraConfig over linear layers of the decoder; merge the adapter into the checkpoint otherwise"
+
+
+def read_adapter(name: Any, adapter: Any, config: Any) -> tuple[Any, list[tuple[str, torch.Tensor]]]:
+    """A LoraConfig, and the adapter's tensors by the names that they will have in the model.
+
+    Args:
+        name: of the adapter.
+        adapter: a directory or hub id of an adapter that PEFT saved, or its state dict, by PEFT's names.
+        config: a LoraConfig, or its dict; None: the one beside the weights.
+
+    Raises:
+        ValueError, TypeError: a name, config or tensor that is none for this; says which.
+    """
+    import peft
+
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r:.200}: expected a str")
+    if not name or "." in name or name == "__base__":
+        raise ValueError(f"name={name!r:.200}: expected a name without dots, and another than '__base__'")
+    if isinstance(adapter, (str, os.PathLike)):
+        config = peft.PeftConfig.from_pretrained(str(adapter)) if config is None else config
+        adapter = peft.load_peft_weights(str(adapter), device="cpu")
+    if not isinstance(adapter, Mapping):
+        raise TypeError(f"adapter: expected a directory or a dict of tensors, got {type(adapter).__name__}")
+    config = peft.LoraConfig(**config) if isinstance(config, Mapping) else config
+    if type(config) is not peft.LoraConfig:
+        raise TypeError(f"config: expected a LoraConfig of the adapter, got {type(config).__name__}")
+    if asked := [field for field in _BEYOND if getattr(config, field, None)]:
+        raise ValueError(f"config.{asked[0]}={getattr(config, asked[0])!r:.200}: {_REMEDY}")
+    tensors = []
+    for key, tensor in adapter.items():
+        match = _MATRIX.fullmatch(str(key))
+        if match is None or match[3] not in (None, name):
+            raise ValueError(f"{key!r} of the adapter is neither lora_A nor lora_B of a linear layer: {_REMEDY}")
+        tensors.append((f"{match[1]}.{match[2]}.{name}.{match[4]}", tensor))
+    return config, tensors
+
+
+def add_adapter(model: Any, name: str, config: Any) -> list[str]:
+    """Put the matrices of a new adapter, without values, beside the layers that its config names; it is not active.
+
+    Returns:
+        The names of its tensors.
+
+    Raises:
+        ValueError: the name is taken, or the config asks for something else than matrices beside linear layers of the
+            decoder. The model is as it was.
+    """
+    import peft
+
+    before = {id(layer): layer.active_adapters for _, layer in _lora_layers(model)}
+    if any(name in _held(layer) for _, layer in _lora_layers(model)) or name in getattr(model, "peft_config", {}):
+        raise ValueError(f"name={name!r}: the model has an adapter of this name: expected another, or delete_adapter")
+    gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    config = copy.deepcopy(config)
+    config.inference_mode = True
+    names = []
+    try:
+        peft.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
+        for path, layer in _lora_layers(model):
+            layer._active_adapter = before.get(id(layer), [])
+            if name in _held(layer):
+                _cut(path, layer, name)
+                names += [f"{path}.{key}.{name}.{kind}" for key in ("lora_A", "lora_B")
+                          for kind, _ in getattr(layer, key)[name].named_parameters()]
+    except BaseException:
+        remove_adapter(model, name)
+        raise
+    finally:
+        for parameter, gradient in gradients:
+            parameter.requires_grad_(gradient)
+    return names
+
+
+def remove_adapter(model: Any, name: str) -> None:
+    """Take an adapter off every layer; what has no other is the layer again that it was before the first."""
+    for path, layer in list(_lora_layers(model)):
+        if name in _held(layer):
+            layer.delete_adapter(name)
+            if not _held(layer):
+                owner, _, key = path.rpartition(".")
+                setattr(model.get_submodule(owner), key, layer.base_layer)
+    configs = getattr(model, "peft_config", {})
+    configs.pop(name, None)
+    if not configs and "peft_config" in vars(model):
+        del model.peft_config
+
+
+def has_adapter(model: Any, name: str) -> bool:
+    """Has any layer matrices of this name?"""
+    return any(name in _held(layer) for _, layer in _lora_layers(model))
+
+
+def is_cut_like_its_layer(layer: Any) -> bool:
+    """Are the matrices of all adapters of a LoRA layer cut as the sharded layer inside is, by `add_adapter`?"""
+    kinds = {ColumnParallelLinear: (nn.Linear, ColumnParallelLinear), RowParallelLinear: (RowParallelLinear, nn.Linear)}
+    expected = kinds.get(type(layer.base_layer))
+    if expected is None or _full_name(layer) != _KIND or layer.merged_adapters or getattr(layer, "lora_variant", {}):
+        return False
+    return all((type(layer.lora_A[name]), type(layer.lora_B[name])) == expected for name in layer.lora_A)
+
+
+def _lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((path, module) for path, module in model.named_modules() if "lora_A" in module._modules)
+
+
+def _held(layer: Any) -> set[str]:
+    return {*layer.lora_A, *layer.lora_embedding_A}
+
+
+def _full_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _cut(path: str, layer: Any, name: str) -> None:
+    """Give the matrices of a new adapter, which are on the meta device, memory for this rank's part of them."""
+    base = layer.base_layer
+    known = type(base) in (nn.Linear, ColumnParallelLinear, RowParallelLinear)
+    if _full_name(layer) != _KIND or not known or name in getattr(layer, "lora_variant", {}):
+        what = f"{path}, a {_full_name(layer)} over a {type(base).__name__},"
+        raise ValueError(f"{what} cannot have an adapter of this kind here: {_REMEDY}")
+    down, up = layer.lora_A[name], layer.lora_B[name]
+    kind = {"device": "meta", "dtype": torch.float32}  # as PEFT keeps adapters, whatever they were saved in
+    rank, has_bias = down.out_features, up.bias is not None
+    down, up = nn.Linear(base.in_features, rank, False, **kind), nn.Linear(rank, base.out_features, has_bias, **kind)
+    if isinstance(base, Sharded):
+        shard = base.shard_of("weight")
+        [part] = shard.ranges
+        if isinstance(base, ColumnParallelLinear):
+            up = ColumnParallelLinear(nn.Linear(rank, shard.shape[0], has_bias, **kind), base.group, part)
+        else:
+            down = RowParallelLinear(nn.Linear(shard.shape[1], rank, False, **kind), base.group, part)
+    for key, matrix in (("lora_A", down), ("lora_B", up)):
+        getattr(layer, key)[name] = matrix.to_empty(device=base.weight.device).requires_grad_(False).eval()

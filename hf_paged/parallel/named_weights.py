@@ -1,0 +1,269 @@
+"""Whole weights under the names of checkpoints, and the part of each that a rank holds: writing them, and reading them.
+
+The names are those of the unsharded model's `state_dict`, and of checkpoints that keep the matrices of experts apart or
+leave out the causal LM's prefix. With one rank the part is the whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_paged.parallel.group import ParallelGroup
+from hf_paged.parallel.layers import Sharded, is_sharded
+from hf_paged.parallel.shards import Shard
+
+# What travels at a time, and what ranks have of it in memory.
+CHUNK_BYTES = 64 << 20
+# Of old checkpoints, whose layers each had the frequencies; transformers ignores them as well.
+_IGNORED = (r"rotary_emb\.inv_freq",)
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+_EXPERT = re.compile(r"(?P<experts>.+)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
+_PARTS = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0)}
+
+
+class Covers(NamedTuple):
+    """What of the model a tensor of a checkpoint is: a tensor by its first name, or one matrix of an expert in it."""
+
+    name: str
+    expert: int | None = None
+    part: int = 0
+
+
+class Place(NamedTuple):
+    """Where a tensor of a checkpoint goes on this rank: into `data`, that part of it that `shard` says.
+
+    `covers`: two names of tied weights cover the same.
+    """
+
+    data: torch.Tensor
+    shard: Shard
+    covers: Covers
+
+    def chunks(self, most_bytes: int) -> Iterator[tuple[int, int]]:
+        """[start, stop) of rows of the whole tensor of which a chunk takes at most so many bytes, or is one row."""
+        rows = self.shard.shape[0]
+        row_bytes = self.data.element_size() * int(torch.Size(self.shard.shape[1:]).numel())
+        step = max(1, most_bytes // max(1, row_bytes))
+        return ((start, min(start + step, rows)) for start in range(0, rows, step))
+
+    def pairs(self, first: int, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pieces of `data` and what belongs there of the whole tensor's `rows` from row `first` on."""
+        dim, offset = self.shard.dim, 0
+        for start, stop in self.shard.ranges:
+            if dim:
+                own = self.data[first : first + len(rows)].narrow(dim, offset, stop - start)
+                yield own, rows.narrow(dim, start, stop - start)
+            elif (low := max(start, first)) < (high := min(stop, first + len(rows))):
+                yield self.data[offset + low - start : offset + high - start], rows[low - first : high - first]
+            offset += stop - start
+
+
+class NamedWeights:
+    """The tensors of a causal LM's `state_dict` on this rank, by name; made anew for every use."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._ignored = ignored_keys(model)
+        self._modules: dict[str, tuple[nn.Module, str]] = {}
+        self._names: dict[int, str] = {}  # by id of the tensor; of tied ones the first
+        for path, module in model.named_modules():
+            for key, tensor in _own_tensors(module):
+                name = f"{path}.{key}" if path else key
+                self._modules[name] = module, key
+                self._names.setdefault(id(tensor), name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Names in the order of `state_dict`, those of tied weights once."""
+        return iter(self._names.values())
+
+    def is_ignored(self, name: str) -> bool:
+        """A tensor of old checkpoints that transformers passes over as well."""
+        return any(pattern.search(name) for pattern in self._ignored)
+
+    def place(self, name: str) -> Place:
+        """Raises ValueError: no such name, or a tensor that cannot be written by it."""
+        if (found := self._find(name)) is None and (of_expert := _EXPERT.fullmatch(name)) is not None:
+            return self._place_of_expert(name, of_expert)
+        if found is None:
+            near = difflib.get_close_matches(name, self._modules, 1)
+            raise ValueError(f"{name!r} is no tensor of the model: expected names as in its state_dict, such as "
+                             f"{near[0] if near else next(iter(self._modules))!r}")
+        module, key, tensor = found
+        _check_plain(name, module)
+        shard, data = _shard_of(module, key, tensor), tensor.data
+        if not data.ndim:
+            shard, data = Shard.whole((1,)), data.view(1)
+        return Place(data, shard, Covers(self._names[id(tensor)]))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor; ValueError as from `place`."""
+        found = self._find(name)
+        return tuple(found[2].shape) if found is not None and not found[2].ndim else self.place(name).shard.shape
+
+    def nbytes(self, name: str) -> int:
+        """Of the whole tensor."""
+        tensor = self.tensor(name)
+        size = self.place(name).shard.shape if self.is_cut(name) else tensor.shape
+        return int(torch.Size(size).numel()) * tensor.element_size()
+
+    def is_cut(self, name: str) -> bool:
+        """Do ranks hold parts of it?"""
+        return is_sharded(self._modules[name][0])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """This rank's part, as it lies in the model."""
+        tensor: torch.Tensor = getattr(*self._modules[name])
+        return tensor.detach()
+
+    def missing(self, covered: Collection[Covers]) -> list[str]:
+        """Names of what these do not cover, of tied weights the first, of experts' matrices the one that has all."""
+        counts = Counter(covers.name for covers in covered)
+        whole = {covers.name for covers in covered if covers.expert is None}
+        return [name for name in self if name not in whole and (
+            not counts[name] or counts[name] < len(self.tensor(name)) * (2 if name.endswith(".gate_up_proj") else 1))]
+
+    def _find(self, name: str) -> tuple[nn.Module, str, torch.Tensor] | None:
+        for known in (name, f"{self._model.base_model_prefix}.{name}"):
+            if (found := self._modules.get(known)) is not None:
+                return *found, getattr(*found)
+        return None
+
+    def _place_of_expert(self, name: str, match: re.Match) -> Place:
+        """Of one expert's gate, up or down matrix, where the model keeps those of all experts in one tensor."""
+        key, part = _PARTS[match["part"]]
+        found = self._find(f"{match['experts']}.{key}")
+        if found is None or not _keeps_gates_above_ups(found[0]):
+            raise ValueError(f"{name!r} is no tensor of the model: expected names as in its state_dict")
+        module, _, tensor = found
+        _check_plain(name, module)
+        shard, index = _shard_of(module, key, tensor), int(match["index"])
+        if index >= len(tensor):
+            raise ValueError(f"{name!r}: expected one of {len(tensor)} experts")
+        _, height, width = shard.shape
+        inner = height // 2 if key == "gate_up_proj" else height
+        if shard.dim == 0:  # all of it, on this rank
+            shard = Shard(shard.shape, 1, tuple((p * inner, (p + 1) * inner) for p in range(height // inner)))
+        start, stop = shard.ranges[part]
+        data = tensor.data[index].narrow(shard.dim - 1, part * (stop - start), stop - start)
+        own = Shard((inner, width), shard.dim - 1, ((start - part * inner, stop - part * inner),))
+        return Place(data, own, Covers(self._names[id(tensor)], index, part))
+
+
+def ignored_keys(model: Any) -> list[re.Pattern]:
+    """Of tensors that a checkpoint may hold and the model has no use for, as transformers sees it."""
+    return [re.compile(pattern) for pattern in (*_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ()))]
+
+
+def check_tensor(name: object, tensor: object, weights: NamedWeights) -> None:
+    """Raise ValueError or TypeError where this pair is none that can be written."""
+    if not isinstance(name, str):
+        raise TypeError(f"weights: expected pairs of a name and a tensor, got {type(name).__name__} for the name")
+    if type(tensor) not in _PLAIN or getattr(tensor, "is_meta", False):
+        found = f"a {type(tensor).__name__}" + (" without memory" if getattr(tensor, "is_meta", False) else "")
+        raise TypeError(f"{name!r} is {found}: expected a torch.Tensor with the whole weight (of a DTensor: "
+                        "full_tensor())")
+    assert isinstance(tensor, torch.Tensor)
+    shape = weights.shape(name)
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}: expected {shape}")
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        raise ValueError(f"{name!r} is {tensor.dtype}: expected a dtype of 16 bits or more")
+
+
+def write(place: Place, tensor: torch.Tensor | None, group: ParallelGroup, *, compare: bool = False) -> bool:
+    """Write this rank's part of a whole tensor; True where it was there already, on all ranks, if that was asked for.
+
+    Args:
+        tensor: of any float dtype, on any device. None, on ranks > 0: the one that rank 0 gives; every rank calls.
+        group: over which it is sent; `SINGLE` where each rank has it.
+        compare: look only, and leave what is there.
+    """
+    same = True
+    with torch.no_grad():
+        for start, stop in place.chunks(CHUNK_BYTES):
+            shape = (stop - start, *place.shard.shape[1:])
+            if tensor is not None and not group.is_parallel:
+                rows = tensor.reshape(place.shard.shape)[start:stop]
+            else:
+                rows = torch.empty(shape, dtype=place.data.dtype, device=place.data.device)
+                if tensor is not None:
+                    rows.copy_(tensor.reshape(place.shard.shape)[start:stop])
+                group.broadcast_tensor(rows)
+            for own, given in place.pairs(start, rows):
+                if compare:
+                    same = same and torch.equal(own, given.to(own.device, own.dtype))
+                else:
+                    own.copy_(given)
+    return not group.any(not same) if compare else same
+
+
+def gather(weights: NamedWeights, name: str, group: ParallelGroup) -> torch.Tensor | None:
+    """A whole weight on rank 0's host, as memory of its own; None on other ranks. Every rank calls."""
+    tensor = weights.tensor(name)
+    if not weights.is_cut(name):
+        return tensor.to("cpu", copy=True) if group.rank == 0 else None
+    shard = weights.place(name).shard
+    whole = torch.empty(shard.shape, dtype=tensor.dtype, device="cpu") if group.rank == 0 else None
+    edges = group.all_gather_numbers([edge for pair in shard.ranges for edge in pair])
+    part = Place(tensor, Shard.whole(tuple(tensor.shape)), Covers(name))
+    for first, end in part.chunks(CHUNK_BYTES // group.size):
+        rows = group.all_gather(tensor[first:end].contiguous().view(torch.uint8)).view(tensor.dtype)
+        if whole is not None:
+            for data, of_rank in zip(rows, edges, strict=True):
+                ranges = tuple(zip(of_rank[::2], of_rank[1::2], strict=True))
+                _put_back(Place(data, Shard(shard.shape, shard.dim, ranges), Covers(name)), first, whole)
+    return whole
+
+
+def _put_back(part: Place, first: int, whole: torch.Tensor) -> None:
+    """`part.data`, a rank's rows from row `first` of its part on, to their places in the whole; padding has none."""
+    offset = 0
+    for start, stop in part.shard.ranges:
+        size = stop - start
+        if part.shard.dim:
+            whole[first : first + len(part.data)].narrow(part.shard.dim, start, size).copy_(
+                part.data.narrow(part.shard.dim, offset, size))
+        elif (low := max(offset, first)) < (high := min(offset + size, first + len(part.data))):
+            whole[start + low - offset : start + high - offset].copy_(part.data[low - first : high - first])
+        offset += size
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's own tensors of its state_dict, in its order."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            yield key, parameter
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in module._non_persistent_buffers_set:
+            yield key, buffer
+
+
+def _shard_of(module: nn.Module, key: str, tensor: torch.Tensor) -> Shard:
+    if isinstance(module, Sharded):
+        return module.shard_of(key)
+    return Shard.whole(tuple(tensor.shape)) if tensor.ndim else Shard((), 0, ())
+
+
+def _keeps_gates_above_ups(module: Any) -> bool:
+    """Gates above ups, and each expert's matrices as a linear layer has them?"""
+    gate_up, down = (getattr(module, key, None) for key in ("gate_up_proj", "down_proj"))
+    if gate_up is None or down is None or not gate_up.ndim == down.ndim == 3:
+        return False
+    return bool(gate_up.shape[1] == 2 * down.shape[2] and gate_up.shape[2] == down.shape[1])
+
+
+def _check_plain(name: str, module: nn.Module) -> None:
+    """Raise ValueError where a module keeps its weight in another form than as the numbers that it computes with."""
+    for key, tensor in _own_tensors(module):
+        if type(tensor) not in _PLAIN or not tensor.is_floating_point() or tensor.element_size() == 1:
+            kind = type(tensor).__name__ if type(tensor) not in _PLAIN else tensor.dtype
+            raise ValueError(f"{name!r} is of a quantized or distributed layer ({type(module).__name__}, whose {key} "
+                             f"is {kind}): expected a layer that holds its weight in floats of 16 bits or more; load "
+                             "the model unquantized to update its weights")
