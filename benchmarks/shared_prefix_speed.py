@@ -64,7 +64,7 @@ class Variant(NamedTuple):
     """What `--sweep` tries: tiles, and constants of the planning."""
 
     config: GroupedConfig
-    min_split: int = grouped_work.MIN_GROUP_SPLIT
+    min_long_split: int = grouped_work.MIN_LONG_SPLIT
     tile_cost: float = grouped_work.TILE_COST
 
 
@@ -176,7 +176,7 @@ def sweep_rows(seconds: float) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"shape": str(shape), "row by row us": row_by_row(inputs) * 1e6}
         tried = []
         for variant in VARIANTS:
-            grouped_work.MIN_GROUP_SPLIT, grouped_work.TILE_COST = variant[1:]
+            grouped_work.MIN_LONG_SPLIT, grouped_work.TILE_COST = variant[1:]
             grouped_work.MIN_SAVED_SHARE = 0.0  # to see where it should be
             work = work_of(inputs, variant.config)
             if work is None or time.perf_counter() > end:

@@ -5,7 +5,7 @@
 Random weights of published shapes ("tiny": two small layers, for a CPU) and a vocabulary of as many words, since
 neither weights nor words matter. The schema is an array that is not complete before `--tokens`, so that every row
 makes as many tokens as a row without. Prompts of 64 tokens, greedy; medians after a warm-up run.
-Limits: "schema" at least 0.85 of "plain"; "rows beside" at least 0.95 of "twice the rows".
+Aims: "schema" at least 0.85 of "plain"; "rows beside" at least 0.95 of "twice the rows".
 """
 
 from __future__ import annotations

@@ -400,14 +400,17 @@ PREFIXES = [
     PackageMutation(WORK, "    if parts <= most:\n", "    if True:\n", WORK_TESTS, "parts_run_out"),
     PackageMutation(WORK, "if pieces is not None:\n        groups =", "if False:\n        groups =", WORK_TESTS,
                     "fixed_pieces"),
-    PackageMutation(WORK, "if choice.saved_positions < MIN_SAVED_SHARE *", "if 0 > MIN_SAVED_SHARE *", WORK_TESTS,
+    PackageMutation(WORK, "MIN_SAVED_SHARE * _num_read(own, choice)", "0.0", WORK_TESTS,
                     "saves_little"),
     PackageMutation(GROUPED, "tl.min(tl.where(live, row_begin, end), 0)", "tl.max(tl.where(live, row_begin, 0), 0)",
                     GROUPED_TESTS, "several_tiles"),
     PackageMutation(GROUPED, "                readable = readable & (position[None, :] >= row_begin[:, None])\n",
                     "                pass\n", GROUPED_TESTS, "several_tiles"),
-    PackageMutation(GROUPED, "top = tl.where(part < 0, tl.maximum(sink, -3.0e38), top)",
-                    "top = tl.maximum(sink, -3.0e38)", GROUPED_TESTS, "random_trees"),
+    PackageMutation(GROUPED, "tl.where(part < 0, tl.maximum(sink, -3.0e38), top)\n        total = tl.where(part < 0,"
+                    " 1.0, total)", "tl.maximum(sink, -3.0e38)\n        total += 1.0", GROUPED_TESTS,
+                    "several_tiles"),
+    PackageMutation("runner/attention_inputs.py", "window is None or longest <= window", "True",
+                    "runner/test_attention_inputs.py", "windows"),
     PackageMutation(GROUPED, "        top = tl.maximum(sink, -3.0e38)\n        total += 1.0\n",
                     "        top = tl.maximum(sink, -3.0e38)\n", GROUPED_TESTS, "several_tiles"),
     PackageMutation(GROUPED, "        acc = acc * rescale[:, None] + tl.sum(values *", "        acc += tl.sum(values *",
@@ -574,6 +577,56 @@ AWAITED = [
                     ASYNC_TESTS, "all_copies"),
 ]
 
+# Traces, pictures and the command line.
+LIVES, TRACE_TESTS = "tracing/lives.py", "tracing/test_trace.py"
+CACHE_PICTURE, CACHE_PICTURE_TESTS, CHECK_TESTS = "pictures/cache.py", "pictures/test_cache.py", "cli/test_check.py"
+OBSERVED = [
+    PackageMutation(LIVES, "life.sequence.status is Status.WAITING:", "False:", TRACE_TESTS, "preempted_requests"),
+    PackageMutation(LIVES, "                life.phase, life.since = \"queued\", at\n", "", TRACE_TESTS, "interrupt"),
+    PackageMutation("tracing/trace_file.py", "        self._is_open, self._lines = False, []\n", "", TRACE_TESTS,
+                    "fork"),
+    PackageMutation("tracing/trace.py", "        everywhere.unwatch_all(watch)\n", "", TRACE_TESTS, "nobody_traces"),
+    PackageMutation("engine/everywhere.py", "        engine.watch(observer)\n", "        pass\n", TRACE_TESTS,
+                    "other_engines_and_threads"),
+    PackageMutation(CACHE_PICTURE, "    colors[view.users > 1] = _SHARED\n", "", CACHE_PICTURE_TESTS, "has_its_color"),
+    PackageMutation("pictures/stats_html.py", "<td class=\"why\">{escape(reason)}</td>",
+                    "<td class=\"why\">{reason}</td>", "pictures/test_stats_html.py", "names_are_text"),
+    PackageMutation("integration/preview.py", "    model.tie_weights()  #", "    #", CHECK_TESTS, "config_alone"),
+    PackageMutation("cli/openai_client.py", "None if is_whole else", "None if True else", "cli/test_sweep.py",
+                    "answers_that_fail"),
+    PackageMutation("integration/trainer_callback.py", "now.calls[path].num_calls - before.calls[path].num_calls",
+                    "now.calls[path].num_calls", "integration/test_trainer_callback.py", "since_the_last"),
+    PackageMutation("engine/engine.py", "        if not self._executor.has_source:  # nobody can use it any more\n"
+                    "            return\n", "", "test_at_fork.py", "every_lock"),
+]
+
+# What decode steps read, and rows that begin with the same blocks.
+READS, GROUP_TESTS = "runner/kv_reads.py", "engine/test_prefix_groups.py"
+SHARED_READS = [
+    PackageMutation(READS, "start if window is None else np.minimum(start, window - 1)", "start", GROUP_TESTS,
+                    "window_is_counted"),
+    PackageMutation(READS, "saved_positions * self._num_layers.get(None, 0)",
+                    "saved_positions * sum(self._num_layers.values())", GROUP_TESTS, "window_is_counted"),
+    PackageMutation("runner/model_runner.py", "        self._count_reads(plan)\n        return Computed(",
+                    "        return Computed(", GROUP_TESTS, "bytes_that_decode"),
+]
+
+# What Prometheus is told.
+RECORDER, RECORDER_TESTS = "monitoring/recorder.py", "monitoring/test_recorder.py"
+METRICS = [
+    PackageMutation(RECORDER, "            self._give_up(self._tenants.index(sequence))\n", "            pass\n",
+                    RECORDER_TESTS, "one_by_one"),
+    PackageMutation(RECORDER, "            self._latest[slots] = now\n", "", RECORDER_TESTS, "one_by_one"),
+    PackageMutation(RECORDER, "if request is not None and request.sequence is tenant and not np.isnan(time):",
+                    "if request is not None and not np.isnan(time):", RECORDER_TESTS, "one_by_one"),
+    PackageMutation("monitoring/histogram.py", "if values.size and values.min() == (most := values.max()):",
+                    "if values.size and (most := values.max()):", RECORDER_TESTS, "one_value_after"),
+    PackageMutation("monitoring/work.py", "pairs = float(start @ num_new + (num_new * (num_new + 1.0)).sum() / 2)",
+                    "pairs = float(start @ num_new)", "monitoring/test_work.py", "products"),
+    PackageMutation("monitoring/families.py", "usable = max(stats.num_blocks - 1, 0)", "usable = stats.num_blocks",
+                    "monitoring/test_registry.py", "waits_and_why"),
+]
+
 # Over ranks: weights by name, adapters, and SIGINT between two steps.
 NAMED, NAMED_TESTS = "parallel/named_weights.py", "parallel/test_named_weights.py"
 TRANSFER, TRANSFER_TESTS = "engine/weight_transfer.py", "engine/test_load_weights.py"
@@ -602,32 +655,6 @@ OVER_RANKS = [
                     "every_row and process"),
     PackageMutation(NAMED, "rows.copy_(tensor.reshape(place.shard.shape)[start:stop])", "rows.zero_()",
                     "parallel/test_load_weights_over_ranks.py", "come_back_whole"),
-]
-
-# What decode steps read, and rows that begin with the same blocks.
-READS, GROUP_TESTS = "runner/kv_reads.py", "engine/test_prefix_groups.py"
-SHARED_READS = [
-    PackageMutation(READS, "start if window is None else np.minimum(start, window - 1)", "start", GROUP_TESTS,
-                    "window_is_counted"),
-    PackageMutation(READS, "saved_positions * self._num_layers.get(None, 0)",
-                    "saved_positions * sum(self._num_layers.values())", GROUP_TESTS, "window_is_counted"),
-    PackageMutation("runner/model_runner.py", "        self._count_reads(plan)\n        return Computed(",
-                    "        return Computed(", GROUP_TESTS, "bytes_that_decode"),
-]
-
-RECORDER, RECORDER_TESTS = "monitoring/recorder.py", "monitoring/test_recorder.py"
-METRICS = [
-    PackageMutation(RECORDER, "            self._give_up(self._tenants.index(sequence))\n", "            pass\n",
-                    RECORDER_TESTS, "one_by_one"),
-    PackageMutation(RECORDER, "            self._latest[slots] = now\n", "", RECORDER_TESTS, "one_by_one"),
-    PackageMutation(RECORDER, "if request is not None and request.sequence is tenant and not np.isnan(time):",
-                    "if request is not None and not np.isnan(time):", RECORDER_TESTS, "one_by_one"),
-    PackageMutation("monitoring/histogram.py", "if values.size and values.min() == (most := values.max()):",
-                    "if values.size and (most := values.max()):", RECORDER_TESTS, "one_value_after"),
-    PackageMutation("monitoring/work.py", "pairs = float(start @ num_new + (num_new * (num_new + 1.0)).sum() / 2)",
-                    "pairs = float(start @ num_new)", "monitoring/test_work.py", "products"),
-    PackageMutation("monitoring/families.py", "usable = max(stats.num_blocks - 1, 0)", "usable = stats.num_blocks",
-                    "monitoring/test_registry.py", "waits_and_why"),
 ]
 
 PACKAGE_MUTATIONS = [

@@ -79,8 +79,9 @@ class Stop:
     """Rank 0 ends its engine: the ranks that follow it are done."""
 
 
-Command = (NewRequest | End | Build | ResetCache | HoldForWeights | GatherWeights | UseVocabulary | Release
-           | Stop)
+Command = (
+    NewRequest | End | Build | ResetCache | HoldForWeights | GatherWeights | UseVocabulary | Release | Stop
+)
 
 
 class CommandQueue:

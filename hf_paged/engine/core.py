@@ -715,7 +715,7 @@ class EngineCore:
         self.pool.runner.prepare()
         before, self._state_key = self._state_key, self._executor.state_key()
         if self._state_key != before:
-            self.runner.reads.use(self.runner.spec, self._executor.windows())
+            self.runner.look_at_windows()
         if before and self._state_key != before:
             self._guard.found_change()
         for batch in self.batches if self._state_key != before else ():

@@ -67,6 +67,7 @@ from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.peers import connect
 from hf_paged.pictures.cache import CacheView, draw
 from hf_paged.runner.device import DevicePool
+from hf_paged.runner.kv_reads import KVReads
 from hf_paged.runner.weights import ModelMark
 from hf_paged.sampling.sampler import derive_seed
 from hf_paged.scheduler import Scheduler
@@ -854,6 +855,11 @@ class Engine:
     def model(self) -> PreTrainedModel:
         """The model that this is the engine of."""
         return self._executor.source
+
+    @property
+    def kv_reads(self) -> KVReads:
+        """Bytes of keys and values that attention read so far."""
+        return self._core.pool.reads
 
     @property
     def scheduler(self) -> Scheduler | None:

@@ -48,8 +48,8 @@ class PagedStatsCallback(TrainerCallback):
         if before is None or self._engine is not engine:
             return  # nothing to compare with
         figures: dict[str, float] = activity(before, now, max(self._at - since, 1e-9))._asdict()
-        for path, counted in now.calls.items():
-            figures[f"calls_{path}"] = counted.num_calls - before.calls[path].num_calls
+        for path in now.calls:
+            figures[f"calls_{path}"] = now.calls[path].num_calls - before.calls[path].num_calls
         found = {PREFIX + name: float(value) for name, value in figures.items()}
         logs.update(found)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import torch
 
@@ -23,6 +25,7 @@ class AttentionInputs:
         self.backend = backend
         self._spec, self._state, self._max_model_len = spec, state, max_model_len
         self.saved_positions = 0  # that the decode rows planned last do not read again, in one layer without a window
+        self._windows: Counter[int | None] = Counter()
         # Of the last step with groups, which are the same objects as long as they hold the same.
         self._chosen: tuple[PrefixGroups, int, GroupChoice | None] | None = None
 
@@ -38,12 +41,24 @@ class AttentionInputs:
         """
         self.saved_positions = 0
         if groups is not None and (choice := self._choice(groups, len(slots))) is not None:
-            plan = plan_groups(seq_lens, slots, choice)
+            plan = plan_groups(seq_lens, slots, choice, self._share_of_layers(seq_lens))
             if plan is not None:
                 self.saved_positions = choice.saved_positions
                 return plan
         spec = self._spec
         return self.backend.plan(seq_lens, slots, spec.num_kv_heads, spec.head_dim, spec.cache_dtype, spec.device)
+
+    def use_windows(self, windows: tuple[int | None, ...]) -> None:
+        """From now on layers have these windows, None: they see all positions."""
+        self._windows = Counter(windows)
+
+    def _share_of_layers(self, seq_lens: np.ndarray) -> float:
+        """Of those layers that see every position of these rows: in others, prefixes are out of sight, or soon are."""
+        if not self._windows.keys() - {None}:
+            return 1.0
+        longest = int(seq_lens.max())
+        seeing = sum(count for window, count in self._windows.items() if window is None or longest <= window)
+        return seeing / self._windows.total()
 
     def _choice(self, groups: PrefixGroups, num_rows: int) -> GroupChoice | None:
         chosen, spec = self._chosen, self._spec

@@ -104,12 +104,18 @@ class ModelRunner:
         self.state = RequestState(max_num_seqs, max_model_len, block_size, spec.device, self.sharded)
         backend = resolve_backend(attention_backend, spec.device)
         self.reads = KVReads() if reads is None else reads
-        self.reads.use(spec, executor.windows())
         self.attention = AttentionInputs(backend, spec, self.state, max_model_len)
+        self.look_at_windows()
         self._stream: torch.cuda.Stream | None = None  # of the last step
         self.graphs = None
         if use_graphs and spec.device.type == "cuda" and not backend.waits:
             self.graphs = StepGraphs(executor, self.cache, self.state, self.attention, max_num_batched_tokens)
+
+    def look_at_windows(self) -> None:
+        """How far the layers see has changed."""
+        windows = self.executor.windows()
+        self.reads.use(self.spec, windows)
+        self.attention.use_windows(windows)
 
     def prepare(self) -> None:
         """Between idle and busy: let the executor renew what it keeps, and drop graphs that point to other memory."""

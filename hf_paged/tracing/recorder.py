@@ -26,7 +26,7 @@ _LOOK_EVERY = 50
 
 
 class Recorder(Observer):
-    """Writes as it is told, in the thread that steps. Tracks are named when something comes to stand on them.
+    """Writes as it is told, in the thread that steps. It gets a number, and its tracks names, when something happens.
 
     Args:
         engine: the one that it watches; not kept alive.
@@ -36,19 +36,20 @@ class Recorder(Observer):
     def __init__(self, engine: Engine, file: TraceFile) -> None:
         self.engine = weakref.ref(engine)
         self._file = file
-        number = file.next_number()
-        self._pid, self._title = 2 * number - 1, f"engine {number}"  # as a process of the file
-        self._lives = Lives(file, 2 * number, f"requests of engine {number}")
+        self._number = 0
+        self._lives: Lives | None = None
         self._launched: deque[tuple[StepPlan, int]] = deque()  # with their numbers; not delivered
         self._is_named = False
         self._clock: DeviceClock | None = None
         self._pieces: deque[Piece] = deque()
         self._committed_at = self._look_again = 0.0
+        self._bytes = engine.kv_reads.num_bytes, engine.kv_reads.num_saved_bytes
 
     def queued(self, request: Request) -> None:
-        self._lives.begin(request, time.perf_counter())
+        self._first_lives().begin(request, time.perf_counter())
 
     def launched(self, step: Launched) -> None:
+        lives = self._first_lives()
         self._name_tracks()
         file, pid, plan = self._file, self._pid, step.plan
         decodes = prompts = 0
@@ -61,10 +62,10 @@ class Recorder(Observer):
         file.counters(pid, "tokens per step", step.launched, decode=decodes, prompt=prompts, lockstep=others)
         self._take_pieces(step.pieces)
         if step.num_preempted:
-            self._lives.preempt(step.scheduled)
+            lives.preempt(step.scheduled)
         if plan is not None:
             self._launched.append((plan, step.number))
-            self._lives.launch(plan, step.scheduled)
+            lives.launch(plan, step.scheduled)
         self._count(step.launched)
 
     def committed(self, step: Committed) -> None:
@@ -74,7 +75,7 @@ class Recorder(Observer):
             name = f"step {number}"
             self._file.span(self._pid, _WAIT, name, step.waited, step.ready)
             self._file.span(self._pid, _COMMIT, name, step.ready, self._committed_at, tokens=len(step.accepted))
-            self._lives.commit(step.plan, step.ready)
+            self._first_lives().commit(step.plan, step.ready)
             self._write_pieces()
 
     def delivered(self, plan: StepPlan) -> None:
@@ -84,24 +85,38 @@ class Recorder(Observer):
             self._file.span(self._pid, _EMIT, f"step {number}", self._committed_at, time.perf_counter())
 
     def finished(self, request: Request, output: StepOutput) -> None:
-        self._lives.end(request, output, time.perf_counter())
+        if self._lives is not None:
+            self._lives.end(request, output, time.perf_counter())
 
     def started_over(self, unfinished: list[Request]) -> None:
         self._launched.clear()
         self._pieces.clear()
         self._clock = None  # the model may be on another device
-        self._lives.start_over(unfinished, time.perf_counter())
+        if self._lives is not None:
+            self._lives.start_over(unfinished, time.perf_counter())
 
     def close(self) -> None:
         """End what has not ended; nothing is told any more."""
         self._write_pieces(waits=True)
-        self._lives.close(time.perf_counter())
+        if self._lives is not None:
+            self._lives.close(time.perf_counter())
+
+    @property
+    def _pid(self) -> int:
+        """As a process of the file; the next one is that of the requests."""
+        return 2 * self._number - 1
+
+    def _first_lives(self) -> Lives:
+        if self._lives is None:
+            self._number = self._file.next_number()
+            self._lives = Lives(self._file, self._pid + 1, f"requests of engine {self._number}")
+        return self._lives
 
     def _name_tracks(self) -> None:
         engine = self.engine()
         if not self._is_named and engine is not None:
             self._is_named = True
-            self._file.name_process(self._pid, f"{self._title}: {type(engine.model).__name__}")
+            self._file.name_process(self._pid, f"engine {self._number}: {type(engine.model).__name__}")
             for tid, part in enumerate(PARTS[:-1], 1):
                 self._file.name_track(self._pid, tid, part)
 
@@ -136,10 +151,11 @@ class Recorder(Observer):
 
     def _count(self, at: float) -> None:
         engine = self.engine()
-        scheduler = None if engine is None else engine.scheduler
-        if scheduler is None:
+        if engine is None or (scheduler := engine.scheduler) is None:
             return
-        file, pid = self._file, self._pid
+        file, pid, before = self._file, self._pid, self._bytes
+        read, saved = self._bytes = engine.kv_reads.num_bytes, engine.kv_reads.num_saved_bytes
+        file.counters(pid, "KV bytes per step", at, read=read - before[0], saved_by_groups=saved - before[1])
         file.counters(pid, "requests", at, running=scheduler.num_running, waiting=scheduler.num_waiting)
         num_free = scheduler.num_free_blocks
         file.counters(pid, "KV blocks", at, used=scheduler.num_blocks - 1 - num_free, free=num_free)

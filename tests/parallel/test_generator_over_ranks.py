@@ -6,6 +6,7 @@ Two ranks take every test, four (slow) only those of the tokens: there a KV head
 from __future__ import annotations
 
 import enum
+import re
 import threading
 from dataclasses import replace
 
@@ -366,3 +367,25 @@ def test_changes_that_other_ranks_cannot_follow_are_refused(sharded, monkeypatch
         thread.join(60)
     assert "other ranks only follow" in errors[0]
     assert len(sharded.generate(PROMPTS[:1], max_new_tokens=4)[0].token_ids) == 4
+
+
+FORMS = [{"regex": "[a-z]{2,9}-[0-9]{3}"}, None, {"choice": ["yes", "no"]}, {"regex": "[0-9]+"}, None]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"do_sample": True, "temperature": 1.4}, {"do_sample": True, "top_k": 9}, {"repetition_penalty": 1.5},
+    {"logprobs": "raw"},
+], ids=by_name)
+def test_forms_are_followed_on_every_rank(alone, sharded, trained_tokenizer, monkeypatch, options):
+    """Rows without filters are masked in each rank's columns, others where they are dealt out."""
+    pytest.importorskip("xgrammar", reason="of the extra `structured`")
+    monkeypatch.setattr(alone, "tokenizer", trained_tokenizer)
+    kw = {"structured": FORMS * 2, "max_new_tokens": 16, "seed": 3, "eos_token_id": trained_tokenizer.eos_token_id}
+    made, expected = (generator.generate(PROMPTS, **kw, **options) for generator in (sharded, alone))
+    assert ids(made) == ids(expected)
+    assert [c.finish_reason for c in made] == [c.finish_reason for c in expected]
+    for form, one in zip(FORMS * 2, made, strict=True):
+        if form is not None and "regex" in form and one.finish_reason == "eos":
+            assert re.fullmatch(form["regex"], one.text)
+    with pytest.raises(ValueError, match="Regex parsing error"):
+        sharded.generate(PROMPTS[:1], structured={"regex": "("}, max_new_tokens=3)

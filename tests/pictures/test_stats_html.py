@@ -18,7 +18,7 @@ STATS = EngineStats(
     num_running=3, num_waiting=1234, num_blocks=101, num_free_blocks=40, num_preemptions=7, num_generated_tokens=56789,
     num_prefill_tokens=4321, num_steps=77, prefix_cache_queries=1000, prefix_cache_hits=250,
     kv_cache_bytes=3 * 2**29, num_pool_growths=2, num_graphs_captured=13, num_graphs_dropped=1, weights_version=9,
-    shadow_bytes=0,
+    shadow_bytes=0, kv_bytes_read=5 * 2**20, kv_bytes_saved=2**19,
     calls={"native": CallStats(5, 600, {}), "lockstep": CallStats(0, 0, {}),
            "stock": CallStats(2, 30, {"a hook of <b>Mine</b> & 'yours'": CallStats(2, 30, {})})},
 )
@@ -49,7 +49,8 @@ def test_all_counters_are_there_and_names_are_text():
     assert not page.open and page.tags == {"style", "div", "table", "tr", "th", "td"}
     text = " | ".join(page.texts)
     for part in ("3 running", "1,234 waiting", "77 | 7 preemptions", "56,789", "4,321 of prompts", "1.5 GiB",
-                 "grew 2 times", "13 | 1 dropped", "version 9", "0 B of copies", "60 of 100 (60.0%)",
+                 "grew 2 times", "13 | 1 dropped", "version 9", "0 B of copies",
+                 "5.0 MiB | 512.0 KiB saved by groups", "60 of 100 (60.0%)",
                  "250 of 1,000 (25.0%)", "native | 5 | 600", "a hook of <b>Mine</b> & 'yours' | 2 | 30"):
         assert part in text, part
 

@@ -36,7 +36,7 @@ def shared(rows, length):
 
 
 def test_a_step_is_grouped_where_that_saves_enough(attention):
-    lengths, slots = np.array([3000] * 6), np.arange(6)
+    lengths, slots = np.array([2100] * 6), np.arange(6)
     assert isinstance(attention.split_plan(lengths, slots, shared(4, 2048)), GroupedPlan)
     assert attention.saved_positions == 3 * 2048
     plain = attention.split_plan(lengths, slots)
@@ -47,14 +47,22 @@ def test_a_step_is_grouped_where_that_saves_enough(attention):
     assert attention.saved_positions == 0
 
 
+def test_windows_that_rows_have_outgrown_save_nothing(attention):
+    lengths, slots, groups = np.array([2100] * 6), np.arange(6), shared(6, 2048)
+    for windows, grouped in (((None, None), True), ((4096, 4096), True), ((2099, 2099), False), ((None, 512), True),
+                             ((None, *[512] * 60), False)):
+        attention.use_windows(windows)
+        assert isinstance(attention.split_plan(lengths, slots, groups), GroupedPlan) == grouped, windows
+
+
 def test_groups_are_looked_at_anew_where_groups_change_or_the_number_of_rows(attention):
-    first, second = shared(4, 2048), shared(4, 1024)
+    first, second = shared(4, 2048), shared(4, 1536)
     ends = []
     for groups, rows in ((first, 4), (first, 4), (first, 5), (second, 5), (second, 5)):
         plan = attention.split_plan(np.full(rows, 2100), np.arange(rows), groups)
         assert len(plan.rows) == rows
         ends.append(int(plan.items[0, 4]))
-    assert ends == [2048, 2048, 2048, 1024, 1024]
+    assert ends == [2048, 2048, 2048, 1536, 1536]
     assert attention.backend.looked == 3
     attention.split_plan(np.full(5, 3000), np.arange(5))
     assert attention.backend.looked == 3, "a step without groups is none of its business"

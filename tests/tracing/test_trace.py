@@ -95,7 +95,10 @@ def test_counters_are_the_engines_own(tmp_path):
             seen.append(engine.stats())
     events = read(path)
     counters = {name: [event["args"] for event in events if event["ph"] == "C" and event["name"] == name]
-                for name in ("tokens per step", "requests", "KV blocks", "KV blocks by use")}
+                for name in ("tokens per step", "requests", "KV blocks", "KV blocks by use", "KV bytes per step")}
+    for key, total in (("read", engine.stats().kv_bytes_read), ("saved_by_groups", engine.stats().kv_bytes_saved)):
+        assert sum(args[key] for args in counters["KV bytes per step"]) == total
+    assert counters["KV bytes per step"][-1]["read"] > 0
     assert sum(args["prompt"] for args in counters["tokens per step"]) == 93
     assert sum(args["decode"] for args in counters["tokens per step"]) == 3 * 5
     assert counters["requests"][0] == {"running": 3, "waiting": 0}
@@ -115,7 +118,8 @@ def test_preempted_requests_wait_and_run_again(tmp_path):
     requests = lives(read(path))
     assert sum(track[-1]["args"]["preemptions"] for track in requests.values()) == stats.num_preemptions
     for track in requests.values():
-        assert spans(track).count("preempted") == track[-1]["args"]["preemptions"]
+        lost = [event["dur"] for event in track if event["name"] == "preempted"]
+        assert len(lost) == track[-1]["args"]["preemptions"] and all(dur > 0 for dur in lost)
         for first, then in pairwise(spans(track)):
             assert then in {"queued": ("prefill",), "preempted": ("prefill",), "prefill": ("prefill", "decode"),
                             "decode": ("preempted",)}[first]

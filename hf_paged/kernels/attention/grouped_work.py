@@ -16,18 +16,20 @@ from hf_paged.kernels.attention.decode_work import MIN_SPLIT
 from hf_paged.kernels.attention.metadata import PART_FIELDS, ROW_FIELDS, GroupedConfig, PartItem
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
-# What costs how much, in positions that a row of one KV head reads: a position of a group's tile, whose products take
-# longer, but whose keys another tile may have brought into L2; a row's partial result, written and read again.
-TILE_COST = 1.0
+# All measured on an H200 (docs/notebook.md). What a position of a group's tile takes, in positions that a row of one KV
+# head reads: the products take longer, but three programs a multiprocessor hide that, and L2 has the keys of the group.
+TILE_COST = 0.5
+# What a row's partial result costs to write and to read again, in such positions.
 PIECE_COST = 24
-# A group's split has all its rows' partial results to write: shorter ones cost more in that than they gain.
-MIN_GROUP_SPLIT = 128
+# A group's split has all its rows' partial results to write: shorter ones cost more in that than they gain; of long
+# groups, an eighth, up to the second, since the joining takes eight pieces at a time.
+MIN_GROUP_SPLIT, MIN_LONG_SPLIT = 128, 256
 # A step is grouped if that saves as many positions for each multiprocessor (times KV heads, of 256 bytes of key): where
 # it saves less, the joining adds as much time.
-MIN_SAVED = 700
+MIN_SAVED = 400
 # And if it saves so much for each position that is still read: what several rows share comes out of L2 for all but one
 # of them anyway, at twice the rate, and this kernel reads somewhat slower than that of single rows.
-MIN_SAVED_SHARE = 0.3
+MIN_SAVED_SHARE = 0.6
 
 
 class GroupedPlan(NamedTuple):
@@ -174,7 +176,7 @@ def _worth_it(groups: PrefixGroups, parent: np.ndarray, levels: list[np.ndarray]
     saved = np.zeros(len(count))
     kept = np.zeros(len(count), dtype=bool)
     for level in reversed(levels):  # what lies in a group reads it: by tiles where it is kept, else by rows
-        saved[level] = (readers[level] - TILE_COST * tiles[level]) * span[level] - PIECE_COST * count[level]
+        saved[level] = (readers[level] - tiles[level]) * span[level] - PIECE_COST * count[level]
         kept[level] = saved[level] > 0
         inside = level[parent[level] >= 0]
         np.add.at(readers, parent[inside], np.where(kept[inside], tiles[inside], readers[inside]))
@@ -193,7 +195,8 @@ def _fitting(groups: PrefixGroups, kept: np.ndarray, saved: np.ndarray, tile_row
     return fitting
 
 
-def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice) -> GroupedPlan | None:
+def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice,
+                share_of_layers: float = 1.0) -> GroupedPlan | None:
     """Cut R rows and what they share into parts; None where rows have so much of their own that it does not pay.
 
     Groups come first, longest splits first, then the rows' own parts, likewise: short programs fill the end.
@@ -201,11 +204,13 @@ def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice) ->
     Args:
         seq_lens, slots: [R] integers, visible tokens and slot of each row.
         choice: of the rows' groups.
+        share_of_layers: of all layers that read by this plan, in how many it saves anything.
     """
     lengths = seq_lens.astype(np.int64)
     own = lengths - choice.own_begin
     if choice.pieces is None:
-        if choice.saved_positions < MIN_SAVED_SHARE * _num_read(own, choice):
+        saved, least = choice.saved_positions * share_of_layers, choice.kernel.positions_worth_it
+        if saved < max(least if share_of_layers < 1.0 else 0.0, MIN_SAVED_SHARE * _num_read(own, choice)):
             return None
         share = _share(own, choice)
         splits, own_splits = _group_splits(choice, share), np.maximum(-(-own // share), 1)
@@ -271,7 +276,8 @@ def _share(own: np.ndarray, choice: GroupChoice) -> int:
 
 
 def _uncapped_splits(span: np.ndarray, share: int) -> np.ndarray:
-    return -(-span // max(MIN_GROUP_SPLIT, math.ceil(share / TILE_COST)))
+    least = np.clip(span // 8, MIN_GROUP_SPLIT, MIN_LONG_SPLIT)
+    return -(-span // np.maximum(least, math.ceil(share / TILE_COST)))
 
 
 def _group_splits(choice: GroupChoice, share: int) -> np.ndarray:

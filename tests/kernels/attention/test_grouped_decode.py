@@ -20,7 +20,6 @@ TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 @pytest.fixture(autouse=True)
 def every_group_pays(monkeypatch):
     monkeypatch.setattr(grouped_work, "PIECE_COST", 0)
-    monkeypatch.setattr(grouped_work, "TILE_COST", 0.5)
     monkeypatch.setattr(grouped_work, "MIN_SAVED_SHARE", 0.0)
 
 

@@ -142,6 +142,7 @@ def test_what_saves_little_is_read_row_by_row():
     assert plan([144] * 2, group_of(2, 16)) is None, "joining costs more than 16 positions"
     assert plan([4000] * 16, group_of(16, 2048)) is not None
     assert plan([4000] * 16, group_of(16, 2048), worth=16 * 2048) is None, "a step has to save enough as a whole"
+    assert plan([2000] * 16, group_of(16, 1024)) is not None
     assert plan([9000] * 16, group_of(16, 1024)) is None, "most of what is read is a row's own"
 
 
@@ -188,6 +189,8 @@ def test_few_rows_are_cut_until_all_programs_have_work_but_no_shorter_than_worth
     assert 40 <= (items[:, 0] >= 0).sum() <= 49
     splits = [item for item in map(PartItem._make, plan([1100] * 2, group_of(2, 1024)).items.tolist()) if item.rows > 0]
     assert len(splits) == 1024 // MIN_GROUP_SPLIT
+    longer = map(PartItem._make, plan([2200] * 2, group_of(2, 2048)).items.tolist())
+    assert len([item for item in longer if item.rows > 0]) == 8, "as many as are joined at a time"
 
 
 def test_many_groups_of_two_fit():
@@ -222,5 +225,5 @@ def test_tiles_hold_a_row_at_least(itemsize):
 def test_a_device_has_its_own_plan():
     """On a CPU one multiprocessor, whose slots two rows fill: nothing is cut."""
     kernel = grouped_kernel_of(4, 2, 64, torch.float16, torch.device("cpu"))
-    found = plan_groups(np.array([3000] * 2), np.arange(2), choose_groups(group_of(2, 2048), 2, kernel))
+    found = plan_groups(np.array([2100] * 2), np.arange(2), choose_groups(group_of(2, 2048), 2, kernel))
     assert found.items[:, PartItem._fields.index("splits")].max() <= 2
