@@ -21,6 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_paged
 from hf_paged import Engine, PagedConfig
+from hf_paged.engine.driver import Driver
 from hf_paged.integration import install
 from hf_paged.integration.continuous_batching.manager import PagedBatchingManager
 from hf_paged.models.replica import Replica
@@ -303,12 +304,16 @@ def locks():
     cache = model.generate(**INPUTS, max_new_tokens=2, return_dict_in_generate=True).past_key_values
     replica = Replica(model)
     enable, explain = (importlib.import_module(f"hf_paged.integration.{name}") for name in ("enable", "explain"))
-    everywhere = importlib.import_module("hf_paged.engine.everywhere")
+    everywhere, registry = (importlib.import_module(f"hf_paged.{name}")
+                            for name in ("engine.everywhere", "monitoring.registry"))
+    driver = Driver(hf_paged.get_engine(model))
     file = TraceFile(os.devnull)
     return {
         "hf_paged._importing": lambda: hf_paged._importing,
         "hf_paged.engine.call_counts.CallCounts._lock": lambda: hf_paged.get_engine(model).calls._lock,
+        "hf_paged.engine.driver.Driver._changed": lambda: driver._changed,
         "hf_paged.engine.everywhere._lock": lambda: everywhere._lock,
+        "hf_paged.monitoring.registry._lock": lambda: registry._lock,
         "hf_paged.tracing.trace_file.TraceFile._lock": lambda: file._lock,
         "hf_paged.integration.enable._swapping": lambda: enable._swapping,
         "hf_paged.integration.explain._one_at_a_time": lambda: explain._one_at_a_time,

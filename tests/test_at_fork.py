@@ -24,6 +24,7 @@ _ELSEWHERE = {"torch.cuda.Event"}
 RENEWED = {
     "hf_paged._importing",
     "hf_paged.engine.call_counts.CallCounts._lock",
+    "hf_paged.engine.driver.Driver._changed",
     "hf_paged.engine.everywhere._lock",
     "hf_paged.engine.fair_lock.FairLock.rlock",
     "hf_paged.integration.continuous_batching.board.RequestBoard.changed",
@@ -33,12 +34,14 @@ RENEWED = {
     "hf_paged.integration.late_cache._Call.computing",
     "hf_paged.models.paged_calls._lock",
     "hf_paged.models.replica.Replica._meeting",
+    "hf_paged.monitoring.registry._lock",
     "hf_paged.tracing.trace_file.TraceFile._lock",
 }
 # Of those that stay as they are: why a child never waits for one.
 _RANKS = "a child never comes to it: every way there compares os.getpid() with the owner's first"
 _SERVER = "the server's event loop is the parent's: a child serves nobody"
 SAFE = {
+    "hf_paged.engine.driver.DrivenCall._changed": "the event loop whose task waits for it is the parent's",
     "hf_paged.integration.serving.answers.Answer._pieces": _SERVER,
     "hf_paged.integration.serving.calls.ServedCall._settled": _SERVER,
     "hf_paged.integration.serving.calls.ServedCall.over": _SERVER,

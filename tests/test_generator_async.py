@@ -465,3 +465,27 @@ def test_a_process_ends_while_a_call_runs():
     made = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=120)
     assert made.returncode == 0 and made.stdout == "leaving\n", made
     assert "Traceback" not in made.stderr and "terminate" not in made.stderr
+
+
+AT_FORK = """
+import asyncio, os, sys
+sys.path.insert(0, "tests")
+from support import random_prompts, tiny_model
+from hf_paged import PagedGenerator
+generator = PagedGenerator(tiny_model(), num_blocks=64)
+prompts = random_prompts([4, 9])
+def made(): return [one.token_ids for one in asyncio.run(generator.agenerate(prompts, max_new_tokens=8))]
+expected = made()
+assert generator._async_calls.driver._thread is not None  # it lingers, and the child has none
+child = os.fork()
+if not child:
+    os._exit(0 if made() == expected else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and made() == expected
+print("both")
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_child_makes_calls_of_its_own():
+    made = subprocess.run([sys.executable, "-c", AT_FORK], capture_output=True, text=True, timeout=120)
+    assert made.returncode == 0 and made.stdout == "both\n", made

@@ -5,6 +5,7 @@ Two ranks take every test, four (slow) only those of the tokens: there a KV head
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import re
 import threading
@@ -389,3 +390,19 @@ def test_forms_are_followed_on_every_rank(alone, sharded, trained_tokenizer, mon
             assert re.fullmatch(form["regex"], one.text)
     with pytest.raises(ValueError, match="Regex parsing error"):
         sharded.generate(PROMPTS[:1], structured={"regex": "("}, max_new_tokens=3)
+
+
+def test_awaited_calls_share_the_ranks_and_a_cancelled_one_leaves_them(sharded, alone):
+    expected = ids(alone.generate(PROMPTS[:4], max_new_tokens=12))
+
+    async def main():
+        calls = [asyncio.create_task(sharded.agenerate(prompt, max_new_tokens=12)) for prompt in PROMPTS[:4]]
+        doomed = asyncio.create_task(sharded.agenerate(PROMPTS[4], max_new_tokens=100))
+        await asyncio.sleep(0.1)
+        doomed.cancel()
+        assert [made[0].token_ids for made in await asyncio.gather(*calls)] == expected
+        with pytest.raises(asyncio.CancelledError):
+            await doomed
+        assert ids(await sharded.agenerate(PROMPTS[1], max_new_tokens=12)) == expected[1:2]
+
+    asyncio.run(main())

@@ -343,3 +343,20 @@ def test_token_columns_of_a_plan_are_its_tokens_row_after_row():
     assert plan.token_columns().tolist() == expected
     assert plan.token_columns(1).tolist() == [line[1:] for line in expected]
     assert plan.token_columns(3).shape == (3, 0)
+
+
+def test_what_waiting_sequences_wait_for():
+    driver = Driver(config(num_blocks=10, max_num_seqs=3))
+    scheduler = driver.scheduler
+    assert scheduler.waiting_by_reason() == {"slots": 0, "blocks": 0, "step": 0, "preempted": 0}
+    for i in range(5):
+        driver.add(str(i), [20 * i + k for k in range(8)], max_new_tokens=12)
+    assert scheduler.waiting_by_reason() == {"slots": 0, "blocks": 0, "step": 5, "preempted": 0}
+    driver.step()
+    assert scheduler.waiting_by_reason() == {"slots": 2, "blocks": 0, "step": 0, "preempted": 0}
+    abort(scheduler, "4")
+    assert scheduler.waiting_by_reason() == {"slots": 1, "blocks": 0, "step": 0, "preempted": 0}
+    while not scheduler.num_preemptions:
+        driver.step()
+    assert scheduler.waiting_by_reason() == {"slots": 0, "blocks": 1, "step": 0, "preempted": 1}
+    assert scheduler.num_waiting == 2
