@@ -54,10 +54,10 @@ def test_every_field_of_the_script_is_in_the_table():
 
 
 def test_every_field_of_vllm_is_in_the_table():
-    """Those of vLLM 0.11, and `best_of` and `logits_processors` of those before; structured outputs apart."""
+    """Those of vLLM 0.11, and `best_of` and `logits_processors` of those before."""
     fields = [
-        "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p",
-        "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens",
+        "n", "best_of", "structured_outputs", "presence_penalty", "frequency_penalty", "repetition_penalty",
+        "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens",
         "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize", "skip_special_tokens",
         "spaces_between_special_tokens", "logits_processors", "include_stop_str_in_output",
         "truncate_prompt_tokens", "output_kind", "bad_words", "logit_bias", "allowed_token_ids", "extra_args",
@@ -149,6 +149,16 @@ def test_log_probabilities_of_both_kinds(script, made):
     processed = without(script, "top_logprobs", logprobs=5)
     assert processed[0].logprobs_kind == "processed"
     assert processed[0].top_logprobs != made[0].top_logprobs
+
+
+@pytest.mark.parametrize(("form", "pattern"), [
+    ({"regex": "[0-9]{3}"}, "[0-9]{3}"), ({"choice": ["yes", "no"]}, "yes|no"), ({"grammar": 'root ::= "a" "b"'}, "ab"),
+    ({"json_schema": {"type": "boolean"}}, "true|false"),
+])
+def test_structured_outputs(script, form, pattern):
+    pytest.importorskip("xgrammar", reason="of the extra `structured`")
+    for one in script["llm"].generate(script["prompts"], structured=form, max_new_tokens=24, do_sample=False):
+        assert re.fullmatch(pattern, one.text.strip())
 
 
 def test_times_and_order(script, made):
