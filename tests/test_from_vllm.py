@@ -57,8 +57,8 @@ def test_every_field_of_vllm_is_in_the_table():
     """Those of vLLM 0.11, and `best_of` and `logits_processors` of those before."""
     fields = [
         "n", "best_of", "structured_outputs", "presence_penalty", "frequency_penalty", "repetition_penalty",
-        "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens",
-        "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize", "skip_special_tokens",
+        "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
+        "min_tokens", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize", "skip_special_tokens",
         "spaces_between_special_tokens", "logits_processors", "include_stop_str_in_output",
         "truncate_prompt_tokens", "output_kind", "bad_words", "logit_bias", "allowed_token_ids", "extra_args",
     ]
