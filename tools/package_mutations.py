@@ -392,10 +392,10 @@ WORK_TESTS, GROUPED_TESTS = (f"kernels/attention/test_grouped_{name}.py" for nam
 
 # Prefixes that rows share.
 PREFIXES = [
-    PackageMutation(WORK, "            begin[level] = reach[parent[level]]\n",
-                    "            begin[level] = groups.begin[level]\n", WORK_TESTS, "all_that_pays"),
+    PackageMutation(WORK, "begin, end = ends[around][kept],", "begin, end = groups.begin[kept].astype(np.int64),",
+                    WORK_TESTS, "all_that_pays"),
     PackageMutation(WORK, "        behind[group] += before[group]\n", "", WORK_TESTS, "from_the_outermost"),
-    PackageMutation(WORK, "    kept[level] = saved[level] > 0\n", "    kept[level] = True\n", WORK_TESTS,
+    PackageMutation(WORK, "    return saved > 0, saved\n", "    return saved > -np.inf, saved\n", WORK_TESTS,
                     "from_the_outermost"),
     PackageMutation(WORK, "    if parts <= most:\n", "    if True:\n", WORK_TESTS, "parts_run_out"),
     PackageMutation(WORK, "if pieces is not None:\n        groups =", "if False:\n        groups =", WORK_TESTS,

@@ -142,7 +142,11 @@ class LockstepBatch:
         with self._held():
             if self.rows is not None:
                 with self._core.changing():
-                    self.uncount(self.rows, num_tokens)
+                    self._take_back()
+                    if self.rows.may_crop(num_tokens):
+                        self.uncount(self.rows, num_tokens)
+                    else:  # the caller's next tokens would go into blocks that others read
+                        self.give_back()
             self._count -= num_tokens
             if self._count < 0:
                 self._prompts = [prompt[: self._count] for prompt in self._prompts]

@@ -210,13 +210,22 @@ class LockstepRows:
         self.sequences, self.lengths = children, self.lengths[parents]
         return RowMoves(np.array(parents, np.int64), sources, targets)
 
+    def may_crop(self, num_tokens: int) -> bool:
+        """Would every row that forgets so many tokens write on in a block of its own that is not published?"""
+        blocks = self._manager.block_pool.blocks
+        return all(
+            length >= seq.num_published * self._size
+            and (length % self._size == 0 or blocks[seq.block_table[length // self._size]].ref_count == 1)
+            for seq, length in zip(self.sequences, (self.lengths - num_tokens).tolist(), strict=True)
+        )
+
     def crop(self, num_tokens: int) -> None:
-        """Forget the last `num_tokens` tokens of every row; they must not reach into what is published."""
+        """Forget the last `num_tokens` tokens of every row, which `may_crop`."""
+        assert self.may_crop(num_tokens)
         self.lengths, self._capacity = self.lengths - np.int32(num_tokens), None
         blocks = self._manager.block_pool.blocks
         for seq, length in zip(self.sequences, self.lengths.tolist(), strict=True):
             keep = self._manager.num_blocks_for(length)
-            assert length >= seq.num_published * self._size
             if keep < len(seq.block_table):
                 self._tree.remove(seq.slot)
                 self._manager.block_pool.free([blocks[i] for i in reversed(seq.block_table[keep:])])

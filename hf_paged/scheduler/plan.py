@@ -78,7 +78,7 @@ class StepPlan:
         block_updates: New block-table entries of the other rows.
         tenancy: int64; tells the slot's tenant from a later one.
         published: Blocks put into the prefix cache on the promise that this step computes them.
-        prefix_tree: Of all rows that hold blocks, those of other plans included; None for a plan that does not decode.
+        prefix_tree: Of all rows that hold blocks, those of other plans included; None for prompts in lockstep.
         groups: Decode rows that begin with the same blocks; None if no two do. The same object as in the plan before
             where nothing about it changed.
     """

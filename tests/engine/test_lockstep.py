@@ -462,6 +462,35 @@ def test_a_cache_is_cropped_by_numbers_and_by_tensors(model):
     assert_idle(model)
 
 
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("where", ["a beam's parent", "a prompt of several rows", "a published prompt"])
+def test_rows_that_forget_what_others_hold_as_well_go_on_in_blocks_of_their_own(model, where, caching):
+    engine = hf_paged.get_engine(hf_paged.enable(model, enable_prefix_caching=caching))
+    size = engine.config.block_size
+    prompt, new = random_prompts([size + 4])[0], random_prompts([2 * size], seed=3)[0]
+    if where == "a published prompt":
+        prompt = prompt[:size]
+    if where != "a beam's parent":
+        new = new[:2]
+    with engine.lockstep([prompt] * 2, 4 * size) as rows:
+        rows.prompts()
+        for token in new:
+            rows.decode(torch.tensor([[token]] * 2))
+        if where == "a beam's parent":
+            rows.reorder([1, 1])
+        forgotten = 8 if where == "a beam's parent" else len(new) + 5
+        rows.crop(forgotten)
+        kept = [[*prompt, *new][:-forgotten] for _ in range(2)]
+        for tokens in ([3, 9], [5, 7], [8, 2]):
+            found = rows.decode(torch.tensor(tokens)[:, None])[:, -1]
+            for row, token, logits in zip(kept, tokens, found, strict=True):
+                row.append(token)
+                with torch.no_grad():
+                    assert torch.allclose(logits, model(input_ids=torch.tensor([row])).logits[0, -1], atol=1e-4)
+            invariants.check(engine._core.scheduler, [seq.block_table for seq in rows.rows.sequences])
+    assert_idle(model)
+
+
 def test_launch_is_not_asked_for_lockstep(model, monkeypatch):
     """Native steps sample on the device; these must not."""
     hf_paged.enable(model, strict=True)

@@ -178,6 +178,15 @@ def test_a_change_is_seen_whatever_rows_were_asked_for_between():
         tree.add(1, tables[1])
 
 
+def test_steps_of_others_beside_two_that_share_are_not_kept_for_good():
+    tree = PrefixTree(SIZE)
+    for slot, table in enumerate([[1, 2], [1, 3], *([100 + i] for i in range(30))]):
+        tree.add(slot, table)
+    for other in range(2, 32):
+        assert tree.groups(np.array([0, 1, other], np.int32)) is not None
+    assert len(tree._known) <= 8
+
+
 def test_nothing_is_shared_without_a_prefix_cache_but_by_rows_of_a_fork():
     d = driver(enable_prefix_caching=False)
     for name in "ab":

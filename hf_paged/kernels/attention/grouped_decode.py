@@ -67,7 +67,7 @@ _FLOAT = {
     512: _G(16, 16, 2, 16, 2, 4, 2),
     1024: _G(16, 16, 2, 16, 2, 4, 2),
 }
-# Shared memory a block needs for the deep configurations: Hopper and later have it, Ampere and Ada do not.
+# Shared memory a block needs for the deep configurations; smaller GPUs (sm_86, sm_89: 99 KiB) take the shallow ones.
 _DEEP_SHARED_MEMORY = 160 << 10
 
 

@@ -117,70 +117,68 @@ def choose_groups(groups: PrefixGroups, num_rows: int, kernel: Kernel,
     if pieces is not None:
         groups = groups._replace(begin=groups.begin // pieces.length * pieces.length,
                                  end=groups.end // pieces.length * pieces.length)
-    parent, levels, inner = _forest_of(groups)
-    kept, saved = _worth_it(groups, parent, levels, inner, kernel.tile_rows)
+    parent, inner = _forest_of(groups)
+    kept, saved = _worth_it(groups, parent, inner, kernel.tile_rows)
     if pieces is None:
         kept = _fitting(groups, kept, saved, kernel.tile_rows, num_rows)
         if saved[kept].sum() < max(kernel.positions_worth_it, 1):
             return None
-    # A group reads what dropped ones around it would have read.
-    begin, reach = np.zeros((2, len(kept)), dtype=np.int64)
-    around = np.where(kept, np.arange(len(kept)), -1)  # nearest group that is kept
-    for depth, level in enumerate(levels):
-        if depth:
-            begin[level] = reach[parent[level]]
-            around[level] = np.where(kept[level], level, around[parent[level]])
-        reach[level] = np.where(kept[level], groups.end[level], begin[level])
+    around, depth = _kept_around(parent, kept)
+    innermost = np.where(kept[inner], inner, around[inner])  # of each member
+    ends = np.append(groups.end, 0).astype(np.int64)  # the last: of none
     own_begin = np.zeros(num_rows, dtype=np.int64)
-    own_begin[groups.members] = reach[inner]
+    own_begin[groups.members] = ends[innermost]
     number = np.append(np.cumsum(kept) - 1, -1)  # among those that are kept
-    inside = [level[kept[level] & (around[parent[level]] >= 0)] for level in levels[1:]]
+    inside = np.flatnonzero(kept & (depth > 0))
+    inside = inside[np.argsort(depth[inside], kind="stable")]
+    levels = np.split(inside, np.flatnonzero(np.diff(depth[inside])) + 1) if len(inside) else []
+    # A group reads what dropped ones around it would have read.
+    begin, end = ends[around][kept], ends[:-1][kept]
     count = groups.count[kept].astype(np.int64)
-    begin, end, tiles = begin[kept], groups.end[kept].astype(np.int64), -(-count // kernel.tile_rows)
+    tiles = -(-count // kernel.tile_rows)
     return GroupChoice(
-        members=groups.members.astype(np.int64), inner=number[around[inner]], own_begin=own_begin,
+        members=groups.members.astype(np.int64), inner=number[innermost], own_begin=own_begin,
         first=groups.first[kept].astype(np.int64), count=count, begin=begin, end=end, tiles=tiles,
         saved_positions=int(((count - tiles) * (end - begin)).sum()),
-        levels=[(number[level], number[around[parent[level]]]) for level in inside], kernel=kernel, pieces=pieces,
+        levels=[(number[level], number[around[level]]) for level in levels], kernel=kernel, pieces=pieces,
     )
 
 
-def _forest_of(groups: PrefixGroups) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-    """Parent of each group (-1: none), groups by how many groups they lie in, last group of each member."""
-    count, first = groups.count.astype(np.int64), groups.first.astype(np.int64)
-    group, number = _numbered(np.arange(len(count)), count)
-    member = number + first[group]
-    inner = np.empty(len(groups.members), dtype=np.int64)
-    inner[member] = group  # of several, the last one stays
-    parent = np.full(len(count), -1)
-    # The groups of one member, outermost first: each one's predecessor is its parent.
-    by_member = np.argsort(member, kind="stable")
-    chain, whose = group[by_member], member[by_member]
-    inside = whose[1:] == whose[:-1]
-    parent[chain[1:][inside]] = chain[:-1][inside]
-    levels, depth = [], np.zeros(len(count), dtype=np.int64)
-    here = np.flatnonzero(parent < 0)
-    while len(here):
-        levels.append(here)
-        depth[here] = len(levels)
-        here = np.flatnonzero((parent >= 0) & (depth[parent] == len(levels)) & (depth == 0))
-    return parent, levels, inner
+def _forest_of(groups: PrefixGroups) -> tuple[np.ndarray, np.ndarray]:
+    """Parent of each group (-1: none), last group of each member."""
+    inner = np.full(len(groups.members), -1)
+    parent = np.empty(len(groups.first), dtype=np.int64)
+    last = groups.first + groups.count
+    for group, (begin, end) in enumerate(zip(groups.first.tolist(), last.tolist(), strict=True)):  # outer ones first
+        parent[group] = inner[begin]
+        inner[begin:end] = group
+    return parent, inner
 
 
-def _worth_it(groups: PrefixGroups, parent: np.ndarray, levels: list[np.ndarray], inner: np.ndarray,
+def _worth_it(groups: PrefixGroups, parent: np.ndarray, inner: np.ndarray,
               tile_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Which groups save more than they cost, and how many positions of one KV head each saves."""
     count, span = groups.count.astype(np.int64), (groups.end - groups.begin).astype(np.int64)
-    tiles = -(-count // tile_rows)
-    readers = np.bincount(inner, minlength=len(count))
-    saved = np.zeros(len(count))
-    kept = np.zeros(len(count), dtype=bool)
-    for level in reversed(levels):  # what lies in a group reads it: by tiles where it is kept, else by rows
-        saved[level] = (readers[level] - tiles[level]) * span[level] - PIECE_COST * count[level]
-        kept[level] = saved[level] > 0
-        inside = level[parent[level] >= 0]
-        np.add.at(readers, parent[inside], np.where(kept[inside], tiles[inside], readers[inside]))
-    return kept, saved
+    tiles, readers = -(-count // tile_rows), np.bincount(inner, minlength=len(count))
+    inside = np.flatnonzero(parent >= 0)
+    columns = (inside, parent[inside], count[inside], span[inside], tiles[inside])
+    reading = readers.tolist()
+    for group, outer, rows, positions, some in reversed(list(zip(*(c.tolist() for c in columns), strict=True))):
+        # What lies in a group reads it: by tiles where it is kept, else by rows.
+        is_kept = (reading[group] - some) * positions - PIECE_COST * rows > 0
+        reading[outer] += some if is_kept else reading[group]
+    saved = ((np.array(reading, dtype=np.int64) - tiles) * span - PIECE_COST * count).astype(np.float64)
+    return saved > 0, saved
+
+
+def _kept_around(parent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each group the nearest kept one around it (-1: none), and how many kept ones are around it."""
+    around, depth, is_kept = parent.tolist(), [0] * len(parent), kept.tolist()
+    for group in np.flatnonzero(parent >= 0).tolist():  # outer ones first
+        outer = around[group]
+        around[group] = nearest = outer if is_kept[outer] else around[outer]
+        depth[group] = depth[nearest] + 1 if nearest >= 0 else 0
+    return np.array(around, dtype=np.int64), np.array(depth, dtype=np.int64)
 
 
 def _fitting(groups: PrefixGroups, kept: np.ndarray, saved: np.ndarray, tile_rows: int, num_rows: int) -> np.ndarray:

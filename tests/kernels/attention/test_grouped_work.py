@@ -1,6 +1,7 @@
 """The plan of a step whose rows share prefixes covers what each row sees once, in order, within fixed sizes."""
 
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -210,6 +211,19 @@ def test_deep_nesting_is_cut_off_where_there_is_no_room(monkeypatch):
     lengths = [16 * min(i + 1, rows - 1) + 5 for i in range(rows)]
     groups = PrefixGroups(np.arange(rows, dtype=np.int32), *chain)
     check(plan(lengths, groups), np.array(lengths), *sizes(rows, 49))
+
+
+def test_choosing_among_nested_groups_takes_memory_for_each_group_and_not_for_each_pair_of_them():
+    """The beginnings of one long text, each a row: every row shares with all longer ones."""
+    peaks = []
+    for rows in (500, 1000):
+        chain = np.array([(i, rows - i, i * 64, i * 64 + 64) for i in range(rows - 1)], np.int32).T
+        groups = PrefixGroups(np.arange(rows, dtype=np.int32), *chain)
+        tracemalloc.start()
+        choose_groups(groups, rows, Kernel(CONFIG, 32, 49, 1))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 3 * peaks[0]
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
