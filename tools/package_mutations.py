@@ -632,8 +632,8 @@ READS, GROUP_TESTS = "runner/kv_reads.py", "engine/test_prefix_groups.py"
 SHARED_READS = [
     PackageMutation(READS, "start if window is None else np.minimum(start, window - 1)", "start", GROUP_TESTS,
                     "window_is_counted"),
-    PackageMutation(READS, "saved_positions * self._num_layers.get(None, 0)",
-                    "saved_positions * sum(self._num_layers.values())", GROUP_TESTS, "window_is_counted"),
+    PackageMutation(READS, "self._num_full_layers = list(by_window.items()), by_window[None]",
+                    "self._num_full_layers = list(by_window.items()), by_window.total()", GROUP_TESTS, "window_is_counted"),
     PackageMutation("runner/model_runner.py", "        self._count_reads(plan)\n        return Computed(",
                     "        return Computed(", GROUP_TESTS, "bytes_that_decode"),
 ]

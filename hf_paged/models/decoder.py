@@ -53,10 +53,10 @@ class DecoderExecutor(ModelExecutor):
 
     def kv_spec(self) -> KVSpec:
         config, weight = self.config, self.decoder.embed_tokens.weight
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kv_heads = local_kv_heads(config.num_key_value_heads, self.group.size)
-        heads = config.num_attention_heads // self.group.size
-        return KVSpec(len(self._layers()), heads, kv_heads, head_dim, self.autocast or weight.dtype, weight.dtype,
+        size, heads = self.group.size, config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = local_kv_heads(config.num_key_value_heads, size)
+        return KVSpec(len(self._layers()), heads // size, kv_heads, head_dim, self.autocast or weight.dtype, weight.dtype,
                       weight.device)
 
     @property

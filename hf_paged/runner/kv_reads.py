@@ -23,12 +23,14 @@ class KVReads:
     def __init__(self) -> None:
         self.num_bytes = self.num_saved_bytes = 0
         self._position_bytes = 0  # in one layer
-        self._num_layers: dict[int | None, int] = {}  # by window
+        self._num_layers: list[tuple[int | None, int]] = []  # by window
+        self._num_full_layers = 0
 
     def use(self, spec: KVSpec, windows: Iterable[int | None]) -> None:
         """From now on steps are of a model of this shape, whose layers have these windows (None: all positions)."""
         self._position_bytes = 2 * spec.num_kv_heads * spec.head_dim * spec.cache_dtype.itemsize
-        self._num_layers = Counter(windows)
+        by_window = Counter(windows)
+        self._num_layers, self._num_full_layers = list(by_window.items()), by_window[None]
 
     def count(self, start: np.ndarray, saved_positions: int) -> None:
         """A step was launched.
@@ -37,10 +39,10 @@ class KVReads:
             start: int32 [R], positions of the new tokens.
             saved_positions: What groups of these rows did not read again, in positions of one layer without a window.
         """
-        num_positions = 0
-        for window, num_layers in self._num_layers.items():
+        num_positions, num_rows = 0, len(start)
+        for window, num_layers in self._num_layers:
             seen = start if window is None else np.minimum(start, window - 1)
-            num_positions += num_layers * (int(seen.sum()) + len(start))
-        num_saved = saved_positions * self._num_layers.get(None, 0)
+            num_positions += num_layers * (int(np.add.reduce(seen, dtype=np.int64)) + num_rows)
+        num_saved = saved_positions * self._num_full_layers
         self.num_bytes += (num_positions - num_saved) * self._position_bytes
         self.num_saved_bytes += num_saved * self._position_bytes

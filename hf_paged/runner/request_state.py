@@ -184,7 +184,7 @@ class RequestState:
             if masks is not None:
                 drawn = mask_tokens(logits.clone() if RAW in logprobs else logits, masks)
             tokens = sample(drawn, *settings, processed)
-            if any(TOPS[name].kind == PROCESSED for name in tops):
+            if tops and any(TOPS[name].kind == PROCESSED for name in tops):
                 rows = SamplingRows.of(self.sampling, slots, positions)
                 top_processed(with_eos_barred(drawn, rows), rows, stages, tops)
         if RAW in logprobs:

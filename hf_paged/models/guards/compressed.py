@@ -43,15 +43,23 @@ def offload_reason(name: str, module: nn.Module) -> Reason | None:
 def as_dicts(mappings: Iterable[Any]) -> list[dict[str, torch.Tensor | None]]:
     """Modules' mappings of parameters or buffers, each as the dict that it is or holds."""
     mappings = list(mappings)
-    if set(map(type, mappings)) <= {dict}:  # as a rule
+    if _are_dicts(mappings):
         return mappings
     return [held if isinstance(held, dict) else held.offloaded_values for held in mappings]
 
 
 def places(mappings: Iterable[Any]) -> list[tuple]:
     """Of those that are no dicts, where tensors are kept and where they are computed with."""
+    mappings = list(mappings)
+    if _are_dicts(mappings):
+        return []
     return [(type(held), str(held.onload_device), str(held.offload_device))
             for held in mappings if not isinstance(held, dict)]
+
+
+def _are_dicts(mappings: list[Any]) -> bool:
+    """All of them, which is the rule, without a look at each one by itself."""
+    return set(map(type, mappings)) <= {dict}
 
 
 def _behind(module: nn.Module) -> Any:
