@@ -597,8 +597,8 @@ ASKED_OF_REQUESTS = [  # besides a GenerationConfig
                     "sampling/test_top_log_probs.py", "without_edits"),
     PackageMutation(TOPS, "values[:, :1].float() + best[:, None]", "values[:, :1].float()",
                     "sampling/test_top_log_probs.py", "best_of_plain_rows"),
-    PackageMutation("engine/log_probs.py", "widest = max(tops,", "widest = min(tops,", "engine/test_top_log_probs.py",
-                    "prompts_have_theirs"),
+    PackageMutation("engine/log_probs.py", "widest = max(tops,", "widest = min(tops,",
+                    "engine/test_likeliest_tokens.py", "prompts_have_theirs"),
     PackageMutation(ENDINGS, "and token_ids[-1] in self.stop_token_ids", "and not self.stop_token_ids",
                     "engine/test_endings.py", "stop_token_ends"),
     PackageMutation(ENDINGS, "self._stream.restart([])", "pass", "engine/test_endings.py", "goes_on or pieces"),
@@ -632,8 +632,9 @@ READS, GROUP_TESTS = "runner/kv_reads.py", "engine/test_prefix_groups.py"
 SHARED_READS = [
     PackageMutation(READS, "start if window is None else np.minimum(start, window - 1)", "start", GROUP_TESTS,
                     "window_is_counted"),
-    PackageMutation(READS, "self._num_full_layers = list(by_window.items()), by_window[None]",
-                    "self._num_full_layers = list(by_window.items()), by_window.total()", GROUP_TESTS, "window_is_counted"),
+    PackageMutation(READS, "by_window.items()), by_window[None]",
+                    "by_window.items()), by_window.total()", GROUP_TESTS,
+                    "window_is_counted"),
     PackageMutation("runner/model_runner.py", "        self._count_reads(plan)\n        return Computed(",
                     "        return Computed(", GROUP_TESTS, "bytes_that_decode"),
 ]

@@ -56,8 +56,8 @@ class DecoderExecutor(ModelExecutor):
         size, heads = self.group.size, config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = local_kv_heads(config.num_key_value_heads, size)
-        return KVSpec(len(self._layers()), heads // size, kv_heads, head_dim, self.autocast or weight.dtype, weight.dtype,
-                      weight.device)
+        return KVSpec(len(self._layers()), heads // size, kv_heads, head_dim, self.autocast or weight.dtype,
+                      weight.dtype, weight.device)
 
     @property
     def config(self) -> Any:

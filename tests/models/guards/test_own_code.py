@@ -431,8 +431,8 @@ def test_how_every_class_of_modules_is_asked(family, name, enabled):
     assert engine.unsupported_reason() is None
 
 
-# Not __getitem__: CPython leaves the slot of sequences filled once a patch is taken back, and `torch.tensor` of a list of
-# tensors raises from then on.
+# Not __getitem__: CPython leaves the slot of sequences filled once a patch is taken back, and `torch.tensor` of a list
+# of tensors raises from then on.
 OPERATORS = ("__mul__", "__add__", "__matmul__", "__neg__", "__rsub__", "__pow__")
 
 
