@@ -982,7 +982,8 @@ class Engine:
             raise ValueError(f"output_token_ids of {count} tokens after a prompt of {len(prompt)}: expected fewer "
                              f"({reason})")
         if settings.structured is not None:
-            matcher = self.grammar_of(settings.structured).matcher(settings.eos_token_ids)
+            ends = (*settings.eos_token_ids, *settings.stop_token_ids)
+            matcher = self.grammar_of(settings.structured).matcher(ends)
             at = next((i for i, token in enumerate(made.token_ids) if not matcher.accept(token)), None)
             if at is not None:
                 raise ValueError(f"output_token_ids: token {made.token_ids[at]} at place {at} is not what structured "

@@ -153,7 +153,7 @@ class Request:
     def _match_anew(self, made: list[int]) -> None:
         """Let the matcher stand behind this output."""
         if self.grammar is not None:
-            self.matcher = self.grammar.matcher(self.parameters.eos_token_ids)
+            self.matcher = self.grammar.matcher(self.sequence.eos_token_ids)
             for token in made:
                 self.match(token)
 

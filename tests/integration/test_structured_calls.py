@@ -196,3 +196,12 @@ def test_tensors_in_a_generator():
     with hf_paged.PagedGenerator(tiny_model(), TOKENIZER) as generator:
         made = generator.generate(**INPUTS, **OPTIONS, structured=FORM)
     assert_same_tensor(made, by_stock())
+
+
+@pytest.mark.parametrize("eos", [-1, 5000])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=str)
+def test_an_eos_that_never_comes_is_none_on_any_path(model, eos, options):
+    inputs = {name: value[:1] for name, value in INPUTS.items()}
+    made = model.generate(**inputs, max_new_tokens=8, eos_token_id=eos, pad_token_id=0, structured={"regex": "[a-c]{8}"},
+                          tokenizer=TOKENIZER, **options)
+    assert re.fullmatch("[a-c]{8}", TOKENIZER.decode(made[0, inputs["input_ids"].shape[1] :]))
