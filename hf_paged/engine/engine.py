@@ -1000,8 +1000,9 @@ class Engine:
     def grammar_of(self, structured: Structured, tokenizer: Any = None) -> XGrammar:
         """The grammar of a form, for this tokenizer (None: the engine's); raises what `Grammars.compile` raises."""
         own = self.tokenizer
-        if tokenizer is not None and own is not tokenizer and own is not None and self.group.is_parallel:
-            raise ValueError("tokenizer: expected the engine's, whose vocabulary all ranks of the model have")
+        if tokenizer is not None and own is not tokenizer and self.group.is_parallel:
+            raise ValueError("tokenizer: expected the engine's (PagedGenerator.tokenizer), whose vocabulary all ranks of "
+                             "the model have")
         return self._core.grammars.compile(structured, own if tokenizer is None else tokenizer)
 
     def check_adapter(self, adapter_name: Any) -> str:
