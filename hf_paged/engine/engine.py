@@ -1001,8 +1001,8 @@ class Engine:
         """The grammar of a form, for this tokenizer (None: the engine's); raises what `Grammars.compile` raises."""
         own = self.tokenizer
         if tokenizer is not None and own is not tokenizer and self.group.is_parallel:
-            raise ValueError("tokenizer: expected the engine's (PagedGenerator.tokenizer), whose vocabulary all ranks of "
-                             "the model have")
+            raise ValueError("tokenizer: expected the engine's (PagedGenerator.tokenizer), whose vocabulary all ranks "
+                             "of the model have")
         return self._core.grammars.compile(structured, own if tokenizer is None else tokenizer)
 
     def check_adapter(self, adapter_name: Any) -> str:

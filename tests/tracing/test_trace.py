@@ -263,10 +263,12 @@ def test_no_engine_is_watched_any_more_where_the_end_cannot_be_written(tmp_path)
     def fails(*args, **kwargs):
         raise OSError("no space left")
 
-    ends = patch.object(TraceFile, "end", fails)  # of the requests, which outlive the block
-    with pytest.raises(OSError, match="no space left"), ends, hf_paged.trace(tmp_path / "steps.json"):
-        for engine in engines:
-            engine.add_request([1, 2, 3], greedy(2))
+    traced = hf_paged.trace(tmp_path / "steps.json")
+    traced.__enter__()
+    for engine in engines:
+        engine.add_request([1, 2, 3], greedy(2))  # which outlives the block
+    with patch.object(TraceFile, "end", fails), pytest.raises(OSError, match="no space left"):
+        traced.__exit__(None, None, None)
     assert not any(engine._core.observers for engine in engines)
 
 
