@@ -248,6 +248,8 @@ class CommandQueue:
             ValueError: the caller of this rank asked for something else.
         """
         assert command.request_id is not None
+        for times in (self._deadlines, self._timeouts):
+            times.pop(command.request_id, None)  # of one that had this id before
         own, stop = self.expected.pop(command.request_id, None), command.stop
         if stop is not None and stop.deadline is not None:
             if self.group.rank == 0:

@@ -982,7 +982,8 @@ class Engine:
             raise ValueError(f"output_token_ids of {count} tokens after a prompt of {len(prompt)}: expected fewer "
                              f"({reason})")
         if settings.structured is not None:
-            matcher = self.grammar_of(settings.structured).matcher(settings.eos_token_ids)
+            ends = (*settings.eos_token_ids, *settings.stop_token_ids)
+            matcher = self.grammar_of(settings.structured).matcher(ends)
             at = next((i for i, token in enumerate(made.token_ids) if not matcher.accept(token)), None)
             if at is not None:
                 raise ValueError(f"output_token_ids: token {made.token_ids[at]} at place {at} is not what structured "
@@ -999,8 +1000,9 @@ class Engine:
     def grammar_of(self, structured: Structured, tokenizer: Any = None) -> XGrammar:
         """The grammar of a form, for this tokenizer (None: the engine's); raises what `Grammars.compile` raises."""
         own = self.tokenizer
-        if tokenizer is not None and own is not tokenizer and own is not None and self.group.is_parallel:
-            raise ValueError("tokenizer: expected the engine's, whose vocabulary all ranks of the model have")
+        if tokenizer is not None and own is not tokenizer and self.group.is_parallel:
+            raise ValueError("tokenizer: expected the engine's (PagedGenerator.tokenizer), whose vocabulary all ranks "
+                             "of the model have")
         return self._core.grammars.compile(structured, own if tokenizer is None else tokenizer)
 
     def check_adapter(self, adapter_name: Any) -> str:

@@ -58,10 +58,11 @@ class XGrammar:
     def matcher(self, eos: tuple[int, ...]) -> XGrammarMatcher:
         from xgrammar import GrammarMatcher
 
-        own = self._compiled.tokenizer_info.stop_token_ids
+        own, num_tokens = self._compiled.tokenizer_info.stop_token_ids, self._compiled.tokenizer_info.vocab_size
+        eos = tuple(token for token in eos if 0 <= token < num_tokens)  # others never come
         stops = own if self._keeps_stop_tokens else [token for token in own if token in eos] or list(eos) or own
         return XGrammarMatcher(GrammarMatcher(self._compiled, override_stop_tokens=list(stops) or None), bool(stops),
-                               -(-self._compiled.tokenizer_info.vocab_size // 32))
+                               -(-num_tokens // 32))
 
 
 class XGrammarMatcher:

@@ -78,6 +78,7 @@ class Request:
     grammar: Grammar | None = None
     matcher: Matcher | None = None  # of the grammar, behind the committed output
     num_emitted: int = 0  # of the output, that among it
+    made_before: list[int] = field(default_factory=list)  # what was emitted when it started over, and is made again
     error: str | None = None
     logprobs: list[float | None] | None = None  # of the committed output, where asked for
     logprobs_kind: str | None = None  # which ones
@@ -130,8 +131,10 @@ class Request:
             self.stop.resume(made)
         self._match_anew(made)
         old = self.sequence
+        emitted = old.output_token_ids[: self.num_emitted]
+        self.made_before = max(self.made_before, emitted, key=len)  # it may start over while it makes them again
         if self.text is not None:
-            self.text.restart(old.output_token_ids[: self.num_emitted])
+            self.text.restart(self.made_before)
         self.sequence = Sequence(
             old.request_id,
             old.token_ids[: old.num_prompt_tokens],
@@ -153,7 +156,7 @@ class Request:
     def _match_anew(self, made: list[int]) -> None:
         """Let the matcher stand behind this output."""
         if self.grammar is not None:
-            self.matcher = self.grammar.matcher(self.parameters.eos_token_ids)
+            self.matcher = self.grammar.matcher(self.sequence.eos_token_ids)
             for token in made:
                 self.match(token)
 

@@ -52,7 +52,7 @@ def sample_method(stock: Any) -> Callable:
                 generation_config: GenerationConfig, synced_gpus: bool = False, streamer: Any = None,
                 **model_kwargs: Any) -> Any:
         engine = engine_of(self)
-        tell_eos(logits_processor, stopping_criteria)
+        tell_eos(logits_processor, stopping_criteria, draws=True)
         in_stock = functools.partial(
             stock._sample, self, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
             generation_config=generation_config, synced_gpus=synced_gpus,

@@ -7,6 +7,7 @@ processors as any others.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.grammars import Grammar, MaskMaker, Matcher, XGrammar
 from hf_paged.engine.outlines_guide import OutlinesIndex
+from hf_paged.engine.session import BARRED
 from hf_paged.errors import Reason
 from hf_paged.integration.given_options import is_mask, is_warper
 from hf_paged.options.settings import token_id_tuple
@@ -51,6 +53,7 @@ class StructuredProcessor(LogitsProcessor):
     def __init__(self, forms: list[Form]) -> None:
         self.forms = forms
         self.eos: tuple[int, ...] = ()  # of the call, once it is known
+        self.draws: bool | None = None  # does every row get a token at each step? Beams and drafts may lead nowhere
         self._width: int | None = None  # of the prompts
         self._known: dict[tuple[int, tuple[int, ...]], Matcher | None] = {}
         self._masks: MaskMaker | None = None
@@ -72,6 +75,10 @@ class StructuredProcessor(LogitsProcessor):
         if scores.is_cuda:
             torch.cuda.current_stream(scores.device).synchronize()  # before the next masks take its memory
         masked: Any = mask_tokens(scores.clone(), masks)
+        if self.draws:
+            best = masked.amax(dim=-1).tolist()
+            if any(matcher is not None and most == -math.inf for matcher, most in zip(matchers, best, strict=True)):
+                raise ValueError(f"structured: nothing that the grammar allows can follow; {BARRED}")
         return masked
 
     def _matcher(self, prompt: int, tokens: tuple[int, ...]) -> Matcher | None:
@@ -112,12 +119,14 @@ def with_structure(engine: Engine, num_prompts: int, structured: Any, tokenizer:
     return LogitsProcessorList([*(processors or ()), StructuredProcessor(forms)])
 
 
-def tell_eos(processors: Iterable[Any], criteria: Iterable[Any]) -> None:
-    """Let processors of ours know what ends the rows of their call."""
+def tell_eos(processors: Iterable[Any], criteria: Iterable[Any], *, draws: bool = False) -> None:
+    """Let processors of ours know what ends the rows of their call, and whether each step draws a token for each."""
     for processor in processors:
         if type(processor) is StructuredProcessor:
             ends = [token_id_tuple(c.eos_token_id) for c in criteria if hasattr(c, "eos_token_id")]
             processor.eos = tuple(dict.fromkeys(itertools.chain.from_iterable(ends)))
+            if processor.draws is None:  # else an assistant draws drafts with it
+                processor.draws = draws
 
 
 def split_forms(engine: Engine, given: Any, num_rows: int,

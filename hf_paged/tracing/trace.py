@@ -52,6 +52,7 @@ def trace(path: str | os.PathLike) -> Iterator[None]:
             for recorder in recorders:
                 if (engine := recorder.engine()) is not None:
                     engine.unwatch(recorder)
+            for recorder in recorders:  # where the file cannot be written, no engine is watched any more
                 recorder.close()
         finally:
             file.close()

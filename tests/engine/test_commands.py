@@ -12,6 +12,7 @@ from support import batch, tiny_model
 import hf_paged
 from hf_paged.engine.commands import CommandQueue, End
 from hf_paged.engine.session import NewRequest, Request
+from hf_paged.engine.stopping import StopRule
 from hf_paged.options.settings import RequestSettings
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.runner.request_state import SlotParameters
@@ -53,6 +54,22 @@ def test_ranks_of_one_script_have_to_ask_for_the_same():
     rank.expected["a"] = made(replace(command, seed=6), session)
     rank._apply(command)
     assert rank.added[0].session is session and rank.added[0].parameters.seed == 5 and not rank.expected
+
+
+def test_an_id_that_is_used_again_has_no_time_of_before():
+    """Its first request was ended before the step that would have noticed."""
+    added = []
+    core = SimpleNamespace(add=added.append, make_request=made, requests={}, drain=lambda: None)
+    commands = CommandQueue(ParallelGroup(0, 2), core)
+    command = NewRequest([1, 2], RequestSettings(max_new_tokens=4), seed=5, request_id="a")
+    late = replace(command, stop=StopRule(None, 1.0, []))
+    for new, deadline in ((late, 1.0), (command, None)):
+        commands.expected["a"] = made(new, SimpleNamespace())
+        commands.expected["a"].deadline = deadline
+        commands._apply(new)
+        commands._apply(End(("a",), "abort"))
+    assert [one.deadline for one in added] == [1.0, None]
+    assert not commands._timeouts and not commands._deadlines
 
 
 def test_an_engine_ends_while_another_captures_a_graph(monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import assert_idle, byte_tokenizer, random_prompts, tiny_model
+from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator
 from hf_paged.engine.endings import CutText, Ending, first_stop
@@ -165,6 +166,23 @@ def test_pieces_of_a_cut_text_join_to_it(text, strings, data):
         if data.draw(st.booleans()):
             stream.restart([*map(ord, text[:at])])
     assert sent + stream.finish(whole) == whole
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_text_is_streamed_whole_through_one_interrupt_behind_another(generator, free, keeps):
+    """The second comes while the tokens that were streamed before the first are still made again."""
+    engine = generator.engine
+    engine.add_request(PROMPTS[0], GenerationConfig(**{k: v for k, v in SAMPLED.items() if k != "seed"}), seed=3,
+                       include_stop_str_in_output=keeps)
+    outputs = [output for _ in range(8) for output in engine.step()]
+    for steps in (3, 0):
+        engine._core.dirty = True  # as an interrupt leaves it
+        outputs += [output for _ in range(steps) for output in engine.step()]
+    while engine.has_unfinished():
+        outputs += engine.step()
+    made = outputs[-1].completion
+    assert [token for output in outputs for token in output.new_token_ids] == made.token_ids == free[0].token_ids
+    assert "".join(output.new_text for output in outputs) == made.text == free[0].text
 
 
 def test_an_ending_that_asks_for_nothing_changes_nothing():

@@ -220,6 +220,22 @@ def test_an_output_that_goes_on(generator):
         generator.generate([other], structured=FORMS[0], **GREEDY)
 
 
+STOPS = TOKENIZER("9x")["input_ids"]
+
+
+@pytest.mark.parametrize("eos", [-1, 5000])
+def test_an_output_that_ends_at_a_stop_token_alone_goes_on(generator, eos):
+    """What ends the request is what may follow the complete output, however often it begins."""
+    options = {**GREEDY, "eos_token_id": eos, "stop_token_ids": STOPS}
+    form = {"regex": "[0-8]{3}([0-8]{5})?"}
+    whole = generator.generate([PROMPTS[0]], structured=form, seed=7, do_sample=True, **options)[0]
+    assert whole.finish_reason == "stop" and whole.token_ids[-1] in STOPS
+    for cut in (0, 1, len(whole.token_ids) - 1, len(whole.token_ids)):
+        before = {"prompt_token_ids": PROMPTS[0], "output_token_ids": whole.token_ids[:cut]}
+        [one] = generator.generate([before], structured=form, seed=7, do_sample=True, **options)
+        assert (one.token_ids, one.stop_reason) == (whole.token_ids, whole.stop_reason)
+
+
 def test_settings_that_bar_what_the_grammar_allows_end_that_row(generator):
     digits = TOKENIZER("0123456789")["input_ids"]
     for extra in ({}, {"do_sample": True}):
@@ -260,6 +276,19 @@ def test_an_interrupt_starts_the_matchers_anew(generator):
     outputs += drained(engine)
     made = sorted(((o.request_id, o.completion) for o in outputs if o.completion), key=lambda pair: pair[0])
     assert [one.token_ids for _, one in made] == [one.token_ids for one in expected]
+
+
+def test_an_interrupt_leaves_an_output_its_stop_tokens(generator):
+    engine, form = generator.engine, {"regex": "[0-8]{3}"}
+    [expected] = generator.generate([PROMPTS[0]], structured=form, **{**GREEDY, "eos_token_id": -1},
+                                    stop_token_ids=STOPS)
+    engine.add_request(PROMPTS[0], GenerationConfig(max_new_tokens=40, eos_token_id=-1), structured=form,
+                       stop_token_ids=STOPS)
+    outputs = engine.step()
+    engine._core.dirty = True  # as an interrupt leaves it
+    outputs += drained(engine)
+    made = outputs[-1].completion
+    assert (made.token_ids, made.stop_reason) == (expected.token_ids, expected.stop_reason)
 
 
 def test_a_step_whose_sampling_raises_is_taken_back(generator, monkeypatch):

@@ -196,3 +196,25 @@ def test_tensors_in_a_generator():
     with hf_paged.PagedGenerator(tiny_model(), TOKENIZER) as generator:
         made = generator.generate(**INPUTS, **OPTIONS, structured=FORM)
     assert_same_tensor(made, by_stock())
+
+
+@pytest.mark.parametrize("eos", [-1, 5000])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=str)
+def test_an_eos_that_never_comes_is_none_on_any_path(model, eos, options):
+    inputs = {name: value[:1] for name, value in INPUTS.items()}
+    made = model.generate(**inputs, max_new_tokens=8, eos_token_id=eos, pad_token_id=0, tokenizer=TOKENIZER,
+                          structured={"regex": "[a-c]{8}"}, **options)
+    assert re.fullmatch("[a-c]{8}", TOKENIZER.decode(made[0, inputs["input_ids"].shape[1] :]))
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"encoder_repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize("bars", [{"min_new_tokens": 9}, {"suppress_tokens": TOKENIZER("0123")["input_ids"]}], ids=str)
+def test_settings_that_bar_what_the_form_allows_are_an_error_and_no_other_text(model, options, bars):
+    forms = [{"regex": "[0-3]{3}"}, None, {"regex": "[a-z]{20}"}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the native call ends with that row's error, and goes to stock
+        with pytest.raises(ValueError, match="nothing that the grammar allows can follow"):
+            model.generate(**INPUTS, **OPTIONS, structured=forms, tokenizer=TOKENIZER, **options, **bars)
+    made = model.generate(**INPUTS, **OPTIONS, structured=[None, None, forms[2]], tokenizer=TOKENIZER, **options,
+                          **({} if "suppress_tokens" in bars else bars))
+    assert re.fullmatch("[a-z]{20}", texts_of(made)[2])

@@ -428,6 +428,16 @@ def test_forms_are_followed_on_every_rank(alone, sharded, trained_tokenizer, mon
         sharded.generate(PROMPTS[:1], structured={"regex": "("}, max_new_tokens=3)
 
 
+def test_a_tokenizer_that_the_ranks_do_not_have_is_its_callers_error(sharded, trained_tokenizer, monkeypatch):
+    """The other ranks could not compile the form, and all of them would be lost."""
+    pytest.importorskip("xgrammar", reason="of the extra `structured`")
+    monkeypatch.setattr(sharded, "tokenizer", None)
+    with pytest.raises(ValueError, match=r"^tokenizer: expected the engine's"):
+        sharded.model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=4, pad_token_id=0,
+                               structured={"regex": "[a-z]+"}, tokenizer=trained_tokenizer)
+    assert len(sharded.generate(PROMPTS[:1], max_new_tokens=4)[0].token_ids) == 4
+
+
 def test_awaited_calls_share_the_ranks_and_a_cancelled_one_leaves_them(sharded, alone):
     expected = ids(alone.generate(PROMPTS[:4], max_new_tokens=12))
 

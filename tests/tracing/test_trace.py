@@ -257,6 +257,21 @@ def test_a_disk_that_fills_up_ends_no_call_and_is_told_at_the_end(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+def test_no_engine_is_watched_any_more_where_the_end_cannot_be_written(tmp_path):
+    engines = [engine_of(), engine_of()]
+
+    def fails(*args, **kwargs):
+        raise OSError("no space left")
+
+    traced = hf_paged.trace(tmp_path / "steps.json")
+    traced.__enter__()
+    for engine in engines:
+        engine.add_request([1, 2, 3], greedy(2))  # which outlives the block
+    with patch.object(TraceFile, "end", fails), pytest.raises(OSError, match="no space left"):
+        traced.__exit__(None, None, None)
+    assert not any(engine._core.observers for engine in engines)
+
+
 def test_a_fork_writes_nothing_into_the_parents_file(tmp_path):
     model = hf_paged.enable(tiny_model())
     path = tmp_path / "steps.json"

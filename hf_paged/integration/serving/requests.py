@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+from hf_paged.engine.session import BARRED
 from hf_paged.integration.continuous_batching.manager import Own, PagedBatchingManager, requests_with
 from hf_paged.integration.continuous_batching.requests import BatchedRequest, NoRoom, Refused
 from hf_paged.integration.serving.calls import GeneratesFor, RefusedRequestError, ServedCall
@@ -99,6 +100,8 @@ class ServedRequests:
             else:
                 self._run_alone()
                 return
+        elif isinstance(output.error, str) and BARRED in output.error:
+            self.call.refuse(output.error)
         if isinstance(output.error, NoRoom):
             output.error, output.status = None, RequestStatus.FINISHED
             self._config.max_new_tokens = len(output.generated_tokens)

@@ -119,6 +119,18 @@ def test_what_cannot_be_compiled_is_a_400_that_says_why(server, fields, text):
         assert status == 400 and text in said["error"]["message"], said
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
+def test_settings_that_bar_all_that_the_form_allows_are_a_400_that_says_so(server, path, stream):
+    form = {RESPONSES: {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"enum": [7]}}}}}
+    asked = form.get(path, {"structured_outputs": {"choice": ["7"]}})
+    status, said = ask(server, path, stream, min_tokens=9, **asked)
+    said = said if isinstance(said, str) else json.dumps(said)
+    assert "leave them out" in said and (status == 400 or stream)  # a stream that began says it in an event
+    status, said = ask(server, path, stream, **asked)
+    assert status == 200 and "7" in str(said)
+
+
 def test_choices_and_a_client_that_leaves(server):
     status, said = ask(server, TEXT, guided_regex="[0-9]{6}", n=3, temperature=1, seed=5)
     assert status == 200
