@@ -25,8 +25,6 @@ class FakeServer:
     counts: bool = True
     bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
-    most_at_once: int = 0
-    _open: int = 0
     _lock: Any = field(default_factory=threading.Lock)
 
 
@@ -46,13 +44,7 @@ def fake_server(**settings: Any) -> Iterator[FakeServer]:
             with state._lock:
                 state.bodies.append((self.path, body))
                 state.keys.add(self.headers["Authorization"])
-                state._open += 1
-                state.most_at_once = max(state.most_at_once, state._open)
-            try:
-                self._answer(body)
-            finally:
-                with state._lock:
-                    state._open -= 1
+            self._answer(body)
 
         def _answer(self, body: dict[str, Any]) -> None:
             if state.status != 200:
