@@ -667,7 +667,7 @@ OVER_RANKS = [
     PackageMutation(SIGNALS, "            if not is_over:\n                held.check()\n", "", SIGNALS_TESTS,
                     "swallow"),
     PackageMutation(NAMED, "self.data[offset + low - start : offset + high - start]",
-                    "self.data[low - start : high - start]", NAMED_TESTS, "loading_makes"),
+                    "self.data[low - start : high - start]", NAMED_TESTS, "one_after_the_other"),
     PackageMutation(NAMED, "start - part * inner, stop - part * inner", "start, stop", NAMED_TESTS,
                     "loading_makes"),
     PackageMutation(NAMED, "part.data.narrow(part.shard.dim, offset, size)",

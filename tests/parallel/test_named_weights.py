@@ -13,7 +13,8 @@ from torch import nn
 from hf_paged.parallel import named_weights
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.loading import load
-from hf_paged.parallel.named_weights import NamedWeights, check_tensor, gather, write
+from hf_paged.parallel.named_weights import Covers, NamedWeights, Place, check_tensor, gather, write
+from hf_paged.parallel.shards import Shard
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama-3", {"vocab_size": 250}),
@@ -75,6 +76,19 @@ def test_every_part_is_what_loading_makes_of_it(variant: str, overrides: dict, e
             for name, parameter in expected.named_parameters():
                 assert torch.equal(model.get_parameter(name), parameter), (name, rank, size)
             assert weights.missing(covered) == []
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("most_bytes", [1, 40, 1000])
+def test_several_ranges_of_one_tensor_lie_one_after_the_other(dim: int, most_bytes: int) -> None:
+    """As in a layer that holds gate and up, of each of which a rank has a part."""
+    whole = torch.arange(80.0).view((10, 8) if dim == 0 else (8, 10))
+    shard = Shard(tuple(whole.shape), dim, ((1, 4), (6, 9)))
+    place = Place(torch.zeros(shard.part_shape), shard, Covers("gate_up"))
+    for start, stop in place.chunks(most_bytes):
+        for own, piece in place.pairs(start, whole[start:stop]):
+            own.copy_(piece)
+    assert torch.equal(place.data, shard.take(whole))
 
 
 def test_what_is_missing_is_told_by_the_models_own_names(tmp_path: Path) -> None:
