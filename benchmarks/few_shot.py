@@ -23,24 +23,13 @@ from datasets import Dataset
 from lm_eval import evaluator
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks.manager import TaskManager
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
+from random_checkpoint import word_tokenizer
 from workloads import QWEN3_SHAPES, qwen3, qwen3_config
 
 import hf_paged
 
 SHOTS, SHOT_TOKENS, NEW_TOKENS = 5, 200, 128
 ENGINES: dict[str, dict[str, Any] | None] = {"stock": None, "ours": {}, "ungrouped": {"group_prefixes": False}}
-
-
-def make_tokenizer(model: str) -> PreTrainedTokenizerFast:
-    """The words <pad>, <eos>, t2, t3, ... of the whole vocabulary."""
-    words = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, qwen3_config(model).vocab_size)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
 def task(requests: int, max_word: int) -> dict[str, Any]:
@@ -81,7 +70,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     evaluator.add_env_info = lambda storage: None  # it runs pip and git
     model = qwen3(args.model, torch.bfloat16 if args.device == "cuda" else torch.float32, args.device)
-    tokenizer, tasks = make_tokenizer(args.model), TaskManager(include_defaults=False)
+    tokenizer, tasks = word_tokenizer(args.model), TaskManager(include_defaults=False)
     asked = task(args.requests, qwen3_config(args.model).vocab_size)
     rates: dict[str, float] = {}
     figures: dict[str, Any] = {"model": args.model, "requests_s": rates}

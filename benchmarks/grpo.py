@@ -27,13 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_checkpoint import make_checkpoint
+from random_checkpoint import make_checkpoint, word_tokenizer
 from run_all import versions
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
-from workloads import QWEN3_SHAPES, qwen3_config
+from workloads import QWEN3_SHAPES
 
 HERE = Path(__file__).resolve().parent
 ENGINES = ("ours", "vllm", "stock")
@@ -48,12 +44,7 @@ COLUMNS = ("model", "engine", "s a step", "rollout", "log-probs", "update", "rol
 def write_checkpoint(model: str, folder: Path) -> None:
     """Random weights in bf16, and a tokenizer of the whole vocabulary: the words <pad>, <eos>, t2, t3, ..."""
     make_checkpoint(model, folder)
-    # The special ones are no part of another word: they are found inside of words, too.
-    words = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, qwen3_config(model).vocab_size)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>",
-                            padding_side="left").save_pretrained(folder)
+    word_tokenizer(model, unk_token="<pad>", padding_side="left").save_pretrained(folder)
 
 
 def workload(scale: float) -> dict[str, int]:

@@ -106,7 +106,7 @@ def in_a_step(generator: PagedGenerator, prompts: list, stream: bool, steps: int
             generator.engine.add_all(session, wanted(generator._maker.make(Call.of(prompts, config, seed=0))))
             while len(times) < steps:
                 start = time.thread_time()
-                generator.engine.advance(session)
+                generator.engine.advance([session])[0]
                 times.append((time.thread_time() - start) * 1e6)
     finally:
         ModelRunner.launch = own  # type: ignore[method-assign]

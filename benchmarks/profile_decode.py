@@ -34,18 +34,18 @@ def main() -> None:
         with engine.session() as session:
             engine.add_all(session, wanted(generator._maker.make(Call.of(prompts, config, seed=0))))
             while engine.stats().num_generated_tokens < args.batch:
-                engine.advance(session)
+                engine.advance([session])[0]
             for _ in range(args.steps):  # the rest of the prompts, and what is compiled or captured
-                engine.advance(session)
+                engine.advance([session])[0]
             torch.cuda.synchronize()
             start, cpu = time.perf_counter(), time.process_time()
             for _ in range(args.steps):
-                engine.advance(session)
+                engine.advance([session])[0]
             torch.cuda.synchronize()
             wall, host = time.perf_counter() - start, time.process_time() - cpu
             with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
                 for _ in range(args.steps):
-                    engine.advance(session)
+                    engine.advance([session])[0]
                 torch.cuda.synchronize()
     kernels: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     spans = []

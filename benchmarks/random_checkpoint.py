@@ -10,15 +10,28 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from safetensors.torch import save_file
-from transformers import Qwen3ForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from workloads import qwen3_config
 
 SHARD_BYTES = 4 << 30
 _WRITERS = 8
+
+
+def word_tokenizer(size: str, **options: Any) -> PreTrainedTokenizerFast:
+    """One token a word of the whole vocabulary: <pad>, <eos>, t2, t3, ..."""
+    # The special ones are no part of another word: they are found inside of words, too.
+    words = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, qwen3_config(size).vocab_size)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", **options)
 
 
 def make_checkpoint(size: str, folder: Path) -> float:

@@ -386,7 +386,7 @@ class PagedGenerator:
         index, refused = numbered(call, asked, self.engine.add_all(session, wanted(asked)))
         yield from refused
         while session.unfinished():
-            for output in self.engine.advance(session):
+            for output in self.engine.advance([session])[0]:
                 yield index[output.request_id], output
 
     def _generate_tensor(self, prompts: Any, generation_config: Any, seed: Any, adapter_names: Any,

@@ -128,7 +128,7 @@ def test_surroundings_of_one_caller_do_not_reach_another(ambient):
             engine.add(session, NewRequest(inputs["input_ids"][0].tolist(), settings, seed=0))
             outputs = []
             while session.unfinished():
-                outputs += engine.advance(session)
+                outputs += engine.advance([session])[0]
         return outputs[-1].completion.token_ids
 
     threads = [threading.Thread(target=work, args=(0, AMBIENT[ambient])),

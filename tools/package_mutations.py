@@ -154,9 +154,9 @@ REQUESTS = [
     PackageMutation("integration/continuous_batching/worker.py",
                     "            if not self._running and not self._arrived:\n",
                     "            if True:\n", BATCHING_TESTS, "breaks_fails"),
-    PackageMutation("engine/engine.py", "        try:\n            self._look_for_arrivals()\n            if self.",
-                    "        try:\n            self._has_looked = False\n            if self.", "engine/test_engine.py",
-                    "before_a_change_of_the_model"),
+    PackageMutation("engine/engine.py", "                    self._look_for_arrivals()\n                    if self.",
+                    "                    self._has_looked = False\n                    if self.",
+                    "engine/test_engine.py", "before_a_change_of_the_model"),
 ]
 
 # Weights that change while requests run, requests that go on, and kinds of log-probabilities.

@@ -186,7 +186,7 @@ class Driver:
         """One step, and its outputs to their calls. Where it raises, every call ends with that."""
         calls = self._calls
         try:
-            outputs = self._engine.advance_all([call.session for call in calls])
+            outputs = self._engine.advance([call.session for call in calls])
         except BaseException as error:
             self._calls = []
             for call in calls:

@@ -270,7 +270,7 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Run one step and return what it brought, together with what other callers' steps brought before."""
-        return self.advance(self._public, always_step=True)
+        return self.advance([self._public], always_step=True)[0]
 
     def abort(self, request_id: str) -> None:
         """End a request of `add_request`; the next `step` returns its completion with ``finish_reason="abort"``.
@@ -357,44 +357,29 @@ class Engine:
                 added.append(error)
         return added
 
-    def advance(self, session: Session, *, always_step: bool = False) -> list[StepOutput]:
-        """The outputs that wait for a session, after at most one step. It may be unfinished after an empty list."""
+    def advance(self, sessions: list[Session], *, always_step: bool = False) -> list[list[StepOutput]]:
+        """Of each session the outputs that wait for it, after at most one step; it may be unfinished after none."""
         if self.is_reentrant():
             raise RuntimeError("step() was called from inside a step or a weight_update() of the same engine")
         with self._lock.turn(after_others=True) as turn, self._lock.rlock:
             turn.leave()
-            is_stuck = (always_step or not session.outbox) and self._step_is_stuck(session.stream)
-            outputs = list(session.outbox)
-            session.outbox.clear()
-        if is_stuck and session.unfinished():
-            time.sleep(_NAP)
-        return outputs
-
-    def advance_all(self, sessions: list[Session]) -> list[list[StepOutput]]:
-        """`advance` of several sessions together: of each the outputs that wait for it, after at most one step."""
-        with self._lock.turn(after_others=True) as turn, self._lock.rlock:
-            turn.leave()
-            is_stuck = (not any(session.outbox for session in sessions)
-                        and self._step_is_stuck(any(session.stream for session in sessions)))
+            is_stuck = False  # there was nothing to do, or it has to wait for others
+            if always_step or not any(session.outbox for session in sessions):
+                try:
+                    self._look_for_arrivals()
+                    if self.group.is_parallel:
+                        self._commands.step()
+                        interrupts.check()
+                    else:  # a streaming caller's code runs between steps, and may have changed the model
+                        is_stuck = not self._core.step(look_at_model=any(session.stream for session in sessions))
+                finally:
+                    self._run_deferred()
             outputs = [list(session.outbox) for session in sessions]
             for session in sessions:
                 session.outbox.clear()
-        if is_stuck and not any(outputs):
+        if is_stuck and not any(outputs) and any(session.unfinished() for session in sessions):
             time.sleep(_NAP)
         return outputs
-
-    def _step_is_stuck(self, is_streamed: bool) -> bool:
-        """One step. True: there was nothing to do, or it has to wait for others."""
-        try:
-            self._look_for_arrivals()
-            if self.group.is_parallel:
-                self._commands.step()
-                interrupts.check()
-                return False
-            # A streaming caller's code runs between steps, and may have changed the model.
-            return not self._core.step(look_at_model=is_streamed)
-        finally:
-            self._run_deferred()
 
     @contextmanager
     def lockstep(self, prompts: list[list[int]], max_new_tokens: int, cache_salt: bytes = b"",

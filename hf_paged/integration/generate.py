@@ -121,7 +121,7 @@ def _run(engine: Engine, call: NativeCall, columns: _Columns) -> Reason | None:
         while session.unfinished():
             for end in call.ends:
                 end.check()
-            for output in engine.advance(session):
+            for output in engine.advance([session])[0]:
                 if output.finish_reason == "error":
                     assert output.completion is not None
                     return Reason("row {} failed: {}", rows[output.request_id], output.completion.error,

@@ -9,7 +9,7 @@ adapter, and steps whose rows share prefixes have graphs of their own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -68,6 +68,14 @@ class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: tuple[torch.Tensor, ...]
     result: Any
+
+
+class Part(NamedTuple):
+    """`rows` of a step, the graph that computes them, and what it is to read."""
+
+    rows: slice
+    captured: Captured
+    inputs: tuple[np.ndarray, ...]
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -155,31 +163,18 @@ class StepGraphs:
         `logprobs`, as of `RequestState.sample`, receive log-probabilities. Returns the logits of the first
         `num_logits` rows, which are decode rows: [num_logits, V].
         """
-        scored, logits = tuple(logprobs), self._nothing
-        self._drop_if_moved()
-        decodes = plan.num_decode_rows
-        num_new = plan.num_new_tokens[decodes:]
-        prompt_size = self._prompt_size(len(num_new), int(num_new.sum()))
-        if decodes > self._decode_sizes[-1] or prompt_size is None:
-            return None
-        parts: list[tuple[slice, Captured | None, tuple[np.ndarray, ...]]] = []
-        inputs: tuple[np.ndarray, ...]
-        if decodes:
-            stages = self._state.stages(plan.slots[:decodes])
-            named = self._state.adapters.any_named(plan.slots[:decodes])
-            run: partial = partial(self._decode, stages=stages, scored=scored, named=named, with_logits=num_logits > 0)
-            captured, inputs = self._decode_graph(run, plan)
-            parts.append((slice(0, decodes), captured, inputs))
-        if prompt_size:
-            inputs = self._prompt_inputs(plan, prompt_size)
-            long = self._attention.is_long((plan.start + plan.num_new_tokens)[decodes:])
-            run = partial(self._prompts, stages=self._state.stages(plan.slots[decodes:]), long=long, scored=scored,
-                          named=self._state.adapters.any_named(plan.slots[decodes:]))
-            parts.append((slice(decodes, len(plan.slots)), self._get(prompt_size, run, inputs), inputs))
-        if any(captured is None for _, captured, _ in parts):
+        scored, logits, stages = tuple(logprobs), self._nothing, self._state.stages
+
+        def decode(slots: np.ndarray, named: bool) -> partial:
+            return partial(self._decode, stages=stages(slots), scored=scored, named=named, with_logits=num_logits > 0)
+
+        def prompts(slots: np.ndarray, long: bool, named: bool) -> partial:
+            return partial(self._prompts, stages=stages(slots), long=long, scored=scored, named=named)
+
+        parts = self._parts(plan, decode, prompts)
+        if parts is None:
             return None
         for rows, captured, inputs in parts:
-            assert captured is not None
             # Fetched before the next replay: a graph that was captured earlier may use the memory of these tokens.
             self._send(captured, inputs)
             drawn = self._replay(captured)
@@ -192,31 +187,49 @@ class StepGraphs:
 
     def row_logits(self, plan: StepPlan) -> torch.Tensor | None:
         """Replay a step up to the logits after each row's last token, [R, V] or a rank's columns; None: no graph."""
+        def decode(_: np.ndarray, named: bool) -> partial:
+            return partial(self._logits, named=named)
+
+        def prompts(_: np.ndarray, long: bool, named: bool) -> partial:
+            return partial(self._prompt_logits, long=long, named=named)
+
+        parts = self._parts(plan, decode, prompts)
+        if parts is None:
+            return None
+        made: list[torch.Tensor] = []
+        for rows, captured, inputs in parts:
+            self._send(captured, inputs)
+            made.append(self._replay(captured)[: rows.stop - rows.start].clone())  # the next replay overwrites it
+        return made[0] if len(made) == 1 else torch.cat(made)
+
+    def _parts(self, plan: StepPlan, decode: Callable[..., partial],
+               prompts: Callable[..., partial]) -> list[Part] | None:
+        """The graphs of a step's decode rows and of its prompts; None where none holds it.
+
+        What is captured is ``decode(slots, named=...)`` and ``prompts(slots, long=..., named=...)``.
+        """
         self._drop_if_moved()
-        decodes = plan.num_decode_rows
+        decodes, any_named = plan.num_decode_rows, self._state.adapters.any_named
         num_new = plan.num_new_tokens[decodes:]
         prompt_size = self._prompt_size(len(num_new), int(num_new.sum()))
         if decodes > self._decode_sizes[-1] or prompt_size is None:
             return None
-        parts: list[tuple[int, Captured | None, tuple[np.ndarray, ...]]] = []
+        parts: list[Part] = []
+        inputs: tuple[np.ndarray, ...]
         if decodes:
-            named = self._state.adapters.any_named(plan.slots[:decodes])
-            captured, inputs = self._decode_graph(partial(self._logits, named=named), plan)
-            parts.append((decodes, captured, inputs))
+            slots = plan.slots[:decodes]
+            captured, inputs = self._decode_graph(decode(slots, named=any_named(slots)), plan)
+            if captured is None:
+                return None
+            parts.append(Part(slice(0, decodes), captured, inputs))
         if prompt_size:
-            prompts = self._prompt_inputs(plan, prompt_size)
+            slots, inputs = plan.slots[decodes:], self._prompt_inputs(plan, prompt_size)
             long = self._attention.is_long((plan.start + plan.num_new_tokens)[decodes:])
-            named = self._state.adapters.any_named(plan.slots[decodes:])
-            run = partial(self._prompt_logits, long=long, named=named)
-            parts.append((len(num_new), self._get(prompt_size, run, prompts), prompts))
-        if any(captured is None for _, captured, _ in parts):
-            return None
-        made: list[torch.Tensor] = []
-        for count, captured, arrays in parts:
-            assert captured is not None
-            self._send(captured, arrays)
-            made.append(self._replay(captured)[:count].clone())  # whose memory the next replay may use
-        return made[0] if len(made) == 1 else torch.cat(made)
+            captured = self._get(prompt_size, prompts(slots, long=long, named=any_named(slots)), inputs)
+            if captured is None:
+                return None
+            parts.append(Part(slice(decodes, len(plan.slots)), captured, inputs))
+        return parts
 
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
         """Replay a step of decode rows up to the logits [R, V]; None: no graph for it."""

@@ -161,11 +161,7 @@ class ModelRunner:
             joining: decode rows of others, which end at the logits.
         """
         first = sum(len(rows.slots) for rows in joining)
-        if first:
-            plan = plan.behind(joining)
-        self._update_state(plan, parameters)
-        result = self._on_host(len(plan.slots), torch.int64)
-        logprobs = {name: self._on_host(shape_of(name, len(plan.slots)), torch.float32) for name in wanted.sampled}
+        plan, result, logprobs = self._begin(plan.behind(joining) if first else plan, parameters, wanted)
         own = {kind: values[first:] for kind, values in logprobs.items()}
         if self.graphs is not None and not wanted.prompt:
             logits = self.graphs.launch(plan, result, logprobs, num_logits=first)
@@ -189,11 +185,7 @@ class ModelRunner:
                          joining: Seq[StepPlan] = ()) -> StepHandle:
         """`launch` of a step some row of which samples, up to the logits: `sample` goes on."""
         first = sum(len(rows.slots) for rows in joining)
-        if first:
-            plan = plan.behind(joining)
-        self._update_state(plan, parameters)
-        result = self._on_host(len(plan.slots), torch.int64)
-        logprobs = {name: self._on_host(shape_of(name, len(plan.slots)), torch.float32) for name in wanted.sampled}
+        plan, result, logprobs = self._begin(plan.behind(joining) if first else plan, parameters, wanted)
         every = None if self.graphs is None or wanted.prompt else self.graphs.row_logits(plan)
         scored, tops, spans = None, None, [span._replace(row=first + span.row) for span in wanted.prompt]
         if every is not None:
@@ -253,6 +245,14 @@ class ModelRunner:
             logits = self.executor.logits(*computed.at(last))
         device_times.end("eager logits", began)
         return logits
+
+    def _begin(self, plan: StepPlan, parameters: list[SlotParameters],
+               wanted: Wanted) -> tuple[StepPlan, torch.Tensor, dict[str, torch.Tensor]]:
+        """Bring the requests' state up to a step that samples: the step, and where its tokens and theirs will be."""
+        self._update_state(plan, parameters)
+        rows = len(plan.slots)
+        logprobs = {name: self._on_host(shape_of(name, rows), torch.float32) for name in wanted.sampled}
+        return plan, self._on_host(rows, torch.int64), logprobs
 
     def make_ready(self, plan: StepPlan) -> None:
         """Send what `logits` of a decode plan needs besides the tokens, while the device runs another step."""

@@ -190,7 +190,7 @@ def test_a_tokenizer_that_fails_at_some_token_ends_the_request_that_made_it():
         ids = [engine.add(whole, NewRequest(prompt, RequestSettings(8), seed=0)) for prompt in PROMPTS]
         made = {}
         while whole.unfinished():
-            made |= {o.request_id: o.completion for o in engine.advance(whole)}
+            made |= {o.request_id: o.completion for o in engine.advance([whole])[0]}
         bad, own = made[ids[VICTIM]].token_ids, tokenizer.decode
 
         def decode(token_ids, **kwargs):
@@ -201,7 +201,7 @@ def test_a_tokenizer_that_fails_at_some_token_ends_the_request_that_made_it():
         tokenizer.decode = decode
         again = [engine.add(whole, NewRequest(prompt, RequestSettings(8), seed=0)) for prompt in PROMPTS]
         while whole.unfinished():
-            made |= {o.request_id: o.completion for o in engine.advance(whole)}
+            made |= {o.request_id: o.completion for o in engine.advance([whole])[0]}
     for number, (before, after) in enumerate(zip(ids, again, strict=True)):
         assert made[after].token_ids == made[before].token_ids
         assert (made[after].finish_reason == "error") == (number == VICTIM)

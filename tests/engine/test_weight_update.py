@@ -281,7 +281,7 @@ def assert_fresh(model, engine, prompt):
     with engine.session() as session:
         engine.add(session, NewRequest(prompt, RequestSettings(2, logprobs="processed"), seed=0))
         while session.unfinished():
-            for output in engine.advance(session):
+            for output in engine.advance([session])[0]:
                 completion = output.completion
     with torch.no_grad():
         whole = torch.tensor([prompt + completion.token_ids])
@@ -305,7 +305,7 @@ def rolling_out(engine, prompts, **config):
                     for prompt in prompts:
                         engine.add(session, NewRequest(prompt, RequestSettings(20), seed=0))
                     while session.unfinished():
-                        made.extend(o.completion for o in engine.advance(session) if o.completion)
+                        made.extend(o.completion for o in engine.advance([session])[0] if o.completion)
         except Exception as error:
             errors.append(error)
 

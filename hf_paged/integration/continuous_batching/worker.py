@@ -130,7 +130,7 @@ class BatchingWorker:
 
     def _collect(self, sessions: list[Session]) -> None:
         unfinished = [session for session in sessions if session.unfinished()]
-        outputs = self._engine.advance_all(unfinished) if unfinished else []
+        outputs = self._engine.advance(unfinished) if unfinished else []
         delivered: list[tuple[BatchedRequest, GenerationOutput]] = []
         for output in itertools.chain(*outputs):
             request, _ = self._running[output.request_id]

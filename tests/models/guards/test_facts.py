@@ -280,7 +280,7 @@ def test_a_step_that_takes_in_requests_compares_once(monkeypatch):
         for token in (3, 4):  # idle, then busy
             engine.add(session, NewRequest([token] * 20, RequestSettings(50), seed=0))
             asked.clear()
-            engine.advance(session)
+            engine.advance([session])[0]
             assert len(asked) == 1
         assert session.unfinished()
 
@@ -298,10 +298,10 @@ def test_code_of_the_user_between_two_looks_of_a_step_is_noticed(monkeypatch):
 
     with engine.session(stream=True) as session:
         engine.add(session, NewRequest([3] * 20, RequestSettings(50), seed=0))
-        engine.advance(session)
+        engine.advance([session])[0]
         norm.variance_epsilon = 0.5
         monkeypatch.setattr(loop, "_commit_in_flight", commits_and_changes)
-        engine.advance(session)
+        engine.advance([session])[0]
         monkeypatch.undo()
         assert norm.variance_epsilon == 0.25
         assert loop._state_key == loop._executor.state_key()
