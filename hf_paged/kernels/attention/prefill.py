@@ -10,8 +10,9 @@ import torch
 from hf_paged.kernels._device import shared_memory
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 from hf_paged.kernels.attention._pages import blocks_of_tile, load_keys, load_values
+from hf_paged.kernels.attention._parts import ROW_PART, ROW_PIECES, store_part
 from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.metadata import ROW_FIELDS, AttentionOptions, PagedMetadata
 
 
 class PrefillConfig(NamedTuple):
@@ -23,6 +24,15 @@ class PrefillConfig(NamedTuple):
     num_stages: int  # of K and V in shared memory
     branch: bool = False  # tiles that every query sees jump over the mask
     max_registers: int | None = None  # per thread, so that two programs fit a multiprocessor
+
+
+class OwnParts(NamedTuple):
+    """Where rows leave what they see behind positions that are read for several of them, see `PromptWork`."""
+
+    begin: torch.Tensor  # [R] int32, multiples of the block size; 0: the row sees nothing else, and is done
+    rows: torch.Tensor  # [T, ROW_FIELDS] int32, see `RowEntry`: a token's last part is the one of its own positions
+    acc: torch.Tensor  # [parts, Hq, D] float32
+    sums: torch.Tensor  # [parts, Hq, 2] float32
 
 
 # Shared memory a block needs for the deep configurations: Hopper and later have it, Ampere and Ada do not.
@@ -101,7 +111,14 @@ def _mask_scores(score, query_position, start, n, window, HAS_WINDOW: tl.constex
     return tl.where(visible, score, float("-inf"))
 
 
-@jit(varying_ints=("num_rows",), varying_pointers=("query_start", "seq_lens", "slots"))
+@jit()
+def _store_result(acc, total, out, place, live, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr):
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    offset = place[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM_PAD)[None, :]
+    tl.store(out + offset, result.to(out.dtype.element_ty), mask=live)
+
+
+@jit(varying_ints=("num_rows",), varying_pointers=("query_start", "seq_lens", "slots", "own_begin", "token_rows"))
 def _prefill_kernel(
     q,
     k_cache,
@@ -112,6 +129,10 @@ def _prefill_kernel(
     block_table,
     slots,
     sinks,
+    own_begin,
+    token_rows,
+    partial_acc,
+    partial_sums,
     num_rows,
     q_stride_t,
     q_stride_h,
@@ -130,6 +151,8 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BRANCH: tl.constexpr,
+    HAS_OWN_PARTS: tl.constexpr,
+    ROW_FIELDS: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     STRIDE: tl.constexpr = BLOCK_SIZE * KV_HEADS * HEAD_DIM
@@ -162,13 +185,16 @@ def _prefill_kernel(
     # masked_from or later, or before masked_until.
     first_position = seq_len - count + tile * BLOCK_Q
     end = tl.minimum(first_position + BLOCK_Q, seq_len)
-    begin = 0
+    row_begin = 0
+    if HAS_OWN_PARTS:
+        row_begin = tl.load(own_begin + row)
+    begin = row_begin
     masked_until = 0
     if HAS_WINDOW:
-        begin = tl.maximum(first_position - window + 1, 0)
+        begin = tl.maximum(first_position - window + 1, row_begin)
         masked_until = end - window
     masked_from = first_position + 2 - BLOCK_N
-    first = begin // BLOCK_N * BLOCK_N
+    first = row_begin + (begin - row_begin) // BLOCK_N * BLOCK_N
 
     table_row = block_table + tl.load(slots + row).to(tl.int64) * table_stride
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PAD], tl.float32)
@@ -178,8 +204,12 @@ def _prefill_kernel(
     if HAS_SINKS:
         # A score without a value, of weight 1 at its own height; log2(e) turns it to base 2.
         sink = tl.load(sinks + query_head, mask=m < BLOCK_Q * GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
-        top = tl.maximum(sink, top)
-        total += 1.0
+        if HAS_OWN_PARTS:  # of several parts, the joining counts it
+            top = tl.where(row_begin > 0, top, tl.maximum(sink, top))
+            total = tl.where(row_begin > 0, total, 1.0)
+        else:
+            top = tl.maximum(sink, top)
+            total += 1.0
     # Each tile's blocks are looked up one tile ahead, so that its loads need not wait for the lookup.
     blocks = blocks_of_tile(table_row, first, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
     for start in range(first, end, BLOCK_N):
@@ -212,9 +242,18 @@ def _prefill_kernel(
         top = new_top
         acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
 
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_offset = (token[:, None] * (KV_HEADS * GROUP) + query_head[:, None]) * HEAD_DIM + lane[None, :]
-    tl.store(out + out_offset, result.to(out.dtype.element_ty), mask=live)
+    if HAS_OWN_PARTS:
+        if row_begin > 0:
+            inside = (m < BLOCK_Q * GROUP) & (query < count)
+            entry = token_rows + token * ROW_FIELDS
+            part = tl.load(entry + ROW_PART, mask=inside, other=0)
+            part += tl.load(entry + ROW_PIECES, mask=inside, other=1) - 1
+            store_part(acc, top, total, partial_acc, partial_sums, part.to(tl.int64), query_head, inside,
+                       KV_HEADS * GROUP, HEAD_DIM, HEAD_DIM_PAD)
+        else:
+            _store_result(acc, total, out, token * (KV_HEADS * GROUP) + query_head, live, HEAD_DIM, HEAD_DIM_PAD)
+    else:
+        _store_result(acc, total, out, token * (KV_HEADS * GROUP) + query_head, live, HEAD_DIM, HEAD_DIM_PAD)
 
 
 def paged_attention_prefill(
@@ -226,6 +265,7 @@ def paged_attention_prefill(
     *,
     out: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
+    own_parts: OwnParts | None = None,
 ) -> torch.Tensor:
     """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` for rows of any length, one Triton launch.
 
@@ -235,6 +275,7 @@ def paged_attention_prefill(
     Args:
         out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
         config: tile shape; None: by head size and ``meta.max_query_len``.
+        own_parts: rows that begin behind 0 leave parts here, and their tokens in ``out`` as they are.
     """
     require_triton()
     num_tokens, num_heads, head_dim = q.shape
@@ -251,6 +292,7 @@ def paged_attention_prefill(
     scale = options.scale
     if scale <= 0.0:  # the kernel takes the largest score before it scales
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+    begin, rows, acc, sums = (None,) * 4 if own_parts is None else own_parts
     # A row of n tokens that starts anywhere needs at most n // BLOCK_Q + 1 tiles.
     num_tiles = num_tokens // (config.block_m // group) + num_rows
     with on_device_of(q):
@@ -264,6 +306,10 @@ def paged_attention_prefill(
             meta.block_table,
             meta.slots,
             options.sinks,
+            begin,
+            rows,
+            acc,
+            sums,
             num_rows,
             q.stride(0),
             q.stride(1),
@@ -282,6 +328,8 @@ def paged_attention_prefill(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BRANCH=config.branch,
+            HAS_OWN_PARTS=own_parts is not None,
+            ROW_FIELDS=ROW_FIELDS,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
