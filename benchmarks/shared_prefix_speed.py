@@ -43,7 +43,7 @@ from hf_paged.kernels.attention.metadata import (
     PromptWork,
 )
 from hf_paged.kernels.attention.prefill import FULL_TILE, paged_attention_prefill
-from hf_paged.kernels.attention.prompt_work import PromptPlan, plan_prompts
+from hf_paged.kernels.attention.prompt_work import PromptPlan, Prompts, plan_prompts
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 
@@ -191,12 +191,14 @@ def prompt_plan_of(inputs: Inputs, max_query_len: int, config: GroupedConfig | N
         slots = max(1, config.programs_per_sm * num_multiprocessors(device) // KV_HEADS)
         kernel = kernel._replace(shared=Kernel(config, config.block_m // (heads // KV_HEADS), slots, 1), row_cost=1e9)
     num_new = np.full(len(inputs.lengths), new)
-    return plan_prompts(inputs.groups, inputs.lengths - num_new, num_new, np.arange(len(num_new)), kernel)
+    slots = np.arange(len(num_new))
+    prompts = Prompts(inputs.lengths - num_new, num_new, slots, max_query_len, inputs.meta.max_seq_len)
+    return plan_prompts(inputs.groups, prompts, kernel)
 
 
 def prompt_work_of(plan: PromptPlan) -> PromptWork:
     items, rows, begin = (torch.from_numpy(array).cuda() for array in plan[:3])
-    return PromptWork(GroupedWork(items, rows, plan.num_parts, plan.config), begin)
+    return PromptWork(GroupedWork(items, rows, plan.num_parts, plan.kernel.config), begin)
 
 
 def prompt_rows(rates: dict[str, float]) -> list[dict[str, Any]]:

@@ -636,7 +636,7 @@ SHARED_READS = [
                     "by_window.items()), by_window.total()", GROUP_TESTS,
                     "window_is_counted"),
     PackageMutation("runner/model_runner.py", "        self._count_reads(plan)\n        return Computed(",
-                    "        return Computed(", GROUP_TESTS, "bytes_that_decode"),
+                    "        return Computed(", GROUP_TESTS, "bytes_that_steps"),
 ]
 
 # What Prometheus is told.

@@ -56,7 +56,7 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens computed, or found in the prefix cache.",
     "generation_tokens": "Tokens made.",
     "num_steps": "Steps launched.",
-    "kv_bytes_read": "Bytes of keys and values that attention read for rows that decode, on this device.",
+    "kv_bytes_read": "Bytes of keys and values that attention read, on this device; a prompt's once.",
     "kv_bytes_saved": "Bytes that it did not read again, since rows shared a prefix.",
     "estimated_flops_per_gpu": "Floating-point operations of all steps, estimated from their plans, on this device.",
     "estimated_read_bytes_per_gpu": "Bytes of weights, keys and values of all steps, of each row its own.",

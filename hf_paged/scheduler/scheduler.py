@@ -237,10 +237,12 @@ class Scheduler:
         sequences: list[Sequence] = [self._table.sequences[slot] for slot in slots.tolist()]
         slots = slots.astype(np.int32)
         groups = self.prefix_tree.groups(slots)
+        prompt_groups = None
         num_new, write_from, samples = self._ones[:n], start, self._trues[:n]
         if prefills.sequences:
             sequences += prefills.sequences
             columns = prefills.columns()
+            prompt_groups = self.prefix_tree.groups_ahead(columns.slots, columns.start)
             slots, num_new = np.concatenate([slots, columns.slots]), np.concatenate([num_new, columns.num_new_tokens])
             write_from = np.concatenate([start, columns.write_from])
             start = np.concatenate([start, columns.start])
@@ -249,7 +251,7 @@ class Scheduler:
             sequences=sequences, slots=slots, num_new_tokens=num_new, start=start, write_from=write_from,
             samples=samples, num_decode_rows=n, admitted=prefills.admitted, block_updates=updates,
             tenancy=self._table.tenancy[slots], published=prefills.published, prefix_tree=self.prefix_tree,
-            groups=groups,
+            groups=groups, prompt_groups=prompt_groups,
         )
 
     def _add_chunk(self, seq: Sequence, prefills: PrefillRows) -> None:

@@ -41,8 +41,12 @@ def check_groups(groups: PrefixGroups | None, tables: list[list[int]], block_siz
 
 
 def check_plan(plan: StepPlan, block_size: int) -> None:
-    """The groups of a plan are those of its decode rows, and end before each row's newest token."""
+    """The groups of a plan are those of its decode rows, and of its prompts, and end before each row's new tokens."""
     rows = plan.num_decode_rows
+    check_groups(plan.prompt_groups, [
+        seq.block_table[: int(start) // block_size]
+        for seq, start in zip(plan.sequences[rows:], plan.start[rows:], strict=True)
+    ], block_size)
     check_groups(plan.groups, [seq.block_table for seq in plan.sequences[:rows]], block_size)
     if plan.groups is not None:
         members, first, count, _, end = (column.tolist() for column in plan.groups)

@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False
 """Paged attention for prompts that share prefixes: what lies ahead of all new tokens is read once for a tile of them.
 
-Three launches over planned parts (`prompt_work`): tiles of several rows' queries over what these rows share, which none
-of them has to mask; `prefill` over each row's own positions; and the joining. As in `grouped_decode`, where a token is
-the only one of its row (the sources are named there).
+Two launches over planned parts (`prompt_work`): tiles of several rows' queries over what these rows share, which none
+of them has to mask, as in `grouped_decode` (which names the sources), with tokens in place of rows; then `prefill` over
+each row's own positions. Its tiles start from the parts of their rows, in the order of the positions that these are of.
 """
 
 from __future__ import annotations
@@ -12,23 +12,12 @@ import torch
 
 from hf_paged.kernels._device import num_multiprocessors, shared_memory
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl
-from hf_paged.kernels.attention._parts import (
-    BEGIN,
-    END,
-    FIRST,
-    PART,
-    ROWS,
-    SLOT,
-    SPLIT,
-    SPLITS,
-    join_parts,
-    shared_part,
-)
+from hf_paged.kernels.attention._parts import BEGIN, END, FIRST, PART, ROWS, SLOT, SPLIT, SPLITS, shared_part
 from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
 from hf_paged.kernels.attention.grouped_decode import grouped_config
 from hf_paged.kernels.attention.grouped_work import Kernel
 from hf_paged.kernels.attention.metadata import PART_FIELDS, ROW_FIELDS, AttentionOptions, PagedMetadata, PromptWork
-from hf_paged.kernels.attention.prefill import OwnParts, paged_attention_prefill, prefill_config
+from hf_paged.kernels.attention.prefill import SharedParts, paged_attention_prefill, prefill_config
 from hf_paged.kernels.attention.prompt_work import MIN_SPLIT, PromptKernel
 
 # By query lines of a program that reads row by row: how many of them a multiprocessor holds, and what a position costs
@@ -116,7 +105,6 @@ def paged_attention_grouped_prefill(
     (items, rows, num_parts, config), own_begin = meta.work
     _, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     scale, queries = options.scale, q
     if scale <= 0.0:  # the kernel takes the largest score of a tile before it scales
         queries, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
@@ -154,7 +142,5 @@ def paged_attention_grouped_prefill(
             num_warps=config.num_warps,
             **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
         )
-        paged_attention_prefill(q, k_cache, v_cache, meta, options, out=out,
-                                own_parts=OwnParts(own_begin, rows, acc, sums))
-        join_parts(out, acc, sums, rows, options.sinks, num_kv_heads)
-    return out
+    shared = SharedParts(own_begin, rows, acc, sums)
+    return paged_attention_prefill(q, k_cache, v_cache, meta, options, out=out, shared=shared)

@@ -108,7 +108,7 @@ class GroupedWork(NamedTuple):
 class PromptWork(NamedTuple):
     """The work of prompts that share prefixes: what lies ahead of all new tokens is read once for a tile of them.
 
-    As `GroupedWork`, of tokens in place of rows: a token's last piece is of its row's own positions, and no item.
+    As `GroupedWork`, of tokens in place of rows. All items are of groups; what a row sees behind is no piece.
     """
 
     shared: GroupedWork  # rows [T, ROW_FIELDS]

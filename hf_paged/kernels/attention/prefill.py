@@ -10,7 +10,7 @@ import torch
 from hf_paged.kernels._device import shared_memory
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 from hf_paged.kernels.attention._pages import blocks_of_tile, load_keys, load_values
-from hf_paged.kernels.attention._parts import ROW_PART, ROW_PIECES, store_part
+from hf_paged.kernels.attention._parts import ROW_PART, ROW_PIECES
 from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
 from hf_paged.kernels.attention.metadata import ROW_FIELDS, AttentionOptions, PagedMetadata
 
@@ -26,11 +26,11 @@ class PrefillConfig(NamedTuple):
     max_registers: int | None = None  # per thread, so that two programs fit a multiprocessor
 
 
-class OwnParts(NamedTuple):
-    """Where rows leave what they see behind positions that are read for several of them, see `PromptWork`."""
+class SharedParts(NamedTuple):
+    """What was read for several rows at once, see `PromptWork`: their tiles start from it."""
 
-    begin: torch.Tensor  # [R] int32, multiples of the block size; 0: the row sees nothing else, and is done
-    rows: torch.Tensor  # [T, ROW_FIELDS] int32, see `RowEntry`: a token's last part is the one of its own positions
+    own_begin: torch.Tensor  # [R] int32, multiples of the block size: what lies ahead is in the parts
+    rows: torch.Tensor  # [T, ROW_FIELDS] int32, see `RowEntry`; tokens of a row have equally many pieces
     acc: torch.Tensor  # [parts, Hq, D] float32
     sums: torch.Tensor  # [parts, Hq, 2] float32
 
@@ -112,10 +112,18 @@ def _mask_scores(score, query_position, start, n, window, HAS_WINDOW: tl.constex
 
 
 @jit()
-def _store_result(acc, total, out, place, live, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr):
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+def _with_part(acc, top, total, partial_acc, partial_sums, place, live, HEAD_DIM: tl.constexpr,
+               HEAD_DIM_PAD: tl.constexpr):
+    """What a tile has seen so far, and a part of each of its rows; `live` [M, D_PAD]."""
     offset = place[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM_PAD)[None, :]
-    tl.store(out + offset, result.to(out.dtype.element_ty), mask=live)
+    part_top = tl.load(partial_sums + place * 2)
+    part_total = tl.load(partial_sums + place * 2 + 1)
+    new_top = tl.maximum(top, part_top)
+    weight = tl.exp2(part_top - new_top)
+    rescale = tl.exp2(top - new_top)
+    # What a part out of sight did not write may be NaN.
+    values = tl.load(partial_acc + offset, mask=live & (part_top > float("-inf"))[:, None], other=0.0)
+    return acc * rescale[:, None] + values * weight[:, None], new_top, total * rescale + part_total * weight
 
 
 @jit(varying_ints=("num_rows",), varying_pointers=("query_start", "seq_lens", "slots", "own_begin", "token_rows"))
@@ -151,7 +159,7 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BRANCH: tl.constexpr,
-    HAS_OWN_PARTS: tl.constexpr,
+    HAS_SHARED_PARTS: tl.constexpr,
     ROW_FIELDS: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -186,7 +194,7 @@ def _prefill_kernel(
     first_position = seq_len - count + tile * BLOCK_Q
     end = tl.minimum(first_position + BLOCK_Q, seq_len)
     row_begin = 0
-    if HAS_OWN_PARTS:
+    if HAS_SHARED_PARTS:
         row_begin = tl.load(own_begin + row)
     begin = row_begin
     masked_until = 0
@@ -204,12 +212,16 @@ def _prefill_kernel(
     if HAS_SINKS:
         # A score without a value, of weight 1 at its own height; log2(e) turns it to base 2.
         sink = tl.load(sinks + query_head, mask=m < BLOCK_Q * GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
-        if HAS_OWN_PARTS:  # of several parts, the joining counts it
-            top = tl.where(row_begin > 0, top, tl.maximum(sink, top))
-            total = tl.where(row_begin > 0, total, 1.0)
-        else:
-            top = tl.maximum(sink, top)
-            total += 1.0
+        top = tl.maximum(sink, top)
+        total += 1.0
+    if HAS_SHARED_PARTS:
+        entry = token_rows + token * ROW_FIELDS
+        part = tl.load(entry + ROW_PART, mask=(m < BLOCK_Q * GROUP) & (query < count), other=0).to(tl.int64)
+        for piece in range(tl.load(token_rows + first_token * ROW_FIELDS + ROW_PIECES)):
+            acc, top, total = _with_part(
+                acc, top, total, partial_acc, partial_sums, (part + piece) * (KV_HEADS * GROUP) + query_head, live,
+                HEAD_DIM, HEAD_DIM_PAD,
+            )
     # Each tile's blocks are looked up one tile ahead, so that its loads need not wait for the lookup.
     blocks = blocks_of_tile(table_row, first, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
     for start in range(first, end, BLOCK_N):
@@ -242,18 +254,9 @@ def _prefill_kernel(
         top = new_top
         acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
 
-    if HAS_OWN_PARTS:
-        if row_begin > 0:
-            inside = (m < BLOCK_Q * GROUP) & (query < count)
-            entry = token_rows + token * ROW_FIELDS
-            part = tl.load(entry + ROW_PART, mask=inside, other=0)
-            part += tl.load(entry + ROW_PIECES, mask=inside, other=1) - 1
-            store_part(acc, top, total, partial_acc, partial_sums, part.to(tl.int64), query_head, inside,
-                       KV_HEADS * GROUP, HEAD_DIM, HEAD_DIM_PAD)
-        else:
-            _store_result(acc, total, out, token * (KV_HEADS * GROUP) + query_head, live, HEAD_DIM, HEAD_DIM_PAD)
-    else:
-        _store_result(acc, total, out, token * (KV_HEADS * GROUP) + query_head, live, HEAD_DIM, HEAD_DIM_PAD)
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_offset = (token[:, None] * (KV_HEADS * GROUP) + query_head[:, None]) * HEAD_DIM + lane[None, :]
+    tl.store(out + out_offset, result.to(out.dtype.element_ty), mask=live)
 
 
 def paged_attention_prefill(
@@ -265,7 +268,7 @@ def paged_attention_prefill(
     *,
     out: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
-    own_parts: OwnParts | None = None,
+    shared: SharedParts | None = None,
 ) -> torch.Tensor:
     """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` for rows of any length, one Triton launch.
 
@@ -275,7 +278,7 @@ def paged_attention_prefill(
     Args:
         out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
         config: tile shape; None: by head size and ``meta.max_query_len``.
-        own_parts: rows that begin behind 0 leave parts here, and their tokens in ``out`` as they are.
+        shared: partial results of what rows need not read; None: every row reads all that it sees.
     """
     require_triton()
     num_tokens, num_heads, head_dim = q.shape
@@ -292,7 +295,7 @@ def paged_attention_prefill(
     scale = options.scale
     if scale <= 0.0:  # the kernel takes the largest score before it scales
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
-    begin, rows, acc, sums = (None,) * 4 if own_parts is None else own_parts
+    own_begin, rows, acc, sums = (None,) * 4 if shared is None else shared
     # A row of n tokens that starts anywhere needs at most n // BLOCK_Q + 1 tiles.
     num_tiles = num_tokens // (config.block_m // group) + num_rows
     with on_device_of(q):
@@ -306,7 +309,7 @@ def paged_attention_prefill(
             meta.block_table,
             meta.slots,
             options.sinks,
-            begin,
+            own_begin,
             rows,
             acc,
             sums,
@@ -328,7 +331,7 @@ def paged_attention_prefill(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BRANCH=config.branch,
-            HAS_OWN_PARTS=own_parts is not None,
+            HAS_SHARED_PARTS=shared is not None,
             ROW_FIELDS=ROW_FIELDS,
             num_warps=config.num_warps,
             num_stages=config.num_stages,

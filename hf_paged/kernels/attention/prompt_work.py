@@ -2,7 +2,7 @@
 
 A row's new tokens all see what lies ahead of the first of them, so a tile of queries may be of several rows there. What
 is shared is planned as for decode steps (`grouped_work`), with tokens in place of rows; each row's own positions are
-left to the kernel that reads row by row, and are not cut.
+left to the kernel that reads row by row, which goes on from the partial results and does not cut them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_paged.kernels.attention.grouped_work import (
     row_entries,
     worth_it,
 )
-from hf_paged.kernels.attention.metadata import PART_FIELDS, GroupedConfig
+from hf_paged.kernels.attention.metadata import PART_FIELDS
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 # Times are in positions that a tile of a group's queries reads on a full machine.
@@ -29,7 +29,7 @@ from hf_paged.scheduler.prefix_groups import PrefixGroups
 PIECE_COST = 8.0
 # Of a launch with fewer programs than fit, the longest runs faster than on a full machine.
 LONE = 0.5
-# The two more launches.
+# One more launch.
 LAUNCHES = 100.0
 # A step is grouped where it is expected to take at most as much of the time that it takes row by row.
 MOST = 0.9
@@ -37,6 +37,16 @@ MOST = 0.9
 MIN_SPLIT = 128
 # Of the longest group, the fewest and the most splits that are tried.
 SPLITS = 1, 32
+
+
+class Prompts(NamedTuple):
+    """R rows of several new tokens; arrays are [R] integers."""
+
+    start: np.ndarray  # position of the first of a row's new tokens
+    num_new: np.ndarray
+    slots: np.ndarray
+    max_query_len: int  # bounds of `PagedMetadata`, which may be above all rows'
+    max_seq_len: int
 
 
 class PromptKernel(NamedTuple):
@@ -55,20 +65,19 @@ class PromptPlan(NamedTuple):
     rows: np.ndarray  # [T, ROW_FIELDS]
     own_begin: np.ndarray  # [R]
     num_parts: int
-    config: GroupedConfig
+    kernel: Kernel
     saved_positions: int  # that rows of these groups do not read again, in one layer without a window
 
 
-def plan_prompts(groups: PrefixGroups, start: np.ndarray, num_new: np.ndarray, slots: np.ndarray, kernel: PromptKernel,
+def plan_prompts(groups: PrefixGroups, prompts: Prompts, kernel: PromptKernel,
                  share_of_layers: float = 1.0) -> PromptPlan | None:
     """Cut what R rows share into parts; None where reading row by row is as fast.
 
     Args:
-        groups: of the rows, ending at or before each one's `start`.
-        start, num_new, slots: [R] integers, position of the first of a row's new tokens, their number, and its slot.
+        groups: of the rows, ending at or before each one's first new token.
         share_of_layers: of all layers that read by this plan, in how many it saves anything.
     """
-    start, num_new = start.astype(np.int64), num_new.astype(np.int64)
+    start, num_new = prompts.start.astype(np.int64), prompts.num_new.astype(np.int64)
     row_tiles = -(-num_new // kernel.row_tokens)
     choice = _choose(groups, num_new, row_tiles, kernel)
     if choice is None:
@@ -82,14 +91,13 @@ def plan_prompts(groups: PrefixGroups, start: np.ndarray, num_new: np.ndarray, s
     grouped += kernel.row_cost * _time(lengths - own_begin, row_tiles, kernel.row_slots) + LAUNCHES
     if by_rows - grouped < (1 - MOST) * by_rows / max(share_of_layers, 1e-9):
         return None
-    before, own_piece = number_pieces(choice, splits, num_tokens)
-    pieces = own_piece + 1
+    before, pieces = number_pieces(choice, splits, num_tokens)
     part = np.cumsum(pieces) - pieces
     row_of, place = _tokens_of(np.arange(len(num_new)), num_new)
     return PromptPlan(
-        group_items(choice, slots[row_of], splits, before),
+        group_items(choice, prompts.slots[row_of], splits, before),
         row_entries(choice, start[row_of] + place + 1, part, pieces), own_begin.astype(np.int32),
-        int(pieces.sum()), kernel.shared.config, choice.saved_positions,
+        int(pieces.sum()), kernel.shared, choice.saved_positions,
     )
 
 
@@ -100,15 +108,14 @@ def most_items(num_tokens: int, kernel: Kernel) -> int:
 
 def most_parts(num_tokens: int) -> int:
     """`PromptPlan.num_parts` at most, of as many tokens."""
-    return 3 * num_tokens + 2048
+    return 2 * num_tokens + 2048
 
 
-def padded(plan: PromptPlan, num_tokens: int, num_rows: int, kernel: Kernel) -> PromptPlan:
+def padded(plan: PromptPlan, num_tokens: int, num_rows: int) -> PromptPlan:
     """The plan with array sizes that depend on the padded numbers of tokens and rows alone."""
-    items = np.full((most_items(num_tokens, kernel), PART_FIELDS), -1, np.int32)
+    items = np.full((most_items(num_tokens, plan.kernel), PART_FIELDS), -1, np.int32)
     items[: len(plan.items)] = plan.items
     rows = np.zeros((num_tokens, plan.rows.shape[1]), np.int32)
-    rows[:, 1] = 1  # one piece, which is all
     rows[: len(plan.rows)] = plan.rows
     own_begin = np.zeros(num_rows, np.int32)
     own_begin[: len(plan.own_begin)] = plan.own_begin
@@ -150,7 +157,7 @@ def _time(positions: np.ndarray, tiles: np.ndarray, slots: int) -> float:
 def _cut(choice: GroupChoice, num_tokens: int) -> tuple[np.ndarray | None, float]:
     """Into how many splits each group is cut, and the time that these and their partial results take."""
     span, tiles, count, slots = choice.end - choice.begin, choice.tiles, choice.count, choice.kernel.cta_slots
-    items, parts = most_items(num_tokens, choice.kernel), most_parts(num_tokens) - num_tokens
+    items, parts = most_items(num_tokens, choice.kernel), most_parts(num_tokens)
     best: tuple[np.ndarray | None, float] = None, np.inf
     longest = int(span.max())
     fewest, most = SPLITS
@@ -162,7 +169,7 @@ def _cut(choice: GroupChoice, num_tokens: int) -> tuple[np.ndarray | None, float
             break
         each = float((-(-span // splits)).max())
         time = max(-(-programs // slots) * each if programs > slots else LONE * each,
-                   float((span * tiles).sum()) / slots) + PIECE_COST * (pieces + num_tokens) / slots
+                   float((span * tiles).sum()) / slots) + PIECE_COST * pieces / slots
         if time < best[1]:
             best = splits, time
     return best

@@ -12,7 +12,7 @@ from hf_paged.kernels.attention.grouped_decode import grouped_config
 from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill
 from hf_paged.kernels.attention.grouped_work import Kernel
 from hf_paged.kernels.attention.metadata import GroupedConfig, GroupedWork, PromptWork
-from hf_paged.kernels.attention.prompt_work import PromptKernel, padded, plan_prompts
+from hf_paged.kernels.attention.prompt_work import PromptKernel, Prompts, padded, plan_prompts
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -44,10 +44,11 @@ def planned(case, groups, config, cta_slots=9, *, spare=None):
     device, heads = case.q.device, case.q.shape[1] // case.k_cache.shape[2]
     kernel = PromptKernel(Kernel(config, config.block_m // heads, cta_slots, 1), row_tokens=1, row_slots=1,
                           row_cost=100.0)
-    plan = plan_prompts(groups, lengths - num_new, num_new, case.meta.slots.cpu().numpy(), kernel)
+    prompts = Prompts(lengths - num_new, num_new, case.meta.slots.cpu().numpy(), *case.meta[5:7])
+    plan = plan_prompts(groups, prompts, kernel)
     assert plan is not None
     if spare is not None:
-        plan = padded(plan, int(num_new.sum()) + spare[0], len(lengths) + spare[1], kernel.shared)
+        plan = padded(plan, int(num_new.sum()) + spare[0], len(lengths) + spare[1])
     items, rows, own_begin = (torch.from_numpy(array).to(device) for array in plan[:3])
     work = PromptWork(GroupedWork(items, rows, plan.num_parts, config), own_begin)
     return case._replace(meta=case.meta._replace(work=work))
