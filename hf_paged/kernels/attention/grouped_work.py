@@ -179,8 +179,8 @@ def worth_it(groups: PrefixGroups, parent: np.ndarray, readers: np.ndarray, tile
         # What lies in a group reads it: by tiles where it is kept, else by rows.
         is_kept = (reading[group] - some) * positions - piece_cost * rows > 0
         reading[outer] += some if is_kept else reading[group]
-    saved = (np.array(reading) - tiles) * span - piece_cost * count
-    return saved > 0, saved.astype(np.float64)
+    saved = (np.array(reading, dtype=np.float64) - tiles) * span - piece_cost * count
+    return saved > 0, saved
 
 
 def _kept_around(parent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
