@@ -93,9 +93,9 @@ def test_prompts_are_grouped_where_that_saves_enough(attention):
 
 def test_a_captured_step_is_compared_with_the_tiles_of_its_graph(attention):
     """Which are full ones, whatever the rows: more to gain."""
-    step = prompts_behind(512, [8] * 60)
-    assert attention.prompt_plan(step, 8, 520) is None
-    assert attention.captured_prompt_plan(step, 512) is not None
+    step = prompts_behind(4000, [12] * 60)
+    assert attention.prompt_plan(step, 12, 4012) is None
+    assert attention.captured_prompt_plan(step, 768) is not None
 
 
 def test_prompts_without_groups_are_none_of_the_backends_business(attention, monkeypatch):

@@ -24,6 +24,7 @@ from hf_paged.kernels.attention.backends import TorchBackend, TritonBackend
 from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
 from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill
 from hf_paged.kernels.attention.metadata import GroupedWork, PromptWork
+from hf_paged.kernels.attention.prompt_work import RowPrograms
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.runner import graphs as graphs_module
 from hf_paged.runner.attention_inputs import AttentionInputs
@@ -198,9 +199,9 @@ def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, mon
 @pytest.mark.parametrize("mode", ["graphs", "eager", "off"])
 def test_prompts_behind_a_cached_prefix_read_it_once_and_make_stocks_tokens(steps, monkeypatch, mode):
     """In graphs of their own, beside rows that decode and a prompt that shares nothing; one has its last token left."""
-    for name, value in (("PIECE_COST", 0.0), ("LAUNCHES", 0.0), ("MOST", 9.0)):
+    for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0)):
         monkeypatch.setattr(prompt_work, name, value)
-    monkeypatch.setattr(grouped_prefill, "_ROW_PROGRAMS", dict.fromkeys((16, 32, 64, 128), (2, 50.0)))
+    monkeypatch.setattr(grouped_prefill, "RowPrograms", lambda tokens, slots, *_: RowPrograms(tokens, slots, 50.0, 1.0))
     backend = InterpretedGroups()
     monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)
     if mode == "eager":

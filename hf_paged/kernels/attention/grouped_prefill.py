@@ -18,11 +18,13 @@ from hf_paged.kernels.attention.grouped_decode import grouped_config
 from hf_paged.kernels.attention.grouped_work import Kernel
 from hf_paged.kernels.attention.metadata import PART_FIELDS, ROW_FIELDS, AttentionOptions, PagedMetadata, PromptWork
 from hf_paged.kernels.attention.prefill import SharedParts, paged_attention_prefill, prefill_config
-from hf_paged.kernels.attention.prompt_work import MIN_SPLIT, PromptKernel
+from hf_paged.kernels.attention.prompt_work import MIN_SPLIT, PromptKernel, RowPrograms
 
-# By query lines of a program that reads row by row: how many of them a multiprocessor holds, and what a position costs
-# there, in positions of a group's tile.
-_ROW_PROGRAMS = {16: (4, 0.5), 32: (4, 0.5), 64: (3, 0.8), 128: (2, 1.3)}
+# By query lines of a program that reads row by row: how many of them a multiprocessor holds, what a position costs
+# there, in positions of a group's tile, and how much of that where it holds one. Measured on an H200.
+_ROW_PROGRAMS = {16: (6, 1.6, 0.45), 32: (5, 2.0, 0.75), 64: (3, 0.9, 0.5), 128: (2, 1.06, 0.7)}
+# With the tiles of long sequences, which have four times as many positions.
+_LONG_ROW_PROGRAMS = {16: (1, 0.3, 1.0), 32: (1, 0.33, 1.0), 64: (1, 0.4, 1.0), 128: (1, 0.44, 1.0)}
 
 
 def prompt_kernel_of(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
@@ -31,12 +33,17 @@ def prompt_kernel_of(num_heads: int, num_kv_heads: int, head_dim: int, dtype: to
     group, head_dim_pad, memory = num_heads // num_kv_heads, padded_head_dim(head_dim), shared_memory(device)
     config = grouped_config(head_dim_pad, dtype.itemsize, group, memory)
     rows = prefill_config(head_dim_pad, dtype.itemsize, group, max_query_len, max_seq_len, memory)
-    programs, cost = _ROW_PROGRAMS[min(rows.block_m, 128)]
+    by_lines = _LONG_ROW_PROGRAMS if rows.block_n > 64 else _ROW_PROGRAMS
+    programs, cost, lone = by_lines[min(rows.block_m, 128)]
+    if dtype.itemsize == 4:  # products on the plain cores take as long as they have lines
+        cost = rows.block_m / config.block_m
     multiprocessors = num_multiprocessors(device)
-    return PromptKernel(
-        Kernel(config, config.block_m // group, max(1, config.programs_per_sm * multiprocessors // num_kv_heads), 1),
-        rows.block_m // group, max(1, programs * multiprocessors // num_kv_heads), cost,
-    )
+
+    def slots(programs_per_sm: int) -> int:
+        return max(1, programs_per_sm * multiprocessors // num_kv_heads)
+
+    shared = Kernel(config, config.block_m // group, slots(config.programs_per_sm), 1)
+    return PromptKernel(shared, RowPrograms(rows.block_m // group, slots(programs), cost, lone))
 
 
 @jit(varying_pointers=("items", "table"))

@@ -24,15 +24,15 @@ from hf_paged.kernels.attention.grouped_work import (
 from hf_paged.kernels.attention.metadata import PART_FIELDS
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
-# Times are in positions that a tile of a group's queries reads on a full machine.
-# What a token's partial result costs to write and to read again.
-PIECE_COST = 8.0
-# Of a launch with fewer programs than fit, the longest runs faster than on a full machine.
-LONE = 0.5
-# One more launch.
-LAUNCHES = 100.0
+# Times are in positions that a tile of a group's queries reads on a full machine, measured on an H200 for heads of 256
+# bytes (docs/notebook.md). What a token's partial result costs to write and to read again, of one KV head.
+PIECE_COST = 10.0
+# What a program that reads row by row costs besides its positions.
+ROW_START = 80
+# The launch that comes on top.
+LAUNCH = 125.0
 # A step is grouped where it is expected to take at most as much of the time that it takes row by row.
-MOST = 0.9
+MOST = 0.85
 # A split of less costs more in its partial results than it gains.
 MIN_SPLIT = 128
 # Of the longest group, the fewest and the most splits that are tried.
@@ -49,13 +49,20 @@ class Prompts(NamedTuple):
     max_seq_len: int
 
 
+class RowPrograms(NamedTuple):
+    """Programs that read row by row."""
+
+    tokens: int  # of one row, in a program
+    slots: int  # programs of one KV head that run at the same time
+    cost: float  # of a position, on a full machine
+    lone: float  # of that, what a position costs a program that has its multiprocessor for itself
+
+
 class PromptKernel(NamedTuple):
     """What a plan has to know of the kernels and their device."""
 
     shared: Kernel  # `tile_rows` are tokens
-    row_tokens: int  # of one row, in a program that reads row by row
-    row_slots: int  # such programs of one KV head that run at the same time
-    row_cost: float  # of a position for such a program, on a full machine
+    rows: RowPrograms
 
 
 class PromptPlan(NamedTuple):
@@ -78,7 +85,7 @@ def plan_prompts(groups: PrefixGroups, prompts: Prompts, kernel: PromptKernel,
         share_of_layers: of all layers that read by this plan, in how many it saves anything.
     """
     start, num_new = prompts.start.astype(np.int64), prompts.num_new.astype(np.int64)
-    row_tiles = -(-num_new // kernel.row_tokens)
+    row_tiles = -(-num_new // kernel.rows.tokens)
     choice = _choose(groups, num_new, row_tiles, kernel)
     if choice is None:
         return None
@@ -87,8 +94,8 @@ def plan_prompts(groups: PrefixGroups, prompts: Prompts, kernel: PromptKernel,
     if splits is None:
         return None
     lengths = start + num_new
-    by_rows = kernel.row_cost * _time(lengths, row_tiles, kernel.row_slots)
-    grouped += kernel.row_cost * _time(lengths - own_begin, row_tiles, kernel.row_slots) + LAUNCHES
+    by_rows = _row_time(lengths, row_tiles, kernel.rows)
+    grouped += _row_time(lengths - own_begin, row_tiles, kernel.rows) + LAUNCH
     if by_rows - grouped < (1 - MOST) * by_rows / max(share_of_layers, 1e-9):
         return None
     before, pieces = number_pieces(choice, splits, num_tokens)
@@ -130,7 +137,11 @@ def _choose(groups: PrefixGroups, num_new: np.ndarray, row_tiles: np.ndarray,
     first = np.append(0, last)[groups.first]
     count = last[groups.first + groups.count - 1] - first
     tiles = -(-count // kernel.shared.tile_rows)
-    readers = np.bincount(inner, weights=row_tiles[groups.members] * kernel.row_cost, minlength=len(count))
+    rows, num_tiles = kernel.rows, int(row_tiles.sum())
+    # Of the whole machine's time, also where tiles of rows leave a part of it idle.
+    each = max(1 / rows.slots, _speed(num_tiles / rows.slots, rows.lone) / num_tiles)
+    weight = rows.cost * each * kernel.shared.cta_slots
+    readers = np.bincount(inner, weights=row_tiles[groups.members] * weight, minlength=len(count))
     kept, _ = worth_it(groups, parent, readers, tiles, count, PIECE_COST)
     if not kept.any():
         return None
@@ -149,9 +160,16 @@ def _tokens_of(what: np.ndarray, num_new: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.repeat(what, num_new), np.arange(int(ends[-1])) - np.repeat(ends - num_new, num_new)
 
 
-def _time(positions: np.ndarray, tiles: np.ndarray, slots: int) -> float:
-    """Of programs that read so many positions, `tiles` of each, where `slots` run at the same time."""
-    return max(float((positions * tiles).sum()) / slots, LONE * float(positions.max()))
+def _row_time(positions: np.ndarray, tiles: np.ndarray, rows: RowPrograms) -> float:
+    """Of programs that read so many positions, `tiles` of each."""
+    positions, num_tiles = positions + ROW_START, int(tiles.sum())
+    longest = _speed(num_tiles / rows.slots, rows.lone) * float(positions.max())
+    return rows.cost * max(float((positions * tiles).sum()) / rows.slots, longest)
+
+
+def _speed(share: float, lone: float) -> float:
+    """What a position costs where this share of the slots is taken, as a part of its cost on a full machine."""
+    return max(lone, min(0.25 + 0.75 * share, 1.0))
 
 
 def _cut(choice: GroupChoice, num_tokens: int) -> tuple[np.ndarray | None, float]:
@@ -159,17 +177,18 @@ def _cut(choice: GroupChoice, num_tokens: int) -> tuple[np.ndarray | None, float
     span, tiles, count, slots = choice.end - choice.begin, choice.tiles, choice.count, choice.kernel.cta_slots
     items, parts = most_items(num_tokens, choice.kernel), most_parts(num_tokens)
     best: tuple[np.ndarray | None, float] = None, np.inf
-    longest = int(span.max())
-    fewest, most = SPLITS
+    longest, (fewest, most) = int(span.max()), SPLITS
     for number in range(fewest, max(fewest, min(most, -(-longest // MIN_SPLIT))) + 1):
         length = max(MIN_SPLIT, -(-longest // number))
         splits = -(-span // length)
         programs, pieces = int((tiles * splits).sum()), int((count * splits).sum())
         if programs > items or pieces > parts:
             break
-        each = float((-(-span // splits)).max())
-        time = max(-(-programs // slots) * each if programs > slots else LONE * each,
-                   float((span * tiles).sum()) / slots) + PIECE_COST * pieces / slots
+        # Longest first: the last ones to run are the shortest.
+        each, left = np.sort(np.repeat(-(-span // splits), tiles * splits))[::-1], programs % slots
+        full = float(each[: programs - left].sum()) / slots
+        time = full + _speed(left / slots, 0.5) * float(each[programs - left]) if left else full
+        time += PIECE_COST * pieces / slots
         if time < best[1]:
             best = splits, time
     return best

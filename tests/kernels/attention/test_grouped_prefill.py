@@ -12,7 +12,7 @@ from hf_paged.kernels.attention.grouped_decode import grouped_config
 from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill
 from hf_paged.kernels.attention.grouped_work import Kernel
 from hf_paged.kernels.attention.metadata import GroupedConfig, GroupedWork, PromptWork
-from hf_paged.kernels.attention.prompt_work import PromptKernel, Prompts, padded, plan_prompts
+from hf_paged.kernels.attention.prompt_work import PromptKernel, Prompts, RowPrograms, padded, plan_prompts
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -21,7 +21,7 @@ CONFIG = GroupedConfig(16, 16, 2, 16, 2, 4, 3)
 
 @pytest.fixture(autouse=True)
 def every_group_pays(monkeypatch):
-    for name, value in (("PIECE_COST", 0.0), ("LAUNCHES", 0.0), ("MOST", 9.0), ("MIN_SPLIT", 16)):
+    for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0), ("MIN_SPLIT", 16)):
         monkeypatch.setattr(prompt_work, name, value)
     monkeypatch.setattr("hf_paged.kernels.attention.grouped_prefill.MIN_SPLIT", 16)
 
@@ -42,8 +42,7 @@ def planned(case, groups, config, cta_slots=9, *, spare=None):
     """The case with the plan of prompts that share; `spare`: tokens and rows that a captured step has more of."""
     num_new, lengths = np.array(case.rows).T
     device, heads = case.q.device, case.q.shape[1] // case.k_cache.shape[2]
-    kernel = PromptKernel(Kernel(config, config.block_m // heads, cta_slots, 1), row_tokens=1, row_slots=1,
-                          row_cost=100.0)
+    kernel = PromptKernel(Kernel(config, config.block_m // heads, cta_slots, 1), RowPrograms(1, 1, 100.0, 1.0))
     prompts = Prompts(lengths - num_new, num_new, case.meta.slots.cpu().numpy(), *case.meta[5:7])
     plan = plan_prompts(groups, prompts, kernel)
     assert plan is not None

@@ -15,6 +15,7 @@ from hf_paged.kernels.attention.metadata import PartItem, RowEntry
 from hf_paged.kernels.attention.prompt_work import (
     PromptKernel,
     Prompts,
+    RowPrograms,
     most_items,
     most_parts,
     padded,
@@ -26,7 +27,7 @@ EVERY = [HealthCheck.function_scoped_fixture]
 
 @pytest.fixture
 def every_group_pays(monkeypatch):
-    for name, value in (("PIECE_COST", 0.0), ("LAUNCHES", 0.0), ("MOST", 9.0)):
+    for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0)):
         monkeypatch.setattr(prompt_work, name, value)
 
 
@@ -35,8 +36,12 @@ def prompts_of(start, num_new):
     return Prompts(start, num_new, np.arange(len(start)) + 7, int(num_new.max()), int((start + num_new).max()))
 
 
-def plan(groups, prompts, tile_tokens=32, cta_slots=49, *, row_cost=0.8, row_tokens=16, share_of_layers=1.0):
-    kernel = PromptKernel(Kernel(CONFIG, tile_tokens, cta_slots, 1), row_tokens, cta_slots, row_cost)
+# As on an H200, with two query heads to each of eight KV heads.
+SIXTEEN, FULL = RowPrograms(8, 99, 1.6, 0.45), RowPrograms(64, 33, 1.06, 0.7)
+
+
+def plan(groups, prompts, tile_tokens=32, cta_slots=49, *, rows=SIXTEEN, share_of_layers=1.0):
+    kernel = PromptKernel(Kernel(CONFIG, tile_tokens, cta_slots, 1), rows)
     return plan_prompts(groups, prompts, kernel, share_of_layers)
 
 
@@ -82,7 +87,7 @@ def test_every_position_ahead_of_a_row_is_in_one_piece_of_its_tokens(seed, tile_
     if groups is None:
         return
     prompts = prompts_of(start, [r.choice([1, r.randint(1, 60)]) for _ in start])
-    found = plan(groups, prompts, tile_tokens, cta_slots, row_cost=50.0, row_tokens=1)
+    found = plan(groups, prompts, tile_tokens, cta_slots, rows=RowPrograms(1, 1, 50.0, 1.0))
     if found is None:  # more groups in groups than there is room for
         return
     assert 0 < found.items[:, 0].max() <= tile_tokens
@@ -107,7 +112,7 @@ def test_few_new_tokens_behind_a_long_prefix_are_grouped():
 
 @pytest.mark.parametrize(("rows", "shared", "new"), [(128, 2048, 64), (256, 16, 8), (2, 16, 1), (8, 8192, 200)])
 def test_rows_that_fill_their_tiles_or_share_little_read_for_themselves(rows, shared, new):
-    assert plan(group_of(rows, shared), prompts_of([shared] * rows, [new] * rows), row_tokens=64, row_cost=1.0) is None
+    assert plan(group_of(rows, shared), prompts_of([shared] * rows, [new] * rows), rows=FULL) is None
 
 
 def test_few_rows_are_cut_so_that_they_fill_the_machine():
