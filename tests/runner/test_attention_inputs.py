@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from hf_paged.kernels.attention import prompt_work
 from hf_paged.kernels.attention.backends import TritonBackend
 from hf_paged.kernels.attention.grouped_work import GroupedPlan
 from hf_paged.kernels.attention.metadata import GroupedWork
@@ -91,8 +92,9 @@ def test_prompts_are_grouped_where_that_saves_enough(attention):
     assert attention.saved_prompt_positions == 0
 
 
-def test_a_captured_step_is_compared_with_the_tiles_of_its_graph(attention):
+def test_a_captured_step_is_compared_with_the_tiles_of_its_graph(attention, monkeypatch):
     """Which are full ones, whatever the rows: more to gain."""
+    monkeypatch.setattr(prompt_work, "MOST_ELSEWHERE", 0.8)
     step = prompts_behind(4000, [12] * 60)
     assert attention.prompt_plan(step, 12, 4012) is None
     assert attention.captured_prompt_plan(step, 768) is not None

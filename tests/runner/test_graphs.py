@@ -199,7 +199,7 @@ def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, mon
 @pytest.mark.parametrize("mode", ["graphs", "eager", "off"])
 def test_prompts_behind_a_cached_prefix_read_it_once_and_make_stocks_tokens(steps, monkeypatch, mode):
     """In graphs of their own, beside rows that decode and a prompt that shares nothing; one has its last token left."""
-    for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0)):
+    for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0), ("MOST_ELSEWHERE", 9.0)):
         monkeypatch.setattr(prompt_work, name, value)
     monkeypatch.setattr(grouped_prefill, "RowPrograms", lambda tokens, slots, *_: RowPrograms(tokens, slots, 50.0, 1.0))
     backend = InterpretedGroups()

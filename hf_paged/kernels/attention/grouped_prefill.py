@@ -17,7 +17,12 @@ from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
 from hf_paged.kernels.attention.grouped_decode import grouped_config
 from hf_paged.kernels.attention.grouped_work import Kernel
 from hf_paged.kernels.attention.metadata import PART_FIELDS, ROW_FIELDS, AttentionOptions, PagedMetadata, PromptWork
-from hf_paged.kernels.attention.prefill import SharedParts, paged_attention_prefill, prefill_config
+from hf_paged.kernels.attention.prefill import (
+    DEEP_SHARED_MEMORY,
+    SharedParts,
+    paged_attention_prefill,
+    prefill_config,
+)
 from hf_paged.kernels.attention.prompt_work import MIN_SPLIT, PromptKernel, RowPrograms
 
 # By query lines of a program that reads row by row: how many of them a multiprocessor holds, what a position costs
@@ -43,7 +48,8 @@ def prompt_kernel_of(num_heads: int, num_kv_heads: int, head_dim: int, dtype: to
         return max(1, programs_per_sm * multiprocessors // num_kv_heads)
 
     shared = Kernel(config, config.block_m // group, slots(config.programs_per_sm), 1)
-    return PromptKernel(shared, RowPrograms(rows.block_m // group, slots(programs), cost, lone))
+    is_measured = head_dim_pad == 128 and dtype.itemsize == 2 and memory >= DEEP_SHARED_MEMORY
+    return PromptKernel(shared, RowPrograms(rows.block_m // group, slots(programs), cost, lone), is_measured)
 
 
 @jit(varying_pointers=("items", "table"))

@@ -36,7 +36,7 @@ class SharedParts(NamedTuple):
 
 
 # Shared memory a block needs for the deep configurations: Hopper and later have it, Ampere and Ada do not.
-_DEEP_SHARED_MEMORY = 200 << 10
+DEEP_SHARED_MEMORY = 200 << 10
 
 # By padded head_dim. Jumping over masks pays on Hopper; two programs a multiprocessor hide each other's ends, and only
 # very long rows do better with one that holds more. Measured on an H200 for 64 and 128 (docs/performance.md).
@@ -75,7 +75,7 @@ def prefill_config(
 
     `shared_memory`: bytes a block may have.
     """
-    configs = _FLOAT if itemsize == 4 else _DEEP if shared_memory >= _DEEP_SHARED_MEMORY else _SHALLOW
+    configs = _FLOAT if itemsize == 4 else _DEEP if shared_memory >= DEEP_SHARED_MEMORY else _SHALLOW
     config = configs[max(32, head_dim_pad)]
     if configs is _DEEP and max_seq_len > SHORT_SEQUENCE:
         config = _DEEP_LONG.get(head_dim_pad, config)

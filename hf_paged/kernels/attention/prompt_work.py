@@ -33,6 +33,8 @@ ROW_START = 80
 LAUNCH = 125.0
 # A step is grouped where it is expected to take at most as much of the time that it takes row by row.
 MOST = 0.85
+# The same for kernels, head sizes and GPUs that were not measured.
+MOST_ELSEWHERE = 0.6
 # A split of less costs more in its partial results than it gains.
 MIN_SPLIT = 128
 # Of the longest group, the fewest and the most splits that are tried.
@@ -63,6 +65,7 @@ class PromptKernel(NamedTuple):
 
     shared: Kernel  # `tile_rows` are tokens
     rows: RowPrograms
+    is_measured: bool = True
 
 
 class PromptPlan(NamedTuple):
@@ -96,7 +99,8 @@ def plan_prompts(groups: PrefixGroups, prompts: Prompts, kernel: PromptKernel,
     lengths = start + num_new
     by_rows = _row_time(lengths, row_tiles, kernel.rows)
     grouped += _row_time(lengths - own_begin, row_tiles, kernel.rows) + LAUNCH
-    if by_rows - grouped < (1 - MOST) * by_rows / max(share_of_layers, 1e-9):
+    most = MOST if kernel.is_measured else MOST_ELSEWHERE
+    if by_rows - grouped < (1 - most) * by_rows / max(share_of_layers, 1e-9):
         return None
     before, pieces = number_pieces(choice, splits, num_tokens)
     part = np.cumsum(pieces) - pieces

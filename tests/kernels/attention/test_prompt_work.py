@@ -27,7 +27,7 @@ EVERY = [HealthCheck.function_scoped_fixture]
 
 @pytest.fixture
 def every_group_pays(monkeypatch):
-    for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0)):
+    for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0), ("MOST_ELSEWHERE", 9.0)):
         monkeypatch.setattr(prompt_work, name, value)
 
 
@@ -125,6 +125,15 @@ def test_layers_that_see_nothing_of_it_count_against_it():
     assert plan(groups, prompts, share_of_layers=0.5) is not None
     assert plan(groups, prompts, share_of_layers=0.1) is None
     assert plan(groups, prompts, share_of_layers=0.0) is None
+
+
+def test_what_was_not_measured_has_to_save_more(monkeypatch):
+    groups, prompts = group_of(256, 2048), prompts_of([2048] * 256, [8] * 256)
+    kernel = PromptKernel(Kernel(CONFIG, 32, 49, 1), SIXTEEN, is_measured=False)
+    assert plan_prompts(groups, prompts, kernel) is not None
+    monkeypatch.setattr(prompt_work, "MOST_ELSEWHERE", 0.4)
+    assert plan_prompts(groups, prompts, kernel) is None
+    assert plan_prompts(groups, prompts, kernel._replace(is_measured=True)) is not None
 
 
 def test_rows_beside_a_group_are_left_alone():
