@@ -110,6 +110,16 @@ def test_a_group_of_several_tiles_and_splits(window, sinks):
 
 
 @pytest.mark.interpreted
+def test_a_plan_of_a_captured_step_gives_the_same():
+    """Its arrays have room for more tokens, rows and parts."""
+    _, rows, groups = drawn(7, 5, 120, 20, 16)
+    case = make_case(rows, seed=7, groups=groups)
+    exact, wide = (planned(case, groups, CONFIG, spare=spare) for spare in (None, (5, 3)))
+    assert len(wide.meta.work.shared.items) > len(exact.meta.work.shared.items)
+    assert torch.equal(checked(exact), checked(wide))
+
+
+@pytest.mark.interpreted
 def test_a_scale_that_turns_scores_around():
     groups = shared(2, 64)
     case = make_case([(6, 70), (26, 90)], seed=3, groups=groups)
