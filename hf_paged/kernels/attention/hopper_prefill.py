@@ -19,6 +19,12 @@ from hf_paged.kernels._triton import on_device_of, require_triton, triton
 from hf_paged.kernels.attention._tile import LOG2_E
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 
+# Names that differ between versions of Triton.
+_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_view = gl.shared_memory_descriptor
+_reinterpret = getattr(_view, "reinterpret", None) or _view._reinterpret
+
 
 class HopperConfig(NamedTuple):
     block_n: int
@@ -86,7 +92,7 @@ def _load_tile(
         slot = gl.where(seen, block * BLOCK_SIZE + position % BLOCK_SIZE, -PAGE)
         for chunk in gl.static_range(CHUNKS):
             part = pages.index((stage * CHUNKS + chunk) * PAGES + page)
-            tma.async_copy_global_to_shared(cache, [slot, kv_head, chunk * 64], full.index(stage), part)
+            _load_box(cache, [slot, kv_head, chunk * 64], full.index(stage), part)
 
 
 @gluon.jit
@@ -127,7 +133,7 @@ def _load_keys(
                         mbarrier.wait(q_empty, (tiles & 1) ^ 1)
                         mbarrier.expect(q_full, BLOCK_M * HEAD_PAD * 2)
                         for part in gl.static_range(2 * CHUNKS):
-                            tma.async_copy_global_to_shared(
+                            _load_box(
                                 q, [token + part // CHUNKS * (BLOCK_Q // 2), bundle * PACKED, part % CHUNKS * 64], q_full,
                                 q_parts.index(part),
                             )
@@ -195,7 +201,7 @@ def _silence_unseen(
             if (start < begin) & (begin % PAGE != 0):
                 _silence(pages, stage, begin - start, begin % PAGE, PAGE, PAGE, PAGES, CHUNKS)
         fence_async_shared()
-        gl.thread_barrier()
+        _barrier()
 
 
 @gluon.jit
@@ -419,9 +425,9 @@ def _hopper_prefill_kernel(
     q_tiles = gl.allocate_shared_memory(dtype, [2, 64, HEAD_PAD], tile)
     k = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_PAD], tile)
     v = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_PAD], tile)
-    q_parts = q_tiles._reinterpret(dtype, [2 * CHUNKS, 64 // PACKED, PACKED, 64], box)
-    k_pages = k._reinterpret(dtype, [STAGES * CHUNKS * (BLOCK_N // PAGE), PAGE, 1, 64], box)
-    v_pages = v._reinterpret(dtype, [STAGES * CHUNKS * (BLOCK_N // PAGE), PAGE, 1, 64], box)
+    q_parts = _reinterpret(q_tiles, dtype, [2 * CHUNKS, 64 // PACKED, PACKED, 64], box)
+    k_pages = _reinterpret(k, dtype, [STAGES * CHUNKS * (BLOCK_N // PAGE), PAGE, 1, 64], box)
+    v_pages = _reinterpret(v, dtype, [STAGES * CHUNKS * (BLOCK_N // PAGE), PAGE, 1, 64], box)
     info = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -444,7 +450,7 @@ def _hopper_prefill_kernel(
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=2)
     fence_async_shared()
-    gl.thread_barrier()
+    _barrier()
 
     gl.warp_specialize([
         (_consume, (out, sinks, q_tiles, k, v, v_pages, info, k_full, k_empty, v_full, v_empty, q_full, q_empty,
