@@ -27,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from hf_paged.kernels._device import num_multiprocessors
 from hf_paged.kernels._triton import on_device_of, triton
 from hf_paged.kernels.attention._tile import LOG2_E
+from hf_paged.kernels.attention.hopper_support import BLOCK_M, packed_heads
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 
 # Names that differ between versions of Triton.
@@ -34,7 +35,7 @@ _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
-BLOCK_M = gl.constexpr(128)  # queries times packed heads of a tile: 64 for each of two warpgroups
+_BLOCK_M = gl.constexpr(BLOCK_M)
 _LANES = gl.constexpr(64)  # of a column of shared memory, the widest that TMA swizzles
 _SLOTS = 2**31 - 1  # more than any cache has: a descriptor then says nothing of the pool's size
 _OUTSIDE = gl.constexpr(-(2**20))  # a slot outside of every cache, of which TMA makes zeros
@@ -75,7 +76,7 @@ class HopperShape:
 
     @property
     def block_q(self) -> int:
-        return BLOCK_M.value // self.packed
+        return BLOCK_M // self.packed
 
     @property
     def half(self) -> int:
@@ -204,7 +205,7 @@ def _load_keys(q, k_cache, rows, ring, handover, S: gl.constexpr):
     PACKED: gl.constexpr = S.packed
     HALF: gl.constexpr = S.half
     BUNDLES_PER_HEAD: gl.constexpr = S.bundles_per_head
-    Q_BYTES: gl.constexpr = BLOCK_M * S.head_pad * 2
+    Q_BYTES: gl.constexpr = _BLOCK_M * S.head_pad * 2
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     field = gl.arange(0, 4, layout)
     step = 0
@@ -219,8 +220,9 @@ def _load_keys(q, k_cache, rows, ring, handover, S: gl.constexpr):
 
             begin, end, last, count = _span(position, left, rows.window, S)
             table_row = rows.block_table + gl.load(rows.slots + row).to(gl.int64) * rows.table_stride
+            head = bundle // BUNDLES_PER_HEAD
             for j in range(count):
-                _load_tile(k_cache, ring, step, table_row, last - j * BLOCK_N, begin, end, bundle // BUNDLES_PER_HEAD, S)
+                _load_tile(k_cache, ring, step, table_row, last - j * BLOCK_N, begin, end, head, S)
                 if j == 0:
                     mbarrier.wait(handover.q_empty, (tiles & 1) ^ 1)
                     mbarrier.expect(handover.q_full, Q_BYTES)
@@ -245,8 +247,9 @@ def _load_values(v_cache, rows, ring, S: gl.constexpr):
         if left > 0:
             begin, end, last, count = _span(position, left, rows.window, S)
             table_row = rows.block_table + gl.load(rows.slots + row).to(gl.int64) * rows.table_stride
+            head = bundle // BUNDLES_PER_HEAD
             for j in range(count):
-                _load_tile(v_cache, ring, step, table_row, last - j * BLOCK_N, begin, end, bundle // BUNDLES_PER_HEAD, S)
+                _load_tile(v_cache, ring, step, table_row, last - j * BLOCK_N, begin, end, head, S)
                 step += 1
 
 
@@ -283,9 +286,8 @@ def _silence_unseen(ring, step, start, begin, seq_len, S: gl.constexpr):
         mbarrier.wait(ring.full.index(stage), step // STAGES & 1)
         if ends:
             _silence(ring.pages, stage, seq_len - start, 0, seq_len % PAGE, S)
-        if S.has_window:
-            if begins:
-                _silence(ring.pages, stage, begin - start, begin % PAGE, PAGE, S)
+        if begins:
+            _silence(ring.pages, stage, begin - start, begin % PAGE, PAGE, S)
         fence_async_shared()
         _barrier()
 
@@ -371,7 +373,6 @@ def _steps(first_j, end_j, state, tile, limits, q, keys, values, mine, theirs, F
 def _consume(out, sinks, keys, values, handover, limits, HALF: gl.constexpr, S: gl.constexpr):
     """A warpgroup: one half of the queries of every tile."""
     BLOCK_N: gl.constexpr = S.block_n
-    BLOCK_Q: gl.constexpr = S.block_q
     QUERIES: gl.constexpr = S.half
     HEAD_PAD: gl.constexpr = S.head_pad
     PACKED: gl.constexpr = S.packed
@@ -531,11 +532,6 @@ class HopperConfig(NamedTuple):
 _CONFIGS = {64: HopperConfig(128, 3), 128: HopperConfig(128, 2), 256: HopperConfig(64, 2)}
 
 
-def packed_heads(group: int) -> int:
-    """Query heads of a tile: as many as share a KV head and are a power of two, so that TMA brings them together."""
-    return min(group & -group, 16)
-
-
 def paged_attention_hopper(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -546,7 +542,7 @@ def paged_attention_hopper(
     out: torch.Tensor | None = None,
     config: HopperConfig | None = None,
 ) -> torch.Tensor:
-    """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` for what `prompt_kernel` allows, one launch.
+    """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` for what `hopper_support.takes`, one launch.
 
     Args:
         out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
