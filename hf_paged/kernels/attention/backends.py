@@ -14,6 +14,7 @@ from hf_paged.kernels.attention.decode import decode_cta_slots, paged_attention_
 from hf_paged.kernels.attention.decode_work import plan_items
 from hf_paged.kernels.attention.grouped_decode import grouped_kernel_of, paged_attention_grouped
 from hf_paged.kernels.attention.grouped_work import GroupChoice, choose_groups
+from hf_paged.kernels.attention.hopper_support import takes
 from hf_paged.kernels.attention.metadata import AttentionOptions, GroupedWork, PagedMetadata
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.attention.reference import paged_attention_reference
@@ -100,13 +101,19 @@ class TritonBackend(AttentionBackend):
 
 
 class HopperBackend(TritonBackend):
-    """The kernel for Hopper where rows of new tokens fill its tiles, else the others; see `hopper_support`."""
+    """The kernel for Hopper where rows of new tokens fill its tiles, else the others; see `hopper_support`.
+
+    With ``measured_only`` larger heads than those it was measured to be faster with go to the others as well.
+    """
 
     name = "hopper"
 
+    def __init__(self, *, measured_only: bool = False) -> None:
+        self.largest_head_dim = hopper_support.MEASURED_HEAD_DIM if measured_only else 256
+
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
-        if meta.max_query_len > 1 and hopper_support.takes(q, k_cache, v_cache, meta):
+        if meta.max_query_len > 1 and q.shape[2] <= self.largest_head_dim and takes(q, k_cache, v_cache, meta):
             return _hopper_kernel()(q, k_cache, v_cache, meta, options, out=out)
         return super().run(q, k_cache, v_cache, meta, options, out)
 
@@ -160,7 +167,7 @@ def resolve_backend(name: str, device: torch.device) -> AttentionBackend:
         if device.type != "cuda":
             return BACKENDS["torch"]
         if hopper_support.why_not_on(device) is None:
-            return BACKENDS["hopper"]
+            return HopperBackend(measured_only=True)
         return FlashBackend(measured_only=True) if flash_backend.is_preferred(device) else BACKENDS["triton"]
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} is unknown; accepted: {', '.join(('auto', *BACKENDS))}")

@@ -56,8 +56,6 @@ class HopperShape:
     has_window: bool
     has_softcap: bool
     has_sinks: bool
-    q_stages: int = 2
-    q_registers: bool = False
 
     @property
     def head_pad(self) -> int:
@@ -120,8 +118,8 @@ class _Ring(NamedTuple):
 class _Handover(NamedTuple):
     """What passes between the warps once a tile."""
 
-    q_tiles: Any  # [q_stages * 2, 64, head_pad]
-    q_parts: Any  # the same as [q_stages * 2 * chunks, 64 // packed, packed, lanes]
+    q_tiles: Any  # [2, 64, head_pad]
+    q_parts: Any  # the same as [2 * chunks, 64 // packed, packed, lanes]
     q_full: Any
     q_empty: Any
     places: Any  # [2, 4] int32: first token, its position, queries from there to the row's end, bundle
@@ -207,7 +205,6 @@ def _load_keys(q, k_cache, rows, ring, handover, S: gl.constexpr):
     PACKED: gl.constexpr = S.packed
     HALF: gl.constexpr = S.half
     BUNDLES_PER_HEAD: gl.constexpr = S.bundles_per_head
-    Q_STAGES: gl.constexpr = S.q_stages
     Q_BYTES: gl.constexpr = _BLOCK_M * S.head_pad * 2
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     field = gl.arange(0, 4, layout)
@@ -224,15 +221,14 @@ def _load_keys(q, k_cache, rows, ring, handover, S: gl.constexpr):
             begin, end, last, count = _span(position, left, rows.window, S)
             table_row = rows.block_table + gl.load(rows.slots + row).to(gl.int64) * rows.table_stride
             head = bundle // BUNDLES_PER_HEAD
-            slot = tiles % Q_STAGES
-            q_full = handover.q_full.index(slot)
-            mbarrier.wait(handover.q_empty.index(slot), (tiles // Q_STAGES & 1) ^ 1)
-            mbarrier.expect(q_full, Q_BYTES)
-            for part in gl.static_range(2 * CHUNKS):
-                corner = [token + part // CHUNKS * HALF, bundle * PACKED, part % CHUNKS * _LANES]
-                _load_box(q, corner, q_full, handover.q_parts.index(slot * 2 * CHUNKS + part))
             for j in range(count):
                 _load_tile(k_cache, ring, step, table_row, last - j * BLOCK_N, begin, end, head, S)
+                if j == 0:
+                    mbarrier.wait(handover.q_empty, (tiles & 1) ^ 1)
+                    mbarrier.expect(handover.q_full, Q_BYTES)
+                    for part in gl.static_range(2 * CHUNKS):
+                        begins = [token + part // CHUNKS * HALF, bundle * PACKED, part % CHUNKS * _LANES]
+                        _load_box(q, begins, handover.q_full, handover.q_parts.index(part))
                 step += 1
             tiles += 1
     mbarrier.wait(handover.place_empty.index(tiles % 2), (tiles // 2 & 1) ^ 1)
@@ -273,7 +269,7 @@ def _silence(pages, stage, position, low, high, S: gl.constexpr):
 
 
 @gluon.jit
-def _silence_unseen(ring, step, start, begin, seq_len, exists, S: gl.constexpr):
+def _silence_unseen(ring, step, start, begin, seq_len, S: gl.constexpr):
     """A weight of zero would not silence a NaN: values that no query may read become zero before they are used.
 
     Both warpgroups do so for themselves, and write the same.
@@ -281,10 +277,10 @@ def _silence_unseen(ring, step, start, begin, seq_len, exists, S: gl.constexpr):
     BLOCK_N: gl.constexpr = S.block_n
     STAGES: gl.constexpr = S.stages
     PAGE: gl.constexpr = S.page
-    ends = exists & (start + BLOCK_N > seq_len) & (seq_len % PAGE != 0)
+    ends = (start + BLOCK_N > seq_len) & (seq_len % PAGE != 0)
     begins = ends & False
     if S.has_window:
-        begins = exists & (start < begin) & (begin % PAGE != 0)
+        begins = (start < begin) & (begin % PAGE != 0)
     if ends | begins:
         stage = step % STAGES
         mbarrier.wait(ring.full.index(stage), step // STAGES & 1)
@@ -334,116 +330,43 @@ def _ordered(total):
 
 
 @gluon.jit
-def _pack(weight, dtype: gl.constexpr):
-    """Weights in 16 bits, two neighbours in an int32."""
-    even, odd = gl.split(gl.reshape(weight, [64, weight.shape[1] // 2, 2]))
-    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32,
-                                     is_pure=True, pack=1)
-
-
-@gluon.jit
-def _unpack(packed, layout: gl.constexpr, dtype: gl.constexpr):
-    even, odd = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.int16, gl.int16),
-                                          is_pure=True, pack=1)
-    pairs = gl.join(even, odd).to(dtype, bitcast=True)
-    return gl.convert_layout(gl.reshape(pairs, [64, packed.shape[1] * 2]), layout)
-
-
-@gluon.jit
-def _scores_and_sums(q, keys, values, weight, acc, step, order, mine, theirs, exists, FIRST: gl.constexpr,
-                     S: gl.constexpr):
-    """In turn: start the scores of the step-th tile, and the weighted sum of the values of the one before."""
-    BLOCK_N: gl.constexpr = S.block_n
-    STAGES: gl.constexpr = S.stages
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.head_pad, 16])
-    k_stage = step % STAGES
-    v_stage = (step - 1) % STAGES
-    # Weights go from tile to tile in fp32: halves of registers would be shuffled at every turn of the loop.
-    operand = _unpack(weight, gl.DotOperandLayout(0, acc_layout, 2), keys.tiles.dtype)
-    mbarrier.wait(keys.full.index(k_stage), step // STAGES & 1, pred=exists)
-    mbarrier.wait(mine, (order & 1) ^ FIRST)
-    zero = gl.zeros([64, BLOCK_N], gl.float32, score_layout)
-    score = warpgroup_mma(q, keys.tiles.index(k_stage).permute([1, 0]), zero, use_acc=False, is_async=True)
-    mbarrier.wait(values.full.index(v_stage), (step - 1) // STAGES & 1)
-    acc = warpgroup_mma(operand, values.tiles.index(v_stage), acc, is_async=True)
-    mbarrier.arrive(theirs, count=1)
-    score = warpgroup_mma_wait(1, deps=[score])
-    mbarrier.arrive(keys.empty.index(k_stage), count=1, pred=exists)
-    return score, acc
-
-
-@gluon.jit
 def _steps(first_j, end_j, state, tile, limits, q, keys, values, mine, theirs, FIRST: gl.constexpr,
            MASKED: gl.constexpr, S: gl.constexpr):
     """Tiles first_j to end_j - 1: scores of each while the values of the one before are summed up."""
     BLOCK_N: gl.constexpr = S.block_n
+    HEAD_PAD: gl.constexpr = S.head_pad
     STAGES: gl.constexpr = S.stages
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.head_pad, 16])
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_PAD, 16])
     acc, top, total, weight, step, order = state
     position, last, begin, seq_len = tile
     window, scale_log2, softcap_log2 = limits
     for j in range(first_j, end_j):
         start = last - j * BLOCK_N
-        score, acc = _scores_and_sums(q, keys, values, weight, acc, step, order, mine, theirs, True, FIRST, S)
+        k_stage = step % STAGES
+        v_stage = (step - 1) % STAGES
+        mbarrier.wait(keys.full.index(k_stage), step // STAGES & 1)
+        mbarrier.wait(mine, (order & 1) ^ FIRST)
+        order += 1
+        zero = gl.zeros([64, BLOCK_N], gl.float32, score_layout)
+        score = warpgroup_mma(q, keys.tiles.index(k_stage).permute([1, 0]), zero, use_acc=False, is_async=True)
+        # Weights go from tile to tile in fp32: halves of registers would be shuffled at every turn of the loop.
+        operand = gl.convert_layout(weight.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+        mbarrier.wait(values.full.index(v_stage), (step - 1) // STAGES & 1)
+        acc = warpgroup_mma(operand, values.tiles.index(v_stage), acc, is_async=True)
+        mbarrier.arrive(theirs, count=1)
+        score = warpgroup_mma_wait(1, deps=[score])
+        mbarrier.arrive(keys.empty.index(k_stage), count=1)
         weight, top, total, rescale = _weigh(score, top, total, position, start, window, scale_log2, softcap_log2,
                                              MASKED, S)
-        weight = _pack(weight, keys.tiles.dtype)
         total = _ordered(total)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(values.empty.index((step - 1) % STAGES), count=1)
+        mbarrier.arrive(values.empty.index(v_stage), count=1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         if MASKED:
-            _silence_unseen(values, step, start, begin, seq_len, True, S)
+            _silence_unseen(values, step, start, begin, seq_len, S)
         step += 1
-        order += 1
     return acc, top, total, weight, step, order
-
-
-@gluon.jit
-def _next_place(handover, tiles):
-    """First token, its position, queries from there to the row's end (<= 0: there is no more tile), bundle."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    field = gl.arange(0, 4, layout)
-    mbarrier.wait(handover.place_full.index(tiles % 2), tiles // 2 & 1)
-    place = handover.places.index(tiles % 2).load(layout)
-    mbarrier.arrive(handover.place_empty.index(tiles % 2), count=1)
-    token = gl.sum(gl.where(field == 0, place, 0), 0)
-    position = gl.sum(gl.where(field == 1, place, 0), 0)
-    left = gl.sum(gl.where(field == 2, place, 0), 0)
-    return token, position, left, gl.sum(gl.where(field == 3, place, 0), 0)
-
-
-@gluon.jit
-def _queries(handover, tiles, exists, HALF: gl.constexpr, S: gl.constexpr):
-    """The tile's queries, when they are there."""
-    Q_STAGES: gl.constexpr = S.q_stages
-    slot = tiles % Q_STAGES
-    mbarrier.wait(handover.q_full.index(slot), tiles // Q_STAGES & 1, pred=exists)
-    q = handover.q_tiles.index(slot * 2 + HALF)
-    if S.q_registers:
-        score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.block_n, 16])
-        q = q.load(gl.DotOperandLayout(0, score_layout, 2))
-        fence_async_shared()
-        mbarrier.arrive(handover.q_empty.index(slot), count=1, pred=exists)
-    return q
-
-
-@gluon.jit
-def _beginning(sinks, position, left, bundle, HALF: gl.constexpr, S: gl.constexpr):
-    """Positions of a warpgroup's queries, and their maximum and sum before the first score."""
-    PACKED: gl.constexpr = S.packed
-    line: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.block_n, 16]))
-    m = gl.arange(0, 64, line)
-    # Finite and below every score: with -inf a row that has seen nothing yet would compute -inf - -inf.
-    top = gl.full([64], -3.0e38, gl.float32, line)
-    total = gl.zeros([64], gl.float32, line)
-    if S.has_sinks:
-        # A score without a value, of weight 1 at its own height; log2(e) turns it to base 2.
-        sink = gl.load(sinks + bundle * PACKED + m % PACKED, mask=(m >= 0) & (left > 0), other=0.0)
-        top = gl.maximum(sink.to(gl.float32) * 1.4426950408889634, top)
-        total += 1.0
-    return position + HALF * S.half + m // PACKED, top, total
 
 
 @gluon.jit
@@ -452,34 +375,56 @@ def _consume(out, sinks, keys, values, handover, limits, HALF: gl.constexpr, S: 
     BLOCK_N: gl.constexpr = S.block_n
     QUERIES: gl.constexpr = S.half
     HEAD_PAD: gl.constexpr = S.head_pad
+    PACKED: gl.constexpr = S.packed
     STAGES: gl.constexpr = S.stages
     FIRST: gl.constexpr = 1 - HALF
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_PAD, 16])
+    place_layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    field = gl.arange(0, 4, place_layout)
     mine = handover.turns.index(HALF)
     theirs = handover.turns.index(FIRST)
+    q = handover.q_tiles.index(HALF)
     window, scale_log2, softcap_log2 = limits
 
     step = 0  # tiles of keys so far
     tiles = 0
     order = 0  # turns so far
-    token, tile_position, left, bundle = _next_place(handover, 0)
-    exists = left > 0
-    begin, _end, last, count = _span(tile_position, left, window, S)
-    q = _queries(handover, 0, exists, HALF, S)
-    position, top, total = _beginning(sinks, tile_position, left, bundle, HALF, S)
-    mbarrier.wait(keys.full.index(0), 0, pred=exists)
-    zero = gl.zeros([64, BLOCK_N], gl.float32, score_layout)
-    score = warpgroup_mma(q, keys.tiles.index(0).permute([1, 0]), zero, use_acc=False, is_async=True)
-    score = warpgroup_mma_wait(0, deps=[score])
-    mbarrier.arrive(keys.empty.index(0), count=1, pred=exists)
-    weight, top, total, _rescale = _weigh(score, top, total, position, last, window, scale_log2, softcap_log2, True, S)
-    weight = _pack(weight, keys.tiles.dtype)
-    _silence_unseen(values, step, last, begin, tile_position + left, exists, S)
-    step += 1
+    mbarrier.wait(handover.place_full.index(0), 0)
+    place = handover.places.index(0).load(place_layout)
+    mbarrier.arrive(handover.place_empty.index(0), count=1)
+    left = gl.sum(gl.where(field == 2, place, 0), 0)
     while left > 0:
+        token = gl.sum(gl.where(field == 0, place, 0), 0)
+        tile_position = gl.sum(gl.where(field == 1, place, 0), 0)
+        bundle = gl.sum(gl.where(field == 3, place, 0), 0)
         seq_len = tile_position + left
+        begin, _end, last, count = _span(tile_position, left, window, S)
+
+        m = gl.arange(0, 64, gl.SliceLayout(1, score_layout))
         first_position = tile_position + HALF * QUERIES
+        position = first_position + m // PACKED
+        # Finite and below every score: with -inf a row that has seen nothing yet would compute -inf - -inf.
+        top = gl.full([64], -3.0e38, gl.float32, gl.SliceLayout(1, score_layout))
+        total = gl.zeros([64], gl.float32, gl.SliceLayout(1, score_layout))
+        if S.has_sinks:
+            # A score without a value, of weight 1 at its own height; log2(e) turns it to base 2.
+            sink = gl.load(sinks + bundle * PACKED + m % PACKED).to(gl.float32) * 1.4426950408889634
+            top = gl.maximum(sink, top)
+            total += 1.0
+
+        mbarrier.wait(handover.q_full, tiles & 1)
+        k_stage = step % STAGES
+        mbarrier.wait(keys.full.index(k_stage), step // STAGES & 1)
+        zero = gl.zeros([64, BLOCK_N], gl.float32, score_layout)
+        score = warpgroup_mma(q, keys.tiles.index(k_stage).permute([1, 0]), zero, use_acc=False, is_async=True)
+        score = warpgroup_mma_wait(0, deps=[score])
+        mbarrier.arrive(keys.empty.index(k_stage), count=1)
+        weight, top, total, _rescale = _weigh(score, top, total, position, last, window, scale_log2, softcap_log2, True,
+                                              S)
+        _silence_unseen(values, step, last, begin, seq_len, S)
+        step += 1
+
         # Tiles from whole_end on are not seen whole by every query, nor, under a window, are tiles before left_end.
         whole_end = gl.maximum((first_position + 1) // BLOCK_N * BLOCK_N, begin // BLOCK_N * BLOCK_N)
         masked = gl.minimum(gl.maximum((last - whole_end) // BLOCK_N + 1, 1), count)
@@ -494,31 +439,24 @@ def _consume(out, sinks, keys, values, handover, limits, HALF: gl.constexpr, S: 
         if S.has_window:
             state = _steps(whole, count, state, tile, limits, q, keys, values, mine, theirs, FIRST, True, S)
         acc, top, total, weight, step, order = state
-        if not S.q_registers:
-            mbarrier.arrive(handover.q_empty.index(tiles % S.q_stages), count=1)
 
-        # The first scores of the next tile, while the last values of this one are summed up. After the last tile they
-        # are scores of what happens to be there, which nobody looks at.
-        done, done_token, done_left, done_bundle = total, token, left, bundle
+        mbarrier.arrive(handover.q_empty, count=1)
+        v_stage = (step - 1) % STAGES
+        mbarrier.wait(values.full.index(v_stage), (step - 1) // STAGES & 1)
+        operand = gl.convert_layout(weight.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+        acc = warpgroup_mma(operand, values.tiles.index(v_stage), acc, is_async=True)
+        # Meanwhile: which tile comes next.
         tiles += 1
-        token, tile_position, left, bundle = _next_place(handover, tiles)
-        exists = left > 0
-        begin, _end, last, count = _span(tile_position, left, window, S)
-        q = _queries(handover, tiles, exists, HALF, S)
-        position, top, total = _beginning(sinks, tile_position, left, bundle, HALF, S)
-        score, acc = _scores_and_sums(q, keys, values, weight, acc, step, order, mine, theirs, exists, FIRST, S)
-        weight, top, total, _rescale = _weigh(score, top, total, position, last, window, scale_log2, softcap_log2,
-                                              True, S)
-        weight = _pack(weight, keys.tiles.dtype)
-        total = _ordered(total)
+        mbarrier.wait(handover.place_full.index(tiles % 2), tiles // 2 & 1)
+        place = handover.places.index(tiles % 2).load(place_layout)
+        mbarrier.arrive(handover.place_empty.index(tiles % 2), count=1)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(values.empty.index((step - 1) % STAGES), count=1)
-        done = gl.convert_layout(done, gl.SliceLayout(1, acc_layout))
-        result = (acc / gl.where(done == 0.0, 1.0, done)[:, None]).to(out.dtype.element_ty)
-        _store(out, result, done_token + HALF * QUERIES, done_left - HALF * QUERIES, done_bundle, S)
-        _silence_unseen(values, step, last, begin, tile_position + left, exists, S)
-        step += 1
-        order += 1
+        mbarrier.arrive(values.empty.index(v_stage), count=1)
+
+        total = gl.convert_layout(total, gl.SliceLayout(1, acc_layout))
+        result = (acc / gl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty)
+        _store(out, result, token + HALF * QUERIES, left - HALF * QUERIES, bundle, S)
+        left = gl.sum(gl.where(field == 2, place, 0), 0)
 
 
 @gluon.jit
@@ -565,12 +503,12 @@ def _hopper_prefill_kernel(
     dtype: gl.constexpr = out.dtype.element_ty
     keys = _ring(dtype, S)
     values = _ring(dtype, S)
-    q_tiles = gl.allocate_shared_memory(dtype, [S.q_stages * 2, 64, S.head_pad], gl.NVMMASharedLayout(128, 16, 2))
-    q_parts = _reinterpret(q_tiles, dtype, [S.q_stages * 2 * S.chunks, 64 // S.packed, S.packed, _LANES],
+    q_tiles = gl.allocate_shared_memory(dtype, [2, 64, S.head_pad], gl.NVMMASharedLayout(128, 16, 2))
+    q_parts = _reinterpret(q_tiles, dtype, [2 * S.chunks, 64 // S.packed, S.packed, _LANES],
                            gl.NVMMASharedLayout(128, 16, 3))
     places = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    handover = _Handover(q_tiles, q_parts, _barriers(S.q_stages, 1), _barriers(S.q_stages, 2), places,
-                         _barriers(2, 1), _barriers(2, 2), _barriers(2, 1))
+    handover = _Handover(q_tiles, q_parts, _barriers(1, 1).index(0), _barriers(1, 2).index(0), places, _barriers(2, 1),
+                         _barriers(2, 2), _barriers(2, 1))
     fence_async_shared()
     _barrier()
     rows = _Rows(query_start, seq_lens, block_table, slots, num_rows, num_items, table_stride, window)
@@ -625,7 +563,6 @@ def paged_attention_hopper(
         head_dim=head_dim, block_size=block_size, block_n=config.block_n, stages=config.stages,
         programs=num_multiprocessors(q.device), has_window=options.window is not None,
         has_softcap=options.softcap is not None, has_sinks=options.sinks is not None,
-        q_stages=1 if head_dim > 128 else 2,
     )
     box = gl.NVMMASharedLayout(128, 16, 3)
     sizes, strides = [_SLOTS, num_kv_heads, head_dim], [num_kv_heads * head_dim, head_dim, 1]

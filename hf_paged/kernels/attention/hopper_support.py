@@ -12,6 +12,8 @@ from hf_paged.kernels.attention.metadata import PagedMetadata
 # Gluon, in which the kernel is written, may change with any version of Triton: with these it was right and faster on a
 # GPU (benchmarks/prefill_tuning.py checks and times it).
 TESTED_TRITON = ("3.6",)
+# Largest head size at which it was timed. It is right up to 256.
+MEASURED_HEAD_DIM = 128
 BLOCK_M = 128  # queries times packed heads of a tile: 64 for each of two warpgroups
 
 
