@@ -43,7 +43,7 @@ from hf_paged.kernels.attention.metadata import (
     PromptWork,
 )
 from hf_paged.kernels.attention.prefill import FULL_TILE, paged_attention_prefill
-from hf_paged.kernels.attention.prompt_work import PromptKernel, PromptPlan, Prompts, plan_prompts
+from hf_paged.kernels.attention.prompt_work import PromptPlan, Prompts, plan_prompts
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 
@@ -189,8 +189,8 @@ def prompt_plan_of(inputs: Inputs, max_query_len: int, config: GroupedConfig | N
     kernel = prompt_kernel_of(heads, KV_HEADS, HEAD_DIM, torch.bfloat16, device, max_query_len, inputs.meta.max_seq_len)
     if config is not None:
         slots = max(1, config.programs_per_sm * num_multiprocessors(device) // KV_HEADS)
-        kernel = PromptKernel(Kernel(config, config.block_m // (heads // KV_HEADS), slots, 1),
-                              kernel.rows._replace(cost=1e9))
+        kernel = kernel._replace(shared=Kernel(config, config.block_m // (heads // KV_HEADS), slots, 1),
+                                 rows=kernel.rows._replace(cost=1e9))
     num_new = np.full(len(inputs.lengths), new)
     slots = np.arange(len(num_new))
     prompts = Prompts(inputs.lengths - num_new, num_new, slots, max_query_len, inputs.meta.max_seq_len)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
 
-from hf_paged.kernels.attention import flash_backend
+from hf_paged.kernels.attention import flash_backend, hopper_support
 from hf_paged.kernels.attention.decode import decode_cta_slots, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
 from hf_paged.kernels.attention.grouped_decode import grouped_kernel_of, paged_attention_grouped
-from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill, prompt_kernel_of
+from hf_paged.kernels.attention.grouped_prefill import hopper_rows, paged_attention_grouped_prefill, prompt_kernel_of
 from hf_paged.kernels.attention.grouped_work import GroupChoice, choose_groups
+from hf_paged.kernels.attention.hopper_support import takes, takes_rows
 from hf_paged.kernels.attention.metadata import AttentionOptions, GroupedWork, PagedMetadata, PromptWork
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
-from hf_paged.kernels.attention.prompt_work import PromptPlan, Prompts, plan_prompts
+from hf_paged.kernels.attention.prompt_work import PromptKernel, PromptPlan, Prompts, plan_prompts
 from hf_paged.kernels.attention.reference import paged_attention_reference
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
@@ -97,9 +100,14 @@ class TritonBackend(AttentionBackend):
 
     def plan_prompts(self, groups: PrefixGroups, prompts: Prompts, num_heads: int, num_kv_heads: int, head_dim: int,
                      dtype: torch.dtype, device: torch.device, share_of_layers: float) -> PromptPlan | None:
-        kernel = prompt_kernel_of(num_heads, num_kv_heads, head_dim, dtype, device, prompts.max_query_len,
-                                  prompts.max_seq_len)
+        kernel = self.prompt_kernel(prompts, num_heads, num_kv_heads, head_dim, dtype, device)
         return plan_prompts(groups, prompts, kernel, share_of_layers)
+
+    def prompt_kernel(self, prompts: Prompts, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+                      device: torch.device) -> PromptKernel:
+        """What reads prompts row by row, and for several rows."""
+        return prompt_kernel_of(num_heads, num_kv_heads, head_dim, dtype, device, prompts.max_query_len,
+                                prompts.max_seq_len)
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -113,6 +121,41 @@ class TritonBackend(AttentionBackend):
             return prefill(q, k_cache, v_cache, meta, options, out=out)
         run = paged_attention_grouped if isinstance(meta.work, GroupedWork) else paged_attention_decode
         return run(q, k_cache, v_cache, meta, options, out=out)
+
+
+class HopperBackend(TritonBackend):
+    """The kernel for Hopper where rows of new tokens fill its tiles, else the others; see `hopper_support`.
+
+    With ``measured_only`` larger heads than those it was measured to be faster with go to the others as well.
+    """
+
+    name = "hopper"
+
+    def __init__(self, *, measured_only: bool = False) -> None:
+        self.largest_head_dim = hopper_support.MEASURED_HEAD_DIM if measured_only else 256
+
+    def prompt_kernel(self, prompts: Prompts, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+                      device: torch.device) -> PromptKernel:
+        kernel = super().prompt_kernel(prompts, num_heads, num_kv_heads, head_dim, dtype, device)
+        group = num_heads // num_kv_heads
+        if head_dim > self.largest_head_dim or not takes_rows(dtype, head_dim, prompts.max_query_len, group):
+            return kernel
+        return kernel._replace(rows=hopper_rows(group, num_kv_heads, device))
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
+            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
+        is_shared = isinstance(meta.work, PromptWork)
+        fits = meta.max_query_len > 1 and not is_shared and q.shape[2] <= self.largest_head_dim
+        if fits and takes(q, k_cache, v_cache, meta):
+            return _hopper_kernel()(q, k_cache, v_cache, meta, options, out=out)
+        return super().run(q, k_cache, v_cache, meta, options, out)
+
+
+@cache
+def _hopper_kernel() -> Callable[..., torch.Tensor]:
+    from hf_paged.kernels.attention.hopper_prefill import paged_attention_hopper
+
+    return paged_attention_hopper
 
 
 class FlashBackend(TritonBackend):
@@ -144,14 +187,16 @@ class FlashBackend(TritonBackend):
         return super().run(q, k_cache, v_cache, meta, options, out)
 
 
-BACKENDS: dict[str, AttentionBackend] = {b.name: b for b in (FlashBackend(), TorchBackend(), TritonBackend())}
+BACKENDS: dict[str, AttentionBackend] = {
+    b.name: b for b in (FlashBackend(), HopperBackend(), TorchBackend(), TritonBackend())
+}
 
 
 def resolve_backend(name: str, device: torch.device) -> AttentionBackend:
     """The backend that ``name`` stands for on ``device``.
 
-    ``"auto"`` is torch off CUDA. On CUDA it is flash_attn where a FlashAttention package is installed that has been
-    measured to be faster on such a GPU (`flash_backend.MEASURED_FASTER`), else triton.
+    ``"auto"`` is torch off CUDA. On CUDA it is hopper where that runs, flash_attn where a FlashAttention package is
+    installed that has been measured to be faster on such a GPU (`flash_backend.MEASURED_FASTER`), else triton.
 
     Raises:
         ValueError: an unknown name; the message lists the accepted ones.
@@ -159,6 +204,8 @@ def resolve_backend(name: str, device: torch.device) -> AttentionBackend:
     if name == "auto":
         if device.type != "cuda":
             return BACKENDS["torch"]
+        if hopper_support.why_not_on(device) is None:
+            return HopperBackend(measured_only=True)
         return FlashBackend(measured_only=True) if flash_backend.is_preferred(device) else BACKENDS["triton"]
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} is unknown; accepted: {', '.join(('auto', *BACKENDS))}")

@@ -16,6 +16,7 @@ from hf_paged.kernels.attention._parts import BEGIN, END, FIRST, PART, ROWS, SLO
 from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
 from hf_paged.kernels.attention.grouped_decode import grouped_config
 from hf_paged.kernels.attention.grouped_work import Kernel
+from hf_paged.kernels.attention.hopper_support import BLOCK_M, packed_heads
 from hf_paged.kernels.attention.metadata import PART_FIELDS, ROW_FIELDS, AttentionOptions, PagedMetadata, PromptWork
 from hf_paged.kernels.attention.prefill import (
     DEEP_SHARED_MEMORY,
@@ -30,6 +31,8 @@ from hf_paged.kernels.attention.prompt_work import MIN_SPLIT, PromptKernel, RowP
 _ROW_PROGRAMS = {16: (6, 1.6, 0.45), 32: (5, 2.0, 0.75), 64: (3, 0.9, 0.5), 128: (2, 1.06, 0.7)}
 # With the tiles of long sequences, which have four times as many positions.
 _LONG_ROW_PROGRAMS = {16: (1, 0.3, 1.0), 32: (1, 0.33, 1.0), 64: (1, 0.4, 1.0), 128: (1, 0.44, 1.0)}
+# A position of a full tile of the kernel for Hopper, at the most that it was measured to make (700 TFLOP/s).
+_HOPPER_COST = 0.31
 
 
 def prompt_kernel_of(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
@@ -49,7 +52,15 @@ def prompt_kernel_of(num_heads: int, num_kv_heads: int, head_dim: int, dtype: to
 
     shared = Kernel(config, config.block_m // group, slots(config.programs_per_sm), 1)
     is_measured = head_dim_pad == 128 and dtype.itemsize == 2 and memory >= DEEP_SHARED_MEMORY
-    return PromptKernel(shared, RowPrograms(rows.block_m // group, slots(programs), cost, lone), is_measured)
+    row_programs = RowPrograms(rows.block_m // group, slots(programs), cost, lone)
+    return PromptKernel(shared, row_programs, row_programs, is_measured)
+
+
+def hopper_rows(group: int, num_kv_heads: int, device: torch.device) -> RowPrograms:
+    """The programs of `hopper_prefill` for `group` query heads of a KV head, one on each multiprocessor."""
+    packed = packed_heads(group)
+    slots = max(1, num_multiprocessors(device) // num_kv_heads)
+    return RowPrograms(BLOCK_M // packed, slots, _HOPPER_COST * (group // packed), 1.0)
 
 
 @jit(varying_pointers=("items", "table"))

@@ -64,7 +64,8 @@ class PromptKernel(NamedTuple):
     """What a plan has to know of the kernels and their device."""
 
     shared: Kernel  # `tile_rows` are tokens
-    rows: RowPrograms
+    rows: RowPrograms  # where nothing is shared
+    own: RowPrograms  # of what rows have behind it
     is_measured: bool = True
 
 
@@ -98,7 +99,7 @@ def plan_prompts(groups: PrefixGroups, prompts: Prompts, kernel: PromptKernel,
         return None
     lengths = start + num_new
     by_rows = _row_time(lengths, row_tiles, kernel.rows)
-    grouped += _row_time(lengths - own_begin, row_tiles, kernel.rows) + LAUNCH
+    grouped += _row_time(lengths - own_begin, -(-num_new // kernel.own.tokens), kernel.own) + LAUNCH
     most = MOST if kernel.is_measured else MOST_ELSEWHERE
     if by_rows - grouped < (1 - most) * by_rows / max(share_of_layers, 1e-9):
         return None

@@ -42,7 +42,8 @@ def planned(case, groups, config, cta_slots=9, *, spare=None):
     """The case with the plan of prompts that share; `spare`: tokens and rows that a captured step has more of."""
     num_new, lengths = np.array(case.rows).T
     device, heads = case.q.device, case.q.shape[1] // case.k_cache.shape[2]
-    kernel = PromptKernel(Kernel(config, config.block_m // heads, cta_slots, 1), RowPrograms(1, 1, 100.0, 1.0))
+    rows = RowPrograms(1, 1, 100.0, 1.0)
+    kernel = PromptKernel(Kernel(config, config.block_m // heads, cta_slots, 1), rows, rows)
     prompts = Prompts(lengths - num_new, num_new, case.meta.slots.cpu().numpy(), *case.meta[5:7])
     plan = plan_prompts(groups, prompts, kernel)
     assert plan is not None

@@ -1,17 +1,20 @@
 """The plan of prompts that share prefixes covers what each token sees ahead of its row once, where that pays."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_cases import random_groups
 from test_grouped_work import CONFIG, cut, group_of
 
-from hf_paged.kernels.attention import prompt_work
+from hf_paged.kernels.attention import backends, grouped_prefill, prompt_work
+from hf_paged.kernels.attention.backends import HopperBackend, TritonBackend
 from hf_paged.kernels.attention.grouped_work import Kernel
-from hf_paged.kernels.attention.metadata import PartItem, RowEntry
+from hf_paged.kernels.attention.metadata import PartItem, PromptWork, RowEntry
 from hf_paged.kernels.attention.prompt_work import (
     PromptKernel,
     Prompts,
@@ -40,8 +43,8 @@ def prompts_of(start, num_new):
 SIXTEEN, FULL = RowPrograms(8, 99, 1.6, 0.45), RowPrograms(64, 33, 1.06, 0.7)
 
 
-def plan(groups, prompts, tile_tokens=32, cta_slots=49, *, rows=SIXTEEN, share_of_layers=1.0):
-    kernel = PromptKernel(Kernel(CONFIG, tile_tokens, cta_slots, 1), rows)
+def plan(groups, prompts, tile_tokens=32, cta_slots=49, *, rows=SIXTEEN, own=None, share_of_layers=1.0):
+    kernel = PromptKernel(Kernel(CONFIG, tile_tokens, cta_slots, 1), rows, own or rows)
     return plan_prompts(groups, prompts, kernel, share_of_layers)
 
 
@@ -129,7 +132,7 @@ def test_layers_that_see_nothing_of_it_count_against_it():
 
 def test_what_was_not_measured_has_to_save_more(monkeypatch):
     groups, prompts = group_of(256, 2048), prompts_of([2048] * 256, [8] * 256)
-    kernel = PromptKernel(Kernel(CONFIG, 32, 49, 1), SIXTEEN, is_measured=False)
+    kernel = PromptKernel(Kernel(CONFIG, 32, 49, 1), SIXTEEN, SIXTEEN, is_measured=False)
     assert plan_prompts(groups, prompts, kernel) is not None
     monkeypatch.setattr(prompt_work, "MOST_ELSEWHERE", 0.4)
     assert plan_prompts(groups, prompts, kernel) is None
@@ -141,3 +144,53 @@ def test_rows_beside_a_group_are_left_alone():
     found = plan(group_of(256, 2048), prompts)
     assert found.own_begin[-2:].tolist() == [0, 0]
     assert not found.rows[256 * 8 :, 1].any()
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """What the planner is told of an H200."""
+    monkeypatch.setattr(grouped_prefill, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(grouped_prefill, "shared_memory", lambda device: 227 << 10)
+
+
+def planned_by(backend, rows, shared, new, longest=None):
+    """Rows of a model with 16 query heads and 8 KV heads of 128; `longest`: bound of a captured step."""
+    prompts = prompts_of([shared] * rows, [new] * rows)._replace(max_query_len=longest or new)
+    sizes = (16, 8, 128, torch.bfloat16, torch.device("cpu"))
+    return backend.plan_prompts(group_of(rows, shared), prompts, *sizes, share_of_layers=1.0)
+
+
+# Of steps timed on an H200: rows, shared, new; is an eager step faster packed, is a captured one?
+TIMED = [(256, 2048, 8, 1, 1), (256, 2048, 24, 0, 1), (128, 2048, 64, 0, 0), (32, 2048, 64, 0, 0), (32, 2048, 16, 1, 1),
+         (16, 2048, 8, 1, 1), (4, 16384, 16, 1, 1), (64, 512, 8, 1, 1), (2, 1024, 8, 1, 1), (128, 1024, 40, 0, 0),
+         (256, 512, 16, 1, 1), (16, 256, 8, 0, 0), (8, 8192, 200, 0, 0)]
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(("rows", "shared", "new", "eager", "captured"), TIMED)
+def test_steps_are_packed_where_that_was_faster(rows, shared, new, eager, captured):
+    for longest, faster in ((None, eager), (max(128, rows * new), captured)):
+        found = planned_by(TritonBackend(), rows, shared, new, longest)
+        assert (found is not None) == bool(faster), longest
+        assert found is None or found.kernel.tile_rows == 32
+
+
+@pytest.mark.usefixtures("h200")
+def test_the_kernel_for_hopper_leaves_less_to_gain_in_the_steps_that_it_takes():
+    hopper = HopperBackend(measured_only=True)
+    assert planned_by(hopper, 256, 2048, 24, 6144) is None
+    assert planned_by(hopper, 256, 2048, 8, 2048) is not None, "an eighth of its tiles"
+    assert planned_by(hopper, 4, 16384, 16, 128) is not None, "most multiprocessors would be idle"
+    assert planned_by(hopper, 128, 2048, 64) is None
+    few = [planned_by(backend, 256, 2048, 8) for backend in (hopper, TritonBackend())]
+    assert np.array_equal(few[0].items, few[1].items), "an eager step of few new tokens is none of its"
+
+
+def test_what_prompts_share_never_reaches_the_kernel_for_hopper(monkeypatch):
+    """It would read it again for every row."""
+    for name in ("takes", "_hopper_kernel"):
+        monkeypatch.setattr(backends, name, lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(backends, "paged_attention_grouped_prefill", lambda *_, out: out)
+    meta = SimpleNamespace(max_query_len=200, work=PromptWork(None, None))
+    out = q = torch.zeros(4, 2, 128, dtype=torch.bfloat16)
+    assert HopperBackend().run(q, q, q, meta, None, out) is out
