@@ -445,6 +445,7 @@ PREFIXES = [
     PackageMutation(PROMPTS, "    rows[: len(plan.rows)] = plan.rows\n", "    rows[:] = plan.rows[-1]\n", PROMPTS_TESTS,
                     "ahead_of_a_row"),
     PackageMutation(PROMPTS, "start[row_of] + place + 1", "(start + num_new)[row_of]", PROMPTS_TESTS, "ahead_of_a_row"),
+    PackageMutation("kernels/attention/backends.py", " and not is_shared", "", PROMPTS_TESTS, "never_reaches"),
     PackageMutation(PROMPTS, " / max(share_of_layers, 1e-9)", "", PROMPTS_TESTS, "layers_that_see_nothing"),
     PackageMutation(PREFILL, "row_begin + (begin - row_begin) // BLOCK_N * BLOCK_N", "begin // BLOCK_N * BLOCK_N",
                     PREFILL_TESTS, "random_trees"),
