@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels._triton import jit, pdl_options, tl, triton
+from hf_paged.kernels._triton import jit, pdl_options, prefetch_rows, tl, triton
 from hf_paged.kernels.lora_order import RowOrder
-from hf_paged.kernels.lora_table import LoraTable
+from hf_paged.kernels.lora_table import LoraTable, power_of_two
 
 FIELDS = 5 if tl is None else tl.constexpr(5)  # int64 values of an adapter in the table
 _KINDS = {} if tl is None else {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -76,6 +76,99 @@ def pointer_to(address, kind: tl.constexpr, ALIGNED: tl.constexpr):
     return pointer
 
 
+@jit()
+def places_of(places, scales, entry, SLOTS: tl.constexpr):
+    """A table's rows of an entry; those of the first for the entry -1, of which nothing is to be taken."""
+    at = tl.maximum(entry, 0) * SLOTS
+    return places + at * FIELDS, scales + at
+
+
+@jit()
+def prefetch_b(place, share, num_shares, THREADS: tl.constexpr):
+    """Into L2: one of `num_shares` parts of the b of an adapter, whose rest, less than 16 bytes a thread, stays."""
+    each = (tl.load(place + 4) // (THREADS * num_shares) // 16 * 16).to(tl.int32)
+    first = tl.load(place + 1) + (share * THREADS).to(tl.int64) * each
+    prefetch_rows(first.to(tl.pointer_type(tl.int8)), tl.where(each > 0, THREADS, 0), each, each)
+
+
+@jit()
+def add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n, n_inside, PARTS: tl.constexpr,
+               MEMBERS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, RANK_DIVISOR: tl.constexpr,
+               KIND: tl.constexpr, COMPUTE: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
+               ALIGNED: tl.constexpr, SPLITS: tl.constexpr):
+    """acc [rows, columns] and what an entry's adapters of a member add; the entry -1 adds nothing.
+
+    All columns have one address, so that loads are wide. `places` are the entry's.
+    """
+    SPLITS_PAD: tl.constexpr = triton.next_power_of_2(SPLITS)
+    for part in tl.static_range(PARTS):
+        place = places + (part * MEMBERS + member) * FIELDS
+        rank = tl.multiple_of(tl.where(entry >= 0, tl.load(place + 3), 0).to(tl.int32), RANK_DIVISOR)
+        b = pointer_to(tl.load(place + 1), KIND, ALIGNED)
+        for tile in tl.static_range(RANK // BLOCK_R):
+            index = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+            known = index < rank
+            b_tile = tl.load(b + (n[:, None] * rank + index[None, :]), mask=n_inside[:, None] & known[None, :],
+                             other=0.0)
+            # One tensor of all partial sums: added up one by one, each would change its layout for the product.
+            at = shrunk_rows[:, None] + ((part * MEMBERS + member) * RANK + index)[None, :]
+            split = tl.arange(0, SPLITS_PAD)
+            partials = tl.load(at[None, :, :] + (split * split_stride)[:, None, None],
+                               mask=(inside[:, None] & known[None, :])[None, :, :] & (split < SPLITS)[:, None, None],
+                               other=0.0)
+            total = tl.sum(partials, 0)
+            acc = lora_dot(total.to(COMPUTE), tl.trans(b_tile.to(COMPUTE)), acc, LOW, PRECISION, False)
+    return acc
+
+
+@jit()
+def add_bias(acc, places, scales, entry, member, n, n_inside, PARTS: tl.constexpr, MEMBERS: tl.constexpr,
+              KIND: tl.constexpr, COMPUTE: tl.constexpr):
+    """acc [rows, columns] and the biases of an entry's adapters of a member, scaled. As `add_delta`."""
+    for part in tl.static_range(PARTS):
+        slot = part * MEMBERS + member
+        address = tl.zeros([n.shape[0]], tl.int64) + tl.where(entry >= 0, tl.load(places + slot * FIELDS + 2), 0)
+        bias = tl.load(pointer_to(address, KIND, False) + n, mask=n_inside & (address != 0), other=0.0)
+        acc += (bias.to(COMPUTE).to(tl.float32) * tl.load(scales + slot))[None, :]
+    return acc
+
+
+@jit()
+def prefetch_following(places, entry, share, begin, columns, is_first, WIDTH, SLOTS: tl.constexpr,
+                       KIND: tl.constexpr, THREADS: tl.constexpr):
+    """Into L2 of an entry: a program's columns of each a, and its part of each b, read behind the base's product."""
+    size: tl.constexpr = KIND.primitive_bitwidth // 8
+    for slot in tl.static_range(SLOTS):
+        place = places + slot * FIELDS
+        a = pointer_to(tl.load(place), KIND, True)
+        count = tl.where(entry >= 0, tl.load(place + 3).to(tl.int32), 0)
+        prefetch_rows(a + begin, count, columns * size, WIDTH * size)
+        if is_first:
+            prefetch_b(place, share, tl.num_programs(1), THREADS)
+
+
+@jit()
+def shrink_chunk(x_tile, out_rows, inside, column, places, scales, entry, WIDTH, SLOTS: tl.constexpr,
+                 RANK: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, COMPUTE: tl.constexpr,
+                 LOW: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, X_IS_EXACT: tl.constexpr):
+    """Of some columns of WIDTH of x, an entry's ranks, COLUMNS at a time; out_rows point at SLOTS * RANK sums each."""
+    if LOW or not X_IS_EXACT:
+        x_tile = x_tile.to(COMPUTE)
+    for first in tl.static_range(0, SLOTS * RANK, COLUMNS):
+        at = first + tl.arange(0, COLUMNS)
+        slot = at // RANK
+        index = at % RANK
+        known = slot < tl.where(entry >= 0, SLOTS, 0)
+        own = known & (index < tl.load(places + slot * FIELDS + 3, mask=known, other=0))
+        a = pointer_to(tl.load(places + slot * FIELDS, mask=known, other=0), KIND, ALIGNED)
+        a_tile = tl.load(a[:, None] + index[:, None] * WIDTH + column[None, :],
+                         mask=own[:, None] & (column < WIDTH)[None, :], other=0.0)
+        sums = tl.zeros([x_tile.shape[0], COLUMNS], tl.float32)
+        sums = lora_dot(x_tile, tl.trans(a_tile.to(COMPUTE)), sums, LOW, PRECISION, X_IS_EXACT)
+        sums *= tl.load(scales + slot, mask=known, other=0.0)[None, :]
+        tl.store(out_rows[:, None] + at[None, :], sums, mask=inside[:, None] & own[None, :])
+
+
 def precision_of(dtype: torch.dtype) -> str:
     """How float32 adapters are multiplied with inputs of a type: what is fastest on an H200 and exact enough."""
     return "bf16x3" if dtype == torch.bfloat16 else "tf32x3"
@@ -89,6 +182,14 @@ def table_options(table: LoraTable, x: torch.Tensor, precision: str) -> dict:
         "KIND": _KINDS[table.dtype], "COMPUTE": _KINDS[table.compute_dtype], "LOW": low,
         "PRECISION": precision, "ALIGNED": table.aligned, **pdl_options(x),
     }
+
+
+def columns_of(following: LoraTable) -> int:
+    """Ranks of layers that read a kernel's result which it takes at once.
+
+    More than the 16 rows of a tile: with as many, all warps take the same part of a product behind another one.
+    """
+    return min(64, max(32, power_of_two(following.num_slots * following.rank)))
 
 
 def tiles_of_rows(num_rows: int, block_m: int, order: RowOrder | None) -> tuple[int, dict]:
