@@ -29,6 +29,7 @@ from linear_tuning import HEAD_DIM, MODELS, step_time
 from workloads import generation_configs, make_workload, qwen3
 
 from hf_paged import PagedGenerator
+from hf_paged.kernels import _lora_tile
 from hf_paged.kernels import lora_add_rms_norm as norm_module
 from hf_paged.kernels import lora_expand as expand_module
 from hf_paged.kernels import lora_qk_norm_rope_store as rope_module
@@ -149,16 +150,21 @@ def _delta(x: torch.Tensor, table: LoraTable | None, order: RowOrder | None,
 
 
 # What can be done in other ways: where, what is there, and what is put in its place.
+_NEVER, _ALWAYS = 0, 1 << 30
 WAYS: dict[str, list[tuple[Any, str, Any]]] = {
     "as it is": [],
-    "norms apart": [(norm_module, "_is_one_launch", lambda *_: False)],
-    "rope apart": [(rope_module, "_is_one_launch", lambda *_: False)],
-    "down's sums apart": [(expand_module, "_MOST_FOLLOWED_ROWS", 0)],
-    "norms see 512": [(norm_module, "_WHOLE", 8192)],
-    "norms see 256": [(norm_module, "_WHOLE", 4096)],
+    "norms apart": [(norm_module, "_fits", lambda *_: False)],
+    "rope apart": [(rope_module, "_MOST_ROWS", _NEVER)],
+    "rope together": [(rope_module, "_MOST_ROWS", _ALWAYS)],
+    "down's sums apart": [(expand_module, "_MOST_FOLLOWED_ROWS", _NEVER)],
+    "down's sums together": [(expand_module, "_MOST_FOLLOWED_ROWS", _ALWAYS)],
+    "norms by 4 warps": [(norm_module, "_NORM_WARPS", 4)],
     "4 programs a norm": [(norm_module, "_PROGRAMS", 4)],
+    "no prefetch": [(module, "prefetches", lambda *_: False) for module in (norm_module, expand_module, shrink_module)],
+    "no early start": [(_lora_tile, "pdl_options", lambda _: {"PDL": False})],
 }
 WAYS["all apart"] = WAYS["norms apart"] + WAYS["rope apart"] + WAYS["down's sums apart"]
+WAYS["all together"] = WAYS["rope together"] + WAYS["down's sums together"]
 
 
 @contextmanager

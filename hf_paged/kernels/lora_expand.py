@@ -16,8 +16,10 @@ from hf_paged.kernels._lora_tile import (
     pointer_to,
     precision_of,
     prefetch_following,
+    prefetches,
     rows_of_tile,
     shrink_chunk,
+    store_shrunk,
     table_options,
     tiles_of_rows,
 )
@@ -246,9 +248,13 @@ def _expand_kernel(
         begin = 0
     if NEXT_SLOTS > 0:
         partial = tl.program_id(1).to(tl.int64) * num_rows + row
-        shrink_chunk(result, next_out + partial * (NEXT_SLOTS * NEXT_RANK), inside, n, next_places, next_scales, entry,
-                     size, NEXT_SLOTS, NEXT_RANK, NEXT_COLUMNS, KIND, COMPUTE, LOW, PRECISION, NEXT_ALIGNED,
-                     X_IS_EXACT)
+        next_rows = next_out + partial * (NEXT_SLOTS * NEXT_RANK)
+        for first in tl.static_range(0, NEXT_SLOTS * NEXT_RANK, NEXT_COLUMNS):
+            sums = tl.zeros([BLOCK_M, NEXT_COLUMNS], tl.float32)
+            sums = shrink_chunk(sums, first, result, n, n_inside, next_places, entry, size, NEXT_SLOTS, NEXT_RANK,
+                                NEXT_COLUMNS, KIND, COMPUTE, LOW, PRECISION, NEXT_ALIGNED, X_IS_EXACT)
+            store_shrunk(next_rows, first, sums, inside, next_places, next_scales, entry, NEXT_SLOTS, NEXT_RANK,
+                         NEXT_COLUMNS)
     tl.store(out + row.to(tl.int64)[:, None] * out_stride + (begin + n)[None, :], result, mask=mask)
 
 
@@ -319,8 +325,8 @@ def _launch(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, order
             X_IS_EXACT=out.dtype == torch.bfloat16,
             BLOCK_N=config.block_n,
             INTERPRETED=triton.knobs.runtime.interpret,
-            PREFETCH=options["PDL"] and table.aligned and order is None and fits,
-            PREFETCH_NEXT=options["PDL"] and following is not None and then.aligned,
+            PREFETCH=prefetches(table, product) and order is None and fits,
+            PREFETCH_NEXT=following is not None and prefetches(then, product),
             THREADS=32 * config.num_warps,
             num_warps=config.num_warps,
             **row_arguments,

@@ -26,8 +26,8 @@ from hf_paged.kernels._triton import (
 from hf_paged.kernels.lora_expand import Delta, lora_expand_unchecked
 from hf_paged.kernels.qk_norm_rope_store import halves, normed_and_rotated, qk_norm_rope_store_unchecked
 
-_BLOCK_M = 16  # the fewest of a product on tensor cores
-_MOST_ROWS = 1024  # of more, which are a prompt's, two launches are measured
+_MANY_ROWS = 1024  # prompts, of which a program takes more than the fewest rows of a product on tensor cores
+_MOST_ROWS = 1024
 
 
 def lora_qk_norm_rope_store_unchecked(
@@ -55,10 +55,9 @@ def lora_qk_norm_rope_store_unchecked(
 
 
 def _is_one_launch(qkv: torch.Tensor, delta: Delta, k_cache: torch.Tensor) -> bool:
-    """Are the rows few, their tiles of the fewest rows, and all adapters on whole heads?"""
-    if len(qkv) >= _MOST_ROWS or (delta.order is not None and delta.order.tile != _BLOCK_M):
-        return False
-    return not any(number % k_cache.shape[3] for columns in delta.table.columns for number in columns)
+    """Are the rows few, and all adapters on whole heads?"""
+    numbers = [number for columns in delta.table.columns for number in columns]
+    return len(qkv) < _MOST_ROWS and not any(number % k_cache.shape[3] for number in numbers)
 
 
 @jit(varying_ints=("num_rows",), varying_pointers=("positions", "slot_mapping"))
@@ -212,7 +211,7 @@ def lora_qk_norm_rope_store_triton(
     if num_rows == 0:
         return query
     firsts, sizes = zip(*(*table.columns, (0, 0), (0, 0)), strict=True)
-    row_tiles, row_arguments = tiles_of_rows(num_rows, _BLOCK_M, delta.order)
+    row_tiles, row_arguments = tiles_of_rows(num_rows, 64 if num_rows >= _MANY_ROWS else 16, delta.order)
     with on_device_of(qkv):
         _lora_qk_norm_rope_store_kernel[(row_tiles, num_heads + 2 * kv_heads)](
             qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, query, eps, delta.sums,

@@ -7,10 +7,10 @@ import torch
 from kernels.lora_cases import make_case
 
 from hf_paged.kernels import lora_add_rms_norm as module
+from hf_paged.kernels import lora_order
 from hf_paged.kernels.add_rms_norm import add_rms_norm_reference
 from hf_paged.kernels.lora_add_rms_norm import lora_add_rms_norm_triton, lora_add_rms_norm_unchecked
 from hf_paged.kernels.lora_expand import Delta, lora_expand_reference
-from hf_paged.kernels.lora_order import order_rows
 from hf_paged.kernels.lora_shrink import lora_shrink, lora_shrink_reference
 
 pytestmark = pytest.mark.usefixtures("guarded_outputs")
@@ -45,13 +45,17 @@ class Case:
         wanted = self.one_by_one(delta, residual)
         before = self.product.clone()
         made = run(self.product, self.delta if delta else None, self.residual if residual else None, self.weight, EPS,
-                   self.following if following else None, self.order)
+                   self.following if following else None)
         for actual, expected in zip(made[:2], wanted[:2], strict=True):
             torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
         assert torch.equal(self.product, before)
         assert (made[2] is not None) == following
         if following:
             self.check_sums(made[2].sum(0), wanted[2], tolerance)
+
+    def on_any_device(self, product, delta, residual, weight, eps, following):
+        """By the kernels where they fit; one after the other, which writes the product, where they do not."""
+        return lora_add_rms_norm_unchecked(product.clone(), delta, residual, weight, eps, None, following, self.order)
 
     def check_sums(self, actual, wanted, tolerance):
         """Where an entry has no adapter sums are undefined."""
@@ -75,15 +79,20 @@ def test_rows_and_widths(rows, width):
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("mixed", [True, False])
+def test_prompts(mixed, monkeypatch):
+    """Rows of which a program takes more, and all their columns."""
+    monkeypatch.setattr(module, "_MANY_ROWS", 60)
+    monkeypatch.setattr(lora_order, "_MANY_ROWS", 60)
+    Case(140, 300, PARTS, PARTS, mixed=mixed).check(lora_add_rms_norm_triton, 1e-5)
+
+
 @pytest.mark.parametrize("delta", [True, False])
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("following", [True, False])
 def test_what_there_is(delta, residual, following):
-    if not delta and not following:
-        with pytest.raises(ValueError, match="delta and following are None"):
-            Case(5, 64).check(lora_add_rms_norm_triton, 1e-5, delta, residual, following)
-        return
-    Case(5, 300).check(lora_add_rms_norm_triton, 1e-5, delta, residual, following)
+    case = Case(5, 300)
+    case.check(case.on_any_device, 1e-5, delta, residual, following)
 
 
 @pytest.mark.interpreted
@@ -111,43 +120,30 @@ def test_nothing_to_do():
     Case(0, 64).check(lora_add_rms_norm_triton, 0)
 
 
-def on_any_device(product, delta, residual, weight, eps, following, order):
-    """Which may write the product."""
-    return lora_add_rms_norm_unchecked(product.clone(), delta, residual, weight, eps, None, following, order)
-
-
 @pytest.mark.parametrize("mixed", [False, True])
 def test_one_after_the_other_on_a_cpu(mixed):
-    Case(30, 96, PARTS, PARTS, mixed=mixed).check(on_any_device, 1e-5)
+    case = Case(30, 96, PARTS, PARTS, mixed=mixed)
+    case.check(case.on_any_device, 1e-5)
 
 
-def test_what_one_launch_takes(monkeypatch):
-    """Few rows of one dtype, tiles of its size, and adapters that fit its tiles."""
+def test_what_the_kernels_take():
+    """Tensors of one dtype, and adapters of one, on all columns."""
     case = Case(20, 64)
 
-    def takes(product=case.product, delta=case.delta, residual=case.residual, weight=case.weight, dtype=None,
-              following=case.following, order=None):
-        return module._is_one_launch(product, delta, residual, weight, dtype, following, order)
+    def takes(delta=case.delta, residual=case.residual, weight=case.weight, dtype=None, following=case.following):
+        return module._fits(case.product, delta, residual, weight, dtype, following)
 
-    def table_of(rank, **options):
-        return make_case(1, 20, 64, [64], [[[rank]]], mixed=False, **options).table
-
-    monkeypatch.setattr(module, "triton", pytest.importorskip("triton"))
-    assert takes() and takes(delta=None) and takes(following=None) and takes(dtype=torch.float32)
-    assert not takes(delta=None, following=None)
-    assert not takes(product=case.product.expand(2, *case.product.shape).reshape(-1, 64).repeat(26, 1))
-    assert not takes(dtype=torch.bfloat16) and not takes(residual=case.residual.half())
+    assert takes() and takes(dtype=torch.float32)
+    assert not takes(dtype=torch.bfloat16)
+    assert not takes(residual=case.residual.half())
     assert not takes(weight=case.weight.half())
-    assert takes(following=table_of(128)) and not takes(following=table_of(256))
-    assert not takes(following=table_of(8, adapters=torch.bfloat16))
+    assert not takes(following=make_case(1, 20, 64, [64], ONE, adapters=torch.bfloat16).table)
     some = make_case(1, 20, 40, [24], ONE, mixed=False, gap=4).table
     assert not takes(delta=case.delta._replace(table=some))
-    entries = torch.zeros(20, dtype=torch.int32)
-    assert takes(order=order_rows(entries, 1, 16)) and not takes(order=order_rows(entries, 1, 32))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 5, 16, 100, 256, 300])
+@pytest.mark.parametrize("rows", [1, 16, 100, 256, 1500])
 @pytest.mark.parametrize("width", [1024, 2560, 4096, 1000])
 @pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mixed", [False, True])
@@ -156,7 +152,7 @@ def test_on_a_gpu(rows, width, adapters, mixed):
     case = Case(rows, width, [[[16]], [[4]], [[0]]], ranks, sizes=(64, 32, 32), mixed=mixed, dtype=torch.bfloat16,
                 adapters=adapters, device="cuda")
     wanted = case.one_by_one()
-    made = on_any_device(case.product, case.delta, case.residual, case.weight, EPS, case.following, case.order)
+    made = case.on_any_device(case.product, case.delta, case.residual, case.weight, EPS, case.following)
     for actual, expected in zip(made[:2], wanted[:2], strict=True):
         # Other sums of squares, and values that lie between two: some are off by one rounding.
         torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7)

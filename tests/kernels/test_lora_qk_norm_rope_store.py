@@ -6,9 +6,9 @@ import pytest
 import torch
 from kernels.lora_cases import make_case
 
+from hf_paged.kernels import lora_order
 from hf_paged.kernels import lora_qk_norm_rope_store as module
 from hf_paged.kernels.lora_expand import Delta, lora_expand_reference
-from hf_paged.kernels.lora_order import order_rows
 from hf_paged.kernels.lora_qk_norm_rope_store import lora_qk_norm_rope_store_triton, lora_qk_norm_rope_store_unchecked
 from hf_paged.kernels.lora_shrink import lora_shrink
 from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store_reference
@@ -90,6 +90,15 @@ def test_lower_precision(adapters):
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("mixed", [True, False])
+def test_prompts(mixed, monkeypatch):
+    """Rows of which a program takes more."""
+    monkeypatch.setattr(module, "_MANY_ROWS", 60)
+    monkeypatch.setattr(lora_order, "_MANY_ROWS", 60)
+    Case(140, MANY, mixed=mixed).check(lora_qk_norm_rope_store_triton, 2e-5)
+
+
+@pytest.mark.interpreted
 def test_nothing_to_do():
     Case(0, ONE, mixed=False).check(lora_qk_norm_rope_store_triton, 0)
 
@@ -105,10 +114,6 @@ def test_what_one_launch_takes():
     assert not module._is_one_launch(case.qkv.repeat(52, 1), case.delta, k_cache)
     half_a_head = case.delta._replace(table=case.delta.table._replace(columns=((0, 16),)))
     assert not module._is_one_launch(case.qkv, half_a_head, k_cache)
-    entries = torch.zeros(20, dtype=torch.int32)
-    for tile in (16, 32):
-        order = order_rows(entries, 1, tile)
-        assert module._is_one_launch(case.qkv, case.delta._replace(order=order), k_cache) == (tile == 16)
 
 
 @pytest.mark.gpu
