@@ -38,7 +38,7 @@ from hf_paged.kernels.lora_table import LoraTable
 from hf_paged.kernels.silu_mul import silu_mul_reference, silu_mul_tile, silu_mul_unchecked
 
 _MOST_PARTIALS = 32
-_MOST_FOLLOWED_ROWS = 512
+_MOST_FOLLOWED_ROWS = 1023
 
 
 class Delta(NamedTuple):
