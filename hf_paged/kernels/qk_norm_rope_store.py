@@ -206,9 +206,9 @@ def _qk_norm_rope_store_kernel(
         offset = head[:, None] * HEAD_DIM + lane[None, :]
         first = tl.load(row + offset, mask=inside, other=0.0)
         second = tl.load(row + HALF + offset, mask=inside, other=0.0)
+        w1, w2 = halves(q_weight, lane, live, HALF) if HAS_NORMS else (None, None)
         cos1, cos2 = halves(cos + position * cos_stride, lane, live, HALF)
         sin1, sin2 = halves(sin + position * sin_stride, lane, live, HALF)
-        w1, w2 = halves(q_weight, lane, live, HALF) if HAS_NORMS else (cos1, cos2)
         first, second = normed_and_rotated(first, second, w1, w2, cos1, cos2, sin1, sin2, eps, HAS_NORMS, HEAD_DIM)
         tl.store(query + token * (HEADS * HEAD_DIM) + offset, first, mask=inside)
         tl.store(query + token * (HEADS * HEAD_DIM) + HALF + offset, second, mask=inside)
@@ -224,9 +224,9 @@ def _qk_norm_rope_store_kernel(
                 row += HEADS * HEAD_DIM
                 first = tl.load(row + offset, mask=inside, other=0.0)
                 second = tl.load(row + HALF + offset, mask=inside, other=0.0)
+                w1, w2 = halves(k_weight, lane, live, HALF) if HAS_NORMS else (None, None)
                 cos1, cos2 = halves(cos + position * cos_stride, lane, live, HALF)
                 sin1, sin2 = halves(sin + position * sin_stride, lane, live, HALF)
-                w1, w2 = halves(k_weight, lane, live, HALF) if HAS_NORMS else (cos1, cos2)
                 first, second = normed_and_rotated(first, second, w1, w2, cos1, cos2, sin1, sin2, eps, HAS_NORMS,
                                                    HEAD_DIM)
                 tl.store(k_cache + at, first, mask=inside)
