@@ -29,14 +29,12 @@ from workloads import generation_configs, make_workload, qwen3
 
 from hf_paged import PagedGenerator
 from hf_paged.kernels import _lora_tile
-from hf_paged.kernels import lora_add_rms_norm as norm_module
 from hf_paged.kernels import lora_expand as expand_module
 from hf_paged.kernels import lora_qk_norm_rope_store as rope_module
 from hf_paged.kernels import lora_shrink as shrink_module
 from hf_paged.kernels.add_rms_norm import add_rms_norm_unchecked
 from hf_paged.kernels.linear import linear_silu_mul_unchecked, linear_unchecked
-from hf_paged.kernels.lora_add_rms_norm import lora_add_rms_norm_unchecked
-from hf_paged.kernels.lora_expand import Delta, ExpandConfig, lora_expand_silu_mul_unchecked
+from hf_paged.kernels.lora_expand import Delta, ExpandConfig, lora_expand_silu_mul_unchecked, lora_expand_unchecked
 from hf_paged.kernels.lora_order import RowOrder, order_rows
 from hf_paged.kernels.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
 from hf_paged.kernels.lora_shrink import ShrinkConfig, lora_shrink_unchecked
@@ -108,30 +106,30 @@ class Layers:
         delta, lora, residual = self._x, None, None
         for layer in self._layers:
             of = {name: None if kind is None else product.tables[kind] for name, product in layer.items()}
-            normed, residual, shrunk = self._add_norm(delta, lora, residual, of["qkv"], order)
-            lora = _delta(normed, of["qkv"], order, shrunk)
+            normed, residual = self._add_norm(delta, lora, residual)
+            lora = _delta(normed, of["qkv"], order)
             rest = (self._head_norm, self._head_norm, 1e-6, self._rope, self._rope, self._positions, self._slots,
                     *self._caches)
             product = linear_unchecked(normed, layer["qkv"].weight)
             query = (qk_norm_rope_store_unchecked(product, *rest) if lora is None
                      else lora_qk_norm_rope_store_unchecked(product, lora, *rest)).flatten(1)
-            lora = _delta(query, of["o"], order, None)
+            lora = _delta(query, of["o"], order)
             delta = linear_unchecked(query, layer["o"].weight)
-            normed, residual, shrunk = self._add_norm(delta, lora, residual, of["gate_up"], order)
-            if (lora := _delta(normed, of["gate_up"], order, shrunk)) is None:
+            normed, residual = self._add_norm(delta, lora, residual)
+            if (lora := _delta(normed, of["gate_up"], order)) is None:
                 x, shrunk = linear_silu_mul_unchecked(normed, layer["gate_up"].weight), None
             else:
                 product = linear_unchecked(normed, layer["gate_up"].weight)
                 x, shrunk = lora_expand_silu_mul_unchecked(product, *lora, of["down"])
             lora = _delta(x, of["down"], order, shrunk)
             delta = linear_unchecked(x, layer["down"].weight)
-        self._add_norm(delta, lora, residual, None, order)
+        self._add_norm(delta, lora, residual)
 
-    def _add_norm(self, delta: torch.Tensor, lora: Delta | None, residual: torch.Tensor | None,
-                  following: LoraTable | None, order: RowOrder | None) -> tuple[Any, Any, Any]:
-        if lora is None and following is None:
-            return *add_rms_norm_unchecked(delta, residual, self._norm, 1e-6), None
-        return lora_add_rms_norm_unchecked(delta, lora, residual, self._norm, 1e-6, None, following, order)
+    def _add_norm(self, delta: torch.Tensor, lora: Delta | None,
+                  residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if lora is not None:
+            lora_expand_unchecked(delta, *lora)
+        return add_rms_norm_unchecked(delta, residual, self._norm, 1e-6)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -142,7 +140,7 @@ class Layers:
 
 
 def _delta(x: torch.Tensor, table: LoraTable | None, order: RowOrder | None,
-           shrunk: torch.Tensor | None) -> Delta | None:
+           shrunk: torch.Tensor | None = None) -> Delta | None:
     if table is None:
         return None
     return Delta(lora_shrink_unchecked(x, table, order) if shrunk is None else shrunk, table, order)
@@ -152,18 +150,15 @@ def _delta(x: torch.Tensor, table: LoraTable | None, order: RowOrder | None,
 _NEVER, _ALWAYS, _shrink_config = 0, 1 << 30, shrink_module.shrink_config
 WAYS: dict[str, list[tuple[Any, str, Any]]] = {
     "as it is": [],
-    "norms apart": [(norm_module, "_fits", lambda *_: False)],
     "rope apart": [(rope_module, "_MOST_ROWS", _NEVER)],
     "rope together": [(rope_module, "_MOST_ROWS", _ALWAYS)],
     "down's sums apart": [(expand_module, "_MOST_FOLLOWED_ROWS", _NEVER)],
     "down's sums together": [(expand_module, "_MOST_FOLLOWED_ROWS", _ALWAYS)],
-    "norms by 4 warps": [(norm_module, "_NORM_WARPS", 4)],
-    "4 programs a norm": [(norm_module, "_PROGRAMS", 4)],
     "shrinking 16 rows": [(shrink_module, "shrink_config", lambda *args: _shrink_config(*args)._replace(block_m=16))],
-    "no prefetch": [(module, "prefetches", lambda *_: False) for module in (norm_module, expand_module, shrink_module)],
+    "no prefetch": [(module, "prefetches", lambda *_: False) for module in (expand_module, shrink_module)],
     "no early start": [(_lora_tile, "pdl_options", lambda _: {"PDL": False})],
 }
-WAYS["all apart"] = WAYS["norms apart"] + WAYS["rope apart"] + WAYS["down's sums apart"]
+WAYS["all apart"] = WAYS["rope apart"] + WAYS["down's sums apart"]
 WAYS["all together"] = WAYS["rope together"] + WAYS["down's sums together"]
 
 

@@ -425,7 +425,7 @@ PREFIXES = [
 ]
 
 LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
-LORA_KERNEL_TESTS, LORA_NORM_TESTS = "kernels/test_lora_kernels.py", "kernels/test_lora_add_rms_norm.py"
+LORA_KERNEL_TESTS = "kernels/test_lora_kernels.py"
 
 LORA_LAYERS = [
     PackageMutation(LORA, "if not candidates or _is_patched():", "if not candidates:", LORA_TESTS,
@@ -448,10 +448,6 @@ LORA_LAYERS = [
                     "kernels/test_lora_order.py", "kernel"),
     PackageMutation("kernels/_lora_tile.py", "sums * tl.load(scales + slot, mask=there, other=0.0)[None, :]", "sums",
                     LORA_KERNEL_TESTS, "behind_silu"),
-    PackageMutation("kernels/lora_add_rms_norm.py", "tl.sum(hidden * hidden, 1), mask", "tl.sum(hidden, 1), mask",
-                    LORA_NORM_TESTS, "rows"),
-    PackageMutation("kernels/lora_add_rms_norm.py", "            if first == 0:", "            if first > 0:",
-                    LORA_NORM_TESTS, "rows"),
     PackageMutation("kernels/lora_qk_norm_rope_store.py", "entry = tl.where(has_adapters, entry, -1)", "entry += 0",
                     "kernels/test_lora_qk_norm_rope_store.py", "between"),
     PackageMutation("models/fused.py", "product if lora is None else lora_expand_unchecked(product, *lora)", "product",

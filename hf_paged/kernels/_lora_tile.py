@@ -34,10 +34,9 @@ def lora_dot(x, weight, acc, LOW: tl.constexpr, PRECISION: tl.constexpr, X_IS_EX
         w_high = cut.to(tl.bfloat16)
         w_middle = rest_cut.to(tl.bfloat16)
         w_low = (rest - rest_cut).to(tl.bfloat16)
-        if X_IS_EXACT:
-            acc = tl.dot(x, w_low, acc)
-            acc = tl.dot(x, w_middle, acc)
-            acc = tl.dot(x, w_high, acc)
+        if X_IS_EXACT:  # not one behind the other, since there are few columns and each waits for the one before
+            small = tl.dot(x, w_low) + tl.dot(x, w_middle)
+            acc = tl.dot(x, w_high, acc) + small
         else:
             x_high = x.to(tl.bfloat16)
             x_rest = x - x_high.to(tl.float32)
@@ -87,11 +86,16 @@ def places_of(places, scales, entry, SLOTS: tl.constexpr):
 
 
 @jit()
-def prefetch_b(place, share, num_shares, THREADS: tl.constexpr):
-    """Into L2: one of `num_shares` parts of the b of an adapter, whose rest, less than 16 bytes a thread, stays."""
-    each = (tl.load(place + 4) // (THREADS * num_shares) // 16 * 16).to(tl.int32)
-    first = tl.load(place + 1) + (share * THREADS).to(tl.int64) * each
-    prefetch_rows(first.to(tl.pointer_type(tl.int8)), tl.where(each > 0, THREADS, 0), each, each)
+def prefetch_b(places, share, SLOTS: tl.constexpr, SHARES: tl.constexpr):
+    """Into L2: one of SHARES parts of each b of an entry, but for some bytes.
+
+    One thread asks for it: those of a warp would do so one after the other, for longer than is gained.
+    """
+    for slot in tl.static_range(SLOTS):
+        place = places + slot * FIELDS
+        each = (tl.load(place + 4).to(tl.int32) // SHARES) // 16 * 16
+        first = tl.load(place + 1) + share.to(tl.int64) * each
+        prefetch_rows(first.to(tl.pointer_type(tl.int8)), tl.where(each > 0, 1, 0), each, each)
 
 
 @jit()
@@ -134,20 +138,6 @@ def add_bias(acc, places, scales, entry, member, n, n_inside, PARTS: tl.constexp
         bias = tl.load(pointer_to(address, KIND, False) + n, mask=n_inside & (address != 0), other=0.0)
         acc += (bias.to(COMPUTE).to(tl.float32) * tl.load(scales + slot))[None, :]
     return acc
-
-
-@jit()
-def prefetch_following(places, entry, share, begin, columns, is_first, WIDTH, SLOTS: tl.constexpr,
-                       KIND: tl.constexpr, THREADS: tl.constexpr):
-    """Into L2 of an entry: a program's columns of each a, and its part of each b, read behind the base's product."""
-    size: tl.constexpr = KIND.primitive_bitwidth // 8
-    for slot in tl.static_range(SLOTS):
-        place = places + slot * FIELDS
-        a = pointer_to(tl.load(place), KIND, True)
-        count = tl.where(entry >= 0, tl.load(place + 3).to(tl.int32), 0)
-        prefetch_rows(a + begin, count, columns * size, WIDTH * size)
-        if is_first:
-            prefetch_b(place, share, tl.num_programs(1), THREADS)
 
 
 @jit()

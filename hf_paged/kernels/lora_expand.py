@@ -8,14 +8,12 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.kernels._lora_tile import (
-    FIELDS,
     add_bias,
     add_delta,
     columns_of,
     places_of,
-    pointer_to,
     precision_of,
-    prefetch_following,
+    prefetch_b,
     prefetches,
     rows_of_tile,
     shrink_chunk,
@@ -27,7 +25,6 @@ from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
     on_device_of,
-    prefetch_rows,
     require_triton,
     tl,
     triton,
@@ -175,17 +172,15 @@ def _expand_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    NEXT_TILES: tl.constexpr,
     PREFETCH: tl.constexpr,
-    PREFETCH_NEXT: tl.constexpr,
-    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out [num_rows, N] may be product. SILU: the members are gates and ups, a program takes as many of both.
 
     next_out [tiles, num_rows, NEXT_SLOTS * NEXT_RANK]: partial sums for the layers that read out.
     """
-    if HAS_ROWS:
-        after_previous_kernel(PDL)
+    after_previous_kernel(PDL)
     row, inside, entry = rows_of_tile(rows, tile_entries, num_rows, HAS_ROWS, BLOCK_M)
     places, scales = places_of(places, scales, entry, PARTS * MEMBERS)
     next_places, next_scales = places_of(next_places, next_scales, entry, NEXT_SLOTS)
@@ -209,17 +204,8 @@ def _expand_kernel(
         size = tl.where(beyond, size_2, size)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     n_inside = n < size
-    if PREFETCH:
-        bytes_each: tl.constexpr = KIND.primitive_bitwidth // 8
-        rank = tl.load(places + member * FIELDS + 3).to(tl.int32)
-        b = pointer_to(tl.load(places + member * FIELDS + 1), KIND, ALIGNED)
-        count = tl.where(rank > 0, tl.minimum(size - tile * BLOCK_N, BLOCK_N), 0)
-        prefetch_rows(b + tile * BLOCK_N * rank, count, rank * bytes_each, rank * bytes_each)
-    if PREFETCH_NEXT:
-        prefetch_following(next_places, entry, tile, tile * BLOCK_N, tl.minimum(size - tile * BLOCK_N, BLOCK_N),
-                           HAS_ROWS or tl.program_id(0) == 0, size, NEXT_SLOTS, KIND, THREADS)
-    if not HAS_ROWS:
-        after_previous_kernel(PDL)
+    if PREFETCH and (HAS_ROWS or tl.program_id(0) == 0):  # what is read behind the following layers' product
+        prefetch_b(next_places, tile, NEXT_SLOTS, NEXT_TILES)
 
     dtype = out.dtype.element_ty
     mask = inside[:, None] & n_inside[None, :]
@@ -305,7 +291,6 @@ def _launch(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, order
         return
     firsts, sizes = zip(*(*table.columns, (0, 0), (0, 0)), strict=True)
     options = table_options(table, product, config.precision)
-    fits = table.rank_divisor * table.dtype.itemsize % 16 == 0 and config.block_n <= 32 * config.num_warps
     then = following or table
     row_tiles, row_arguments = tiles_of_rows(len(product), config.block_m, order)
     with on_device_of(product):
@@ -325,9 +310,8 @@ def _launch(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, order
             X_IS_EXACT=out.dtype == torch.bfloat16,
             BLOCK_N=config.block_n,
             INTERPRETED=triton.knobs.runtime.interpret,
-            PREFETCH=prefetches(table, product) and order is None and fits,
-            PREFETCH_NEXT=following is not None and prefetches(then, product),
-            THREADS=32 * config.num_warps,
+            NEXT_TILES=tiles,
+            PREFETCH=following is not None and prefetches(then, product),
             num_warps=config.num_warps,
             **row_arguments,
             **options,

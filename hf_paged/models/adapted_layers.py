@@ -29,7 +29,8 @@ class AdaptedLayers:
         """Where their adapters lie; None: nothing is added to any row."""
         return self._table if rows is not None or self._has_active else None
 
-    def delta(self, hidden: torch.Tensor, rows: AdapterRows | None, shrunk: torch.Tensor | None) -> Delta | None:
+    def delta(self, hidden: torch.Tensor, rows: AdapterRows | None,
+              shrunk: torch.Tensor | None = None) -> Delta | None:
         """What is to be added to the bases' product of `hidden` [T, k]; None: nothing.
 
         To be called before that product is taken, which hides what it waits for. `shrunk`: of `hidden`, where the
@@ -37,7 +38,7 @@ class AdaptedLayers:
         """
         if (table := self.table(rows)) is None:
             return None
-        order = order_of(rows)
+        order = _order(rows)
         return Delta(lora_shrink_unchecked(hidden, table, order) if shrunk is None else shrunk, table, order)
 
 
@@ -50,8 +51,7 @@ def silu_mul_of(product: torch.Tensor, delta: Delta, following: AdaptedLayers | 
     return lora_expand_silu_mul_unchecked(product, *delta, None if following is None else following.table(rows))
 
 
-def order_of(rows: AdapterRows | None) -> RowOrder | None:
-    """The rows as kernels take them."""
+def _order(rows: AdapterRows | None) -> RowOrder | None:
     if rows is None:
         return None
     assert rows.order is not None, "a step with adapters by row puts its rows in order first"

@@ -16,12 +16,11 @@ from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
 from hf_paged.kernels.attention.metadata import AttentionOptions
-from hf_paged.kernels.lora_add_rms_norm import lora_add_rms_norm_unchecked
 from hf_paged.kernels.lora_expand import Delta, lora_expand_unchecked
 from hf_paged.kernels.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
 from hf_paged.kernels.silu_mul import silu_mul_host
 from hf_paged.models.activations import SILU
-from hf_paged.models.adapted_layers import AdaptedLayers, order_of, silu_mul_of
+from hf_paged.models.adapted_layers import AdaptedLayers, silu_mul_of
 from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.models.base import KVSpec, Look, StepContext
 from hf_paged.models.copied_weights import CopiedLinears, CopiedWeights, copied_bytes
@@ -66,19 +65,18 @@ class Projections(NamedTuple):
     bias: torch.Tensor | None = None  # of a merged weight
     lora: AdaptedLayers | None = None
 
-    def __call__(self, hidden: torch.Tensor, rows: AdapterRows | None,
-                 shrunk: torch.Tensor | None) -> tuple[torch.Tensor, Delta | None]:
+    def __call__(self, hidden: torch.Tensor, rows: AdapterRows | None) -> tuple[torch.Tensor, Delta | None]:
         """[T, k] -> [T, sum of outputs], and what LoRA has still to add to it.
 
-        `rows`: which adapters each row uses, None: active ones; `shrunk`: see `AdaptedLayers.delta`.
+        `rows`: which adapters each row uses, None: active ones.
         """
-        delta = None if self.lora is None else self.lora.delta(hidden, rows, shrunk)
+        delta = None if self.lora is None else self.lora.delta(hidden, rows)
         return self._product(hidden, rows), delta
 
-    def silu_mul(self, hidden: torch.Tensor, rows: AdapterRows | None, shrunk: torch.Tensor | None,
+    def silu_mul(self, hidden: torch.Tensor, rows: AdapterRows | None,
                  following: AdaptedLayers | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]; see `silu_mul_of`."""
-        if self.lora is not None and (delta := self.lora.delta(hidden, rows, shrunk)) is not None:
+        if self.lora is not None and (delta := self.lora.delta(hidden, rows)) is not None:
             return silu_mul_of(self._product(hidden, rows), delta, following, rows)
         if self.weight is not None and self.bias is None:
             return self.ops.linear_silu_mul(hidden, self.weight), None
@@ -326,43 +324,37 @@ class FusedExecutor(DecoderExecutor):
         lora: Delta | None = None  # which LoRA has still to add to it
         for i, layer in enumerate(self._parts_of_layers):
             qkv, gate_up = self._qkv[i], self._gate_up[i]
-            normed, residual, shrunk = self._add_norm(delta, ranks, residual, layer.input_norm, rows, lora, qkv.lora)
-            product, lora = qkv(normed, rows, shrunk)
+            normed, residual = self._add_norm(delta, ranks, residual, layer.input_norm, lora)
+            product, lora = qkv(normed, rows)
             rest = (*_weights_and_epsilon(layer.head_norms), *tables, step.slot_mapping, *step.kv_cache(i))
             query = (ops.qk_norm_rope_store(product, *rest) if lora is None
                      else lora_qk_norm_rope_store_unchecked(product, lora, *rest))
             mixed = step.attend(i, query, layer.options)
             delta, ranks, lora = layer.o_proj(mixed.flatten(1), ops.linear, rows)
-            following = None if gate_up is None else gate_up.lora
-            normed, residual, shrunk = self._add_norm(delta, ranks, residual, layer.post_norm, rows, lora, following)
+            normed, residual = self._add_norm(delta, ranks, residual, layer.post_norm, lora)
             if gate_up is None or layer.down_proj is None:
                 delta, ranks, lora = apply_module(layer.mlp, normed), SINGLE, None
                 continue
             if layer.has_silu:
-                hidden, shrunk = gate_up.silu_mul(normed, rows, shrunk, layer.down_proj.lora)
+                hidden, shrunk = gate_up.silu_mul(normed, rows, layer.down_proj.lora)
             else:
-                product, lora = gate_up(normed, rows, shrunk)
+                product, lora = gate_up(normed, rows)
                 gate, up = (product if lora is None else lora_expand_unchecked(product, *lora)).chunk(2, dim=-1)
                 hidden, shrunk = layer.mlp.act_fn(gate) * up, None
             delta, ranks, lora = layer.down_proj(hidden, ops.linear, rows, shrunk)
-        return self._add_norm(delta, ranks, residual, decoder.norm, rows, lora)[0]
+        return self._add_norm(delta, ranks, residual, decoder.norm, lora)[0]
 
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None, norm: Any,
-                  rows: AdapterRows | None, lora: Delta | None, following: AdaptedLayers | None = None,
-                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """normed, summed, and what is shrunk of what is normed for the `following` layers, where they add anything.
-
-        `lora`: what is still to be added to delta.
-        """
+                  lora: Delta | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`lora`: what has still to be added to delta."""
         args = residual, norm.weight, norm.variance_epsilon
         if ranks is SINGLE:  # under autocast what is normed goes to linear layers, which cast it
-            if lora is None and following is None:
-                return *self._ops.add_rms_norm(delta, *args, self.autocast), None
-            table = None if following is None else following.table(rows)
-            return lora_add_rms_norm_unchecked(delta, lora, *args, self.autocast, table, order_of(rows))
+            if lora is not None:
+                lora_expand_unchecked(delta, *lora)
+            return self._ops.add_rms_norm(delta, *args, self.autocast)
         if self._ops is FUSED and (fused := ranks.all_reduce_add_rms_norm(delta, *args)) is not None:
-            return *fused, None
-        return *self._ops.add_rms_norm(ranks.all_reduce(delta), *args), None
+            return fused
+        return self._ops.add_rms_norm(ranks.all_reduce(delta), *args)
 
     def logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         return all_columns(self.model.lm_head, self.shard_logits(hidden_states, adapters))
