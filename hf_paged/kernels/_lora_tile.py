@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False
 """What the kernels of LoRA have in common: products as exact as PEFT's, and how adapters are found.
 
-A kernel reads its table before `after_previous_kernel`: the table was written by a copy, and kernels behind a copy are
-not put on the machine before it is done. What it points to, trained by kernels, is only prefetched there.
+A kernel may read its table before `after_previous_kernel`: the table was written by a copy, and kernels behind a copy
+are not put on the machine before it is done. What it points to, trained by kernels, is only prefetched there.
 """
 
 from __future__ import annotations
