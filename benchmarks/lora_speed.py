@@ -156,7 +156,8 @@ WAYS: dict[str, list[tuple[Any, str, Any]]] = {
     "down's sums together": [(expand_module, "_MOST_FOLLOWED_ROWS", _ALWAYS)],
     "shrinking 16 rows": [(shrink_module, "shrink_config", lambda *args: _shrink_config(*args)._replace(block_m=16))],
     "no prefetch": [(module, "prefetches", lambda *_: False) for module in (expand_module, shrink_module)],
-    "no early start": [(_lora_tile, "pdl_options", lambda _: {"PDL": False})],
+    "early start": [(_lora_tile, "_EARLY_ROWS", _ALWAYS)],
+    "no early start": [(_lora_tile, "_EARLY_ROWS", _NEVER)],
 }
 WAYS["all apart"] = WAYS["rope apart"] + WAYS["down's sums apart"]
 WAYS["all together"] = WAYS["rope together"] + WAYS["down's sums together"]

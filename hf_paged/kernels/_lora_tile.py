@@ -14,6 +14,7 @@ from hf_paged.kernels.lora_order import RowOrder
 from hf_paged.kernels.lora_table import LoraTable, power_of_two
 
 FIELDS = 5 if tl is None else tl.constexpr(5)  # int64 values of an adapter in the table
+_EARLY_ROWS = 32
 _KINDS = {} if tl is None else {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -175,13 +176,18 @@ def precision_of(dtype: torch.dtype) -> str:
     return "bf16x3" if dtype == torch.bfloat16 else "tf32x3"
 
 
+def early_options(x: torch.Tensor) -> dict[str, bool]:
+    """`pdl_options` for few rows; those of a step of 256 take longer where they start early (docs/notebook.md)."""
+    return pdl_options(x) if len(x) <= _EARLY_ROWS else {"PDL": False}
+
+
 def table_options(table: LoraTable, x: torch.Tensor, precision: str) -> dict:
     """Launch arguments that both kernels have."""
     low = table.compute_dtype != torch.float32
     return {
         "PARTS": table.num_parts, "MEMBERS": table.num_members, "RANK": table.rank,
         "KIND": _KINDS[table.dtype], "COMPUTE": _KINDS[table.compute_dtype], "LOW": low,
-        "PRECISION": precision, "ALIGNED": table.aligned, **pdl_options(x),
+        "PRECISION": precision, "ALIGNED": table.aligned, **early_options(x),
     }
 
 
@@ -195,7 +201,7 @@ def columns_of(following: LoraTable) -> int:
 
 def prefetches(table: LoraTable, x: torch.Tensor) -> bool:
     """Can kernels that are put on the machine early ask for the table's adapters?"""
-    return table.aligned and pdl_options(x)["PDL"]
+    return table.aligned and early_options(x)["PDL"]
 
 
 def tiles_of_rows(num_rows: int, block_m: int, order: RowOrder | None) -> tuple[int, dict]:
