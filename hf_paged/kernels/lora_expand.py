@@ -204,9 +204,8 @@ def _expand_kernel(
         size = tl.where(beyond, size_2, size)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     n_inside = n < size
-    if PREFETCH:  # what is read behind the following layers' product
-        if (tl.program_id(0) == 0) | HAS_ROWS:
-            prefetch_b(next_places, tile, NEXT_SLOTS, NEXT_TILES)
+    if PREFETCH and ((tl.program_id(0) == 0) | HAS_ROWS):  # what is read behind the following layers' product
+        prefetch_b(next_places, tile, NEXT_SLOTS, NEXT_TILES)
 
     dtype = out.dtype.element_ty
     mask = inside[:, None] & n_inside[None, :]

@@ -134,9 +134,8 @@ def _shrink_kernel(
     rank = tl.load(places + slot * FIELDS + 3, mask=known, other=0)
     column_inside = index < rank
     a = pointer_to(tl.load(places + slot * FIELDS, mask=known, other=0), KIND, ALIGNED)
-    if PREFETCH:  # what the expansion will read
-        if ((tl.program_id(0) == 0) | HAS_ROWS) & (tl.program_id(1) == 0):
-            prefetch_b(places, split, SLOTS, SPLITS)
+    if PREFETCH and (((tl.program_id(0) == 0) | HAS_ROWS) & (tl.program_id(1) == 0)):  # what the expansion will read
+        prefetch_b(places, split, SLOTS, SPLITS)
     if not HAS_ROWS:
         after_previous_kernel(PDL)
 

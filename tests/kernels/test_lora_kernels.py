@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernels.lora_cases import expected, make_case
 
+from hf_paged.kernels import _lora_tile
 from hf_paged.kernels.lora_expand import (
     ExpandConfig,
     lora_expand,
@@ -241,6 +242,15 @@ def test_chosen_configs(rows, adapters, rank):
     wanted = expected(case)
     actual = lora_expand(case.product, lora_shrink(case.x, case.table, case.order), case.table, case.order)
     assert (actual.double() - wanted).norm() / wanted.norm() < 8e-3
+
+
+def test_early_start_is_for_few_rows(monkeypatch):
+    monkeypatch.setattr(_lora_tile, "pdl_options", lambda x: {"PDL": True, "launch_pdl": True})
+    case = make_case(1, 33, 40, [16], [[[4]]], mixed=False)
+    few, many = case.x[:32], case.x
+    assert _lora_tile.early_options(few)["PDL"] and not _lora_tile.early_options(many)["PDL"]
+    assert _lora_tile.prefetches(case.table, few) and not _lora_tile.prefetches(case.table, many)
+    assert not _lora_tile.prefetches(case.table._replace(aligned=False), few)
 
 
 def test_a_gate_or_an_up_alone_is_refused_by_the_kernel_that_takes_both():
