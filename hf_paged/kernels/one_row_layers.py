@@ -251,9 +251,9 @@ def _layers_kernel(
 
     if PART == -1 or PART == 0:
         for turn in tl.static_range((HIDDEN_EACH + HIDDEN_TILE - 1) // HIDDEN_TILE):
-            mine = turn * HIDDEN_TILE + tl.arange(0, HIDDEN_TILE)
-            value = tl.load(x + hidden_first + mine, mask=mine < hidden_count, other=0.0)
-            _post(hidden_words, hidden_first + mine, value, epoch & 0xFFFF, mine < hidden_count)
+            begins = turn * HIDDEN_TILE + tl.arange(0, HIDDEN_TILE)
+            given = tl.load(x + hidden_first + begins, mask=begins < hidden_count, other=0.0)
+            _post(hidden_words, hidden_first + begins, given, epoch & 0xFFFF, begins < hidden_count)
 
     for layer in tl.range(first_layer, last_layer, num_stages=1):
         before = (epoch + layer) & 0xFFFF
