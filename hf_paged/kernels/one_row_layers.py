@@ -23,14 +23,16 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_paged.kernels._triton import column_numbers, jit, on_device_of, prefetch_rows, require_triton, tl, triton
-from hf_paged.kernels.add_rms_norm import normed_row
 from hf_paged.kernels.silu_mul import silu_mul_tile
 
 LOG2_E = 1.4426950408889634
 # Programs: a power of two, no more than there are multiprocessors.
 PROGRAMS = 128
+NUM_WARPS = 8
 # Columns of a weight's row that a warp takes at a time, eight a thread.
 COLUMNS = 256
+# Elements of a tile of a weight, 32 registers a thread, and how many a program holds at the same time.
+TILE, DEPTH = 16384, 3
 
 
 class LayerPointers(NamedTuple):
@@ -49,7 +51,8 @@ class LayerPointers(NamedTuple):
 
 
 FIELDS = len(LayerPointers._fields)
-QKV, O, GATE_UP, DOWN, INPUT_NORM, POST_NORM, Q_NORM, K_NORM, K_CACHE, V_CACHE = column_numbers(LayerPointers)
+(AT_QKV, AT_O, AT_GATE_UP, AT_DOWN, AT_INPUT_NORM, AT_POST_NORM, AT_Q_NORM, AT_K_NORM, AT_K_CACHE,
+ AT_V_CACHE) = column_numbers(LayerPointers)
 
 
 class LayersShape(NamedTuple):
@@ -62,6 +65,30 @@ class LayersShape(NamedTuple):
     head_dim: int
     inner: int
     block_size: int
+
+
+class Product(NamedTuple):
+    """How a program computes its share of a weight's rows: some at a time, each by as many warps as it is long.
+
+    A tile is [chunks, rows, columns]; a warp holds 256 columns of it, eight neighbouring ones a thread.
+    """
+
+    width: int  # of a weight's row
+    columns: int  # that lie side by side over the warps
+    chunks: int  # of them in a row, padded
+    rows: int  # of a tile
+    turns: int  # tiles of a program
+
+
+def product_of(outputs: int, width: int, programs: int, *, pairs: bool = False) -> Product:
+    """For `outputs` rows of `width`. `pairs`: there are two weights, of which a tile takes as many rows each."""
+    padded = max(COLUMNS, triton.next_power_of_2(width))
+    columns = min(max(COLUMNS, padded // 8), COLUMNS * NUM_WARPS)
+    # 32 registers a thread; at least a row for every warp that takes one.
+    rows = max(TILE // padded, NUM_WARPS * COLUMNS // columns)
+    each = triton.cdiv(outputs, programs)
+    rows = max(1 + pairs, min(rows, triton.next_power_of_2(each) * (1 + pairs)))
+    return Product(width, columns, padded // columns, rows, triton.cdiv(each, rows // (1 + pairs)))
 
 
 @jit()
@@ -77,34 +104,52 @@ def _post(words, at, values, tag, mask):
 
 
 @jit()
-def _received(words, at, tag, dtype: tl.constexpr, COMPILED: tl.constexpr):
-    """The values at `at`, waited for, in float32."""
-    found = tl.load(words + at, volatile=True)
-    if COMPILED:
-        missing = tl.max(((found & 0xFFFF) != tag).to(tl.int32))
-        while missing != 0:
-            found = tl.load(words + at, volatile=True)
-            missing = tl.max(((found & 0xFFFF) != tag).to(tl.int32))
-    return _value(found, dtype)
-
-
-@jit()
 def _value(word, dtype: tl.constexpr):
     return (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @jit()
-def _weights(weight, first, count, K: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-             EVEN: tl.constexpr):
-    """ROWS rows from `first` on as [CHUNKS, ROWS, COLUMNS]: a warp has rows of its own, and all of their columns."""
-    row = tl.arange(0, ROWS)[None, :, None]
-    column = tl.arange(0, CHUNKS)[:, None, None] * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
-    at = (first + row) * K + column
-    if EVEN and K == CHUNKS * COLUMNS:
-        tile = tl.load(weight + at)
-    else:
-        tile = tl.load(weight + at, mask=(row < count) & (column < K), other=0.0)
-    return tile
+def _post_float(words, at, values, tag, mask):
+    """Hand out float32 values, in words of 64 bits."""
+    tl.store(words + at, (values.to(tl.int32, bitcast=True).to(tl.int64) << 32) | tag.to(tl.int64), mask=mask)
+
+
+@jit()
+def _float_value(word):
+    return (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@jit()
+def _columns_of(CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[CHUNKS, 1, COLUMNS]"""
+    return tl.arange(0, CHUNKS)[:, None, None] * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
+
+
+@jit()
+def _row_received(words, tag, dtype: tl.constexpr, K: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
+                  COMPILED: tl.constexpr):
+    """All K values of a row as float32 [CHUNKS, 1, COLUMNS], zeros behind them; waits for them."""
+    column = _columns_of(CHUNKS, COLUMNS)
+    found = tl.load(words + column, mask=column < K, other=tag, volatile=True)
+    if COMPILED:
+        missing = tl.max(((found & 0xFFFF) != tag).to(tl.int32))
+        while missing != 0:
+            found = tl.load(words + column, mask=column < K, other=tag, volatile=True)
+            missing = tl.max(((found & 0xFFFF) != tag).to(tl.int32))
+    return _value(found, dtype)
+
+
+@jit()
+def _normed(x, weight, eps, dtype: tl.constexpr, K: tl.constexpr):
+    """RMSNorm of [CHUNKS, 1, COLUMNS], rounded as transformers' modules round."""
+    variance = tl.sum(x * x) * (1.0 / K)
+    return (weight.to(tl.float32) * (x * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@jit()
+def _vector(weight, K: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = _columns_of(CHUNKS, COLUMNS)
+    return tl.load(weight + column, mask=column < K, other=0.0)
 
 
 @jit()
@@ -117,7 +162,7 @@ def _spread(x, pointer, never, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COMPIL
     x = tl.broadcast_to(x, [x.shape[0], ROWS, COLUMNS])
     if COMPILED:
         at = tl.arange(0, ROWS)[None, :, None] * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
-        anchor = tl.load(pointer + at, mask=never & (at >= 0), other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
+        anchor = tl.load(tl.max_contiguous(pointer + at, [1, 2, COLUMNS]), mask=never & (at >= 0), other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
         x = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r,r", [x.to(tl.int32, bitcast=True), tl.broadcast_to(anchor, x.shape)], tl.int32,
             is_pure=True, pack=1,
@@ -126,37 +171,200 @@ def _spread(x, pointer, never, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COMPIL
 
 
 @jit()
-def _product(weights, x):
-    """[CHUNKS, ROWS, COLUMNS] times [CHUNKS, 1, COLUMNS]: [ROWS]."""
-    return tl.sum(tl.sum(weights.to(tl.float32) * x, 0), 1)
+def _tile(weight, first, count, turn, K: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
+          ROWS: tl.constexpr, UPS: tl.constexpr):
+    """ROWS of a program's `count` rows from `first` on; with UPS half of them, and as many that lie UPS rows behind."""
+    EACH: tl.constexpr = ROWS if UPS == 0 else ROWS // 2
+    row = tl.arange(0, ROWS)[None, :, None]
+    place = turn * EACH + row % EACH
+    column = _columns_of(CHUNKS, COLUMNS)
+    # The hint is not true of the rows. It makes the compiler spread warps over them before it does over chunks; it is
+    # lost where the pointers are a function's argument.
+    at = tl.max_contiguous(weight + (first + place + row // EACH * UPS) * K + column, [1, 2, COLUMNS])
+    return tl.load(at, mask=(place < count) & (column < K), other=0.0)
 
 
 @jit()
-def _row_received(words, tag, dtype: tl.constexpr, K: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
-                  COMPILED: tl.constexpr):
-    """All K values of a row as [CHUNKS, 1, COLUMNS], zeros behind them."""
-    column = tl.arange(0, CHUNKS)[:, None, None] * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
-    values = _received(words, tl.minimum(column, K - 1), tag, dtype, COMPILED)
-    return values if K == CHUNKS * COLUMNS else tl.where(column < K, values, 0.0)
+def _first_tiles(weight, first, count, K: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
+                 ROWS: tl.constexpr, TURNS: tl.constexpr, DEPTH: tl.constexpr, UPS: tl.constexpr):
+    tiles = ()
+    for turn in tl.static_range(TURNS if TURNS < DEPTH else DEPTH):
+        tiles = tiles + (_tile(weight, first, count, turn, K, COLUMNS, CHUNKS, ROWS, UPS),)
+    return tiles
 
 
 @jit()
-def _normed(x, weight, eps, dtype: tl.constexpr, K: tl.constexpr):
-    """RMSNorm of [CHUNKS, 1, COLUMNS], rounded as transformers' modules round."""
-    variance = tl.sum(x * x) * (1.0 / K)
-    return (weight.to(tl.float32) * (x * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+def _products(tiles, x, weight, first, count, K: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
+              ROWS: tl.constexpr, TURNS: tl.constexpr, TURNS_PAD: tl.constexpr, DEPTH: tl.constexpr,
+              UPS: tl.constexpr):
+    """A program's rows times x: [ROWS, TURNS_PAD]. The first tiles are there, further ones are loaded DEPTH ahead."""
+    at = tl.arange(0, TURNS_PAD)[None, :]
+    sums = tl.zeros([ROWS, TURNS_PAD], tl.float32)
+    if TURNS <= DEPTH:
+        for turn in tl.static_range(TURNS):
+            sums = tl.where(at == turn, tl.sum(tl.sum(tiles[turn].to(tl.float32) * x, 0), 1)[:, None], sums)
+    else:
+        tl.static_assert(DEPTH == 3 or DEPTH == 2)
+        current, second, third = tiles[0], tiles[1], tiles[DEPTH - 1]
+        for turn in tl.range(0, TURNS, num_stages=1):
+            sums = tl.where(at == turn, tl.sum(tl.sum(current.to(tl.float32) * x, 0), 1)[:, None], sums)
+            current = second
+            second = third
+            third = _tile(weight, first, count, turn + DEPTH, K, COLUMNS, CHUNKS, ROWS, UPS)
+            if DEPTH == 2:
+                second = third
+    return sums
 
 
 @jit()
-def _norm_weight(weight, K: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
-    column = tl.arange(0, CHUNKS)[:, None, None] * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
-    return tl.load(weight + column, mask=column < K, other=0.0)
+def _places(ROWS: tl.constexpr, TURNS_PAD: tl.constexpr):
+    """Which of a program's rows the sums of `_products` are of."""
+    return tl.arange(0, TURNS_PAD)[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
 
 
 @jit()
-def _prefetch(weight, first, count, K: tl.constexpr, PREFETCH: tl.constexpr):
+def _prefetch(weight, first, count, K: tl.constexpr, SIZE: tl.constexpr, MOST: tl.constexpr, PREFETCH: tl.constexpr):
+    """The beginning of a program's rows into L2, MOST bytes."""
     if PREFETCH:
-        prefetch_rows(weight + first * K, count, K * 2, K * 2)
+        prefetch_rows(weight + first * K, tl.minimum(count, MOST // (K * SIZE)), K * SIZE, K * SIZE)
+
+
+@jit()
+def _norm_and_product(words, tag, weight, norm, eps, first, count, never, dtype: tl.constexpr, K: tl.constexpr,
+                      COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+                      TURNS_PAD: tl.constexpr, DEPTH: tl.constexpr, UPS: tl.constexpr, COMPILED: tl.constexpr):
+    tiles = _first_tiles(weight, first, count, K, COLUMNS, CHUNKS, ROWS, TURNS, DEPTH, UPS)
+    scale = _vector(norm, K, CHUNKS, COLUMNS)
+    x = _normed(_row_received(words, tag, dtype, K, CHUNKS, COLUMNS, COMPILED), scale, eps, dtype, K)
+    x = _spread(x, weight, never, ROWS, COLUMNS, COMPILED)
+    return _products(tiles, x, weight, first, count, K, COLUMNS, CHUNKS, ROWS, TURNS, TURNS_PAD, DEPTH, UPS)
+
+
+@jit()
+def _product_and_residual(words, tag, weight, residual_words, out_words, first, count, never, dtype: tl.constexpr,
+                          K: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
+                          TURNS: tl.constexpr, TURNS_PAD: tl.constexpr, DEPTH: tl.constexpr, COMPILED: tl.constexpr):
+    """The residual's values are this program's own, which it has seen before."""
+    tiles = _first_tiles(weight, first, count, K, COLUMNS, CHUNKS, ROWS, TURNS, DEPTH, 0)
+    place = _places(ROWS, TURNS_PAD)
+    residual = _value(tl.load(residual_words + first + place, mask=place < count, other=0, volatile=True), dtype)
+    x = _row_received(words, tag, dtype, K, CHUNKS, COLUMNS, COMPILED)
+    x = _spread(x, weight, never, ROWS, COLUMNS, COMPILED)
+    sums = _products(tiles, x, weight, first, count, K, COLUMNS, CHUNKS, ROWS, TURNS, TURNS_PAD, DEPTH, 0)
+    added = residual + sums.to(dtype).to(tl.float32)
+    _post(out_words, first + place, added.to(dtype), tag, place < count)
+
+
+@jit()
+def _turned(x, other, cosine, sine, d, dtype: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """transformers' `apply_rotary_pos_emb`, of heads and of their halves in the other order."""
+    straight = (x * cosine).to(dtype).to(tl.float32)
+    crossed = (other * sine).to(dtype).to(tl.float32)
+    return tl.where(d < HEAD_DIM // 2, straight - crossed, straight + crossed).to(dtype).to(tl.float32)
+
+
+@jit()
+def _attended(query, k, v, inside, acc, top, total, scale_log2):
+    """Online softmax over positions [1, N]: acc [heads, 1, D], top and total [heads, 1] after k and v [1, N, D]."""
+    score = tl.where(inside, tl.sum(query * k.to(tl.float32), 2) * scale_log2, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1)[:, None])
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weight, rescale = tl.exp2(score - shift), tl.exp2(top - shift)
+    total = total * rescale + tl.sum(weight, 1)[:, None]
+    acc = acc * rescale[:, :, None] + tl.sum(weight[:, :, None] * v.to(tl.float32), 1)[:, None, :]
+    return acc, new_top, total
+
+
+@jit()
+def _positions(table_row, start, end, n, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where positions ``start + n`` lie in a cache; those from `end` on count as block 0."""
+    block = tl.load(table_row + (start + n) // BLOCK_SIZE, mask=start + n < end, other=0)
+    return (block.to(tl.int64) * BLOCK_SIZE + (start + n) % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
+
+
+@jit()
+def _attention(
+    qkv_words, part_words, sum_words, tag, k_cache, v_cache, q_norm, k_norm, table_row, first_at, begin, end, place,
+    cosine, sine, kv_head, split, head_eps, scale_log2, never, dtype: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, HEAD_ROWS: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_NORMS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Head norms, RoPE, the new token's key and value, and a KV head's attention to a split of the positions.
+
+    The last split has the new token, which it writes to the cache. HEAD_ROWS are the group's query heads, the key, the
+    value, and padding that is like the value.
+    """
+    n = tl.arange(0, BLOCK_N)[None, :, None]
+    d = tl.arange(0, HEAD_DIM)[None, None, :]
+    inside = begin + n < end
+    k = tl.load(tl.max_contiguous(k_cache + first_at + d, [1, 2, HEAD_DIM]), mask=inside, other=0.0)
+    v = tl.load(tl.max_contiguous(v_cache + first_at + d, [1, 2, HEAD_DIM]), mask=inside, other=0.0)
+    head = tl.arange(0, HEAD_ROWS)[:, None, None]
+    row = tl.where(head < GROUP, kv_head * GROUP + head, HEADS + kv_head + (head > GROUP).to(tl.int32) * KV_HEADS)
+    other_d = tl.where(d < HEAD_DIM // 2, d + HEAD_DIM // 2, d - HEAD_DIM // 2)
+    at, other_at = row * HEAD_DIM + d, row * HEAD_DIM + other_d
+    if HAS_NORMS:
+        scale = tl.where(head < GROUP, tl.load(q_norm + d), tl.load(k_norm + d)).to(tl.float32)
+        other_scale = tl.where(head < GROUP, tl.load(q_norm + other_d), tl.load(k_norm + other_d)).to(tl.float32)
+    found, other_found = tl.load(qkv_words + at, volatile=True), tl.load(qkv_words + other_at, volatile=True)
+    if COMPILED:
+        missing = tl.max((((found ^ tag) | (other_found ^ tag)) & 0xFFFF != 0).to(tl.int32))
+        while missing != 0:
+            found, other_found = tl.load(qkv_words + at, volatile=True), tl.load(qkv_words + other_at, volatile=True)
+            missing = tl.max((((found ^ tag) | (other_found ^ tag)) & 0xFFFF != 0).to(tl.int32))
+    plain = _value(found, dtype)
+    x, other = plain, _value(other_found, dtype)
+    if HAS_NORMS:
+        rms = tl.rsqrt(tl.sum(plain * plain, 2)[:, :, None] * (1.0 / HEAD_DIM) + head_eps)
+        x = (scale * (x * rms).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        other = (other_scale * (other * rms).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    query = _turned(x, other, cosine, sine, d, dtype, HEAD_DIM)
+    new_k = tl.sum(tl.where(head == GROUP, query, 0.0), 0)[None, :, :]
+    new_v = tl.sum(tl.where(head == GROUP + 1, plain, 0.0), 0)[None, :, :]
+    has_new = split == SPLITS - 1
+    if has_new & (place >= 0):
+        tl.store(k_cache + place * (KV_HEADS * HEAD_DIM) + d, new_k.to(dtype))
+        tl.store(v_cache + place * (KV_HEADS * HEAD_DIM) + d, new_v.to(dtype))
+
+    top = tl.where(has_new, tl.sum(query * new_k, 2) * scale_log2, float("-inf"))
+    total = tl.where(has_new, 1.0, 0.0) + tl.zeros([HEAD_ROWS, 1], tl.float32)
+    acc = total[:, :, None] * new_v
+    spread = _spread(query, k_cache, never, BLOCK_N, HEAD_DIM, COMPILED)
+    across = tl.arange(0, BLOCK_N)[None, :]
+    acc, top, total = _attended(spread, k, v, begin + across < end, acc, top, total, scale_log2)
+    for start in tl.range(begin + BLOCK_N, end, BLOCK_N):
+        position = _positions(table_row, start, end, n, KV_HEADS, HEAD_DIM, BLOCK_SIZE) + d
+        k = tl.load(tl.max_contiguous(k_cache + position, [1, 2, HEAD_DIM]), mask=start + n < end, other=0.0)
+        v = tl.load(tl.max_contiguous(v_cache + position, [1, 2, HEAD_DIM]), mask=start + n < end, other=0.0)
+        acc, top, total = _attended(spread, k, v, start + across < end, acc, top, total, scale_log2)
+    part = (kv_head * SPLITS + split) * GROUP + head
+    _post_float(part_words, part * HEAD_DIM + d, acc, tag, head < GROUP)
+    _post_float(sum_words, part * 2, top[:, :, None], tag, head < GROUP)
+    _post_float(sum_words, part * 2 + 1, total[:, :, None], tag, head < GROUP)
+
+
+@jit()
+def _join(part_words, sum_words, mixed_words, tag, kv_head, split, dtype: tl.constexpr, HEAD_DIM: tl.constexpr,
+          GROUP: tl.constexpr, SPLITS: tl.constexpr, COMPILED: tl.constexpr):
+    """A share of a group's results, added up over its splits."""
+    EACH: tl.constexpr = GROUP * HEAD_DIM // SPLITS
+    part, value = kv_head * SPLITS + tl.arange(0, SPLITS)[:, None], split * EACH + tl.arange(0, EACH)[None, :]
+    part_at, sum_at = part * (GROUP * HEAD_DIM) + value, (part * GROUP + value // HEAD_DIM) * 2
+    acc, top = tl.load(part_words + part_at, volatile=True), tl.load(sum_words + sum_at, volatile=True)
+    total = tl.load(sum_words + sum_at + 1, volatile=True)
+    if COMPILED:
+        known = tag.to(tl.int64)
+        missing = tl.max((((acc ^ known) | (top ^ known) | (total ^ known)) & 0xFFFF != 0).to(tl.int32))
+        while missing != 0:
+            acc, top = tl.load(part_words + part_at, volatile=True), tl.load(sum_words + sum_at, volatile=True)
+            total = tl.load(sum_words + sum_at + 1, volatile=True)
+            missing = tl.max((((acc ^ known) | (top ^ known) | (total ^ known)) & 0xFFFF != 0).to(tl.int32))
+    tops = _float_value(top)
+    factor = tl.exp2(tops - tl.max(tops, 0)[None, :])
+    mixed = tl.sum(_float_value(acc) * factor, 0) / tl.sum(_float_value(total) * factor, 0)
+    at = kv_head * (GROUP * HEAD_DIM) + split * EACH + tl.arange(0, EACH)
+    _post(mixed_words, at, mixed.to(dtype), tag, at >= 0)
 
 
 @jit(varying_ints=("first_layer", "last_layer"), varying_pointers=("position", "slot", "slot_mapping"))
@@ -196,14 +404,27 @@ def _layers_kernel(
     BLOCK_SIZE: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    QKV_TILE: tl.constexpr,
-    HIDDEN_TILE: tl.constexpr,
-    INNER_TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HEAD_ROWS: tl.constexpr,
+    HIDDEN_COLUMNS: tl.constexpr,
     HIDDEN_CHUNKS: tl.constexpr,
+    MIXED_COLUMNS: tl.constexpr,
     MIXED_CHUNKS: tl.constexpr,
+    INNER_COLUMNS: tl.constexpr,
     INNER_CHUNKS: tl.constexpr,
+    QKV_TILE: tl.constexpr,
+    QKV_TURNS: tl.constexpr,
+    QKV_PAD: tl.constexpr,
+    O_TILE: tl.constexpr,
+    O_TURNS: tl.constexpr,
+    O_PAD: tl.constexpr,
+    GATE_UP_TILE: tl.constexpr,
+    GATE_UP_TURNS: tl.constexpr,
+    GATE_UP_PAD: tl.constexpr,
+    DOWN_TILE: tl.constexpr,
+    DOWN_TURNS: tl.constexpr,
+    DOWN_PAD: tl.constexpr,
+    DEPTH: tl.constexpr,
     FIELDS: tl.constexpr,
     PART: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -212,224 +433,101 @@ def _layers_kernel(
     """PART -1: everything, by programs that are all there at once. Else one part of one layer, a launch each."""
     COMPILED: tl.constexpr = not INTERPRETED
     dtype: tl.constexpr = x.dtype.element_ty
-    program = tl.program_id(0)
+    SIZE: tl.constexpr = dtype.primitive_bitwidth // 8
+    MOST: tl.constexpr = 96 << 10
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SPLITS: tl.constexpr = PROGRAMS // KV_HEADS
-    HEAD_ROWS: tl.constexpr = 4 if GROUP <= 2 else (8 if GROUP <= 6 else 16)
-    JOINED: tl.constexpr = GROUP * HEAD_DIM // SPLITS
-    QKV_ROWS: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-    QKV_EACH: tl.constexpr = (QKV_ROWS + PROGRAMS - 1) // PROGRAMS
+    QKV: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    MIXED: tl.constexpr = HEADS * HEAD_DIM
+    QKV_EACH: tl.constexpr = (QKV + PROGRAMS - 1) // PROGRAMS
     HIDDEN_EACH: tl.constexpr = (HIDDEN + PROGRAMS - 1) // PROGRAMS
     INNER_EACH: tl.constexpr = (INNER + PROGRAMS - 1) // PROGRAMS
-    MIXED: tl.constexpr = HEADS * HEAD_DIM
-    qkv_first, qkv_count = program * QKV_EACH, tl.minimum(QKV_ROWS - program * QKV_EACH, QKV_EACH)
+    program = tl.program_id(0)
+    never = last_layer < 0
+    epoch = tl.load(epochs)
+    qkv_first, qkv_count = program * QKV_EACH, tl.minimum(QKV - program * QKV_EACH, QKV_EACH)
     hidden_first, hidden_count = program * HIDDEN_EACH, tl.minimum(HIDDEN - program * HIDDEN_EACH, HIDDEN_EACH)
     inner_first, inner_count = program * INNER_EACH, tl.minimum(INNER - program * INNER_EACH, INNER_EACH)
-
-    epoch = tl.load(epochs)
-    never = last_layer < 0
-    # What attention needs that is the same in all layers.
+    # What attention needs is the same in all layers.
     kv_head, split = program // SPLITS, program % SPLITS
     length = tl.load(position).to(tl.int32)  # of what the cache holds
     place = tl.load(slot_mapping)
     table_row = block_table + tl.load(slot) * table_stride
-    each = tl.cdiv(length, SPLITS)
-    begin = split * each
-    end = tl.minimum(begin + each, length)
-    n = tl.arange(0, BLOCK_N)[None, :, None]
-    d = tl.arange(0, HEAD_DIM)[None, None, :]
-    head_row = tl.arange(0, HEAD_ROWS)[:, None, None]
-    qkv_head = tl.where(head_row < GROUP, kv_head * GROUP + head_row,
-                        HEADS + kv_head + (head_row > GROUP).to(tl.int32) * KV_HEADS)
-    own_at = qkv_head * HEAD_DIM + d
-    HALF: tl.constexpr = HEAD_DIM // 2
-    turned = tl.where(d < HALF, d + HALF, d - HALF)
-    turned_at = qkv_head * HEAD_DIM + turned
-    cosine = tl.load(cos + length * cos_stride + d).to(tl.float32)
-    sine = tl.load(sin + length * sin_stride + d).to(tl.float32)
-    first_block = tl.load(table_row + (begin + n) // BLOCK_SIZE, mask=begin + n < end, other=0)
+    share = tl.cdiv(length, SPLITS)
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+    first_at = _positions(table_row, begin, end, tl.arange(0, BLOCK_N)[None, :, None], KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+    lane = tl.arange(0, HEAD_DIM)[None, None, :]
+    cosine = tl.load(cos + length * cos_stride + lane).to(tl.float32)
+    sine = tl.load(sin + length * sin_stride + lane).to(tl.float32)
 
     if PART == -1 or PART == 0:
-        for turn in tl.static_range((HIDDEN_EACH + HIDDEN_TILE - 1) // HIDDEN_TILE):
-            begins = turn * HIDDEN_TILE + tl.arange(0, HIDDEN_TILE)
-            given = tl.load(x + hidden_first + begins, mask=begins < hidden_count, other=0.0)
-            _post(hidden_words, hidden_first + begins, given, epoch & 0xFFFF, begins < hidden_count)
+        own = _places(O_TILE, O_PAD)
+        given = tl.load(x + hidden_first + own, mask=own < hidden_count, other=0.0)
+        _post(hidden_words, hidden_first + own, given, epoch & 0xFFFF, own < hidden_count)
 
     for layer in tl.range(first_layer, last_layer, num_stages=1):
-        before = (epoch + layer) & 0xFFFF
-        tag = (epoch + layer + 1) & 0xFFFF
+        before, tag = (epoch + layer) & 0xFFFF, (epoch + layer + 1) & 0xFFFF
+        o, gate_up = _pointer(table, layer, AT_O, dtype, FIELDS), _pointer(table, layer, AT_GATE_UP, dtype, FIELDS)
+        down = _pointer(table, layer, AT_DOWN, dtype, FIELDS)
         if PART == -1 or PART == 1:
-            # Norm and q, k, v.
-            weight = _pointer(table, layer, QKV, dtype, FIELDS)
-            scale = _norm_weight(_pointer(table, layer, INPUT_NORM, dtype, FIELDS), HIDDEN, HIDDEN_CHUNKS, COLUMNS)
-            tiles = ()
-            for turn in tl.static_range((QKV_EACH + QKV_TILE - 1) // QKV_TILE):
-                tiles = tiles + (_weights(weight, qkv_first + turn * QKV_TILE, qkv_count - turn * QKV_TILE, HIDDEN,
-                                          HIDDEN_CHUNKS, QKV_TILE, COLUMNS,
-                                          QKV_EACH % QKV_TILE == 0 and QKV_ROWS % PROGRAMS == 0),)
-            _prefetch(_pointer(table, layer, O, dtype, FIELDS), hidden_first, hidden_count, MIXED, PREFETCH)
-            _prefetch(_pointer(table, layer, GATE_UP, dtype, FIELDS), inner_first, inner_count, HIDDEN, PREFETCH)
-            _prefetch(_pointer(table, layer, GATE_UP, dtype, FIELDS), INNER + inner_first, inner_count, HIDDEN,
-                      PREFETCH)
-            normed = _row_received(hidden_words, before, dtype, HIDDEN, HIDDEN_CHUNKS, COLUMNS, COMPILED)
-            normed = _spread(_normed(normed, scale, eps, dtype, HIDDEN), weight, never, QKV_TILE, COLUMNS, COMPILED)
-            for turn in tl.static_range((QKV_EACH + QKV_TILE - 1) // QKV_TILE):
-                _post(qkv_words, qkv_first + turn * QKV_TILE + tl.arange(0, QKV_TILE), _product(tiles[turn], normed).to(dtype), tag,
-                      turn * QKV_TILE + tl.arange(0, QKV_TILE) < qkv_count)
+            _prefetch(o, hidden_first, hidden_count, MIXED, SIZE, MOST, PREFETCH)
+            _prefetch(gate_up, inner_first, inner_count, HIDDEN, SIZE, MOST // 2, PREFETCH)
+            _prefetch(gate_up, INNER + inner_first, inner_count, HIDDEN, SIZE, MOST // 2, PREFETCH)
+            sums = _norm_and_product(
+                hidden_words, before, _pointer(table, layer, AT_QKV, dtype, FIELDS),
+                _pointer(table, layer, AT_INPUT_NORM, dtype, FIELDS), eps, qkv_first, qkv_count, never, dtype, HIDDEN,
+                HIDDEN_COLUMNS, HIDDEN_CHUNKS, QKV_TILE, QKV_TURNS, QKV_PAD, DEPTH, 0,
+                COMPILED,
+            )
+            mine = _places(QKV_TILE, QKV_PAD)
+            _post(qkv_words, qkv_first + mine, sums.to(dtype), tag, mine < qkv_count)
         if PART == -1 or PART == 2:
-            # Head norms, RoPE, cache, and attention to a split of the positions.
-            k_cache = _pointer(table, layer, K_CACHE, dtype, FIELDS) + kv_head * HEAD_DIM
-            v_cache = _pointer(table, layer, V_CACHE, dtype, FIELDS) + kv_head * HEAD_DIM
-            at = (first_block.to(tl.int64) * BLOCK_SIZE + (begin + n) % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + d
-            k = tl.load(k_cache + at, mask=begin + n < end, other=0.0)
-            v = tl.load(v_cache + at, mask=begin + n < end, other=0.0)
-            if HAS_NORMS:
-                q_norm = _pointer(table, layer, Q_NORM, dtype, FIELDS)
-                k_norm = _pointer(table, layer, K_NORM, dtype, FIELDS)
-                own_scale = tl.where(head_row < GROUP, tl.load(q_norm + d), tl.load(k_norm + d)).to(tl.float32)
-                turned_scale = tl.where(head_row < GROUP, tl.load(q_norm + turned),
-                                        tl.load(k_norm + turned)).to(tl.float32)
-            _prefetch(_pointer(table, layer, DOWN, dtype, FIELDS), hidden_first, hidden_count, INNER, PREFETCH)
+            _prefetch(down, hidden_first, hidden_count, INNER, SIZE, MOST, PREFETCH)
             if layer + 1 < LAYERS:
-                _prefetch(_pointer(table, layer + 1, QKV, dtype, FIELDS), qkv_first, qkv_count, HIDDEN, PREFETCH)
-            own, other = tl.load(qkv_words + own_at, volatile=True), tl.load(qkv_words + turned_at, volatile=True)
-            if COMPILED:
-                missing = tl.max((((own & 0xFFFF) != tag) | ((other & 0xFFFF) != tag)).to(tl.int32))
-                while missing != 0:
-                    own = tl.load(qkv_words + own_at, volatile=True)
-                    other = tl.load(qkv_words + turned_at, volatile=True)
-                    missing = tl.max((((own & 0xFFFF) != tag) | ((other & 0xFFFF) != tag)).to(tl.int32))
-            plain = _value(own, dtype)
-            straight, crossed = plain, _value(other, dtype)
-            if HAS_NORMS:
-                rms = tl.rsqrt(tl.sum(plain * plain, 2)[:, :, None] * (1.0 / HEAD_DIM) + head_eps)
-                straight = (own_scale * (straight * rms).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-                crossed = (turned_scale * (crossed * rms).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-            straight = (straight * cosine).to(dtype).to(tl.float32)
-            crossed = (crossed * sine).to(dtype).to(tl.float32)
-            query = tl.where(d < HALF, straight - crossed, straight + crossed).to(dtype).to(tl.float32)
-            spread = _spread(query, k_cache, never, BLOCK_N, HEAD_DIM, COMPILED)
-            new_k = tl.sum(tl.where(head_row == GROUP, query, 0.0), 0)[None, :, :]
-            new_v = tl.sum(tl.where(head_row == GROUP + 1, plain, 0.0), 0)[None, :, :]
-            if split == SPLITS - 1:
-                if place >= 0:
-                    tl.store(k_cache + place * (KV_HEADS * HEAD_DIM) + d, new_k.to(dtype))
-                    tl.store(v_cache + place * (KV_HEADS * HEAD_DIM) + d, new_v.to(dtype))
-
-            score = tl.sum(spread * k.to(tl.float32), 2) * scale_log2
-            score = tl.where(begin + tl.arange(0, BLOCK_N)[None, :] < end, score, float("-inf"))
-            new_score = tl.where(split == SPLITS - 1, tl.sum(query * new_k, 2) * scale_log2, float("-inf"))
-            top = tl.maximum(tl.max(score, 1)[:, None], new_score)  # [heads, 1]
-            shift = tl.where(top == float("-inf"), 0.0, top)
-            weight = tl.exp2(score - shift)
-            new_weight = tl.exp2(new_score - shift)
-            total = tl.sum(weight, 1)[:, None] + new_weight
-            acc = tl.sum(weight[:, :, None] * v.to(tl.float32), 1)[:, None, :] + new_weight[:, :, None] * new_v
-            for start in tl.range(begin + BLOCK_N, end, BLOCK_N):
-                inside = start + n < end
-                block = tl.load(table_row + (start + n) // BLOCK_SIZE, mask=inside, other=0)
-                at = (block.to(tl.int64) * BLOCK_SIZE + (start + n) % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + d
-                k = tl.load(k_cache + at, mask=inside, other=0.0)
-                v = tl.load(v_cache + at, mask=inside, other=0.0)
-                score = tl.sum(spread * k.to(tl.float32), 2) * scale_log2
-                score = tl.where(start + tl.arange(0, BLOCK_N)[None, :] < end, score, float("-inf"))
-                new_top = tl.maximum(top, tl.max(score, 1)[:, None])
-                rescale = tl.exp2(top - new_top)
-                weight = tl.exp2(score - new_top)
-                total = total * rescale + tl.sum(weight, 1)[:, None]
-                acc = acc * rescale[:, :, None] + tl.sum(weight[:, :, None] * v.to(tl.float32), 1)[:, None, :]
-                top = new_top
-            live = head_row < GROUP
-            part = (kv_head * SPLITS + split) * GROUP + head_row
-            tag64 = tag.to(tl.int64)
-            tl.store(part_words + part * HEAD_DIM + d, (acc.to(tl.int32, bitcast=True).to(tl.int64) << 32) | tag64,
-                     mask=live)
-            sums = part * 2 + tl.zeros([1, 1, 1], tl.int32)
-            tl.store(sum_words + sums, (top[:, :, None].to(tl.int32, bitcast=True).to(tl.int64) << 32) | tag64,
-                     mask=live)
-            tl.store(sum_words + sums + 1, (total[:, :, None].to(tl.int32, bitcast=True).to(tl.int64) << 32) | tag64,
-                     mask=live)
+                _prefetch(_pointer(table, layer + 1, AT_QKV, dtype, FIELDS), qkv_first, qkv_count, HIDDEN, SIZE, MOST,
+                          PREFETCH)
+            k_cache = _pointer(table, layer, AT_K_CACHE, dtype, FIELDS) + kv_head * HEAD_DIM
+            v_cache = _pointer(table, layer, AT_V_CACHE, dtype, FIELDS) + kv_head * HEAD_DIM
+            _attention(
+                qkv_words, part_words, sum_words, tag, k_cache, v_cache,
+                _pointer(table, layer, AT_Q_NORM, dtype, FIELDS), _pointer(table, layer, AT_K_NORM, dtype, FIELDS),
+                table_row, first_at, begin, end, place, cosine, sine, kv_head, split, head_eps, scale_log2, never,
+                dtype, HEADS, KV_HEADS, HEAD_DIM, GROUP, HEAD_ROWS, SPLITS, BLOCK_SIZE, BLOCK_N, HAS_NORMS, COMPILED,
+            )
         if PART == -1 or PART == 3:
-            # A share of the group's results is joined, first split first.
-            each_split, value = tl.arange(0, SPLITS)[:, None], split * JOINED + tl.arange(0, JOINED)[None, :]
-            part_at = (kv_head * SPLITS + each_split) * (GROUP * HEAD_DIM) + value
-            sum_at = ((kv_head * SPLITS + each_split) * GROUP + value // HEAD_DIM) * 2
-            tag64 = tag.to(tl.int64)
-            acc = tl.load(part_words + part_at, volatile=True)
-            top = tl.load(sum_words + sum_at, volatile=True)
-            total = tl.load(sum_words + sum_at + 1, volatile=True)
-            if COMPILED:
-                wrong = ((acc ^ tag64) | (top ^ tag64) | (total ^ tag64)) & 0xFFFF
-                missing = tl.max((wrong != 0).to(tl.int32))
-                while missing != 0:
-                    acc = tl.load(part_words + part_at, volatile=True)
-                    top = tl.load(sum_words + sum_at, volatile=True)
-                    total = tl.load(sum_words + sum_at + 1, volatile=True)
-                    wrong = ((acc ^ tag64) | (top ^ tag64) | (total ^ tag64)) & 0xFFFF
-                    missing = tl.max((wrong != 0).to(tl.int32))
-            tops = (top >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-            factor = tl.exp2(tops - tl.max(tops, 0)[None, :])
-            summed = tl.sum((total >> 32).to(tl.int32).to(tl.float32, bitcast=True) * factor, 0)
-            mixed = tl.sum((acc >> 32).to(tl.int32).to(tl.float32, bitcast=True) * factor, 0) / summed
-            at = kv_head * (GROUP * HEAD_DIM) + split * JOINED + tl.arange(0, JOINED)
-            _post(mixed_words, at, mixed.to(dtype), tag, at >= 0)
+            _join(part_words, sum_words, mixed_words, tag, kv_head, split, dtype, HEAD_DIM, GROUP, SPLITS, COMPILED)
         if PART == -1 or PART == 4:
-            # o and the residual.
-            weight = _pointer(table, layer, O, dtype, FIELDS)
-            tiles = ()
-            for turn in tl.static_range((HIDDEN_EACH + HIDDEN_TILE - 1) // HIDDEN_TILE):
-                tiles = tiles + (_weights(weight, hidden_first + turn * HIDDEN_TILE, hidden_count - turn * HIDDEN_TILE, MIXED,
-                                          MIXED_CHUNKS, HIDDEN_TILE, COLUMNS,
-                                          HIDDEN_EACH % HIDDEN_TILE == 0 and HIDDEN % PROGRAMS == 0),)
-            mixed = _row_received(mixed_words, tag, dtype, MIXED, MIXED_CHUNKS, COLUMNS, COMPILED)
-            mixed = _spread(mixed, weight, never, HIDDEN_TILE, COLUMNS, COMPILED)
-            for turn in tl.static_range((HIDDEN_EACH + HIDDEN_TILE - 1) // HIDDEN_TILE):
-                at, inside = hidden_first + turn * HIDDEN_TILE + tl.arange(0, HIDDEN_TILE), turn * HIDDEN_TILE + tl.arange(0, HIDDEN_TILE) < hidden_count
-                residual = _value(tl.load(hidden_words + at, mask=inside, other=0, volatile=True), dtype)
-                added = residual + _product(tiles[turn], mixed).to(dtype).to(tl.float32)
-                _post(middle_words, at, added.to(dtype), tag, inside)
+            _product_and_residual(
+                mixed_words, tag, o, hidden_words, middle_words, hidden_first, hidden_count, never, dtype, MIXED,
+                MIXED_COLUMNS, MIXED_CHUNKS, O_TILE, O_TURNS, O_PAD, DEPTH, COMPILED,
+            )
         if PART == -1 or PART == 5:
-            # Norm, gate and up, silu.
-            weight = _pointer(table, layer, GATE_UP, dtype, FIELDS)
-            scale = _norm_weight(_pointer(table, layer, POST_NORM, dtype, FIELDS), HIDDEN, HIDDEN_CHUNKS, COLUMNS)
-            gates, ups = (), ()
-            for turn in tl.static_range((INNER_EACH + INNER_TILE - 1) // INNER_TILE):
-                gates = gates + (_weights(weight, inner_first + turn * INNER_TILE, inner_count - turn * INNER_TILE, HIDDEN,
-                                          HIDDEN_CHUNKS, INNER_TILE, COLUMNS,
-                                          INNER_EACH % INNER_TILE == 0 and INNER % PROGRAMS == 0),)
-                ups = ups + (_weights(weight, INNER + inner_first + turn * INNER_TILE, inner_count - turn * INNER_TILE, HIDDEN,
-                                      HIDDEN_CHUNKS, INNER_TILE, COLUMNS,
-                                      INNER_EACH % INNER_TILE == 0 and INNER % PROGRAMS == 0),)
-            normed = _row_received(middle_words, tag, dtype, HIDDEN, HIDDEN_CHUNKS, COLUMNS, COMPILED)
-            normed = _spread(_normed(normed, scale, eps, dtype, HIDDEN), weight, never, INNER_TILE, COLUMNS, COMPILED)
-            for turn in tl.static_range((INNER_EACH + INNER_TILE - 1) // INNER_TILE):
-                gate = _product(gates[turn], normed).to(dtype).to(tl.float32)
-                up = _product(ups[turn], normed).to(dtype).to(tl.float32)
-                _post(inner_words, inner_first + turn * INNER_TILE + tl.arange(0, INNER_TILE), silu_mul_tile(gate, up, dtype, INTERPRETED), tag,
-                      turn * INNER_TILE + tl.arange(0, INNER_TILE) < inner_count)
+            both = _norm_and_product(
+                middle_words, tag, gate_up, _pointer(table, layer, AT_POST_NORM, dtype, FIELDS), eps, inner_first,
+                inner_count, never, dtype, HIDDEN, HIDDEN_COLUMNS, HIDDEN_CHUNKS, GATE_UP_TILE, GATE_UP_TURNS,
+                GATE_UP_PAD, DEPTH, INNER, COMPILED,
+            ).to(dtype).to(tl.float32)
+            both = tl.reshape(both, [2, GATE_UP_TILE // 2, GATE_UP_PAD])
+            is_up = tl.arange(0, 2)[:, None, None] == 1
+            gate, up = tl.sum(tl.where(is_up, 0.0, both), 0), tl.sum(tl.where(is_up, both, 0.0), 0)
+            pair = _places(GATE_UP_TILE // 2, GATE_UP_PAD)
+            _post(inner_words, inner_first + pair, silu_mul_tile(gate, up, dtype, INTERPRETED), tag,
+                  pair < inner_count)
         if PART == -1 or PART == 6:
-            # down and the residual.
-            weight = _pointer(table, layer, DOWN, dtype, FIELDS)
-            tiles = ()
-            for turn in tl.static_range((HIDDEN_EACH + HIDDEN_TILE - 1) // HIDDEN_TILE):
-                tiles = tiles + (_weights(weight, hidden_first + turn * HIDDEN_TILE, hidden_count - turn * HIDDEN_TILE, INNER,
-                                          INNER_CHUNKS, HIDDEN_TILE, COLUMNS,
-                                          HIDDEN_EACH % HIDDEN_TILE == 0 and HIDDEN % PROGRAMS == 0),)
-            inner = _row_received(inner_words, tag, dtype, INNER, INNER_CHUNKS, COLUMNS, COMPILED)
-            inner = _spread(inner, weight, never, HIDDEN_TILE, COLUMNS, COMPILED)
-            for turn in tl.static_range((HIDDEN_EACH + HIDDEN_TILE - 1) // HIDDEN_TILE):
-                at, inside = hidden_first + turn * HIDDEN_TILE + tl.arange(0, HIDDEN_TILE), turn * HIDDEN_TILE + tl.arange(0, HIDDEN_TILE) < hidden_count
-                residual = _value(tl.load(middle_words + at, mask=inside, other=0, volatile=True), dtype)
-                added = residual + _product(tiles[turn], inner).to(dtype).to(tl.float32)
-                _post(hidden_words, at, added.to(dtype), tag, inside)
+            _product_and_residual(
+                inner_words, tag, down, middle_words, hidden_words, hidden_first, hidden_count, never, dtype, INNER,
+                INNER_COLUMNS, INNER_CHUNKS, DOWN_TILE, DOWN_TURNS, DOWN_PAD, DEPTH,
+                COMPILED,
+            )
 
     if PART == -1 or PART == 7:
         if program == 0:
-            scale = _norm_weight(final_norm, HIDDEN, HIDDEN_CHUNKS, COLUMNS)
-            last = _row_received(hidden_words, (epoch + LAYERS) & 0xFFFF, dtype, HIDDEN, HIDDEN_CHUNKS, COLUMNS,
+            last = _row_received(hidden_words, (epoch + LAYERS) & 0xFFFF, dtype, HIDDEN, HIDDEN_CHUNKS, HIDDEN_COLUMNS,
                                  COMPILED)
-            column = tl.arange(0, HIDDEN_CHUNKS)[:, None, None] * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
-            tl.store(out + column, _normed(last, scale, eps, dtype, HIDDEN).to(dtype), mask=column < HIDDEN)
+            column = _columns_of(HIDDEN_CHUNKS, HIDDEN_COLUMNS)
+            normed = _normed(last, _vector(final_norm, HIDDEN, HIDDEN_CHUNKS, HIDDEN_COLUMNS), eps, dtype, HIDDEN)
+            tl.store(out + column, normed.to(dtype), mask=column < HIDDEN)
             # All have read it: each posted values of the last layer.
             tl.store(epochs, epoch + LAYERS + 1)
 
@@ -455,14 +553,11 @@ def one_row_layers(
     require_triton()
     out = torch.empty_like(x)
     interpreted, programs = triton.knobs.runtime.interpret, workspace.programs
-    qkv, mixed = (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.heads * shape.head_dim
-
-    def tile(size: int) -> int:
-        each = triton.cdiv(size, programs)
-        return min(32, triton.next_power_of_2(each), max(8, each & -each))
-
-    def chunks(width: int) -> int:
-        return triton.next_power_of_2(triton.cdiv(width, COLUMNS))
+    heads, mixed = shape.heads + 2 * shape.kv_heads, shape.heads * shape.head_dim
+    qkv = product_of(heads * shape.head_dim, shape.hidden, programs)
+    o = product_of(shape.hidden, mixed, programs)
+    gate_up = product_of(shape.inner, shape.hidden, programs, pairs=True)
+    down = product_of(shape.hidden, shape.inner, programs)
 
     def launch(part: int, first: int, last: int) -> None:
         _layers_kernel[(programs,)](
@@ -478,19 +573,32 @@ def one_row_layers(
             BLOCK_SIZE=shape.block_size,
             HAS_NORMS=head_eps is not None,
             PROGRAMS=programs,
-            QKV_TILE=tile(qkv),
-            HIDDEN_TILE=tile(shape.hidden),
-            INNER_TILE=min(8, tile(shape.inner)),
-            COLUMNS=COLUMNS,
             BLOCK_N=32,
-            HIDDEN_CHUNKS=chunks(shape.hidden),
-            MIXED_CHUNKS=chunks(mixed),
-            INNER_CHUNKS=chunks(shape.inner),
+            HEAD_ROWS=triton.next_power_of_2(shape.heads // shape.kv_heads + 2),
+            HIDDEN_COLUMNS=qkv.columns,
+            HIDDEN_CHUNKS=qkv.chunks,
+            MIXED_COLUMNS=o.columns,
+            MIXED_CHUNKS=o.chunks,
+            INNER_COLUMNS=down.columns,
+            INNER_CHUNKS=down.chunks,
+            QKV_TILE=qkv.rows,
+            QKV_TURNS=qkv.turns,
+            QKV_PAD=triton.next_power_of_2(qkv.turns),
+            O_TILE=o.rows,
+            O_TURNS=o.turns,
+            O_PAD=triton.next_power_of_2(o.turns),
+            GATE_UP_TILE=gate_up.rows,
+            GATE_UP_TURNS=gate_up.turns,
+            GATE_UP_PAD=triton.next_power_of_2(gate_up.turns),
+            DOWN_TILE=down.rows,
+            DOWN_TURNS=down.turns,
+            DOWN_PAD=triton.next_power_of_2(down.turns),
+            DEPTH=DEPTH,
             FIELDS=FIELDS,
             PART=part,
             PREFETCH=not interpreted,
             INTERPRETED=interpreted,
-            num_warps=8,
+            num_warps=NUM_WARPS,
             **({} if interpreted else {"launch_cooperative_grid": True}),
         )
 
