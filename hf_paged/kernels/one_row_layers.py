@@ -21,9 +21,25 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from hf_paged.kernels._triton import column_numbers, jit, on_device_of, prefetch_rows, require_triton, tl, triton
-from hf_paged.kernels.silu_mul import silu_mul_tile
+from hf_paged.kernels._checks import Expected, check_tensors
+from hf_paged.kernels._device import num_multiprocessors
+from hf_paged.kernels._triton import (
+    column_numbers,
+    jit,
+    on_device_of,
+    pdl_supported,
+    prefetch_rows,
+    require_triton,
+    tl,
+    triton,
+)
+from hf_paged.kernels.add_rms_norm import add_rms_norm_reference
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.reference import paged_attention_reference
+from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store_reference
+from hf_paged.kernels.silu_mul import silu_mul_reference, silu_mul_tile
 
 LOG2_E = 1.4426950408889634
 # Programs: a power of two, no more than there are multiprocessors.
@@ -162,7 +178,8 @@ def _spread(x, pointer, never, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COMPIL
     x = tl.broadcast_to(x, [x.shape[0], ROWS, COLUMNS])
     if COMPILED:
         at = tl.arange(0, ROWS)[None, :, None] * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
-        anchor = tl.load(tl.max_contiguous(pointer + at, [1, 2, COLUMNS]), mask=never & (at >= 0), other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
+        place = tl.max_contiguous(pointer + at, [1, 2, COLUMNS])  # see `_tile`
+        anchor = tl.load(place, mask=never & (at >= 0), other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
         x = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r,r", [x.to(tl.int32, bitcast=True), tl.broadcast_to(anchor, x.shape)], tl.int32,
             is_pure=True, pack=1,
@@ -189,7 +206,8 @@ def _first_tiles(weight, first, count, K: tl.constexpr, COLUMNS: tl.constexpr, C
                  ROWS: tl.constexpr, TURNS: tl.constexpr, DEPTH: tl.constexpr, UPS: tl.constexpr):
     tiles = ()
     for turn in tl.static_range(TURNS if TURNS < DEPTH else DEPTH):
-        tiles = tiles + (_tile(weight, first, count, turn, K, COLUMNS, CHUNKS, ROWS, UPS),)
+        tile = _tile(weight, first, count, turn, K, COLUMNS, CHUNKS, ROWS, UPS)
+        tiles = tiles + (tile,)  # type: ignore[assignment]
     return tiles
 
 
@@ -521,7 +539,7 @@ def _layers_kernel(
                 COMPILED,
             )
 
-    if PART == -1 or PART == 7:
+    if PART == -1 or PART == 7:  # noqa: SIM102  (decided when it is compiled)
         if program == 0:
             last = _row_received(hidden_words, (epoch + LAYERS) & 0xFFFF, dtype, HIDDEN, HIDDEN_CHUNKS, HIDDEN_COLUMNS,
                                  COMPILED)
@@ -533,9 +551,10 @@ def _layers_kernel(
 
 
 class Workspace:
-    """What programs of one launch exchange, and launches hand on to each other; of one stream."""
+    """What programs of a launch exchange, and launches hand on to each other, all of them on one stream."""
 
     def __init__(self, shape: LayersShape, device: torch.device, programs: int = PROGRAMS) -> None:
+        """`programs`: a power of two, at least the number of KV heads."""
         heads, group = shape.heads + 2 * shape.kv_heads, shape.heads // shape.kv_heads
         sizes = shape.hidden, heads * shape.head_dim, shape.heads * shape.head_dim, shape.hidden, shape.inner
         self.words = [torch.zeros(size, dtype=torch.int32, device=device) for size in sizes]
@@ -545,11 +564,103 @@ class Workspace:
         self.programs = programs
 
 
+def takes(shape: LayersShape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Can :func:`one_row_layers` run these layers there? Hopper and later, like early launches."""
+    if not pdl_supported(device) or num_multiprocessors(device) < PROGRAMS:
+        return False
+    return dtype in (torch.float16, torch.bfloat16) and can_be_shared(shape, PROGRAMS)
+
+
+def can_be_shared(shape: LayersShape, programs: int) -> bool:
+    """Do sizes divide as the kernel divides them among programs?"""
+    group, splits = shape.heads // shape.kv_heads, programs // shape.kv_heads
+    powers = shape.kv_heads, shape.head_dim, group
+    if any(size < 1 or size & (size - 1) for size in powers) or shape.heads % shape.kv_heads or splits < 1:
+        return False
+    each = group * shape.head_dim // splits  # values of a group that a program joins: of one head
+    widths = shape.hidden, shape.inner, shape.heads * shape.head_dim
+    return 1 <= each <= shape.head_dim and shape.head_dim >= 16 and all(w % 8 == 0 and w <= 16384 for w in widths)
+
+
 def one_row_layers(
     x: torch.Tensor, shape: LayersShape, table: torch.Tensor, final_norm: torch.Tensor, eps: float,
     head_eps: float | None, cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, slot: torch.Tensor,
     slot_mapping: torch.Tensor, block_table: torch.Tensor, scale: float, workspace: Workspace,
 ) -> torch.Tensor:
+    """All layers of a decoder, and its final norm, for one token whose predecessors are in the cache.
+
+    A layer adds to the residual what :func:`~hf_paged.kernels.add_rms_norm.add_rms_norm`,
+    :func:`~hf_paged.kernels.linear.linear`, :func:`~hf_paged.kernels.qk_norm_rope_store.qk_norm_rope_store`, attention
+    and :func:`~hf_paged.kernels.silu_mul.silu_mul` give, rounded where those round; weights of attention are float32.
+
+    Args:
+        x: ``[1, hidden]`` fp16 or bf16, contiguous, the embedding.
+        shape: of all layers, see `can_be_shared`.
+        table: ``[layers, 10]`` int64, see `LayerPointers`; tensors are contiguous, of x's dtype, 16-byte aligned.
+        final_norm: ``[hidden]``, x's dtype.
+        eps, head_eps: of the norms of rows and of heads; None: heads have none.
+        cos, sin: ``[P, D]``, x's dtype, a row per position; rows may be strided.
+        position: ``[1]`` int64, the token's place in its sequence.
+        slot: ``[1]`` integer, its line of the block table.
+        slot_mapping: ``[1]`` int64, where its key and value go; -1: nowhere.
+        block_table: ``[S, max_blocks]`` int32.
+        scale: factor of the scores.
+        workspace: of these layers' shape.
+
+    Returns:
+        ``[1, hidden]``, x's dtype: the final norm's result.
+
+    Raises:
+        ValueError: a shape that cannot be shared, or tensors that are not as above. What the table points to is not
+            looked at.
+    """
+    if not can_be_shared(shape, workspace.programs):
+        raise ValueError(f"shape={shape}: expected sizes that {workspace.programs} programs can share")
+    hidden, head_dim, dtype = shape.hidden, shape.head_dim, x.dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"x: {dtype}; expected fp16 or bf16")
+    check_tensors(
+        Expected("x", x, (1, hidden), dtype, contiguous=True),
+        Expected("table", table, (shape.num_layers, FIELDS), torch.int64, contiguous=True),
+        Expected("final_norm", final_norm, (hidden,), dtype, contiguous=True),
+        Expected("cos", cos, (None, head_dim), dtype),
+        Expected("sin", sin, tuple(cos.shape), dtype),
+        Expected("position", position, (1,), torch.int64),
+        Expected("slot_mapping", slot_mapping, (1,), torch.int64),
+        Expected("block_table", block_table, (None, None), torch.int32),
+    )
+    return one_row_layers_unchecked(x, shape, table, final_norm, eps, head_eps, cos, sin, position, slot, slot_mapping,
+                                    block_table, scale, workspace)
+
+
+def one_row_layers_reference(
+    x: torch.Tensor, layers: list[LayerPointers], final_norm: torch.Tensor, eps: float, head_eps: float | None,
+    cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, slot: torch.Tensor, slot_mapping: torch.Tensor,
+    block_table: torch.Tensor, scale: float,
+) -> torch.Tensor:
+    """:func:`one_row_layers` in plain torch, over tensors in place of a table of pointers."""
+    residual: torch.Tensor | None = None
+    delta, length = x, (position + 1).to(torch.int32)
+    starts = torch.arange(2, dtype=torch.int32, device=x.device)
+    meta = PagedMetadata(starts, length, block_table, slot.to(torch.int32), slot_mapping, 1, int(length))
+    for layer in layers:
+        normed, residual = add_rms_norm_reference(delta, residual, layer.input_norm, eps)
+        query = qk_norm_rope_store_reference(
+            F.linear(normed, layer.qkv), layer.q_norm, layer.k_norm, head_eps or 0.0, cos, sin, position,
+            slot_mapping, layer.k_cache, layer.v_cache,
+        )
+        mixed = paged_attention_reference(query, layer.k_cache, layer.v_cache, meta, AttentionOptions(scale))
+        normed, residual = add_rms_norm_reference(F.linear(mixed.flatten(1), layer.o), residual, layer.post_norm, eps)
+        delta = F.linear(silu_mul_reference(F.linear(normed, layer.gate_up)), layer.down)
+    return add_rms_norm_reference(delta, residual, final_norm, eps)[0]
+
+
+def one_row_layers_unchecked(
+    x: torch.Tensor, shape: LayersShape, table: torch.Tensor, final_norm: torch.Tensor, eps: float,
+    head_eps: float | None, cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, slot: torch.Tensor,
+    slot_mapping: torch.Tensor, block_table: torch.Tensor, scale: float, workspace: Workspace,
+) -> torch.Tensor:
+    """:func:`one_row_layers` for tensors that are known to be as it says."""
     require_triton()
     out = torch.empty_like(x)
     interpreted, programs = triton.knobs.runtime.interpret, workspace.programs
