@@ -450,21 +450,12 @@ LORA_LAYERS = [
                     "behind_silu"),
 ]
 
-# Few rows: all layers in one launch, and products that come to the norm behind them in parts.
-ROW_TESTS, ROW_KERNEL_TESTS = "models/test_one_row.py", "kernels/test_one_row_layers.py"
+# Few rows: products that come to the norm behind them in parts.
 FEW_ROWS = [
-    PackageMutation("kernels/one_row_layers.py", "has_new = split == SPLITS - 1", "has_new = split == SPLITS",
-                    ROW_KERNEL_TESTS, "interpreted_layers"),
-    PackageMutation("kernels/one_row_layers.py", "third = _tile(weight, first, count, turn + DEPTH,",
-                    "third = _tile(weight, first, count, turn,", ROW_KERNEL_TESTS, "interpreted_layers"),
-    PackageMutation("models/one_row.py", "if pointers == self._pointers and", "if self._pointers and", ROW_TESTS,
-                    "weights_that_move"),
-    PackageMutation("models/one_row.py", "(options.window, options.softcap, options.sinks) != (None, None, None)",
-                    "False", ROW_TESTS, "not_as_the_kernel"),
-    PackageMutation("models/one_row.py", "len(rows) > 1 or len(heads) > 1 or", "len(heads) > 1 or", ROW_TESTS,
-                    "norms_that_differ"),
     PackageMutation("kernels/join_add_rms_norm.py", "total.to(dtype).to(tl.float32) + before", "total + before",
                     "kernels/test_join_add_rms_norm.py", "same_bits"),
+    PackageMutation("models/fused.py", "product.is_plain and product.lora is None", "product.is_plain",
+                    "models/test_fused.py", "in_parts"),
 ]
 
 # Calls under autocast: where values are rounded, whose precision holds, and copies that follow the weights.

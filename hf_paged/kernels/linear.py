@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_paged.kernels._device import shared_memory
-from hf_paged.kernels._dot_silu import DotSiluConfig, dot_silu
+from hf_paged.kernels._dot_silu import dot_silu
 from hf_paged.kernels._gemv import GemvConfig, gemv
 from hf_paged.kernels._linear_dot import DotConfig, dot_linear, dot_parts
 from hf_paged.kernels._triton import triton
@@ -79,6 +79,11 @@ def linear_parts_unchecked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
     return dot_parts(x, weight, config) if isinstance(config, DotConfig) else linear_unchecked(x, weight)
 
 
+def makes_parts(device: torch.device) -> bool:
+    """May :func:`linear_parts` give sums over parts of the columns there?"""
+    return device.type == "cuda"
+
+
 def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``silu_mul(linear(x, weight))``, weight ``[2 * I, K]`` being gates, then ups: ``[T, I]``."""
     _check(x, weight, None)
@@ -90,29 +95,23 @@ def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def linear_silu_mul_unchecked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """:func:`linear_silu_mul` for tensors that are known to be as it says."""
     config = choose_config(x, weight)
-    if isinstance(config, DotConfig) and config.split_k == 1:
-        return linear_silu_mul_triton(x, weight, silu_config(config))
-    if isinstance(config, GemvConfig):
+    if isinstance(config, GemvConfig) or (config is not None and config.split_k == 1):
         return linear_silu_mul_triton(x, weight, config)
     return silu_mul_unchecked(linear_unchecked(x, weight))
 
 
 def linear_silu_mul_triton(
-    x: torch.Tensor, weight: torch.Tensor, config: GemvConfig | DotSiluConfig
+    x: torch.Tensor, weight: torch.Tensor, config: GemvConfig | DotConfig
 ) -> torch.Tensor:
     """:func:`linear_silu_mul` as one Triton launch; ``[T, 2 * I]`` never is in memory.
 
-    Without tensor cores a program takes as many weight rows as with :func:`linear_triton`, half of them gates, so that
-    the products are added up alike, but for which of the first two the compiler fuses into the addition.
+    A program takes as many weight rows as with :func:`linear_triton`, half of them gates, so that the products are
+    added up alike, but, without tensor cores, for which of the first two the compiler fuses into the addition. A
+    `DotConfig` must not split K.
     """
-    if isinstance(config, DotSiluConfig):
+    if isinstance(config, DotConfig):
         return dot_silu(x, weight, config)
     return gemv(x, weight, None, config._replace(block_n=max(1, config.block_n // 2)), silu=True)
-
-
-def silu_config(config: DotConfig) -> DotSiluConfig:
-    """As many rows of the weight a program, half of them gates."""
-    return DotSiluConfig(config.block_n // 2, config.block_k, config.num_warps, config.num_stages)
 
 
 def choose_config(x: torch.Tensor, weight: torch.Tensor) -> GemvConfig | DotConfig | None:

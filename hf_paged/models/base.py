@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.models.guards.adapter_hooks import names_in_force
 from hf_paged.models.guards.facts import Facts
 from hf_paged.models.guards.hub_kernels import kernel_numbers
@@ -103,10 +103,6 @@ class StepContext(Protocol):
 
     def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         """query [T, Hq, D] over the pages, the step's own keys and values being in them -> [T, Hq, D]."""
-        ...
-
-    def decode_row(self) -> PagedMetadata | None:
-        """Of a step of one row of one new token, which Triton's kernels attend for; None: it is another step."""
         ...
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
 from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.kernels.linear import makes_parts
 from hf_paged.kernels.silu_mul import silu_mul_host
 from hf_paged.models.activations import SILU
 from hf_paged.models.adapted_layers import AdaptedLayers
@@ -32,7 +33,6 @@ from hf_paged.models.linear_groups import LinearGroups
 from hf_paged.models.lora import Adapters, is_loaded, reads_tables
 from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.models.merged import MergedWeight, merge
-from hf_paged.models.one_row import OneRowLayers
 from hf_paged.models.plain_linear import (
     RowProduct,
     all_columns,
@@ -146,7 +146,6 @@ class FusedExecutor(DecoderExecutor):
         self._parts_copies: dict[str, CopiedLinears] | None = None  # that they compute with
         self._untouched = Untouched()
         self._adapters: Adapters | None = None  # None: not looked for yet
-        self._one_row = OneRowLayers()
         self._joins = False  # may a product of few rows come to the norm behind it in parts?
 
     def prepare(self, max_model_len: int) -> None:
@@ -297,11 +296,12 @@ class FusedExecutor(DecoderExecutor):
     def release(self) -> None:
         self.let_go()
         self._rope, self._memory, self._checked = RopeTable(), None, None
-        self._copied, self._adapters, self._one_row = None, None, OneRowLayers()
+        self._copied, self._adapters = None, None
 
     def _look_up_parts(self) -> None:
         self._untouched = Untouched(self.model.model)
-        self._joins = self.autocast is None and not self.group.is_parallel and self.kv_spec().device.type == "cuda"
+        whole = self.autocast is None and not self.group.is_parallel
+        self._joins = whole and makes_parts(self.kv_spec().device)
         self._qkv, self._gate_up = self._collect()
         self._parts_of_layers = self._collect_parts()
         self._parts_copies = self._copies()
@@ -323,8 +323,6 @@ class FusedExecutor(DecoderExecutor):
         if rows is not None and self._adapters:
             rows = rows.ordered()
         delta = apply_layer(decoder.embed_tokens, input_ids, rows)
-        if len(delta) == 1 and (last := self._in_one_launch(delta, step)) is not None:
-            return last
         residual: torch.Tensor | None = None
         ranks = SINGLE  # over which delta has still to be added up
         for i, layer in enumerate(self._parts_of_layers):
@@ -347,16 +345,6 @@ class FusedExecutor(DecoderExecutor):
                 hidden = layer.mlp.act_fn(gate) * up
             delta, ranks = layer.down_proj(hidden, layer.down_linear, rows, shrunk)
         return self._add_norm(delta, ranks, residual, decoder.norm)[0]
-
-    def _in_one_launch(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor | None:
-        """`hidden_states` of one row [1, hidden], where a kernel for all layers takes them."""
-        if self._ops is not FUSED or self.autocast is not None or self.group.is_parallel or step.adapters is not None:
-            return None
-        meta, cos, sin = step.decode_row(), self._rope.cos, self._rope.sin
-        if meta is None or cos is None or sin is None:
-            return None
-        return self._one_row(hidden, step, meta, self._parts_of_layers, self._qkv, self._gate_up,
-                             self.model.model.norm, cos, sin)
 
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None,
                   norm: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.kernels.attention.backends import AttentionBackend
-from hf_paged.kernels.attention.metadata import AttentionOptions, DecodeWork, PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 from hf_paged.runner.kv_cache import KVCache
 
 
@@ -32,8 +32,3 @@ class PagedStep(NamedTuple):
         for first, last, meta in self.parts:
             self.backend.run(query[first:last], k_cache, v_cache, meta, options, mixed[first:last])
         return mixed
-
-    def decode_row(self) -> PagedMetadata | None:
-        meta = self.parts[0][2]
-        alone = len(self.parts) == 1 and len(self.positions) == 1 and meta.max_query_len == 1
-        return meta if alone and isinstance(meta.work, DecodeWork) else None

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from pairs import every_pair
 
 from hf_paged.kernels import linear as linear_module
-from hf_paged.kernels._dot_silu import DotSiluConfig
 from hf_paged.kernels._gemv import GemvConfig, gemv
 from hf_paged.kernels._linear_dot import DotConfig, dot_parts
 from hf_paged.kernels.linear import (
@@ -91,9 +90,9 @@ def test_interpreted_silu_mul_after_it(dtype, config, shape, rows):
 def test_interpreted_silu_mul_after_it_on_tensor_cores(dtype, shape, rows):
     outputs, width = shape
     x, weight, _ = make(width, rows, outputs, width, dtype)
-    separate = silu_mul_triton(linear_triton(x, weight, None, DotConfig(16, 32, 1, 4, 2)))
-    together = linear_silu_mul_triton(x, weight, DotSiluConfig(16, 32, 4, 2))
-    torch.testing.assert_close(together, separate, rtol=2e-3, atol=1e-4)
+    config = DotConfig(32, 32, 1, 4, 2)
+    separate = silu_mul_triton(linear_triton(x, weight, None, config))
+    torch.testing.assert_close(linear_silu_mul_triton(x, weight, config), separate, rtol=2e-3, atol=1e-4)
 
 
 @pytest.mark.interpreted
@@ -216,3 +215,26 @@ def test_gpu_silu_mul_after_it_is_no_less_exact_than_the_separate_op(dtype, outp
     separate, fused = silu_mul(linear(x, weight)), linear_silu_mul(x, weight)
     assert (fused != separate).float().mean() < 0.05
     assert (fused - right).norm() <= 1.02 * (separate - right).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 8, 17, 32])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gates_and_ups_of_few_rows_round_as_in_two_launches(rows, dtype):
+    x, weight, _ = make(1, rows, 6144, 1024, dtype, "cuda")
+    config = DotConfig(64, 128, 1, 4, 4)
+    assert fastest_config(rows, 6144, 1024) == config
+    separate = silu_mul_triton(linear_triton(x, weight, None, config))
+    assert torch.equal(linear_silu_mul(x, weight), separate)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [5, 32, 64])
+def test_parts_on_a_gpu_add_up_to_the_product(rows):
+    x, weight, _ = make(2, rows, 1024, 3072, torch.bfloat16, "cuda")
+    parts = linear_parts(x, weight)
+    assert parts.dim() == 3
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total += part
+    assert torch.equal(total.to(x.dtype), linear(x, weight))
