@@ -470,6 +470,14 @@ LORA_LAYERS = [
                     LORA_TESTS, "another_activation and tables"),
 ]
 
+# Few rows: products that come to the norm behind them in parts.
+FEW_ROWS = [
+    PackageMutation("kernels/join_add_rms_norm.py", "total.to(dtype).to(tl.float32) + before", "total + before",
+                    "kernels/test_join_add_rms_norm.py", "same_bits"),
+    PackageMutation("models/fused.py", "product.is_plain and product.lora is None", "product.is_plain",
+                    "models/test_fused.py", "in_parts"),
+]
+
 # Calls under autocast: where values are rounded, whose precision holds, and copies that follow the weights.
 AUTOCAST_TESTS = "integration/test_autocast.py"
 AUTOCAST = [

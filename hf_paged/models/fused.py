@@ -7,6 +7,7 @@ as it stands, and so is a block of experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
 from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.kernels.linear import makes_parts
 from hf_paged.kernels.lora_expand import Delta, lora_expand_unchecked
 from hf_paged.kernels.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
 from hf_paged.kernels.silu_mul import silu_mul_host
@@ -118,6 +120,8 @@ class LayerParts(NamedTuple):
     mlp: Any
     has_silu: bool
     down_proj: RowProduct | CopiedLinears | None  # None: a block of experts
+    o_linear: Callable[..., torch.Tensor]  # what the two take their products by: a norm behind them may add up parts
+    down_linear: Callable[..., torch.Tensor]
 
 
 class FusedExecutor(DecoderExecutor):
@@ -145,6 +149,7 @@ class FusedExecutor(DecoderExecutor):
         self._parts_copies: dict[str, CopiedLinears] | None = None  # that they compute with
         self._untouched = Untouched()
         self._adapters: Adapters | None = None  # None: not looked for yet
+        self._joins = False  # may a product of few rows come to the norm behind it in parts?
 
     def prepare(self, max_model_len: int) -> None:
         spec, look = self.kv_spec(), self.look()
@@ -298,6 +303,8 @@ class FusedExecutor(DecoderExecutor):
 
     def _look_up_parts(self) -> None:
         self._untouched = Untouched(self.model.model)
+        whole = self.autocast is None and not self.group.is_parallel
+        self._joins = whole and makes_parts(self.kv_spec().device)
         self._qkv, self._gate_up = self._collect()
         self._parts_of_layers = self._collect_parts()
         self._parts_copies = self._copies()
@@ -330,7 +337,7 @@ class FusedExecutor(DecoderExecutor):
             query = (ops.qk_norm_rope_store(product, *rest) if lora is None
                      else lora_qk_norm_rope_store_unchecked(product, lora, *rest))
             mixed = step.attend(i, query, layer.options)
-            delta, ranks, lora = layer.o_proj(mixed.flatten(1), ops.linear, rows)
+            delta, ranks, lora = layer.o_proj(mixed.flatten(1), layer.o_linear, rows)
             normed, residual = self._add_norm(delta, ranks, residual, layer.post_norm, lora)
             if gate_up is None or layer.down_proj is None:
                 delta, ranks, lora = apply_module(layer.mlp, normed), SINGLE, None
@@ -341,13 +348,15 @@ class FusedExecutor(DecoderExecutor):
                 product, lora = gate_up(normed, rows)
                 gate, up = (product if lora is None else lora_expand_unchecked(product, *lora)).chunk(2, dim=-1)
                 hidden, shrunk = layer.mlp.act_fn(gate) * up, None
-            delta, ranks, lora = layer.down_proj(hidden, ops.linear, rows, shrunk)
+            delta, ranks, lora = layer.down_proj(hidden, layer.down_linear, rows, shrunk)
         return self._add_norm(delta, ranks, residual, decoder.norm, lora)[0]
 
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None, norm: Any,
                   lora: Delta | None) -> tuple[torch.Tensor, torch.Tensor]:
         """`lora`: what has still to be added to delta."""
         args = residual, norm.weight, norm.variance_epsilon
+        if self._joins and delta.dim() == 3:
+            return self._ops.join_add_rms_norm(delta, *args)
         if ranks is SINGLE:  # under autocast what is normed goes to linear layers, which cast it
             if lora is not None:
                 lora_expand_unchecked(delta, *lora)
@@ -429,7 +438,7 @@ class FusedExecutor(DecoderExecutor):
 
     def _collect_parts(self) -> list[LayerParts]:
         """What else every layer is made of now."""
-        return [
+        found = [
             LayerParts(
                 layer.input_layernorm,
                 (layer.self_attn.q_norm, layer.self_attn.k_norm) if self._has_head_norms else None,
@@ -437,9 +446,18 @@ class FusedExecutor(DecoderExecutor):
                 self._row_product(f"{i}.o_proj", layer.self_attn.o_proj),
                 layer.post_attention_layernorm, layer.mlp, isinstance(getattr(layer.mlp, "act_fn", None), SILU),
                 None if _has_experts(layer.mlp) else self._row_product(f"{i}.down_proj", layer.mlp.down_proj),
+                self._ops.linear, self._ops.linear,
             )
             for i, layer in enumerate(self._layers())
         ]
+        if not self._joins:
+            return found
+        return [parts._replace(o_linear=self._row_linear(parts.o_proj), down_linear=self._row_linear(parts.down_proj))
+                for parts in found]
+
+    def _row_linear(self, product: Any) -> Callable[..., torch.Tensor]:
+        alone = type(product) is RowProduct and product.is_plain and product.lora is None
+        return self._ops.linear_parts if alone else self._ops.linear
 
     def _bases(self, linears: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
         """The layers whose products are taken: of LoRA those inside, where kernels add the rest."""
