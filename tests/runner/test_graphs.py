@@ -62,6 +62,7 @@ class InterpretedGroups(PlannedTorch):
     """Steps whose rows share prefixes run the kernel for them, in Triton's interpreter."""
 
     choose_groups, plan_prompts = TritonBackend.choose_groups, TritonBackend.plan_prompts
+    prompt_kernel = TritonBackend.prompt_kernel
 
     def __init__(self):
         self.grouped, self.prompts = [], []  # the plans that ran, in each layer
