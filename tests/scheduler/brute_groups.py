@@ -43,7 +43,12 @@ def check_groups(groups: PrefixGroups | None, tables: list[list[int]], block_siz
 def check_plan(plan: StepPlan, block_size: int) -> None:
     """The groups of a plan are those of its decode rows, and end before each row's newest token."""
     rows = plan.num_decode_rows
-    check_groups(plan.groups, [seq.block_table for seq in plan.sequences[:rows]], block_size)
+    tables = [seq.block_table for seq in plan.sequences[:rows]]
+    if plan.drafts is not None:  # rows of one sequence share what it had before the first of them
+        first = {id(seq): row for row, seq in reversed(list(enumerate(plan.sequences[:rows])))}
+        begins = [int(plan.start[first[id(seq)]]) for seq in plan.sequences[:rows]]
+        tables = [table[: begin // block_size] for table, begin in zip(tables, begins, strict=True)]
+    check_groups(plan.groups, tables, block_size)
     if plan.groups is not None:
         members, first, count, _, end = (column.tolist() for column in plan.groups)
         for a, n, e in zip(first, count, end, strict=True):
