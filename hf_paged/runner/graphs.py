@@ -31,6 +31,7 @@ from hf_paged.runner.step_context import PagedStep
 from hf_paged.sampling.token_log_probs import NO_LOG_PROBS
 from hf_paged.sampling.top_log_probs import shape_of
 from hf_paged.scheduler import StepPlan
+from hf_paged.scheduler.plan import MOST_GUESSING_ROWS
 
 # Prompts of more operations keep a GPU longer than their launches keep the host: nothing to gain from a graph, and one
 # forward of decode rows and prompts reads the weights once.
@@ -118,8 +119,10 @@ class StepGraphs:
         executor.group.holds(self)
 
     def _use_slots(self) -> None:
-        """As many rows as there are slots may come."""
-        self._decode_sizes = np.array(decode_sizes(self._state.num_slots))
+        """As many rows as there are slots may come, and with guesses more."""
+        self._num_slots = self._state.num_slots
+        beyond = [size for size in decode_sizes(MOST_GUESSING_ROWS) if size > self._num_slots]  # rows of guesses
+        self._decode_sizes = np.array(decode_sizes(self._num_slots) + beyond)
         # Shared by all graphs: one runs at a time, and leaves zeros.
         self._arrivals = self._attention.arrivals(int(self._decode_sizes[-1]))
 
@@ -267,7 +270,7 @@ class StepGraphs:
         if signature != self._memory_signature:
             self.drop()
             self._memory_signature = signature
-            if self._decode_sizes[-1] != self._state.num_slots:
+            if self._num_slots != self._state.num_slots:
                 self._use_slots()
 
     def _decode_graph(self, run: partial, plan: StepPlan) -> tuple[Captured | None, tuple[np.ndarray, ...]]:
