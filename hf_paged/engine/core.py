@@ -24,7 +24,7 @@ from hf_paged.engine.lockstep import LockstepBatch, Way
 from hf_paged.engine.observer import Committed, Launched, Observers
 from hf_paged.engine.pace import Pace
 from hf_paged.engine.session import BARRED, NewRequest, Request, Session, TopAsked, failed_output
-from hf_paged.engine.speculation import Speculation
+from hf_paged.engine.speculation import COSTS, Speculation
 from hf_paged.engine.stopping import ended
 from hf_paged.errors import EngineClosedError
 from hf_paged.models import ModelExecutor
@@ -355,7 +355,7 @@ class EngineCore:
                 if joining is None:
                     return True
                 is_busy = self._in_flight is not None
-                plan = scheduler.schedule(self._drafts(scheduler) if self.speculation else NO_DRAFTS)
+                plan = scheduler.schedule(self._drafts(scheduler)) if self.speculation else scheduler.schedule()
                 scheduled = time.perf_counter() if self.observers else 0.0
                 if self.pool.runner is not None and self.pool.runner.sharded is not None:
                     self.pool.runner.sharded.say(control_flag)
@@ -389,12 +389,13 @@ class EngineCore:
 
     def _drafts(self, scheduler: Scheduler) -> Drafts:
         """What may follow in requests that guess. Where that pays, the step in flight is waited for."""
+        costs = COSTS.get(self.runner.device.type, COSTS["cuda"])
         if self._in_flight is not None:
             has_drafts = self._in_flight[0].drafts is not None
-            if not has_drafts and not self.speculation.drafts(scheduler.num_running):
+            if not has_drafts and not self.speculation.drafts(scheduler.num_running, costs):
                 return NO_DRAFTS
             self._commit_in_flight()
-        return self.speculation.drafts(scheduler.num_running)
+        return self.speculation.drafts(scheduler.num_running, costs)
 
     def _note_pace(self, plan: StepPlan | None, *, joined: bool, overlapped: bool, seconds: float) -> None:
         """What was waited for in this step: with overlap, the step before it."""

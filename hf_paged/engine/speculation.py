@@ -8,9 +8,11 @@ alone. Prompt lookup is due to Saxena 2023 (prompt-lookup-decoding), looking at 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,16 +24,31 @@ from hf_paged.scheduler.scheduler import NO_DRAFTS, Drafts
 
 # Guesses of a request in one step: with its known token they are a step of 8 rows, for which there is a graph.
 MOST_DRAFTS = 7
-# Tokens that guesses have to bring, for each running request: so much slower is a step that has to wait for the tokens
-# of the one before it, and that has more rows.
-_WORTH = 0.35
 # A request guesses while a run of guesses brought as many tokens on average, lately.
 _GAIN_OFF, _GAIN_ON = 0.5, 1.0
 _OF_LAST_RUN = 0.25
+# In a text that had so many tokens in common with another, one token that differs is taken for a replaced one.
+_COPIED = 8
 # Tokens of the prompt that a request's own text begins with.
 _TAIL = 16
 # Tokens that are remembered: of one prompt with all that was made of it, and of all prompts.
 MOST_OF_PROMPT, MOST_REMEMBERED, MOST_PROMPTS = 1 << 16, 1 << 18, 1024
+
+
+class StepCosts(NamedTuple):
+    """What guesses cost, in the time that a step takes however many rows it has.
+
+    Attributes:
+        row: One more row.
+        waiting: That a step is planned when the one before it is done, and not while it runs.
+    """
+
+    row: float
+    waiting: float
+
+
+# 0.6B on an H200, where rows of larger models cost less; small models on a CPU, whose steps wait in any case.
+COSTS = {"cuda": StepCosts(1 / 64, 0.2), "cpu": StepCosts(1 / 8, 0.0)}
 
 
 class Drafter:
@@ -65,21 +82,32 @@ class Drafter:
         is_right = match is not None and index.continuation(self._text, match, 1) == [token]
         index.append(self._text, token)
         self.num_seen += 1
-        if match is not None:
-            self._in_run += 1
-            self._num_right += is_right
-            match = Match(match.text, match.position + 1, match.common + 1) if is_right else None
-            if match is not None and not index.continuation(self._text, match, 1):
-                match = None  # that text ends here
-            if match is None or self._in_run == self._most:
-                self._end_run()
-        self._match = index.look_up(self._text) if match is None else match
+        if match is None:
+            self._match = index.look_up(self._text)
+            return
+        following: Match | None = None
+        if index.continuation(self._text, match, 2)[1:]:  # else that text ends here
+            following = Match(match.text, match.position + 1, match.common + 1 if is_right else 0)
+        if is_right:
+            self._match = following or index.look_up(self._text)
+        else:
+            self._match = index.look_up(self._text) or (following if match.common >= _COPIED else None)
+        self._in_run += 1
+        self._num_right += is_right
+        if not is_right or self._in_run == self._most or self._match is None:
+            self._end_run()
 
-    def guesses(self, most: int) -> list[int]:
-        """At most so many tokens that may come next; none where guessing does not pay."""
+    def guesses(self, most: int, least_chance: float) -> list[int]:
+        """At most so many tokens that may come next, each with at least this chance to be right."""
         if self._match is None or not self._is_on:
             return []
-        return self._index.continuation(self._text, self._match, min(most, self._most))
+        likely = int(math.log(least_chance) / math.log(self.chance))
+        return self._index.continuation(self._text, self._match, min(most, self._most, likely))
+
+    @property
+    def chance(self) -> float:
+        """Of a guess to be right if those before it are: that of runs without an end that are as long on average."""
+        return self.gain / (1.0 + self.gain)
 
     def _end_run(self) -> None:
         self.gain += (self._num_right - self.gain) * _OF_LAST_RUN
@@ -161,7 +189,7 @@ class Speculation:
         """What was made of earlier prompts."""
         self._rollouts.forget()
 
-    def drafts(self, num_running: int) -> Drafts:
+    def drafts(self, num_running: int, costs: StepCosts) -> Drafts:
         """By slot, what may follow the tokens that are known by now; nothing where it would not pay.
 
         num_running: Requests that a step has rows for.
@@ -169,8 +197,9 @@ class Speculation:
         most = min(MOST_DRAFTS, MOST_GUESSING_ROWS // max(1, num_running) - 1)
         if most < 1:
             return NO_DRAFTS
+        rate = num_running / (1.0 + costs.row * num_running)  # tokens in that time, without guesses
         found: dict[int, list[int]] = {}
-        gain = 0.0
+        gain, lost = 0.0, rate * costs.waiting
         for request_id, request in self._requests.items():
             sequence = request.sequence
             if sequence.status is not Status.RUNNING:
@@ -183,10 +212,11 @@ class Speculation:
                 drafter.push(token)
             if not 0 < drafter.num_seen == sequence.num_output_tokens:
                 continue  # its prompt is computed, or it started over and makes the same tokens again
-            if tokens := drafter.guesses(most):
+            if tokens := drafter.guesses(most, rate * costs.row):
                 found[sequence.slot] = tokens
-                gain += min(drafter.gain, len(tokens))
-        return found if gain >= _WORTH * num_running else NO_DRAFTS
+                lost += rate * costs.row * len(tokens)
+                gain += sum(drafter.chance ** (i + 1) for i in range(len(tokens)))
+        return found if gain > lost else NO_DRAFTS
 
     def _drafter_of(self, request: Request) -> Drafter:
         sequence = request.sequence
