@@ -72,7 +72,7 @@ class TokenIndex:
         tokens, before = self._texts[text], _NOWHERE
         tokens.append(token)
         if len(tokens) >= NGRAM:
-            key = (tokens[-3] << 2 * _TOKEN_BITS) ^ (tokens[-2] << _TOKEN_BITS) ^ token
+            key = _last_key(tokens)
             before = self._latest.get(key, _NOWHERE)
             self._latest[key] = (text << _POSITION_BITS) + len(tokens) - 1
         self._before[text].append(before)
@@ -81,9 +81,8 @@ class TokenIndex:
     def look_up(self, text: int) -> Match | None:
         """Where the end of a text stood before and something follows: of the latest places the longest match."""
         tokens, best = self._texts[text], None
-        most = len(tokens)
-        place = self._before[text][-1] if tokens else _NOWHERE
-        common = NGRAM - 1
+        most, common = len(tokens), NGRAM - 1
+        place = self._latest.get(_last_key(tokens), _NOWHERE) if most >= NGRAM else _NOWHERE
         for _ in range(_MOST_CANDIDATES):
             if place == _NOWHERE:
                 break
@@ -108,3 +107,8 @@ class TokenIndex:
             while len(tokens) < count:
                 tokens.append(tokens[-period])
         return tokens
+
+
+def _last_key(tokens: list[int]) -> int:
+    """Of the run at the end."""
+    return (tokens[-3] << 2 * _TOKEN_BITS) ^ (tokens[-2] << _TOKEN_BITS) ^ tokens[-1]
