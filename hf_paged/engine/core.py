@@ -129,7 +129,8 @@ class EngineCore:
             top=_top_of(settings.logprobs, settings.top_logprobs), prompt_top=prompt_top,
             prompt_top_logprobs=[None] * prompt_length if prompt_top is not None else [],
         )
-        if self._config.speculation and self._may_guess(request):
+        # Only where its tokens end as they would one by one; plans of ranks have to agree.
+        if self._config.speculation and new.stop is None and grammar is None and not self._executor.group.is_parallel:
             request.draft_tokens = settings.draft_tokens
         if settings.timeout is not None:
             request.deadline = request.queued + settings.timeout
@@ -138,10 +139,6 @@ class EngineCore:
             request.logprobs = made.known_logprobs() if settings.logprobs else None
             request.top_logprobs = made.known_top_logprobs()
         return request
-
-    def _may_guess(self, request: Request) -> bool:
-        """Would its tokens end where they end one by one? Ranks, whose plans have to agree, guess nothing."""
-        return request.stop is None and request.grammar is None and not self._executor.group.is_parallel
 
     def add(self, request: Request) -> None:
         """Queue a request."""
