@@ -63,7 +63,7 @@ def truth_with_errors(outputs, wrong, seed=0):
     return guesses
 
 
-# -- what is guessed ----------------------------------------------------------------------------------------------------
+# -- what is guessed -------------------------------------------------------------------------------------------------
 
 
 def test_what_stood_before_is_guessed():
@@ -108,7 +108,7 @@ def test_a_run_is_as_long_as_the_guesses_that_were_asked_for():
     assert drafter.gain == pytest.approx(1 + (2 - 1) / 4 + (2 - 1.25) / 4)
 
 
-# -- what is remembered -------------------------------------------------------------------------------------------------
+# -- what is remembered ----------------------------------------------------------------------------------------------
 
 
 def test_requests_of_one_prompt_and_salt_have_one_index():
@@ -141,7 +141,7 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     assert index.texts[1][0] > 0
 
 
-# -- the same tokens ----------------------------------------------------------------------------------------------------
+# -- the same tokens -------------------------------------------------------------------------------------------------
 
 
 SETTINGS = {
@@ -290,7 +290,7 @@ def test_an_aborted_request_gives_everything_back(guessing):
     assert not engine._core.speculation
 
 
-# -- fewer steps --------------------------------------------------------------------------------------------------------
+# -- fewer steps -----------------------------------------------------------------------------------------------------
 
 
 def steps_of(generator, prompts, **kwargs):
@@ -325,8 +325,9 @@ def test_the_switch_and_a_call_without_the_option_guess_nothing():
         assert not generator.engine._core.speculation._rollouts.num_tokens
 
 
-@pytest.mark.parametrize("options", [{"stop_strings": "zz"}, {"max_time": 100.0}, {"structured": {"regex": "[ab]{30}"}}],
-                         ids=str)
+@pytest.mark.parametrize("options", [
+    {"stop_strings": "zz"}, {"max_time": 100.0}, {"structured": {"regex": "[ab]{30}"}},
+], ids=str)
 def test_requests_whose_end_is_looked_for_after_each_token_guess_nothing(options):
     with PagedGenerator(tiny_model(), tokenizer=byte_tokenizer()) as generator:
         expected = generator.generate(REPEATED, max_new_tokens=30, **options)
