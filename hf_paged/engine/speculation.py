@@ -76,26 +76,39 @@ class Drafter:
         self._match: Match | None = index.look_up(self._text)
         self._in_run = self._num_right = 0  # guesses of the run under way that were looked at, and were right
 
-    def push(self, token: int) -> None:
-        """The request's next token."""
-        index, match = self._index, self._match
-        is_right = match is not None and index.continuation(self._text, match, 1) == [token]
-        index.append(self._text, token)
-        self.num_seen += 1
-        if match is None:
-            self._match = index.look_up(self._text)
-            return
-        following: Match | None = None
-        if index.continuation(self._text, match, 2)[1:]:  # else that text ends here
-            following = Match(match.text, match.position + 1, match.common + 1 if is_right else 0)
-        if is_right:
-            self._match = following or index.look_up(self._text)
-        else:
-            self._match = index.look_up(self._text) or (following if match.common >= _COPIED else None)
-        self._in_run += 1
-        self._num_right += is_right
-        if not is_right or self._in_run == self._most or self._match is None:
-            self._end_run()
+    def push(self, tokens: list[int]) -> None:
+        """The request's next tokens."""
+        index, text, done = self._index, self._text, 0
+        while done < len(tokens):
+            match = self._match
+            if match is None:
+                index.extend(text, tokens[done : done + 1])
+                done += 1
+                self._match = index.look_up(text)
+                continue
+            expected = index.continuation(text, match, min(len(tokens) - done, self._most - self._in_run) + 1)
+            given = tokens[done : done + len(expected[: self._most - self._in_run])]
+            count = 0
+            while count < len(given) and expected[count] == given[count]:
+                count += 1
+            is_right = count == len(given)
+            given = given[: count + 1]
+            done += len(given)
+            index.extend(text, given)
+            self._in_run += len(given)
+            self._num_right += count
+            following = None
+            if len(expected) > len(given):  # else that text ends here
+                common = match.common + count if is_right else 0
+                following = Match(match.text, match.position + len(given), common)
+            if is_right:
+                self._match = following or index.look_up(text)
+            else:
+                was_copied = match.common + count >= _COPIED
+                self._match = index.look_up(text) or (following if was_copied else None)
+            if not is_right or self._in_run == self._most or self._match is None:
+                self._end_run()
+        self.num_seen += len(tokens)
 
     def guesses(self, most: int, least_chance: float) -> list[int]:
         """At most so many tokens that may come next, each with at least this chance to be right."""
@@ -207,9 +220,7 @@ class Speculation:
             drafter = self._drafters.get(request_id)
             if drafter is None:
                 drafter = self._drafters[request_id] = self._drafter_of(request)
-            output = sequence.output_from(drafter.num_seen)
-            for token in output:
-                drafter.push(token)
+            drafter.push(sequence.output_from(drafter.num_seen))
             if not 0 < drafter.num_seen == sequence.num_output_tokens:
                 continue  # its prompt is computed, or it started over and makes the same tokens again
             if tokens := drafter.guesses(most, rate * costs.row):

@@ -33,22 +33,19 @@ class TokenIndex:
 
     Attributes:
         num_tokens: of all texts.
+        texts: all of them; they grow by `extend` alone.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self._texts: list[list[int]] = []
-        self._before: list[list[int]] = []  # of each token: the place of the equal run before the one that it ends
+        self.texts: list[list[int]] = []
+        self._before: list[list[int]] = []  # of each chained token: the place of the equal run before its own
         self._latest: dict[int, int] = {}  # key of a run -> place of the last token of its latest occurrence
-
-    @property
-    def texts(self) -> list[list[int]]:
-        """All of them, not to be changed."""
-        return self._texts
+        self._grown: set[int] = set()  # texts some of whose tokens are not chained yet
 
     def add(self, tokens: Sequence[int]) -> int:
         """A new text; returns its number."""
-        text = len(self._texts)
+        text = len(self.texts)
         before = np.full(len(tokens), _NOWHERE, np.int64)
         if len(tokens) >= NGRAM:
             ids = np.asarray(tokens, np.int64)
@@ -62,32 +59,29 @@ class TokenIndex:
                 first = order[np.append(True, ~again)]
                 ends[first] = [self._latest.get(key, _NOWHERE) for key in keys[first].tolist()]
             self._latest.update(zip(keys.tolist(), places.tolist(), strict=True))  # the last of equal keys stays
-        self._texts.append(list(tokens))
+        self.texts.append(list(tokens))
         self._before.append(before.tolist())
         self.num_tokens += len(tokens)
         return text
 
-    def append(self, text: int, token: int) -> None:
-        """A text grows."""
-        tokens, before = self._texts[text], _NOWHERE
-        tokens.append(token)
-        if len(tokens) >= NGRAM:
-            key = _last_key(tokens)
-            before = self._latest.get(key, _NOWHERE)
-            self._latest[key] = (text << _POSITION_BITS) + len(tokens) - 1
-        self._before[text].append(before)
-        self.num_tokens += 1
+    def extend(self, text: int, tokens: Sequence[int]) -> None:
+        """A text grows. It is chained when it is next looked for, so that a text that is followed costs nothing."""
+        self.texts[text] += tokens
+        self.num_tokens += len(tokens)
+        self._grown.add(text)
 
     def look_up(self, text: int) -> Match | None:
         """Where the end of a text stood before and something follows: of the latest places the longest match."""
-        tokens, best = self._texts[text], None
+        while self._grown:
+            self._chain(self._grown.pop())
+        tokens, best = self.texts[text], None
         most, common = len(tokens), NGRAM - 1
-        place = self._latest.get(_last_key(tokens), _NOWHERE) if most >= NGRAM else _NOWHERE
+        place = self._latest.get(_key(tokens, most - 1), _NOWHERE) if most >= NGRAM else _NOWHERE
         for _ in range(_MOST_CANDIDATES):
             if place == _NOWHERE:
                 break
             other, position = place >> _POSITION_BITS, place & ((1 << _POSITION_BITS) - 1)
-            found = self._texts[other]
+            found = self.texts[other]
             if position + 1 < len(found):
                 longest = min(most, position + 1, _MOST_COMMON)
                 count = 0
@@ -100,7 +94,7 @@ class TokenIndex:
 
     def continuation(self, text: int, match: Match, count: int) -> list[int]:
         """At most `count` tokens from a match of `text` on; where a text repeats its own end, it goes on doing so."""
-        found = self._texts[match.text]
+        found = self.texts[match.text]
         tokens = found[match.position : match.position + count]
         if match.text == text and tokens:
             period = len(found) - match.position
@@ -108,7 +102,15 @@ class TokenIndex:
                 tokens.append(tokens[-period])
         return tokens
 
+    def _chain(self, text: int) -> None:
+        tokens, before, latest = self.texts[text], self._before[text], self._latest
+        for position in range(len(before), len(tokens)):
+            key = _key(tokens, position) if position >= NGRAM - 1 else _NOWHERE
+            before.append(latest.get(key, _NOWHERE))
+            if key != _NOWHERE:
+                latest[key] = (text << _POSITION_BITS) + position
 
-def _last_key(tokens: list[int]) -> int:
-    """Of the run at the end."""
-    return (tokens[-3] << 2 * _TOKEN_BITS) ^ (tokens[-2] << _TOKEN_BITS) ^ tokens[-1]
+
+def _key(tokens: list[int], position: int) -> int:
+    """Of the run that ends there."""
+    return (tokens[position - 2] << 2 * _TOKEN_BITS) ^ (tokens[position - 1] << _TOKEN_BITS) ^ tokens[position]

@@ -23,6 +23,14 @@ class PrefixGroups(NamedTuple):
     end: np.ndarray  # [G] position, a multiple of the block size, above `begin`
 
 
+def shared_by_copies(start: np.ndarray, block_size: int) -> np.ndarray:
+    """Up to where rows of a sequence, the first of them at `start`, read together.
+
+    In pieces of several blocks, so that groups stay the same objects for some steps.
+    """
+    return start & -max(block_size, min(16 * block_size, 256))
+
+
 def repeated(groups: PrefixGroups | None, copies: np.ndarray, end: np.ndarray) -> PrefixGroups | None:
     """Groups of rows of which each stands there several times, one behind the other, for tokens that follow each other.
 

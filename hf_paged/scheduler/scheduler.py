@@ -11,7 +11,6 @@ import numpy as np
 
 from hf_paged.scheduler.kv_cache_manager import KVCacheManager
 from hf_paged.scheduler.plan import BlockUpdates, CommitResult, PrefillRows, SchedulerConfig, StepPlan
-from hf_paged.scheduler.prefix_groups import repeated
 from hf_paged.scheduler.prefix_tree import PrefixTree
 from hf_paged.scheduler.running_table import RunningTable
 from hf_paged.scheduler.sequence import Sequence, Status
@@ -272,11 +271,11 @@ class Scheduler:
                    guesses: list[Seq[int]]) -> StepPlan:
         sequences: list[Sequence] = [self._table.sequences[slot] for slot in slots.tolist()]
         slots, drafts = slots.astype(np.int32), None
-        groups = self.prefix_tree.groups(slots)
-        if guesses:
+        if not guesses:
+            groups = self.prefix_tree.groups(slots)
+        else:
             copies = np.array([1 + len(tokens) for tokens in guesses])
-            if self.prefix_tree.is_kept:
-                groups = repeated(groups, copies, start & -self.config.block_size)
+            groups = self.prefix_tree.groups_of_copies(slots, copies, start)
             sequences = [seq for seq, count in zip(sequences, copies.tolist(), strict=True) for _ in range(count)]
             drafts = np.array([token for tokens in guesses for token in (-1, *tokens)], np.int32)
             slots = np.repeat(slots, copies)

@@ -33,8 +33,7 @@ def drafter_behind(*texts, known=(1, 2, 3), most=7):
 
 
 def fed(drafter, tokens):
-    for token in tokens:
-        drafter.push(token)
+    drafter.push(list(tokens))
     return drafter
 
 

@@ -31,8 +31,7 @@ def test_the_longest_match_is_found_in_texts_that_came_whole_or_grew(texts, cut,
     for text in texts:
         index.add(text[:cut])
     for number, text in enumerate(texts):
-        for token in text[cut:]:
-            index.append(number, token)
+        index.extend(number, text[cut:])
     assert index.texts == texts
     assert index.num_tokens == sum(map(len, texts))
     found, expected = index.look_up(at), brute(texts, at)
