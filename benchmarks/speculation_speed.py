@@ -4,9 +4,13 @@
 
 Random weights do not repeat their prompts, so guesses come from earlier rollouts of the same prompts, which is a
 feature of its own. "recorded" has the greedy continuation itself, as an edit that changes nothing; in "1 wrong of n"
-one token of n of the recorded text is another one, as in a text that is edited there. "sampled" draws at temperature 1
-from nearly flat distributions: nothing repeats. Each is compared with the same call without guesses, run in turn.
-"tiny" is two small random layers, for a CPU.
+one token of n of the recorded text is another one, as in a text that is edited there. "unknown" has no rollouts, and
+its text never repeats; nor does "sampled", which draws at temperature 1. Each is compared with the same call without
+guesses, run in turn. "tiny" is four small layers, for a CPU.
+
+Among the logits of random weights the first two are often as good as equal, so that rounding decides, and a step of
+other rows makes another text. Here layers add little to the embedding, and the head's rows are the embedding's in
+another order: which token follows is certain, and every product is computed as ever.
 
 Aims: "recorded" and "1 wrong of 20" at batch 1 at least 2, at batch 8 1.5; "sampled" 0.98.
 """
@@ -25,6 +29,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from workloads import qwen3
 
 from hf_paged import PagedGenerator
+from hf_paged.engine.observer import Committed, Launched
 
 DRAFTS = 7
 WRONG = {"recorded": 0, "1 wrong of 20": 20, "1 wrong of 8": 8, "1 wrong of 3": 3}
@@ -32,10 +37,46 @@ WRONG = {"recorded": 0, "1 wrong of 20": 20, "1 wrong of 8": 8, "1 wrong of 3": 
 
 def model_of(name: str, device: str) -> Any:
     if name != "tiny":
-        return qwen3(name, torch.bfloat16, device)
-    config = Qwen3Config(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=4, head_dim=32,
-                         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096)
-    return Qwen3ForCausalLM(config).eval().to(device)
+        model = qwen3(name, torch.bfloat16, device)
+    else:
+        config = Qwen3Config(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=4, head_dim=32,
+                             num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096)
+        model = Qwen3ForCausalLM(config).eval().to(device)
+    embedding = model.get_input_embeddings().weight
+    order = torch.randperm(len(embedding), generator=torch.Generator().manual_seed(0)).to(embedding.device)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.01)
+            layer.mlp.down_proj.weight.mul_(0.01)
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(embedding[order].clone())
+    return model
+
+
+class Clock:
+    """Times of steps with guesses: until the plan, until the launch is over, until the wait is over, and in all."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[float, ...]] = []
+        self.step: Launched | None = None
+        self.before = 0.0
+
+    def launched(self, step: Launched) -> None:
+        self.step = step
+
+    def committed(self, step: Committed) -> None:
+        launched = self.step
+        if launched is not None and launched.plan is step.plan and step.plan.drafts is not None:
+            self.parts.append((launched.scheduled - launched.began, launched.launched - launched.scheduled,
+                               step.ready - launched.launched, step.ready - self.before))
+        self.before = step.ready
+
+    def means(self) -> str:
+        if not self.parts:
+            return "none"
+        names = "plan", "launch", "wait", "all"
+        return ", ".join(f"{name} {1e3 * statistics.median(part):.2f}"
+                         for name, part in zip(names, zip(*self.parts, strict=True), strict=True))
 
 
 def remember(generator: PagedGenerator, prompts: list[list[int]], outputs: list[list[int]], one_of: int) -> None:
@@ -65,16 +106,18 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         for batch in args.batches:
             prompts = [[rng.randrange(1, 4000) for _ in range(args.prompt)] for _ in range(batch)]
             recorded = timed(prompts, **greedy)[1]
-            for label in [*WRONG, "sampled"]:
+            for label in [*WRONG, "unknown", "sampled"]:
                 settings, plain, guessing = sampled if label == "sampled" else greedy, [], []
-                counts = [0, 0, 0]
+                counts, clock = [0, 0, 0], Clock()
                 for run in range(args.runs + 1):
                     generator.engine.reset_prefix_cache()  # which forgets earlier rollouts as well
                     other, others, _ = timed(prompts, **settings)
                     generator.engine.reset_prefix_cache()
                     if label in WRONG:
                         remember(generator, prompts, recorded, WRONG[label])
+                    generator.engine.watch(clock)
                     some, texts, counts = timed(prompts, prompt_lookup_num_tokens=DRAFTS, **settings)
+                    generator.engine.unwatch(clock)
                     if run:
                         guessing.append(some)
                         plain.append(other)
@@ -86,7 +129,8 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append(row)
                 share = counts[2] / counts[1] if counts[1] else 0.0
                 print(f"{name}, {batch} x {label}: {row['rate']:,.0f} tok/s, {row['ratio']:.3f} of {row['plain']:,.0f};"
-                      f" {counts[0]} steps, {counts[1]} guesses, {share:.2f} right, {same} texts the same", flush=True)
+                      f" {counts[0]} steps, {counts[1]} guesses, {share:.2f} right, {same} texts the same;"
+                      f" a step with guesses, ms: {clock.means()}", flush=True)
     return rows
 
 
