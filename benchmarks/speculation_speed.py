@@ -34,6 +34,8 @@ from hf_paged.engine.observer import Committed, Launched
 DRAFTS = 7
 WRONG = {"recorded": 0, "1 wrong of 20": 20, "1 wrong of 8": 8, "1 wrong of 3": 3}
 
+TEXTS = [*WRONG, "unknown", "sampled"]
+
 
 def model_of(name: str, device: str) -> Any:
     if name != "tiny":
@@ -106,7 +108,7 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         for batch in args.batches:
             prompts = [[rng.randrange(1, 4000) for _ in range(args.prompt)] for _ in range(batch)]
             recorded = timed(prompts, **greedy)[1]
-            for label in [*WRONG, "unknown", "sampled"]:
+            for label in args.texts:
                 settings, plain, guessing = sampled if label == "sampled" else greedy, [], []
                 counts, clock = [0, 0, 0], Clock()
                 for run in range(args.runs + 1):
@@ -138,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["0.6B", "8B"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--runs", type=int, default=3)

@@ -35,8 +35,9 @@ def test_right_and_wrong_guesses_change_no_token(monkeypatch, settings, lengths,
             for request in self._requests.values():
                 sequence = request.sequence
                 if sequence.num_output_tokens and sequence.slot >= 0:
-                    tokens = outputs[tuple(sequence.prompt_token_ids)][sequence.num_output_tokens :][: rng.randint(0, 7)]
-                    found[sequence.slot] = [rng.randrange(256) if rng.random() < 0.15 else token for token in tokens]
+                    tokens = outputs[tuple(sequence.prompt_token_ids)][sequence.num_output_tokens :]
+                    found[sequence.slot] = [rng.randrange(256) if rng.random() < 0.15 else token
+                                            for token in tokens[: rng.randint(0, 7)]]
             return found
 
         monkeypatch.setattr(Speculation, "drafts", drafts)

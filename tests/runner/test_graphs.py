@@ -215,7 +215,7 @@ def test_steps_with_guesses_replay_graphs_of_a_row_for_each(steps, monkeypatch, 
         made = generator.generate(prompts, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=7)
         assert generator.engine.stats().num_accepted_draft_tokens > 50
     assert [one.token_ids for one in made] == list(outputs.values())
-    assert {size for kind, size in steps if kind == "decode"} >= ({8} if max_num_seqs == 1 else {24})
+    assert {size for kind, size in steps if kind == "decode"} >= ({8} if max_num_seqs == 1 else {32})
     assert not any(eager)
 
 
