@@ -711,7 +711,8 @@ GUESSING = [
                     "looked_for_after_each_token"),
     PackageMutation(GENERATE, "        if request.stop is not None or request.grammar", "        if request.grammar",
                     LOOKUP_TESTS, "once_a_draft"),
-    PackageMutation("runner/graphs.py", "else _GUESSING_SIZES", "else self._decode_sizes", GRAPHS_TESTS, "with_guesses"),
+    PackageMutation("runner/graphs.py", "else _GUESSING_SIZES", "else self._decode_sizes", GRAPHS_TESTS,
+                    "with_guesses"),
 ]
 
 PACKAGE_MUTATIONS = [

@@ -127,7 +127,7 @@ class PrefixTree:
 
     def groups_of_copies(self, slots: np.ndarray, copies: np.ndarray, start: np.ndarray) -> PrefixGroups | None:
         """As `groups` of a step in which row i stands ``copies[i]`` times, from position ``start[i]`` on."""
-        if not self.is_kept:
+        if not self.is_kept:  # else copies of one row would be a group
             return None
         end = shared_by_copies(start, self._block_size)
         groups, step = self.groups(slots), b"".join((slots.tobytes(), copies.tobytes(), end.tobytes()))

@@ -187,3 +187,12 @@ def test_rows_of_one_sequence_are_a_group_in_those_of_its_prefix():
     each = [(tables[0][:3], 3), (tables[1], 1), (tables[2], 2), ([], 2)]
     check_groups(found, [table for table, count in each for _ in range(count)], 4)
     assert repeated(None, np.array([2, 1]), np.array([0, 8])) is None
+
+
+def test_without_groups_rows_of_one_sequence_are_none():
+    for group_prefixes in (True, False):
+        d = driver(group_prefixes=group_prefixes, max_model_len=200)
+        seq = d.add("a", list(range(90)), 20)
+        for _ in range(3):
+            d.step()
+        assert (d.scheduler.schedule({seq.slot: [1, 2]}).groups is None) == (not group_prefixes)
