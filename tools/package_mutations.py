@@ -390,6 +390,22 @@ ON_A_CPU = [
 WORK, GROUPED = (f"kernels/attention/grouped_{name}.py" for name in ("work", "decode"))
 WORK_TESTS, GROUPED_TESTS = (f"kernels/attention/test_grouped_{name}.py" for name in ("work", "decode"))
 
+HOPPER, HOPPER_TESTS = "kernels/attention/hopper_support.py", "kernels/attention/test_hopper_prefill.py"
+
+# Which calls the kernel for Hopper gets.
+HOPPER_CALLS = [
+    PackageMutation(HOPPER, "min(group & -group, 16)", "min(group, 16)", HOPPER_TESTS, "fill_a_tile"),
+    PackageMutation(HOPPER, "packed_heads(q.shape[1] // num_kv_heads) >= BLOCK_M", "1 > 0", HOPPER_TESTS,
+                    "fill_a_tile"),
+    PackageMutation(HOPPER, "tuple(f\"{tested}.\" for", "tuple(tested for", HOPPER_TESTS, "elsewhere"),
+    PackageMutation(HOPPER, "(q.data_ptr() | 2 * q.stride(0)", "(2 * q.stride(0)", HOPPER_TESTS, "tma"),
+    PackageMutation(HOPPER, " | 2 * q.stride(0)", "", HOPPER_TESTS, "tma"),
+    PackageMutation("kernels/attention/backends.py", "if hopper_support.why_not_on(device) is None:", "if True:",
+                    HOPPER_TESTS, "elsewhere"),
+    PackageMutation("kernels/attention/backends.py", "HopperBackend(measured_only=True)", "HopperBackend()",
+                    HOPPER_TESTS, "timed"),
+]
+
 # Prefixes that rows share.
 PREFIXES = [
     PackageMutation(WORK, "begin, end = ends[around][kept],", "begin, end = groups.begin[kept].astype(np.int64),",
