@@ -19,6 +19,7 @@ from support import (
     stock_generate,
     tiny_model,
 )
+from threads import together
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_paged
@@ -107,6 +108,18 @@ def test_what_stock_looks_at_once_a_draft_runs_in_lockstep(model, options):
             made, expected = made.sequences, expected.sequences
         assert_same_tensor(made, expected)
     assert num_calls(model) == {"lockstep": 1}
+
+
+def test_beside_rows_of_a_call_in_lockstep(model):
+    """Which stand in front of the guesses in the same steps."""
+    beams, lookup = {**batch([12, 30]), "max_new_tokens": 40, "num_beams": 3}, {**REPEATED, "max_new_tokens": 80}
+    expected = stock_generate(model, **beams), stock_generate(model, **lookup)
+    model.generate(**lookup, **LOOKUP)
+    for _ in range(3):
+        made = together(lambda: model.generate(**beams), lambda: model.generate(**lookup, **LOOKUP))
+        for one, other in zip(made, expected, strict=True):
+            assert_same_tensor(one, other)
+    assert hf_paged.get_engine(model).stats().num_accepted_draft_tokens > 0
 
 
 @pytest.mark.filterwarnings("ignore::hf_paged.FallbackWarning")
