@@ -462,8 +462,20 @@ LORA_LAYERS = [
     PackageMutation("models/adapted_layers.py", "return rows.order", "return None", LORA_TESTS, "different_adapters"),
     PackageMutation("kernels/lora_order.py", "tl.where(each < mine, tiles, 0)", "tl.where(each < mine, counts, 0)",
                     "kernels/test_lora_order.py", "kernel"),
-    PackageMutation("kernels/lora_expand.py", "sums * tl.load(next_scales), mask", "sums, mask", LORA_KERNEL_TESTS,
-                    "behind_silu"),
+    PackageMutation("kernels/_lora_tile.py", "sums * tl.load(scales + slot, mask=there, other=0.0)[None, :]", "sums",
+                    LORA_KERNEL_TESTS, "behind_silu"),
+    PackageMutation("kernels/lora_qk_norm_rope_store.py", "entry = tl.where(has_adapters, entry, -1)", "entry += 0",
+                    "kernels/test_lora_qk_norm_rope_store.py", "between"),
+    PackageMutation("models/fused.py", "product if lora is None else lora_expand_unchecked(product, *lora)", "product",
+                    LORA_TESTS, "another_activation and tables"),
+]
+
+# Few rows: products that come to the norm behind them in parts.
+FEW_ROWS = [
+    PackageMutation("kernels/join_add_rms_norm.py", "total.to(dtype).to(tl.float32) + before", "total + before",
+                    "kernels/test_join_add_rms_norm.py", "same_bits"),
+    PackageMutation("models/fused.py", "product.is_plain and product.lora is None", "product.is_plain",
+                    "models/test_fused.py", "in_parts"),
 ]
 
 # Calls under autocast: where values are rounded, whose precision holds, and copies that follow the weights.
@@ -472,7 +484,7 @@ AUTOCAST = [
     PackageMutation("kernels/add_rms_norm.py", "product: tl.constexpr = dtype if weight.dtype.element_ty == dtype else "
                     "tl.float32", "product: tl.constexpr = dtype", "kernels/test_add_rms_norm.py",
                     "dtypes_of_autocast and triton"),
-    PackageMutation("kernels/qk_norm_rope_store.py", "rotated: tl.constexpr = scaled if cos.dtype.element_ty == scaled "
+    PackageMutation("kernels/qk_norm_rope_store.py", "rotated: tl.constexpr = scaled if cos1.dtype == scaled "
                     "else tl.float32", "rotated: tl.constexpr = dtype", "kernels/test_qk_norm_rope_store.py",
                     "dtypes_of_autocast and triton"),
     PackageMutation("kernels/_qk_norm_rope_host.py", "    if both.dtype == sin.dtype:", "    if True:",
