@@ -41,6 +41,8 @@ class PagedConfig:
             over them with the new weights. Tokens made so far stay in either case.
         gather_timeout: seconds that a rank of a model sharded by FSDP2 waits in `generate` for the other ranks to call
             it, too, before it raises.
+        speculation: requests with ``prompt_lookup_num_tokens`` guess at tokens that stood before. False: none does. The
+            tokens are the same.
         overlap: schedule step n + 1 while step n runs. None: on CUDA yes, on a CPU (where it gains nothing) no.
 
     Raises:
@@ -64,6 +66,7 @@ class PagedConfig:
     all_reduce: str = "auto"
     on_weight_change: str = "recompute"
     gather_timeout: float = 600.0
+    speculation: bool = True
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
@@ -87,7 +90,7 @@ class PagedConfig:
             raise ValueError(f"gpu_memory_utilization={share!r}: expected a number in (0, 1]")
         _require_one_of(self, "attention_backend", ATTENTION_BACKENDS)
         for name in ("enable_prefix_caching", "group_prefixes", "enforce_eager", "strict", "merge_weights",
-                     "fused_kernels"):
+                     "fused_kernels", "speculation"):
             _require_one_of(self, name, (True, False))
         _require_one_of(self, "all_reduce", ALL_REDUCES)
         _require_one_of(self, "on_weight_change", ON_WEIGHT_CHANGE)

@@ -730,6 +730,36 @@ OVER_RANKS = [
                     "parallel/test_load_weights_over_ranks.py", "come_back_whole"),
 ]
 
+# Guesses at what follows.
+INDEX, GUESSES, GUESSES_TESTS = "engine/token_index.py", "engine/speculation.py", "engine/test_speculation.py"
+INDEX_TESTS, LOOKUP_TESTS = "engine/test_token_index.py", "integration/test_prompt_lookup.py"
+GUESSING = [
+    PackageMutation(INDEX, "if count > common:\n", "if best is None and count > common:\n", INDEX_TESTS,
+                    "longer_match"),
+    PackageMutation(INDEX, "if match.text == text and tokens:\n", "if False:\n", INDEX_TESTS, "repeats_its_end"),
+    PackageMutation(INDEX, "        while self._grown:\n            self._chain(self._grown.pop())\n", "", INDEX_TESTS,
+                    "or_grew"),
+    PackageMutation(GUESSES, "if not 0 < drafter.num_seen == sequence.num_output_tokens:", "if False:", GUESSES_TESTS,
+                    "back_where_it_was"),
+    PackageMutation(GUESSES, "self._is_on = self.gain >= (_GAIN_OFF if self._is_on else _GAIN_ON)", "pass",
+                    GUESSES_TESTS, "come_to_nothing"),
+    PackageMutation(GUESSES, "return found if gain > lost else NO_DRAFTS", "return found", GUESSES_TESTS,
+                    "more_than_they_cost"),
+    PackageMutation(GUESSES, ".digest() + salt", ".digest()", GUESSES_TESTS, "one_prompt_and_salt"),
+    PackageMutation("runner/model_runner.py", "            self.state.set_tokens(slots, places, tokens[:, None])\n", "",
+                    GUESSES_TESTS, "change_no_token and greedy"),
+    PackageMutation("engine/session.py", "        if index < self.num_emitted or", "        if", GUESSES_TESTS,
+                    "not_streamed_again"),
+    PackageMutation("engine/session.py", "self.logprobs[len(self.top_logprobs)]", "self.logprobs[-1]", GUESSES_TESTS,
+                    "change_no_token"),
+    PackageMutation(CORE, "new.stop is None and grammar is None and not", "grammar is None and not", GUESSES_TESTS,
+                    "looked_for_after_each_token"),
+    PackageMutation(GENERATE, "        if request.stop is not None or request.grammar", "        if request.grammar",
+                    LOOKUP_TESTS, "once_a_draft"),
+    PackageMutation("runner/graphs.py", "else _GUESSING_SIZES", "else self._decode_sizes", GRAPHS_TESTS,
+                    "with_guesses"),
+]
+
 PACKAGE_MUTATIONS = [
     mutation for name, some in list(globals().items()) if name.isupper() and isinstance(some, list) for mutation in some
 ]

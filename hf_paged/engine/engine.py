@@ -517,6 +517,7 @@ class Engine:
                 kv_bytes_read=pool.reads.num_bytes,
                 kv_bytes_saved=pool.reads.num_saved_bytes,
                 shadow_bytes=self._executor.copied_bytes + (self.replica.nbytes if self.replica is not None else 0),
+                num_draft_tokens=p["drafts"], num_accepted_draft_tokens=p["accepted drafts"],
             )
 
     @contextmanager

@@ -32,6 +32,7 @@ from hf_paged.runner.step_context import PagedStep
 from hf_paged.sampling.token_log_probs import NO_LOG_PROBS
 from hf_paged.sampling.top_log_probs import shape_of
 from hf_paged.scheduler import StepPlan
+from hf_paged.scheduler.plan import MOST_GUESSING_ROWS
 
 # Prompts of more operations keep a GPU longer than their launches keep the host: nothing to gain from a graph, and one
 # forward of decode rows and prompts reads the weights once.
@@ -39,6 +40,9 @@ _PROMPT_FLOPS = 17e12
 # Padding that costs more than this is not worth the launches that it saves.
 _WASTED_FLOPS = 5e12
 _MOST_PROMPT_ROWS = 256
+# Padded rows of steps with guesses, whose number changes from step to step: few sizes, since each is captured once.
+_GUESSING_SIZES = np.array(sorted([48, 96, *(1 << i for i in range(8))]))
+assert _GUESSING_SIZES[-1] == MOST_GUESSING_ROWS
 
 
 class Drawn(NamedTuple):
@@ -119,10 +123,11 @@ class StepGraphs:
         executor.group.holds(self)
 
     def _use_slots(self) -> None:
-        """As many rows as there are slots may come."""
-        self._decode_sizes = np.array(decode_sizes(self._state.num_slots))
+        """As many rows as there are slots may come, and with guesses more."""
+        self._num_slots = self._state.num_slots
+        self._decode_sizes = np.array(decode_sizes(self._num_slots))
         # Shared by all graphs: one runs at a time, and leaves zeros.
-        self._arrivals = self._attention.arrivals(int(self._decode_sizes[-1]))
+        self._arrivals = self._attention.arrivals(max(self._num_slots, MOST_GUESSING_ROWS))
 
     def check(self) -> None:
         """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""
@@ -213,7 +218,7 @@ class StepGraphs:
         decodes, any_named = plan.num_decode_rows, self._state.adapters.any_named
         num_new = plan.num_new_tokens[decodes:]
         prompt_size = self._prompt_size(len(num_new), int(num_new.sum()))
-        if decodes > self._decode_sizes[-1] or prompt_size is None:
+        if prompt_size is None or (decodes and decodes > self._sizes_of(plan)[-1]):
             return None
         parts: list[Part] = []
         inputs: tuple[np.ndarray, ...]
@@ -269,7 +274,7 @@ class StepGraphs:
         if signature != self._memory_signature:
             self.drop()
             self._memory_signature = signature
-            if self._decode_sizes[-1] != self._state.num_slots:
+            if self._num_slots != self._state.num_slots:
                 self._use_slots()
 
     def _decode_graph(self, run: partial, plan: StepPlan) -> tuple[Captured | None, tuple[np.ndarray, ...]]:
@@ -278,7 +283,11 @@ class StepGraphs:
         return self._get(size, partial(run, tiles=tiles), inputs), inputs
 
     def _decode_size(self, plan: StepPlan) -> int:
-        return int(self._decode_sizes[np.searchsorted(self._decode_sizes, plan.num_decode_rows)])
+        sizes = self._sizes_of(plan)
+        return int(sizes[np.searchsorted(sizes, plan.num_decode_rows)])
+
+    def _sizes_of(self, plan: StepPlan) -> np.ndarray:
+        return self._decode_sizes if plan.drafts is None else _GUESSING_SIZES
 
     def _prompt_size(self, num_rows: int, num_tokens: int) -> int | None:
         """Padded number of tokens of these prompts; 0: there are none, None: no graph is worth it."""

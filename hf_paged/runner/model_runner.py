@@ -250,6 +250,11 @@ class ModelRunner:
                wanted: Wanted) -> tuple[StepPlan, torch.Tensor, dict[str, torch.Tensor]]:
         """Bring the requests' state up to a step that samples: the step, and where its tokens and theirs will be."""
         self._update_state(plan, parameters)
+        if plan.drafts is not None:
+            guessed = np.flatnonzero(plan.drafts >= 0)
+            columns = np.array((plan.slots[guessed], plan.start[guessed], plan.drafts[guessed]), np.int64)
+            slots, places, tokens = upload(columns, self.device)
+            self.state.set_tokens(slots, places, tokens[:, None])
         rows = len(plan.slots)
         logprobs = {name: self._on_host(shape_of(name, rows), torch.float32) for name in wanted.sampled}
         return plan, self._on_host(rows, torch.int64), logprobs

@@ -13,6 +13,9 @@ from hf_paged.scheduler.prefix_groups import PrefixGroups
 from hf_paged.scheduler.prefix_tree import PrefixTree
 from hf_paged.scheduler.sequence import Sequence
 
+# Rows of a step with guesses at what follows.
+MOST_GUESSING_ROWS = 128
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -83,6 +86,9 @@ class StepPlan:
             where nothing about it changed.
         prompt_groups: Likewise the other rows, counted from the first of them; a group ends ahead of all its rows' new
             tokens.
+        drafts: int32; the token at `start` of a decode row that was only guessed: such rows stand behind the row of the
+            same sequence at the position before, and count if that one samples the guess. -1: the token is known. None:
+            that of every row is.
     """
 
     sequences: list[Sequence]
@@ -99,6 +105,7 @@ class StepPlan:
     prefix_tree: PrefixTree | None = None
     groups: PrefixGroups | None = None
     prompt_groups: PrefixGroups | None = None
+    drafts: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -116,7 +123,9 @@ class StepPlan:
             return np.concatenate([getattr(plan, name) for plan in plans])
 
         slots, num_decode_rows = column("slots"), sum(plan.num_decode_rows for plan in plans)
-        tree = rows[0].prefix_tree
+        tree, drafts = rows[0].prefix_tree, self.drafts
+        if drafts is not None:
+            drafts = np.concatenate([np.full(len(slots) - len(drafts), -1, np.int32), drafts])
         return StepPlan(
             sequences=[seq for plan in plans for seq in plan.sequences], slots=slots,
             num_new_tokens=column("num_new_tokens"), start=column("start"), write_from=column("write_from"),
@@ -124,6 +133,7 @@ class StepPlan:
             admitted=self.admitted, block_updates=BlockUpdates(*map(np.concatenate, updates)),
             tenancy=column("tenancy"), published=self.published, prefix_tree=tree,
             groups=None if tree is None else tree.groups(slots[:num_decode_rows]), prompt_groups=self.prompt_groups,
+            drafts=drafts,
         )
 
     def token_columns(self, first_row: int = 0) -> np.ndarray:

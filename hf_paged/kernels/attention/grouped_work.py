@@ -117,6 +117,8 @@ def choose_groups(groups: PrefixGroups, num_rows: int, kernel: Kernel,
     if pieces is not None:
         groups = groups._replace(begin=groups.begin // pieces.length * pieces.length,
                                  end=groups.end // pieces.length * pieces.length)
+    elif ((groups.count - 1) * (groups.end - groups.begin)).sum() < kernel.positions_worth_it:  # one tile each
+        return None
     parent, inner = forest_of(groups)
     count, tiles = groups.count.astype(np.int64), -(-groups.count.astype(np.int64) // kernel.tile_rows)
     kept, saved = worth_it(groups, parent, np.bincount(inner, minlength=len(count)), tiles, count, PIECE_COST)
