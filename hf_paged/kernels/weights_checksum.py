@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from operator import attrgetter
 
 import numpy as np
 import torch
 import xxhash
 
-from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl
+from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels.compiling import in_background
 from hf_paged.kernels.upload import upload
 
 # Bytes a program reads: some hundred thousand programs for an 8B model, each with eight tiles of work.
@@ -66,6 +68,24 @@ class ChecksumPlan:
             with on_device_of(out):
                 _checksum_kernel[(len(self._chunks),)](self._chunks, out, TILE=TILE_WORDS, num_warps=4)
         return out
+
+
+def begin_early(device: torch.device) -> None:
+    """Have the kernel compiled in a thread, and so everything that Triton does once before the first kernel of all: it
+    hashes its own files and loads its compiler, which takes up to a second. It is the kernel that calls need first.
+    """
+    if triton is not None and device.type == "cuda" and not triton.knobs.runtime.interpret:
+        _begin_once(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _begin_once(device: int) -> None:
+    in_background(partial(_warm_up, device))
+
+
+def _warm_up(device: int) -> None:
+    with torch.cuda.device(device):
+        _checksum_kernel.warmup(torch.int64, torch.int64, TILE=TILE_WORDS, num_warps=4, grid=(1,))
 
 
 def weights_checksum_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
