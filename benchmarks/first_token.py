@@ -60,6 +60,8 @@ def main() -> None:
             run(args, case, cache)
         found[case] = run(args, case, cache)
         report(case, found[case], args.kernels)
+    if len({tuple(case["tokens"]) for case in found.values()}) > 1:
+        print("the cases made different tokens")
     shutil.rmtree(caches)
     if args.out:
         args.out.write_text(json.dumps(found, indent=1))
@@ -161,7 +163,9 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
         first = None
         if args.profile:
             profile.enable()
-        for _ in generator.stream([prompt], GenerationConfig(max_new_tokens=NEW)):
+        tokens = []
+        for _, output in generator.stream([prompt], GenerationConfig(max_new_tokens=NEW)):
+            tokens += output.new_token_ids
             if first is None:
                 first = time.time()
                 profile.disable()
@@ -184,7 +188,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
         marks["enable"] = time.time()
         ids = torch.tensor([prompt], device="cuda")
         streamer = FirstToken(profile.disable)
-        model.generate(ids, max_new_tokens=NEW, do_sample=False, streamer=streamer)
+        tokens = model.generate(ids, max_new_tokens=NEW, do_sample=False, streamer=streamer)[0, PROMPT:].tolist()
         marks["first token"] = streamer.at
         marks["request"] = time.time()
         model.generate(ids, max_new_tokens=NEW, do_sample=False)
@@ -195,7 +199,8 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     names = list(marks)
     seconds = {name: marks[name] - marks[before] for before, name in pairwise(names)}
     seconds["model in memory to first token"] = marks["first token"] - loaded
-    return {"seconds": seconds, "split": seen.split(loaded, marks["first token"]), "kernels": seen.kernels}
+    split = seen.split(loaded, marks["first token"])
+    return {"seconds": seconds, "split": split, "kernels": seen.kernels, "tokens": tokens}
 
 
 class FirstToken:
