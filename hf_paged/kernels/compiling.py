@@ -20,8 +20,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
 
-from hf_paged import at_fork
-
 try:
     from triton import knobs
     from triton.runtime.jit import JITFunction
@@ -73,14 +71,6 @@ class _Thread(threading.local):
 _thread = _Thread()
 _under_way: dict[tuple[int, str, int], Future[None]] = {}  # by kernel, Triton's key of the variant, and device
 _lock = threading.Lock()
-
-
-@at_fork.in_child
-def _forget() -> None:
-    """The child has none of the threads."""
-    global _lock
-    _lock = threading.Lock()
-    _under_way.clear()
 
 
 class Kernel(JITFunction):
