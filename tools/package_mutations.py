@@ -635,7 +635,8 @@ SHARED_READS = [
     PackageMutation(READS, "by_window.items()), by_window[None]",
                     "by_window.items()), by_window.total()", GROUP_TESTS,
                     "window_is_counted"),
-    PackageMutation("runner/model_runner.py", '        self._count_reads(plan)\n        device_times.end("eager", began)',
+    PackageMutation("runner/model_runner.py",
+                    '        self._count_reads(plan)\n        device_times.end("eager", began)',
                     '        device_times.end("eager", began)', GROUP_TESTS, "bytes_that_decode"),
 ]
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 _MOST_THREADS = 16
 _PROGRESS_DELAY_S = 2.0
 # What lies in Triton's cache on the disk is in memory within this time: only a longer wait is worth a look ahead.
-_PATIENCE_S = 0.3
+_PATIENCE_S = 0.5
 _POLL_S = 0.2
 _ALLOCATIONS = frozenset({
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
@@ -130,11 +130,33 @@ def compiled_together(run: Callable[[], Result], later: Iterable[Callable[[], ob
     return run()
 
 
-def in_background(prepare: Callable[[], object]) -> None:
-    """`prepare()` in a thread; what it raises is left to whoever needs what it prepares."""
+def is_dry() -> bool:
+    """Is this thread in a dry run?"""
+    return _thread.notes is not None
+
+
+def in_background(prepare: Callable[[], object]) -> Future[object]:
+    """`prepare()` in a thread."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="hf_paged-compile")
-    pool.submit(prepare)
+    future = pool.submit(prepare)
     pool.shutdown(wait=False)
+    return future
+
+
+@lru_cache(maxsize=1)
+def begin_early() -> Future[object]:
+    """What Triton does once in a process before the first kernel, in a thread: it hashes its own files (0.4 s).
+
+    Threads that come to it at the same time would all do it.
+    """
+    return in_background(_hash_triton)
+
+
+def _hash_triton() -> None:
+    with suppress(Exception):  # another version's, or without Triton: whoever needs it, does it
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def _is_told() -> bool:
@@ -161,6 +183,7 @@ def _before_compiling(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -
 def _compile(kernel: Any, specialization: str, place: tuple[int, str, int]) -> None:
     """Bring a variant into memory, from Triton's cache on the disk or by its compiler."""
     try:
+        wait([begin_early()])
         with torch.cuda.device(place[2]):
             kernel.preload(specialization)
     except Exception as error:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
 from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.kernels.compiling import is_dry
 from hf_paged.kernels.silu_mul import silu_mul_host
 from hf_paged.models.activations import SILU
 from hf_paged.models.adapted_layers import AdaptedLayers
@@ -318,7 +319,8 @@ class FusedExecutor(DecoderExecutor):
         delta = apply_layer(decoder.embed_tokens, input_ids, rows)
         residual: torch.Tensor | None = None
         ranks = SINGLE  # over which delta has still to be added up
-        for i, layer in enumerate(self._parts_of_layers):
+        for i in self._different_layers() if is_dry() else range(len(self._parts_of_layers)):
+            layer = self._parts_of_layers[i]
             normed, residual = self._add_norm(delta, ranks, residual, layer.input_norm)
             qkv = self._qkv[i](normed, rows)
             query = ops.qk_norm_rope_store(qkv, *_weights_and_epsilon(layer.head_norms), *tables, step.slot_mapping,
@@ -338,6 +340,16 @@ class FusedExecutor(DecoderExecutor):
                 hidden = layer.mlp.act_fn(gate) * up
             delta, ranks = layer.down_proj(hidden, ops.linear, rows, shrunk)
         return self._add_norm(delta, ranks, residual, decoder.norm)[0]
+
+    def _different_layers(self) -> list[int]:
+        """Of layers that launch the same kernels, the first."""
+        first: dict[tuple, int] = {}
+        for i, layer in enumerate(self._layers()):
+            parts, projections = self._parts_of_layers[i], (self._qkv[i], self._gate_up[i])
+            shapes = tuple((parameter.shape, parameter.dtype) for parameter in layer.parameters())
+            are_merged = tuple(one is not None and one.weight is not None for one in projections)
+            first.setdefault((shapes, are_merged, parts.options, parts.has_silu), i)
+        return list(first.values())
 
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None,
                   norm: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -96,7 +96,7 @@ def test_kernels_of_others_are_compiled_and_launched_as_ever(found):
 def test_what_comes_later_is_compiled_while_the_work_waits_and_not_launched(found):
     case = found("later")
     assert case["launched"] == ["twice"]
-    assert [name for name, *_ in case["compiled"]] == ["twice", "plus_one", "plus_one"]
+    assert sorted(name for name, *_ in case["compiled"]) == ["plus_one", "plus_one", "twice"]
     assert case["coming"] == [1, 1]
     assert (case["then"]["compiled"], case["then"]["launched"]) == ([], ["plus_one"])
 
