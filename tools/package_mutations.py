@@ -643,12 +643,14 @@ SHARED_READS = [
 # Kernels that a step misses.
 COMPILING, COMPILING_TESTS, COMING_TESTS = "kernels/compiling.py", "kernels/test_compiling.py", "runner/test_coming.py"
 MISSING_KERNELS = [
-    PackageMutation(COMPILING, "suppress(Exception), _Zeros(), _noting", "suppress(Exception), _noting",
-                    COMPILING_TESTS, "zeros"),
-    PackageMutation(COMPILING, "partial(self.run, grid=grid, warmup=True)", "super().__getitem__(grid)",
+    PackageMutation(COMPILING, "with suppress(Exception), _Zeros():", "with suppress(Exception):", COMPILING_TESTS,
+                    "zeros"),
+    PackageMutation(COMPILING, "if dry_run is None else partial(dry_run.launch, self, grid)", "if True else None",
                     COMPILING_TESTS, "between_a_missing"),
-    PackageMutation(COMPILING, "not isinstance(fn.jit_function, Kernel)", "False", COMPILING_TESTS, "of_others"),
-    PackageMutation(COMPILING, "        _thread.notes = None\n", "        pass\n", COMPILING_TESTS, "no_thread_dry"),
+    PackageMutation(COMPILING, "with _told(self):\n            found = ", "if True:\n            found = ",
+                    COMPILING_TESTS, "in_threads"),
+    PackageMutation(COMPILING, "            _thread.dry_run = None\n", "            pass\n", COMPILING_TESTS,
+                    "no_thread_dry"),
     PackageMutation("runner/graphs.py", "slots, positions + 1, stages", "slots, (positions + 1).int(), stages",
                     COMING_TESTS, "the_sampler"),
     PackageMutation("kernels/step_inputs.py", ', "ids", "places", "slot_mapping"', "", COMING_TESTS, "looks_tokens_up"),

@@ -21,10 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
 
 try:
-    from triton import knobs
     from triton.runtime.jit import JITFunction
 except ImportError:
-    knobs, JITFunction = None, object
+    JITFunction = object
+try:
+    from triton.runtime._async_compile import FutureKernel, active_mode
+except ImportError:  # an older Triton, or none: every kernel is compiled at its first launch
+    FutureKernel = active_mode = None
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -44,36 +47,83 @@ class _Missing(BaseException):
     """A kernel is not compiled. No `Exception`: the code that it passes through is not to answer it."""
 
 
-class _Notes:
-    """Of the kernels that were missed, what is on its way. None of them is waited for here."""
+class _Watch:
+    """Launches are launches, up to the first kernel that is not compiled."""
+
+    def submit(self, *_: Any) -> Any:
+        raise _Missing
+
+
+class _DryRun:
+    """Nothing is launched; what is not compiled is sent to threads, in whose place Triton keeps a `FutureKernel`."""
 
     def __init__(self) -> None:
-        self.futures: dict[Future[None], None] = {}
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.pool = ThreadPoolExecutor(min(cores, _MOST_THREADS), thread_name_prefix="hf_paged-compile")
+        self.pending: dict[Any, tuple[Any, Future[Any]]] = {}  # of a FutureKernel: its kernel, and what it waits for
 
-    def add(self, kernel: Any, key: str, device: int, specialization: str) -> None:
-        place = id(kernel), key, device
-        with _lock:
-            future = _under_way.get(place)
-            if future is None:
-                future = _under_way[place] = self.pool.submit(_compile, kernel, specialization, place)
-        self.futures[future] = None
+    def run(self, work: Callable[[], object]) -> None:
+        _thread.dry_run = self
+        try:
+            with suppress(Exception), _Zeros():  # the real run is the one to fail
+                work()
+        finally:
+            _thread.dry_run = None
+
+    def launch(self, kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+        with _told(self):
+            found = kernel.run(*args, grid=grid, warmup=True, **options)
+        if isinstance(found, FutureKernel) and found.kernel is None and (future := found.future) is not None:
+            self.pending[found] = kernel, future
+
+    def submit(self, _: Any, compile: Callable[[], Any], *at_end: Callable[..., Any]) -> Any:
+        return FutureKernel(*at_end, self.pool.submit(compile))
+
+    def settle(self, found: Iterable[Any]) -> None:
+        """Put the compiled kernels in their places. One that failed is compiled again at its launch, which raises."""
+        for variant in found:
+            kernel, _ = self.pending[variant]
+            try:
+                variant.result()
+            except Exception as error:
+                logger.info("hf_paged: %s is compiled at its first launch: %r", kernel.__name__, error)
+                for variants, *_ in list(kernel.device_caches.values()):
+                    for key in [key for key, value in list(variants.items()) if value is variant]:
+                        variants.pop(key, None)
 
 
 class _Thread(threading.local):
-    """What Triton's hook is to do in this thread: raise `_Missing`, or take a note in a dry run, or nothing."""
-
-    watches = False
-    notes: _Notes | None = None
+    dry_run: _DryRun | None = None
 
 
 _thread = _Thread()
-_under_way: dict[tuple[int, str, int], Future[None]] = {}  # by kernel, Triton's key of the variant, and device
-_lock = threading.Lock()
 
 
-class Kernel(JITFunction):
+@contextmanager
+def _told(mode: _Watch | _DryRun) -> Iterator[None]:
+    """In this thread Triton calls ``mode.submit`` for a kernel that is neither compiled nor under way."""
+    token = active_mode.set(mode)
+    try:
+        yield
+    finally:
+        active_mode.reset(token)
+
+
+class _Noted:
+    """A kernel of Triton's that dry runs do not launch."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        dry_run = _thread.dry_run
+        return super().__getitem__(grid) if dry_run is None else partial(dry_run.launch, self, grid)  # type: ignore[misc]
+
+
+def noted(kernel: Any) -> Any:
+    """A kernel that another `jit` has made (Gluon's), for dry runs to know it."""
+    kernel.__class__ = type(type(kernel).__name__, (_Noted, type(kernel)), {})
+    return kernel
+
+
+class Kernel(_Noted, JITFunction):
     """A function that Triton compiles. It is read at its first use, so that what nobody uses costs nothing."""
 
     def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
@@ -93,11 +143,6 @@ class Kernel(JITFunction):
                     return self.__dict__[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def __getitem__(self, grid: Any) -> Any:
-        if _thread.notes is not None:
-            return partial(self.run, grid=grid, warmup=True)
-        return super().__getitem__(grid)
-
 
 def compiled_together(run: Callable[[], Result], later: Iterable[Callable[[], object]] = ()) -> Result:
     """``run()``, whose kernels are compiled before, side by side, as far as they are not.
@@ -112,27 +157,29 @@ def compiled_together(run: Callable[[], Result], later: Iterable[Callable[[], ob
         later: what will be launched soon. It is run dry, one after the other, as long as `run` has to wait; what it
             misses is compiled in the background.
     """
-    if _thread.watches or _thread.notes is not None or not _is_told():
+    if is_dry() or active_mode is None or active_mode.get() is not None:
         return run()
-    _thread.watches = True
+    if not (early := begin_early()).done():
+        wait([early])  # the first kernel that is missed would do it again
     try:
-        return run()
+        with _told(_Watch()):
+            return run()
     except _Missing:
         pass
-    finally:
-        _thread.watches = False
-    notes = _Notes()
+    dry = _DryRun()
     try:
-        _dry(run, notes)
-        _wait_for(list(notes.futures), (partial(_dry, further, notes) for further in later))
+        dry.run(run)
+        needed = list(dry.pending)
+        _wait_for([future for _, future in dry.pending.values()], (partial(dry.run, further) for further in later))
     finally:
-        notes.pool.shutdown(wait=False)
+        dry.pool.shutdown(wait=False)
+    dry.settle(needed)
     return run()
 
 
 def is_dry() -> bool:
     """Is this thread in a dry run?"""
-    return _thread.notes is not None
+    return _thread.dry_run is not None
 
 
 def in_background(prepare: Callable[[], object]) -> Future[object]:
@@ -157,54 +204,6 @@ def _hash_triton() -> None:
         from triton.runtime.cache import triton_key
 
         triton_key()
-
-
-def _is_told() -> bool:
-    """Does Triton tell us what it is about to compile? Not where it is missing, or tells somebody else."""
-    if knobs is None:
-        return False
-    if knobs.runtime.jit_cache_hook is None:
-        knobs.runtime.jit_cache_hook = _before_compiling
-    return knobs.runtime.jit_cache_hook is _before_compiling
-
-
-def _before_compiling(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-    """Triton's hook; True keeps it from compiling, and from the launch."""
-    if not isinstance(fn.jit_function, Kernel):  # others' tuners would compare times of launches that are none
-        return False
-    if _thread.watches:
-        raise _Missing
-    if _thread.notes is None:
-        return False
-    _thread.notes.add(fn.jit_function, key, int(compile["device"]), compile["specialization_data"])
-    return True
-
-
-def _compile(kernel: Any, specialization: str, place: tuple[int, str, int]) -> None:
-    """Bring a variant into memory, from Triton's cache on the disk or by its compiler."""
-    try:
-        wait([begin_early()])
-        with torch.cuda.device(place[2]):
-            kernel.preload(specialization)
-    except Exception as error:
-        logger.info("hf_paged: %s is compiled at its first launch: %r", kernel.__name__, error)
-    finally:
-        with _lock:
-            _under_way.pop(place, None)
-
-
-def _dry(run: Callable[[], object], notes: _Notes) -> None:
-    with suppress(Exception), _Zeros(), _noting(notes):  # the real run is the one to fail
-        run()
-
-
-@contextmanager
-def _noting(notes: _Notes) -> Iterator[None]:
-    _thread.notes = notes
-    try:
-        yield
-    finally:
-        _thread.notes = None
 
 
 class _Zeros(TorchDispatchMode):

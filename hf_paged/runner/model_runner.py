@@ -194,7 +194,7 @@ class ModelRunner:
 
     def _compiled(self, run: Callable[[], Result], plan: StepPlan) -> Result:
         """`run()` of an eager step, its kernels compiled side by side, and behind them those of decoding its rows."""
-        if self.executor.group.is_parallel:
+        if self.device.type != "cuda" or self.executor.group.is_parallel:
             return run()
         return compiled_together(run, () if self.graphs is None else self.graphs.coming(len(plan.slots)))
 

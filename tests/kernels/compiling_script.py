@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from pretended_gpu import compile_nothing, compiled, launched, pretend
 
 from hf_paged.kernels import compiling
 from hf_paged.kernels._triton import jit
-from hf_paged.kernels.compiling import compiled_together
+from hf_paged.kernels.compiling import compiled_together, noted
 
 
 @jit()
@@ -116,18 +115,12 @@ def others() -> dict[str, Any]:
         started.append(launched[before:])
 
     found = seen(Work(jit()(plus_one.fn), then=launch_in_thread))
-    return {**found, "threads": started, "library": seen(Work(another_librarys, jit()(plus_one.fn)))}
+    return {**found, "threads": started, "library": seen(Work(another_librarys, jit()(plus_one.fn))),
+            "noted": seen(Work(noted(triton.jit(another_librarys.fn))))}
 
 
 def later() -> dict[str, Any]:
     compiling._PATIENCE_S = 0.0
-    own = compiling._compile
-
-    def slowly(*args: Any) -> None:
-        time.sleep(0.1)
-        own(*args)
-
-    compiling._compile = slowly
     coming = [Work(plus_one, tile=64), Work(plus_one, tile=8)]
     found = seen(Work(twice, tile=64), later=coming)
     known = seen(Work(twice, tile=64), later=[Work(plus_one, tile=4)])
@@ -152,6 +145,6 @@ def disk() -> dict[str, Any]:
 if __name__ == "__main__":
     pretend()
     if sys.argv[1] not in ("disk", "failures"):
-        compile_nothing()
+        compile_nothing(0.1 if sys.argv[1] == "later" else 0.0)
     print(json.dumps({"launches": launches, "zeros": zeros, "failures": failures, "others": others, "later": later,
                       "nested": nested, "disk": disk}[sys.argv[1]]()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -66,9 +67,10 @@ class Compiled(SimpleNamespace):
         return None
 
 
-def compile_nothing() -> None:
-    """Kernels are told apart, and come to nothing."""
+def compile_nothing(seconds: float = 0.0) -> None:
+    """Kernels are told apart, and come to nothing after so long."""
     def compile(src: Any, target: Any = None, options: Any = None, **_: Any) -> Compiled:
+        time.sleep(seconds)
         name = src.fn.__name__
         compiled.append((name, threading.current_thread().name, False))
         return Compiled(run=lambda *args: launched.append(name), function=0, packed_metadata=())

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from functools import partial
-from typing import Any
 
 import torch
 from pretended_gpu import OnGpu, compile_nothing, compiled, launched, pretend
@@ -19,17 +17,6 @@ from hf_paged.runner.graphs import StepGraphs
 from hf_paged.runner.model_runner import ModelRunner
 
 ROWS, TOKENS = 80, 64  # up to where decode attention takes three configurations
-
-
-def compile_slowly() -> None:
-    """So that there is time to look at what comes."""
-    own, compiling._PATIENCE_S = compiling._compile, 0.0
-
-    def slowly(*args: Any) -> None:
-        time.sleep(0.3)
-        own(*args)
-
-    compiling._compile = slowly
 
 
 def finish() -> None:
@@ -72,6 +59,6 @@ def main() -> dict[str, object]:
 
 if __name__ == "__main__":
     pretend()
-    compile_nothing()
-    compile_slowly()
+    compile_nothing(seconds=0.3)  # there is time to look at what comes
+    compiling._PATIENCE_S = 0.0
     print(json.dumps(main()))
