@@ -123,6 +123,26 @@ def test_a_kernel_of_another_compiler_may_be_noted(found):
     assert (threads_of(case), case["launched"]) == ({"hf_paged-compile"}, ["another_librarys"])
 
 
+CPU_CALL = """
+import gc, json
+import hf_paged
+from support import batch, tiny_model
+from hf_paged.kernels.compiling import Kernel, begin_early
+
+model = hf_paged.enable(tiny_model(), strict=True)
+model.generate(**batch([5, 9]), max_new_tokens=3, do_sample=True, top_k=5)
+kernels = [one for one in gc.get_objects() if isinstance(one, Kernel)]
+print(json.dumps([len(kernels), sum("params" in vars(one) for one in kernels), begin_early.cache_info().currsize]))
+"""
+
+
+def test_on_a_cpu_no_kernel_is_read_and_triton_is_not_prepared(tmp_path):
+    script = tmp_path / "call.py"
+    script.write_text(CPU_CALL)
+    known, read, prepared = run(script, tmp_path)
+    assert (known > 20, read, prepared) == (True, 0, 0)
+
+
 def test_no_kernel_escapes():
     """Whatever is launched is made by `jit`, or `noted`."""
     for path in PACKAGE.rglob("*.py"):
