@@ -50,6 +50,7 @@ SAFE = {
     "hf_paged.integration.serving.http._Answer.refused": _SERVER,
     "hf_paged.integration.serving.http._Client._messages": _SERVER,
     "hf_paged.kernels.compiling.Kernel._reading": _CUDA,
+    "hf_paged.kernels.compiling._lock": _CUDA,
     "hf_paged.models.captures.captures": _CUDA,
     "hf_paged.parallel.launch._State.lock": _RANKS,
     "hf_paged.parallel.launch._State.closing": _RANKS,

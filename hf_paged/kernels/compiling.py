@@ -55,12 +55,12 @@ class _Watch:
 
 
 class _DryRun:
-    """Nothing is launched; what is not compiled is sent to threads, in whose place Triton keeps a `FutureKernel`."""
+    """Nothing is launched; what is not compiled is sent to threads, and `pending` as a `FutureKernel` of Triton's."""
 
     def __init__(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.pool = ThreadPoolExecutor(min(cores, _MOST_THREADS), thread_name_prefix="hf_paged-compile")
-        self.pending: dict[Any, tuple[Any, Future[Any]]] = {}  # of a FutureKernel: its kernel, and what it waits for
+        self.pending: dict[Any, Any] = {}  # the kernel of each FutureKernel, which may have come meanwhile
 
     def run(self, work: Callable[[], object]) -> None:
         _thread.dry_run = self
@@ -73,23 +73,40 @@ class _DryRun:
     def launch(self, kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
         with _told(self):
             found = kernel.run(*args, grid=grid, warmup=True, **options)
-        if isinstance(found, FutureKernel) and found.kernel is None and (future := found.future) is not None:
-            self.pending[found] = kernel, future
+        if isinstance(found, FutureKernel):
+            self.pending[found] = kernel
 
-    def submit(self, _: Any, compile: Callable[[], Any], *at_end: Callable[..., Any]) -> Any:
-        return FutureKernel(*at_end, self.pool.submit(compile))
+    def submit(self, key: str, compile: Callable[[], Any], *at_end: Callable[..., Any]) -> Any:
+        with _lock:
+            if (variant := _under_way.get(key)) is None:
+                future = self.pool.submit(compile)
+                variant = _under_way[key] = FutureKernel(*at_end, future)
+                future.add_done_callback(lambda _: _arrived(key))
+            return variant
 
     def settle(self, found: Iterable[Any]) -> None:
         """Put the compiled kernels in their places. One that failed is compiled again at its launch, which raises."""
         for variant in found:
-            kernel, _ = self.pending[variant]
+            kernel, compiled = self.pending[variant], None
             try:
-                variant.result()
+                compiled = variant.result()
             except Exception as error:
                 logger.info("hf_paged: %s is compiled at its first launch: %r", kernel.__name__, error)
-                for variants, *_ in list(kernel.device_caches.values()):
-                    for key in [key for key, value in list(variants.items()) if value is variant]:
-                        variants.pop(key, None)
+            for variants, *_ in list(kernel.device_caches.values()):
+                for key in [key for key, value in list(variants.items()) if value is variant]:
+                    if compiled is None:
+                        del variants[key]
+                    else:
+                        variants[key] = compiled
+
+
+_under_way: dict[str, Any] = {}  # by Triton's key: not every version keeps a `FutureKernel` before it is there
+_lock = threading.RLock()
+
+
+def _arrived(key: str) -> None:
+    with _lock, suppress(Exception):  # `settle` says what there is to say of an error
+        _under_way.pop(key).result()
 
 
 class _Thread(threading.local):
@@ -170,7 +187,8 @@ def compiled_together(run: Callable[[], Result], later: Iterable[Callable[[], ob
     try:
         dry.run(run)
         needed = list(dry.pending)
-        _wait_for([future for _, future in dry.pending.values()], (partial(dry.run, further) for further in later))
+        under_way = [future for variant in needed if (future := variant.future) is not None]
+        _wait_for(under_way, (partial(dry.run, further) for further in later))
     finally:
         dry.pool.shutdown(wait=False)
     dry.settle(needed)
