@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch")
+ATTENTION_BACKENDS = ("auto", "triton", "hopper", "flash_attn", "torch")
 ALL_REDUCES = ("auto", "nccl", "peers")
 ON_WEIGHT_CHANGE = ("recompute", "keep")
 
@@ -25,9 +25,9 @@ class PagedConfig:
         group_prefixes: decode rows whose block tables begin with the same blocks read those once, where that is faster.
             False: each row reads its own. On a CPU each does.
         enforce_eager: never capture CUDA graphs.
-        attention_backend: one of "auto", "triton", "flash_attn", "torch". "flash_attn": prompts by an installed
-            flash-attn 2, 3 or 4, the rest by "triton"; an error where none can be used. "torch" waits for the device in
-            every step, so it runs without CUDA graphs.
+        attention_backend: one of "auto", "triton", "hopper", "flash_attn", "torch". "hopper": prompts by a kernel for
+            H100 and H200, "flash_attn": by an installed flash-attn 2, 3 or 4, the rest by "triton"; an error where it
+            cannot be used. "torch" waits for the device in every step, so it runs without CUDA graphs.
         strict: raise `FallbackError` where a call would go to stock `generate`.
         seed: base seed of calls that bring none. None: drawn from torch's default generator, call by call.
         merge_weights: on a GPU lay q, k, v (and gate, up) side by side in memory, each still a parameter of its own
