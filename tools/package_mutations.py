@@ -663,8 +663,27 @@ SHARED_READS = [
     PackageMutation(READS, "by_window.items()), by_window[None]",
                     "by_window.items()), by_window.total()", GROUP_TESTS,
                     "window_is_counted"),
-    PackageMutation("runner/model_runner.py", "        self._count_reads(plan)\n        return Computed(",
-                    "        return Computed(", GROUP_TESTS, "bytes_that_decode"),
+    PackageMutation("runner/model_runner.py",
+                    '        self._count_reads(plan)\n        device_times.end("eager", began)',
+                    '        device_times.end("eager", began)', GROUP_TESTS, "bytes_that_decode"),
+]
+
+# Kernels that a step misses.
+COMPILING, COMPILING_TESTS, COMING_TESTS = "kernels/compiling.py", "kernels/test_compiling.py", "runner/test_coming.py"
+MISSING_KERNELS = [
+    PackageMutation(COMPILING, "with suppress(Exception), _Zeros():", "with suppress(Exception):", COMPILING_TESTS,
+                    "zeros"),
+    PackageMutation(COMPILING, "if dry_run is None else partial(dry_run.launch, self, grid)", "if True else None",
+                    COMPILING_TESTS, "between_a_missing"),
+    PackageMutation(COMPILING, "with _told(self):\n            found = ", "if True:\n            found = ",
+                    COMPILING_TESTS, "in_threads"),
+    PackageMutation(COMPILING, "            _thread.dry_run = None\n", "            pass\n", COMPILING_TESTS,
+                    "no_thread_dry"),
+    PackageMutation("runner/graphs.py", "slots, positions + 1, stages", "slots, (positions + 1).int(), stages",
+                    COMING_TESTS, "the_sampler"),
+    PackageMutation("kernels/step_inputs.py", ', "ids", "places", "slot_mapping"', "", COMING_TESTS, "looks_tokens_up"),
+    PackageMutation("runner/graphs.py", "if 0 < num_rows <= most_rows:", "if 0 < num_rows < most_rows:",
+                    COMING_TESTS, "every_graph"),
 ]
 
 # What Prometheus is told.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from hf_paged.kernels.attention.backends import resolve_backend
+from hf_paged.kernels.compiling import compiled_together
 from hf_paged.kernels.upload import upload
 from hf_paged.models import KVSpec, ModelExecutor
 from hf_paged.models.captures import capture_lock
@@ -27,6 +29,8 @@ from hf_paged.runner.step_context import PagedStep
 from hf_paged.sampling.token_mask import TokenMasks
 from hf_paged.sampling.top_log_probs import shape_of
 from hf_paged.scheduler import StepPlan
+
+Result = TypeVar("Result")
 
 
 class Unsampled(NamedTuple):
@@ -169,9 +173,8 @@ class ModelRunner:
                 self._count_reads(plan)
                 return self._handle(result[first:], own, logits=logits)
         began = device_times.begin(self.device)
-        computed = self._hidden_states(plan)
-        logits = self.executor.logits(*computed.at(slice(0, first))) if first else None
-        self._sample(plan, computed, result, logprobs)
+        computed, logits = self._compiled(partial(self._eagerly, plan, first, result, logprobs), plan)
+        self._count_reads(plan)
         device_times.end("eager", began)
         if not wanted.prompt:
             return self._handle(result[first:], own, logits=logits)
@@ -180,6 +183,20 @@ class ModelRunner:
         scored, tops = self._score_prompts(plan, computed, spans, wanted.prompt_top)
         device_times.end("prompt log-probabilities", began)
         return self._handle(result[first:], own, scored, wanted.prompt, logits)._replace(prompt_tops=tops)
+
+    def _eagerly(self, plan: StepPlan, first: int, result: torch.Tensor,
+                 logprobs: Mapping[str, torch.Tensor]) -> tuple[Computed, torch.Tensor | None]:
+        """A step without graphs, and the logits of its first rows, if any; it comes to the same when it is repeated."""
+        computed = self._hidden_states(plan)
+        logits = self.executor.logits(*computed.at(slice(0, first))) if first else None
+        self._sample(plan, computed, result, logprobs)
+        return computed, logits
+
+    def _compiled(self, run: Callable[[], Result], plan: StepPlan) -> Result:
+        """`run()` of an eager step, its kernels compiled side by side, and behind them those of decoding its rows."""
+        if self.device.type != "cuda" or self.executor.group.is_parallel:
+            return run()
+        return compiled_together(run, () if self.graphs is None else self.graphs.coming(len(plan.slots)))
 
     def launch_unsampled(self, plan: StepPlan, parameters: list[SlotParameters], wanted: Wanted = NOTHING,
                          joining: Seq[StepPlan] = ()) -> StepHandle:
@@ -192,7 +209,8 @@ class ModelRunner:
             self._count_reads(plan)
         else:
             began = device_times.begin(self.device)
-            computed = self._hidden_states(plan)
+            computed = self._compiled(partial(self._hidden_states, plan), plan)
+            self._count_reads(plan)
             last = upload(computed.query_start[1:].astype(np.int64) - 1, self.device)
             every = self.executor.shard_logits(*computed.at(last))
             if spans:
@@ -237,7 +255,8 @@ class ModelRunner:
             self._count_reads(plan)
             return logits
         began = device_times.begin(self.device)
-        computed = self._hidden_states(plan)
+        computed = self._compiled(partial(self._hidden_states, plan), plan)
+        self._count_reads(plan)
         if of_every_token:
             logits = self.executor.logits(computed.hidden, computed.adapters)
         else:
@@ -291,9 +310,7 @@ class ModelRunner:
         parts = self.attention.parts(plan, query_start, slot_mapping)
         adapters = self.state.adapters.of(token_slots) if self.state.adapters.any_named(plan.slots) else None
         step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters)
-        hidden = self.executor.hidden_states(input_ids, step)
-        self._count_reads(plan)
-        return Computed(hidden, query_start, adapters)
+        return Computed(self.executor.hidden_states(input_ids, step), query_start, adapters)
 
     def _count_reads(self, plan: StepPlan) -> None:
         """The step is enqueued."""
