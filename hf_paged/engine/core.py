@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from hf_paged.config import PagedConfig
-from hf_paged.engine import log_probs
+from hf_paged.engine import form_rows, log_probs
 from hf_paged.engine.endings import PLAIN_ENDING, Ending
-from hf_paged.engine.grammars import Grammars, MaskMaker, Matcher
+from hf_paged.engine.grammars import Grammars, MaskMaker
 from hf_paged.engine.lockstep import LockstepBatch, Way
 from hf_paged.engine.observer import Committed, Launched, Observers
 from hf_paged.engine.pace import Pace
@@ -38,7 +38,6 @@ from hf_paged.runner.prompt_scores import NOTHING
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.runner.weights import ModelMark, WeightsGuard
 from hf_paged.sampling.token_log_probs import RAW
-from hf_paged.sampling.token_mask import TokenMasks
 from hf_paged.sampling.top_log_probs import top_name
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
 from hf_paged.scheduler.lockstep_rows import OutOfBlocksError
@@ -82,6 +81,7 @@ class EngineCore:
         self._next_deadline = math.inf
         self.grammars = Grammars(executor.num_logits)
         self._masks: MaskMaker | None = None
+        self._waited: tuple[float, float] | None = None  # for the step in flight, where observers are to know when
         self._adapter_counts = AdapterCounts(())  # when the runner was prepared
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
         self.totals = dict.fromkeys(("preemptions", "generated", "prefill", "steps", "queries", "hits"), 0)
@@ -358,8 +358,8 @@ class EngineCore:
                     self._commit_in_flight()
                 else:
                     previous, self._in_flight = self._in_flight, launched
+                    self._in_flight = self._sampled(launched, joining, previous)
                     self._commit(previous)
-                    self._in_flight = self._sampled(launched, joining)
                 self._note_pace(plan, joined=bool(joining), overlapped=self._in_flight is not None,
                                 seconds=time.perf_counter() - started)
                 if joining:
@@ -476,7 +476,7 @@ class EngineCore:
             else:
                 parameters = self._parameters(plan.admitted) if plan.admitted else []
                 wanted = log_probs.wanted_by(plan, self.requests, self._attempt) if self._any_logprobs else NOTHING
-                awaits_masks = self._any_grammar and any(self._follow_grammars(plan))
+                awaits_masks = self._any_grammar and form_rows.any_follows(plan, self.requests)
                 launch = self.runner.launch_unsampled if awaits_masks else self.runner.launch
                 handle = launch(plan, parameters, wanted, rows)
                 self._joined_logits = handle.logits
@@ -500,51 +500,30 @@ class EngineCore:
         self._tell_of_new_start()
         self.dirty = False
 
-    def _follow_grammars(self, plan: StepPlan) -> list[bool]:
-        """Of each row that samples: does its request follow a grammar?"""
-        sequences, requests = plan.sequences, self.requests
-        rows = (requests.get(sequences[row].request_id) for row in np.flatnonzero(plan.samples).tolist())
-        return [request is not None and request.grammar is not None for request in rows]
+    def _sampled(self, launched: tuple[StepPlan, StepHandle] | None, joining: list[tuple[LockstepBatch, StepPlan]],
+                 previous: tuple[StepPlan, StepHandle] | None = None) -> tuple[StepPlan, StepHandle] | None:
+        """Have a launched step whose rows wait for masks draw its tokens.
 
-    def _sampled(self, launched: tuple[StepPlan, StepHandle] | None,
-                 joining: list[tuple[LockstepBatch, StepPlan]]) -> tuple[StepPlan, StepHandle] | None:
-        """Have a launched step whose rows wait for masks draw its tokens; all tokens before them are committed."""
+        Its masks need the tokens of the step before, ``previous`` where that is not committed yet, and not its commit:
+        so that waits until the device has all it needs.
+        """
         if launched is None or launched[1].unsampled is None:
             return launched
         plan, handle = launched
         try:
-            return plan, self.runner.sample(handle, self._make_masks(plan))
+            if previous is not None:
+                waited = time.perf_counter() if self.observers else 0.0
+                tokens = previous[1].wait()
+                self._waited = (waited, time.perf_counter()) if self.observers else None
+                form_rows.go_ahead(previous[0], tokens, self._request_of)
+            if self._masks is None:
+                self._masks = MaskMaker(self._executor.num_logits, self.runner.device)
+            return plan, self.runner.sample(handle, form_rows.masks_of(plan, self._masks, self._request_of,
+                                                                       self._attempt))
         except Exception:
-            self._in_flight = self._joined_logits = None
+            self._in_flight, self._joined_logits = previous, None
             self._take_launch_back(plan, joining)
             raise
-
-    def _make_masks(self, plan: StepPlan) -> TokenMasks | None:
-        """What may follow in each row of a plan that samples."""
-        if self._masks is None:
-            self._masks = MaskMaker(self._executor.num_logits, self.runner.device)
-        make = self._masks.make
-        requests = [self._request_of(plan, row) for row in np.flatnonzero(plan.samples).tolist()]
-        matchers: list[Matcher | None] = [None] * len(requests)
-
-        def ask(request: Request, row: int) -> None:
-            matchers[row] = request.open_matcher
-
-        def try_alone(row: int) -> None:
-            matcher, matchers[row] = matchers[row], None
-            make([matcher])
-            matchers[row] = matcher
-
-        for row, request in enumerate(requests):
-            if request is not None and request.grammar is not None:
-                self._attempt(request, ask, request, row)
-        try:
-            return make(matchers) if any(matchers) else None
-        except Exception:  # of a single matcher, whose request ends
-            for row, request in enumerate(requests):
-                if request is not None and matchers[row] is not None:
-                    self._attempt(request, try_alone, row)
-            return make(matchers)
 
     def _parameters(self, admitted: list[Sequence]) -> list[SlotParameters]:
         """What the device has to know of requests that get their slot, which start now."""
@@ -574,6 +553,8 @@ class EngineCore:
         waited = time.perf_counter() if self.observers else 0.0
         tokens = handle.wait()
         ready = time.perf_counter() if self.observers else 0.0
+        if self._waited is not None:
+            (waited, ready), self._waited = self._waited, None
         self.control_flag |= handle.heard is not None and bool(handle.heard)
         if self._guard.pending:
             self._guard.verify(self.scheduler.kv_cache_manager.block_pool)

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from hf_paged.engine.stopping import tokenizer_traits
-from hf_paged.kernels.upload import upload
 from hf_paged.options.structured import STRUCTURAL_TAG, Structured, choices_as_grammar
-from hf_paged.sampling.token_mask import TokenMasks
+from hf_paged.sampling.token_mask import HostMasks
 
 _CACHED_BYTES = 256 << 20  # of compiled grammars, per tokenizer
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
@@ -195,18 +194,18 @@ def _said(error: Exception) -> str:
 class MaskMaker:
     """Makes masks of matchers on the host, in memory from which they are sent to the device.
 
-    A mask is sent before the step's sampling, and the host waits for the step's tokens before it makes the next ones:
-    so one buffer is enough.
+    There is one buffer: masks have to be on the device, and the host has to know it, before the next ones are made.
+    The host waits for a step's tokens before it makes the masks of the next step, and that is enough.
     """
 
     def __init__(self, num_logits: int, device: torch.device) -> None:
         self._num_words = -(-num_logits // 32)
-        self._device = device
+        self._is_pinned = device.type == "cuda"
         self._buffer: torch.Tensor | None = None  # [lines, W]
         self._batch: Any = None  # an xgrammar.BatchGrammarMatcher
 
-    def make(self, matchers: Sequence[Matcher | None]) -> TokenMasks:
-        """Masks of R rows, some of which have a matcher.
+    def make(self, matchers: Sequence[Matcher | None]) -> HostMasks:
+        """Masks of R rows, some of which have a matcher. They are good until the next call.
 
         Raises:
             RuntimeError: of a matcher.
@@ -222,14 +221,13 @@ class MaskMaker:
         for i, matcher in enumerate(given):
             if len(of_xgrammar) < 2 or type(matcher) is not XGrammarMatcher:
                 matcher.fill(words[i])
-        return TokenMasks(words.to(self._device, non_blocking=True) if self._device.type == "cuda" else words.clone(),
-                          upload(lines, self._device))
+        return HostMasks(words, lines)
 
     def _words(self, count: int) -> torch.Tensor:
         if self._buffer is None or len(self._buffer) < count:
-            pinned = self._device.type == "cuda"
             lines = max(16, 1 << (count - 1).bit_length())
-            self._buffer = torch.empty(lines, self._num_words, dtype=torch.int32, device="cpu", pin_memory=pinned)
+            self._buffer = torch.empty(lines, self._num_words, dtype=torch.int32, device="cpu",
+                                       pin_memory=self._is_pinned)
         return self._buffer[:count]
 
     def _batch_matcher(self) -> Any:

@@ -3,7 +3,8 @@
 A graph of decode rows per padded number of rows, a graph of prompts per padded number of tokens; a step that holds both
 replays one of each, so that decoding never waits for the launches of a prompt. Captured lazily, all in one memory pool.
 Padding rows have length 0 and a slot of their own. Steps that bring log-probabilities, steps in which a row names an
-adapter, and steps whose rows share prefixes have graphs of their own.
+adapter, and steps whose rows share prefixes have graphs of their own. A step of decode rows that waits for masks of
+tokens is two graphs: up to the logits, and from there on.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
 from hf_paged.runner.step_context import PagedStep
 from hf_paged.sampling.token_log_probs import NO_LOG_PROBS
+from hf_paged.sampling.token_mask import HostMasks, TokenMasks
 from hf_paged.sampling.top_log_probs import shape_of
 from hf_paged.scheduler import StepPlan
 
@@ -49,6 +51,19 @@ class Drawn(NamedTuple):
     tokens: torch.Tensor
     logprobs: Mapping[str, torch.Tensor]
     logits: torch.Tensor | None = None
+
+
+class Undrawn(NamedTuple):
+    """A step of decode rows that was replayed up to the logits; `StepGraphs.draw` goes on, before any other replay.
+
+    ``rows`` [2, size] int64 (slots, positions) and ``logits`` [size, V] (a rank's columns) are memory of the graph, of
+    which there is one for each ``key``; the first ``count`` are rows of the step.
+    """
+
+    key: tuple
+    rows: torch.Tensor
+    logits: torch.Tensor
+    count: int
 
 
 class GroupedTiles(NamedTuple):
@@ -122,6 +137,7 @@ class StepGraphs:
         self._decode_sizes = np.array(decode_sizes(self._state.num_slots))
         # Shared by all graphs: one runs at a time, and leaves zeros.
         self._arrivals = self._attention.arrivals(int(self._decode_sizes[-1]))
+        self._mask_words: torch.Tensor | None = None  # [rows, W] int32 of `TokenMasks`, where graphs read them
 
     def check(self) -> None:
         """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""
@@ -201,6 +217,44 @@ class StepGraphs:
             self._send(captured, inputs)
             made.append(self._replay(captured)[: rows.stop - rows.start].clone())  # the next replay overwrites it
         return made[0] if len(made) == 1 else torch.cat(made)
+
+    def undrawn(self, plan: StepPlan) -> Undrawn | None:
+        """Replay a step of decode rows, all of which sample, up to the logits; None: no graph for it."""
+        self._drop_if_moved()
+        decodes = plan.num_decode_rows
+        if decodes < len(plan.slots) or decodes > self._decode_sizes[-1]:
+            return None
+        size, named = self._decode_size(plan), self._state.adapters.any_named(plan.slots)
+        inputs, tiles = self._decode_inputs(plan, size)
+        captured = self._get(size, partial(self._logits, named=named, tiles=tiles), inputs)
+        if captured is None:
+            return None
+        self._send(captured, inputs)
+        return Undrawn((size, named, tiles), captured.inputs[0], self._replay(captured), decodes)
+
+    def draw(self, step: Undrawn, masks: HostMasks | None, stages: frozenset[str], result: torch.Tensor,
+             logprobs: Mapping[str, torch.Tensor]) -> bool:
+        """Draw the tokens of a step of `undrawn`, as `launch` does, under masks of its rows; False: no graph does it.
+
+        There is a graph of this for each graph up to the logits, since it reads them where that leaves them.
+        """
+        if self._mask_words is None:
+            shape = int(self._decode_sizes[-1]), -(-self._executor.num_logits // 32)
+            self._mask_words = torch.empty(shape, dtype=torch.int32, device=self._device)
+        lines = np.full(len(step.logits), -1, np.int32)
+        if masks is not None:
+            self._mask_words[: len(masks.words)].copy_(masks.words, non_blocking=True)
+            lines[: step.count] = masks.lines
+        run = partial(self._masked, step.logits, step.rows, of=step.key, stages=stages, scored=tuple(logprobs))
+        captured = self._get(len(lines), run, (lines,))
+        if captured is None:
+            return False
+        self._send(captured, (lines,))
+        drawn = self._replay(captured)
+        result.copy_(drawn.tokens[: step.count], non_blocking=True)
+        for kind, values in drawn.logprobs.items():
+            logprobs[kind].copy_(values[: step.count], non_blocking=True)
+        return True
 
     def _parts(self, plan: StepPlan, decode: Callable[..., partial],
                prompts: Callable[..., partial]) -> list[Part] | None:
@@ -397,6 +451,14 @@ class StepGraphs:
                 tiles: GroupedTiles | None) -> torch.Tensor:
         return self._executor.shard_logits(*self._decode_hidden(rows, items, parts, named, tiles))
 
+    def _masked(self, logits: torch.Tensor, rows: torch.Tensor, lines: torch.Tensor, *, of: tuple,
+                stages: frozenset[str], scored: tuple[str, ...]) -> Drawn:
+        """Tokens of rows [2, size] from their logits, which another graph (``of``) leaves, and masks, by their lines."""
+        assert self._mask_words is not None
+        slots, positions = rows
+        masks = TokenMasks(self._mask_words, lines)
+        return self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored, masks)
+
     def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None, named: bool,
                        tiles: GroupedTiles | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states, and the rows' adapters where some row names one."""
@@ -446,10 +508,10 @@ class StepGraphs:
         return self._executor.shard_logits(hidden[last], None if adapters is None else adapters[last])
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
-              scored: tuple[str, ...]) -> Drawn:
+              scored: tuple[str, ...], masks: TokenMasks | None = None) -> Drawn:
         logprobs = {name: torch.empty(shape_of(name, len(slots)), dtype=torch.float32, device=self._device)
                     for name in scored}
-        return Drawn(self._state.sample(logits, slots, positions, stages, logprobs), logprobs)
+        return Drawn(self._state.sample(logits, slots, positions, stages, logprobs, masks), logprobs)
 
     def _step(self, positions: torch.Tensor, meta: PagedMetadata, adapters: torch.Tensor | None) -> PagedStep:
         parts = [(0, len(positions), meta)]

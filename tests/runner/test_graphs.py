@@ -93,29 +93,31 @@ def uncaptured(monkeypatch):
     def capture(self, run, inputs, name):
         self.num_captured += 1
         self._graphs.append(Uncaptured())
-        return Captured(name, self._graphs[-1], inputs, run)
+        return Captured(name, self._graphs[-1], tuple(torch.from_numpy(array.copy()) for array in inputs), run)
 
     def get(self, size, run, inputs):
         captured = own_get(self, size, run, inputs)
         if captured is not None:
-            replayed.append(("decode" if run.func.__name__ == "_decode" else "prompt", size))
+            kind = {"_decode": "decode", "_masked": "masked"}.get(run.func.__name__, "prompt")
+            replayed.append((kind, size))
         return captured
 
     def send(self, captured, inputs):
         self._ready = None
-        sent[captured.graph] = inputs
+        for tensor, array in zip(captured.inputs, inputs, strict=True):
+            tensor.copy_(torch.from_numpy(array))
 
     def replay(self, captured):
         # Graphs share their memory: the next replay overwrites these tokens.
-        drawn = captured.result(*(torch.from_numpy(array) for array in sent[captured.graph]))
-        if isinstance(drawn, torch.Tensor):  # a step that ends at the logits
-            return drawn
+        drawn = captured.result(*captured.inputs)
+        if isinstance(drawn, torch.Tensor):  # a step that ends at the logits: at one place, for the graph behind it
+            return logits.setdefault(captured.graph, drawn).copy_(drawn)
         memory.tokens[: len(drawn.tokens)] = drawn.tokens
         for kind, values in drawn.logprobs.items():
             memory.logprobs[kind][: len(values)] = values
         return memory._replace(logprobs={kind: memory.logprobs[kind] for kind in drawn.logprobs}, logits=drawn.logits)
 
-    sent: dict[Uncaptured, tuple] = {}
+    logits: dict[Uncaptured, torch.Tensor] = {}
     memory = Drawn(torch.empty(10_000, dtype=torch.int64), {kind: torch.empty(10_000) for kind in (PROCESSED, RAW)})
     own_get = StepGraphs._get
     own = ModelRunner.__init__
