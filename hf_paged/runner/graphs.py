@@ -57,13 +57,13 @@ class Undrawn(NamedTuple):
     """A step of decode rows that was replayed up to the logits; `StepGraphs.draw` goes on, before any other replay.
 
     ``rows`` [2, size] int64 (slots, positions) and ``logits`` [size, V] (a rank's columns) are memory of the graph, of
-    which there is one for each ``key``; the first ``count`` are rows of the step.
+    which there is one for each ``key``; the first ``num_rows`` are rows of the step.
     """
 
     key: tuple
     rows: torch.Tensor
     logits: torch.Tensor
-    count: int
+    num_rows: int
 
 
 class GroupedTiles(NamedTuple):
@@ -244,16 +244,16 @@ class StepGraphs:
         lines = np.full(len(step.logits), -1, np.int32)
         if masks is not None:
             self._mask_words[: len(masks.words)].copy_(masks.words, non_blocking=True)
-            lines[: step.count] = masks.lines
+            lines[: step.num_rows] = masks.lines
         run = partial(self._masked, step.logits, step.rows, of=step.key, stages=stages, scored=tuple(logprobs))
         captured = self._get(len(lines), run, (lines,))
         if captured is None:
             return False
         self._send(captured, (lines,))
         drawn = self._replay(captured)
-        result.copy_(drawn.tokens[: step.count], non_blocking=True)
+        result.copy_(drawn.tokens[: step.num_rows], non_blocking=True)
         for kind, values in drawn.logprobs.items():
-            logprobs[kind].copy_(values[: step.count], non_blocking=True)
+            logprobs[kind].copy_(values[: step.num_rows], non_blocking=True)
         return True
 
     def _parts(self, plan: StepPlan, decode: Callable[..., partial],
@@ -453,7 +453,7 @@ class StepGraphs:
 
     def _masked(self, logits: torch.Tensor, rows: torch.Tensor, lines: torch.Tensor, *, of: tuple,
                 stages: frozenset[str], scored: tuple[str, ...]) -> Drawn:
-        """Tokens of rows [2, size] from their logits, which another graph (``of``) leaves, and masks, by their lines."""
+        """Tokens of rows [2, size] from logits, which another graph (``of``) leaves, and masks, by their lines."""
         assert self._mask_words is not None
         slots, positions = rows
         masks = TokenMasks(self._mask_words, lines)

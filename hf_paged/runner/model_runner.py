@@ -191,13 +191,13 @@ class ModelRunner:
         rows = np.flatnonzero(plan.samples)
         slots, positions = plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
         stages = self.state.stages(slots)
-        in_graphs = self.graphs is not None and not wanted.prompt
-        if in_graphs and not first and (undrawn := self.graphs.undrawn(plan)) is not None:
+        graphs = None if wanted.prompt else self.graphs
+        if graphs is not None and not first and (undrawn := graphs.undrawn(plan)) is not None:
             self._count_reads(plan)
-            logits = undrawn.logits[: undrawn.count]
+            logits = undrawn.logits[: undrawn.num_rows]
             unsampled = Unsampled(logits, rows, slots, positions, stages, result, logprobs, undrawn)
             return StepHandle(result, None, logprobs, unsampled=unsampled)
-        every = self.graphs.row_logits(plan) if in_graphs else None
+        every = None if graphs is None else graphs.row_logits(plan)
         scored, tops, spans = None, None, [span._replace(row=first + span.row) for span in wanted.prompt]
         if every is not None:
             self._count_reads(plan)
@@ -224,8 +224,8 @@ class ModelRunner:
         assert handle.unsampled is not None
         self.follow_stream()
         logits, rows, slots, positions, stages, result, logprobs, undrawn = handle.unsampled
-        assert undrawn is None or self.graphs is not None
-        if undrawn is None or not self.graphs.draw(undrawn, masks, stages, result, logprobs):
+        graphs = self.graphs
+        if undrawn is None or graphs is None or not graphs.draw(undrawn, masks, stages, result, logprobs):
             began = device_times.begin(self.device)
             known = {name: torch.empty(shape_of(name, len(rows)), dtype=torch.float32, device=self.device)
                      for name in logprobs}

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import PagedGenerator
 from hf_paged.engine.core import EngineCore
-from hf_paged.engine.grammars import MaskMaker
+from hf_paged.engine.grammars import MaskMaker, XGrammarMatcher
 
 xgrammar = pytest.importorskip("xgrammar", reason="of the extra `structured`")
 from xgrammar.contrib.hf import LogitsProcessor  # noqa: E402
@@ -319,6 +319,50 @@ def test_steps_without_such_rows_make_no_masks(generator, monkeypatch):
     monkeypatch.setattr(MaskMaker, "make", lambda *args: (masked.append(1), make(*args))[1])
     generator.generate(PROMPTS[:2], structured=[None, {"choice": ["a"]}], **{**GREEDY, "eos_token_id": END})
     assert len(masked) <= 3 < len(steps)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_masks_wait_for_tokens_and_not_for_their_commit(monkeypatch, overlap):
+    """The device has what it needs before the host does its books; and each token is taken by its matcher once."""
+    log, accepted = [], []
+    for kind, name in ((MaskMaker, "make"), (EngineCore, "_match")):
+        own = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *args, own=own, name=name: (log.append(name), own(*args))[1])
+    accept = XGrammarMatcher.accept
+    monkeypatch.setattr(XGrammarMatcher, "accept", lambda *args: (accepted.append(args[1]), accept(*args))[1])
+    with PagedGenerator(tiny_model(eos_token_id=END), TOKENIZER, overlap=overlap) as generator:
+        [one] = generator.generate(PROMPTS[:1], structured={"regex": "[a-z]{9}"}, **{**GREEDY, "max_new_tokens": 5})
+    assert log == (["make", *["make", "_match"] * 4, "_match"] if overlap else ["make", "_match"] * 5)
+    assert accepted == one.token_ids and len(accepted) == 5
+
+
+@pytest.mark.parametrize("fails", [False, RuntimeError("no memory for its state")])
+def test_a_matcher_that_refuses_a_token_ends_its_own_request(monkeypatch, fails):
+    """With the tokens up to this one, however steps overlap; also where it raises."""
+    prompts, forms, accept = PROMPTS[:3], [FORMS[3], FORMS[0], None], XGrammarMatcher.accept
+    made = []
+    for overlap in (False, True):
+        with PagedGenerator(tiny_model(eos_token_id=END), TOKENIZER, overlap=overlap) as generator:
+            expected = generator.generate(prompts, structured=forms, **GREEDY)
+            numbers: dict[int, int] = {}
+
+            def refusing(matcher, token, numbers=numbers):
+                number = numbers[id(matcher)] = numbers.get(id(matcher), 0) + 1
+                if number == 4 and next(iter(numbers)) == id(matcher):
+                    if fails:
+                        raise fails
+                    return False
+                return accept(matcher, token)
+
+            monkeypatch.setattr(XGrammarMatcher, "accept", refusing)
+            made.append(generator.generate(prompts, structured=forms, **GREEDY))
+            monkeypatch.setattr(XGrammarMatcher, "accept", accept)
+            assert_idle(generator.model)
+        bad, *others = made[-1]
+        assert bad.finish_reason == "error" and bad.token_ids == expected[0].token_ids[:4]
+        assert (str(fails) if fails else "does not allow token") in bad.error
+        assert [one.token_ids for one in others] == [one.token_ids for one in expected[1:]]
+    assert made[0][0].error == made[1][0].error
 
 
 ACTIONS = st.lists(st.one_of(

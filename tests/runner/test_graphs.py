@@ -205,32 +205,79 @@ def test_chunks_and_shared_prefixes_go_through_prompt_graphs(steps):
     assert [size for kind, size in steps if kind == "prompt"] == [32, 32, 32, 16]
 
 
+class EveryThird:
+    """A grammar that allows every third token, from another one on after each token; and its matcher."""
+
+    is_over = False
+
+    def __init__(self, at=0):
+        self.at = at
+
+    def matcher(self, eos):
+        return EveryThird()
+
+    def allows(self, token):
+        return token % 3 == self.at % 3
+
+    def accept(self, token):
+        is_allowed, self.at = self.allows(token), self.at + 1
+        return is_allowed
+
+    def fill(self, words):
+        bits = torch.arange(32 * len(words)).view(-1, 32)
+        allowed = (bits % 3 == self.at % 3).long() << torch.arange(32)
+        words.copy_(allowed.sum(-1).to(torch.int32))
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"do_sample": True, "temperature": 2.0}, {"do_sample": True, "top_k": 9, "logprobs": True},
+    {"repetition_penalty": 1.4, "logprobs": "raw"},
+], ids=str)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_steps_that_wait_for_masks_end_at_the_logits_and_make_the_same_tokens(steps, monkeypatch, overlap):
-    """Decode rows and prompts, each by a graph of its own, that hold no sampling; the tokens are drawn behind them."""
-
-    class Everything:
-        is_over = False
-
-        def accept(self, token):
-            return True
-
-        def fill(self, words):
-            words.fill_(-1)
-
-    monkeypatch.setattr(Engine, "grammar_of", lambda *_: SimpleNamespace(matcher=lambda eos: Everything()))
-    model = tiny_model()
+def test_steps_that_wait_for_masks_are_drawn_by_a_graph_of_their_own(monkeypatch, overlap, options):
+    """Decode rows in two graphs; steps with prompts end at the logits of a graph of each kind. Others are as alone."""
+    monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
+    model, flags = tiny_model(), {"logprobs": options.get("logprobs")}
     prompts, new_tokens = random_prompts([5, 40, 17, 3, 60, 33, 1]), [12, 3, 9, 14, 5, 7, 11]
-    options = {"max_num_seqs": 3, "max_num_batched_tokens": 128, "overlap": overlap, "num_blocks": 200}
-    expected = generate(model, prompts, new_tokens, **{k: v for k, v in options.items() if k != "num_blocks"})
-    steps.clear()
     forms = [{"regex": ".*"}, None, {"regex": ".*"}, None, {"regex": ".*"}, {"regex": ".*"}, {"regex": ".*"}]
-    with hf_paged.PagedGenerator(model, **options) as generator:
-        configs = [GenerationConfig(max_new_tokens=n, do_sample=False, eos_token_id=None) for n in new_tokens]
-        made = [c.token_ids for c in generator.generate(prompts, configs, structured=forms, use_tqdm=False)]
-        names = {key[1] for key in generator.engine._core.pool.runner.graphs._captured}
-    assert made == expected
-    assert {"_logits", "_prompt_logits"} <= names
+    settings = {name: value for name, value in options.items() if name != "logprobs"}
+
+    def run(structured):
+        with hf_paged.PagedGenerator(model, max_num_seqs=3, max_num_batched_tokens=128, overlap=overlap,
+                                     num_blocks=200) as generator:
+            configs = [GenerationConfig(max_new_tokens=n, eos_token_id=None, **settings) for n in new_tokens]
+            made = generator.generate(prompts, configs, structured=structured, seed=3, use_tqdm=False, **flags)
+            graphs = generator.engine._core.pool.runner.graphs
+            names = set() if graphs is None else {key[1] for key in graphs._captured}
+        assert all(one.error is None for one in made)
+        return made, names
+
+    expected, free = run(forms)[0], run(None)[0]
+    uncaptured(monkeypatch)
+    made, names = run(forms)
+    assert [one.token_ids for one in made] == [one.token_ids for one in expected]
+    assert {"_logits", "_prompt_logits", "_masked"} <= names
+    for form, one, same, alone in zip(forms, made, expected, free, strict=True):
+        assert one.token_ids == alone.token_ids if form is None else all(
+            token % 3 == at % 3 for at, token in enumerate(one.token_ids))
+        if one.logprobs is not None:
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(same.logprobs), rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_under_masks_are_drawn_eagerly_where_a_graph_cannot_be_had(steps, monkeypatch):
+    monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
+    prompts, options = random_prompts([5, 40, 17]), {"max_new_tokens": 9, "eos_token_id": None, "use_tqdm": False}
+    capture = StepGraphs._capture
+    made = []
+    for refused in ("_masked", "nothing"):
+        monkeypatch.setattr(StepGraphs, "_capture", lambda self, run, *args, refused=refused: (
+            None if run.func.__name__ == refused else capture(self, run, *args)))
+        with hf_paged.PagedGenerator(tiny_model(), num_blocks=200) as generator:
+            made.append([one.token_ids for one in generator.generate(prompts, structured={"regex": ".*"}, **options)])
+            captured = generator.engine._core.pool.runner.graphs._captured
+            refusals = {key[1] for key, found in captured.items() if found is None}
+        assert refusals == ({"_masked"} if refused == "_masked" else set())
+    assert made[0] == made[1] and all(token % 3 == at % 3 for row in made[0] for at, token in enumerate(row))
 
 
 def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch):
