@@ -123,6 +123,7 @@ class StepGraphs:
         self._graphs: list[torch.cuda.CUDAGraph] = []  # also those whose capture an error ended
         self._pool: Any = None  # dies with its last graph
         self._stream: torch.cuda.Stream | None = None
+        self._mask_stream: torch.cuda.Stream | None = None
         self._model_signature: tuple | None = None
         self._nothing = torch.empty(0, dtype=torch.float32, device=self._device)
         self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
@@ -137,7 +138,7 @@ class StepGraphs:
         self._decode_sizes = np.array(decode_sizes(self._state.num_slots))
         # Shared by all graphs: one runs at a time, and leaves zeros.
         self._arrivals = self._attention.arrivals(int(self._decode_sizes[-1]))
-        self._mask_words: torch.Tensor | None = None  # [rows, W] int32 of `TokenMasks`, where graphs read them
+        self._mask_words: torch.Tensor | None = None  # [rows, W] int32, which graphs read
 
     def check(self) -> None:
         """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""
@@ -238,14 +239,11 @@ class StepGraphs:
 
         There is a graph of this for each graph up to the logits, since it reads them where that leaves them.
         """
-        if self._mask_words is None:
-            shape = int(self._decode_sizes[-1]), -(-self._executor.num_logits // 32)
-            self._mask_words = torch.empty(shape, dtype=torch.int32, device=self._device)
-        lines = np.full(len(step.logits), -1, np.int32)
+        lines, words = np.full(len(step.logits), -1, np.int32), self._room_for_masks()
         if masks is not None:
-            self._mask_words[: len(masks.words)].copy_(masks.words, non_blocking=True)
+            self._send_words(masks.words, words[: len(masks.words)])
             lines[: step.num_rows] = masks.lines
-        run = partial(self._masked, step.logits, step.rows, of=step.key, stages=stages, scored=tuple(logprobs))
+        run = partial(self._masked, step.logits, step.rows, words, of=step.key, stages=stages, scored=tuple(logprobs))
         captured = self._get(len(lines), run, (lines,))
         if captured is None:
             return False
@@ -255,6 +253,28 @@ class StepGraphs:
         for kind, values in drawn.logprobs.items():
             logprobs[kind].copy_(values[: step.num_rows], non_blocking=True)
         return True
+
+    def _send_words(self, words: torch.Tensor, room: torch.Tensor) -> None:
+        """Bring masks [M, W] to where graphs read them, beside the forward that runs.
+
+        Nothing reads there now: the host knows the tokens that were drawn under the masks before.
+        """
+        if self._mask_stream is None:
+            room.copy_(words)
+            return
+        with torch.cuda.stream(self._mask_stream):
+            room.copy_(words, non_blocking=True)
+        torch.cuda.current_stream(self._device).wait_stream(self._mask_stream)
+
+    def _room_for_masks(self) -> torch.Tensor:
+        """Where graphs read masks, of all rows: ``words`` of `TokenMasks`."""
+        if self._mask_words is None:
+            shape = int(self._decode_sizes[-1]), -(-self._executor.num_logits // 32)
+            self._mask_words = torch.empty(shape, dtype=torch.int32, device=self._device)
+            if self._device.type == "cuda":
+                self._mask_stream = torch.cuda.Stream(self._device)
+                self._mask_stream.wait_stream(torch.cuda.current_stream(self._device))  # who had this memory before
+        return self._mask_words
 
     def _parts(self, plan: StepPlan, decode: Callable[..., partial],
                prompts: Callable[..., partial]) -> list[Part] | None:
@@ -451,13 +471,11 @@ class StepGraphs:
                 tiles: GroupedTiles | None) -> torch.Tensor:
         return self._executor.shard_logits(*self._decode_hidden(rows, items, parts, named, tiles))
 
-    def _masked(self, logits: torch.Tensor, rows: torch.Tensor, lines: torch.Tensor, *, of: tuple,
-                stages: frozenset[str], scored: tuple[str, ...]) -> Drawn:
-        """Tokens of rows [2, size] from logits, which another graph (``of``) leaves, and masks, by their lines."""
-        assert self._mask_words is not None
+    def _masked(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, lines: torch.Tensor, *,
+                of: tuple, stages: frozenset[str], scored: tuple[str, ...]) -> Drawn:
+        """Tokens of rows [2, size] from logits, which another graph (``of``) leaves, and masks."""
         slots, positions = rows
-        masks = TokenMasks(self._mask_words, lines)
-        return self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored, masks)
+        return self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored, TokenMasks(words, lines))
 
     def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None, named: bool,
                        tiles: GroupedTiles | None) -> tuple[torch.Tensor, torch.Tensor | None]:
