@@ -81,6 +81,7 @@ class EngineCore:
         self._next_deadline = math.inf
         self.grammars = Grammars(executor.num_logits)
         self._masks: MaskMaker | None = None
+        self._pending: form_rows.PendingMasks | None = None  # of the step in flight, whose tokens are not drawn yet
         self._waited: tuple[float, float] | None = None  # for the step in flight, where observers are to know when
         self._adapter_counts = AdapterCounts(())  # when the runner was prepared
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
@@ -198,9 +199,15 @@ class EngineCore:
     def changing(self) -> Iterator[None]:
         """For code that runs the device beside `step`: an exception in here makes the next entry start afresh."""
         self.dirty = True
-        with torch.inference_mode(False), torch.no_grad(), _ambient(self._executor.kv_spec().device):
+        with self._at_work():
             yield
         self.dirty = False
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """The state that a step runs in, outside of one."""
+        with torch.inference_mode(False), torch.no_grad(), _ambient(self._executor.kv_spec().device):
+            yield
 
     def end_orphans(self) -> None:
         """End rows whose call is gone without having ended them: an interrupt came in its very end."""
@@ -292,7 +299,7 @@ class EngineCore:
         """What the model computed when prompts were last received."""
         config = self._config
         options = {"merge_weights": config.merge_weights, "fused_kernels": config.fused_kernels}
-        with torch.inference_mode(False), torch.no_grad(), _ambient(self._executor.kv_spec().device):
+        with self._at_work():
             return ModelMark(options, self._executor.autocast, self._state_key, self._guard.checksum())
 
     def weights_moved(self) -> bool:
@@ -338,11 +345,15 @@ class EngineCore:
                         look_now = True
                     if look_now:
                         self.model_changed()
+                    if waiting and self._pending is not None:
+                        self._draw_in_flight()
                     joining = self._prepare_rows(waiting)
                 if joining is None:
                     return True
                 plan = scheduler.schedule()
                 scheduled = time.perf_counter() if self.observers else 0.0
+                if self._pending is not None:
+                    self._draw_before(plan, joining)
                 if self.pool.runner is not None and self.pool.runner.sharded is not None:
                     self.pool.runner.sharded.say(control_flag)
                 is_busy = plan is not None or self._in_flight is not None
@@ -352,14 +363,16 @@ class EngineCore:
                                     scheduler.num_preemptions - num_preempted, started, scheduled, time.perf_counter(),
                                     device_times.take())
                     self.observers.tell("launched", step)
-                if launched is None or not self._overlaps(device):
-                    self._commit_in_flight()
-                    self._in_flight = self._sampled(launched, joining)
-                    self._commit_in_flight()
-                else:
-                    previous, self._in_flight = self._in_flight, launched
-                    self._in_flight = self._sampled(launched, joining, previous)
+                previous, self._in_flight = self._in_flight, launched
+                overlaps = launched is not None and self._overlaps(device)
+                if not overlaps:
                     self._commit(previous)
+                    previous = None
+                if launched is not None and launched[1].unsampled is not None:
+                    self._begin_masks(launched[0], previous, joining, beside=overlaps)
+                self._commit(previous)
+                if not overlaps:
+                    self._commit_in_flight()
                 self._note_pace(plan, joined=bool(joining), overlapped=self._in_flight is not None,
                                 seconds=time.perf_counter() - started)
                 if joining:
@@ -500,16 +513,12 @@ class EngineCore:
         self._tell_of_new_start()
         self.dirty = False
 
-    def _sampled(self, launched: tuple[StepPlan, StepHandle] | None, joining: list[tuple[LockstepBatch, StepPlan]],
-                 previous: tuple[StepPlan, StepHandle] | None = None) -> tuple[StepPlan, StepHandle] | None:
-        """Have a launched step whose rows wait for masks draw its tokens.
+    def _begin_masks(self, plan: StepPlan, previous: tuple[StepPlan, StepHandle] | None,
+                     joining: list[tuple[LockstepBatch, StepPlan]], *, beside: bool) -> None:
+        """Begin to make the masks of a launched step, which is to draw its tokens under them (`_draw_in_flight`).
 
-        Its masks need the tokens of the step before, ``previous`` where that is not committed yet, and not its commit:
-        so that waits until the device has all it needs.
+        They need the tokens of the step before, ``previous`` where that is not committed yet, and not its commit.
         """
-        if launched is None or launched[1].unsampled is None:
-            return launched
-        plan, handle = launched
         try:
             if previous is not None:
                 waited = time.perf_counter() if self.observers else 0.0
@@ -518,12 +527,34 @@ class EngineCore:
                 form_rows.go_ahead(previous[0], tokens, self._request_of)
             if self._masks is None:
                 self._masks = MaskMaker(self._executor.num_logits, self.runner.device)
-            return plan, self.runner.sample(handle, form_rows.masks_of(plan, self._masks, self._request_of,
-                                                                       self._attempt))
+            self._pending = form_rows.PendingMasks(plan, self._masks, self._request_of, self._attempt, beside=beside)
+            if self._executor.group.is_parallel:
+                self._draw_in_flight()  # on all ranks at one place
         except Exception:
-            self._in_flight, self._joined_logits = previous, None
+            self._in_flight, self._pending, self._joined_logits = previous, None, None
             self._take_launch_back(plan, joining)
             raise
+
+    def _draw_before(self, plan: StepPlan | None, joining: list[tuple[LockstepBatch, StepPlan]]) -> None:
+        """Draw the tokens of the step in flight, which the next one begins with."""
+        assert self.scheduler is not None
+        try:
+            if plan is not None and not joining:
+                self.runner.lay_out(plan)  # while the masks are made
+            self._draw_in_flight()
+        except Exception:
+            self._in_flight = None
+            self.scheduler.preempt_all()
+            self._take_launch_back(None, joining)
+            raise
+
+    def _draw_in_flight(self) -> None:
+        """Have the step in flight draw its tokens under the masks that it waits for."""
+        assert self._in_flight is not None and self._pending is not None
+        plan, handle = self._in_flight
+        pending, self._pending = self._pending, None
+        with nullcontext() if self.stepping_thread is not None else self._at_work():
+            self._in_flight = plan, self.runner.sample(handle, pending.take())
 
     def _parameters(self, admitted: list[Sequence]) -> list[SlotParameters]:
         """What the device has to know of requests that get their slot, which start now."""
@@ -541,6 +572,8 @@ class EngineCore:
             self.pool.runner.follow_stream()
 
     def _commit_in_flight(self) -> None:
+        if self._pending is not None:
+            self._draw_in_flight()
         launched, self._in_flight = self._in_flight, None
         self._commit(launched)
 
@@ -770,8 +803,7 @@ class EngineCore:
 
     def scheduler_or_build(self) -> Scheduler:
         if self.scheduler is None:
-            device = self._executor.kv_spec().device
-            with torch.inference_mode(False), torch.no_grad(), _ambient(device):
+            with self._at_work():
                 runner = self.pool.build()
             resting, self._resting = self._resting, None
             if resting is not None and resting[0] is runner and resting[1].num_blocks == runner.cache.num_blocks:
@@ -794,7 +826,7 @@ class EngineCore:
         """Give everything up where it stands: of a sharded model whose other ranks are not asked any more."""
         self.requests.clear()
         self._deadlines.clear()
-        self._arrivals, self._in_flight, self.dirty = [], None, False
+        self._arrivals, self._in_flight, self._pending, self.dirty = [], None, None, False
         self._tell_of_new_start()
         self.drop_pool()
 
@@ -833,7 +865,7 @@ class EngineCore:
             return
         if self._executor.group.is_parallel:
             raise EngineClosedError("a step of a sharded model was interrupted: expected a new PagedGenerator")
-        self._in_flight = None
+        self._in_flight = self._pending = None
         self._guard.forget()
         self._lose_rows()
         self._retire_scheduler()
@@ -867,7 +899,7 @@ class EngineCore:
 
     def restart_over_a_new_pool(self) -> None:
         """The model went to another dtype or device under running requests: they start over."""
-        self._in_flight = None
+        self._in_flight = self._pending = None
         self.drop_pool()
         self.dirty = True
         self.recover_if_dirty()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -35,26 +36,46 @@ def go_ahead(plan: StepPlan, tokens: np.ndarray, request_of: RequestOf) -> None:
                 request.went_on = error
 
 
-def masks_of(plan: StepPlan, maker: MaskMaker, request_of: RequestOf, attempt: Attempt) -> HostMasks | None:
-    """What may follow in each row of a plan that samples; a request whose own matcher raises ends with that."""
-    requests = [request_of(plan, row) for row in np.flatnonzero(plan.samples).tolist()]
-    matchers: list[Matcher | None] = [None] * len(requests)
+class PendingMasks:
+    """What may follow in each row of a step that samples, in the making. Nobody may use the matchers meanwhile.
 
-    def ask(request: Request, row: int) -> None:
-        matchers[row] = request.open_matcher
+    Args:
+        plan: of the step, all tokens before which the matchers know.
+        beside: in a thread, while the caller goes on.
+    """
 
-    def try_alone(row: int) -> None:
-        matcher, matchers[row] = matchers[row], None
-        maker.make([matcher])
-        matchers[row] = matcher
+    def __init__(self, plan: StepPlan, maker: MaskMaker, request_of: RequestOf, attempt: Attempt, *,
+                 beside: bool) -> None:
+        self._maker, self._attempt = maker, attempt
+        self._requests = [request_of(plan, row) for row in np.flatnonzero(plan.samples).tolist()]
+        self._matchers: list[Matcher | None] = [None] * len(self._requests)
+        for row, request in enumerate(self._requests):
+            if request is not None and request.grammar is not None:
+                attempt(request, self._ask, request, row)
+        self._end: Callable[[], HostMasks | None] = lambda: None
+        if any(self._matchers):
+            try:
+                self._end = maker.begin(self._matchers) if beside else partial(maker.make, self._matchers)
+            except Exception:  # of a single matcher
+                self._end = self._make_without_failing
 
-    for row, request in enumerate(requests):
-        if request is not None and request.grammar is not None:
-            attempt(request, ask, request, row)
-    try:
-        return maker.make(matchers) if any(matchers) else None
-    except Exception:  # of a single matcher
-        for row, request in enumerate(requests):
-            if request is not None and matchers[row] is not None:
-                attempt(request, try_alone, row)
-        return maker.make(matchers)
+    def take(self) -> HostMasks | None:
+        """Wait for them. A request whose own matcher raises ends with that. None: no row has a mask."""
+        try:
+            return self._end()
+        except Exception:
+            return self._make_without_failing()
+
+    def _make_without_failing(self) -> HostMasks | None:
+        for row, request in enumerate(self._requests):
+            if request is not None and self._matchers[row] is not None:
+                self._attempt(request, self._try_alone, row)
+        return self._maker.make(self._matchers)
+
+    def _ask(self, request: Request, row: int) -> None:
+        self._matchers[row] = request.open_matcher
+
+    def _try_alone(self, row: int) -> None:
+        matcher, self._matchers[row] = self._matchers[row], None
+        self._maker.make([matcher])
+        self._matchers[row] = matcher

@@ -57,13 +57,15 @@ class Undrawn(NamedTuple):
     """A step of decode rows that was replayed up to the logits; `StepGraphs.draw` goes on, before any other replay.
 
     ``rows`` [2, size] int64 (slots, positions) and ``logits`` [size, V] (a rank's columns) are memory of the graph, of
-    which there is one for each ``key``; the first ``num_rows`` are rows of the step.
+    which there is one for each ``key``; the first ``num_rows`` are rows of the step. ``memory``: what other memory
+    graphs had then.
     """
 
     key: tuple
     rows: torch.Tensor
     logits: torch.Tensor
     num_rows: int
+    memory: tuple
 
 
 class GroupedTiles(NamedTuple):
@@ -129,6 +131,8 @@ class StepGraphs:
         self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
         self._memory_signature: tuple | None = None
         self._ready: tuple[StepPlan, Captured] | None = None  # the device has what this step reads
+        self._sent_lines: tuple[torch.cuda.CUDAGraph, np.ndarray] | None = None  # the last that went to such a graph
+        self._laid_out: tuple[StepPlan, int, tuple] | None = None  # a step's size, and `_decode_inputs` of it
         self.num_captured = 0
         self.num_dropped = 0
         executor.group.holds(self)
@@ -171,7 +175,7 @@ class StepGraphs:
         self._graphs.clear()
         self.num_dropped += sum(captured is not None for captured in self._captured.values())
         self._captured.clear()
-        self._pool = self._ready = None
+        self._pool = self._ready = self._sent_lines = None
 
     def launch(self, plan: StepPlan, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor] = NO_LOG_PROBS,
                num_logits: int = 0) -> torch.Tensor | None:
@@ -226,12 +230,21 @@ class StepGraphs:
         if decodes < len(plan.slots) or decodes > self._decode_sizes[-1]:
             return None
         size, named = self._decode_size(plan), self._state.adapters.any_named(plan.slots)
-        inputs, tiles = self._decode_inputs(plan, size)
+        known = self._laid_out
+        is_laid_out = known is not None and known[0] is plan and known[1] == size
+        inputs, tiles = known[2] if known is not None and is_laid_out else self._decode_inputs(plan, size)
         captured = self._get(size, partial(self._logits, named=named, tiles=tiles), inputs)
         if captured is None:
             return None
         self._send(captured, inputs)
-        return Undrawn((size, named, tiles), captured.inputs[0], self._replay(captured), decodes)
+        memory = self._memory()
+        return Undrawn((size, named, tiles), captured.inputs[0], self._replay(captured), decodes, memory)
+
+    def lay_out(self, plan: StepPlan) -> None:
+        """Make what `undrawn` of this plan will send; it is the next step, though others may still be launched."""
+        if len(plan.slots) == plan.num_decode_rows <= self._decode_sizes[-1]:
+            size = self._decode_size(plan)
+            self._laid_out = plan, size, self._decode_inputs(plan, size)
 
     def draw(self, step: Undrawn, masks: HostMasks | None, stages: frozenset[str], result: torch.Tensor,
              logprobs: Mapping[str, torch.Tensor]) -> bool:
@@ -239,6 +252,8 @@ class StepGraphs:
 
         There is a graph of this for each graph up to the logits, since it reads them where that leaves them.
         """
+        if step.memory != self._memory():
+            return False  # the state has grown since
         lines, words = np.full(len(step.logits), -1, np.int32), self._room_for_masks()
         if masks is not None:
             self._send_words(masks.words, words[: len(masks.words)])
@@ -247,7 +262,10 @@ class StepGraphs:
         captured = self._get(len(lines), run, (lines,))
         if captured is None:
             return False
-        self._send(captured, (lines,))
+        known = self._sent_lines
+        if known is None or known[0] is not captured.graph or not np.array_equal(known[1], lines):
+            self._send(captured, (lines,))
+            self._sent_lines = captured.graph, lines
         drawn = self._replay(captured)
         result.copy_(drawn.tokens[: step.num_rows], non_blocking=True)
         for kind, values in drawn.logprobs.items():
@@ -335,9 +353,13 @@ class StepGraphs:
         """Has the device what `logits` of this plan reads, and did no other step run since?"""
         return self._ready is not None and self._ready[0] is plan
 
-    def _drop_if_moved(self) -> None:
+    def _memory(self) -> tuple:
+        """Other where what graphs read lies elsewhere."""
         size = self._cache.num_blocks if self._attention.backend.knows_pool_size else 0
-        signature = (self._state.version, self._state.edits.generation, self._cache.version, size)
+        return self._state.version, self._state.edits.generation, self._cache.version, size
+
+    def _drop_if_moved(self) -> None:
+        signature = self._memory()
         if signature != self._memory_signature:
             self.drop()
             self._memory_signature = signature

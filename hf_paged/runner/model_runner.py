@@ -215,6 +215,11 @@ class ModelRunner:
         return StepHandle(result[first:], None, own, scored, wanted.prompt, None, every[:first] if first else None,
                           unsampled, tops)
 
+    def lay_out(self, plan: StepPlan) -> None:
+        """Prepare on the host alone what a launch of this plan, without rows that join it, sends to the device."""
+        if self.graphs is not None:
+            self.graphs.lay_out(plan)
+
     def sample(self, handle: StepHandle, masks: HostMasks | None) -> StepHandle:
         """Enqueue what is left of a step of `launch_unsampled`, before any other step.
 

@@ -315,8 +315,8 @@ def test_steps_without_such_rows_make_no_masks(generator, monkeypatch):
     steps, masked = [], []
     launch = EngineCore._launch
     monkeypatch.setattr(EngineCore, "_launch", lambda *args: (steps.append(1), launch(*args))[1])
-    make = MaskMaker.make
-    monkeypatch.setattr(MaskMaker, "make", lambda *args: (masked.append(1), make(*args))[1])
+    fill = MaskMaker._fill
+    monkeypatch.setattr(MaskMaker, "_fill", lambda *args: (masked.append(1), fill(*args))[1])
     generator.generate(PROMPTS[:2], structured=[None, {"choice": ["a"]}], **{**GREEDY, "eos_token_id": END})
     assert len(masked) <= 3 < len(steps)
 
@@ -325,14 +325,14 @@ def test_steps_without_such_rows_make_no_masks(generator, monkeypatch):
 def test_masks_wait_for_tokens_and_not_for_their_commit(monkeypatch, overlap):
     """The device has what it needs before the host does its books; and each token is taken by its matcher once."""
     log, accepted = [], []
-    for kind, name in ((MaskMaker, "make"), (EngineCore, "_match")):
+    for kind, name in ((MaskMaker, "_fill"), (EngineCore, "_match")):
         own = getattr(kind, name)
         monkeypatch.setattr(kind, name, lambda *args, own=own, name=name: (log.append(name), own(*args))[1])
     accept = XGrammarMatcher.accept
     monkeypatch.setattr(XGrammarMatcher, "accept", lambda *args: (accepted.append(args[1]), accept(*args))[1])
     with PagedGenerator(tiny_model(eos_token_id=END), TOKENIZER, overlap=overlap) as generator:
         [one] = generator.generate(PROMPTS[:1], structured={"regex": "[a-z]{9}"}, **{**GREEDY, "max_new_tokens": 5})
-    assert log == (["make", *["make", "_match"] * 4, "_match"] if overlap else ["make", "_match"] * 5)
+    assert log == (["_fill", *["_fill", "_match"] * 4, "_match"] if overlap else ["_fill", "_match"] * 5)
     assert accepted == one.token_ids and len(accepted) == 5
 
 
