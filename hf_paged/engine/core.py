@@ -370,8 +370,9 @@ class EngineCore:
                     previous = None
                 if launched is not None and launched[1].unsampled is not None:
                     self._begin_masks(launched[0], previous, joining, beside=overlaps)
-                self._commit(previous)
-                if not overlaps:
+                if overlaps:
+                    self._commit(previous)
+                else:
                     self._commit_in_flight()
                 self._note_pace(plan, joined=bool(joining), overlapped=self._in_flight is not None,
                                 seconds=time.perf_counter() - started)
