@@ -46,12 +46,13 @@ class PendingMasks:
 
     def __init__(self, plan: StepPlan, maker: MaskMaker, request_of: RequestOf, attempt: Attempt, *,
                  beside: bool) -> None:
-        self._maker, self._attempt = maker, attempt
-        self._requests = [request_of(plan, row) for row in np.flatnonzero(plan.samples).tolist()]
-        self._matchers: list[Matcher | None] = [None] * len(self._requests)
-        for row, request in enumerate(self._requests):
+        self._plan, self._maker, self._request_of, self._attempt = plan, maker, request_of, attempt
+        self._rows = np.flatnonzero(plan.samples).tolist()
+        self._matchers: list[Matcher | None] = [None] * len(self._rows)
+        for index, row in enumerate(self._rows):
+            request = request_of(plan, row)
             if request is not None and request.grammar is not None:
-                attempt(request, self._ask, request, row)
+                attempt(request, self._ask, request, index)
         self._end: Callable[[], HostMasks | None] = lambda: None
         if any(self._matchers):
             try:
@@ -67,15 +68,19 @@ class PendingMasks:
             return self._make_without_failing()
 
     def _make_without_failing(self) -> HostMasks | None:
-        for row, request in enumerate(self._requests):
-            if request is not None and self._matchers[row] is not None:
-                self._attempt(request, self._try_alone, row)
-        return self._maker.make(self._matchers)
+        for index, row in enumerate(self._rows):
+            if self._matchers[index] is not None:
+                request = self._request_of(self._plan, row)
+                if request is None:
+                    self._matchers[index] = None  # it has ended meanwhile
+                else:
+                    self._attempt(request, self._try_alone, index)
+        return self._maker.make(self._matchers) if any(self._matchers) else None
 
-    def _ask(self, request: Request, row: int) -> None:
-        self._matchers[row] = request.open_matcher
+    def _ask(self, request: Request, index: int) -> None:
+        self._matchers[index] = request.open_matcher
 
-    def _try_alone(self, row: int) -> None:
-        matcher, self._matchers[row] = self._matchers[row], None
+    def _try_alone(self, index: int) -> None:
+        matcher, self._matchers[index] = self._matchers[index], None
         self._maker.make([matcher])
-        self._matchers[row] = matcher
+        self._matchers[index] = matcher

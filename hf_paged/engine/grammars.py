@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -210,6 +211,7 @@ class MaskMaker:
         self._thread: ThreadPoolExecutor | None = None
         self._job: Future[None] | None = None
         at_fork.register(self)
+        _makers.add(self)
 
     def make(self, matchers: Sequence[Matcher | None]) -> HostMasks:
         """Masks of R rows, some of which have a matcher. They are good until the next ones are begun.
@@ -246,15 +248,18 @@ class MaskMaker:
 
         return end
 
+    def wait(self) -> None:
+        """Until nothing is being made; what raises does so where it is waited for in the end."""
+        if self._job is not None:
+            self._job.exception()
+
     def after_fork_in_child(self) -> None:
         """The thread is the parent's."""
-        self._thread = self._job = None
+        self._thread = None
 
     def _laid_out(self, matchers: Sequence[Matcher | None]) -> tuple[HostMasks, list[Matcher]]:
         """Room for the masks, and the matchers that are to fill its lines."""
-        if self._job is not None:
-            wait([self._job])  # after an interrupt: it writes to the buffer
-            self._job = None
+        self.wait()  # after an interrupt something may still write to the buffer
         given = [matcher for matcher in matchers if matcher is not None]
         lines = np.full(len(matchers), -1, np.int32)
         lines[[row for row, matcher in enumerate(matchers) if matcher is not None]] = np.arange(len(given))
@@ -284,3 +289,13 @@ class MaskMaker:
             self._buffer = torch.empty(lines, self._num_words, dtype=torch.int32, device="cpu",
                                        pin_memory=self._is_pinned)
         return self._buffer[:count]
+
+
+_makers: weakref.WeakSet[MaskMaker] = weakref.WeakSet()
+
+
+@at_fork.before
+def _wait_for_makers() -> None:
+    """A child would have matchers that a thread, which it has not, is in the middle of."""
+    for maker in list(_makers):
+        maker.wait()

@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import PagedGenerator
+from hf_paged.engine import grammars
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.grammars import MaskMaker, XGrammarMatcher
 
@@ -67,9 +68,11 @@ def by_stock(prompt, form, **options):
     return stock_generate(MODEL, input_ids=ids, logits_processor=processors, **options)[0, len(prompt) :].tolist()
 
 
-@pytest.fixture(params=[False, True], ids=["in turn", "overlap"])
-def generator(request):
-    with PagedGenerator(tiny_model(eos_token_id=END), TOKENIZER, overlap=request.param) as generator:
+@pytest.fixture(params=["in turn", "overlap", "overlap, few rows in a thread"])
+def generator(request, monkeypatch):
+    if "thread" in request.param:
+        monkeypatch.setattr(grammars, "_FEWEST_IN_THREADS", 1)
+    with PagedGenerator(tiny_model(eos_token_id=END), TOKENIZER, overlap="overlap" in request.param) as generator:
         yield generator
         assert_idle(generator.model)
 
@@ -382,9 +385,15 @@ def alone(prompt: int, form: int, count: int) -> list[int]:
 
 
 @settings(max_examples=25)
-@given(actions=ACTIONS, overlap=st.booleans(), num_blocks=st.sampled_from([8, 12, 40]))
-def test_any_order_of_requests_steps_ends_and_interrupts(actions, overlap, num_blocks):
+@given(actions=ACTIONS, overlap=st.booleans(), num_blocks=st.sampled_from([8, 12, 40]), fewest=st.sampled_from([1, 4]))
+def test_any_order_of_requests_steps_ends_and_interrupts(actions, overlap, num_blocks, fewest):
     """Each request's tokens are those that stock makes of it alone, or a beginning of them where it was ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammars, "_FEWEST_IN_THREADS", fewest)
+        run_in_any_order(actions, overlap, num_blocks)
+
+
+def run_in_any_order(actions, overlap, num_blocks):
     model = tiny_model(eos_token_id=END)
     engine = hf_paged.Engine(model, hf_paged.PagedConfig(overlap=overlap, num_blocks=num_blocks), TOKENIZER)
     asked: dict[str, tuple[int, int, int]] = {}
