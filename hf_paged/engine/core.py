@@ -541,7 +541,7 @@ class EngineCore:
         assert self.scheduler is not None
         try:
             if plan is not None and not joining:
-                self.runner.lay_out(plan)  # while the masks are made
+                self.runner.foresee(plan)  # while the masks are made
             self._draw_in_flight()
         except Exception:
             self._in_flight = None

@@ -56,9 +56,8 @@ class Drawn(NamedTuple):
 class Undrawn(NamedTuple):
     """A step of decode rows that was replayed up to the logits; `StepGraphs.draw` goes on, before any other replay.
 
-    ``rows`` [2, size] int64 (slots, positions) and ``logits`` [size, V] (a rank's columns) are memory of the graph, of
-    which there is one for each ``key``; the first ``num_rows`` are rows of the step. ``memory``: what other memory
-    graphs had then.
+    ``rows`` [2, size] int64 (slots, positions) and ``logits`` [size, V] (a rank's columns) are what the graph of this
+    ``key`` made; the first ``num_rows`` are rows of the step. ``memory``: what other memory graphs had then.
     """
 
     key: tuple
@@ -132,7 +131,7 @@ class StepGraphs:
         self._memory_signature: tuple | None = None
         self._ready: tuple[StepPlan, Captured] | None = None  # the device has what this step reads
         self._sent_lines: tuple[torch.cuda.CUDAGraph, np.ndarray] | None = None  # the last that went to such a graph
-        self._laid_out: tuple[StepPlan, int, tuple] | None = None  # a step's size, and `_decode_inputs` of it
+        self._foreseen: tuple[StepPlan, tuple, Captured] | None = None  # the device has what this step will read
         self.num_captured = 0
         self.num_dropped = 0
         executor.group.holds(self)
@@ -175,7 +174,7 @@ class StepGraphs:
         self._graphs.clear()
         self.num_dropped += sum(captured is not None for captured in self._captured.values())
         self._captured.clear()
-        self._pool = self._ready = self._sent_lines = None
+        self._pool = self._ready = self._sent_lines = self._foreseen = None
 
     def launch(self, plan: StepPlan, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor] = NO_LOG_PROBS,
                num_logits: int = 0) -> torch.Tensor | None:
@@ -229,22 +228,41 @@ class StepGraphs:
         decodes = plan.num_decode_rows
         if decodes < len(plan.slots) or decodes > self._decode_sizes[-1]:
             return None
-        size, named = self._decode_size(plan), self._state.adapters.any_named(plan.slots)
-        known = self._laid_out
-        is_laid_out = known is not None and known[0] is plan and known[1] == size
-        inputs, tiles = known[2] if known is not None and is_laid_out else self._decode_inputs(plan, size)
-        captured = self._get(size, partial(self._logits, named=named, tiles=tiles), inputs)
-        if captured is None:
-            return None
-        self._send(captured, inputs)
+        captured: Captured | None
+        if self._foreseen is not None and self.is_foreseen(plan):
+            _, key, captured = self._foreseen
+        else:
+            run, inputs, key = self._undrawn_graph(plan)
+            captured = self._get(key[0], run, inputs)
+            if captured is None:
+                return None
+            self._send(captured, inputs)
         memory = self._memory()
-        return Undrawn((size, named, tiles), captured.inputs[0], self._replay(captured), decodes, memory)
+        logits, rows = self._replay(captured)
+        return Undrawn(key, rows, logits, decodes, memory)
 
-    def lay_out(self, plan: StepPlan) -> None:
-        """Make what `undrawn` of this plan will send; it is the next step, though others may still be launched."""
-        if len(plan.slots) == plan.num_decode_rows <= self._decode_sizes[-1]:
-            size = self._decode_size(plan)
-            self._laid_out = plan, size, self._decode_inputs(plan, size)
+    def foresee(self, plan: StepPlan) -> None:
+        """Send what `undrawn` of this plan, the next step, will read: behind a forward whose tokens are not drawn yet.
+
+        Nothing where the step has no graph so far.
+        """
+        is_decode = len(plan.slots) == plan.num_decode_rows <= self._decode_sizes[-1]
+        if is_decode and self._memory() == self._memory_signature:
+            _, inputs, key = self._undrawn_graph(plan)
+            captured = self._captured.get((key[0], self._undrawn.__name__, *key[1:]))
+            if captured is not None:
+                self._send(captured, inputs)
+                self._foreseen = plan, key, captured
+
+    def is_foreseen(self, plan: StepPlan) -> bool:
+        """Has the device what `undrawn` of this plan reads?"""
+        return self._foreseen is not None and self._foreseen[0] is plan
+
+    def _undrawn_graph(self, plan: StepPlan) -> tuple[partial, tuple[np.ndarray, ...], tuple]:
+        """What a graph of this step up to the logits runs and reads, and its key."""
+        size, named = self._decode_size(plan), self._state.adapters.any_named(plan.slots)
+        inputs, tiles = self._decode_inputs(plan, size)
+        return partial(self._undrawn, named=named, tiles=tiles), inputs, (size, named, tiles)
 
     def draw(self, step: Undrawn, masks: HostMasks | None, stages: frozenset[str], result: torch.Tensor,
              logprobs: Mapping[str, torch.Tensor]) -> bool:
@@ -492,6 +510,11 @@ class StepGraphs:
     def _logits(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *, named: bool,
                 tiles: GroupedTiles | None) -> torch.Tensor:
         return self._executor.shard_logits(*self._decode_hidden(rows, items, parts, named, tiles))
+
+    def _undrawn(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *, named: bool,
+                 tiles: GroupedTiles | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, and the rows: the next step's may come before tokens are drawn from the logits."""
+        return self._logits(rows, items, parts, named=named, tiles=tiles), rows.clone()
 
     def _masked(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, lines: torch.Tensor, *,
                 of: tuple, stages: frozenset[str], scored: tuple[str, ...]) -> Drawn:

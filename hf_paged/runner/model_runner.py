@@ -215,10 +215,14 @@ class ModelRunner:
         return StepHandle(result[first:], None, own, scored, wanted.prompt, None, every[:first] if first else None,
                           unsampled, tops)
 
-    def lay_out(self, plan: StepPlan) -> None:
-        """Prepare on the host alone what a launch of this plan, without rows that join it, sends to the device."""
-        if self.graphs is not None:
-            self.graphs.lay_out(plan)
+    def foresee(self, plan: StepPlan) -> None:
+        """Send what a launch of this plan, the next, needs, while the step before it waits for masks of its tokens.
+
+        Only of a step without new rows: the others' slots may be in use until those tokens are drawn.
+        """
+        if self.graphs is not None and not plan.admitted:
+            self._update_state(plan, [])
+            self.graphs.foresee(plan)
 
     def sample(self, handle: StepHandle, masks: HostMasks | None) -> StepHandle:
         """Enqueue what is left of a step of `launch_unsampled`, before any other step.
@@ -266,7 +270,8 @@ class ModelRunner:
     def _begin(self, plan: StepPlan, parameters: list[SlotParameters],
                wanted: Wanted) -> tuple[StepPlan, torch.Tensor, dict[str, torch.Tensor]]:
         """Bring the requests' state up to a step that samples: the step, and where its tokens and theirs will be."""
-        self._update_state(plan, parameters)
+        if self.graphs is None or not self.graphs.is_foreseen(plan):
+            self._update_state(plan, parameters)
         rows = len(plan.slots)
         logprobs = {name: self._on_host(shape_of(name, rows), torch.float32) for name in wanted.sampled}
         return plan, self._on_host(rows, torch.int64), logprobs

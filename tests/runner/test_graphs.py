@@ -110,14 +110,17 @@ def uncaptured(monkeypatch):
     def replay(self, captured):
         # Graphs share their memory: the next replay overwrites these tokens.
         drawn = captured.result(*captured.inputs)
-        if isinstance(drawn, torch.Tensor):  # a step that ends at the logits: at one place, for the graph behind it
-            return logits.setdefault(captured.graph, drawn).copy_(drawn)
+        if isinstance(drawn, torch.Tensor):  # a step that ends at the logits
+            return drawn
+        if not isinstance(drawn, Drawn):  # the same, for a graph behind it: that reads them at one place
+            return tuple(there.copy_(made) for there, made in zip(held.setdefault(captured.graph, drawn), drawn,
+                                                                  strict=True))
         memory.tokens[: len(drawn.tokens)] = drawn.tokens
         for kind, values in drawn.logprobs.items():
             memory.logprobs[kind][: len(values)] = values
         return memory._replace(logprobs={kind: memory.logprobs[kind] for kind in drawn.logprobs}, logits=drawn.logits)
 
-    logits: dict[Uncaptured, torch.Tensor] = {}
+    held: dict[Uncaptured, tuple[torch.Tensor, ...]] = {}
     memory = Drawn(torch.empty(10_000, dtype=torch.int64), {kind: torch.empty(10_000) for kind in (PROCESSED, RAW)})
     own_get = StepGraphs._get
     own = ModelRunner.__init__
@@ -256,7 +259,7 @@ def test_steps_that_wait_for_masks_are_drawn_by_a_graph_of_their_own(monkeypatch
     uncaptured(monkeypatch)
     made, names = run(forms)
     assert [one.token_ids for one in made] == [one.token_ids for one in expected]
-    assert {"_logits", "_prompt_logits", "_masked"} <= names
+    assert {"_undrawn", "_logits", "_prompt_logits", "_masked"} <= names
     for form, one, same, alone in zip(forms, made, expected, free, strict=True):
         assert one.token_ids == alone.token_ids if form is None else all(
             token % 3 == at % 3 for at, token in enumerate(one.token_ids))
