@@ -313,6 +313,29 @@ def test_a_step_whose_sampling_raises_is_taken_back(generator, monkeypatch):
     assert [one.token_ids for one in generator.generate(PROMPTS[:2], **kw)] == [one.token_ids for one in expected]
 
 
+def test_tokens_that_cannot_be_drawn_between_two_steps_are_drawn_anew(monkeypatch):
+    """Masks of the step in flight may be wanted before the next step: by an abort, say, which gets the error."""
+    with PagedGenerator(tiny_model(eos_token_id=END), TOKENIZER, overlap=True) as generator:
+        engine, forms = generator.engine, [FORMS[0], None, FORMS[3]]
+        expected = generator.generate(PROMPTS[:3], structured=forms, **GREEDY)
+        config = GenerationConfig(**{name: value for name, value in GREEDY.items() if name != "use_tqdm"})
+        ids = [engine.add_request(prompt, config, structured=form)
+               for prompt, form in zip(PROMPTS, forms, strict=False)]
+        outputs = [output for _ in range(4) for output in engine.step()]
+
+        def failing(*_):
+            raise torch.OutOfMemoryError("no memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._core.runner, "sample", failing)
+            with pytest.raises(torch.OutOfMemoryError):
+                engine.abort(ids[0])
+        outputs += drained(engine)
+        made = {output.request_id: output.completion for output in outputs if output.completion}
+        assert [made[i].token_ids for i in ids] == [one.token_ids for one in expected]
+        assert_idle(generator.model)
+
+
 def test_steps_without_such_rows_make_no_masks(generator, monkeypatch):
     """Once the row with a grammar has ended, those beside it run as if it had not been there."""
     steps, masked = [], []
@@ -372,7 +395,7 @@ ACTIONS = st.lists(st.one_of(
     st.tuples(st.just("add"), st.integers(0, len(PROMPTS) - 1), st.integers(-1, len(FORMS) - 1), st.integers(1, 30)),
     st.tuples(st.just("step"), st.integers(1, 6)),
     st.tuples(st.just("abort"), st.integers(0, 8)),
-    st.tuples(st.just("interrupt")),
+    st.tuples(st.just("interrupt")), st.tuples(st.just("update")),
 ), min_size=3, max_size=16)
 _ALONE: dict[tuple[int, int, int], list[int]] = {}
 
@@ -411,6 +434,9 @@ def run_in_any_order(actions, overlap, num_blocks):
                 aborted.add(request_id)
         elif action == "interrupt":
             engine._core.dirty = True
+        elif action == "update":
+            with engine.weight_update():
+                pass
         else:
             outputs += [o for _ in range(args[0] if args else 0) for o in engine.step()]
     outputs += drained(engine)

@@ -267,6 +267,40 @@ def test_steps_that_wait_for_masks_are_drawn_by_a_graph_of_their_own(monkeypatch
             torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(same.logprobs), rtol=1e-4, atol=1e-4)
 
 
+def test_what_the_next_step_reads_is_sent_before_tokens_are_drawn_and_memory_may_move_meanwhile(steps, monkeypatch):
+    """Of steps without new rows; where the state has grown in between, tokens are drawn into the new one."""
+    monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
+    prompts = random_prompts([5, 40, 17])
+    options = {"max_new_tokens": 9, "eos_token_id": None, "use_tqdm": False, "structured": {"regex": ".*"}}
+    with hf_paged.PagedGenerator(tiny_model(), num_blocks=200, overlap=True) as generator:
+        expected = [one.token_ids for one in generator.generate(prompts, **options)]
+        graphs, log = generator.engine._core.pool.runner.graphs, []
+        for name in ("_send", "_replay"):
+            own = getattr(graphs, name)
+            monkeypatch.setattr(graphs, name, lambda captured, *args, own=own, name=name: (
+                log.append((name, captured.name.split()[0])), own(captured, *args))[1])
+        assert [one.token_ids for one in generator.generate(prompts, **options)] == expected
+        sent, drawn, computed = ("_send", "undrawn"), ("_replay", "masked"), ("_replay", "undrawn")
+        assert [one for one in log if one in (sent, drawn, computed)] == [
+            sent, computed, *[sent, drawn, computed] * 7, drawn]
+        monkeypatch.undo()
+        monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
+        draw, moved = StepGraphs.draw, []
+
+        def moving(self, *args):
+            if len(moved) in (2, 3, 5):
+                self._state.tokens, self._state.version = self._state.tokens.clone(), self._state.version + 1
+            moved.append(draw(self, *args))
+            return moved[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            uncaptured(patch)
+            patch.setattr(StepGraphs, "draw", moving)
+            with hf_paged.PagedGenerator(tiny_model(), num_blocks=200, overlap=True) as other:
+                assert [one.token_ids for one in other.generate(prompts, **options)] == expected
+        assert [i for i, is_drawn in enumerate(moved) if not is_drawn] == [2, 3, 5]
+
+
 def test_tokens_under_masks_are_drawn_eagerly_where_a_graph_cannot_be_had(steps, monkeypatch):
     monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
     prompts, options = random_prompts([5, 40, 17]), {"max_new_tokens": 9, "eos_token_id": None, "use_tqdm": False}
