@@ -519,6 +519,9 @@ class EngineCore:
         """Begin to make the masks of a launched step, which is to draw its tokens under them (`_draw_in_flight`).
 
         They need the tokens of the step before, ``previous`` where that is not committed yet, and not its commit.
+
+        Args:
+            beside: while this thread goes on.
         """
         try:
             if previous is not None:
@@ -528,9 +531,11 @@ class EngineCore:
                 form_rows.go_ahead(previous[0], tokens, self._request_of)
             if self._masks is None:
                 self._masks = MaskMaker(self._executor.num_logits, self.runner.device)
-            self._pending = form_rows.PendingMasks(plan, self._masks, self._request_of, self._attempt, beside=beside)
-            if self._executor.group.is_parallel:
-                self._draw_in_flight()  # on all ranks at one place
+            is_parallel = self._executor.group.is_parallel
+            self._pending = form_rows.PendingMasks(plan, self._masks, self._request_of, self._attempt,
+                                                   beside=beside and not is_parallel)
+            if is_parallel:
+                self._draw_in_flight()  # which all ranks do at one place, whatever they do between steps
         except Exception:
             self._in_flight, self._pending, self._joined_logits = previous, None, None
             self._take_launch_back(plan, joining)
