@@ -27,11 +27,12 @@ def go_ahead(plan: StepPlan, tokens: np.ndarray, request_of: RequestOf) -> None:
 
     `Request.match` says then what it led to: until the commit, nothing of a request changes.
     """
+    taken = tokens.tolist()
     for row in np.flatnonzero(plan.samples & (tokens >= 0)).tolist():
         request = request_of(plan, row)
         if request is not None and request.matcher is not None:
             try:
-                request.went_on = request.matcher.accept(int(tokens[row]))
+                request.went_on = request.matcher.accept(taken[row])
             except Exception as error:
                 request.went_on = error
 
@@ -52,7 +53,10 @@ class PendingMasks:
         for index, row in enumerate(self._rows):
             request = request_of(plan, row)
             if request is not None and request.grammar is not None:
-                attempt(request, self._ask, request, index)
+                try:
+                    self._matchers[index] = request.open_matcher
+                except Exception as error:
+                    attempt(request, _raise, error)
         self._end: Callable[[], HostMasks | None] = lambda: None
         if any(self._matchers):
             try:
@@ -77,10 +81,11 @@ class PendingMasks:
                     self._attempt(request, self._try_alone, index)
         return self._maker.make(self._matchers) if any(self._matchers) else None
 
-    def _ask(self, request: Request, index: int) -> None:
-        self._matchers[index] = request.open_matcher
-
     def _try_alone(self, index: int) -> None:
         matcher, self._matchers[index] = self._matchers[index], None
         self._maker.make([matcher])
         self._matchers[index] = matcher
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -176,7 +176,7 @@ class Request:
     @property
     def open_matcher(self) -> Matcher | None:
         """That by which the next token is chosen, if any."""
-        is_lost = self.went_on is False or isinstance(self.went_on, Exception)
+        is_lost = self.went_on is not None and self.went_on is not True
         return None if self.matcher is None or is_lost or self.matcher.is_over else self.matcher
 
     def span_to_score(self, row: int, start: int, num_new: int) -> PromptSpan | None:
