@@ -668,3 +668,37 @@ def test_steps_in_which_rows_name_adapters_have_graphs_of_their_own(steps, logpr
     assert not any(is_named[key] for key in kept[0])
     assert all(is_named[key] for key in kept[1] - kept[0])
     assert {key for key in kept[2] - kept[1] if key[1] == "_decode"} == set()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_rows_of_stocks_loop_beside_rows_whose_tokens_wait_for_masks(steps, monkeypatch, num_beams):
+    """Their steps come between the forward of such rows and the drawing of its tokens, and replay graphs as well."""
+    monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
+    model, options = tiny_model(), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    rows, prompts = batch([20, 13, 5]), random_prompts([9, 30, 4], seed=4)
+    expected = stock_generate(model, **rows, **options, num_beams=num_beams, encoder_repetition_penalty=1.2)
+    lengths = [6, 40, 9]  # the first and the last end while the others' rows go on
+    made = []
+    for beside in (False, True):
+        engine = hf_paged.get_engine(hf_paged.enable(model, strict=True, max_num_seqs=4, num_blocks=200, overlap=True))
+        try:
+            for prompt, count in zip(prompts, lengths, strict=True):
+                engine.add_request(prompt, GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None),
+                                   structured={"regex": ".*"})
+            outputs = [*engine.step(), *engine.step()]
+            if beside:
+                found = model.generate(**rows, **options, num_beams=num_beams, encoder_repetition_penalty=1.2)
+                assert torch.equal(found, expected)
+                outputs += engine.step()
+                engine.abort(next(iter(engine._core.requests)))
+            while engine.has_unfinished():
+                outputs += engine.step()
+        finally:
+            hf_paged.disable(model)
+        made.append({o.request_id: o.completion.token_ids for o in outputs if o.completion is not None})
+    assert made[0].keys() == made[1].keys()
+    for request_id, tokens in made[1].items():
+        whole = made[0][request_id]
+        assert tokens == whole[: len(tokens)]
+        assert len(tokens) == len(whole) or len(whole) == 40
+    assert {kind for kind, _ in steps} >= {"masked", "prompt"}
