@@ -163,7 +163,9 @@ class ModelRunner:
             joining: decode rows of others, which end at the logits.
         """
         first = sum(len(rows.slots) for rows in joining)
-        plan, result, logprobs = self._begin(plan.behind(joining) if first else plan, parameters, wanted)
+        plan = plan.behind(joining) if first else plan
+        self._update_state(plan, parameters)
+        result, logprobs = self._room_on_host(len(plan.slots), wanted)
         own = {kind: values[first:] for kind, values in logprobs.items()}
         if self.graphs is not None and not wanted.prompt:
             logits = self.graphs.launch(plan, result, logprobs, num_logits=first)
@@ -187,7 +189,10 @@ class ModelRunner:
                          joining: Seq[StepPlan] = ()) -> StepHandle:
         """`launch` of a step some row of which samples, up to the logits: `sample` goes on."""
         first = sum(len(rows.slots) for rows in joining)
-        plan, result, logprobs = self._begin(plan.behind(joining) if first else plan, parameters, wanted)
+        plan = plan.behind(joining) if first else plan
+        if self.graphs is None or not self.graphs.is_foreseen(plan):
+            self._update_state(plan, parameters)
+        result, logprobs = self._room_on_host(len(plan.slots), wanted)
         rows = np.flatnonzero(plan.samples)
         slots, positions = plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
         stages = self.state.stages(slots)
@@ -267,14 +272,10 @@ class ModelRunner:
         device_times.end("eager logits", began)
         return logits
 
-    def _begin(self, plan: StepPlan, parameters: list[SlotParameters],
-               wanted: Wanted) -> tuple[StepPlan, torch.Tensor, dict[str, torch.Tensor]]:
-        """Bring the requests' state up to a step that samples: the step, and where its tokens and theirs will be."""
-        if self.graphs is None or not self.graphs.is_foreseen(plan):
-            self._update_state(plan, parameters)
-        rows = len(plan.slots)
+    def _room_on_host(self, rows: int, wanted: Wanted) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Where a step's tokens, and what is wanted of them, will be."""
         logprobs = {name: self._on_host(shape_of(name, rows), torch.float32) for name in wanted.sampled}
-        return plan, self._on_host(rows, torch.int64), logprobs
+        return self._on_host(rows, torch.int64), logprobs
 
     def make_ready(self, plan: StepPlan) -> None:
         """Send what `logits` of a decode plan needs besides the tokens, while the device runs another step."""
