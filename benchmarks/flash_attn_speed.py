@@ -1,9 +1,9 @@
-"""Installed FlashAttention packages against the Triton kernel on the prefill shapes: results first, then TFLOP/s.
+"""Installed FlashAttention packages against our kernels on the prefill shapes: results first, then TFLOP/s.
 
     PYTHONPATH=.:<folder with the packages> python benchmarks/flash_attn_speed.py [--out flash.json]
 
 Every importable package of `kernels.attention.flash_backend` is compared with float64 on ragged, poisoned cases, then
-timed beside the Triton kernel and FlashAttention-2 as torch ships it. Times are medians of CUDA-graph replays, or of
+timed beside our kernels and FlashAttention-2 as torch ships it. Times are medians of CUDA-graph replays, or of
 events where a call cannot be captured. A step that fails is printed and skipped.
 """
 
@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from kernel_speed import HEAD_DIM, KV_HEADS, L2_BYTES, PREFILL, Inputs, graph_time
 
-from hf_paged.kernels.attention import flash_backend
+from hf_paged.kernels.attention import flash_backend, hopper_support
+from hf_paged.kernels.attention.backends import BACKENDS
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 
@@ -178,9 +179,10 @@ def main() -> None:
         for rows, length, heads, _ in PREFILL:
             shape_name = f"{rows} x {length}, {heads}/{KV_HEADS}"
             inputs = prefill_inputs(rows, length, heads, 16)
-            calls = [partial(paged_attention_prefill, inputs.q, k, v, inputs.meta, OPTIONS)
-                     for k, v in inputs.caches]
-            attempt(f"{shape_name}: Triton", partial(rate, calls, rows, length, heads))
+            for name in ("triton", "hopper"):
+                calls = [partial(BACKENDS[name].run, inputs.q, k, v, inputs.meta, OPTIONS) for k, v in inputs.caches]
+                if name == "triton" or hopper_support.why_not_on(device) is None:
+                    attempt(f"{shape_name}: {name}", partial(rate, calls, rows, length, heads))
             calls = [partial(torch_fa2, inputs, length, k, v) for k, v in packed(inputs)]
             attempt(f"{shape_name}: FA2 in torch", partial(rate, calls, rows, length, heads))
         for package, page in usable:

@@ -29,6 +29,7 @@ import torch
 import triton
 
 from hf_paged.kernels.add_rms_norm import add_rms_norm
+from hf_paged.kernels.attention.backends import AttentionBackend, resolve_backend
 from hf_paged.kernels.attention.decode import DecodeConfig, config_of, cta_slots_of, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
 from hf_paged.kernels.attention.metadata import AttentionOptions, DecodeWork, PagedMetadata
@@ -58,7 +59,9 @@ DECODE = [
     (1, 512, 16, None, None),
 ]
 # rows, tokens, query heads; FlashAttention-3 on an H200, TFLOP/s.
-PREFILL = [(28, 576, 16, 236), (16, 1024, 32, 442), (2, 8192, 32, 690)]
+PREFILL = [(28, 576, 16, 236), (16, 1024, 32, 442), (2, 8192, 32, 690), (1, 32768, 32, None)]
+# New tokens behind 30,000 that are cached, 32 query heads.
+CHUNKS = [2048, 8192]
 
 
 class Inputs(NamedTuple):
@@ -125,7 +128,8 @@ def graph_time(calls: list[Callable[[], object]], replays: int = 15) -> float:
 
 def attention_time(kernel: Callable[..., object], inputs: Inputs, **options: object) -> float:
     run = partial(kernel, options=AttentionOptions(HEAD_DIM**-0.5), **options)
-    return graph_time([partial(run, inputs.q, k, v, inputs.meta) for k, v in inputs.caches])
+    replays = 3 if inputs.meta.max_query_len * inputs.meta.max_seq_len > 1 << 25 else 15  # calls of milliseconds
+    return graph_time([partial(run, inputs.q, k, v, inputs.meta) for k, v in inputs.caches], replays)
 
 
 def ceilings() -> dict[str, float]:
@@ -167,15 +171,28 @@ def fa2_time(inputs: Inputs, length: int) -> float:
 
 
 def prefill_rows(gemm: float) -> Iterable[dict[str, Any]]:
+    """The kernel that prompts take on this GPU, beside the plain one and FlashAttention-2."""
+    backend = resolve_backend("auto", torch.device("cuda", torch.cuda.current_device()))
     for rows, length, heads, fa3 in PREFILL:
         inputs = make_inputs(rows, length, heads, length)
+        rates = _prefill_rates(backend, inputs, rows, length, length, gemm)
         flops = 4 * heads * HEAD_DIM * rows * length * (length + 1) / 2
-        seconds, fa2 = attention_time(paged_attention_prefill, inputs), fa2_time(inputs, length)
-        yield {
-            "row": f"prefill {rows} x {length}, {heads}/{KV_HEADS}", "us": seconds * 1e6,
-            "TFLOP/s": flops / seconds / 1e12, "of GEMM": flops / seconds / 1e12 / gemm,
-            "FA2 in torch": flops / fa2 / 1e12, "x FA2": fa2 / seconds, "FA3": fa3,
-        }
+        fa2 = flops / fa2_time(inputs, length) / 1e12
+        yield {"row": f"prefill {rows} x {length}, {heads}/{KV_HEADS}", **rates, "FA2 in torch": fa2,
+               "x FA2": rates["TFLOP/s"] / fa2, "FA3": fa3}
+    for new in CHUNKS:
+        inputs = make_inputs(1, 30000 + new, 32, new)
+        yield {"row": f"prefill {new} behind 30000, 32/{KV_HEADS}",
+               **_prefill_rates(backend, inputs, 1, 30000 + new, new, gemm)}
+
+
+def _prefill_rates(backend: AttentionBackend, inputs: Inputs, rows: int, length: int, new: int,
+                   gemm: float) -> dict[str, Any]:
+    flops = 4 * inputs.q.shape[1] * HEAD_DIM * rows * (new * (length - new) + new * (new + 1) / 2)
+    seconds, plain = attention_time(backend.run, inputs), attention_time(paged_attention_prefill, inputs)
+    rate = flops / seconds / 1e12
+    return {"backend": backend.name, "us": seconds * 1e6, "TFLOP/s": rate, "of GEMM": rate / gemm,
+            "plain": flops / plain / 1e12}
 
 
 def op_rows(copy: float) -> Iterable[dict[str, Any]]:

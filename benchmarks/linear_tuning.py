@@ -5,7 +5,7 @@
 
 On a GPU. Times are medians of CUDA-graph replays over copies of the weight that are larger than L2 together, so they
 hold the gap between two kernels too (shorter with PDL). Chain rows: all layers of a decode step after 512 tokens,
-final norm and sampling left out, head included. `chosen` is what `linear` takes, `best` the fastest candidate; rows
+sampling left out, final norm and head included. `chosen` is what `linear` takes, `best` the fastest candidate; rows
 named gate_up+silu are up to and with silu(gate) * up.
 """
 
@@ -31,7 +31,15 @@ from hf_paged.kernels._triton import pdl_supported
 from hf_paged.kernels.add_rms_norm import add_rms_norm
 from hf_paged.kernels.attention.decode import config_of, paged_attention_decode
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
-from hf_paged.kernels.linear import fastest_config, linear, linear_silu_mul, linear_silu_mul_triton, linear_triton
+from hf_paged.kernels.join_add_rms_norm import join_add_rms_norm
+from hf_paged.kernels.linear import (
+    fastest_config,
+    linear,
+    linear_parts,
+    linear_silu_mul,
+    linear_silu_mul_triton,
+    linear_triton,
+)
 from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
 from hf_paged.kernels.silu_mul import silu_mul
 
@@ -139,21 +147,30 @@ class Step:
             work=decode_work(rows, 512, config_of(rows, kv_heads, HEAD_DIM, torch.bfloat16, self.x.device)),
         )
 
-    def __call__(self, product: Callable[..., torch.Tensor], fuse_silu: bool) -> torch.Tensor:
+    def __call__(self, product: Callable[..., torch.Tensor], fuse_silu: bool, parts: bool) -> torch.Tensor:
         delta, residual = self.x, None
+        row_product = linear_parts if parts else product
         for i, weights in enumerate(self.weights):
-            normed, residual = add_rms_norm(delta, residual, self.norms[2 * i], EPS)
+            normed, residual = _add_norm(delta, residual, self.norms[2 * i])
             k_cache, v_cache = self.caches[i]
             query = qk_norm_rope_store(
                 product(normed, weights["qkv"]), self.head_norm, self.head_norm, EPS, self.cos, self.sin,
                 self.positions, self.meta.slot_mapping, k_cache, v_cache,
             )
             query = paged_attention_decode(query, k_cache, v_cache, self.meta, AttentionOptions(HEAD_DIM**-0.5))
-            delta = product(query.flatten(1), weights["o"])
-            normed, residual = add_rms_norm(delta, residual, self.norms[2 * i + 1], EPS)
+            delta = row_product(query.flatten(1), weights["o"])
+            normed, residual = _add_norm(delta, residual, self.norms[2 * i + 1])
             up = linear_silu_mul if fuse_silu else partial(_then_silu_mul, product)
-            delta = product(up(normed, weights["gate_up"]), weights["down"])
-        return product(delta, self.head)
+            delta = row_product(up(normed, weights["gate_up"]), weights["down"])
+        return product(_add_norm(delta, residual, self.norms[0])[0], self.head)
+
+
+def _add_norm(delta: torch.Tensor, residual: torch.Tensor | None,
+              weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if delta.dim() == 3:
+        assert residual is not None
+        return join_add_rms_norm(delta, residual, weight, EPS)
+    return add_rms_norm(delta, residual, weight, EPS)
 
 
 def no_pdl(device: torch.device) -> bool:
@@ -167,6 +184,7 @@ class Variant(NamedTuple):
     product: Callable[..., torch.Tensor]
     pdl: bool
     fuse_silu: bool = False
+    parts: bool = False
     prefetch: int = _triton._PREFETCH_BYTES
 
 
@@ -176,7 +194,8 @@ VARIANTS = [
     Variant("linear", linear, False),
     Variant("linear + PDL", linear, True),
     Variant("linear + PDL, silu fused", linear, True, True),
-    Variant("linear + PDL, silu fused, no prefetch", linear, True, True, prefetch=0),
+    Variant("linear + PDL, silu fused, parts to the norms", linear, True, True, True),
+    Variant("linear + PDL, silu fused, parts to the norms, no prefetch", linear, True, True, True, prefetch=0),
 ]
 
 
@@ -207,7 +226,7 @@ def chain(models: list[str], rows_list: list[int]) -> Iterable[dict[str, Any]]:
             for v in VARIANTS:
                 supported: Any = pdl_supported if v.pdl else no_pdl
                 with mock.patch.multiple(_triton, _PREFETCH_BYTES=v.prefetch, pdl_supported=supported):
-                    ms = step_time(partial(step, v.product, v.fuse_silu))
+                    ms = step_time(partial(step, v.product, v.fuse_silu, v.parts))
                 yield {"row": f"chain {model} batch {rows}: {v.name}", "ms": ms, "tok/s": rows / ms * 1e3}
             del step
 

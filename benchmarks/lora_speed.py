@@ -1,12 +1,12 @@
 """What LoRA costs: the linear layers of a step with and without adapters, and whole workloads.
 
-    python benchmarks/lora_speed.py layers [--models 0.6B 8B] [--rows 1 16 64 256 8192] [--tune] [--out f.json]
+    python benchmarks/lora_speed.py layers [--models 0.6B 8B] [--rows 1 16 64 256 8192] [--ways ...] [--tune]
     python benchmarks/lora_speed.py workload [--model 0.6B] [--kinds base fp32 bf16 mixed] [--out f.json]
 
-On a GPU. `layers`: microseconds a decoder layer of its four products (merged q, k, v; output; merged gate, up with
-silu(gate) * up; down) over all layers of the model in one CUDA graph, without adapters, and what rank-16 adapters of
-all of them add: float32 or bfloat16, one or 8 mixed row by row. `floor` is the time to read the adapters at the speed
-of a copy. `--tune` tries tiles and ways of multiplying first. `workload`: tokens a second of nano, as run_all.py
+On a GPU. `layers`: microseconds a decoder layer of all that it does besides attention, over all layers of the model in
+one CUDA graph, without adapters, and what rank-16 adapters of all linear layers add: float32 or bfloat16, one or 8
+mixed row by row; in other ways, too. `floor` is the time to read the adapters at the speed of a copy. `--tune` tries
+tiles and ways of multiplying. `workload`: tokens a second of nano, as run_all.py
 measures them, with PEFT's adapters; mixed: each prompt names one of 8.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,13 +30,16 @@ from workloads import generation_configs, make_workload, qwen3
 from hf_paged import PagedGenerator
 from hf_paged.kernels import _lora_tile
 from hf_paged.kernels import lora_expand as expand_module
+from hf_paged.kernels import lora_qk_norm_rope_store as rope_module
 from hf_paged.kernels import lora_shrink as shrink_module
+from hf_paged.kernels.add_rms_norm import add_rms_norm_unchecked
 from hf_paged.kernels.linear import linear_silu_mul_unchecked, linear_unchecked
-from hf_paged.kernels.lora_expand import ExpandConfig, lora_expand_silu_mul_unchecked, lora_expand_unchecked
-from hf_paged.kernels.lora_order import order_rows
+from hf_paged.kernels.lora_expand import Delta, ExpandConfig, lora_expand_silu_mul_unchecked, lora_expand_unchecked
+from hf_paged.kernels.lora_order import RowOrder, order_rows
+from hf_paged.kernels.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
 from hf_paged.kernels.lora_shrink import ShrinkConfig, lora_shrink_unchecked
 from hf_paged.kernels.lora_table import Adapter, LoraTable, Members, make_tables
-from hf_paged.kernels.silu_mul import silu_mul_unchecked
+from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store_unchecked
 
 RANK, NUM_MIXED = 16, 8
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -52,7 +54,7 @@ class Product(NamedTuple):
     silu: bool
 
 
-def products(model: str, most: int | None = None) -> list[dict[str, Product]]:
+def products(model: str, kinds: list[str], most: int | None = None) -> list[dict[str, Product]]:
     """Of every layer of the model, or of so many."""
     hidden, heads, kv_heads, inner, layers = MODELS[model]
     layers = most or layers
@@ -60,7 +62,7 @@ def products(model: str, most: int | None = None) -> list[dict[str, Product]]:
     shapes = {"qkv": ([q, kv, kv], hidden), "o": ([hidden], q), "gate_up": ([inner, inner], hidden),
               "down": ([hidden], inner)}
     device = torch.device("cuda", torch.cuda.current_device())
-    members = {(dtype, mixed): [] for dtype, mixed in KINDS.values()}
+    members: dict[tuple[torch.dtype, bool], list[Members]] = {KINDS[kind]: [] for kind in kinds}
     for (dtype, mixed), groups in members.items():
         for _ in range(layers):
             for sizes, width in shapes.values():
@@ -71,7 +73,7 @@ def products(model: str, most: int | None = None) -> list[dict[str, Product]]:
                     for _ in range(1 + NUM_MIXED if mixed else 1))
                 columns = tuple((sum(sizes[:j]), n) for j, n in enumerate(sizes))
                 groups.append(Members(entries, columns, dtype))
-    tables = {name: iter(make_tables(members[kind], device)) for name, kind in KINDS.items()}
+    tables = {name: iter(make_tables(members[kind], device)) for name, kind in KINDS.items() if name in kinds}
     return [
         {name: Product(torch.randn(sum(sizes), width, dtype=BF16, device=device) * width**-0.5,
                        {kind: next(of) for kind, of in tables.items()}, name == "gate_up")
@@ -81,68 +83,93 @@ def products(model: str, most: int | None = None) -> list[dict[str, Product]]:
 
 
 class Layers:
-    """All layers' products on some rows, as the executor launches them."""
+    """All that the layers of a model do with some rows besides attention, launched as the executor does."""
 
     def __init__(self, layers: list[dict[str, Product]], rows: int) -> None:
-        self._layers, self._second = layers, torch.cuda.Stream()
-        self._alive: list[Any] = []  # what two streams use
-        self._x = {name: torch.randn(rows, p.weight.shape[1], dtype=BF16, device="cuda")
-                   for name, p in layers[0].items()}
+        self._layers = layers
+        first = layers[0]["qkv"]
+        hidden, q = layers[0]["o"].weight.shape
+        kv_heads = (len(first.weight) - q) // (2 * HEAD_DIM)
+        self._x, self._norm, self._head_norm, self._rope = (
+            torch.randn(*shape, dtype=BF16, device="cuda")
+            for shape in ((rows, hidden), (hidden,), (HEAD_DIM,), (4096, HEAD_DIM)))
+        self._caches = torch.zeros(2, rows, 16, kv_heads, HEAD_DIM, dtype=BF16, device="cuda")
         every = torch.arange(rows, device="cuda")
+        self._slots, self._positions = every * 16, every % 4096
         # Decode rows stand in any order, a prompt's tokens together.
         entries = (every % NUM_MIXED if rows <= 512 else every * NUM_MIXED // rows).int() + 1
         self._order = order_rows(entries, 1 + NUM_MIXED)  # once a step
 
-    def beside(self, kind: str, *, all_of_it: bool) -> None:
-        """What an overlap would give: the shrinking, or all that is added, on a second stream beside the product.
-
-        With `all_of_it` something is added to another tensor, as if the kernel behind the product read both.
-        """
-        main = torch.cuda.current_stream()
-        for layer in self._layers:
-            for name, of in layer.items():
-                table, order, x = of.tables[kind], self._order if "mixed" in kind else None, self._x[name]
-                other = torch.empty(len(x), len(of.weight), dtype=BF16, device="cuda") if all_of_it else None
-                self._second.wait_stream(main)
-                with torch.cuda.stream(self._second):
-                    shrunk = lora_shrink_unchecked(x, table, order)
-                    if other is not None:
-                        lora_expand_unchecked(other, shrunk, table, order)
-                out = linear_unchecked(x, of.weight)
-                main.wait_stream(self._second)
-                if other is not None:
-                    if of.silu:
-                        silu_mul_unchecked(out)
-                elif of.silu:
-                    lora_expand_silu_mul_unchecked(out, shrunk, table, order, None)
-                else:
-                    lora_expand_unchecked(out, shrunk, table, order)
-                self._alive += [shrunk, other]
-
-    def __call__(self, kind: str | None = None, names: tuple[str, ...] = ("qkv", "o", "gate_up", "down")) -> None:
+    def __call__(self, kind: str | None = None) -> None:
         """`kind` None: without adapters."""
+        order = self._order if kind is not None and "mixed" in kind else None
+        delta, lora, residual = self._x, None, None
         for layer in self._layers:
-            following = None
-            for name in names:
-                of, x = layer[name], self._x[name]
-                if kind is None:
-                    (linear_silu_mul_unchecked if of.silu else linear_unchecked)(x, of.weight)
-                    continue
-                table, order = of.tables[kind], self._order if "mixed" in kind else None
-                shrunk = lora_shrink_unchecked(x, table, order) if following is None else following
-                out, following = linear_unchecked(x, of.weight), None
-                if of.silu:
-                    behind = layer["down"].tables[kind] if "down" in names else None
-                    _, following = lora_expand_silu_mul_unchecked(out, shrunk, table, order, behind)
-                else:
-                    lora_expand_unchecked(out, shrunk, table, order)
+            of = {name: None if kind is None else product.tables[kind] for name, product in layer.items()}
+            normed, residual = self._add_norm(delta, lora, residual)
+            lora = _delta(normed, of["qkv"], order)
+            rest = (self._head_norm, self._head_norm, 1e-6, self._rope, self._rope, self._positions, self._slots,
+                    *self._caches)
+            product = linear_unchecked(normed, layer["qkv"].weight)
+            query = (qk_norm_rope_store_unchecked(product, *rest) if lora is None
+                     else lora_qk_norm_rope_store_unchecked(product, lora, *rest)).flatten(1)
+            lora = _delta(query, of["o"], order)
+            delta = linear_unchecked(query, layer["o"].weight)
+            normed, residual = self._add_norm(delta, lora, residual)
+            if (lora := _delta(normed, of["gate_up"], order)) is None:
+                x, shrunk = linear_silu_mul_unchecked(normed, layer["gate_up"].weight), None
+            else:
+                product = linear_unchecked(normed, layer["gate_up"].weight)
+                x, shrunk = lora_expand_silu_mul_unchecked(product, *lora, of["down"])
+            lora = _delta(x, of["down"], order, shrunk)
+            delta = linear_unchecked(x, layer["down"].weight)
+        self._add_norm(delta, lora, residual)
+
+    def _add_norm(self, delta: torch.Tensor, lora: Delta | None,
+                  residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if lora is not None:
+            lora_expand_unchecked(delta, *lora)
+        return add_rms_norm_unchecked(delta, residual, self._norm, 1e-6)
 
     def __len__(self) -> int:
         return len(self._layers)
 
-    def microseconds(self, *args: Any, **options: Any) -> float:
+    def microseconds(self, kind: str | None = None) -> float:
         """A layer."""
-        return step_time(partial(self, *args, **options)) * 1e3 / len(self)
+        return step_time(partial(self, kind)) * 1e3 / len(self)
+
+
+def _delta(x: torch.Tensor, table: LoraTable | None, order: RowOrder | None,
+           shrunk: torch.Tensor | None = None) -> Delta | None:
+    if table is None:
+        return None
+    return Delta(lora_shrink_unchecked(x, table, order) if shrunk is None else shrunk, table, order)
+
+
+# What can be done in other ways: where, what is there, and what is put in its place.
+_NEVER, _ALWAYS, _shrink_config = 0, 1 << 30, shrink_module.shrink_config
+WAYS: dict[str, list[tuple[Any, str, Any]]] = {
+    "as it is": [],
+    "rope apart": [(rope_module, "_MOST_ROWS", _NEVER)],
+    "rope together": [(rope_module, "_MOST_ROWS", _ALWAYS)],
+    "down's sums apart": [(expand_module, "_MOST_FOLLOWED_ROWS", _NEVER)],
+    "down's sums together": [(expand_module, "_MOST_FOLLOWED_ROWS", _ALWAYS)],
+    "shrinking 16 rows": [(shrink_module, "shrink_config", lambda *args: _shrink_config(*args)._replace(block_m=16))],
+    "no prefetch": [(module, "prefetches", lambda *_: False) for module in (expand_module, shrink_module)],
+    "early start": [(_lora_tile, "_EARLY_ROWS", _ALWAYS)],
+    "no early start": [(_lora_tile, "_EARLY_ROWS", _NEVER)],
+}
+WAYS["all apart"] = WAYS["rope apart"] + WAYS["down's sums apart"]
+WAYS["all together"] = WAYS["rope together"] + WAYS["down's sums together"]
+
+
+@contextmanager
+def in_way(way: str) -> Iterator[None]:
+    """In here every launch is made so."""
+    with ExitStack() as stack:
+        for module, name, value in WAYS[way]:
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
 
 
 @contextmanager
@@ -198,9 +225,14 @@ def tune(layers: Layers, rows: int, kind: str, deadline: float) -> Iterator[dict
                "worst_us": timed[-1][0]}
 
 
-def compile_all(model: str, rows: int, kind: str) -> None:
-    """Every candidate once, so that a later run finds them on the disk; several at a time in processes of their own."""
-    layers, low = Layers(products(model, 1), rows), kind.startswith("bf16")
+def compile_all(model: str, rows: int, kind: str, ways: list[str], with_tuning: bool) -> None:
+    """Everything once, so that a later run finds it on the disk; several at a time in processes of their own."""
+    layers, low = Layers(products(model, [kind], 1), rows), kind.startswith("bf16")
+    for way in (None, *ways):
+        with in_way(way or "as it is"):
+            layers(None if way is None else kind)
+    if not with_tuning:
+        return
     for shrink in shrink_candidates(rows, low, "mixed" in kind):
         with suppress(Exception), configured(shrink, None):
             layers(kind)
@@ -211,32 +243,25 @@ def compile_all(model: str, rows: int, kind: str) -> None:
             layers(kind)
 
 
-def layer_rows(model: str, rows_list: list[int], kinds: list[str], with_tuning: bool,
-               with_overlap: bool, deadline: float) -> Iterator[dict[str, Any]]:
-    made = products(model)
+def layer_rows(model: str, rows_list: list[int], kinds: list[str], ways: list[str], with_tuning: bool,
+               deadline: float) -> Iterator[dict[str, Any]]:
+    made = products(model, kinds)
     source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     copied = 2 * source.numel() / (step_time(lambda: source.clone()) * 1e-3)
     for rows in rows_list:
         layers = Layers(made, rows)
         base = layers.microseconds()
-        found: dict[str, Any] = {"model": model, "rows": rows, "base_us": base}
         for kind in kinds:
             if with_tuning and time.perf_counter() < deadline:
-                for tuned in tune(layers, rows, kind, deadline):
-                    found[f"{kind} {tuned['op']}"] = tuned
+                yield from tune(layers, rows, kind, deadline)
             table_bytes = sum(adapter.a.nbytes + adapter.b.nbytes for of in made[0].values()
                               for adapter in of.tables[kind].adapters())
-            found[kind] = {"added_us": layers.microseconds(kind) - base, "floor_us": table_bytes / copied * 1e6}
-            if with_overlap:
-                with mock.patch.object(_lora_tile, "pdl_options", return_value={"PDL": False}):
-                    found[kind]["early launch off"] = layers.microseconds(kind) - base
-                    for all_of_it in (False, True):
-                        us = step_time(partial(layers.beside, kind, all_of_it=all_of_it)) * 1e3 / len(layers) - base
-                        found[kind]["all beside" if all_of_it else "shrinking beside"] = us
-            if rows <= 512:
-                for name in made[0]:
-                    found[kind][name] = layers.microseconds(kind, (name,)) - layers.microseconds(None, (name,))
-        yield found
+            for way in ways:
+                if time.perf_counter() < deadline:
+                    with in_way(way):
+                        added = layers.microseconds(kind) - base
+                    yield {"model": model, "rows": rows, "base_us": base, "kind": kind, "way": way, "added_us": added,
+                           "floor_us": table_bytes / copied * 1e6}
 
 
 def adapted(model: Any, dtype: torch.dtype, count: int) -> Any:
@@ -273,7 +298,7 @@ def workload_rows(size: str, name: str, kinds: list[str], runs: int) -> Iterator
                 generator.generate(workload.prompts, generation_configs(workload), use_tqdm=False, **options)
                 seconds.append(time.perf_counter() - start)
             graphs = generator.engine.stats().num_graphs_captured
-        rate = workload.output_tokens / statistics.median(seconds[1:])
+        rate = workload.output_tokens / min(seconds[1:])
         base = rate if kind == "base" else base
         yield {"model": size, "workload": name, "kind": kind, "tok_s": rate, "first_s": seconds[0],
                "of_base": rate / base if base else None, "graphs": graphs}
@@ -289,26 +314,26 @@ def main() -> None:
     of_layers.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256, 8192])
     of_layers.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     of_layers.add_argument("--tune", action="store_true")
-    of_layers.add_argument("--overlap", action="store_true", help="also on a second stream, which the package does not")
-    of_layers.add_argument("--compile", action="store_true", help="nothing but `--tune`'s candidates")
+    of_layers.add_argument("--ways", nargs="+", choices=list(WAYS), default=["as it is"])
+    of_layers.add_argument("--compile", action="store_true", help="nothing but that")
     of_layers.add_argument("--seconds", type=float, default=60.0)
     whole = commands.add_parser("workload")
     whole.add_argument("--model", default="0.6B")
     whole.add_argument("--workload", default="nano")
     whole.add_argument("--kinds", nargs="+", default=["base", "fp32", "bf16", "fp32 mixed"])
-    whole.add_argument("--runs", type=int, default=1)
+    whole.add_argument("--runs", type=int, default=2, help="behind one to warm up; the fastest counts")
     for command in (of_layers, whole):
         command.add_argument("--out", type=Path)
     args = parser.parse_args()
     figures = []
     if args.command == "layers" and args.compile:
         for kind, rows in product(args.kinds, args.rows):
-            compile_all(args.models[0], rows, kind)
+            compile_all(args.models[0], rows, kind, args.ways, args.tune)
         return
     if args.command == "layers":
         deadline = time.perf_counter() + args.seconds
-        how = args.tune, args.overlap, deadline
-        found = (row for model in args.models for row in layer_rows(model, args.rows, args.kinds, *how))
+        how = args.kinds, args.ways, args.tune, deadline
+        found = (row for model in args.models for row in layer_rows(model, args.rows, *how))
     else:
         found = workload_rows(args.model, args.workload, args.kinds, args.runs)
     for row in found:

@@ -1,4 +1,4 @@
-"""Tries configurations of the prefill kernel on a GPU: error, TFLOP/s and times FlashAttention-2, per shape.
+"""Tries configurations of the prefill kernels on a GPU: error, TFLOP/s and times FlashAttention-2, per shape.
 
     python benchmarks/prefill_tuning.py [--seconds 140] [--shapes 2x8192,nano]
 
@@ -12,12 +12,14 @@ import argparse
 import itertools
 import random
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from kernel_speed import BLOCK_SIZE, KV_HEADS, L2_BYTES, Inputs, graph_time
 
+from hf_paged.kernels.attention import hopper_support
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 from hf_paged.kernels.attention.prefill import PrefillConfig, paged_attention_prefill
 
@@ -26,10 +28,14 @@ _RAGGED = random.Random(0)
 SHAPES = {
     "2x8192": (32, 128, [(8192, 8192)] * 2),
     "16x1024": (32, 128, [(1024, 1024)] * 16),
+    "1x32768": (32, 128, [(32768, 32768)]),
     "chunked": (32, 128, [(2048, 8192)] * 4),
+    "2048+30000": (32, 128, [(2048, 32048)]),
+    "8192+30000": (32, 128, [(8192, 38192)]),
     "28x576": (16, 128, [(576, 576)] * 28),
     "nano": (16, 128, [(n, n) for n in (_RAGGED.randint(100, 1024) for _ in range(14))]),
     "d64": (32, 64, [(1024, 1024)] * 16),
+    "d256": (16, 256, [(1024, 1024)] * 16),
 }
 PLAIN = {"branch": True}
 CANDIDATES = {
@@ -48,7 +54,13 @@ CANDIDATES = {
         PrefillConfig(128, 64, 8, 4, **PLAIN),
         PrefillConfig(128, 64, 4, 2),
     ],
+    256: [
+        PrefillConfig(64, 32, 4, 2, **PLAIN),
+        PrefillConfig(128, 32, 8, 2, **PLAIN),
+    ],
 }
+# Positions of a tile and tiles in shared memory of the kernel for Hopper.
+HOPPER = {64: [(128, 2), (128, 3), (64, 4)], 128: [(128, 2), (64, 3), (64, 4)], 256: [(64, 2), (32, 3)]}
 MAX_ERROR = 2e-2  # bf16 results of the order of 1
 
 
@@ -109,6 +121,19 @@ def fa2_seconds(inputs: Inputs, rows: list[tuple[int, int]]) -> float:
     return graph_time([partial(call, k, v) for k, v in dense], 5)
 
 
+def candidates(head_dim: int) -> dict[str, Callable[..., torch.Tensor]]:
+    found: dict[str, Callable[..., torch.Tensor]] = {}
+    if hopper_support.why_not_on(torch.device("cuda", torch.cuda.current_device())) is None:
+        from hf_paged.kernels.attention.hopper_prefill import HopperConfig, paged_attention_hopper
+
+        for each in HOPPER[head_dim]:
+            found[f"hopper {each}"] = partial(paged_attention_hopper, config=HopperConfig(*each))
+    for config in CANDIDATES[head_dim]:
+        label = f"{tuple(config[:4])} branch={config.branch:d} regs={config.max_registers}"
+        found[label] = partial(paged_attention_prefill, config=config)
+    return found
+
+
 def tune(name: str, deadline: float) -> None:
     heads, head_dim, rows = SHAPES[name]
     inputs = make_inputs(heads, head_dim, rows)
@@ -117,12 +142,11 @@ def tune(name: str, deadline: float) -> None:
     fa2 = fa2_seconds(inputs, rows)
     print(f"\n{name}: {len(rows)} rows, {heads}/{KV_HEADS} heads of {head_dim}; FA2 {flops / fa2 / 1e12:.0f} TFLOP/s")
     done = []
-    for config in CANDIDATES[head_dim]:
-        label = f"{tuple(config[:4])} branch={config.branch:d} regs={config.max_registers}"
+    for label, kernel in candidates(head_dim).items():
         if time.monotonic() > deadline:
             print(f"  out of time before {label}")
             break
-        run = partial(paged_attention_prefill, options=AttentionOptions(head_dim**-0.5), config=config)
+        run = partial(kernel, options=AttentionOptions(head_dim**-0.5))
         try:
             wrong = error(run(inputs.q, *inputs.caches[0], inputs.meta), inputs, rows)
             if wrong > MAX_ERROR:

@@ -45,12 +45,14 @@ NO_TECHNIQUES = {"strict"}  # boolean fields that say how to run, not how fast
 VERSIONS = ("torch", "transformers", "triton", "numpy", "vllm", "nano-vllm", "flash-attn")
 
 
-def switches() -> dict[str, Any]:
-    """Fields of `PagedConfig` that switch a technique, with the value that switches it off."""
-    found: dict[str, Any] = {"attention_backend": "torch"}
+def switches() -> dict[str, dict[str, Any]]:
+    """Techniques by name, with the field of `PagedConfig` that switches each off; most have the field's name."""
+    found: dict[str, dict[str, Any]] = {
+        "attention_backend": {"attention_backend": "torch"}, "hopper": {"attention_backend": "triton"},
+    }
     for field in dataclasses.fields(PagedConfig):
         if "bool" in str(field.type) and field.name not in NO_TECHNIQUES:
-            found[field.name] = False if field.default is None else not field.default
+            found[field.name] = {field.name: False if field.default is None else not field.default}
     return found
 
 
@@ -69,7 +71,7 @@ def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     for model in args.models:
         for engine in engines(args):
             variants: list[dict[str, Any]] = [{}]
-            variants += [{name: off[name]} for name in techniques] if engine == "ours" else []
+            variants += [off[name] for name in techniques] if engine == "ours" else []
             rows += [{"workload": workload, "model": model, "engine": engine, "overrides": overrides}
                      for overrides in variants for workload in names]
     return [{"row": i, **row} for i, row in enumerate(rows)]

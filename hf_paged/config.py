@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch")
+ATTENTION_BACKENDS = ("auto", "triton", "hopper", "flash_attn", "torch")
 ALL_REDUCES = ("auto", "nccl", "peers")
 ON_WEIGHT_CHANGE = ("recompute", "keep")
 
@@ -25,9 +25,9 @@ class PagedConfig:
         group_prefixes: decode rows whose block tables begin with the same blocks read those once, where that is faster.
             False: each row reads its own. On a CPU each does.
         enforce_eager: never capture CUDA graphs.
-        attention_backend: one of "auto", "triton", "flash_attn", "torch". "flash_attn": prompts by an installed
-            flash-attn 2, 3 or 4, the rest by "triton"; an error where none can be used. "torch" waits for the device in
-            every step, so it runs without CUDA graphs.
+        attention_backend: one of "auto", "triton", "hopper", "flash_attn", "torch". "hopper": prompts by a kernel for
+            H100 and H200, "flash_attn": by an installed flash-attn 2, 3 or 4, the rest by "triton"; an error where it
+            cannot be used. "torch" waits for the device in every step, so it runs without CUDA graphs.
         strict: raise `FallbackError` where a call would go to stock `generate`.
         seed: base seed of calls that bring none. None: drawn from torch's default generator, call by call.
         merge_weights: on a GPU lay q, k, v (and gate, up) side by side in memory, each still a parameter of its own
@@ -41,6 +41,8 @@ class PagedConfig:
             over them with the new weights. Tokens made so far stay in either case.
         gather_timeout: seconds that a rank of a model sharded by FSDP2 waits in `generate` for the other ranks to call
             it, too, before it raises.
+        speculation: requests with ``prompt_lookup_num_tokens`` guess at tokens that stood before. False: none does. The
+            tokens are the same.
         overlap: schedule step n + 1 while step n runs. None: on CUDA yes, on a CPU (where it gains nothing) no.
 
     Raises:
@@ -64,6 +66,7 @@ class PagedConfig:
     all_reduce: str = "auto"
     on_weight_change: str = "recompute"
     gather_timeout: float = 600.0
+    speculation: bool = True
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
@@ -87,7 +90,7 @@ class PagedConfig:
             raise ValueError(f"gpu_memory_utilization={share!r}: expected a number in (0, 1]")
         _require_one_of(self, "attention_backend", ATTENTION_BACKENDS)
         for name in ("enable_prefix_caching", "group_prefixes", "enforce_eager", "strict", "merge_weights",
-                     "fused_kernels"):
+                     "fused_kernels", "speculation"):
             _require_one_of(self, name, (True, False))
         _require_one_of(self, "all_reduce", ALL_REDUCES)
         _require_one_of(self, "on_weight_change", ON_WEIGHT_CHANGE)

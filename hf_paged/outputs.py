@@ -204,6 +204,7 @@ class EngineStats:
         kv_bytes_read: keys and values that attention read for rows that decode, over all layers, on this rank. A layer
             with a sliding window counts the positions inside of it.
         kv_bytes_saved: what it would have read besides if it read a prefix that several such rows share once for each.
+        num_draft_tokens, num_accepted_draft_tokens: guesses that steps computed, and those that came true.
         shadow_bytes: memory of copies of the weights, in the dtype of autocast or gathered from ranks; else 0.
         calls: calls of the enabled model's `generate` and `generate_batch` by path: "native", "lockstep", "stock". What
             a call in stock calls itself (drafts of assisted decoding) is a part of it.
@@ -228,6 +229,8 @@ class EngineStats:
     kv_bytes_read: int = 0
     kv_bytes_saved: int = 0
     shadow_bytes: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
 
     @property
     def num_used_blocks(self) -> int:

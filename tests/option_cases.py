@@ -20,6 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
     "eos_token_id": {"eos_token_id": EOS},
     "pad_token_id": {"pad_token_id": 9, "eos_token_id": EOS},
     "num_return_sequences": {**SAMPLED, "num_return_sequences": 3},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 5, "max_new_tokens": 24},
     "max_time": {"max_time": 1000.0},
     "stop_strings": {**SAMPLED, "stop_strings": [chr(c) for c in range(33, 127, 3)], "max_new_tokens": 24},
     "sequence_bias": {**SAMPLED, "sequence_bias": [[[21], 3.0], [[21, 22], 8.0], [[21, 22, 23], 9.0]]},

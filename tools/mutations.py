@@ -19,7 +19,7 @@ class Mutation(NamedTuple):
 
 POOL, MANAGER, BOOK = "block_pool.py", "kv_cache_manager.py", "scheduler.py"
 SCHEDULER, TABLE, QUEUE = "scheduler.py", "running_table.py", "waiting_queue.py"
-PLAN, TREE, ROWS = "plan.py", "prefix_tree.py", "lockstep_rows.py"
+PLAN, TREE, ROWS, GROUPS = "plan.py", "prefix_tree.py", "lockstep_rows.py", "prefix_groups.py"
 
 MUTATIONS = [
     Mutation(POOL, "FreeQueue(self.blocks[1:])", "FreeQueue(self.blocks)", (1,)),
@@ -87,7 +87,7 @@ MUTATIONS = [
              "pass", (12,)),
     Mutation(SCHEDULER, "self.kv_cache_manager.publish(seq, table.tokens[slot], end)",
              "self.kv_cache_manager.publish(seq, table.tokens[slot], target)", (12,)),
-    Mutation(SCHEDULER, "                self._publish_decoded(plan, rows, slots)\n", "                pass\n", (12,)),
+    Mutation(SCHEDULER, "                self._publish_decoded(slots, end)\n", "                pass\n", (12,)),
     Mutation(SCHEDULER, "seq.num_published * self.config.block_size)", "0)", (13,)),
     Mutation(MANAGER, "        seq.block_table = []\n", "", (14,)),
     Mutation(BOOK, "        seq.detach(0)\n", "        seq.detach(seq.num_computed_tokens)\n", (14,)),
@@ -146,9 +146,10 @@ MUTATIONS = [
              tests="no_admission_in_a_step_that_preempted"),
     Mutation(SCHEDULER, "                    return  # it fits", "                    pass  # it fits",
              tests="nobody_overtakes"),
-    Mutation(SCHEDULER, "PrefillRows(self.config.max_num_batched_tokens - len(slots))",
-             "PrefillRows(self.config.max_num_batched_tokens)", tests="decode_never_starves"),
-    Mutation(SCHEDULER, "~table.draining[slots])", "True)", tests="abort_in_every_state or extra_token_is_dropped"),
+    Mutation(SCHEDULER, "PrefillRows(self.config.max_num_batched_tokens - len(slots) - ",
+             "PrefillRows(self.config.max_num_batched_tokens - ", tests="decode_never_starves"),
+    Mutation(SCHEDULER, "live = present & ~table.draining[slots]", "live = present",
+             tests="abort_in_every_state or extra_token_is_dropped"),
     Mutation(SCHEDULER, "self.kv_cache_manager.unpublish(seq)", "pass", tests="invalid_logits"),
     Mutation(SCHEDULER, "            self._fail(seq)\n            return True", "            return False",
              tests="outgrows_the_pool"),
@@ -189,4 +190,19 @@ MUTATIONS = [
              "        self.kv_cache_manager.free(seq)\n        seq.d", (14,)),
     Mutation(PLAN, "None if tree is None else tree.groups(slots[:num_decode_rows])", "self.groups",
              tests="rows_in_front"),
+    # Guesses at what follows.
+    Mutation(SCHEDULER, "        right = confirmed[row - 1] and before == plan.drafts[row]\n",
+             "        right = before == plan.drafts[row]\n", tests="comes_true_behind_a_wrong_one"),
+    Mutation(SCHEDULER, "right and before not in plan.sequences[row].eos_token_ids", "right",
+             tests="end_among_the_guesses"),
+    Mutation(SCHEDULER, "            table.scheduled[slots] = table.known[slots] - 1\n", "", tests="are_taken"),
+    Mutation(SCHEDULER, "                table.decoding[slot] = False\n", "", tests="others_go_on"),
+    Mutation(SCHEDULER, "min(room, int(table.limit[slot]) - position - 2)", "room", tests="beyond_the_last_token"),
+    Mutation(SCHEDULER, "                    if len(needy) < num_free:\n", "                    if True:\n",
+             tests="only_free_blocks"),
+    Mutation(SCHEDULER, " -= plan.drafts is None or plan.drafts[row] < 0\n", " -= 1\n",
+             tests="keeps_what_was_confirmed"),
+    Mutation(SCHEDULER, "np.flatnonzero(samples & live)", "np.flatnonzero(plan.samples & live)",
+             tests="are_taken or first_wrong_guess"),
+    Mutation(GROUPS, "has_own = (copies > 1) & (end > shared)", "has_own = copies > 1", tests="rows_of_one_sequence"),
 ]

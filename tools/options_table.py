@@ -59,7 +59,9 @@ holes or right padding, lengths beyond the model's positions or the KV pool, and
 the pool all at once.
 
 Some native options run in lockstep where rows of a batch meet in stock: `no_repeat_ngram_size` with left padding,
-banned or biased sequences that hold the padding token, `stop_strings` and `max_time` for several rows without EOS.
+banned or biased sequences that hold the padding token, `stop_strings` and `max_time` for several rows without EOS. So
+does `prompt_lookup_num_tokens` with `stop_strings`, `max_time` or `structured`. Otherwise it is native, also for
+several rows, which stock refuses; a `PagedGenerator` and an `Engine` take it with every option.
 
 [troubleshooting.md](troubleshooting.md) has the states of a model that send its calls to stock.
 

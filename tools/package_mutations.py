@@ -390,6 +390,22 @@ ON_A_CPU = [
 WORK, GROUPED = (f"kernels/attention/grouped_{name}.py" for name in ("work", "decode"))
 WORK_TESTS, GROUPED_TESTS = (f"kernels/attention/test_grouped_{name}.py" for name in ("work", "decode"))
 
+HOPPER, HOPPER_TESTS = "kernels/attention/hopper_support.py", "kernels/attention/test_hopper_prefill.py"
+
+# Which calls the kernel for Hopper gets.
+HOPPER_CALLS = [
+    PackageMutation(HOPPER, "min(group & -group, 16)", "min(group, 16)", HOPPER_TESTS, "fill_a_tile"),
+    PackageMutation(HOPPER, "packed_heads(q.shape[1] // num_kv_heads) >= BLOCK_M", "1 > 0", HOPPER_TESTS,
+                    "fill_a_tile"),
+    PackageMutation(HOPPER, "tuple(f\"{tested}.\" for", "tuple(tested for", HOPPER_TESTS, "elsewhere"),
+    PackageMutation(HOPPER, "(q.data_ptr() | 2 * q.stride(0)", "(2 * q.stride(0)", HOPPER_TESTS, "tma"),
+    PackageMutation(HOPPER, " | 2 * q.stride(0)", "", HOPPER_TESTS, "tma"),
+    PackageMutation("kernels/attention/backends.py", "if hopper_support.why_not_on(device) is None:", "if True:",
+                    HOPPER_TESTS, "elsewhere"),
+    PackageMutation("kernels/attention/backends.py", "HopperBackend(measured_only=True)", "HopperBackend()",
+                    HOPPER_TESTS, "timed"),
+]
+
 # Prefixes that rows share.
 PREFIXES = [
     PackageMutation(WORK, "begin, end = ends[around][kept],", "begin, end = groups.begin[kept].astype(np.int64),",
@@ -446,8 +462,20 @@ LORA_LAYERS = [
     PackageMutation("models/adapted_layers.py", "return rows.order", "return None", LORA_TESTS, "different_adapters"),
     PackageMutation("kernels/lora_order.py", "tl.where(each < mine, tiles, 0)", "tl.where(each < mine, counts, 0)",
                     "kernels/test_lora_order.py", "kernel"),
-    PackageMutation("kernels/lora_expand.py", "sums * tl.load(next_scales), mask", "sums, mask", LORA_KERNEL_TESTS,
-                    "behind_silu"),
+    PackageMutation("kernels/_lora_tile.py", "sums * tl.load(scales + slot, mask=there, other=0.0)[None, :]", "sums",
+                    LORA_KERNEL_TESTS, "behind_silu"),
+    PackageMutation("kernels/lora_qk_norm_rope_store.py", "entry = tl.where(has_adapters, entry, -1)", "entry += 0",
+                    "kernels/test_lora_qk_norm_rope_store.py", "between"),
+    PackageMutation("models/fused.py", "product if lora is None else lora_expand_unchecked(product, *lora)", "product",
+                    LORA_TESTS, "another_activation and tables"),
+]
+
+# Few rows: products that come to the norm behind them in parts.
+FEW_ROWS = [
+    PackageMutation("kernels/join_add_rms_norm.py", "total.to(dtype).to(tl.float32) + before", "total + before",
+                    "kernels/test_join_add_rms_norm.py", "same_bits"),
+    PackageMutation("models/fused.py", "product.is_plain and product.lora is None", "product.is_plain",
+                    "models/test_fused.py", "in_parts"),
 ]
 
 # Calls under autocast: where values are rounded, whose precision holds, and copies that follow the weights.
@@ -456,7 +484,7 @@ AUTOCAST = [
     PackageMutation("kernels/add_rms_norm.py", "product: tl.constexpr = dtype if weight.dtype.element_ty == dtype else "
                     "tl.float32", "product: tl.constexpr = dtype", "kernels/test_add_rms_norm.py",
                     "dtypes_of_autocast and triton"),
-    PackageMutation("kernels/qk_norm_rope_store.py", "rotated: tl.constexpr = scaled if cos.dtype.element_ty == scaled "
+    PackageMutation("kernels/qk_norm_rope_store.py", "rotated: tl.constexpr = scaled if cos1.dtype == scaled "
                     "else tl.float32", "rotated: tl.constexpr = dtype", "kernels/test_qk_norm_rope_store.py",
                     "dtypes_of_autocast and triton"),
     PackageMutation("kernels/_qk_norm_rope_host.py", "    if both.dtype == sin.dtype:", "    if True:",
@@ -695,6 +723,36 @@ OVER_RANKS = [
                     "every_row and process"),
     PackageMutation(NAMED, "rows.copy_(tensor.reshape(place.shard.shape)[start:stop])", "rows.zero_()",
                     "parallel/test_load_weights_over_ranks.py", "come_back_whole"),
+]
+
+# Guesses at what follows.
+INDEX, GUESSES, GUESSES_TESTS = "engine/token_index.py", "engine/speculation.py", "engine/test_speculation.py"
+INDEX_TESTS, LOOKUP_TESTS = "engine/test_token_index.py", "integration/test_prompt_lookup.py"
+GUESSING = [
+    PackageMutation(INDEX, "if count > common:\n", "if best is None and count > common:\n", INDEX_TESTS,
+                    "longer_match"),
+    PackageMutation(INDEX, "if match.text == text and tokens:\n", "if False:\n", INDEX_TESTS, "repeats_its_end"),
+    PackageMutation(INDEX, "        while self._grown:\n            self._chain(self._grown.pop())\n", "", INDEX_TESTS,
+                    "or_grew"),
+    PackageMutation(GUESSES, "if not 0 < drafter.num_seen == sequence.num_output_tokens:", "if False:", GUESSES_TESTS,
+                    "back_where_it_was"),
+    PackageMutation(GUESSES, "self._is_on = self.gain >= (_GAIN_OFF if self._is_on else _GAIN_ON)", "pass",
+                    GUESSES_TESTS, "come_to_nothing"),
+    PackageMutation(GUESSES, "return found if gain > lost else NO_DRAFTS", "return found", GUESSES_TESTS,
+                    "more_than_they_cost"),
+    PackageMutation(GUESSES, ".digest() + salt", ".digest()", GUESSES_TESTS, "one_prompt_and_salt"),
+    PackageMutation("runner/model_runner.py", "            self.state.set_tokens(slots, places, tokens[:, None])\n", "",
+                    GUESSES_TESTS, "change_no_token and greedy"),
+    PackageMutation("engine/session.py", "        if index < self.num_emitted or", "        if", GUESSES_TESTS,
+                    "not_streamed_again"),
+    PackageMutation("engine/session.py", "self.logprobs[len(self.top_logprobs)]", "self.logprobs[-1]", GUESSES_TESTS,
+                    "change_no_token"),
+    PackageMutation(CORE, "new.stop is None and grammar is None and not", "grammar is None and not", GUESSES_TESTS,
+                    "looked_for_after_each_token"),
+    PackageMutation(GENERATE, "        if request.stop is not None or request.grammar", "        if request.grammar",
+                    LOOKUP_TESTS, "once_a_draft"),
+    PackageMutation("runner/graphs.py", "else _GUESSING_SIZES", "else self._decode_sizes", GRAPHS_TESTS,
+                    "with_guesses"),
 ]
 
 PACKAGE_MUTATIONS = [

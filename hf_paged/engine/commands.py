@@ -222,6 +222,7 @@ class CommandQueue:
         elif isinstance(command, Build):
             core.scheduler_or_build()
         elif isinstance(command, ResetCache):
+            core.speculation.forget()
             return core.scheduler.reset_prefix_cache() if core.scheduler else True
         elif isinstance(command, UseVocabulary):
             core.grammars.share(command.vocabulary)

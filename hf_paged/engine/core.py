@@ -24,6 +24,7 @@ from hf_paged.engine.lockstep import LockstepBatch, Way
 from hf_paged.engine.observer import Committed, Launched, Observers
 from hf_paged.engine.pace import Pace
 from hf_paged.engine.session import BARRED, NewRequest, Request, Session, TopAsked, failed_output
+from hf_paged.engine.speculation import COSTS, Speculation
 from hf_paged.engine.stopping import ended
 from hf_paged.errors import EngineClosedError
 from hf_paged.models import ModelExecutor
@@ -41,6 +42,7 @@ from hf_paged.sampling.token_log_probs import RAW
 from hf_paged.sampling.top_log_probs import top_name
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
 from hf_paged.scheduler.lockstep_rows import OutOfBlocksError
+from hf_paged.scheduler.scheduler import NO_DRAFTS, Drafts
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +85,12 @@ class EngineCore:
         self._masks: MaskMaker | None = None
         self._pending: form_rows.PendingMasks | None = None  # of the step in flight, whose tokens are not drawn yet
         self._waited: tuple[float, float] | None = None  # for the step in flight, where observers are to know when
+        self.speculation = Speculation()
         self._adapter_counts = AdapterCounts(())  # when the runner was prepared
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
-        self.totals = dict.fromkeys(("preemptions", "generated", "prefill", "steps", "queries", "hits"), 0)
+        self.totals = dict.fromkeys(
+            ("preemptions", "generated", "prefill", "steps", "queries", "hits", "drafts", "accepted drafts"), 0
+        )
 
     def make_request(self, new: NewRequest, session: Session) -> Request:
         """What becomes of a request that is asked for, in its caller's session.
@@ -125,6 +130,9 @@ class EngineCore:
             top=_top_of(settings.logprobs, settings.top_logprobs), prompt_top=prompt_top,
             prompt_top_logprobs=[None] * prompt_length if prompt_top is not None else [],
         )
+        # Only where its tokens end as they would one by one; plans of ranks have to agree.
+        if self._config.speculation and new.stop is None and grammar is None and not self._executor.group.is_parallel:
+            request.draft_tokens = settings.draft_tokens
         if settings.timeout is not None:
             request.deadline = request.queued + settings.timeout
         if made is not None:
@@ -155,6 +163,8 @@ class EngineCore:
             self.observers.tell("queued", request)
         if end is None:
             self._arrivals.append(request)
+            if request.draft_tokens:
+                self.speculation.add(request)
         else:
             request.sequence.end(end)
             self.finish(request)
@@ -350,13 +360,14 @@ class EngineCore:
                     joining = self._prepare_rows(waiting)
                 if joining is None:
                     return True
-                plan = scheduler.schedule()
+                is_busy = self._in_flight is not None
+                plan = scheduler.schedule(self._drafts(scheduler)) if self.speculation else scheduler.schedule()
                 scheduled = time.perf_counter() if self.observers else 0.0
                 if self._pending is not None:
                     self._draw_before(plan, joining)
                 if self.pool.runner is not None and self.pool.runner.sharded is not None:
                     self.pool.runner.sharded.say(control_flag)
-                is_busy = plan is not None or self._in_flight is not None
+                is_busy |= plan is not None
                 launched = self._launch(plan, joining) if plan is not None or joining else None
                 if self.observers and (plan is not None or joining):
                     step = Launched(plan, self.totals["steps"], [rows for _, rows in joining],
@@ -379,13 +390,24 @@ class EngineCore:
                 if joining:
                     self._answer_rows(joining, has_looked=look_now)
                 for sequence in scheduler.take_failed():
-                    self.finish(self.requests[sequence.request_id])
+                    if (request := self.requests.get(sequence.request_id)) is not None:  # else its mask failed as well
+                        self.finish(request)
                 if not self.requests:
                     self._commit_in_flight()  # no request needs the step that ran ahead: its blocks go back now
             self.dirty = False
         finally:
             self.stepping_thread = None
         return is_busy or any(not batch.is_waiting or batch.is_computing for batch in waiting)
+
+    def _drafts(self, scheduler: Scheduler) -> Drafts:
+        """What may follow in requests that guess. Where that pays, the step in flight is waited for."""
+        costs = COSTS.get(self.runner.device.type, COSTS["cuda"])
+        if self._in_flight is not None:
+            has_drafts = self._in_flight[0].drafts is not None
+            if not has_drafts and not self.speculation.drafts(scheduler.num_running, costs):
+                return NO_DRAFTS
+            self._commit_in_flight()
+        return self.speculation.drafts(scheduler.num_running, costs)
 
     def _note_pace(self, plan: StepPlan | None, *, joined: bool, overlapped: bool, seconds: float) -> None:
         """What was waited for in this step: with overlap, the step before it."""
@@ -602,6 +624,9 @@ class EngineCore:
                 request.error = NAN_ERROR if request.grammar is None else f"{NAN_ERROR}; {BARRED}"
         result = self.scheduler.commit(plan, tokens)
         self.totals["generated"] += len(result.accepted)
+        if plan.drafts is not None:
+            self.totals["drafts"] += int((plan.drafts >= 0).sum())
+            self.totals["accepted drafts"] += int((plan.drafts[result.accepted] >= 0).sum())
         if plan.num_decode_rows < len(plan.slots):
             self._note_first_tokens(plan, result.accepted)
         if self.observers:
@@ -615,7 +640,8 @@ class EngineCore:
         for row in result.accepted if self._any_stream else ():
             request = self._request_of(plan, row)
             if request is not None and request.session.stream:
-                self._attempt(request, request.emit, int(tokens[row]), runs)
+                position = int(plan.start[row]) + int(plan.num_new_tokens[row])
+                self._attempt(request, request.emit, position, int(tokens[row]), runs)
         for sequence in result.finished:
             request = self.requests.get(sequence.request_id)
             if request is not None and request.sequence is sequence:
@@ -707,6 +733,8 @@ class EngineCore:
         session.outbox.append(output)
         del session.open[request_id]  # first: what no session has open does not start again
         del self.requests[request_id]
+        if self.speculation:
+            self.speculation.remove(request_id)
         if self._deadlines:
             self._deadlines.pop(request_id, None)
         if self.observers:
@@ -831,6 +859,7 @@ class EngineCore:
     def abandon(self) -> None:
         """Give everything up where it stands: of a sharded model whose other ranks are not asked any more."""
         self.requests.clear()
+        self.speculation.keep(())
         self._deadlines.clear()
         self._arrivals, self._in_flight, self._pending, self.dirty = [], None, None, False
         self._tell_of_new_start()
@@ -878,6 +907,7 @@ class EngineCore:
         self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.num_blocks else None
         for request_id in [key for key, request in self.requests.items() if key not in request.session.open]:
             del self.requests[request_id]  # the interrupt came between the two lines that add or finish it
+        self.speculation.keep(self.requests)
         for request in list(self.requests.values()):
             self._start_again(request)
         self._arrivals = list(self.requests.values())

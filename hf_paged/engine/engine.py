@@ -47,7 +47,7 @@ from hf_paged.errors import (
     Reason,
     UnsupportedModelError,
 )
-from hf_paged.kernels.attention import flash_backend
+from hf_paged.kernels.attention import flash_backend, hopper_support
 from hf_paged.models import KVSpec, ModelExecutor, find_executor
 from hf_paged.models.eligibility import reason_under, unsupported_reason
 from hf_paged.models.replica import Replica
@@ -110,6 +110,12 @@ def _executor_of(model: PreTrainedModel, config: PagedConfig) -> ModelExecutor:
         missing = flash_backend.missing(spec.device, spec.cache_dtype, spec.head_dim, config.block_size)
         if missing is not None:
             raise ValueError(f"attention_backend='flash_attn': expected a package that can be used here; {missing}")
+    if config.attention_backend == "hopper":
+        reason = hopper_support.why_not_on(spec.device)
+        reason = reason or hopper_support.why_not_of(spec.cache_dtype, spec.head_dim, config.block_size)
+        if reason is not None:
+            raise ValueError(f"attention_backend='hopper': expected a model and GPU that its kernel can be used for; "
+                             f"it {reason}")
     return executor
 
 
@@ -511,6 +517,7 @@ class Engine:
                 kv_bytes_read=pool.reads.num_bytes,
                 kv_bytes_saved=pool.reads.num_saved_bytes,
                 shadow_bytes=self._executor.copied_bytes + (self.replica.nbytes if self.replica is not None else 0),
+                num_draft_tokens=p["drafts"], num_accepted_draft_tokens=p["accepted drafts"],
             )
 
     @contextmanager

@@ -89,6 +89,7 @@ class Request:
     prompt_top: TopAsked | None = None
     prompt_top_logprobs: list[dict[int, float] | None] = field(default_factory=list)  # with it, as `prompt_logprobs`
     ending: Ending = PLAIN_ENDING
+    draft_tokens: int = 0  # guesses of a step, at most
     deadline: float | None = None  # of `time.monotonic`
     version_runs: list[VersionRun] = field(default_factory=list)  # of the output, but for what the present weights made
     thread: int = field(default_factory=threading.get_ident)  # whose caller waits for it
@@ -195,7 +196,7 @@ class Request:
         """As `take_logprob`, which went before, of the likeliest tokens in its place, [2, width] as in `Top`."""
         if self.top is not None and name == self.top.name:
             assert self.logprobs is not None
-            logprob = self.logprobs[-1]
+            logprob = self.logprobs[len(self.top_logprobs)]
             assert logprob is not None
             self.top_logprobs.append(self.top.dict_of(found, token, logprob))
 
@@ -216,14 +217,14 @@ class Request:
         if count:
             self.version_runs.append(VersionRun(version, count))
 
-    def emit(self, token: int, runs: tuple[VersionRun, ...]) -> None:
-        """Hand a committed token, and its version of the weights, to a session that streams."""
-        done = self.sequence.finish_reason is not None
-        if self.sequence.num_output_tokens <= self.num_emitted or done:
+    def emit(self, position: int, token: int, runs: tuple[VersionRun, ...]) -> None:
+        """Hand a committed token of the sequence, and its version of the weights, to a session that streams."""
+        index = position - self.sequence.num_prompt_tokens
+        if index < self.num_emitted or self.sequence.finish_reason is not None:
             return  # made again after a recovery, or part of the completion's own output
         text = self.text.push([token]) if self.text else None
-        logprobs = None if self.logprobs is None else self.logprobs[-1:]
-        tops = None if self.top is None else self.top_logprobs[-1:]
+        logprobs = None if self.logprobs is None else self.logprobs[index : index + 1]
+        tops = None if self.top is None else self.top_logprobs[index : index + 1]
         output = StepOutput(self.request_id, [token], text, new_logprobs=logprobs, version_runs=runs,
                             new_top_logprobs=tops)
         self.session.outbox.append(output)

@@ -206,7 +206,7 @@ def _enabled_class(stock: Any) -> type:
         "__reduce_ex__": _reduce_to_stock(stock),
         "_sample": generate.sample_method(stock),
         "_beam_search": _lockstep_beam_search(stock),
-        "_assisted_decoding": _lockstep_assisted_decoding(stock),
+        "_assisted_decoding": generate.assisted_method(stock),
         "generate": _announcing_generate(stock),
         "load_custom_generate": _announcing_load(stock),
         "_prepare_cache_for_generation": _no_cache_for_a_question(stock),
@@ -311,14 +311,6 @@ def _lockstep_beam_search(stock: Any) -> Callable:
         return stock_loop.beam_search(engine_of(self), stock._beam_search, self, *args, **kwargs)
 
     return _beam_search
-
-
-def _lockstep_assisted_decoding(stock: Any) -> Callable:
-    @functools.wraps(stock._assisted_decoding)  # generate reads the signature
-    def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return stock_loop.assisted_decoding(engine_of(self), stock._assisted_decoding, self, *args, **kwargs)
-
-    return _assisted_decoding
 
 
 def _paged_call(stock: Any) -> Callable:

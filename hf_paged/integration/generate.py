@@ -27,7 +27,7 @@ from hf_paged.integration.fallback import fall_back, in_fallback, quiet_fallback
 from hf_paged.integration.given_options import min_new_tokens
 from hf_paged.integration.inputs import check_token_ids, paged_prompts
 from hf_paged.integration.late_cache import LateCache
-from hf_paged.integration.stock_loop import SET_PAD, run_or_fall_back
+from hf_paged.integration.stock_loop import SET_PAD, assisted_decoding, is_lookup, run_or_fall_back
 from hf_paged.integration.stock_pieces import EndOfCall, settled_config, stops_of
 from hf_paged.integration.structured_calls import Form, split_forms, tell_eos
 from hf_paged.options.arguments import base_seed
@@ -65,28 +65,74 @@ def sample_method(stock: Any) -> Callable:
         if isinstance(call, Reason):
             return run_or_fall_back(engine, self, functools.partial(in_stock, streamer=streamer), call, input_ids,
                                     stopping_criteria, generation_config, synced_gpus, model_kwargs)
-        paths.answer(engine, "native")
-        columns = _Columns(call, streamer)
-        if engine.replica is None:
-            reason = _run_counted(engine, call, columns, input_ids)
-        else:
-            reason = ranks.run_natively(engine, functools.partial(_run_counted, engine, call, columns, input_ids))
-        if reason is not None:
-            return fall_back(
-                engine, reason, lambda: in_stock(streamer=columns.rest_of_streamer(), **model_kwargs),
-                lambda result: paths.new_tokens(result, input_ids.shape[1], stopping_criteria, generation_config),
-            )
-        if streamer is not None:
-            streamer.end()
-        sequences = torch.cat([input_ids, columns.tensor().to(input_ids.device)], dim=-1)
-        if not generation_config.return_dict_in_generate:
-            return sequences
-        cache = None
-        if isinstance(model_kwargs.get("past_key_values"), DynamicCache):
-            cache = LateCache(engine, self, sequences, input_ids.shape[1], model_kwargs, [])
-        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache)  # type: ignore[arg-type]
+        return _carry_out(engine, self, call, functools.partial(in_stock, **model_kwargs), input_ids,
+                          stopping_criteria, generation_config, streamer, model_kwargs)
 
     return _sample
+
+
+def assisted_method(stock: Any) -> Callable:
+    """`_assisted_decoding` of the enabled subclass of `stock`: prompt lookup on the engine, which guesses by itself."""
+
+    @functools.wraps(stock._assisted_decoding)  # generate reads the signature
+    def _assisted_decoding(self: Any, input_ids: torch.LongTensor, logits_processor: Any, stopping_criteria: Any,
+                           generation_config: GenerationConfig, synced_gpus: bool = False, streamer: Any = None,
+                           **kwargs: Any) -> Any:
+        engine, call, why = engine_of(self), None, None
+        in_stock = functools.partial(
+            stock._assisted_decoding, self, input_ids, logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria, generation_config=generation_config, synced_gpus=synced_gpus, **kwargs,
+        )
+        model_kwargs = {name: value for name, value in kwargs.items() if name not in _OF_ASSISTANTS}
+        if engine is not None and not in_fallback(engine) and is_lookup(stock, generation_config, kwargs):
+            call = _recognised(engine, self, input_ids, logits_processor, stopping_criteria, generation_config,
+                               synced_gpus, model_kwargs)
+            why = call if isinstance(call, Reason) else _meets_drafts(call)
+        if engine is None or call is None or isinstance(call, Reason) or why is not None:
+            return assisted_decoding(engine, stock._assisted_decoding, self, input_ids, logits_processor,
+                                     stopping_criteria, generation_config, synced_gpus, streamer, why=why, **kwargs)
+        return _carry_out(engine, self, call, in_stock, input_ids, stopping_criteria, generation_config, streamer,
+                          model_kwargs)
+
+    return _assisted_decoding
+
+
+_OF_ASSISTANTS = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
+
+
+def _meets_drafts(call: NativeCall) -> Reason | None:
+    """What of a call with prompt lookup stock looks at once a draft, and the engine once a token, if anything."""
+    for request in call.requests:
+        if request.stop is not None or request.grammar is not None or request.settings.structured is not None:
+            return Reason("prompt_lookup_num_tokens with stop_strings, max_time or a form of the output, which stock "
+                          "looks at once for all tokens of a draft",
+                          remedy="Leave `prompt_lookup_num_tokens` out: without drafts, each token is looked at.")
+    return None
+
+
+def _carry_out(engine: Engine, model: Any, call: NativeCall, in_stock: Callable, input_ids: torch.Tensor,
+               stopping_criteria: Any, config: GenerationConfig, streamer: Any, model_kwargs: dict[str, Any]) -> Any:
+    """What the call returns; `in_stock(streamer=...)` where the engine cannot end it."""
+    paths.answer(engine, "native")
+    columns = _Columns(call, streamer)
+    if engine.replica is None:
+        reason = _run_counted(engine, call, columns, input_ids)
+    else:
+        reason = ranks.run_natively(engine, functools.partial(_run_counted, engine, call, columns, input_ids))
+    if reason is not None:
+        return fall_back(
+            engine, reason, lambda: in_stock(streamer=columns.rest_of_streamer()),
+            lambda result: paths.new_tokens(result, input_ids.shape[1], stopping_criteria, config),
+        )
+    if streamer is not None:
+        streamer.end()
+    sequences = torch.cat([input_ids, columns.tensor().to(input_ids.device)], dim=-1)
+    if not config.return_dict_in_generate:
+        return sequences
+    cache = None
+    if isinstance(model_kwargs.get("past_key_values"), DynamicCache):
+        cache = LateCache(engine, model, sequences, input_ids.shape[1], model_kwargs, [])
+    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache)  # type: ignore[arg-type]
 
 
 def _run_counted(engine: Engine, call: NativeCall, columns: _Columns, input_ids: torch.Tensor) -> Reason | None:

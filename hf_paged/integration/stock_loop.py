@@ -175,8 +175,11 @@ def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_
                       logits_processor: Any, stopping_criteria: Any, generation_config: GenerationConfig,
                       synced_gpus: bool = False, streamer: Any = None, inputs_tensor: Any = None,
                       assistant_model: Any = None, assistant_tokenizer: Any = None, tokenizer: Any = None,
-                      **model_kwargs: Any) -> Any:
-    """`GenerationMixin._assisted_decoding`: prompt lookup over paged forwards, drafts by a model in stock."""
+                      why: Reason | None = None, **model_kwargs: Any) -> Any:
+    """`GenerationMixin._assisted_decoding`: prompt lookup over paged forwards, drafts by a model in stock.
+
+    `why` the engine does not guess by itself, where that was found out.
+    """
     tell_eos(logits_processor, stopping_criteria)
 
     def method(*, synced_gpus: bool = synced_gpus, **kwargs: Any) -> Any:
@@ -197,8 +200,19 @@ def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_
             engine, reason, lambda: method(**model_kwargs),
             lambda result: paths.new_tokens(result, input_ids.shape[1], stopping_criteria, generation_config),
         )
-    return run_or_fall_back(engine, model, method, _beyond_sampling(generation_config, "prompt lookup"), input_ids,
-                            stopping_criteria, generation_config, synced_gpus, model_kwargs)
+    why = why or _beyond_sampling(generation_config, "prompt lookup")
+    return run_or_fall_back(engine, model, method, why, input_ids, stopping_criteria, generation_config, synced_gpus,
+                            model_kwargs)
+
+
+def is_lookup(stock: Any, config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
+    """Does a call of `_assisted_decoding` look its prompt up, with a cache and sizes that stock takes?"""
+    sizes = config.prompt_lookup_num_tokens, config.max_matching_ngram_size or 2
+    return (
+        kwargs.get("assistant_model") is None and config.assistant_early_exit is None and config.use_cache is not False
+        and all(type(size) is int and size > 0 for size in sizes)
+        and is_method_of_mixin("_assisted_decoding", stock._assisted_decoding)
+    )
 
 
 def _beyond_sampling(config: GenerationConfig, method: str) -> Reason:

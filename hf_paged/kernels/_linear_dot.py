@@ -106,24 +106,37 @@ def dot_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: DotConfig
 ) -> torch.Tensor:
     """One launch, or two with split_k: ``[T, N]``, T at most MAX_ROWS."""
+    parts = _dot(x, weight, bias, config)
+    return parts if parts.dim() == 2 else _joined(parts, bias, x.dtype)
+
+
+def dot_parts(x: torch.Tensor, weight: torch.Tensor, config: DotConfig) -> torch.Tensor:
+    """The product's partial sums, in the order in which they are added up: float32 ``[splits, T, N]``.
+
+    ``[T, N]`` in x's dtype where the configuration makes no splits.
+    """
+    return _dot(x, weight, None, config)
+
+
+def _dot(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: DotConfig) -> torch.Tensor:
     require_triton()
     (num_rows, width), num_outputs = x.shape, len(weight)
     if num_rows > MAX_ROWS:
         raise ValueError(f"at most {MAX_ROWS} rows, got {num_rows}")
-    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
-    if out.numel() == 0:
-        return out
     per_split = triton.cdiv(triton.cdiv(width, config.split_k), config.block_k) * config.block_k
     splits = max(1, triton.cdiv(width, per_split))
-    parts = out
     if splits > 1:
-        parts = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+        out = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+    else:
+        out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
     with on_device_of(x):
         _dot_kernel[(triton.cdiv(num_outputs, config.block_n), splits)](
             x,
             weight,
             None if splits > 1 else bias,
-            parts,
+            out,
             num_rows,
             num_outputs,
             width,
@@ -141,9 +154,17 @@ def dot_linear(
             num_stages=config.num_stages,
             **prefetch_options(weight, config.block_n <= 32 * config.num_warps),
         )
-        if splits > 1:
-            _join_kernel[(triton.cdiv(out.numel(), 512),)](
-                parts, bias, out, out.numel(), num_outputs, SPLITS=splits, HAS_BIAS=bias is not None, TILE=512,
-                num_warps=4, **pdl_options(x),
-            )
+    return out
+
+
+def _joined(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    splits, num_rows, num_outputs = parts.shape
+    out = torch.empty(num_rows, num_outputs, dtype=dtype, device=parts.device)
+    if out.numel() == 0:
+        return out
+    with on_device_of(parts):
+        _join_kernel[(triton.cdiv(out.numel(), 512),)](
+            parts, bias, out, out.numel(), num_outputs, SPLITS=splits, HAS_BIAS=bias is not None, TILE=512,
+            num_warps=4, **pdl_options(parts),
+        )
     return out

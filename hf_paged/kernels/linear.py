@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from hf_paged.kernels._device import shared_memory
+from hf_paged.kernels._dot_silu import dot_silu
 from hf_paged.kernels._gemv import GemvConfig, gemv
-from hf_paged.kernels._linear_dot import DotConfig, dot_linear
+from hf_paged.kernels._linear_dot import DotConfig, dot_linear, dot_parts
 from hf_paged.kernels._triton import triton
 from hf_paged.kernels.silu_mul import silu_mul_unchecked
 
@@ -61,6 +62,28 @@ def linear_triton(
     return dot_linear(x, weight, bias, config)
 
 
+def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """:func:`linear` as far as its first launch brings it, for who adds the sums up together with what comes next.
+
+    Returns:
+        ``[T, N]`` as :func:`linear`, or float32 ``[S, T, N]``: sums over parts of the columns, to be added up in order
+        and rounded once.
+    """
+    _check(x, weight, None)
+    return linear_parts_unchecked(x, weight)
+
+
+def linear_parts_unchecked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """:func:`linear_parts` for tensors that are known to be as it says."""
+    config = choose_config(x, weight)
+    return dot_parts(x, weight, config) if isinstance(config, DotConfig) else linear_unchecked(x, weight)
+
+
+def makes_parts(device: torch.device) -> bool:
+    """May :func:`linear_parts` give sums over parts of the columns there?"""
+    return device.type == "cuda"
+
+
 def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``silu_mul(linear(x, weight))``, weight ``[2 * I, K]`` being gates, then ups: ``[T, I]``."""
     _check(x, weight, None)
@@ -72,17 +95,22 @@ def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def linear_silu_mul_unchecked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """:func:`linear_silu_mul` for tensors that are known to be as it says."""
     config = choose_config(x, weight)
-    if isinstance(config, GemvConfig):
+    if isinstance(config, GemvConfig) or (config is not None and config.split_k == 1):
         return linear_silu_mul_triton(x, weight, config)
     return silu_mul_unchecked(linear_unchecked(x, weight))
 
 
-def linear_silu_mul_triton(x: torch.Tensor, weight: torch.Tensor, config: GemvConfig) -> torch.Tensor:
+def linear_silu_mul_triton(
+    x: torch.Tensor, weight: torch.Tensor, config: GemvConfig | DotConfig
+) -> torch.Tensor:
     """:func:`linear_silu_mul` as one Triton launch; ``[T, 2 * I]`` never is in memory.
 
     A program takes as many weight rows as with :func:`linear_triton`, half of them gates, so that the products are
-    added up alike, but for which of the first two the compiler fuses into the addition.
+    added up alike, but, without tensor cores, for which of the first two the compiler fuses into the addition. A
+    `DotConfig` must not split K.
     """
+    if isinstance(config, DotConfig):
+        return dot_silu(x, weight, config)
     return gemv(x, weight, None, config._replace(block_n=max(1, config.block_n // 2)), silu=True)
 
 

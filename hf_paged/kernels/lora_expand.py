@@ -8,11 +8,16 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.kernels._lora_tile import (
-    FIELDS,
-    lora_dot,
-    pointer_to,
+    add_bias,
+    add_delta,
+    columns_of,
+    places_of,
     precision_of,
+    prefetch_b,
+    prefetches,
     rows_of_tile,
+    shrink_chunk,
+    store_shrunk,
     table_options,
     tiles_of_rows,
 )
@@ -20,7 +25,6 @@ from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
     on_device_of,
-    prefetch_rows,
     require_triton,
     tl,
     triton,
@@ -31,8 +35,15 @@ from hf_paged.kernels.lora_table import LoraTable
 from hf_paged.kernels.silu_mul import silu_mul_reference, silu_mul_tile, silu_mul_unchecked
 
 _MOST_PARTIALS = 32
-# With 256 rows a layer took 46.4 us with both in one launch; its four products, measured one by one, make 42.9.
-_MOST_FOLLOWED_ROWS = 64
+_MOST_FOLLOWED_ROWS = 1023
+
+
+class Delta(NamedTuple):
+    """What LoRA has still to add to a product: the arguments of `lora_expand` behind it."""
+
+    sums: torch.Tensor
+    table: LoraTable
+    order: RowOrder | None
 
 
 class ExpandConfig(NamedTuple):
@@ -106,53 +117,16 @@ def lora_expand_silu_mul_unchecked(
     if table.num_members != 2:  # the kernel's programs take a gate and an up, each with a place in the table
         return silu_mul_unchecked(lora_expand_unchecked(product, shrunk, table, order)), None
     config = expand_config(product, table, order)
-    if order is not None or following is None or not _can_follow(product, following, config):
+    if following is not None and not _can_follow(product, table, following, config):
         following = None
     return lora_expand_silu_mul_triton(product, shrunk, table, order, config, following)
 
 
-def _can_follow(product: torch.Tensor, table: LoraTable, config: ExpandConfig) -> bool:
-    """Is it one adapter, and are the partial sums, one a tile of columns, few?"""
-    one = table.num_parts == table.num_members == 1 and table.rank == table.rank_tile
-    return one and len(product) <= _MOST_FOLLOWED_ROWS and product.shape[1] // 2 <= _MOST_PARTIALS * config.block_n
-
-
-@jit()
-def _add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n, n_inside, PARTS: tl.constexpr,
-               MEMBERS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, RANK_DIVISOR: tl.constexpr,
-               KIND: tl.constexpr, COMPUTE: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
-               ALIGNED: tl.constexpr, SPLITS: tl.constexpr):
-    """acc [rows, columns] and what an entry's adapters of a member add; the entry -1 adds nothing.
-
-    All columns have one address, so that loads are wide. `places` are the entry's.
-    """
-    for part in tl.static_range(PARTS):
-        place = places + (part * MEMBERS + member) * FIELDS
-        rank = tl.multiple_of(tl.where(entry >= 0, tl.load(place + 3), 0).to(tl.int32), RANK_DIVISOR)
-        b = pointer_to(tl.load(place + 1), KIND, ALIGNED)
-        for tile in tl.static_range(RANK // BLOCK_R):
-            index = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-            known = index < rank
-            b_tile = tl.load(b + (n[:, None] * rank + index[None, :]), mask=n_inside[:, None] & known[None, :],
-                             other=0.0)
-            at = shrunk_rows[:, None] + ((part * MEMBERS + member) * RANK + index)[None, :]
-            total = tl.zeros([shrunk_rows.shape[0], BLOCK_R], tl.float32)
-            for split in tl.static_range(SPLITS):
-                total += tl.load(at + split * split_stride, mask=inside[:, None] & known[None, :], other=0.0)
-            acc = lora_dot(total.to(COMPUTE), tl.trans(b_tile.to(COMPUTE)), acc, LOW, PRECISION, False)
-    return acc
-
-
-@jit()
-def _add_bias(acc, places, scales, entry, member, n, n_inside, PARTS: tl.constexpr, MEMBERS: tl.constexpr,
-              KIND: tl.constexpr, COMPUTE: tl.constexpr):
-    """acc [rows, columns] and the biases of an entry's adapters of a member, scaled. As `_add_delta`."""
-    for part in tl.static_range(PARTS):
-        slot = part * MEMBERS + member
-        address = tl.zeros([n.shape[0]], tl.int64) + tl.where(entry >= 0, tl.load(places + slot * FIELDS + 2), 0)
-        bias = tl.load(pointer_to(address, KIND, False) + n, mask=n_inside & (address != 0), other=0.0)
-        acc += (bias.to(COMPUTE).to(tl.float32) * tl.load(scales + slot))[None, :]
-    return acc
+def _can_follow(product: torch.Tensor, table: LoraTable, following: LoraTable, config: ExpandConfig) -> bool:
+    """Are the rows, the partial sums, one a tile of columns, and the ranks few, and the adapters of one type?"""
+    few = len(product) <= _MOST_FOLLOWED_ROWS and following.num_slots * following.rank <= 64
+    alike = (table.dtype, table.compute_dtype) == (following.dtype, following.compute_dtype)
+    return few and alike and product.shape[1] // 2 <= _MOST_PARTIALS * config.block_n
 
 
 @jit(varying_ints=("num_rows",))
@@ -190,24 +164,26 @@ def _expand_kernel(
     HAS_BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     SILU: tl.constexpr,
+    NEXT_SLOTS: tl.constexpr,
     NEXT_RANK: tl.constexpr,
+    NEXT_COLUMNS: tl.constexpr,
     NEXT_ALIGNED: tl.constexpr,
-    IS_BFLOAT16: tl.constexpr,
+    X_IS_EXACT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    NEXT_TILES: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out [num_rows, N] may be product. SILU: the members are gates and ups, a program takes as many of both.
 
-    NEXT_RANK not 0: next_out [tiles, num_rows, NEXT_RANK] are partial sums of out with the adapter of next_places.
+    next_out [tiles, num_rows, NEXT_SLOTS * NEXT_RANK]: partial sums for the layers that read out.
     """
-    if HAS_ROWS:
-        after_previous_kernel(PDL)
+    after_previous_kernel(PDL)
     row, inside, entry = rows_of_tile(rows, tile_entries, num_rows, HAS_ROWS, BLOCK_M)
-    places += tl.maximum(entry, 0) * (PARTS * MEMBERS * FIELDS)
-    scales += tl.maximum(entry, 0) * (PARTS * MEMBERS)
+    places, scales = places_of(places, scales, entry, PARTS * MEMBERS)
+    next_places, next_scales = places_of(next_places, next_scales, entry, NEXT_SLOTS)
     tile = tl.program_id(1)
     member = 0
     begin = first_0
@@ -228,14 +204,8 @@ def _expand_kernel(
         size = tl.where(beyond, size_2, size)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     n_inside = n < size
-    if PREFETCH:
-        bytes_each: tl.constexpr = KIND.primitive_bitwidth // 8
-        rank = tl.load(places + member * FIELDS + 3).to(tl.int32)
-        b = pointer_to(tl.load(places + member * FIELDS + 1), KIND, ALIGNED)
-        count = tl.where(rank > 0, tl.minimum(size - tile * BLOCK_N, BLOCK_N), 0)
-        prefetch_rows(b + tile * BLOCK_N * rank, count, rank * bytes_each, rank * bytes_each)
-    if not HAS_ROWS:
-        after_previous_kernel(PDL)
+    if PREFETCH and ((tl.program_id(0) == 0) | HAS_ROWS):  # what is read behind the following layers' product
+        prefetch_b(next_places, tile, NEXT_SLOTS, NEXT_TILES)
 
     dtype = out.dtype.element_ty
     mask = inside[:, None] & n_inside[None, :]
@@ -248,32 +218,29 @@ def _expand_kernel(
     split_stride = num_rows.to(tl.int64) * (PARTS * MEMBERS * RANK)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = acc
-    acc = _add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n, n_inside, PARTS, MEMBERS, RANK,
+    acc = add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n, n_inside, PARTS, MEMBERS, RANK,
                      BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED, SPLITS)
     if HAS_BIAS:
-        acc = _add_bias(acc, places, scales, entry, member, n, n_inside, PARTS, MEMBERS, KIND, COMPUTE)
+        acc = add_bias(acc, places, scales, entry, member, n, n_inside, PARTS, MEMBERS, KIND, COMPUTE)
     if SILU:
-        acc_up = _add_delta(acc_up, shrunk_rows, split_stride, places, entry, inside, 1, n, n_inside, PARTS, MEMBERS,
+        acc_up = add_delta(acc_up, shrunk_rows, split_stride, places, entry, inside, 1, n, n_inside, PARTS, MEMBERS,
                             RANK, BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED, SPLITS)
         if HAS_BIAS:
-            acc_up = _add_bias(acc_up, places, scales, entry, 1, n, n_inside, PARTS, MEMBERS, KIND, COMPUTE)
+            acc_up = add_bias(acc_up, places, scales, entry, 1, n, n_inside, PARTS, MEMBERS, KIND, COMPUTE)
     result = (base + acc).to(dtype)
     if SILU:
         up = (base_up + acc_up).to(dtype).to(tl.float32)
         result = silu_mul_tile(result.to(tl.float32), up, dtype, INTERPRETED)
         begin = 0
-    if NEXT_RANK > 0:
-        index = tl.arange(0, NEXT_RANK)
-        a = pointer_to(tl.load(next_places), KIND, NEXT_ALIGNED)
-        a_tile = tl.load(a + index[:, None] * size + n[None, :],
-                         mask=(index < tl.load(next_places + 3))[:, None] & n_inside[None, :], other=0.0)
-        sums = tl.zeros([BLOCK_M, NEXT_RANK], tl.float32)
-        x_tile = result
-        if LOW or not IS_BFLOAT16:
-            x_tile = result.to(COMPUTE)
-        sums = lora_dot(x_tile, tl.trans(a_tile.to(COMPUTE)), sums, LOW, PRECISION, IS_BFLOAT16)
-        at = (tl.program_id(1) * num_rows + row).to(tl.int64) * NEXT_RANK
-        tl.store(next_out + at[:, None] + index[None, :], sums * tl.load(next_scales), mask=inside[:, None])
+    if NEXT_SLOTS > 0:
+        partial = tl.program_id(1).to(tl.int64) * num_rows + row
+        next_rows = next_out + partial * (NEXT_SLOTS * NEXT_RANK)
+        for first in tl.static_range(0, NEXT_SLOTS * NEXT_RANK, NEXT_COLUMNS):
+            sums = tl.zeros([BLOCK_M, NEXT_COLUMNS], tl.float32)
+            sums = shrink_chunk(sums, first, result, n, n_inside, next_places, entry, size, NEXT_SLOTS, NEXT_RANK,
+                                NEXT_COLUMNS, KIND, COMPUTE, LOW, PRECISION, NEXT_ALIGNED, X_IS_EXACT)
+            store_shrunk(next_rows, first, sums, inside, next_places, next_scales, entry, NEXT_SLOTS, NEXT_RANK,
+                         NEXT_COLUMNS)
     tl.store(out + row.to(tl.int64)[:, None] * out_stride + (begin + n)[None, :], result, mask=mask)
 
 
@@ -310,7 +277,8 @@ def lora_expand_silu_mul_triton(
     out = torch.empty(rows, inner, dtype=product.dtype, device=product.device)
     sums = None
     if following is not None:
-        sums = torch.empty(tiles, rows, 1, 1, following.rank, dtype=torch.float32, device=product.device)
+        sums = torch.empty(tiles, rows, following.num_parts, following.num_members, following.rank,
+                           dtype=torch.float32, device=product.device)
     _launch(product, shrunk, table, order, out, tiles, config, silu=True, following=following, sums=sums)
     return out, sums
 
@@ -323,7 +291,6 @@ def _launch(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, order
         return
     firsts, sizes = zip(*(*table.columns, (0, 0), (0, 0)), strict=True)
     options = table_options(table, product, config.precision)
-    fits = table.rank_divisor * table.dtype.itemsize % 16 == 0 and config.block_n <= 32 * config.num_warps
     then = following or table
     row_tiles, row_arguments = tiles_of_rows(len(product), config.block_m, order)
     with on_device_of(product):
@@ -336,12 +303,15 @@ def _launch(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, order
             HAS_BIAS=table.has_bias,
             SPLITS=len(shrunk),
             SILU=silu,
-            NEXT_RANK=0 if following is None else following.rank,
+            NEXT_SLOTS=0 if following is None else following.num_slots,
+            NEXT_RANK=then.rank,
+            NEXT_COLUMNS=columns_of(then),
             NEXT_ALIGNED=then.aligned,
-            IS_BFLOAT16=out.dtype == torch.bfloat16,
+            X_IS_EXACT=out.dtype == torch.bfloat16,
             BLOCK_N=config.block_n,
             INTERPRETED=triton.knobs.runtime.interpret,
-            PREFETCH=options["PDL"] and table.aligned and order is None and fits,
+            NEXT_TILES=tiles,
+            PREFETCH=following is not None and prefetches(then, product),
             num_warps=config.num_warps,
             **row_arguments,
             **options,

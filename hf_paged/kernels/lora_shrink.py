@@ -12,6 +12,8 @@ from hf_paged.kernels._lora_tile import (
     lora_dot,
     pointer_to,
     precision_of,
+    prefetch_b,
+    prefetches,
     rows_of_tile,
     table_options,
     tiles_of_rows,
@@ -20,7 +22,6 @@ from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
     on_device_of,
-    prefetch_rows,
     require_triton,
     tl,
     triton,
@@ -110,13 +111,11 @@ def _shrink_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
-    THREADS: tl.constexpr,
+    SPLITS: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out [splits, num_rows, PARTS * MEMBERS, RANK]; a program BLOCK_R of an entry's ranks, rows and a part of K.
-
-    PREFETCH: all rows have the first entry, and a program has ranks of one adapter alone.
     """
     SLOTS: tl.constexpr = PARTS * MEMBERS
     if HAS_ROWS:
@@ -135,17 +134,8 @@ def _shrink_kernel(
     rank = tl.load(places + slot * FIELDS + 3, mask=known, other=0)
     column_inside = index < rank
     a = pointer_to(tl.load(places + slot * FIELDS, mask=known, other=0), KIND, ALIGNED)
-    if PREFETCH:  # also what the expansion will read
-        size: tl.constexpr = KIND.primitive_bitwidth // 8
-        place = places + begin // RANK * FIELDS
-        first = begin % RANK
-        count = tl.minimum(tl.maximum(tl.load(place + 3).to(tl.int32) - first, 0), BLOCK_R)
-        own = pointer_to(tl.load(place), KIND, ALIGNED)
-        prefetch_rows(own + first * K + k_begin, count, (k_end - k_begin) * size, K * size)
-        share = (tl.load(place + 4) // (THREADS * tl.num_programs(2)) // 16 * 16).to(tl.int32)
-        is_first = (tl.program_id(0) == 0) & (first == 0) & (share > 0)
-        beginning = tl.load(place + 1) + (split * THREADS).to(tl.int64) * share
-        prefetch_rows(beginning.to(tl.pointer_type(tl.int8)), tl.where(is_first, THREADS, 0), share, share)
+    if PREFETCH and (((tl.program_id(0) == 0) | HAS_ROWS) & (tl.program_id(1) == 0)):  # what the expansion will read
+        prefetch_b(places, split, SLOTS, SPLITS)
     if not HAS_ROWS:
         after_previous_kernel(PDL)
 
@@ -192,7 +182,6 @@ def lora_shrink_triton(x: torch.Tensor, table: LoraTable, order: RowOrder | None
         return out
     columns = triton.cdiv(table.num_slots * table.rank, config.block_r)
     options = table_options(table, x, config.precision)
-    of_one = table.rank % config.block_r == 0 and order is None
     row_tiles, row_arguments = tiles_of_rows(num_rows, config.block_m, order)
     with on_device_of(x):
         _shrink_kernel[(row_tiles, columns, splits)](
@@ -202,8 +191,8 @@ def lora_shrink_triton(x: torch.Tensor, table: LoraTable, order: RowOrder | None
             BLOCK_R=config.block_r,
             BLOCK_K=config.block_k,
             EVEN_K=width % config.block_k == 0,
-            THREADS=32 * config.num_warps,
-            PREFETCH=options["PDL"] and table.aligned and of_one and config.block_r <= 32 * config.num_warps,
+            SPLITS=splits,
+            PREFETCH=prefetches(table, x),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **row_arguments,

@@ -123,25 +123,27 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 @jit()
-def _normed_and_rotated(
-    first, second, weight, cos, sin, eps, lane, live, HAS_NORMS: tl.constexpr, HEAD_DIM: tl.constexpr
+def halves(row, lane, live, HALF: tl.constexpr):
+    """A row of HEAD_DIM values as two of ``[1, HALF padded]``."""
+    first = tl.load(row + lane, mask=live, other=0.0)
+    second = tl.load(row + HALF + lane, mask=live, other=0.0)
+    return first[None, :], second[None, :]
+
+
+@jit()
+def normed_and_rotated(
+    first, second, w1, w2, cos1, cos2, sin1, sin2, eps, HAS_NORMS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """The two halves of some heads' rows, ``[heads, HEAD_DIM / 2 padded]``; weight, cos and sin point at rows.
+    """The two halves of some heads, ``[heads, HEAD_DIM / 2 padded]``; the others are halves for one of them or each.
 
     Every value is rounded to the dtype that torch's promotion gives it: one for all, or float32 where they differ.
     """
-    HALF: tl.constexpr = HEAD_DIM // 2
     dtype: tl.constexpr = first.dtype
-    scaled: tl.constexpr = (dtype if weight.dtype.element_ty == dtype else tl.float32) if HAS_NORMS else dtype
-    rotated: tl.constexpr = scaled if cos.dtype.element_ty == scaled else tl.float32
+    scaled: tl.constexpr = (dtype if w1.dtype == dtype else tl.float32) if HAS_NORMS else dtype
+    rotated: tl.constexpr = scaled if cos1.dtype == scaled else tl.float32
     x1, x2 = first.to(tl.float32), second.to(tl.float32)
-    if HAS_NORMS:
-        w1 = tl.load(weight + lane, mask=live, other=0.0).to(tl.float32)
-        w2 = tl.load(weight + HALF + lane, mask=live, other=0.0).to(tl.float32)
-    cos1 = tl.load(cos + lane, mask=live, other=0.0).to(tl.float32)
-    cos2 = tl.load(cos + HALF + lane, mask=live, other=0.0).to(tl.float32)
-    sin1 = tl.load(sin + lane, mask=live, other=0.0).to(tl.float32)
-    sin2 = tl.load(sin + HALF + lane, mask=live, other=0.0).to(tl.float32)
+    cos1, cos2 = cos1.to(tl.float32), cos2.to(tl.float32)
+    sin1, sin2 = sin1.to(tl.float32), sin2.to(tl.float32)
 
     if HAS_NORMS:
         # torch's mean on CUDA multiplies by the reciprocal.
@@ -149,14 +151,14 @@ def _normed_and_rotated(
         scale = tl.rsqrt(variance + eps)[:, None]
         x1 = (x1 * scale).to(dtype).to(tl.float32)
         x2 = (x2 * scale).to(dtype).to(tl.float32)
-        x1 = (w1[None, :] * x1).to(scaled).to(tl.float32)
-        x2 = (w2[None, :] * x2).to(scaled).to(tl.float32)
+        x1 = (w1.to(tl.float32) * x1).to(scaled).to(tl.float32)
+        x2 = (w2.to(tl.float32) * x2).to(scaled).to(tl.float32)
 
     # rotate_half's minus as a subtraction: a - b is a + (-b) to the bit, also for zeros.
-    straight1 = (x1 * cos1[None, :]).to(rotated).to(tl.float32)
-    straight2 = (x2 * cos2[None, :]).to(rotated).to(tl.float32)
-    crossed1 = (x2 * sin1[None, :]).to(rotated).to(tl.float32)
-    crossed2 = (x1 * sin2[None, :]).to(rotated).to(tl.float32)
+    straight1 = (x1 * cos1).to(rotated).to(tl.float32)
+    straight2 = (x2 * cos2).to(rotated).to(tl.float32)
+    crossed1 = (x2 * sin1).to(rotated).to(tl.float32)
+    crossed2 = (x1 * sin2).to(rotated).to(tl.float32)
     # Attention takes them in the dtype of the linear layers' results.
     return (straight1 - crossed1).to(rotated).to(dtype), (straight2 + crossed2).to(rotated).to(dtype)
 
@@ -204,10 +206,10 @@ def _qk_norm_rope_store_kernel(
         offset = head[:, None] * HEAD_DIM + lane[None, :]
         first = tl.load(row + offset, mask=inside, other=0.0)
         second = tl.load(row + HALF + offset, mask=inside, other=0.0)
-        first, second = _normed_and_rotated(
-            first, second, q_weight, cos + position * cos_stride, sin + position * sin_stride, eps, lane, live,
-            HAS_NORMS, HEAD_DIM,
-        )
+        w1, w2 = halves(q_weight, lane, live, HALF) if HAS_NORMS else (None, None)
+        cos1, cos2 = halves(cos + position * cos_stride, lane, live, HALF)
+        sin1, sin2 = halves(sin + position * sin_stride, lane, live, HALF)
+        first, second = normed_and_rotated(first, second, w1, w2, cos1, cos2, sin1, sin2, eps, HAS_NORMS, HEAD_DIM)
         tl.store(query + token * (HEADS * HEAD_DIM) + offset, first, mask=inside)
         tl.store(query + token * (HEADS * HEAD_DIM) + HALF + offset, second, mask=inside)
     else:
@@ -222,10 +224,11 @@ def _qk_norm_rope_store_kernel(
                 row += HEADS * HEAD_DIM
                 first = tl.load(row + offset, mask=inside, other=0.0)
                 second = tl.load(row + HALF + offset, mask=inside, other=0.0)
-                first, second = _normed_and_rotated(
-                    first, second, k_weight, cos + position * cos_stride, sin + position * sin_stride, eps, lane, live,
-                    HAS_NORMS, HEAD_DIM,
-                )
+                w1, w2 = halves(k_weight, lane, live, HALF) if HAS_NORMS else (None, None)
+                cos1, cos2 = halves(cos + position * cos_stride, lane, live, HALF)
+                sin1, sin2 = halves(sin + position * sin_stride, lane, live, HALF)
+                first, second = normed_and_rotated(first, second, w1, w2, cos1, cos2, sin1, sin2, eps, HAS_NORMS,
+                                                   HEAD_DIM)
                 tl.store(k_cache + at, first, mask=inside)
                 tl.store(k_cache + HALF + at, second, mask=inside)
             else:

@@ -1,10 +1,10 @@
-"""What LoRA adds to the products of linear layers that read one input, by two kernels."""
+"""What LoRA adds to the products of linear layers that read one input: shrunk before them, added by who reads them."""
 
 from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels.lora_expand import lora_expand_silu_mul_unchecked, lora_expand_unchecked
+from hf_paged.kernels.lora_expand import Delta, lora_expand_silu_mul_unchecked
 from hf_paged.kernels.lora_order import RowOrder
 from hf_paged.kernels.lora_shrink import lora_shrink_unchecked
 from hf_paged.kernels.lora_table import LoraTable
@@ -25,24 +25,30 @@ class AdaptedLayers:
         """What kernels find the adapters by."""
         return [self._table.places, self._table.scales]
 
-    def shrink(self, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor | None:
-        """To be called before the bases' product is taken, which hides what it waits for; None: nothing is added."""
-        adds = rows is not None or self._has_active
-        return lora_shrink_unchecked(hidden, self._table, _order(rows)) if adds else None
+    def table(self, rows: AdapterRows | None) -> LoraTable | None:
+        """Where their adapters lie; None: nothing is added to any row."""
+        return self._table if rows is not None or self._has_active else None
 
-    def expand(self, product: torch.Tensor, shrunk: torch.Tensor | None, rows: AdapterRows | None) -> torch.Tensor:
-        """The bases' product [T, N], which is written, with what each row's adapters add to it."""
-        return product if shrunk is None else lora_expand_unchecked(product, shrunk, self._table, _order(rows))
+    def delta(self, hidden: torch.Tensor, rows: AdapterRows | None,
+              shrunk: torch.Tensor | None = None) -> Delta | None:
+        """What is to be added to the bases' product of `hidden` [T, k]; None: nothing.
 
-    def expand_silu_mul(self, product: torch.Tensor, shrunk: torch.Tensor, rows: AdapterRows | None,
-                        following: AdaptedLayers | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same of gates and ups [T, 2 * I], and silu(gate) * up: [T, I].
-
-        Beside it `shrink` of that for the layers that read it, if they add anything, where that is cheaper together.
+        To be called before that product is taken, which hides what it waits for. `shrunk`: of `hidden`, where the
+        kernel that made it has made that, too.
         """
-        adds = following is not None and (rows is not None or following._has_active)
-        then = following._table if adds and following is not None else None
-        return lora_expand_silu_mul_unchecked(product, shrunk, self._table, _order(rows), then)
+        if (table := self.table(rows)) is None:
+            return None
+        order = _order(rows)
+        return Delta(lora_shrink_unchecked(hidden, table, order) if shrunk is None else shrunk, table, order)
+
+
+def silu_mul_of(product: torch.Tensor, delta: Delta, following: AdaptedLayers | None,
+                rows: AdapterRows | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """silu(gate) * up [T, I] of gates and ups [T, 2 * I] to which `delta` is added; the product may be written.
+
+    Beside it what is shrunk of it for the layers that read it, if they add anything, where that is cheaper together.
+    """
+    return lora_expand_silu_mul_unchecked(product, *delta, None if following is None else following.table(rows))
 
 
 def _order(rows: AdapterRows | None) -> RowOrder | None:

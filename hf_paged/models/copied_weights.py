@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_paged.kernels.lora_expand import Delta
 from hf_paged.models.adapted_layers import AdaptedLayers
 from hf_paged.models.cuda_driver import DriverError
 from hf_paged.models.linear_groups import LinearGroups
 from hf_paged.models.lora_rows import AdapterRows
-from hf_paged.models.plain_linear import added
+from hf_paged.models.plain_linear import product_and_delta
 from hf_paged.models.shadow import Shadow
 from hf_paged.models.virtual_memory import reserve
 from hf_paged.parallel.group import SINGLE, ParallelGroup
@@ -33,9 +34,10 @@ class CopiedLinears(NamedTuple):
 
     def __call__(self, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
                  rows: AdapterRows | None = None,
-                 shrunk: torch.Tensor | None = None) -> tuple[torch.Tensor, ParallelGroup]:
+                 shrunk: torch.Tensor | None = None) -> tuple[torch.Tensor, ParallelGroup, Delta | None]:
         """As `RowProduct`."""
-        return added(self.lora, hidden, self.weight, self.bias, linear, rows, shrunk), SINGLE
+        product, delta = product_and_delta(self.lora, hidden, self.weight, self.bias, linear, rows, shrunk)
+        return product, SINGLE, delta
 
 
 class _Place(NamedTuple):

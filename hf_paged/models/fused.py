@@ -7,6 +7,7 @@ as it stands, and so is a block of experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,12 @@ from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
 from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.kernels.linear import makes_parts
+from hf_paged.kernels.lora_expand import Delta, lora_expand_unchecked
+from hf_paged.kernels.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
 from hf_paged.kernels.silu_mul import silu_mul_host
 from hf_paged.models.activations import SILU
-from hf_paged.models.adapted_layers import AdaptedLayers
+from hf_paged.models.adapted_layers import AdaptedLayers, silu_mul_of
 from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.models.base import KVSpec, Look, StepContext
 from hf_paged.models.copied_weights import CopiedLinears, CopiedWeights, copied_bytes
@@ -53,7 +57,7 @@ _FEW_ROWS = 8
 class Projections(NamedTuple):
     """Linear layers over the same input, looked at before, and their merged weight where there is one.
 
-    With `lora`, where kernels add to their product, the layers are those inside.
+    With `lora`, where who reads their product adds to it, the layers are those inside.
     """
 
     linears: tuple[nn.Module, ...]
@@ -63,18 +67,19 @@ class Projections(NamedTuple):
     bias: torch.Tensor | None = None  # of a merged weight
     lora: AdaptedLayers | None = None
 
-    def __call__(self, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
-        """[T, k] -> [T, sum of outputs]; `rows`: which adapters each row uses, None: active ones."""
-        if self.lora is None:
-            return self._product(hidden, rows)
-        shrunk = self.lora.shrink(hidden, rows)
-        return self.lora.expand(self._product(hidden, rows), shrunk, rows)
+    def __call__(self, hidden: torch.Tensor, rows: AdapterRows | None) -> tuple[torch.Tensor, Delta | None]:
+        """[T, k] -> [T, sum of outputs], and what LoRA has still to add to it.
 
-    def silu_mul(self, hidden: torch.Tensor, rows: AdapterRows | None = None,
-                 following: AdaptedLayers | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]; see `AdaptedLayers.expand_silu_mul`."""
-        if self.lora is not None and (shrunk := self.lora.shrink(hidden, rows)) is not None:
-            return self.lora.expand_silu_mul(self._product(hidden, rows), shrunk, rows, following)
+        `rows`: which adapters each row uses, None: active ones.
+        """
+        delta = None if self.lora is None else self.lora.delta(hidden, rows)
+        return self._product(hidden, rows), delta
+
+    def silu_mul(self, hidden: torch.Tensor, rows: AdapterRows | None,
+                 following: AdaptedLayers | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]; see `silu_mul_of`."""
+        if self.lora is not None and (delta := self.lora.delta(hidden, rows)) is not None:
+            return silu_mul_of(self._product(hidden, rows), delta, following, rows)
         if self.weight is not None and self.bias is None:
             return self.ops.linear_silu_mul(hidden, self.weight), None
         if self.weight is None and self.are_plain and hidden.device.type == "cpu":
@@ -115,6 +120,8 @@ class LayerParts(NamedTuple):
     mlp: Any
     has_silu: bool
     down_proj: RowProduct | CopiedLinears | None  # None: a block of experts
+    o_linear: Callable[..., torch.Tensor]  # what the two take their products by: a norm behind them may add up parts
+    down_linear: Callable[..., torch.Tensor]
 
 
 class FusedExecutor(DecoderExecutor):
@@ -142,6 +149,7 @@ class FusedExecutor(DecoderExecutor):
         self._parts_copies: dict[str, CopiedLinears] | None = None  # that they compute with
         self._untouched = Untouched()
         self._adapters: Adapters | None = None  # None: not looked for yet
+        self._joins = False  # may a product of few rows come to the norm behind it in parts?
 
     def prepare(self, max_model_len: int) -> None:
         spec, look = self.kv_spec(), self.look()
@@ -295,6 +303,8 @@ class FusedExecutor(DecoderExecutor):
 
     def _look_up_parts(self) -> None:
         self._untouched = Untouched(self.model.model)
+        whole = self.autocast is None and not self.group.is_parallel
+        self._joins = whole and makes_parts(self.kv_spec().device)
         self._qkv, self._gate_up = self._collect()
         self._parts_of_layers = self._collect_parts()
         self._parts_copies = self._copies()
@@ -318,31 +328,38 @@ class FusedExecutor(DecoderExecutor):
         delta = apply_layer(decoder.embed_tokens, input_ids, rows)
         residual: torch.Tensor | None = None
         ranks = SINGLE  # over which delta has still to be added up
+        lora: Delta | None = None  # which LoRA has still to add to it
         for i, layer in enumerate(self._parts_of_layers):
-            normed, residual = self._add_norm(delta, ranks, residual, layer.input_norm)
-            qkv = self._qkv[i](normed, rows)
-            query = ops.qk_norm_rope_store(qkv, *_weights_and_epsilon(layer.head_norms), *tables, step.slot_mapping,
-                                           *step.kv_cache(i))
+            qkv, gate_up = self._qkv[i], self._gate_up[i]
+            normed, residual = self._add_norm(delta, ranks, residual, layer.input_norm, lora)
+            product, lora = qkv(normed, rows)
+            rest = (*_weights_and_epsilon(layer.head_norms), *tables, step.slot_mapping, *step.kv_cache(i))
+            query = (ops.qk_norm_rope_store(product, *rest) if lora is None
+                     else lora_qk_norm_rope_store_unchecked(product, lora, *rest))
             mixed = step.attend(i, query, layer.options)
-            delta, ranks = layer.o_proj(mixed.flatten(1), ops.linear, rows)
-            normed, residual = self._add_norm(delta, ranks, residual, layer.post_norm)
-            gate_up = self._gate_up[i]
+            delta, ranks, lora = layer.o_proj(mixed.flatten(1), layer.o_linear, rows)
+            normed, residual = self._add_norm(delta, ranks, residual, layer.post_norm, lora)
             if gate_up is None or layer.down_proj is None:
-                delta, ranks = apply_module(layer.mlp, normed), SINGLE
+                delta, ranks, lora = apply_module(layer.mlp, normed), SINGLE, None
                 continue
             if layer.has_silu:
                 hidden, shrunk = gate_up.silu_mul(normed, rows, layer.down_proj.lora)
             else:
-                shrunk = None
-                gate, up = gate_up(normed, rows).chunk(2, dim=-1)
-                hidden = layer.mlp.act_fn(gate) * up
-            delta, ranks = layer.down_proj(hidden, ops.linear, rows, shrunk)
-        return self._add_norm(delta, ranks, residual, decoder.norm)[0]
+                product, lora = gate_up(normed, rows)
+                gate, up = (product if lora is None else lora_expand_unchecked(product, *lora)).chunk(2, dim=-1)
+                hidden, shrunk = layer.mlp.act_fn(gate) * up, None
+            delta, ranks, lora = layer.down_proj(hidden, layer.down_linear, rows, shrunk)
+        return self._add_norm(delta, ranks, residual, decoder.norm, lora)[0]
 
-    def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None,
-                  norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None, norm: Any,
+                  lora: Delta | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`lora`: what has still to be added to delta."""
         args = residual, norm.weight, norm.variance_epsilon
+        if self._joins and delta.dim() == 3:
+            return self._ops.join_add_rms_norm(delta, *args)
         if ranks is SINGLE:  # under autocast what is normed goes to linear layers, which cast it
+            if lora is not None:
+                lora_expand_unchecked(delta, *lora)
             return self._ops.add_rms_norm(delta, *args, self.autocast)
         if self._ops is FUSED and (fused := ranks.all_reduce_add_rms_norm(delta, *args)) is not None:
             return fused
@@ -421,7 +438,7 @@ class FusedExecutor(DecoderExecutor):
 
     def _collect_parts(self) -> list[LayerParts]:
         """What else every layer is made of now."""
-        return [
+        found = [
             LayerParts(
                 layer.input_layernorm,
                 (layer.self_attn.q_norm, layer.self_attn.k_norm) if self._has_head_norms else None,
@@ -429,9 +446,18 @@ class FusedExecutor(DecoderExecutor):
                 self._row_product(f"{i}.o_proj", layer.self_attn.o_proj),
                 layer.post_attention_layernorm, layer.mlp, isinstance(getattr(layer.mlp, "act_fn", None), SILU),
                 None if _has_experts(layer.mlp) else self._row_product(f"{i}.down_proj", layer.mlp.down_proj),
+                self._ops.linear, self._ops.linear,
             )
             for i, layer in enumerate(self._layers())
         ]
+        if not self._joins:
+            return found
+        return [parts._replace(o_linear=self._row_linear(parts.o_proj), down_linear=self._row_linear(parts.down_proj))
+                for parts in found]
+
+    def _row_linear(self, product: Any) -> Callable[..., torch.Tensor]:
+        alone = type(product) is RowProduct and product.is_plain and product.lora is None
+        return self._ops.linear_parts if alone else self._ops.linear
 
     def _bases(self, linears: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
         """The layers whose products are taken: of LoRA those inside, where kernels add the rest."""

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from hf_paged.kernels.add_rms_norm import add_rms_norm_reference, add_rms_norm_unchecked
-from hf_paged.kernels.linear import linear_silu_mul_unchecked, linear_unchecked
+from hf_paged.kernels.join_add_rms_norm import join_add_rms_norm_reference, join_add_rms_norm_unchecked
+from hf_paged.kernels.linear import linear_parts_unchecked, linear_silu_mul_unchecked, linear_unchecked
 from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store_reference, qk_norm_rope_store_unchecked, step_tables
 from hf_paged.kernels.silu_mul import silu_mul_reference, silu_mul_unchecked
 from hf_paged.kernels.store_kv import store_kv_unchecked
@@ -23,6 +24,8 @@ class LayerOps(NamedTuple):
     """
 
     linear: Callable[..., torch.Tensor]
+    linear_parts: Callable[..., torch.Tensor]
+    join_add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     linear_silu_mul: Callable[..., torch.Tensor]
     silu_mul: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -34,12 +37,17 @@ def _linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return silu_mul_reference(F.linear(x, weight))
 
 
+def _linear_parts(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`linear_parts`, but for a layer with a bias: all of it."""
+    return linear_parts_unchecked(x, weight) if bias is None else linear_unchecked(x, weight, bias)
+
+
 def _as_they_are(*tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tables
 
 
-FUSED = LayerOps(linear_unchecked, linear_silu_mul_unchecked, silu_mul_unchecked, add_rms_norm_unchecked,
-                 step_tables, qk_norm_rope_store_unchecked)
+FUSED = LayerOps(linear_unchecked, _linear_parts, join_add_rms_norm_unchecked, linear_silu_mul_unchecked,
+                 silu_mul_unchecked, add_rms_norm_unchecked, step_tables, qk_norm_rope_store_unchecked)
 # The cache is written by a kernel in any case: torch would have to ask the device which tokens are to be written.
-PLAIN = LayerOps(F.linear, _linear_silu_mul, silu_mul_reference, add_rms_norm_reference,
-                 _as_they_are, partial(qk_norm_rope_store_reference, store=store_kv_unchecked))
+PLAIN = LayerOps(F.linear, F.linear, join_add_rms_norm_reference, _linear_silu_mul, silu_mul_reference,
+                 add_rms_norm_reference, _as_they_are, partial(qk_norm_rope_store_reference, store=store_kv_unchecked))

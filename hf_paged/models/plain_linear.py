@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_paged.kernels.lora_expand import Delta
 from hf_paged.models.adapted_layers import AdaptedLayers
 from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.parallel.group import SINGLE, ParallelGroup
@@ -63,20 +64,19 @@ def row_product(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., t
     return apply_linear(module, hidden, linear, rows), SINGLE
 
 
-def added(lora: AdaptedLayers | None, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-          linear: Callable[..., torch.Tensor], rows: AdapterRows | None, shrunk: torch.Tensor | None) -> torch.Tensor:
-    """`linear` of hidden [T, k], and what LoRA adds to it; `shrunk`: of `lora`, where it was taken before."""
-    if lora is None:
-        return linear(hidden, weight, bias)
-    if shrunk is None:
-        shrunk = lora.shrink(hidden, rows)
-    return lora.expand(linear(hidden, weight, bias), shrunk, rows)
+def product_and_delta(
+    lora: AdaptedLayers | None, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+    linear: Callable[..., torch.Tensor], rows: AdapterRows | None, shrunk: torch.Tensor | None,
+) -> tuple[torch.Tensor, Delta | None]:
+    """`linear` of hidden [T, k], and what LoRA has still to add to it; `shrunk`: see `AdaptedLayers.delta`."""
+    delta = None if lora is None else lora.delta(hidden, rows, shrunk)
+    return linear(hidden, weight, bias), delta
 
 
 class RowProduct(NamedTuple):
     """`row_product` of a module that was looked at before; its parameters are read anew.
 
-    With `lora` the module is the layer inside, where kernels add to its product.
+    With `lora` the module is the layer inside, and who reads its product adds to it.
     """
 
     module: Any
@@ -89,11 +89,13 @@ class RowProduct(NamedTuple):
 
     def __call__(self, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
                  rows: AdapterRows | None = None,
-                 shrunk: torch.Tensor | None = None) -> tuple[torch.Tensor, ParallelGroup]:
-        """`rows`: which adapters each row uses; None: those that are active. `shrunk`: see `added`."""
+                 shrunk: torch.Tensor | None = None) -> tuple[torch.Tensor, ParallelGroup, Delta | None]:
+        """Last what LoRA has still to add. `rows`: which adapters each row uses; None: those that are active."""
         if not self.is_plain:
-            return row_product(self.module, hidden, linear, rows)
-        return added(self.lora, hidden, self.module.weight, self.module.bias, linear, rows, shrunk), SINGLE
+            return *row_product(self.module, hidden, linear, rows), None
+        module = self.module
+        product, delta = product_and_delta(self.lora, hidden, module.weight, module.bias, linear, rows, shrunk)
+        return product, SINGLE, delta
 
 
 def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],

@@ -56,6 +56,8 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens computed, or found in the prefix cache.",
     "generation_tokens": "Tokens made.",
     "num_steps": "Steps launched.",
+    "spec_decode_num_draft_tokens": "Guesses at tokens that steps computed.",
+    "spec_decode_num_accepted_tokens": "Guesses that came true.",
     "kv_bytes_read": "Bytes of keys and values that attention read for rows that decode, on this device.",
     "kv_bytes_saved": "Bytes that it did not read again, since rows shared a prefix.",
     "estimated_flops_per_gpu": "Floating-point operations of all steps, estimated from their plans, on this device.",
@@ -150,8 +152,8 @@ def _count(name: str, reading: Reading) -> float:
     stats, work = reading.stats, reading.samples["work"]
     if name == "prompt_tokens":
         return stats.num_prefill_tokens + stats.prefix_cache_hits
-    if name == "generation_tokens":
-        return stats.num_generated_tokens
+    own_names = {"generation_tokens": "num_generated_tokens", "spec_decode_num_draft_tokens": "num_draft_tokens",
+                 "spec_decode_num_accepted_tokens": "num_accepted_draft_tokens"}
     estimates = {"estimated_flops_per_gpu": work.flops, "estimated_read_bytes_per_gpu": work.read,
                  "estimated_write_bytes_per_gpu": work.written}
-    return estimates[name] if name in estimates else getattr(stats, name)
+    return estimates[name] if name in estimates else getattr(stats, own_names.get(name, name))

@@ -67,7 +67,11 @@ class Recorder:
                 self._count_late(plan, row, now)
             slots = slots[is_known]
         if slots.size:
-            self.inter_token.add_all(now - self._latest[slots])
+            gaps = now - self._latest[slots]
+            if plan.drafts is not None:  # the tokens of one request came together
+                _, inverse, counts = np.unique(slots, return_inverse=True, return_counts=True)
+                gaps /= counts[inverse]
+            self.inter_token.add_all(gaps)
             self._latest[slots] = now
         for row in rows[len(decodes) :].tolist():
             self._count_prefill(plan, row, now)

@@ -35,6 +35,7 @@ NATIVE = (
     "eos_token_id",
     "pad_token_id",
     "num_return_sequences",
+    "prompt_lookup_num_tokens",
     "max_time",
     "stop_strings",
     *GREEDY_TOO,
@@ -92,7 +93,6 @@ LOCKSTEP = (
     "top_h",
     "guidance_scale",
     "watermarking_config",
-    "prompt_lookup_num_tokens",
     "return_dict_in_generate",
     "output_scores",
     "output_logits",
@@ -140,6 +140,7 @@ class RequestSettings:
     cache_salt: bytes = b""  # a digest (`salt_digest`): blocks of the prefix cache are shared under the same one
     adapter_name: str | None = None  # the LoRA adapter to apply alone; None: those that are active in the model
     structured: Structured | None = None  # the form that the output has to have
+    draft_tokens: int = 0  # guesses that a step may confirm
 
 
 # Arguments of `PagedGenerator.generate` and `Engine.add_request` that transformers has no option for, with the value
@@ -238,7 +239,7 @@ def _read(config: GenerationConfig, prompt_length: int, vocab_size: int) -> Requ
     settings = RequestSettings(
         max_new_tokens=max_new_tokens, min_new_tokens=max(min_new_tokens, 0), eos_token_ids=eos,
         edits=edits_from_config(config, eos, vocab_size), stop_strings=_stop_strings(config.stop_strings),
-        max_time=_max_time(config.max_time),
+        max_time=_max_time(config.max_time), draft_tokens=_draft_tokens(config.prompt_lookup_num_tokens),
     )
     return _with_sampling(settings, config) if config.do_sample else settings
 
@@ -313,6 +314,16 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     if not all(isinstance(text, str) and text for text in strings):
         raise ValueError(f"stop_strings={value!r}: expected None, a string or a list of strings, none of them empty")
     return strings
+
+
+def _draft_tokens(value: Any) -> int:
+    if value is None or value is False:
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"prompt_lookup_num_tokens={value!r}: expected None or an integer of at least 1")
+    if value < 1:
+        raise ValueError(f"prompt_lookup_num_tokens={value!r}: expected None or an integer of at least 1")
+    return int(value)
 
 
 def _max_time(value: Any) -> float | None:

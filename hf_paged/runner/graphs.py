@@ -33,6 +33,7 @@ from hf_paged.sampling.token_log_probs import NO_LOG_PROBS
 from hf_paged.sampling.token_mask import HostMasks, TokenMasks
 from hf_paged.sampling.top_log_probs import shape_of
 from hf_paged.scheduler import StepPlan
+from hf_paged.scheduler.plan import MOST_GUESSING_ROWS
 
 # Prompts of more operations keep a GPU longer than their launches keep the host: nothing to gain from a graph, and one
 # forward of decode rows and prompts reads the weights once.
@@ -40,6 +41,9 @@ _PROMPT_FLOPS = 17e12
 # Padding that costs more than this is not worth the launches that it saves.
 _WASTED_FLOPS = 5e12
 _MOST_PROMPT_ROWS = 256
+# Padded rows of steps with guesses, whose number changes from step to step: few sizes, since each is captured once.
+_GUESSING_SIZES = np.array(sorted([48, 96, *(1 << i for i in range(8))]))
+assert _GUESSING_SIZES[-1] == MOST_GUESSING_ROWS
 
 
 class Drawn(NamedTuple):
@@ -137,10 +141,11 @@ class StepGraphs:
         executor.group.holds(self)
 
     def _use_slots(self) -> None:
-        """As many rows as there are slots may come."""
-        self._decode_sizes = np.array(decode_sizes(self._state.num_slots))
+        """As many rows as there are slots may come, and with guesses more."""
+        self._num_slots = self._state.num_slots
+        self._decode_sizes = np.array(decode_sizes(self._num_slots))
         # Shared by all graphs: one runs at a time, and leaves zeros.
-        self._arrivals = self._attention.arrivals(int(self._decode_sizes[-1]))
+        self._arrivals = self._attention.arrivals(max(self._num_slots, MOST_GUESSING_ROWS))
         self._mask_words: torch.Tensor | None = None  # [rows, W] int32, which graphs read
 
     def check(self) -> None:
@@ -226,7 +231,7 @@ class StepGraphs:
         """Replay a step of decode rows, all of which sample, up to the logits; None: no graph for it."""
         self._drop_if_moved()
         decodes = plan.num_decode_rows
-        if decodes < len(plan.slots) or decodes > self._decode_sizes[-1]:
+        if decodes < len(plan.slots) or decodes > self._sizes_of(plan)[-1]:
             return None
         captured: Captured | None
         if self._foreseen is not None and self.is_foreseen(plan):
@@ -305,7 +310,7 @@ class StepGraphs:
     def _room_for_masks(self) -> torch.Tensor:
         """Where graphs read masks, of all rows: ``words`` of `TokenMasks`."""
         if self._mask_words is None:
-            shape = int(self._decode_sizes[-1]), -(-self._executor.num_logits // 32)
+            shape = self._num_slots, -(-self._executor.num_logits // 32)
             self._mask_words = torch.empty(shape, dtype=torch.int32, device=self._device)
             if self._device.type == "cuda":
                 self._mask_stream = torch.cuda.Stream(self._device)
@@ -322,7 +327,7 @@ class StepGraphs:
         decodes, any_named = plan.num_decode_rows, self._state.adapters.any_named
         num_new = plan.num_new_tokens[decodes:]
         prompt_size = self._prompt_size(len(num_new), int(num_new.sum()))
-        if decodes > self._decode_sizes[-1] or prompt_size is None:
+        if prompt_size is None or (decodes and decodes > self._sizes_of(plan)[-1]):
             return None
         parts: list[Part] = []
         inputs: tuple[np.ndarray, ...]
@@ -381,7 +386,7 @@ class StepGraphs:
         if signature != self._memory_signature:
             self.drop()
             self._memory_signature = signature
-            if self._decode_sizes[-1] != self._state.num_slots:
+            if self._num_slots != self._state.num_slots:
                 self._use_slots()
 
     def _decode_graph(self, run: partial, plan: StepPlan) -> tuple[Captured | None, tuple[np.ndarray, ...]]:
@@ -390,7 +395,11 @@ class StepGraphs:
         return self._get(size, partial(run, tiles=tiles), inputs), inputs
 
     def _decode_size(self, plan: StepPlan) -> int:
-        return int(self._decode_sizes[np.searchsorted(self._decode_sizes, plan.num_decode_rows)])
+        sizes = self._sizes_of(plan)
+        return int(sizes[np.searchsorted(sizes, plan.num_decode_rows)])
+
+    def _sizes_of(self, plan: StepPlan) -> np.ndarray:
+        return self._decode_sizes if plan.drafts is None else _GUESSING_SIZES
 
     def _prompt_size(self, num_rows: int, num_tokens: int) -> int | None:
         """Padded number of tokens of these prompts; 0: there are none, None: no graph is worth it."""

@@ -164,7 +164,7 @@ class ModelRunner:
         """
         first = sum(len(rows.slots) for rows in joining)
         plan = plan.behind(joining) if first else plan
-        self._update_state(plan, parameters)
+        self._begin(plan, parameters)
         result, logprobs = self._room_on_host(len(plan.slots), wanted)
         own = {kind: values[first:] for kind, values in logprobs.items()}
         if self.graphs is not None and not wanted.prompt:
@@ -191,7 +191,7 @@ class ModelRunner:
         first = sum(len(rows.slots) for rows in joining)
         plan = plan.behind(joining) if first else plan
         if self.graphs is None or not self.graphs.is_foreseen(plan):
-            self._update_state(plan, parameters)
+            self._begin(plan, parameters)
         result, logprobs = self._room_on_host(len(plan.slots), wanted)
         rows = np.flatnonzero(plan.samples)
         slots, positions = plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
@@ -225,7 +225,7 @@ class ModelRunner:
 
         Only of a step without new rows: the others' slots may be in use until those tokens are drawn.
         """
-        if self.graphs is not None and not plan.admitted:
+        if self.graphs is not None and not plan.admitted and plan.drafts is None:
             self._update_state(plan, [])
             self.graphs.foresee(plan)
 
@@ -271,6 +271,15 @@ class ModelRunner:
             logits = self.executor.logits(*computed.at(last))
         device_times.end("eager logits", began)
         return logits
+
+    def _begin(self, plan: StepPlan, parameters: list[SlotParameters]) -> None:
+        """Bring the requests' state up to a step that samples."""
+        self._update_state(plan, parameters)
+        if plan.drafts is not None:
+            guessed = np.flatnonzero(plan.drafts >= 0)
+            columns = np.array((plan.slots[guessed], plan.start[guessed], plan.drafts[guessed]), np.int64)
+            slots, places, tokens = upload(columns, self.device)
+            self.state.set_tokens(slots, places, tokens[:, None])
 
     def _room_on_host(self, rows: int, wanted: Wanted) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Where a step's tokens, and what is wanted of them, will be."""

@@ -80,7 +80,7 @@ def check(scheduler: Scheduler, lent: Seq[list[int]] = ()) -> None:
     assert len(tenants) == table.num_tenants <= scheduler.config.max_num_seqs
     assert len(tenants) + table.num_free_slots + table.num_lent == table.num_slots
 
-    named = Counter(seq.request_id for plan in scheduler._in_flight for seq in plan.sequences)
+    named = Counter(name for plan in scheduler._in_flight for name in {seq.request_id for seq in plan.sequences})
     for slot, seq in enumerate(table.sequences):
         if seq is None:
             assert not table.decoding[slot]

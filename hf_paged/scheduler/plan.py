@@ -13,6 +13,9 @@ from hf_paged.scheduler.prefix_groups import PrefixGroups
 from hf_paged.scheduler.prefix_tree import PrefixTree
 from hf_paged.scheduler.sequence import Sequence
 
+# Rows of a step with guesses at what follows.
+MOST_GUESSING_ROWS = 128
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -81,6 +84,9 @@ class StepPlan:
         prefix_tree: Of all rows that hold blocks, those of other plans included; None for prompts in lockstep.
         groups: Decode rows that begin with the same blocks; None if no two do. The same object as in the plan before
             where nothing about it changed.
+        drafts: int32; the token at `start` of a decode row that was only guessed: such rows stand behind the row of the
+            same sequence at the position before, and count if that one samples the guess. -1: the token is known. None:
+            that of every row is.
     """
 
     sequences: list[Sequence]
@@ -96,6 +102,7 @@ class StepPlan:
     published: list[KVBlock]
     prefix_tree: PrefixTree | None = None
     groups: PrefixGroups | None = None
+    drafts: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -113,14 +120,16 @@ class StepPlan:
             return np.concatenate([getattr(plan, name) for plan in plans])
 
         slots, num_decode_rows = column("slots"), sum(plan.num_decode_rows for plan in plans)
-        tree = rows[0].prefix_tree
+        tree, drafts = rows[0].prefix_tree, self.drafts
+        if drafts is not None:
+            drafts = np.concatenate([np.full(len(slots) - len(drafts), -1, np.int32), drafts])
         return StepPlan(
             sequences=[seq for plan in plans for seq in plan.sequences], slots=slots,
             num_new_tokens=column("num_new_tokens"), start=column("start"), write_from=column("write_from"),
             samples=column("samples"), num_decode_rows=num_decode_rows,
             admitted=self.admitted, block_updates=BlockUpdates(*map(np.concatenate, updates)),
             tenancy=column("tenancy"), published=self.published, prefix_tree=tree,
-            groups=None if tree is None else tree.groups(slots[:num_decode_rows]),
+            groups=None if tree is None else tree.groups(slots[:num_decode_rows]), drafts=drafts,
         )
 
     def token_columns(self, first_row: int = 0) -> np.ndarray:

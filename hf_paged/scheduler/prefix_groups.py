@@ -21,3 +21,43 @@ class PrefixGroups(NamedTuple):
     count: np.ndarray  # type: ignore[assignment]  # [G] at least 2
     begin: np.ndarray  # [G] position, a multiple of the block size
     end: np.ndarray  # [G] position, a multiple of the block size, above `begin`
+
+
+def shared_by_copies(start: np.ndarray, block_size: int) -> np.ndarray:
+    """Up to where rows of a sequence, the first of them at `start`, read together.
+
+    In pieces of several blocks, so that groups stay the same objects for some steps.
+    """
+    return start & -max(block_size, min(16 * block_size, 256))
+
+
+def repeated(groups: PrefixGroups | None, copies: np.ndarray, end: np.ndarray) -> PrefixGroups | None:
+    """Groups of rows of which each stands there several times, one behind the other, for tokens that follow each other.
+
+    Args:
+        groups: Of the rows as they were.
+        copies: [R], at least 1.
+        end: [R] position up to which the copies of a row read the same, a multiple of the block size.
+    """
+    none = np.empty(0, np.int32)
+    if groups is None:
+        groups = PrefixGroups(none, none, none, none, none)
+    shared = np.zeros(len(copies), np.int32)  # where a row's innermost group ends
+    for first, count, last in zip(groups.first.tolist(), groups.count.tolist(), groups.end.tolist(), strict=True):
+        shared[groups.members[first : first + count]] = last
+    has_own = (copies > 1) & (end > shared)
+    is_member = np.zeros(len(copies), bool)
+    is_member[groups.members] = True
+    rows = np.concatenate([groups.members, np.flatnonzero(has_own & ~is_member)])
+    if not rows.size:
+        return None
+    ends = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(copies[rows], out=ends[1:])
+    begin_of_row = np.cumsum(copies) - copies
+    members = np.repeat(begin_of_row[rows] - ends[:-1], copies[rows]) + np.arange(ends[-1])
+    own = np.flatnonzero(has_own[rows])
+    first = ends[groups.first]
+    return PrefixGroups(*(np.concatenate(column).astype(np.int32) for column in (
+        (members,), (first, ends[own]), (ends[groups.first + groups.count] - first, copies[rows][own]),
+        (groups.begin, shared[rows][own]), (groups.end, end[rows][own]),
+    )))

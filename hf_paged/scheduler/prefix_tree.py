@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_paged.scheduler.prefix_groups import PrefixGroups
+from hf_paged.scheduler.prefix_groups import PrefixGroups, repeated, shared_by_copies
 
 
 class Node:
@@ -123,6 +123,18 @@ class PrefixTree:
             if self._forest is None:
                 self._forest = self._flattened()
             self._known[step] = _among(self._forest, slots, self._num_slots)
+        return self._known[step]
+
+    def groups_of_copies(self, slots: np.ndarray, copies: np.ndarray, start: np.ndarray) -> PrefixGroups | None:
+        """As `groups` of a step in which row i stands ``copies[i]`` times, from position ``start[i]`` on."""
+        if not self.is_kept:  # else copies of one row would be a group
+            return None
+        end = shared_by_copies(start, self._block_size)
+        groups, step = self.groups(slots), b"".join((slots.tobytes(), copies.tobytes(), end.tobytes()))
+        if step not in self._known:
+            if len(self._known) == 8:
+                self._known.clear()
+            self._known[step] = repeated(groups, copies, end)
         return self._known[step]
 
     def _put(self, slot: int, node: Node) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from types import MappingProxyType
 
 import numpy as np
 
@@ -17,6 +19,9 @@ from hf_paged.scheduler.waiting_queue import WaitingQueue
 WAITING_REASONS = ("slots", "blocks", "step", "preempted")
 _NONE = np.empty(0, np.int32)
 NO_UPDATES = BlockUpdates(_NONE, _NONE, _NONE)
+# By slot: tokens that may follow the last known one of its sequence.
+Drafts = Mapping[int, Seq[int]]
+NO_DRAFTS: Drafts = MappingProxyType({})
 
 
 class Scheduler:
@@ -56,8 +61,8 @@ class Scheduler:
         self._on_shortage, self._on_few_slots = on_shortage, on_few_slots
         self._on_stuck = on_stuck if on_stuck is not None else lambda: False
         # Columns of a plan that only decodes: shared by all such plans, so nobody may write to them.
-        self._ones = np.ones(config.max_num_seqs, np.int32)
-        self._trues = np.ones(config.max_num_seqs, bool)
+        self._ones = np.ones(config.max_num_batched_tokens, np.int32)
+        self._trues = np.ones(config.max_num_batched_tokens, bool)
         self._ones.flags.writeable = self._trues.flags.writeable = False
 
     def add(self, seq: Sequence) -> None:
@@ -193,11 +198,15 @@ class Scheduler:
         self.num_preemptions = manager.prefix_cache_queries = manager.prefix_cache_hits = 0
         return True
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, drafts: Drafts = NO_DRAFTS) -> StepPlan | None:
         """Plan a step, or None if there is nothing to compute before a commit (or at all).
 
         Every sequence past its prefill gets a decode row. Only one that needs a block while none is free sits out a
         step, to see whether its token in flight is its last, before it preempts anyone.
+
+        Args:
+            drafts: Guesses at what follows in sequences with no token in flight. Each gets a decode row of its own, as
+                far as tokens and blocks suffice without anyone being preempted; its sequence sits out until the commit.
 
         Raises:
             RuntimeError: Two plans wait for their commit.
@@ -217,26 +226,62 @@ class Scheduler:
                 start = table.scheduled[slots]
         table.scheduled[slots] = start + 1
         table.decoding[slots] = start + 2 < table.limit[slots]
+        guesses: list[Seq[int]] = []
+        if drafts:
+            guesses, extension = self._fitting(drafts, slots, start)
+            updates = BlockUpdates(*map(np.concatenate, zip(updates, extension, strict=True)))
 
-        prefills = PrefillRows(self.config.max_num_batched_tokens - len(slots))
+        prefills = PrefillRows(self.config.max_num_batched_tokens - len(slots) - sum(map(len, guesses)))
         if self._partial is not None and prefills.room:
             self._add_chunk(self._partial, prefills)
         if not short:
             self._admit(prefills)
         if not len(slots) and not prefills.sequences:
             return None
-        plan = self._make_plan(slots, start, updates, prefills)
+        plan = self._make_plan(slots, start, updates, prefills, guesses)
         table.in_flight[plan.slots] += 1
         self._in_flight.append(plan)
         return plan
 
-    def _make_plan(
-        self, slots: np.ndarray, start: np.ndarray, updates: BlockUpdates, prefills: PrefillRows
-    ) -> StepPlan:
-        n = len(slots)
+    def _fitting(self, drafts: Drafts, slots: np.ndarray, start: np.ndarray) -> tuple[list[Seq[int]], BlockUpdates]:
+        """Of each decode row, the drafts that there is room for; none at all, or a list for every row."""
+        table, size = self._table, self.config.block_size
+        room, num_free = self.config.max_num_batched_tokens - len(slots), self.num_free_blocks
+        guesses: list[Seq[int]] = []
+        needy: list[int] = []
+        for slot, position in zip(slots.tolist(), start.tolist(), strict=True):
+            tokens = drafts.get(slot, ())
+            if tokens:
+                if table.in_flight[slot]:
+                    raise ValueError(f"drafts for slot {slot}, whose last token is in flight")
+                held = int(table.capacity[slot])
+                tokens = tokens[: max(0, min(room, int(table.limit[slot]) - position - 2))]
+                if position + len(tokens) >= held:
+                    if len(needy) < num_free:
+                        needy.append(slot)
+                        held += size
+                    tokens = tokens[: held - position - 1]
+            if tokens:
+                room -= len(tokens)
+                table.decoding[slot] = False
+            guesses.append(tokens)
+        return (guesses if any(guesses) else []), self._hand_out(needy) if needy else NO_UPDATES
+
+    def _make_plan(self, slots: np.ndarray, start: np.ndarray, updates: BlockUpdates, prefills: PrefillRows,
+                   guesses: list[Seq[int]]) -> StepPlan:
         sequences: list[Sequence] = [self._table.sequences[slot] for slot in slots.tolist()]
-        slots = slots.astype(np.int32)
-        groups = self.prefix_tree.groups(slots)
+        slots, drafts = slots.astype(np.int32), None
+        if not guesses:
+            groups = self.prefix_tree.groups(slots)
+        else:
+            copies = np.array([1 + len(tokens) for tokens in guesses])
+            groups = self.prefix_tree.groups_of_copies(slots, copies, start)
+            sequences = [seq for seq, count in zip(sequences, copies.tolist(), strict=True) for _ in range(count)]
+            drafts = np.array([token for tokens in guesses for token in (-1, *tokens)], np.int32)
+            slots = np.repeat(slots, copies)
+            ends = np.cumsum(copies)
+            start = (np.repeat(start - ends + copies, copies) + np.arange(ends[-1])).astype(np.int32)
+        n = len(slots)
         num_new, write_from, samples = self._ones[:n], start, self._trues[:n]
         if prefills.sequences:
             sequences += prefills.sequences
@@ -245,11 +290,13 @@ class Scheduler:
             write_from = np.concatenate([start, columns.write_from])
             start = np.concatenate([start, columns.start])
             samples = np.concatenate([samples, columns.samples])
+            if drafts is not None:
+                drafts = np.concatenate([drafts, np.full(len(columns.slots), -1, np.int32)])
         return StepPlan(
             sequences=sequences, slots=slots, num_new_tokens=num_new, start=start, write_from=write_from,
             samples=samples, num_decode_rows=n, admitted=prefills.admitted, block_updates=updates,
             tenancy=self._table.tenancy[slots], published=prefills.published, prefix_tree=self.prefix_tree,
-            groups=groups,
+            groups=groups, drafts=drafts,
         )
 
     def _add_chunk(self, seq: Sequence, prefills: PrefillRows) -> None:
@@ -397,40 +444,50 @@ class Scheduler:
             raise ValueError("plans are committed once each, in the order they were scheduled")
         self._in_flight.popleft()
         table = self._table
-        slots = plan.slots
+        slots, samples = plan.slots, plan.samples
+        if plan.drafts is not None:
+            samples = samples & _confirmed(plan, tokens)
         present = table.tenancy[slots] == plan.tenancy
         finished: list[Sequence] = []
         late: list[int] = []
         if present.all():
             table.in_flight[slots] -= 1
         else:
-            late = self._commit_absent(plan, np.flatnonzero(~present), tokens, finished)
+            late = self._commit_absent(plan, np.flatnonzero(~present), samples, tokens, finished)
             table.in_flight[slots[present]] -= 1
 
         if self._num_scored:
             self._finish_scored(plan, present, finished)
-        rows = np.flatnonzero(plan.samples & present & ~table.draining[slots])
+        live = present & ~table.draining[slots]
+        rows = np.flatnonzero(samples & live)
         slots, taken = slots[rows], tokens[rows]
         bad = taken < 0
-        if bad.any():
-            for slot in slots[bad].tolist():
-                self._finish_bad(slot, finished)
+        failed = slots[bad].tolist()
+        if failed:
             rows, slots, taken = rows[~bad], slots[~bad], taken[~bad]
 
+        ended: list[tuple[int, str]] = []
         if rows.size:
-            position = table.known[slots]
-            table.ensure_columns(int(position.max()) + 1)
-            table.tokens[slots, position] = taken
-            table.known[slots] = position + 1
+            end = plan.start[rows] + plan.num_new_tokens[rows]  # all tokens up to here are computed
+            table.ensure_columns(int(end.max()) + 1)
+            table.tokens[slots, end] = taken
+            table.known[slots] = end + 1  # of several rows of a slot the last one's
             if self.config.enable_prefix_caching:
-                self._publish_decoded(plan, rows, slots)
+                self._publish_decoded(slots, end)
             is_eos = (table.eos[slots] == taken[:, None]).any(axis=1)
-            ended = is_eos | (position + 1 >= table.limit[slots])
-            for i in np.flatnonzero(ended).tolist():
-                seq = table.sequences[slots[i]]
-                assert seq is not None
-                self._finish(seq, "eos" if is_eos[i] else "length")
-                finished.append(seq)
+            is_last = is_eos | (end + 1 >= table.limit[slots])
+            ended = [(int(slots[i]), "eos" if is_eos[i] else "length") for i in np.flatnonzero(is_last).tolist()]
+        if plan.drafts is not None:  # they go on behind what was confirmed
+            slots = plan.slots[live & (plan.drafts >= 0)]
+            table.scheduled[slots] = table.known[slots] - 1
+            table.decoding[slots] = table.known[slots] < table.limit[slots]
+        for slot in failed:
+            self._finish_bad(slot, finished)
+        for slot, reason in ended:
+            seq = table.sequences[slot]
+            assert seq is not None
+            self._finish(seq, reason)
+            finished.append(seq)
         if table.draining.any():
             for slot in np.flatnonzero(table.draining & (table.in_flight == 0)).tolist():
                 self._release(slot)
@@ -438,24 +495,22 @@ class Scheduler:
             rows = np.sort(np.concatenate([rows, np.array(late, rows.dtype)]))
         return CommitResult(rows, finished)
 
-    def _publish_decoded(self, plan: StepPlan, rows: np.ndarray, slots: np.ndarray) -> None:
-        """Publish the blocks that decode rows of this plan filled: all their tokens are known by now."""
+    def _publish_decoded(self, slots: np.ndarray, end: np.ndarray) -> None:
+        """Publish the blocks of these slots that their tokens up to `end` fill: all of them are known by now."""
         table = self._table
-        end = plan.start[rows] + plan.num_new_tokens[rows]
         for i in np.flatnonzero(end & (self.config.block_size - 1) == 0).tolist():
             seq = table.sequences[slots[i]]
             assert seq is not None
             self.kv_cache_manager.publish(seq, table.tokens[slots[i]], int(end[i]))
 
-    def _commit_absent(
-        self, plan: StepPlan, rows: np.ndarray, tokens: np.ndarray, finished: list[Sequence]
-    ) -> list[int]:
+    def _commit_absent(self, plan: StepPlan, rows: np.ndarray, samples: np.ndarray, tokens: np.ndarray,
+                       finished: list[Sequence]) -> list[int]:
         """Rows whose sequence was preempted after the plan was made; returns those whose token was appended."""
         appended = []
         for row in rows.tolist():
             seq, token = plan.sequences[row], int(tokens[row])
-            seq.num_in_flight -= 1
-            if seq.status is not Status.WAITING or not plan.samples[row]:
+            seq.num_in_flight -= plan.drafts is None or plan.drafts[row] < 0
+            if seq.status is not Status.WAITING or not samples[row]:
                 continue
             reason: str | None = "error"
             if token >= 0:
@@ -529,3 +584,14 @@ class Scheduler:
         self._table.vacate(slot)
         seq.status = Status.WAITING
         self._waiting.push(seq)
+
+
+def _confirmed(plan: StepPlan, tokens: np.ndarray) -> np.ndarray:
+    """bool [R]: rows of a plan with drafts whose token of input turned out to be right, and no end before it."""
+    assert plan.drafts is not None
+    confirmed = plan.drafts < 0
+    for row in np.flatnonzero(~confirmed).tolist():
+        before = int(tokens[row - 1])
+        right = confirmed[row - 1] and before == plan.drafts[row]
+        confirmed[row] = right and before not in plan.sequences[row].eos_token_ids
+    return confirmed

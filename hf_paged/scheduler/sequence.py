@@ -171,6 +171,12 @@ class Sequence:
             return self._table.read_tokens(self.slot, self.num_prompt_tokens)
         return list(self._output)
 
+    def output_from(self, first: int) -> list[int]:
+        """`output_token_ids` from this one on."""
+        if self._table is not None:
+            return self._table.read_tokens(self.slot, self.num_prompt_tokens + first)
+        return self._output[first:]
+
     @property
     def token_ids(self) -> list[int]:
         """Prompt and committed output, a fresh list."""

@@ -7,11 +7,12 @@ from pairs import every_pair
 
 from hf_paged.kernels import linear as linear_module
 from hf_paged.kernels._gemv import GemvConfig, gemv
-from hf_paged.kernels._linear_dot import DotConfig
+from hf_paged.kernels._linear_dot import DotConfig, dot_parts
 from hf_paged.kernels.linear import (
     choose_config,
     fastest_config,
     linear,
+    linear_parts,
     linear_silu_mul,
     linear_silu_mul_triton,
     linear_triton,
@@ -81,6 +82,38 @@ def test_interpreted_silu_mul_after_it(dtype, config, shape, rows):
     x, weight, _ = make(width, rows, outputs, width, dtype)
     separate = silu_mul_triton(linear_triton(x, weight, None, config))
     torch.testing.assert_close(linear_silu_mul_triton(x, weight, config), separate, rtol=0, atol=0)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("dtype", "shape", "rows"),
+                         every_pair(INTERPRETED, [(6, 7), (64, 128), (98, 40)], [0, 1, 3, 17]))
+def test_interpreted_silu_mul_after_it_on_tensor_cores(dtype, shape, rows):
+    outputs, width = shape
+    x, weight, _ = make(width, rows, outputs, width, dtype)
+    config = DotConfig(32, 32, 1, 4, 2)
+    separate = silu_mul_triton(linear_triton(x, weight, None, config))
+    torch.testing.assert_close(linear_silu_mul_triton(x, weight, config), separate, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("splits", "rows"), [(1, 3), (3, 5), (4, 16)])
+def test_parts_add_up_to_the_product(splits, rows):
+    x, weight, _ = make(5, rows, 33, 130, torch.float16)
+    config = DotConfig(16, 32, splits, 4, 2)
+    parts = dot_parts(x, weight, config)
+    product = linear_triton(x, weight, None, config)
+    if splits == 1:
+        assert torch.equal(parts, product)
+        return
+    assert parts.dtype == torch.float32
+    assert 1 < len(parts) <= splits
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total += part
+    assert torch.equal(total.to(x.dtype), product)
+    with pytest.raises(ValueError, match="K"):
+        linear_parts(x, weight[:, 1:])
+    assert torch.equal(linear_parts(x, weight), linear(x, weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
@@ -182,3 +215,26 @@ def test_gpu_silu_mul_after_it_is_no_less_exact_than_the_separate_op(dtype, outp
     separate, fused = silu_mul(linear(x, weight)), linear_silu_mul(x, weight)
     assert (fused != separate).float().mean() < 0.05
     assert (fused - right).norm() <= 1.02 * (separate - right).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 8, 17, 32])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gates_and_ups_of_few_rows_round_as_in_two_launches(rows, dtype):
+    x, weight, _ = make(1, rows, 6144, 1024, dtype, "cuda")
+    config = DotConfig(64, 128, 1, 4, 4)
+    assert fastest_config(rows, 6144, 1024) == config
+    separate = silu_mul_triton(linear_triton(x, weight, None, config))
+    assert torch.equal(linear_silu_mul(x, weight), separate)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [5, 32, 64])
+def test_parts_on_a_gpu_add_up_to_the_product(rows):
+    x, weight, _ = make(2, rows, 1024, 3072, torch.bfloat16, "cuda")
+    parts = linear_parts(x, weight)
+    assert parts.dim() == 3
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total += part
+    assert torch.equal(total.to(x.dtype), linear(x, weight))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernels.lora_cases import expected, make_case
 
+from hf_paged.kernels import _lora_tile
 from hf_paged.kernels.lora_expand import (
     ExpandConfig,
     lora_expand,
@@ -120,15 +121,19 @@ def test_with_silu_behind_it(mixed):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("rank", [3, 16, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_shrinking_for_the_layer_behind_silu(rank, dtype):
-    case = make_case(rank, 37, 64, [72, 72], [[[16, 4]]], dtype=dtype, mixed=False)
-    behind = make_case(rank, 37, 72, [24], [[[rank]]], dtype=dtype, mixed=False)
-    shrunk = lora_shrink_triton(case.x, case.table, None, ShrinkConfig(32, 16, 32, 2, "tf32x3", 4, 2))
-    hidden, sums = lora_expand_silu_mul_triton(case.product, shrunk, case.table, None,
+@pytest.mark.parametrize("mixed", [False, True])
+def test_shrinking_for_the_layer_behind_silu(rank, dtype, mixed):
+    case = make_case(rank, 37, 64, [72, 72], [[[16, 4]], [[3, 0]]], dtype=dtype, mixed=mixed)
+    behind = make_case(rank, 37, 72, [24], [[[rank]], [[2]]], dtype=dtype, mixed=False)
+    shrunk = lora_shrink_triton(case.x, case.table, case.order, ShrinkConfig(32, 16, 32, 2, "tf32x3", 4, 2))
+    hidden, sums = lora_expand_silu_mul_triton(case.product, shrunk, case.table, case.order,
                                                ExpandConfig(16, 16, "tf32x3", 4), behind.table)
     assert sums.shape == (5, 37, 1, 1, behind.table.rank)
-    wanted = lora_shrink_reference(hidden, behind.table, None)
-    torch.testing.assert_close(sums.sum(0), wanted[0], rtol=1e-4, atol=1e-3)
+    wanted = lora_shrink_reference(hidden, behind.table, case.order)
+    for entry, own in enumerate([rank, 2]):
+        rows = slice(None) if not mixed else case.row_entries == entry
+        if mixed or entry == 0:
+            torch.testing.assert_close(sums.sum(0)[rows][..., :own], wanted[0][rows][..., :own], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.interpreted
@@ -239,6 +244,15 @@ def test_chosen_configs(rows, adapters, rank):
     assert (actual.double() - wanted).norm() / wanted.norm() < 8e-3
 
 
+def test_early_start_is_for_few_rows(monkeypatch):
+    monkeypatch.setattr(_lora_tile, "pdl_options", lambda x: {"PDL": True, "launch_pdl": True})
+    case = make_case(1, 33, 40, [16], [[[4]]], mixed=False)
+    few, many = case.x[:32], case.x
+    assert _lora_tile.early_options(few)["PDL"] and not _lora_tile.early_options(many)["PDL"]
+    assert _lora_tile.prefetches(case.table, few) and not _lora_tile.prefetches(case.table, many)
+    assert not _lora_tile.prefetches(case.table._replace(aligned=False), few)
+
+
 def test_a_gate_or_an_up_alone_is_refused_by_the_kernel_that_takes_both():
     case = make_case(5, 7, 64, [40], [[[16]]])
     shrunk = lora_shrink_reference(case.x, case.table, case.order)
@@ -271,7 +285,7 @@ def test_shrinking_for_the_layer_behind_silu_on_a_gpu(rows, dtype, adapters, ran
     behind = make_case(2, rows, 384, [128], [[[rank]]], **options).table
     shrunk = lora_shrink(case.x, case.table, None)
     hidden, sums = lora_expand_silu_mul_unchecked(case.product, shrunk, case.table, None, behind)
-    assert (sums is None) == (rows > 64)
+    assert (sums is None) == (rows > 1023)
     if sums is not None:
         wanted = lora_shrink_reference(hidden, behind, None)[0, ..., :rank]
         error = (sums.sum(0)[..., :rank] - wanted).norm() / wanted.norm()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from family_models import VARIANTS, family_model
-from support import HostMemory, assert_native_parity, batch, stock_generate
+from support import HostMemory, assert_native_parity, batch, stock_generate, tiny_model
 
 import hf_paged
 from hf_paged.models import families, find_executor
 from hf_paged.models import fused as fused_executor
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.models.generic import GenericExecutor
+from hf_paged.models.layer_ops import FUSED as FUSED_OPS
+from hf_paged.models.plain_linear import RowProduct
 
 FUSED = ["llama", "llama-3", "qwen3-moe", "qwen3-moe-mixed"]
 
@@ -56,6 +60,43 @@ def test_projections_lie_side_by_side_while_enabled(variant, dense_layers, monke
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     hf_paged.disable(model)
     assert torch.equal(model.generate(**inputs, max_new_tokens=4), expected)
+
+
+def in_two_parts(calls):
+    """A product as sums over the two halves of its columns; `calls` gets the number of its rows."""
+    def parts(x, weight, bias):
+        assert bias is None
+        calls.append(len(x))
+        half = x.shape[1] // 2
+        return torch.stack([x[:, :half] @ weight[:, :half].T, x[:, half:] @ weight[:, half:].T])
+
+    return parts
+
+
+@pytest.mark.parametrize("make", [tiny_model, partial(family_model, "llama")], ids=["qwen3", "llama"])
+def test_products_in_parts_are_added_up_by_the_norm_behind_them(make, monkeypatch):
+    calls = []
+    monkeypatch.setattr(fused_executor, "makes_parts", lambda device: True)
+    monkeypatch.setattr(fused_executor, "FUSED", FUSED_OPS._replace(linear_parts=in_two_parts(calls)))
+    model = hf_paged.enable(make(), strict=True)
+    executor = hf_paged.get_engine(model)._executor
+    executor._ops = fused_executor.FUSED
+    assert_native_parity(model, **batch([9, 4]), max_new_tokens=6)
+    assert len(calls) == 6 * 2 * len(model.model.layers)
+
+
+def test_what_goes_on_with_a_product_takes_it_whole_and_not_in_parts(monkeypatch):
+    """LoRA's kernels add to it, biases come in the product, and modules are called as they stand."""
+    monkeypatch.setattr(fused_executor, "makes_parts", lambda device: True)
+    model = hf_paged.enable(tiny_model(), strict=True)
+    model.generate(**batch([5]), max_new_tokens=2)
+    executor = hf_paged.get_engine(model)._executor
+    plain = RowProduct.of(model.model.layers[0].mlp.down_proj)
+    assert executor._row_linear(plain) is FUSED_OPS.linear_parts
+    assert executor._row_linear(plain._replace(lora=object())) is FUSED_OPS.linear
+    assert executor._row_linear(plain._replace(is_plain=False)) is FUSED_OPS.linear
+    assert executor._row_linear(None) is FUSED_OPS.linear
+    assert all(layer.o_linear is FUSED_OPS.linear_parts for layer in executor._parts_of_layers)
 
 
 # Modules of the fused families' names that compute something else: layers without RoPE, multipliers, scaled queries.

@@ -58,6 +58,13 @@ def test_one_adapter(way, options):
     check(with_adapter(tiny_model(), **options))
 
 
+def test_another_activation(way):
+    """No kernel adds to gates and ups on its way to one that is not SiLU."""
+    model = with_adapter(tiny_model(hidden_act="gelu"))
+    expected = stock_copy(model).generate(**INPUTS, **OPTIONS)
+    assert_native_tokens(hf_paged.enable(model, strict=True), expected, INPUTS, **OPTIONS)
+
+
 def test_biases_of_the_base(way):
     model = tiny_model(attention_bias=True)
     model = with_adapter(model)

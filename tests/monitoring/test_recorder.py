@@ -102,6 +102,35 @@ def test_times_between_tokens_are_those_counted_one_by_one(seed, num_blocks, slo
         hf_paged.disable(MODEL)
 
 
+def test_tokens_that_come_together_share_the_time_since_the_one_before(monkeypatch):
+    prompts = random_prompts([9, 20])
+    with hf_paged.PagedGenerator(tiny_model()) as generator:
+        outputs = {tuple(one.prompt_token_ids): one.token_ids
+                   for one in generator.generate(prompts, max_new_tokens=20)}
+        monkeypatch.setattr("hf_paged.engine.speculation.Speculation.drafts", lambda self, *_: {
+            r.sequence.slot: outputs[tuple(r.sequence.prompt_token_ids)][r.sequence.num_output_tokens :][:3]
+            for r in self._requests.values() if r.sequence.num_output_tokens
+        })
+        recorder, steps = recorder_of(generator.engine), []
+
+        class Steps:
+            def committed(self, step):
+                steps.append(step)
+
+        generator.engine.watch(recorder)
+        generator.engine.watch(Steps())
+        generator.generate(prompts, max_new_tokens=20, prompt_lookup_num_tokens=3)
+    assert len(steps) == 6  # of one token, and of four
+    assert total(recorder.inter_token) == 2 * 19
+    gaps = np.diff([step.ready for step in steps])
+    assert recorder.inter_token.sum == pytest.approx(2 * gaps[:-1].sum() + 2 * gaps[-1])
+    expected = Histogram(TOKEN_SECONDS)
+    for gap, count in zip(gaps, (4, 4, 4, 4, 3), strict=True):
+        for _ in range(2 * count):
+            expected.add(gap / count)
+    assert counts(recorder.inter_token) == counts(expected)
+
+
 def test_times_of_requests_are_those_of_their_completions():
     with hf_paged.PagedGenerator(tiny_model(), num_blocks=60, max_num_seqs=2) as generator:
         recorder = recorder_of(generator.engine)

@@ -80,7 +80,7 @@ def test_going_on_gives_what_an_uninterrupted_request_gives(generator, name):
 @pytest.mark.parametrize("name", NATIVE)
 def test_the_cases_show_in_the_tokens(generator, name):
     """All but those whose job is to leave tokens as they are."""
-    neutral = {"max_time", "pad_token_id", "remove_invalid_values", "renormalize_logits"}
+    neutral = {"prompt_lookup_num_tokens", "max_time", "pad_token_id", "remove_invalid_values", "renormalize_logits"}
     without = {} if name == "do_sample" else {key: value for key, value in CASES[name].items() if key != name}
     room = {"max_new_tokens": 14}
     first = generator.generate(PROMPTS, **({} if name == "max_length" else room) | CASES[name], seed=5)

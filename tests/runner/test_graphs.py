@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.speculation import Speculation
 from hf_paged.kernels.attention.backends import TorchBackend, TritonBackend
 from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
 from hf_paged.kernels.attention.metadata import GroupedWork
@@ -28,6 +29,7 @@ from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.graphs import Captured, Drawn, StepGraphs, decode_sizes, prompt_sizes
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.sampling.token_log_probs import PROCESSED, RAW
+from hf_paged.scheduler import Status
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1024])
@@ -192,6 +194,34 @@ def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, mon
     if mode == "graphs":
         assert {key[-1] is None for key in decodes} == {False, True}
         assert {key[0] for key in decodes if key[-1] is not None} == {4}
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+def test_steps_with_guesses_replay_graphs_of_a_row_for_each(steps, monkeypatch, max_num_seqs):
+    """Up to 8 rows a request, also where there are fewer slots than that."""
+    def drafts(self, num_running, costs):
+        running = [r.sequence for r in self._requests.values() if r.sequence.status is Status.RUNNING]
+        return {s.slot: [*outputs[tuple(s.prompt_token_ids)][s.num_output_tokens :][:5], 7, 7]
+                for s in running if s.num_output_tokens}
+
+    launch, eager = StepGraphs.launch, []
+
+    def seen(self, *args, **kwargs):
+        logits = launch(self, *args, **kwargs)
+        eager.append(logits is None)
+        return logits
+
+    monkeypatch.setattr(StepGraphs, "launch", seen)
+    monkeypatch.setattr(Speculation, "drafts", drafts)
+    model, prompts = tiny_model(), random_prompts([20, 9, 14])
+    outputs = {tuple(prompt): stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=30,
+                                             do_sample=False)[0, len(prompt):].tolist() for prompt in prompts}
+    with hf_paged.PagedGenerator(model, num_blocks=200, max_num_seqs=max_num_seqs) as generator:
+        made = generator.generate(prompts, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=7)
+        assert generator.engine.stats().num_accepted_draft_tokens > 50
+    assert [one.token_ids for one in made] == list(outputs.values())
+    assert {size for kind, size in steps if kind == "decode"} >= ({8} if max_num_seqs == 1 else {32})
+    assert not any(eager)
 
 
 def test_chunks_and_shared_prefixes_go_through_prompt_graphs(steps):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hf_paged.scheduler import StepPlan
-from hf_paged.scheduler.prefix_groups import PrefixGroups
+from hf_paged.scheduler.prefix_groups import PrefixGroups, shared_by_copies
 
 
 def groups_of(tables: list[list[int]], block_size: int) -> set[tuple[frozenset[int], int, int]]:
@@ -40,10 +40,27 @@ def check_groups(groups: PrefixGroups | None, tables: list[list[int]], block_siz
         assert start == (min(around, key=lambda outer: len(outer[0]))[1] if around else 0), "an outer one comes later"
 
 
+def _read_together(plan: StepPlan, row: int, block_size: int) -> list[int]:
+    """Blocks of a row that others may read with it: all, or of several rows of one sequence those of whole pieces, and
+    what the sequence has in common with others."""
+    sequences = plan.sequences[: plan.num_decode_rows]
+    seq = sequences[row]
+    if sequences.count(seq) == 1:
+        return seq.block_table
+    count = int(shared_by_copies(plan.start[sequences.index(seq)], block_size)) // block_size
+    for other in sequences:
+        same = [a == b for a, b in zip(seq.block_table, other.block_table, strict=False)] + [False]
+        count = max(count, same.index(False)) if other is not seq else count
+    return seq.block_table[:count]
+
+
 def check_plan(plan: StepPlan, block_size: int) -> None:
     """The groups of a plan are those of its decode rows, and end before each row's newest token."""
     rows = plan.num_decode_rows
-    check_groups(plan.groups, [seq.block_table for seq in plan.sequences[:rows]], block_size)
+    tables = [seq.block_table for seq in plan.sequences[:rows]]
+    if plan.drafts is not None:
+        tables = [_read_together(plan, row, block_size) for row in range(rows)]
+    check_groups(plan.groups, tables, block_size)
     if plan.groups is not None:
         members, first, count, _, end = (column.tolist() for column in plan.groups)
         for a, n, e in zip(first, count, end, strict=True):

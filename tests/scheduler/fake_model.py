@@ -45,6 +45,7 @@ class FakeModel:
         self.scheduler: Scheduler | None = None
         self.fail_next = False
         self.bad_requests: set[str] = set()
+        self.guessed: set[int] = set()  # slots whose last step had drafts
         self.num_launched = 0
 
     def grow(self, num_blocks: int) -> None:
@@ -56,8 +57,10 @@ class FakeModel:
         """Returns the sampled tokens [R], -7 where the plan samples none."""
         size, scheduler = self.config.block_size, self.scheduler
         assert scheduler is not None
-        assert len(set(plan.slots.tolist())) == len(plan.sequences)
+        drafts = np.full(len(plan.slots), -1) if plan.drafts is None else plan.drafts
+        assert len(set(plan.slots.tolist())) == (drafts < 0).sum()
         for seq in plan.admitted:
+            self.guessed.discard(seq.slot)
             self.tables[seq.slot] = list(seq.block_table)
             self.tokens[seq.slot] = seq.token_ids
         for slot, column, block_id in zip(*(a.tolist() for a in plan.block_updates), strict=True):
@@ -69,6 +72,17 @@ class FakeModel:
             raise LaunchError
         self.num_launched += 1
         out = np.full(len(plan.sequences), -7, np.int64)
+        for row in range(plan.num_decode_rows):  # what a step before guessed and computed behind is overwritten
+            slot, start, tokens = int(plan.slots[row]), int(plan.start[row]), self.tokens[int(plan.slots[row])]
+            if drafts[row] < 0 and slot in self.guessed:
+                self.guessed.remove(slot)
+                del tokens[start + 1 :]
+            elif drafts[row] >= 0:
+                assert (plan.slots[row - 1], plan.start[row - 1]) == (slot, start - 1)
+                assert start == len(tokens)
+                tokens.append(int(drafts[row]))
+        self.guessed |= {int(slot) for slot in plan.slots[drafts >= 0]}
+        known = [len(tokens) for tokens in self.tokens]
         promised = {block.block_id for block in plan.published}
         written: set[tuple[int, int]] = set()
         for row, seq in enumerate(plan.sequences):
@@ -80,8 +94,8 @@ class FakeModel:
             assert table == seq.block_table
             if row < plan.num_decode_rows:
                 assert count == 1
-                assert start == len(tokens) - 1
-            assert start + count <= len(tokens)
+                assert start == known[slot] - 1 or slot in self.guessed
+            assert start + count <= known[slot]
             kv = [int(self.memory[table[p // size], p % size]) for p in range(start)]
             for p in range(start, start + count):
                 value = kv_of(tokens[p], p, kv, self.weights)
@@ -96,11 +110,11 @@ class FakeModel:
                     self.memory[block.block_id, p % size] = value
                 else:
                     assert int(self.memory[block.block_id, p % size]) == value
-            is_last = start + count == len(tokens)
+            is_last = start + count == known[slot] or (row < plan.num_decode_rows and slot in self.guessed)
             assert plan.samples[row] == is_last or (is_lent and row < plan.num_decode_rows)
             if is_last:
                 token = kv[-1] % self.vocab
-                tokens.append(token)
+                tokens[start + count : start + count + 1] = [token]
                 out[row] = -1 if seq.request_id in self.bad_requests else token
         self._check_shared(plan, {block for block, _ in written})
         return out
@@ -164,6 +178,7 @@ class Driver:
         self.lent = list  # block tables of rows that are none of the scheduler's
         self.joining: Callable[[], list[StepPlan]] = list  # their decode rows, which take the same steps
         self.give_back = lambda: None  # what becomes of them where a launch raises
+        self.draft: Callable[[Sequence], list[int]] | None = None  # guesses at what follows its tokens
 
     def _on_shortage(self, missing: int) -> int:
         assert missing > 0
@@ -182,7 +197,12 @@ class Driver:
         self.num_steps += 1
         assert self.num_steps < 5000, "no progress"
         joining = self.joining()
-        plan = self.scheduler.schedule()
+        drafts: dict[int, list[int]] = {}
+        if self.draft is not None:
+            self.drain()
+            running = [seq for seq in self.scheduler._table.tenants() if self.scheduler._table.decoding[seq.slot]]
+            drafts = {seq.slot: self.draft(seq) for seq in running}
+        plan = self.scheduler.schedule(drafts)
         for seq in self.scheduler.take_failed():
             assert seq.finish_reason == "error"
             needed = -(-seq.num_tokens // self.config.block_size)
@@ -223,13 +243,13 @@ class Driver:
         before = {id(seq): seq.num_output_tokens for seq in plan.sequences}
         result = self.scheduler.commit(plan, tokens)
         invariants.check(self.scheduler, self.lent())
-        accepted = {id(plan.sequences[row]) for row in result.accepted.tolist()}
         assert result.accepted.tolist() == sorted(set(result.accepted.tolist()))
-        for row, seq in enumerate(plan.sequences):
-            assert seq.num_output_tokens == before[id(seq)] + (id(seq) in accepted)
-            if id(seq) in accepted:
-                assert plan.samples[row]
-                assert seq.output_token_ids[-1] == tokens[row]
+        taken: dict[int, list[int]] = {id(seq): [] for seq in plan.sequences}
+        for row in result.accepted.tolist():
+            assert plan.samples[row]
+            taken[id(plan.sequences[row])].append(int(tokens[row]))
+        for seq in plan.sequences:
+            assert seq.output_token_ids[before[id(seq)] :] == taken[id(seq)]
         assert all(seq.status is Status.FINISHED for seq in result.finished)
         self.finished += result.finished
 

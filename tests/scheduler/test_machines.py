@@ -1,9 +1,10 @@
 """Random histories: whatever happens in whatever order, the books agree and the tokens are right."""
 
+import itertools
 from collections import Counter
 
 import pytest
-from fake_model import Driver, abort, config
+from fake_model import Driver, abort, alone, config
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -236,6 +237,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start_over(self):
         self.driver.drain()
         self.driver.scheduler.preempt_all()
+
+    @rule(n=st.integers(1, 6), right=st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    def drafted_steps(self, n, right):
+        """Steps with drafts, of which some numbers are right, and one behind them is wrong."""
+        counts = itertools.cycle(right)
+
+        def draft(seq):
+            truth = alone(seq, self.driver.config.max_model_len, self.driver.model.vocab, self.driver.model.weights)[0]
+            count = next(counts)
+            return [*truth[seq.num_output_tokens :][:count], self.driver.model.vocab + 1, 0]
+
+        self.driver.draft = draft
+        self.steps(n)
+        self.driver.draft = None
 
     @rule(announced=st.booleans())
     def change_weights(self, announced):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
 
-from hf_paged.kernels.attention import flash_backend
+from hf_paged.kernels.attention import flash_backend, hopper_support
 from hf_paged.kernels.attention.decode import decode_cta_slots, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
 from hf_paged.kernels.attention.grouped_decode import grouped_kernel_of, paged_attention_grouped
 from hf_paged.kernels.attention.grouped_work import GroupChoice, choose_groups
+from hf_paged.kernels.attention.hopper_support import takes
 from hf_paged.kernels.attention.metadata import AttentionOptions, GroupedWork, PagedMetadata
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.attention.reference import paged_attention_reference
@@ -97,6 +100,31 @@ class TritonBackend(AttentionBackend):
         return run(q, k_cache, v_cache, meta, options, out=out)
 
 
+class HopperBackend(TritonBackend):
+    """The kernel for Hopper where rows of new tokens fill its tiles, else the others; see `hopper_support`.
+
+    With ``measured_only`` larger heads than those it was measured to be faster with go to the others as well.
+    """
+
+    name = "hopper"
+
+    def __init__(self, *, measured_only: bool = False) -> None:
+        self.largest_head_dim = hopper_support.MEASURED_HEAD_DIM if measured_only else 256
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
+            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
+        if meta.max_query_len > 1 and q.shape[2] <= self.largest_head_dim and takes(q, k_cache, v_cache, meta):
+            return _hopper_kernel()(q, k_cache, v_cache, meta, options, out=out)
+        return super().run(q, k_cache, v_cache, meta, options, out)
+
+
+@cache
+def _hopper_kernel() -> Callable[..., torch.Tensor]:
+    from hf_paged.kernels.attention.hopper_prefill import paged_attention_hopper
+
+    return paged_attention_hopper
+
+
 class FlashBackend(TritonBackend):
     """An installed FlashAttention package for steps with a row of several new tokens.
 
@@ -121,14 +149,16 @@ class FlashBackend(TritonBackend):
         return super().run(q, k_cache, v_cache, meta, options, out)
 
 
-BACKENDS: dict[str, AttentionBackend] = {b.name: b for b in (FlashBackend(), TorchBackend(), TritonBackend())}
+BACKENDS: dict[str, AttentionBackend] = {
+    b.name: b for b in (FlashBackend(), HopperBackend(), TorchBackend(), TritonBackend())
+}
 
 
 def resolve_backend(name: str, device: torch.device) -> AttentionBackend:
     """The backend that ``name`` stands for on ``device``.
 
-    ``"auto"`` is torch off CUDA. On CUDA it is flash_attn where a FlashAttention package is installed that has been
-    measured to be faster on such a GPU (`flash_backend.MEASURED_FASTER`), else triton.
+    ``"auto"`` is torch off CUDA. On CUDA it is hopper where that runs, flash_attn where a FlashAttention package is
+    installed that has been measured to be faster on such a GPU (`flash_backend.MEASURED_FASTER`), else triton.
 
     Raises:
         ValueError: an unknown name; the message lists the accepted ones.
@@ -136,6 +166,8 @@ def resolve_backend(name: str, device: torch.device) -> AttentionBackend:
     if name == "auto":
         if device.type != "cuda":
             return BACKENDS["torch"]
+        if hopper_support.why_not_on(device) is None:
+            return HopperBackend(measured_only=True)
         return FlashBackend(measured_only=True) if flash_backend.is_preferred(device) else BACKENDS["triton"]
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} is unknown; accepted: {', '.join(('auto', *BACKENDS))}")

@@ -1,6 +1,6 @@
-"""Prefill attention by an installed FlashAttention package: an package for each of versions 2, 3 and 4.
+"""Prefill attention by an installed FlashAttention package: an adapter for each of versions 2, 3 and 4.
 
-A package is imported when its package is first considered, never with this module. What an package cannot carry
+A package is imported when its adapter is first considered, never with this module. What a package cannot carry
 exactly is refused before the call, with a reason; then another package is taken, or Triton. Nothing waits for the
 device.
 """
@@ -21,7 +21,7 @@ from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 
 
 class AttentionShape(NamedTuple):
-    """What decides, besides the device, whether an package can carry a call."""
+    """What decides, besides the device, whether a package can carry a call."""
 
     dtype: torch.dtype
     head_dim: int

@@ -117,6 +117,8 @@ def choose_groups(groups: PrefixGroups, num_rows: int, kernel: Kernel,
     if pieces is not None:
         groups = groups._replace(begin=groups.begin // pieces.length * pieces.length,
                                  end=groups.end // pieces.length * pieces.length)
+    elif ((groups.count - 1) * (groups.end - groups.begin)).sum() < kernel.positions_worth_it:  # one tile each
+        return None
     parent, inner = _forest_of(groups)
     kept, saved = _worth_it(groups, parent, inner, kernel.tile_rows)
     if pieces is None:

@@ -49,8 +49,10 @@ ACTIVE = {
     "eos_token_id": 3, "temperature": 0.7, "top_k": 5, "top_p": 0.8, "min_p": 0.05, "typical_p": 0.7,
     "epsilon_cutoff": 0.02, "eta_cutoff": 0.02,
 }
-# Options that take effect by a processor of another's, or by none: a length, a choice of sampling, an id of padding.
-WITHOUT_CLASS = {"max_length", "max_new_tokens", "do_sample", "pad_token_id", "num_return_sequences"}
+# Options that take effect by a processor of another's, or by none: a length, a choice of sampling, an id of padding,
+# guesses that change no token.
+WITHOUT_CLASS = {"max_length", "max_new_tokens", "do_sample", "pad_token_id", "num_return_sequences",
+                 "prompt_lookup_num_tokens"}
 OPTIONS = {**MADE_FOR, **MADE_FOR_SAMPLING}
 
 

@@ -1,0 +1,237 @@
+"""Which requests guess at their next tokens, and what they guess: text that stood in their prompts, or that other
+requests made of the same prompt.
+
+A guess changes no token (`Scheduler.schedule` confirms it), so all here is about speed, and follows from the tokens
+alone. Prompt lookup is due to Saxena 2023 (prompt-lookup-decoding), looking at other rollouts to SuffixDecoding
+(Oliaro et al. 2024, arXiv 2411.04975).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_paged.engine.session import Request
+from hf_paged.engine.token_index import NGRAM, Match, TokenIndex
+from hf_paged.scheduler import Status
+from hf_paged.scheduler.plan import MOST_GUESSING_ROWS
+from hf_paged.scheduler.scheduler import NO_DRAFTS, Drafts
+
+# Guesses of a request in one step: with its known token they are a step of 8 rows, for which there is a graph.
+MOST_DRAFTS = 7
+# A request guesses while a run of guesses brought as many tokens on average, lately.
+_GAIN_OFF, _GAIN_ON = 0.5, 1.0
+_OF_LAST_RUN = 0.25
+# In a text that had so many tokens in common with another, one token that differs is taken for a replaced one.
+_COPIED = 8
+# Tokens of the prompt that a request's own text begins with.
+_TAIL = 16
+# Tokens that are remembered: of one prompt with all that was made of it, and of all prompts.
+MOST_OF_PROMPT, MOST_REMEMBERED, MOST_PROMPTS = 1 << 16, 1 << 18, 1024
+
+
+class StepCosts(NamedTuple):
+    """What guesses cost, in the time that a step takes however many rows it has.
+
+    Attributes:
+        row: One more row.
+        waiting: That a step is planned when the one before it is done, and not while it runs.
+    """
+
+    row: float
+    waiting: float
+
+
+# 0.6B on an H200: a step of 8 rows took 1.25 ms, and one with guesses 2.3, of which the host's part is the same for
+# larger models. Small models on a CPU, whose steps wait in any case.
+COSTS = {"cuda": StepCosts(1 / 64, 1.0), "cpu": StepCosts(1 / 8, 0.0)}
+
+
+class Drafter:
+    """Guesses for one request.
+
+    Whether it guesses depends on what guesses would have brought so far, made or not: each time that the text stood
+    somewhere before, a run of guesses begins there, and ends with the first that is wrong.
+
+    Args:
+        index: of its prompt and of what others made of it; the request's own text goes there.
+        known: tokens that it has: some of its prompt, and its output.
+        most: guesses of a step.
+
+    Attributes:
+        num_seen: tokens of the output that it knows.
+        gain: tokens that a run of guesses brings.
+    """
+
+    def __init__(self, index: TokenIndex, known: list[int], num_output: int, most: int) -> None:
+        self._index, self._most = index, most
+        self._text = index.add(known)
+        self.num_seen = num_output
+        self.gain = _GAIN_ON
+        self._is_on = True
+        self._match: Match | None = index.look_up(self._text)
+        self._in_run = self._num_right = 0  # guesses of the run under way that were looked at, and were right
+
+    def push(self, tokens: list[int]) -> None:
+        """The request's next tokens."""
+        index, text, done = self._index, self._text, 0
+        while done < len(tokens):
+            match = self._match
+            if match is None:
+                index.extend(text, tokens[done : done + 1])
+                done += 1
+                self._match = index.look_up(text)
+                continue
+            expected = index.continuation(text, match, min(len(tokens) - done, self._most - self._in_run) + 1)
+            given = tokens[done : done + len(expected[: self._most - self._in_run])]
+            count = 0
+            while count < len(given) and expected[count] == given[count]:
+                count += 1
+            is_right = count == len(given)
+            given = given[: count + 1]
+            done += len(given)
+            index.extend(text, given)
+            self._in_run += len(given)
+            self._num_right += count
+            following = None
+            if len(expected) > len(given):  # else that text ends here
+                common = match.common + count if is_right else 0
+                following = Match(match.text, match.position + len(given), common)
+            if is_right:
+                self._match = following or index.look_up(text)
+            else:
+                was_copied = match.common + count >= _COPIED
+                self._match = index.look_up(text) or (following if was_copied else None)
+            if not is_right or self._in_run == self._most or self._match is None:
+                self._end_run()
+        self.num_seen += len(tokens)
+
+    def guesses(self, most: int, least_chance: float) -> list[int]:
+        """At most so many tokens that may come next, each with at least this chance to be right."""
+        if self._match is None or not self._is_on:
+            return []
+        likely = int(math.log(least_chance) / math.log(self.chance))
+        return self._index.continuation(self._text, self._match, min(most, self._most, likely))
+
+    @property
+    def chance(self) -> float:
+        """Of a guess to be right if those before it are: that of runs without an end that are as long on average."""
+        return self.gain / (1.0 + self.gain)
+
+    def _end_run(self) -> None:
+        self.gain += (self._num_right - self.gain) * _OF_LAST_RUN
+        self._is_on = self.gain >= (_GAIN_OFF if self._is_on else _GAIN_ON)
+        self._in_run = self._num_right = 0
+
+
+class Rollouts:
+    """Indexes of prompts with what was made of them, the latest used ones."""
+
+    def __init__(self) -> None:
+        self._indexes: OrderedDict[bytes, TokenIndex] = OrderedDict()
+
+    @property
+    def num_tokens(self) -> int:
+        """That are remembered."""
+        return sum(index.num_tokens for index in self._indexes.values())
+
+    def index_of(self, prompt: list[int], salt: bytes) -> TokenIndex:
+        """The index of a prompt, of requests of one salt."""
+        key = blake2b(np.array(prompt, np.int64).tobytes(), digest_size=16).digest() + salt
+        index = self._indexes.pop(key, None)
+        if index is None:
+            index = TokenIndex()
+            index.add(prompt)
+        elif index.num_tokens > MOST_OF_PROMPT:
+            index = _latest_half(index)
+        self._indexes[key] = index
+        while len(self._indexes) > MOST_PROMPTS or (len(self._indexes) > 1 and self.num_tokens > MOST_REMEMBERED):
+            self._indexes.popitem(last=False)
+        return index
+
+    def forget(self) -> None:
+        """All of them."""
+        self._indexes.clear()
+
+
+def _latest_half(index: TokenIndex) -> TokenIndex:
+    """The prompt, and of the other texts the latest, up to half of what is remembered of a prompt."""
+    prompt, *others = index.texts
+    room, kept = MOST_OF_PROMPT // 2, 0
+    for text in reversed(others):
+        room -= len(text)
+        if room < 0:
+            break
+        kept += 1
+    made = TokenIndex()
+    for text in (prompt, *others[len(others) - kept :]):
+        made.add(text)
+    return made
+
+
+class Speculation:
+    """The guesses of one engine's requests. Falsy while no unfinished one may guess."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+        self._drafters: dict[str, Drafter] = {}  # of those that ran already
+        self._rollouts = Rollouts()
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        """A request that may guess."""
+        self._requests[request.request_id] = request
+
+    def remove(self, request_id: str) -> None:
+        """It ended, if it was one of them; what it made is remembered."""
+        if self._requests.pop(request_id, None) is not None:
+            self._drafters.pop(request_id, None)
+
+    def keep(self, request_ids: Iterable[str]) -> None:
+        """All others are gone."""
+        for request_id in self._requests.keys() - set(request_ids):
+            self.remove(request_id)
+
+    def forget(self) -> None:
+        """What was made of earlier prompts."""
+        self._rollouts.forget()
+
+    def drafts(self, num_running: int, costs: StepCosts) -> Drafts:
+        """By slot, what may follow the tokens that are known by now; nothing where it would not pay.
+
+        num_running: Requests that a step has rows for.
+        """
+        most = min(MOST_DRAFTS, MOST_GUESSING_ROWS // max(1, num_running) - 1)
+        if most < 1:
+            return NO_DRAFTS
+        rate = num_running / (1.0 + costs.row * num_running)  # tokens in that time, without guesses
+        found: dict[int, list[int]] = {}
+        gain, lost = 0.0, rate * costs.waiting
+        for request_id, request in self._requests.items():
+            sequence = request.sequence
+            if sequence.status is not Status.RUNNING:
+                continue
+            drafter = self._drafters.get(request_id)
+            if drafter is None:
+                drafter = self._drafters[request_id] = self._drafter_of(request)
+            drafter.push(sequence.output_from(drafter.num_seen))
+            if not 0 < drafter.num_seen == sequence.num_output_tokens:
+                continue  # its prompt is computed, or it started over and makes the same tokens again
+            if tokens := drafter.guesses(most, rate * costs.row):
+                found[sequence.slot] = tokens
+                lost += rate * costs.row * len(tokens)
+                gain += sum(drafter.chance ** (i + 1) for i in range(len(tokens)))
+        return found if gain > lost else NO_DRAFTS
+
+    def _drafter_of(self, request: Request) -> Drafter:
+        sequence = request.sequence
+        prompt, output = sequence.prompt_token_ids, sequence.output_token_ids
+        index = self._rollouts.index_of(prompt, sequence.cache_salt)
+        return Drafter(index, prompt[-max(_TAIL, NGRAM) :] + output, len(output), request.draft_tokens)

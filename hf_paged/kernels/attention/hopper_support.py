@@ -1,0 +1,61 @@
+"""Where the prefill kernel for Hopper runs, and which calls it takes; the kernel is imported only there."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from hf_paged.kernels._triton import triton
+from hf_paged.kernels.attention.metadata import PagedMetadata
+
+# Gluon, in which the kernel is written, may change with any version of Triton: with these it was right and faster on a
+# GPU (benchmarks/prefill_tuning.py checks and times it).
+TESTED_TRITON = ("3.6",)
+# Largest head size at which it was timed. It is right up to 256.
+MEASURED_HEAD_DIM = 128
+BLOCK_M = 128  # queries times packed heads of a tile: 64 for each of two warpgroups
+
+
+def packed_heads(group: int) -> int:
+    """Query heads of a KV head that a tile holds, of `group`: a power of two, so that TMA brings them together."""
+    return min(group & -group, 16)
+
+
+@lru_cache(maxsize=64)
+def why_not_on(device: torch.device) -> str | None:
+    """Why the kernel cannot run on `device`; None where it can."""
+    if triton is None:
+        return "needs triton, which is not installed"
+    if device.type != "cuda" or not torch.cuda.is_available() or triton.knobs.runtime.interpret:
+        return f"needs a CUDA device, not {str(device)!r}"
+    major = torch.cuda.get_device_capability(device)[0]
+    if major != 9:
+        return f"does not run on compute capability {major}.x"
+    version: str = triton.__version__
+    if not version.startswith(tuple(f"{tested}." for tested in TESTED_TRITON)):
+        return f"was tested with triton {' and '.join(TESTED_TRITON)}, not {version}"
+    return None
+
+
+def why_not_of(dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    """Why the kernel cannot compute a model's attention; None where it can."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"takes fp16 and bf16, not {dtype}"
+    if not 64 <= head_dim <= 256 or head_dim % 8:
+        return f"takes a head_dim from 64 to 256 that is a multiple of 8, not {head_dim}"
+    if block_size < 16 or block_size & block_size - 1:
+        return f"takes a block_size that is a power of two from 16 on, not {block_size}"
+    return None
+
+
+def takes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata) -> bool:
+    """Can the kernel compute this call where it runs, and do rows fill its tiles?"""
+    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
+    return (
+        why_not_of(q.dtype, head_dim, block_size) is None
+        and meta.max_query_len * packed_heads(q.shape[1] // num_kv_heads) >= BLOCK_M
+        # What TMA asks of addresses and strides (those of the caches are multiples of head_dim), and int32 slots.
+        and not (q.data_ptr() | 2 * q.stride(0) | 2 * q.stride(1) | k_cache.data_ptr() | v_cache.data_ptr()) % 16
+        and num_blocks * block_size < 2**31
+    )
