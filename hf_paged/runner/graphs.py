@@ -3,7 +3,8 @@
 A graph of decode rows per padded number of rows, a graph of prompts per padded number of tokens; a step that holds both
 replays one of each, so that decoding never waits for the launches of a prompt. Captured lazily, all in one memory pool.
 Padding rows have length 0 and a slot of their own. Steps that bring log-probabilities, steps in which a row names an
-adapter, and steps whose rows share prefixes have graphs of their own.
+adapter, and steps whose rows share prefixes have graphs of their own. A step of decode rows that waits for masks of
+tokens is two graphs: up to the logits, and from there on.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
 from hf_paged.runner.step_context import PagedStep
 from hf_paged.sampling.token_log_probs import NO_LOG_PROBS
+from hf_paged.sampling.token_mask import HostMasks, TokenMasks
 from hf_paged.sampling.top_log_probs import shape_of
 from hf_paged.scheduler import StepPlan
 from hf_paged.scheduler.plan import MOST_GUESSING_ROWS
@@ -55,6 +57,20 @@ class Drawn(NamedTuple):
     tokens: torch.Tensor
     logprobs: Mapping[str, torch.Tensor]
     logits: torch.Tensor | None = None
+
+
+class Undrawn(NamedTuple):
+    """A step of decode rows that was replayed up to the logits; `StepGraphs.draw` goes on, before any other replay.
+
+    ``rows`` [2, size] int64 (slots, positions) and ``logits`` [size, V] (a rank's columns) are what the graph of this
+    ``key`` made; the first ``num_rows`` are rows of the step. ``memory``: what other memory graphs had then.
+    """
+
+    key: tuple
+    rows: torch.Tensor
+    logits: torch.Tensor
+    num_rows: int
+    memory: tuple
 
 
 class GroupedTiles(NamedTuple):
@@ -114,11 +130,14 @@ class StepGraphs:
         self._graphs: list[torch.cuda.CUDAGraph] = []  # also those whose capture an error ended
         self._pool: Any = None  # dies with its last graph
         self._stream: torch.cuda.Stream | None = None
+        self._mask_stream: torch.cuda.Stream | None = None
         self._model_signature: tuple | None = None
         self._nothing = torch.empty(0, dtype=torch.float32, device=self._device)
         self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
         self._memory_signature: tuple | None = None
         self._ready: tuple[StepPlan, Captured] | None = None  # the device has what this step reads
+        self._sent_lines: tuple[torch.cuda.CUDAGraph, np.ndarray] | None = None  # the last that went to such a graph
+        self._foreseen: tuple[StepPlan, tuple, Captured] | None = None  # the device has what this step will read
         self.num_captured = 0
         self.num_dropped = 0
         executor.group.holds(self)
@@ -129,6 +148,7 @@ class StepGraphs:
         self._decode_sizes = np.array(decode_sizes(self._num_slots))
         # Shared by all graphs: one runs at a time, and leaves zeros.
         self._arrivals = self._attention.arrivals(max(self._num_slots, MOST_GUESSING_ROWS))
+        self._mask_words: torch.Tensor | None = None  # [rows, W] int32, which graphs read
 
     def check(self) -> None:
         """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""
@@ -161,7 +181,7 @@ class StepGraphs:
         self._graphs.clear()
         self.num_dropped += sum(captured is not None for captured in self._captured.values())
         self._captured.clear()
-        self._pool = self._ready = None
+        self._pool = self._ready = self._sent_lines = self._foreseen = None
 
     def launch(self, plan: StepPlan, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor] = NO_LOG_PROBS,
                num_logits: int = 0) -> torch.Tensor | None:
@@ -208,6 +228,96 @@ class StepGraphs:
             self._send(captured, inputs)
             made.append(self._replay(captured)[: rows.stop - rows.start].clone())  # the next replay overwrites it
         return made[0] if len(made) == 1 else torch.cat(made)
+
+    def undrawn(self, plan: StepPlan) -> Undrawn | None:
+        """Replay a step of decode rows, all of which sample, up to the logits; None: no graph for it."""
+        self._drop_if_moved()
+        decodes = plan.num_decode_rows
+        if decodes < len(plan.slots) or decodes > self._sizes_of(plan)[-1]:
+            return None
+        captured: Captured | None
+        if self._foreseen is not None and self.is_foreseen(plan):
+            _, key, captured = self._foreseen
+        else:
+            run, inputs, key = self._undrawn_graph(plan)
+            captured = self._get(key[0], run, inputs)
+            if captured is None:
+                return None
+            self._send(captured, inputs)
+        memory = self._memory()
+        logits, rows = self._replay(captured)
+        return Undrawn(key, rows, logits, decodes, memory)
+
+    def foresee(self, plan: StepPlan) -> None:
+        """Send what `undrawn` of this plan, the next step, will read: behind a forward whose tokens are not drawn yet.
+
+        Nothing where the step has no graph so far.
+        """
+        is_decode = len(plan.slots) == plan.num_decode_rows <= self._decode_sizes[-1]
+        if is_decode and self._memory() == self._memory_signature:
+            _, inputs, key = self._undrawn_graph(plan)
+            captured = self._captured.get((key[0], self._undrawn.__name__, *key[1:]))
+            if captured is not None:
+                self._send(captured, inputs)
+                self._foreseen = plan, key, captured
+
+    def is_foreseen(self, plan: StepPlan) -> bool:
+        """Has the device what `undrawn` of this plan reads?"""
+        return self._foreseen is not None and self._foreseen[0] is plan
+
+    def _undrawn_graph(self, plan: StepPlan) -> tuple[partial, tuple[np.ndarray, ...], tuple]:
+        """What a graph of this step up to the logits runs and reads, and its key."""
+        size, named = self._decode_size(plan), self._state.adapters.any_named(plan.slots)
+        inputs, tiles = self._decode_inputs(plan, size)
+        return partial(self._undrawn, named=named, tiles=tiles), inputs, (size, named, tiles)
+
+    def draw(self, step: Undrawn, masks: HostMasks | None, stages: frozenset[str], result: torch.Tensor,
+             logprobs: Mapping[str, torch.Tensor]) -> bool:
+        """Draw the tokens of a step of `undrawn`, as `launch` does, under masks of its rows; False: no graph does it.
+
+        There is a graph of this for each graph up to the logits, since it reads them where that leaves them.
+        """
+        if step.memory != self._memory():
+            return False  # the state has grown since
+        lines, words = np.full(len(step.logits), -1, np.int32), self._room_for_masks()
+        if masks is not None:
+            self._send_words(masks.words, words[: len(masks.words)])
+            lines[: step.num_rows] = masks.lines
+        run = partial(self._masked, step.logits, step.rows, words, of=step.key, stages=stages, scored=tuple(logprobs))
+        captured = self._get(len(lines), run, (lines,))
+        if captured is None:
+            return False
+        known = self._sent_lines
+        if known is None or known[0] is not captured.graph or not np.array_equal(known[1], lines):
+            self._send(captured, (lines,))
+            self._sent_lines = captured.graph, lines
+        drawn = self._replay(captured)
+        result.copy_(drawn.tokens[: step.num_rows], non_blocking=True)
+        for kind, values in drawn.logprobs.items():
+            logprobs[kind].copy_(values[: step.num_rows], non_blocking=True)
+        return True
+
+    def _send_words(self, words: torch.Tensor, room: torch.Tensor) -> None:
+        """Bring masks [M, W] to where graphs read them, beside the forward that runs.
+
+        Nothing reads there now: the host knows the tokens that were drawn under the masks before.
+        """
+        if self._mask_stream is None:
+            room.copy_(words)
+            return
+        with torch.cuda.stream(self._mask_stream):
+            room.copy_(words, non_blocking=True)
+        torch.cuda.current_stream(self._device).wait_stream(self._mask_stream)
+
+    def _room_for_masks(self) -> torch.Tensor:
+        """Where graphs read masks, of all rows: ``words`` of `TokenMasks`."""
+        if self._mask_words is None:
+            shape = self._num_slots, -(-self._executor.num_logits // 32)
+            self._mask_words = torch.empty(shape, dtype=torch.int32, device=self._device)
+            if self._device.type == "cuda":
+                self._mask_stream = torch.cuda.Stream(self._device)
+                self._mask_stream.wait_stream(torch.cuda.current_stream(self._device))  # who had this memory before
+        return self._mask_words
 
     def _parts(self, plan: StepPlan, decode: Callable[..., partial],
                prompts: Callable[..., partial]) -> list[Part] | None:
@@ -268,9 +378,13 @@ class StepGraphs:
         """Has the device what `logits` of this plan reads, and did no other step run since?"""
         return self._ready is not None and self._ready[0] is plan
 
-    def _drop_if_moved(self) -> None:
+    def _memory(self) -> tuple:
+        """Other where what graphs read lies elsewhere."""
         size = self._cache.num_blocks if self._attention.backend.knows_pool_size else 0
-        signature = (self._state.version, self._state.edits.generation, self._cache.version, size)
+        return self._state.version, self._state.edits.generation, self._cache.version, size
+
+    def _drop_if_moved(self) -> None:
+        signature = self._memory()
         if signature != self._memory_signature:
             self.drop()
             self._memory_signature = signature
@@ -440,6 +554,17 @@ class StepGraphs:
                 tiles: GroupedTiles | None) -> torch.Tensor:
         return self._executor.shard_logits(*self._decode_hidden(rows, items, parts, named, tiles))
 
+    def _undrawn(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *, named: bool,
+                 tiles: GroupedTiles | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, and the rows: the next step's may come before tokens are drawn from the logits."""
+        return self._logits(rows, items, parts, named=named, tiles=tiles), rows.clone()
+
+    def _masked(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, lines: torch.Tensor, *,
+                of: tuple, stages: frozenset[str], scored: tuple[str, ...]) -> Drawn:
+        """Tokens of rows [2, size] from logits, which another graph (``of``) leaves, and masks."""
+        slots, positions = rows
+        return self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored, TokenMasks(words, lines))
+
     def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None, named: bool,
                        tiles: GroupedTiles | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states, and the rows' adapters where some row names one."""
@@ -489,10 +614,10 @@ class StepGraphs:
         return self._executor.shard_logits(hidden[last], None if adapters is None else adapters[last])
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
-              scored: tuple[str, ...]) -> Drawn:
+              scored: tuple[str, ...], masks: TokenMasks | None = None) -> Drawn:
         logprobs = {name: torch.empty(shape_of(name, len(slots)), dtype=torch.float32, device=self._device)
                     for name in scored}
-        return Drawn(self._state.sample(logits, slots, positions, stages, logprobs), logprobs)
+        return Drawn(self._state.sample(logits, slots, positions, stages, logprobs, masks), logprobs)
 
     def _step(self, positions: torch.Tensor, meta: PagedMetadata, adapters: torch.Tensor | None) -> PagedStep:
         parts = [(0, len(positions), meta)]
