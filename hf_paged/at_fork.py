@@ -38,6 +38,13 @@ def in_child(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
+def before(function: Callable[[], None]) -> Callable[[], None]:
+    """Have a module's `function()` called by the thread that forks, right before."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=function)
+    return function
+
+
 @in_child
 def _renew_registered() -> None:
     for thing in list(_registered):

@@ -40,6 +40,7 @@ RENEWED = {
 # Of those that stay as they are: why a child never waits for one.
 _RANKS = "a child never comes to it: every way there compares os.getpid() with the owner's first"
 _SERVER = "the server's event loop is the parent's: a child serves nobody"
+_CUDA = "only held around work on CUDA, which no child can do"
 SAFE = {
     "hf_paged.engine.driver.DrivenCall._changed": "the event loop whose task waits for it is the parent's",
     "hf_paged.integration.serving.answers.Answer._pieces": _SERVER,
@@ -48,7 +49,9 @@ SAFE = {
     "hf_paged.integration.serving.http._Answer": _SERVER,
     "hf_paged.integration.serving.http._Answer.refused": _SERVER,
     "hf_paged.integration.serving.http._Client._messages": _SERVER,
-    "hf_paged.models.captures.captures": "only held around work on CUDA, which no child can do",
+    "hf_paged.kernels.compiling.Kernel._reading": _CUDA,
+    "hf_paged.kernels.compiling._lock": _CUDA,
+    "hf_paged.models.captures.captures": _CUDA,
     "hf_paged.parallel.launch._State.lock": _RANKS,
     "hf_paged.parallel.launch._State.closing": _RANKS,
     "hf_paged.parallel.launch._State.died": _RANKS,

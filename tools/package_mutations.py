@@ -595,6 +595,18 @@ STRUCTURED = [
     PackageMutation(CORE, "                if is_open and request.matcher.is_over:\n", "                if False:\n",
                     FORMED_TESTS, "without_an_eos"),
     PackageMutation("engine/session.py", "        self._match_anew(made)\n", "", FORMED_TESTS, "interrupt"),
+    PackageMutation("engine/session.py", "(self.matcher.accept(token) if went_on is None else went_on)",
+                    "self.matcher.accept(token)", FORMED_TESTS, "not_for_their_commit"),
+    PackageMutation("engine/form_rows.py", "                request.went_on = error\n", "                raise\n",
+                    FORMED_TESTS, "refuses_a_token"),
+    PackageMutation("runner/graphs.py", "tiles=tiles), rows.clone()", "tiles=tiles), rows", "runner/test_graphs.py",
+                    "graph_of_their_own"),
+    PackageMutation("runner/graphs.py", "        if step.memory != self._memory():\n", "        if False:\n",
+                    "runner/test_graphs.py", "memory_may_move"),
+    PackageMutation("engine/form_rows.py", "                if request is None:\n", "                if False:\n",
+                    "engine/test_form_rows.py", "unless_that_is_gone"),
+    PackageMutation("runner/graphs.py", "            lines[: step.num_rows] = masks.lines\n", "            pass\n",
+                    "runner/test_graphs.py", "graph_of_their_own"),
     PackageMutation(GRAMMARS, "[token for token in own if token in eos] or list(eos) or own", "own",
                     "engine/test_grammars.py", "which_tokens_end"),
     PackageMutation(FORMED, "        if not stops or not {*stops} <= {*eos} or", "        if",
@@ -680,8 +692,27 @@ SHARED_READS = [
     PackageMutation(READS, "by_window.items()), by_window[None]",
                     "by_window.items()), by_window.total()", GROUP_TESTS,
                     "window_is_counted"),
-    PackageMutation("runner/model_runner.py", "        self._count_reads(plan)\n        return Computed(",
-                    "        return Computed(", GROUP_TESTS, "bytes_that_steps"),
+    PackageMutation("runner/model_runner.py",
+                    '        self._count_reads(plan)\n        device_times.end("eager", began)',
+                    '        device_times.end("eager", began)', GROUP_TESTS, "bytes_that_steps"),
+]
+
+# Kernels that a step misses.
+COMPILING, COMPILING_TESTS, COMING_TESTS = "kernels/compiling.py", "kernels/test_compiling.py", "runner/test_coming.py"
+MISSING_KERNELS = [
+    PackageMutation(COMPILING, "with suppress(Exception), _Zeros():", "with suppress(Exception):", COMPILING_TESTS,
+                    "zeros"),
+    PackageMutation(COMPILING, "if dry_run is None else partial(dry_run.launch, self, grid)", "if True else None",
+                    COMPILING_TESTS, "between_a_missing"),
+    PackageMutation(COMPILING, "with _told(self):\n            found = ", "if True:\n            found = ",
+                    COMPILING_TESTS, "in_threads"),
+    PackageMutation(COMPILING, "            _thread.dry_run = None\n", "            pass\n", COMPILING_TESTS,
+                    "no_thread_dry"),
+    PackageMutation("runner/graphs.py", "slots, positions + 1, stages", "slots, (positions + 1).int(), stages",
+                    COMING_TESTS, "the_sampler"),
+    PackageMutation("kernels/step_inputs.py", ', "ids", "places", "slot_mapping"', "", COMING_TESTS, "looks_tokens_up"),
+    PackageMutation("runner/graphs.py", "if 0 < num_rows <= most_rows:", "if 0 < num_rows < most_rows:",
+                    COMING_TESTS, "every_graph"),
 ]
 
 # What Prometheus is told.

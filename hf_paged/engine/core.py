@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from hf_paged.config import PagedConfig
-from hf_paged.engine import log_probs
+from hf_paged.engine import form_rows, log_probs
 from hf_paged.engine.endings import PLAIN_ENDING, Ending
-from hf_paged.engine.grammars import Grammars, MaskMaker, Matcher
+from hf_paged.engine.grammars import Grammars, MaskMaker
 from hf_paged.engine.lockstep import LockstepBatch, Way
 from hf_paged.engine.observer import Committed, Launched, Observers
 from hf_paged.engine.pace import Pace
@@ -39,7 +39,6 @@ from hf_paged.runner.prompt_scores import NOTHING
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.runner.weights import ModelMark, WeightsGuard
 from hf_paged.sampling.token_log_probs import RAW
-from hf_paged.sampling.token_mask import TokenMasks
 from hf_paged.sampling.top_log_probs import top_name
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
 from hf_paged.scheduler.lockstep_rows import OutOfBlocksError
@@ -84,6 +83,8 @@ class EngineCore:
         self._next_deadline = math.inf
         self.grammars = Grammars(executor.num_logits)
         self._masks: MaskMaker | None = None
+        self._pending: form_rows.PendingMasks | None = None  # of the step in flight, whose tokens are not drawn yet
+        self._waited: tuple[float, float] | None = None  # for the step in flight, where observers are to know when
         self.speculation = Speculation()
         self._adapter_counts = AdapterCounts(())  # when the runner was prepared
         # Totals; those that a scheduler counts hold what schedulers that are gone had counted.
@@ -208,9 +209,15 @@ class EngineCore:
     def changing(self) -> Iterator[None]:
         """For code that runs the device beside `step`: an exception in here makes the next entry start afresh."""
         self.dirty = True
-        with torch.inference_mode(False), torch.no_grad(), _ambient(self._executor.kv_spec().device):
+        with self._at_work():
             yield
         self.dirty = False
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """The state that a step runs in, outside of one."""
+        with torch.inference_mode(False), torch.no_grad(), _ambient(self._executor.kv_spec().device):
+            yield
 
     def end_orphans(self) -> None:
         """End rows whose call is gone without having ended them: an interrupt came in its very end."""
@@ -302,7 +309,7 @@ class EngineCore:
         """What the model computed when prompts were last received."""
         config = self._config
         options = {"merge_weights": config.merge_weights, "fused_kernels": config.fused_kernels}
-        with torch.inference_mode(False), torch.no_grad(), _ambient(self._executor.kv_spec().device):
+        with self._at_work():
             return ModelMark(options, self._executor.autocast, self._state_key, self._guard.checksum())
 
     def weights_moved(self) -> bool:
@@ -348,12 +355,16 @@ class EngineCore:
                         look_now = True
                     if look_now:
                         self.model_changed()
+                    if waiting and self._pending is not None:
+                        self._draw_in_flight()
                     joining = self._prepare_rows(waiting)
                 if joining is None:
                     return True
                 is_busy = self._in_flight is not None
                 plan = scheduler.schedule(self._drafts(scheduler)) if self.speculation else scheduler.schedule()
                 scheduled = time.perf_counter() if self.observers else 0.0
+                if self._pending is not None:
+                    self._draw_before(plan, joining)
                 if self.pool.runner is not None and self.pool.runner.sharded is not None:
                     self.pool.runner.sharded.say(control_flag)
                 is_busy |= plan is not None
@@ -363,20 +374,24 @@ class EngineCore:
                                     scheduler.num_preemptions - num_preempted, started, scheduled, time.perf_counter(),
                                     device_times.take())
                     self.observers.tell("launched", step)
-                if launched is None or not self._overlaps(device):
-                    self._commit_in_flight()
-                    self._in_flight = self._sampled(launched, joining)
-                    self._commit_in_flight()
-                else:
-                    previous, self._in_flight = self._in_flight, launched
+                previous, self._in_flight = self._in_flight, launched
+                overlaps = launched is not None and self._overlaps(device)
+                if not overlaps:
                     self._commit(previous)
-                    self._in_flight = self._sampled(launched, joining)
+                    previous = None
+                if launched is not None and launched[1].unsampled is not None:
+                    self._begin_masks(launched[0], previous, joining, beside=overlaps)
+                if overlaps:
+                    self._commit(previous)
+                else:
+                    self._commit_in_flight()
                 self._note_pace(plan, joined=bool(joining), overlapped=self._in_flight is not None,
                                 seconds=time.perf_counter() - started)
                 if joining:
                     self._answer_rows(joining, has_looked=look_now)
                 for sequence in scheduler.take_failed():
-                    self.finish(self.requests[sequence.request_id])
+                    if (request := self.requests.get(sequence.request_id)) is not None:  # else its mask failed as well
+                        self.finish(request)
                 if not self.requests:
                     self._commit_in_flight()  # no request needs the step that ran ahead: its blocks go back now
             self.dirty = False
@@ -497,7 +512,7 @@ class EngineCore:
             else:
                 parameters = self._parameters(plan.admitted) if plan.admitted else []
                 wanted = log_probs.wanted_by(plan, self.requests, self._attempt) if self._any_logprobs else NOTHING
-                awaits_masks = self._any_grammar and any(self._follow_grammars(plan))
+                awaits_masks = self._any_grammar and form_rows.any_follows(plan, self.requests)
                 launch = self.runner.launch_unsampled if awaits_masks else self.runner.launch
                 handle = launch(plan, parameters, wanted, rows)
                 self._joined_logits = handle.logits
@@ -521,51 +536,53 @@ class EngineCore:
         self._tell_of_new_start()
         self.dirty = False
 
-    def _follow_grammars(self, plan: StepPlan) -> list[bool]:
-        """Of each row that samples: does its request follow a grammar?"""
-        sequences, requests = plan.sequences, self.requests
-        rows = (requests.get(sequences[row].request_id) for row in np.flatnonzero(plan.samples).tolist())
-        return [request is not None and request.grammar is not None for request in rows]
+    def _begin_masks(self, plan: StepPlan, previous: tuple[StepPlan, StepHandle] | None,
+                     joining: list[tuple[LockstepBatch, StepPlan]], *, beside: bool) -> None:
+        """Begin to make the masks of a launched step, which is to draw its tokens under them (`_draw_in_flight`).
 
-    def _sampled(self, launched: tuple[StepPlan, StepHandle] | None,
-                 joining: list[tuple[LockstepBatch, StepPlan]]) -> tuple[StepPlan, StepHandle] | None:
-        """Have a launched step whose rows wait for masks draw its tokens; all tokens before them are committed."""
-        if launched is None or launched[1].unsampled is None:
-            return launched
-        plan, handle = launched
+        They need the tokens of the step before, ``previous`` where that is not committed yet, and not its commit.
+
+        Args:
+            beside: while this thread goes on.
+        """
         try:
-            return plan, self.runner.sample(handle, self._make_masks(plan))
+            if previous is not None:
+                waited = time.perf_counter() if self.observers else 0.0
+                tokens = previous[1].wait()
+                self._waited = (waited, time.perf_counter()) if self.observers else None
+                form_rows.go_ahead(previous[0], tokens, self._request_of)
+            if self._masks is None:
+                self._masks = MaskMaker(self._executor.num_logits, self.runner.device)
+            is_parallel = self._executor.group.is_parallel
+            self._pending = form_rows.PendingMasks(plan, self._masks, self._request_of, self._attempt,
+                                                   beside=beside and not is_parallel)
+            if is_parallel:
+                self._draw_in_flight()  # which all ranks do at one place, whatever they do between steps
         except Exception:
-            self._in_flight = self._joined_logits = None
+            self._in_flight, self._pending, self._joined_logits = previous, None, None
             self._take_launch_back(plan, joining)
             raise
 
-    def _make_masks(self, plan: StepPlan) -> TokenMasks | None:
-        """What may follow in each row of a plan that samples."""
-        if self._masks is None:
-            self._masks = MaskMaker(self._executor.num_logits, self.runner.device)
-        make = self._masks.make
-        requests = [self._request_of(plan, row) for row in np.flatnonzero(plan.samples).tolist()]
-        matchers: list[Matcher | None] = [None] * len(requests)
-
-        def ask(request: Request, row: int) -> None:
-            matchers[row] = request.open_matcher
-
-        def try_alone(row: int) -> None:
-            matcher, matchers[row] = matchers[row], None
-            make([matcher])
-            matchers[row] = matcher
-
-        for row, request in enumerate(requests):
-            if request is not None and request.grammar is not None:
-                self._attempt(request, ask, request, row)
+    def _draw_before(self, plan: StepPlan | None, joining: list[tuple[LockstepBatch, StepPlan]]) -> None:
+        """Draw the tokens of the step in flight, which the next one begins with."""
+        assert self.scheduler is not None
         try:
-            return make(matchers) if any(matchers) else None
-        except Exception:  # of a single matcher, whose request ends
-            for row, request in enumerate(requests):
-                if request is not None and matchers[row] is not None:
-                    self._attempt(request, try_alone, row)
-            return make(matchers)
+            if plan is not None and not joining:
+                self.runner.foresee(plan)  # while the masks are made
+            self._draw_in_flight()
+        except Exception:
+            self._in_flight = None
+            self.scheduler.preempt_all()
+            self._take_launch_back(None, joining)
+            raise
+
+    def _draw_in_flight(self) -> None:
+        """Have the step in flight draw its tokens under the masks that it waits for."""
+        assert self._in_flight is not None and self._pending is not None
+        plan, handle = self._in_flight
+        pending, self._pending = self._pending, None
+        with nullcontext() if self.stepping_thread is not None else self._at_work():
+            self._in_flight = plan, self.runner.sample(handle, pending.take())
 
     def _parameters(self, admitted: list[Sequence]) -> list[SlotParameters]:
         """What the device has to know of requests that get their slot, which start now."""
@@ -583,6 +600,8 @@ class EngineCore:
             self.pool.runner.follow_stream()
 
     def _commit_in_flight(self) -> None:
+        if self._pending is not None:
+            self._draw_in_flight()
         launched, self._in_flight = self._in_flight, None
         self._commit(launched)
 
@@ -595,6 +614,8 @@ class EngineCore:
         waited = time.perf_counter() if self.observers else 0.0
         tokens = handle.wait()
         ready = time.perf_counter() if self.observers else 0.0
+        if self._waited is not None:
+            (waited, ready), self._waited = self._waited, None
         self.control_flag |= handle.heard is not None and bool(handle.heard)
         if self._guard.pending:
             self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
@@ -816,8 +837,7 @@ class EngineCore:
 
     def scheduler_or_build(self) -> Scheduler:
         if self.scheduler is None:
-            device = self._executor.kv_spec().device
-            with torch.inference_mode(False), torch.no_grad(), _ambient(device):
+            with self._at_work():
                 runner = self.pool.build()
             resting, self._resting = self._resting, None
             if resting is not None and resting[0] is runner and resting[1].num_blocks == runner.cache.num_blocks:
@@ -841,7 +861,7 @@ class EngineCore:
         self.requests.clear()
         self.speculation.keep(())
         self._deadlines.clear()
-        self._arrivals, self._in_flight, self.dirty = [], None, False
+        self._arrivals, self._in_flight, self._pending, self.dirty = [], None, None, False
         self._tell_of_new_start()
         self.drop_pool()
 
@@ -880,7 +900,7 @@ class EngineCore:
             return
         if self._executor.group.is_parallel:
             raise EngineClosedError("a step of a sharded model was interrupted: expected a new PagedGenerator")
-        self._in_flight = None
+        self._in_flight = self._pending = None
         self._guard.forget()
         self._lose_rows()
         self._retire_scheduler()
@@ -915,7 +935,7 @@ class EngineCore:
 
     def restart_over_a_new_pool(self) -> None:
         """The model went to another dtype or device under running requests: they start over."""
-        self._in_flight = None
+        self._in_flight = self._pending = None
         self.drop_pool()
         self.dirty = True
         self.recover_if_dirty()

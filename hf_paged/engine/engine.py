@@ -48,6 +48,7 @@ from hf_paged.errors import (
     UnsupportedModelError,
 )
 from hf_paged.kernels.attention import flash_backend, hopper_support
+from hf_paged.kernels.weights_checksum import begin_early
 from hf_paged.models import KVSpec, ModelExecutor, find_executor
 from hf_paged.models.eligibility import reason_under, unsupported_reason
 from hf_paged.models.replica import Replica
@@ -99,6 +100,7 @@ def _executor_of(model: PreTrainedModel, config: PagedConfig) -> ModelExecutor:
     executor_class = find_executor(model)
     if executor_class is None:
         raise UnsupportedModelError(f"model={type(model).__name__}: expected a class that hf_paged supports")
+    begin_early(model.device)
     executor = executor_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels)
     if not executor.group.is_parallel:  # most likely its calls will be made as this one is
         executor.autocast = executor.autocast_of_call()

@@ -25,9 +25,10 @@ def wanted_by(plan: StepPlan, requests: Mapping[str, Request], attempt: Attempt)
         if span is not None:
             spans.append(span)
 
-    rows = [requests[sequence.request_id] for sequence in plan.sequences]
-    for row in range(plan.num_decode_rows, len(rows)):
-        attempt(rows[row], ask, rows[row], row)
+    # Masks of the step before may have ended a decode row's request since the plan was made.
+    rows = [requests[sequence.request_id] for sequence in plan.sequences if sequence.request_id in requests]
+    for row in range(plan.num_decode_rows - len(plan.sequences), 0):
+        attempt(rows[row], ask, rows[row], len(plan.sequences) + row)
     # Sorted: all ranks of a sharded model add them up in one order.
     names = {request.logprobs_kind for request in rows if request.logprobs_kind is not None}
     names |= {request.top.name for request in rows if request.top is not None}

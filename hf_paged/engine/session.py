@@ -77,6 +77,7 @@ class Request:
     made: Made | None = None  # output that was there when it came
     grammar: Grammar | None = None
     matcher: Matcher | None = None  # of the grammar, behind the committed output
+    went_on: bool | Exception | None = None  # did it already accept the token that is committed next? None: not asked
     num_emitted: int = 0  # of the output, that among it
     made_before: list[int] = field(default_factory=list)  # what was emitted when it started over, and is made again
     error: str | None = None
@@ -157,7 +158,7 @@ class Request:
     def _match_anew(self, made: list[int]) -> None:
         """Let the matcher stand behind this output."""
         if self.grammar is not None:
-            self.matcher = self.grammar.matcher(self.sequence.eos_token_ids)
+            self.matcher, self.went_on = self.grammar.matcher(self.sequence.eos_token_ids), None
             for token in made:
                 self.match(token)
 
@@ -167,13 +168,17 @@ class Request:
         Raises:
             ValueError: the grammar does not allow it.
         """
-        if self.matcher is not None and not self.matcher.accept(token):
+        went_on, self.went_on = self.went_on, None
+        if isinstance(went_on, Exception):
+            raise went_on
+        if self.matcher is not None and not (self.matcher.accept(token) if went_on is None else went_on):
             raise ValueError(f"structured: the grammar does not allow token {token} here; {BARRED}")
 
     @property
     def open_matcher(self) -> Matcher | None:
         """That by which the next token is chosen, if any."""
-        return None if self.matcher is None or self.matcher.is_over else self.matcher
+        is_lost = self.went_on is not None and self.went_on is not True
+        return None if self.matcher is None or is_lost or self.matcher.is_over else self.matcher
 
     def span_to_score(self, row: int, start: int, num_new: int) -> PromptSpan | None:
         """Which prompt tokens a step scores that computes ``num_new`` tokens from position ``start`` on, if any."""

@@ -15,6 +15,7 @@ from transformers.utils import cached_file
 from transformers.utils.hub import cached_files
 
 from hf_paged.config import PagedConfig
+from hf_paged.kernels.weights_checksum import begin_early
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _NO_PLACE = ("user_agent", "repo_type", "tqdm_class", "init_inputs", "kwargs", "filenames", "deprecated_kwargs",
@@ -120,6 +121,7 @@ def one_device(device_map: Any) -> torch.device:
 
 def load_whole(path_or_id: str | os.PathLike, loading: Loading) -> Any:
     """The model on its one device, in eval mode."""
+    begin_early(loading.device)
     arguments = dict(loading.arguments)
     if loading.is_mapped or arguments.get("quantization_config") is not None:  # quantizers move no model afterwards
         arguments["device_map"] = {"": loading.device}

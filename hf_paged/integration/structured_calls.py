@@ -71,7 +71,7 @@ class StructuredProcessor(LogitsProcessor):
         self._known = known
         if not any(matchers):
             return scores
-        masks = self._masks.make(matchers)
+        masks = self._masks.make(matchers).to(scores.device)
         if scores.is_cuda:
             torch.cuda.current_stream(scores.device).synchronize()  # before the next masks take its memory
         masked: Any = mask_tokens(scores.clone(), masks)

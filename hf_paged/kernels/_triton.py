@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from hf_paged.kernels.compiling import Kernel
 
 if TYPE_CHECKING:
     import triton
@@ -35,13 +37,15 @@ __all__ = [
 def jit(
     *, varying_ints: tuple[str, ...] = (), varying_pointers: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Any]], Any]:
-    """``triton.jit``, or the bare function where Triton is missing.
+    """``triton.jit``, whose kernels are a `Kernel` each, or the bare function where Triton is missing.
 
     Values of ``varying_ints`` and alignments of ``varying_pointers`` change from step to step and compile nothing.
     """
     if triton is None:
         return lambda fn: fn
-    return triton.jit(do_not_specialize=list(varying_ints), do_not_specialize_on_alignment=list(varying_pointers))
+    ints, pointers = list(varying_ints), list(varying_pointers)
+    options: dict[str, Any] = {"do_not_specialize": ints, "do_not_specialize_on_alignment": pointers}
+    return triton.jit(**options) if triton.knobs.runtime.interpret else partial(Kernel, **options)
 
 
 def column_numbers(columns: Any) -> list[Any]:

@@ -69,7 +69,10 @@ def step_inputs_host(
     return torch.from_numpy(ids), torch.from_numpy(at), torch.from_numpy(mapping)
 
 
-@jit(varying_ints=("num_tokens",), varying_pointers=("slots", "positions", "write_from"))
+@jit(
+    varying_ints=("num_tokens",),
+    varying_pointers=("slots", "positions", "write_from", "ids", "places", "slot_mapping"),
+)
 def _step_inputs_kernel(
     tokens,
     block_table,

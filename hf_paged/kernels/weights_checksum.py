@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from functools import lru_cache, partial
 from operator import attrgetter
 
 import numpy as np
 import torch
 import xxhash
 
-from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl
+from hf_paged.kernels import compiling
+from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels.compiling import in_background
 from hf_paged.kernels.upload import upload
 
 # Bytes a program reads: some hundred thousand programs for an 8B model, each with eight tiles of work.
@@ -62,10 +66,29 @@ class ChecksumPlan:
             self._chunks = upload(_chunk_table(*signature), device)
             self._signature = signature
         out = torch.zeros(1, dtype=torch.int64, device=device)
+        if device.type == "cuda":
+            wait([_warmed_up(device.index)])  # it may be under way
         if len(self._chunks):
             with on_device_of(out):
                 _checksum_kernel[(len(self._chunks),)](self._chunks, out, TILE=TILE_WORDS, num_warps=4)
         return out
+
+
+def begin_early(device: torch.device) -> None:
+    """Have the kernel compiled in a thread, behind what Triton does once in a process: calls need this kernel first."""
+    if triton is not None and device.type == "cuda" and not triton.knobs.runtime.interpret:
+        _warmed_up(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _warmed_up(device: int) -> Future[object]:
+    return in_background(partial(_warm_up, device))
+
+
+def _warm_up(device: int) -> None:
+    wait([compiling.begin_early()])
+    with torch.cuda.device(device):
+        _checksum_kernel.warmup(torch.int64, torch.int64, TILE=TILE_WORDS, num_warps=4, grid=(1,))
 
 
 def weights_checksum_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
 from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.kernels.compiling import is_dry
 from hf_paged.kernels.linear import makes_parts
 from hf_paged.kernels.lora_expand import Delta, lora_expand_unchecked
 from hf_paged.kernels.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
@@ -329,8 +330,8 @@ class FusedExecutor(DecoderExecutor):
         residual: torch.Tensor | None = None
         ranks = SINGLE  # over which delta has still to be added up
         lora: Delta | None = None  # which LoRA has still to add to it
-        for i, layer in enumerate(self._parts_of_layers):
-            qkv, gate_up = self._qkv[i], self._gate_up[i]
+        for i in self._different_layers() if is_dry() else range(len(self._parts_of_layers)):
+            layer, qkv, gate_up = self._parts_of_layers[i], self._qkv[i], self._gate_up[i]
             normed, residual = self._add_norm(delta, ranks, residual, layer.input_norm, lora)
             product, lora = qkv(normed, rows)
             rest = (*_weights_and_epsilon(layer.head_norms), *tables, step.slot_mapping, *step.kv_cache(i))
@@ -350,6 +351,16 @@ class FusedExecutor(DecoderExecutor):
                 hidden, shrunk = layer.mlp.act_fn(gate) * up, None
             delta, ranks, lora = layer.down_proj(hidden, layer.down_linear, rows, shrunk)
         return self._add_norm(delta, ranks, residual, decoder.norm, lora)[0]
+
+    def _different_layers(self) -> list[int]:
+        """Of layers that launch the same kernels the first two, since what comes before counts, and the last."""
+        alike: dict[tuple, list[int]] = {}
+        for i, layer in enumerate(self._layers()):
+            parts, projections = self._parts_of_layers[i], (self._qkv[i], self._gate_up[i])
+            shapes = tuple((parameter.shape, parameter.dtype) for parameter in layer.parameters())
+            are_merged = tuple(one is not None and one.weight is not None for one in projections)
+            alike.setdefault((shapes, are_merged, parts.options, parts.has_silu), []).append(i)
+        return sorted({i for layers in alike.values() for i in (*layers[:2], layers[-1])})
 
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None, norm: Any,
                   lora: Delta | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,15 +3,17 @@
 A graph of decode rows per padded number of rows, a graph of prompts per padded number of tokens; a step that holds both
 replays one of each, so that decoding never waits for the launches of a prompt. Captured lazily, all in one memory pool.
 Padding rows have length 0 and a slot of their own. Steps that bring log-probabilities, steps in which a row names an
-adapter, and steps whose rows, or whose prompts, share prefixes have graphs of their own.
+adapter, and steps whose rows, or whose prompts, share prefixes have graphs of their own. A step of decode rows that
+waits for masks of tokens is two graphs: up to the logits, and from there on.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ import torch
 from hf_paged.kernels.attention.grouped_work import GroupedPlan
 from hf_paged.kernels.attention.metadata import DecodeWork, GroupedConfig, GroupedWork, PagedMetadata, PromptWork
 from hf_paged.kernels.attention.prompt_work import padded
+from hf_paged.kernels.compiling import compiled_together
 from hf_paged.kernels.upload import upload
 from hf_paged.models import ModelExecutor
 from hf_paged.models.captures import capture_lock, captures
@@ -30,6 +33,7 @@ from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
 from hf_paged.runner.step_context import PagedStep
 from hf_paged.sampling.token_log_probs import NO_LOG_PROBS
+from hf_paged.sampling.token_mask import HostMasks, TokenMasks
 from hf_paged.sampling.top_log_probs import shape_of
 from hf_paged.scheduler import StepPlan
 from hf_paged.scheduler.plan import MOST_GUESSING_ROWS
@@ -54,6 +58,20 @@ class Drawn(NamedTuple):
     tokens: torch.Tensor
     logprobs: Mapping[str, torch.Tensor]
     logits: torch.Tensor | None = None
+
+
+class Undrawn(NamedTuple):
+    """A step of decode rows that was replayed up to the logits; `StepGraphs.draw` goes on, before any other replay.
+
+    ``rows`` [2, size] int64 (slots, positions) and ``logits`` [size, V] (a rank's columns) are what the graph of this
+    ``key`` made; the first ``num_rows`` are rows of the step. ``memory``: what other memory graphs had then.
+    """
+
+    key: tuple
+    rows: torch.Tensor
+    logits: torch.Tensor
+    num_rows: int
+    memory: tuple
 
 
 class GroupedTiles(NamedTuple):
@@ -113,11 +131,14 @@ class StepGraphs:
         self._graphs: list[torch.cuda.CUDAGraph] = []  # also those whose capture an error ended
         self._pool: Any = None  # dies with its last graph
         self._stream: torch.cuda.Stream | None = None
+        self._mask_stream: torch.cuda.Stream | None = None
         self._model_signature: tuple | None = None
         self._nothing = torch.empty(0, dtype=torch.float32, device=self._device)
         self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
         self._memory_signature: tuple | None = None
         self._ready: tuple[StepPlan, Captured] | None = None  # the device has what this step reads
+        self._sent_lines: tuple[torch.cuda.CUDAGraph, np.ndarray] | None = None  # the last that went to such a graph
+        self._foreseen: tuple[StepPlan, tuple, Captured] | None = None  # the device has what this step will read
         self.num_captured = 0
         self.num_dropped = 0
         executor.group.holds(self)
@@ -128,6 +149,7 @@ class StepGraphs:
         self._decode_sizes = np.array(decode_sizes(self._num_slots))
         # Shared by all graphs: one runs at a time, and leaves zeros.
         self._arrivals = self._attention.arrivals(max(self._num_slots, MOST_GUESSING_ROWS))
+        self._mask_words: torch.Tensor | None = None  # [rows, W] int32, which graphs read
 
     def check(self) -> None:
         """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""
@@ -160,7 +182,7 @@ class StepGraphs:
         self._graphs.clear()
         self.num_dropped += sum(captured is not None for captured in self._captured.values())
         self._captured.clear()
-        self._pool = self._ready = None
+        self._pool = self._ready = self._sent_lines = self._foreseen = None
 
     def launch(self, plan: StepPlan, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor] = NO_LOG_PROBS,
                num_logits: int = 0) -> torch.Tensor | None:
@@ -207,6 +229,96 @@ class StepGraphs:
             self._send(captured, inputs)
             made.append(self._replay(captured)[: rows.stop - rows.start].clone())  # the next replay overwrites it
         return made[0] if len(made) == 1 else torch.cat(made)
+
+    def undrawn(self, plan: StepPlan) -> Undrawn | None:
+        """Replay a step of decode rows, all of which sample, up to the logits; None: no graph for it."""
+        self._drop_if_moved()
+        decodes = plan.num_decode_rows
+        if decodes < len(plan.slots) or decodes > self._sizes_of(plan)[-1]:
+            return None
+        captured: Captured | None
+        if self._foreseen is not None and self.is_foreseen(plan):
+            _, key, captured = self._foreseen
+        else:
+            run, inputs, key = self._undrawn_graph(plan)
+            captured = self._get(key[0], run, inputs)
+            if captured is None:
+                return None
+            self._send(captured, inputs)
+        memory = self._memory()
+        logits, rows = self._replay(captured)
+        return Undrawn(key, rows, logits, decodes, memory)
+
+    def foresee(self, plan: StepPlan) -> None:
+        """Send what `undrawn` of this plan, the next step, will read: behind a forward whose tokens are not drawn yet.
+
+        Nothing where the step has no graph so far.
+        """
+        is_decode = len(plan.slots) == plan.num_decode_rows <= self._decode_sizes[-1]
+        if is_decode and self._memory() == self._memory_signature:
+            _, inputs, key = self._undrawn_graph(plan)
+            captured = self._captured.get((key[0], self._undrawn.__name__, *key[1:]))
+            if captured is not None:
+                self._send(captured, inputs)
+                self._foreseen = plan, key, captured
+
+    def is_foreseen(self, plan: StepPlan) -> bool:
+        """Has the device what `undrawn` of this plan reads?"""
+        return self._foreseen is not None and self._foreseen[0] is plan
+
+    def _undrawn_graph(self, plan: StepPlan) -> tuple[partial, tuple[np.ndarray, ...], tuple]:
+        """What a graph of this step up to the logits runs and reads, and its key."""
+        size, named = self._decode_size(plan), self._state.adapters.any_named(plan.slots)
+        inputs, tiles = self._decode_inputs(plan, size)
+        return partial(self._undrawn, named=named, tiles=tiles), inputs, (size, named, tiles)
+
+    def draw(self, step: Undrawn, masks: HostMasks | None, stages: frozenset[str], result: torch.Tensor,
+             logprobs: Mapping[str, torch.Tensor]) -> bool:
+        """Draw the tokens of a step of `undrawn`, as `launch` does, under masks of its rows; False: no graph does it.
+
+        There is a graph of this for each graph up to the logits, since it reads them where that leaves them.
+        """
+        if step.memory != self._memory():
+            return False  # the state has grown since
+        lines, words = np.full(len(step.logits), -1, np.int32), self._room_for_masks()
+        if masks is not None:
+            self._send_words(masks.words, words[: len(masks.words)])
+            lines[: step.num_rows] = masks.lines
+        run = partial(self._masked, step.logits, step.rows, words, of=step.key, stages=stages, scored=tuple(logprobs))
+        captured = self._get(len(lines), run, (lines,))
+        if captured is None:
+            return False
+        known = self._sent_lines
+        if known is None or known[0] is not captured.graph or not np.array_equal(known[1], lines):
+            self._send(captured, (lines,))
+            self._sent_lines = captured.graph, lines
+        drawn = self._replay(captured)
+        result.copy_(drawn.tokens[: step.num_rows], non_blocking=True)
+        for kind, values in drawn.logprobs.items():
+            logprobs[kind].copy_(values[: step.num_rows], non_blocking=True)
+        return True
+
+    def _send_words(self, words: torch.Tensor, room: torch.Tensor) -> None:
+        """Bring masks [M, W] to where graphs read them, beside the forward that runs.
+
+        Nothing reads there now: the host knows the tokens that were drawn under the masks before.
+        """
+        if self._mask_stream is None:
+            room.copy_(words)
+            return
+        with torch.cuda.stream(self._mask_stream):
+            room.copy_(words, non_blocking=True)
+        torch.cuda.current_stream(self._device).wait_stream(self._mask_stream)
+
+    def _room_for_masks(self) -> torch.Tensor:
+        """Where graphs read masks, of all rows: ``words`` of `TokenMasks`."""
+        if self._mask_words is None:
+            shape = self._num_slots, -(-self._executor.num_logits // 32)
+            self._mask_words = torch.empty(shape, dtype=torch.int32, device=self._device)
+            if self._device.type == "cuda":
+                self._mask_stream = torch.cuda.Stream(self._device)
+                self._mask_stream.wait_stream(torch.cuda.current_stream(self._device))  # who had this memory before
+        return self._mask_words
 
     def _parts(self, plan: StepPlan, decode: Callable[..., partial],
                prompts: Callable[..., partial]) -> list[Part] | None:
@@ -268,9 +380,13 @@ class StepGraphs:
         """Has the device what `logits` of this plan reads, and did no other step run since?"""
         return self._ready is not None and self._ready[0] is plan
 
-    def _drop_if_moved(self) -> None:
+    def _memory(self) -> tuple:
+        """Other where what graphs read lies elsewhere."""
         size = self._cache.num_blocks if self._attention.backend.knows_pool_size else 0
-        signature = (self._state.version, self._state.edits.generation, self._cache.version, size)
+        return self._state.version, self._state.edits.generation, self._cache.version, size
+
+    def _drop_if_moved(self) -> None:
+        signature = self._memory()
         if signature != self._memory_signature:
             self.drop()
             self._memory_signature = signature
@@ -332,7 +448,9 @@ class StepGraphs:
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
-                run(*inputs)  # here: after a first run on another stream the replays of nano were 2 % slower
+                # Here: after a first run on another stream the replays of nano were 2 % slower.
+                num_rows = len(np.setdiff1d(arrays[0][0], self._state.padding_slot))
+                self._run_compiled(partial(run, *inputs), num_rows)
                 with capture_lock(self._device):
                     return self._record(run, inputs, name)
         except torch.OutOfMemoryError:
@@ -341,6 +459,36 @@ class StepGraphs:
             return None
         finally:
             current.wait_stream(stream)  # also after an error: what was enqueued there writes blocks and history
+
+    def _run_compiled(self, run: Callable[[], object], num_rows: int) -> None:
+        """`run()`, its kernels compiled side by side, and behind them those that decoding its rows will need."""
+        if self._executor.group.is_parallel:  # ranks may miss other kernels, and would wait for each other
+            run()
+        else:
+            compiled_together(run, self.coming(num_rows))
+
+    def coming(self, most_rows: int, most_tokens: int = 0) -> Iterator[Callable[[], object]]:
+        """What graphs of up to so many decode rows and prompt tokens run, the smallest first, over padding alone."""
+        for num_rows, num_tokens in zip_longest(self._decode_sizes, self._prompt_sizes, fillvalue=0):
+            if 0 < num_rows <= most_rows:
+                yield partial(self._run_padding_rows, num_rows)
+            if 0 < num_tokens <= most_tokens:
+                yield partial(self._run_padding_tokens, num_tokens)
+
+    def _run_padding_rows(self, size: int) -> None:
+        rows = np.empty((2, size), dtype=np.int64)
+        rows[0], rows[1] = self._state.padding_slot, -1
+        work = self._attention.split_plan(rows[1] + 1, rows[0])
+        assert isinstance(work, np.ndarray)
+        inputs = [upload(array, self._device) for array in (rows, work)]
+        self._decode(*inputs, stages=frozenset(), scored=(), named=False, with_logits=False, tiles=None)
+
+    def _run_padding_tokens(self, size: int) -> None:
+        tokens, rows = np.empty((3, size), dtype=np.int64), np.zeros((6, self._prompt_rows(size) + 1), dtype=np.int64)
+        tokens[0], tokens[1], tokens[2] = self._state.padding_slot, -1, 0
+        rows[1] = rows[4] = self._state.padding_slot
+        inputs = [upload(array, self._device) for array in (tokens, rows)]
+        self._prompts(*inputs, stages=frozenset(), long=False, scored=(), named=False, tiles=None)
 
     def _own_stream(self) -> torch.cuda.Stream:
         """The one this engine captures on, or takes over from an engine that is gone.
@@ -401,12 +549,23 @@ class StepGraphs:
         hidden = self._decode_hidden(rows, items, parts, named, tiles)
         logits, (slots, positions) = self._executor.shard_logits(*hidden), rows
         # The sampled token's place is the length of what it follows.
-        drawn = self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored)
+        drawn = self._draw(logits, slots, positions + 1, stages, scored)
         return drawn._replace(logits=logits) if with_logits else drawn  # a graph that keeps them keeps their memory
 
     def _logits(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *, named: bool,
                 tiles: GroupedTiles | None) -> torch.Tensor:
         return self._executor.shard_logits(*self._decode_hidden(rows, items, parts, named, tiles))
+
+    def _undrawn(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *, named: bool,
+                 tiles: GroupedTiles | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, and the rows: the next step's may come before tokens are drawn from the logits."""
+        return self._logits(rows, items, parts, named=named, tiles=tiles), rows.clone()
+
+    def _masked(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, lines: torch.Tensor, *,
+                of: tuple, stages: frozenset[str], scored: tuple[str, ...]) -> Drawn:
+        """Tokens of rows [2, size] from logits, which another graph (``of``) leaves, and masks."""
+        slots, positions = rows
+        return self._draw(logits, slots, 1 + positions, stages, scored, TokenMasks(words, lines))
 
     def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None, named: bool,
                        tiles: GroupedTiles | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -450,7 +609,7 @@ class StepGraphs:
                  long: bool, scored: tuple[str, ...], named: bool, tiles: GroupedTiles | None) -> Drawn:
         logits = self._prompt_logits(tokens, rows, *work, long=long, named=named, tiles=tiles)
         sampled_slots, sampled_positions = rows[4:, :-1]
-        return self._draw(logits, sampled_slots, sampled_positions.to(torch.int32), stages, scored)
+        return self._draw(logits, sampled_slots, sampled_positions, stages, scored)
 
     def _prompt_logits(self, tokens: torch.Tensor, rows: torch.Tensor, *work: torch.Tensor, long: bool, named: bool,
                        tiles: GroupedTiles | None) -> torch.Tensor:
@@ -467,10 +626,10 @@ class StepGraphs:
         return self._executor.shard_logits(hidden[last], None if adapters is None else adapters[last])
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
-              scored: tuple[str, ...]) -> Drawn:
+              scored: tuple[str, ...], masks: TokenMasks | None = None) -> Drawn:
         logprobs = {name: torch.empty(shape_of(name, len(slots)), dtype=torch.float32, device=self._device)
                     for name in scored}
-        return Drawn(self._state.sample(logits, slots, positions, stages, logprobs), logprobs)
+        return Drawn(self._state.sample(logits, slots, positions, stages, logprobs, masks), logprobs)
 
     def _step(self, positions: torch.Tensor, meta: PagedMetadata, adapters: torch.Tensor | None) -> PagedStep:
         parts = [(0, len(positions), meta)]

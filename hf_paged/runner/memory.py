@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from hf_paged.config import PagedConfig
+from hf_paged.kernels.compiling import compiled_together
 from hf_paged.models import KVSpec, ModelExecutor
+from hf_paged.runner.graphs import StepGraphs
 from hf_paged.runner.kv_cache import blocks_within
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.request_state import SlotParameters
@@ -143,7 +146,12 @@ def _largest_step(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
     # Every option of the sampler at once.
     parameters = SlotParameters(do_sample=True, temperature=0.7, top_k=50, top_p=0.9, min_p=0.05, max_length=length + 1)
     runner.prepare()
-    return lambda: runner.launch(plan, [parameters] * len(plan.admitted)).wait()
+    launch = partial(runner.launch, plan, [parameters] * len(plan.admitted))
+    if executor.group.is_parallel or config.enforce_eager:
+        return lambda: launch().wait()
+    graphs = StepGraphs(executor, runner.cache, runner.state, runner.attention, config.max_num_batched_tokens)
+    coming = graphs.coming(config.max_num_seqs, config.max_num_batched_tokens)
+    return lambda: compiled_together(launch, coming).wait()
 
 
 def _cpu_num_blocks(spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:

@@ -2,47 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from hf_paged.kernels.attention.backends import resolve_backend
+from hf_paged.kernels.compiling import compiled_together
 from hf_paged.kernels.upload import upload
 from hf_paged.models import KVSpec, ModelExecutor
 from hf_paged.models.captures import capture_lock
 from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
-from hf_paged.runner.graphs import StepGraphs
+from hf_paged.runner.graphs import StepGraphs, Undrawn
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.kv_reads import KVReads
 from hf_paged.runner.prompt_scores import NOTHING, PromptSpan, Wanted, prompt_log_probs
 from hf_paged.runner.request_state import RequestState, SlotParameters
 from hf_paged.runner.sharded_sampling import ShardedSampling
 from hf_paged.runner.step_context import PagedStep
-from hf_paged.sampling.token_mask import TokenMasks
+from hf_paged.sampling.token_mask import HostMasks
 from hf_paged.sampling.top_log_probs import shape_of
 from hf_paged.scheduler import StepPlan
+
+Result = TypeVar("Result")
 
 
 class Unsampled(NamedTuple):
     """The rows of a launched step that `ModelRunner.sample` is to draw tokens of, for which masks are still to come.
 
-    ``logits`` [n, V] (a rank's columns) of the rows ``rows`` of R; ``slots`` and ``positions`` [n] int64; ``stages`` of
-    logits editing. ``result`` [R] and ``logprobs`` {kind: [R]} on the host, of which the first are others' rows.
+    ``logits`` [n, V] (a rank's columns) of the rows ``rows`` of R; ``slots`` and ``positions`` [n] int64 on the host;
+    ``stages`` of logits editing. ``result`` [R] and ``logprobs`` {kind: [R]} on the host, of which the first are
+    others' rows. ``undrawn``: the same step where a graph may draw the tokens.
     """
 
     logits: torch.Tensor
     rows: np.ndarray
-    slots: torch.Tensor
-    positions: torch.Tensor
+    slots: np.ndarray
+    positions: np.ndarray
     stages: frozenset[str]
     result: torch.Tensor
     logprobs: Mapping[str, torch.Tensor]
+    undrawn: Undrawn | None = None
 
 
 class StepHandle(NamedTuple):
@@ -161,7 +167,9 @@ class ModelRunner:
             joining: decode rows of others, which end at the logits.
         """
         first = sum(len(rows.slots) for rows in joining)
-        plan, result, logprobs = self._begin(plan.behind(joining) if first else plan, parameters, wanted)
+        plan = plan.behind(joining) if first else plan
+        self._begin(plan, parameters)
+        result, logprobs = self._room_on_host(len(plan.slots), wanted)
         own = {kind: values[first:] for kind, values in logprobs.items()}
         if self.graphs is not None and not wanted.prompt:
             logits = self.graphs.launch(plan, result, logprobs, num_logits=first)
@@ -169,9 +177,8 @@ class ModelRunner:
                 self._count_reads(plan)
                 return self._handle(result[first:], own, logits=logits)
         began = device_times.begin(self.device)
-        computed = self._hidden_states(plan)
-        logits = self.executor.logits(*computed.at(slice(0, first))) if first else None
-        self._sample(plan, computed, result, logprobs)
+        computed, logits = self._compiled(partial(self._eagerly, plan, first, result, logprobs), plan)
+        self._count_reads(plan)
         device_times.end("eager", began)
         if not wanted.prompt:
             return self._handle(result[first:], own, logits=logits)
@@ -181,49 +188,86 @@ class ModelRunner:
         device_times.end("prompt log-probabilities", began)
         return self._handle(result[first:], own, scored, wanted.prompt, logits)._replace(prompt_tops=tops)
 
+    def _eagerly(self, plan: StepPlan, first: int, result: torch.Tensor,
+                 logprobs: Mapping[str, torch.Tensor]) -> tuple[Computed, torch.Tensor | None]:
+        """A step without graphs, and the logits of its first rows, if any; it comes to the same when it is repeated."""
+        computed = self._hidden_states(plan)
+        logits = self.executor.logits(*computed.at(slice(0, first))) if first else None
+        self._sample(plan, computed, result, logprobs)
+        return computed, logits
+
+    def _compiled(self, run: Callable[[], Result], plan: StepPlan) -> Result:
+        """`run()` of an eager step, its kernels compiled side by side, and behind them those of decoding its rows."""
+        if self.device.type != "cuda" or self.executor.group.is_parallel:
+            return run()
+        return compiled_together(run, () if self.graphs is None else self.graphs.coming(len(plan.slots)))
+
     def launch_unsampled(self, plan: StepPlan, parameters: list[SlotParameters], wanted: Wanted = NOTHING,
                          joining: Seq[StepPlan] = ()) -> StepHandle:
         """`launch` of a step some row of which samples, up to the logits: `sample` goes on."""
         first = sum(len(rows.slots) for rows in joining)
-        plan, result, logprobs = self._begin(plan.behind(joining) if first else plan, parameters, wanted)
-        every = None if self.graphs is None or wanted.prompt else self.graphs.row_logits(plan)
+        plan = plan.behind(joining) if first else plan
+        if self.graphs is None or not self.graphs.is_foreseen(plan):
+            self._begin(plan, parameters)
+        result, logprobs = self._room_on_host(len(plan.slots), wanted)
+        rows = np.flatnonzero(plan.samples)
+        slots, positions = plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
+        stages = self.state.stages(slots)
+        graphs = None if wanted.prompt else self.graphs
+        if graphs is not None and not first and (undrawn := graphs.undrawn(plan)) is not None:
+            self._count_reads(plan)
+            logits = undrawn.logits[: undrawn.num_rows]
+            unsampled = Unsampled(logits, rows, slots, positions, stages, result, logprobs, undrawn)
+            return StepHandle(result, None, logprobs, unsampled=unsampled)
+        every = None if graphs is None else graphs.row_logits(plan)
         scored, tops, spans = None, None, [span._replace(row=first + span.row) for span in wanted.prompt]
         if every is not None:
             self._count_reads(plan)
         else:
             began = device_times.begin(self.device)
-            computed = self._hidden_states(plan)
+            computed = self._compiled(partial(self._hidden_states, plan), plan)
+            self._count_reads(plan)
             last = upload(computed.query_start[1:].astype(np.int64) - 1, self.device)
             every = self.executor.shard_logits(*computed.at(last))
             if spans:
                 scored, tops = self._score_prompts(plan, computed, spans, wanted.prompt_top)
             device_times.end("eager up to the logits", began)
-        rows = np.flatnonzero(plan.samples)
-        ends = rows, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
-        index, slots, positions = upload(np.array(ends, np.int64), self.device)
-        logits = every if len(rows) == len(every) else every[index]
-        unsampled = Unsampled(logits, rows, slots, positions, self.state.stages(plan.slots[rows]), result, logprobs)
+        logits = every if len(rows) == len(every) else every[upload(rows, self.device)]
+        unsampled = Unsampled(logits, rows, slots, positions, stages, result, logprobs)
         own = {kind: values[first:] for kind, values in logprobs.items()}
         return StepHandle(result[first:], None, own, scored, wanted.prompt, None, every[:first] if first else None,
                           unsampled, tops)
 
-    def sample(self, handle: StepHandle, masks: TokenMasks | None) -> StepHandle:
-        """Enqueue what is left of a step of `launch_unsampled`.
+    def foresee(self, plan: StepPlan) -> None:
+        """Send what a launch of this plan, the next, needs, while the step before it waits for masks of its tokens.
+
+        Only of a step without new rows: the others' slots may be in use until those tokens are drawn.
+        """
+        if self.graphs is not None and not plan.admitted and plan.drafts is None:
+            self._update_state(plan, [])
+            self.graphs.foresee(plan)
+
+    def sample(self, handle: StepHandle, masks: HostMasks | None) -> StepHandle:
+        """Enqueue what is left of a step of `launch_unsampled`, before any other step.
 
         Args:
             masks: of the rows of the plan that sample, in order; None: no row has one.
         """
         assert handle.unsampled is not None
         self.follow_stream()
-        logits, rows, slots, positions, stages, result, logprobs = handle.unsampled
-        began = device_times.begin(self.device)
-        known = {name: torch.empty(shape_of(name, len(rows)), dtype=torch.float32, device=self.device)
-                 for name in logprobs}
-        tokens = self.state.sample(logits, slots, positions, stages, known, masks)
-        self._fetch(tokens, rows, result)
-        for kind, values in known.items():
-            self._fetch(values, rows, logprobs[kind])
-        device_times.end("sampling under masks", began)
+        logits, rows, slots, positions, stages, result, logprobs, undrawn = handle.unsampled
+        graphs = self.graphs
+        if undrawn is None or graphs is None or not graphs.draw(undrawn, masks, stages, result, logprobs):
+            began = device_times.begin(self.device)
+            known = {name: torch.empty(shape_of(name, len(rows)), dtype=torch.float32, device=self.device)
+                     for name in logprobs}
+            at = upload(np.array((slots, positions), np.int64), self.device)
+            on_device = None if masks is None else masks.to(self.device)
+            tokens = self.state.sample(logits, at[0], at[1], stages, known, on_device)
+            self._fetch(tokens, rows, result)
+            for kind, values in known.items():
+                self._fetch(values, rows, logprobs[kind])
+            device_times.end("sampling under masks", began)
         made = self._handle(handle.tokens, handle.logprobs, handle.prompt_logprobs, handle.spans, handle.logits)
         return made._replace(prompt_tops=handle.prompt_tops)
 
@@ -237,7 +281,8 @@ class ModelRunner:
             self._count_reads(plan)
             return logits
         began = device_times.begin(self.device)
-        computed = self._hidden_states(plan)
+        computed = self._compiled(partial(self._hidden_states, plan), plan)
+        self._count_reads(plan)
         if of_every_token:
             logits = self.executor.logits(computed.hidden, computed.adapters)
         else:
@@ -246,18 +291,19 @@ class ModelRunner:
         device_times.end("eager logits", began)
         return logits
 
-    def _begin(self, plan: StepPlan, parameters: list[SlotParameters],
-               wanted: Wanted) -> tuple[StepPlan, torch.Tensor, dict[str, torch.Tensor]]:
-        """Bring the requests' state up to a step that samples: the step, and where its tokens and theirs will be."""
+    def _begin(self, plan: StepPlan, parameters: list[SlotParameters]) -> None:
+        """Bring the requests' state up to a step that samples."""
         self._update_state(plan, parameters)
         if plan.drafts is not None:
             guessed = np.flatnonzero(plan.drafts >= 0)
             columns = np.array((plan.slots[guessed], plan.start[guessed], plan.drafts[guessed]), np.int64)
             slots, places, tokens = upload(columns, self.device)
             self.state.set_tokens(slots, places, tokens[:, None])
-        rows = len(plan.slots)
+
+    def _room_on_host(self, rows: int, wanted: Wanted) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Where a step's tokens, and what is wanted of them, will be."""
         logprobs = {name: self._on_host(shape_of(name, rows), torch.float32) for name in wanted.sampled}
-        return plan, self._on_host(rows, torch.int64), logprobs
+        return self._on_host(rows, torch.int64), logprobs
 
     def make_ready(self, plan: StepPlan) -> None:
         """Send what `logits` of a decode plan needs besides the tokens, while the device runs another step."""
@@ -291,9 +337,7 @@ class ModelRunner:
         parts = self.attention.parts(plan, query_start, slot_mapping)
         adapters = self.state.adapters.of(token_slots) if self.state.adapters.any_named(plan.slots) else None
         step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters)
-        hidden = self.executor.hidden_states(input_ids, step)
-        self._count_reads(plan)
-        return Computed(hidden, query_start, adapters)
+        return Computed(self.executor.hidden_states(input_ids, step), query_start, adapters)
 
     def _count_reads(self, plan: StepPlan) -> None:
         """The step is enqueued."""

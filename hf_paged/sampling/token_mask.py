@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels.upload import upload
 
 _TILE = 4096
 
@@ -26,6 +28,17 @@ class TokenMasks(NamedTuple):
     def of(self, rows: slice, padding: int = 0) -> TokenMasks:
         """Those of a part of the rows, to which ``padding`` rows without a mask are added first."""
         return self._replace(lines=torch.nn.functional.pad(self.lines, (0, padding), value=-1)[rows])
+
+
+class HostMasks(NamedTuple):
+    """`TokenMasks` on the host: ``words`` in memory that is pinned where they go to a GPU, and ``lines`` [R] int32."""
+
+    words: torch.Tensor
+    lines: np.ndarray
+
+    def to(self, device: torch.device) -> TokenMasks:
+        """On the logits' device, without waiting; ``words`` on a CPU are the same memory."""
+        return TokenMasks(self.words.to(device, non_blocking=True), upload(self.lines, device))
 
 
 def mask_tokens(logits: torch.Tensor, masks: TokenMasks, first: int = 0) -> torch.Tensor:

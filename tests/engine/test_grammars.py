@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 import pickle
+import threading
 
 import pytest
 import torch
@@ -157,14 +158,49 @@ def test_masks_of_some_rows_and_of_growing_batches(grammars):
                 assert set(bits.flatten().nonzero().flatten().tolist()) == allowed(matcher)
 
 
+def test_masks_are_the_same_beside_other_work(grammars, monkeypatch):
+    """In a thread where there are enough; also with matchers of others among them, and after one that failed."""
+    tokenizer, maker = byte_tokenizer(), MaskMaker(300, CPU)
+    threads, fill = set(), MaskMaker._fill_batch
+    monkeypatch.setattr(MaskMaker, "_fill_batch", lambda *args: (threads.add(threading.current_thread().name),
+                                                                 fill(*args))[1])
+    forms = [grammars.compile(Structured("regex", form), tokenizer) for form in ("[0-9]+", "[a-c]+", "x|yz")]
+
+    class Other:
+        is_over = False
+
+        def fill(self, words):
+            words.fill_(6)
+
+    for count in (1, 3, 4, 40):
+        matchers = [None, *(forms[i % 3].matcher((299,)) for i in range(count)), None]
+        if count > 3:
+            matchers.insert(2, Other())
+        expected = maker.make(matchers)
+        words, lines = expected.words.clone(), expected.lines
+        threads.clear()
+        end = maker.begin(matchers)
+        made = end()
+        assert torch.equal(made.words, words) and made.lines.tolist() == lines.tolist()
+        assert {name.startswith("hf_paged-masks") for name in threads} == ({True} if count >= 4 else set())
+    over = forms[2].matcher((299,))
+    assert all(over.accept(token) for token in [*ids_of("x"), 299])
+    matchers[5] = over  # xgrammar refuses to say what may follow a stop token
+    with pytest.raises(RuntimeError):
+        maker.begin(matchers)()
+    matchers[5] = None
+    assert len(maker.begin(matchers)().words) == 40
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 def test_in_a_forked_child(grammars):
     tokenizer, maker = byte_tokenizer(), MaskMaker(300, CPU)
     matchers = [grammars.compile(Structured("regex", "[0-9]+"), tokenizer).matcher(()) for _ in range(8)]
-    expected = maker.make(matchers).words
+    expected = maker.make(matchers).words.clone()
+    pending = maker.begin(matchers)
     child = os.fork()
     if child == 0:
-        same = torch.equal(maker.make(matchers).words, expected)
+        same = torch.equal(pending().words, expected) and torch.equal(maker.begin(matchers)().words, expected)
         grammars.compile(Structured("regex", "[a-f]{3}"), tokenizer)
         os._exit(0 if same else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(pending().words, expected) and os.waitpid(child, 0)[1] == 0

@@ -16,8 +16,9 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import PagedGenerator
+from hf_paged.engine import grammars
 from hf_paged.engine.core import EngineCore
-from hf_paged.engine.grammars import MaskMaker
+from hf_paged.engine.grammars import MaskMaker, XGrammarMatcher
 
 xgrammar = pytest.importorskip("xgrammar", reason="of the extra `structured`")
 from xgrammar.contrib.hf import LogitsProcessor  # noqa: E402
@@ -67,9 +68,11 @@ def by_stock(prompt, form, **options):
     return stock_generate(MODEL, input_ids=ids, logits_processor=processors, **options)[0, len(prompt) :].tolist()
 
 
-@pytest.fixture(params=[False, True], ids=["in turn", "overlap"])
-def generator(request):
-    with PagedGenerator(tiny_model(eos_token_id=END), TOKENIZER, overlap=request.param) as generator:
+@pytest.fixture(params=["in turn", "overlap", "overlap, few rows in a thread"])
+def generator(request, monkeypatch):
+    if "thread" in request.param:
+        monkeypatch.setattr(grammars, "_FEWEST_IN_THREADS", 1)
+    with PagedGenerator(tiny_model(eos_token_id=END), TOKENIZER, overlap="overlap" in request.param) as generator:
         yield generator
         assert_idle(generator.model)
 
@@ -310,22 +313,89 @@ def test_a_step_whose_sampling_raises_is_taken_back(generator, monkeypatch):
     assert [one.token_ids for one in generator.generate(PROMPTS[:2], **kw)] == [one.token_ids for one in expected]
 
 
+def test_tokens_that_cannot_be_drawn_between_two_steps_are_drawn_anew(monkeypatch):
+    """Masks of the step in flight may be wanted before the next step: by an abort, say, which gets the error."""
+    with PagedGenerator(tiny_model(eos_token_id=END), TOKENIZER, overlap=True) as generator:
+        engine, forms = generator.engine, [FORMS[0], None, FORMS[3]]
+        expected = generator.generate(PROMPTS[:3], structured=forms, **GREEDY)
+        config = GenerationConfig(**{name: value for name, value in GREEDY.items() if name != "use_tqdm"})
+        ids = [engine.add_request(prompt, config, structured=form)
+               for prompt, form in zip(PROMPTS, forms, strict=False)]
+        outputs = [output for _ in range(4) for output in engine.step()]
+
+        def failing(*_):
+            raise torch.OutOfMemoryError("no memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._core.runner, "sample", failing)
+            with pytest.raises(torch.OutOfMemoryError):
+                engine.abort(ids[0])
+        outputs += drained(engine)
+        made = {output.request_id: output.completion for output in outputs if output.completion}
+        assert [made[i].token_ids for i in ids] == [one.token_ids for one in expected]
+        assert_idle(generator.model)
+
+
 def test_steps_without_such_rows_make_no_masks(generator, monkeypatch):
     """Once the row with a grammar has ended, those beside it run as if it had not been there."""
     steps, masked = [], []
     launch = EngineCore._launch
     monkeypatch.setattr(EngineCore, "_launch", lambda *args: (steps.append(1), launch(*args))[1])
-    make = MaskMaker.make
-    monkeypatch.setattr(MaskMaker, "make", lambda *args: (masked.append(1), make(*args))[1])
+    fill = MaskMaker._fill
+    monkeypatch.setattr(MaskMaker, "_fill", lambda *args: (masked.append(1), fill(*args))[1])
     generator.generate(PROMPTS[:2], structured=[None, {"choice": ["a"]}], **{**GREEDY, "eos_token_id": END})
     assert len(masked) <= 3 < len(steps)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_masks_wait_for_tokens_and_not_for_their_commit(monkeypatch, overlap):
+    """The device has what it needs before the host does its books; and each token is taken by its matcher once."""
+    log, accepted = [], []
+    for kind, name in ((MaskMaker, "_fill"), (EngineCore, "_match")):
+        own = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *args, own=own, name=name: (log.append(name), own(*args))[1])
+    accept = XGrammarMatcher.accept
+    monkeypatch.setattr(XGrammarMatcher, "accept", lambda *args: (accepted.append(args[1]), accept(*args))[1])
+    with PagedGenerator(tiny_model(eos_token_id=END), TOKENIZER, overlap=overlap) as generator:
+        [one] = generator.generate(PROMPTS[:1], structured={"regex": "[a-z]{9}"}, **{**GREEDY, "max_new_tokens": 5})
+    assert log == (["_fill", *["_fill", "_match"] * 4, "_match"] if overlap else ["_fill", "_match"] * 5)
+    assert accepted == one.token_ids and len(accepted) == 5
+
+
+@pytest.mark.parametrize("fails", [False, RuntimeError("no memory for its state")])
+def test_a_matcher_that_refuses_a_token_ends_its_own_request(monkeypatch, fails):
+    """With the tokens up to this one, however steps overlap; also where it raises."""
+    prompts, forms, accept = PROMPTS[:3], [FORMS[3], FORMS[0], None], XGrammarMatcher.accept
+    made = []
+    for overlap in (False, True):
+        with PagedGenerator(tiny_model(eos_token_id=END), TOKENIZER, overlap=overlap) as generator:
+            expected = generator.generate(prompts, structured=forms, **GREEDY)
+            numbers: dict[int, int] = {}
+
+            def refusing(matcher, token, numbers=numbers):
+                number = numbers[id(matcher)] = numbers.get(id(matcher), 0) + 1
+                if number == 4 and next(iter(numbers)) == id(matcher):
+                    if fails:
+                        raise fails
+                    return False
+                return accept(matcher, token)
+
+            monkeypatch.setattr(XGrammarMatcher, "accept", refusing)
+            made.append(generator.generate(prompts, structured=forms, **GREEDY))
+            monkeypatch.setattr(XGrammarMatcher, "accept", accept)
+            assert_idle(generator.model)
+        bad, *others = made[-1]
+        assert bad.finish_reason == "error" and bad.token_ids == expected[0].token_ids[:4]
+        assert (str(fails) if fails else "does not allow token") in bad.error
+        assert [one.token_ids for one in others] == [one.token_ids for one in expected[1:]]
+    assert made[0][0].error == made[1][0].error
 
 
 ACTIONS = st.lists(st.one_of(
     st.tuples(st.just("add"), st.integers(0, len(PROMPTS) - 1), st.integers(-1, len(FORMS) - 1), st.integers(1, 30)),
     st.tuples(st.just("step"), st.integers(1, 6)),
     st.tuples(st.just("abort"), st.integers(0, 8)),
-    st.tuples(st.just("interrupt")),
+    st.tuples(st.just("interrupt")), st.tuples(st.just("update")),
 ), min_size=3, max_size=16)
 _ALONE: dict[tuple[int, int, int], list[int]] = {}
 
@@ -338,9 +408,15 @@ def alone(prompt: int, form: int, count: int) -> list[int]:
 
 
 @settings(max_examples=25)
-@given(actions=ACTIONS, overlap=st.booleans(), num_blocks=st.sampled_from([8, 12, 40]))
-def test_any_order_of_requests_steps_ends_and_interrupts(actions, overlap, num_blocks):
+@given(actions=ACTIONS, overlap=st.booleans(), num_blocks=st.sampled_from([8, 12, 40]), fewest=st.sampled_from([1, 4]))
+def test_any_order_of_requests_steps_ends_and_interrupts(actions, overlap, num_blocks, fewest):
     """Each request's tokens are those that stock makes of it alone, or a beginning of them where it was ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammars, "_FEWEST_IN_THREADS", fewest)
+        run_in_any_order(actions, overlap, num_blocks)
+
+
+def run_in_any_order(actions, overlap, num_blocks):
     model = tiny_model(eos_token_id=END)
     engine = hf_paged.Engine(model, hf_paged.PagedConfig(overlap=overlap, num_blocks=num_blocks), TOKENIZER)
     asked: dict[str, tuple[int, int, int]] = {}
@@ -358,6 +434,9 @@ def test_any_order_of_requests_steps_ends_and_interrupts(actions, overlap, num_b
                 aborted.add(request_id)
         elif action == "interrupt":
             engine._core.dirty = True
+        elif action == "update":
+            with engine.weight_update():
+                pass
         else:
             outputs += [o for _ in range(args[0] if args else 0) for o in engine.step()]
     outputs += drained(engine)

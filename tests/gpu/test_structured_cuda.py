@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from support import byte_tokenizer, random_prompts, tiny_model
 
 from hf_paged import PagedGenerator
 from hf_paged.sampling.token_mask import TokenMasks, mask_tokens, mask_tokens_reference
@@ -53,3 +54,28 @@ def test_rows_of_all_kinds_with_graphs_and_overlap(trained_path):
         else:
             pattern = form.get("regex") or ("yes|no" if "choice" in form else "<[a-z]{3,9}>")
             assert re.fullmatch(pattern, one.text) and one.finish_reason == "eos"
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"do_sample": True, "temperature": 1.5}, {"do_sample": True, "top_k": 9, "logprobs": True},
+    {"repetition_penalty": 1.3, "logprobs": "raw"}, {"logprobs": 3},
+], ids=str)
+def test_graphs_draw_under_masks_what_eager_steps_draw(options):
+    """In two graphs a step, with masks made beside them; in fp32 the rounding of products decides no token."""
+    pytest.importorskip("xgrammar")
+    tokenizer, prompts = byte_tokenizer(), random_prompts([20, 5, 33, 16, 9, 40, 3, 12, 28])
+    end = tokenizer("~")["input_ids"][0]
+    forms = [{"json_schema": SCHEMA}, None, {"regex": "[0-9]{3,30}"}] * 3
+    made = []
+    for eager in (True, False):
+        with PagedGenerator(tiny_model(eos_token_id=end).cuda(), tokenizer, enforce_eager=eager, num_blocks=200,
+                            max_num_seqs=7) as generator:
+            made.append(generator.generate(prompts, structured=forms, max_new_tokens=60, seed=3, use_tqdm=False,
+                                           eos_token_id=end, **options))
+            if not eager:
+                names = {key[1] for key in generator.engine._core.runner.graphs._captured}
+    assert {"_undrawn", "_masked"} <= names
+    for one, other in zip(*made, strict=True):
+        assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+        if one.logprobs is not None:
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-3, atol=1e-3)

@@ -19,8 +19,8 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.engine.engine import Engine
-from hf_paged.kernels.attention import grouped_prefill, prompt_work
 from hf_paged.engine.speculation import Speculation
+from hf_paged.kernels.attention import grouped_prefill, prompt_work
 from hf_paged.kernels.attention.backends import TorchBackend, TritonBackend
 from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
 from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill
@@ -102,29 +102,34 @@ def uncaptured(monkeypatch):
     def capture(self, run, inputs, name):
         self.num_captured += 1
         self._graphs.append(Uncaptured())
-        return Captured(name, self._graphs[-1], inputs, run)
+        return Captured(name, self._graphs[-1], tuple(torch.from_numpy(array.copy()) for array in inputs), run)
 
     def get(self, size, run, inputs):
         captured = own_get(self, size, run, inputs)
         if captured is not None:
-            replayed.append(("decode" if run.func.__name__ == "_decode" else "prompt", size))
+            kind = {"_decode": "decode", "_masked": "masked"}.get(run.func.__name__, "prompt")
+            replayed.append((kind, size))
         return captured
 
     def send(self, captured, inputs):
         self._ready = None
-        sent[captured.graph] = inputs
+        for tensor, array in zip(captured.inputs, inputs, strict=True):
+            tensor.copy_(torch.from_numpy(array))
 
     def replay(self, captured):
         # Graphs share their memory: the next replay overwrites these tokens.
-        drawn = captured.result(*(torch.from_numpy(array) for array in sent[captured.graph]))
+        drawn = captured.result(*captured.inputs)
         if isinstance(drawn, torch.Tensor):  # a step that ends at the logits
             return drawn
+        if not isinstance(drawn, Drawn):  # the same, for a graph behind it: that reads them at one place
+            return tuple(there.copy_(made) for there, made in zip(held.setdefault(captured.graph, drawn), drawn,
+                                                                  strict=True))
         memory.tokens[: len(drawn.tokens)] = drawn.tokens
         for kind, values in drawn.logprobs.items():
             memory.logprobs[kind][: len(values)] = values
         return memory._replace(logprobs={kind: memory.logprobs[kind] for kind in drawn.logprobs}, logits=drawn.logits)
 
-    sent: dict[Uncaptured, tuple] = {}
+    held: dict[Uncaptured, tuple[torch.Tensor, ...]] = {}
     memory = Drawn(torch.empty(10_000, dtype=torch.int64), {kind: torch.empty(10_000) for kind in (PROCESSED, RAW)})
     own_get = StepGraphs._get
     own = ModelRunner.__init__
@@ -279,32 +284,113 @@ def test_chunks_and_shared_prefixes_go_through_prompt_graphs(steps):
     assert [size for kind, size in steps if kind == "prompt"] == [32, 32, 32, 16]
 
 
+class EveryThird:
+    """A grammar that allows every third token, from another one on after each token; and its matcher."""
+
+    is_over = False
+
+    def __init__(self, at=0):
+        self.at = at
+
+    def matcher(self, eos):
+        return EveryThird()
+
+    def allows(self, token):
+        return token % 3 == self.at % 3
+
+    def accept(self, token):
+        is_allowed, self.at = self.allows(token), self.at + 1
+        return is_allowed
+
+    def fill(self, words):
+        bits = torch.arange(32 * len(words)).view(-1, 32)
+        allowed = (bits % 3 == self.at % 3).long() << torch.arange(32)
+        words.copy_(allowed.sum(-1).to(torch.int32))
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"do_sample": True, "temperature": 2.0}, {"do_sample": True, "top_k": 9, "logprobs": True},
+    {"repetition_penalty": 1.4, "logprobs": "raw"},
+], ids=str)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_steps_that_wait_for_masks_end_at_the_logits_and_make_the_same_tokens(steps, monkeypatch, overlap):
-    """Decode rows and prompts, each by a graph of its own, that hold no sampling; the tokens are drawn behind them."""
-
-    class Everything:
-        is_over = False
-
-        def accept(self, token):
-            return True
-
-        def fill(self, words):
-            words.fill_(-1)
-
-    monkeypatch.setattr(Engine, "grammar_of", lambda *_: SimpleNamespace(matcher=lambda eos: Everything()))
-    model = tiny_model()
+def test_steps_that_wait_for_masks_are_drawn_by_a_graph_of_their_own(monkeypatch, overlap, options):
+    """Decode rows in two graphs; steps with prompts end at the logits of a graph of each kind. Others are as alone."""
+    monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
+    model, flags = tiny_model(), {"logprobs": options.get("logprobs")}
     prompts, new_tokens = random_prompts([5, 40, 17, 3, 60, 33, 1]), [12, 3, 9, 14, 5, 7, 11]
-    options = {"max_num_seqs": 3, "max_num_batched_tokens": 128, "overlap": overlap, "num_blocks": 200}
-    expected = generate(model, prompts, new_tokens, **{k: v for k, v in options.items() if k != "num_blocks"})
-    steps.clear()
     forms = [{"regex": ".*"}, None, {"regex": ".*"}, None, {"regex": ".*"}, {"regex": ".*"}, {"regex": ".*"}]
-    with hf_paged.PagedGenerator(model, **options) as generator:
-        configs = [GenerationConfig(max_new_tokens=n, do_sample=False, eos_token_id=None) for n in new_tokens]
-        made = [c.token_ids for c in generator.generate(prompts, configs, structured=forms, use_tqdm=False)]
-        names = {key[1] for key in generator.engine._core.pool.runner.graphs._captured}
-    assert made == expected
-    assert {"_logits", "_prompt_logits"} <= names
+    settings = {name: value for name, value in options.items() if name != "logprobs"}
+
+    def run(structured):
+        with hf_paged.PagedGenerator(model, max_num_seqs=3, max_num_batched_tokens=128, overlap=overlap,
+                                     num_blocks=200) as generator:
+            configs = [GenerationConfig(max_new_tokens=n, eos_token_id=None, **settings) for n in new_tokens]
+            made = generator.generate(prompts, configs, structured=structured, seed=3, use_tqdm=False, **flags)
+            graphs = generator.engine._core.pool.runner.graphs
+            names = set() if graphs is None else {key[1] for key in graphs._captured}
+        assert all(one.error is None for one in made)
+        return made, names
+
+    expected, free = run(forms)[0], run(None)[0]
+    uncaptured(monkeypatch)
+    made, names = run(forms)
+    assert [one.token_ids for one in made] == [one.token_ids for one in expected]
+    assert {"_undrawn", "_logits", "_prompt_logits", "_masked"} <= names
+    for form, one, same, alone in zip(forms, made, expected, free, strict=True):
+        assert one.token_ids == alone.token_ids if form is None else all(
+            token % 3 == at % 3 for at, token in enumerate(one.token_ids))
+        if one.logprobs is not None:
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(same.logprobs), rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_next_step_reads_is_sent_before_tokens_are_drawn_and_memory_may_move_meanwhile(steps, monkeypatch):
+    """Of steps without new rows; where the state has grown in between, tokens are drawn into the new one."""
+    monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
+    prompts = random_prompts([5, 40, 17])
+    options = {"max_new_tokens": 9, "eos_token_id": None, "use_tqdm": False, "structured": {"regex": ".*"}}
+    with hf_paged.PagedGenerator(tiny_model(), num_blocks=200, overlap=True) as generator:
+        expected = [one.token_ids for one in generator.generate(prompts, **options)]
+        graphs, log = generator.engine._core.pool.runner.graphs, []
+        for name in ("_send", "_replay"):
+            own = getattr(graphs, name)
+            monkeypatch.setattr(graphs, name, lambda captured, *args, own=own, name=name: (
+                log.append((name, captured.name.split()[0])), own(captured, *args))[1])
+        assert [one.token_ids for one in generator.generate(prompts, **options)] == expected
+        sent, drawn, computed = ("_send", "undrawn"), ("_replay", "masked"), ("_replay", "undrawn")
+        assert [one for one in log if one in (sent, drawn, computed)] == [
+            sent, computed, *[sent, drawn, computed] * 7, drawn]
+        monkeypatch.undo()
+        monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
+        draw, moved = StepGraphs.draw, []
+
+        def moving(self, *args):
+            if len(moved) in (2, 3, 5):
+                self._state.tokens, self._state.version = self._state.tokens.clone(), self._state.version + 1
+            moved.append(draw(self, *args))
+            return moved[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            uncaptured(patch)
+            patch.setattr(StepGraphs, "draw", moving)
+            with hf_paged.PagedGenerator(tiny_model(), num_blocks=200, overlap=True) as other:
+                assert [one.token_ids for one in other.generate(prompts, **options)] == expected
+        assert [i for i, is_drawn in enumerate(moved) if not is_drawn] == [2, 3, 5]
+
+
+def test_tokens_under_masks_are_drawn_eagerly_where_a_graph_cannot_be_had(steps, monkeypatch):
+    monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
+    prompts, options = random_prompts([5, 40, 17]), {"max_new_tokens": 9, "eos_token_id": None, "use_tqdm": False}
+    capture = StepGraphs._capture
+    made = []
+    for refused in ("_masked", "nothing"):
+        monkeypatch.setattr(StepGraphs, "_capture", lambda self, run, *args, refused=refused: (
+            None if run.func.__name__ == refused else capture(self, run, *args)))
+        with hf_paged.PagedGenerator(tiny_model(), num_blocks=200) as generator:
+            made.append([one.token_ids for one in generator.generate(prompts, structured={"regex": ".*"}, **options)])
+            captured = generator.engine._core.pool.runner.graphs._captured
+            refusals = {key[1] for key, found in captured.items() if found is None}
+        assert refusals == ({"_masked"} if refused == "_masked" else set())
+    assert made[0] == made[1] and all(token % 3 == at % 3 for row in made[0] for at, token in enumerate(row))
 
 
 def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch):
@@ -658,3 +744,37 @@ def test_steps_in_which_rows_name_adapters_have_graphs_of_their_own(steps, logpr
     assert not any(is_named[key] for key in kept[0])
     assert all(is_named[key] for key in kept[1] - kept[0])
     assert {key for key in kept[2] - kept[1] if key[1] == "_decode"} == set()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_rows_of_stocks_loop_beside_rows_whose_tokens_wait_for_masks(steps, monkeypatch, num_beams):
+    """Their steps come between the forward of such rows and the drawing of its tokens, and replay graphs as well."""
+    monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
+    model, options = tiny_model(), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    rows, prompts = batch([20, 13, 5]), random_prompts([9, 30, 4], seed=4)
+    expected = stock_generate(model, **rows, **options, num_beams=num_beams, encoder_repetition_penalty=1.2)
+    lengths = [6, 40, 9]  # the first and the last end while the others' rows go on
+    made = []
+    for beside in (False, True):
+        engine = hf_paged.get_engine(hf_paged.enable(model, strict=True, max_num_seqs=4, num_blocks=200, overlap=True))
+        try:
+            for prompt, count in zip(prompts, lengths, strict=True):
+                engine.add_request(prompt, GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None),
+                                   structured={"regex": ".*"})
+            outputs = [*engine.step(), *engine.step()]
+            if beside:
+                found = model.generate(**rows, **options, num_beams=num_beams, encoder_repetition_penalty=1.2)
+                assert torch.equal(found, expected)
+                outputs += engine.step()
+                engine.abort(next(iter(engine._core.requests)))
+            while engine.has_unfinished():
+                outputs += engine.step()
+        finally:
+            hf_paged.disable(model)
+        made.append({o.request_id: o.completion.token_ids for o in outputs if o.completion is not None})
+    assert made[0].keys() == made[1].keys()
+    for request_id, tokens in made[1].items():
+        whole = made[0][request_id]
+        assert tokens == whole[: len(tokens)]
+        assert len(tokens) == len(whole) or len(whole) == 40
+    assert {kind for kind, _ in steps} >= {"masked", "prompt"}

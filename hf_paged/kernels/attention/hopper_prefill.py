@@ -29,6 +29,7 @@ from hf_paged.kernels._triton import on_device_of, triton
 from hf_paged.kernels.attention._tile import LOG2_E
 from hf_paged.kernels.attention.hopper_support import BLOCK_M, packed_heads
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.compiling import noted
 
 # Names that differ between versions of Triton.
 _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -494,6 +495,7 @@ def _ring(dtype: gl.constexpr, S: gl.constexpr):
     return _Ring(tiles, pages, _barriers(S.stages, 1), _barriers(S.stages, 2))
 
 
+@noted
 @gluon.jit(do_not_specialize=["num_rows", "num_items", "table_stride", "window"],
            do_not_specialize_on_alignment=["query_start", "seq_lens", "slots"])
 def _hopper_prefill_kernel(

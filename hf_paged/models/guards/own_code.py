@@ -32,6 +32,7 @@ _OPERATORS = tuple(name for name in dir(torch.Tensor) if name.startswith("__"))
 _NOT_COMPUTING = frozenset(PreTrainedModel.__mro__) - frozenset(GenerationMixin.__mro__)
 # Classes of theirs matter where an option asks for them.
 _LEFT_TO_OPTIONS = ("transformers.generation.logits_process", "transformers.generation.stopping_criteria")
+_MODULES_OWN = frozenset((*CALL_CHAIN, *_UNNAMED))
 _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 _MISSING = object()
 _MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -191,19 +192,29 @@ class _Walk:
         self._entered: set[tuple[FunctionType, Any]] = set()
         self._names: set[str] = set()  # that any code mentioned
         self._owners: dict[type, None] = {}  # classes of objects that code gets at by itself, in order
+        self._changeable: dict[type, tuple[type, ...]] = {}  # of a class and what it inherits from, what can be patched
 
     def watch(self, holder: Any, name: str) -> None:
         """What a holder has under a name, or has not, and what its code reaches; a class also what it inherits."""
-        for inherited in filter(_is_changeable, holder.__mro__) if isinstance(holder, type) else (holder,):
+        for inherited in self._line_of(holder) if isinstance(holder, type) else (holder,):
             value = vars(inherited).get(name, ABSENT)
             if self._add(inherited, name) and value is not ABSENT and not isinstance(value, type):
                 self.enter(value, holder if isinstance(holder, type) else None)
             if value is not ABSENT:
                 return
 
+    def _line_of(self, holder: type) -> tuple[type, ...]:
+        line = self._changeable.get(holder)
+        if line is None:
+            line = self._changeable[holder] = tuple(filter(_is_changeable, holder.__mro__))
+        return line
+
     def _add(self, holder: Any, name: str) -> bool:
-        place = Place(holder, name)
-        return self.places.setdefault(_key(place), place) is place
+        key = id(holder), name
+        if key in self.places:
+            return False
+        self.places[key] = Place(holder, name)
+        return True
 
     def enter(self, function: Any, owner: type | None) -> None:
         """Everything that a function's code, and that of what it wraps, names; as a method of `owner`."""
@@ -294,9 +305,9 @@ def _is_changeable(kind: type) -> bool:
 
 def _matters(owner: type, name: str) -> bool:
     """Is what `owner` has under this name, or has not, more than what every module inherits?"""
-    definer = next((kind for kind in owner.__mro__ if name in vars(kind)), None)
-    if definer in _NOT_COMPUTING:
-        return definer is nn.Module and name in (*CALL_CHAIN, *_UNNAMED)
+    for definer in owner.__mro__:
+        if name in vars(definer):
+            return definer not in _NOT_COMPUTING or (definer is nn.Module and name in _MODULES_OWN)
     return True
 
 

@@ -1,0 +1,150 @@
+"""Kernels compiled side by side, without a GPU; run by `test_compiling.py`, which looks at what it prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from pretended_gpu import compile_nothing, compiled, launched, pretend
+
+from hf_paged.kernels import compiling
+from hf_paged.kernels._triton import jit
+from hf_paged.kernels.compiling import compiled_together, noted
+
+
+@jit()
+def twice(x, out, TILE: tl.constexpr):
+    at = tl.arange(0, TILE)
+    tl.store(out + at, 2 * tl.load(x + at))
+
+
+@jit()
+def plus_one(x, out, TILE: tl.constexpr):
+    at = tl.arange(0, TILE)
+    tl.store(out + at, tl.load(x + at) + 1)
+
+
+@jit()
+def broken(x, out, TILE: tl.constexpr):
+    tl.store(out + tl.arange(0, TILE), nobody_knows_this)  # noqa: F821
+
+
+@triton.jit
+def another_librarys(x, out, TILE: tl.constexpr):
+    at = tl.arange(0, TILE)
+    tl.store(out + at, tl.load(x + at))
+
+
+X = torch.arange(64.0)
+
+
+class Work:
+    """Launches kernels one after the other; whether what each was to write began as zeros, by call."""
+
+    def __init__(self, *kernels: Any, tile: int = 32, then: Callable[[], object] = lambda: None) -> None:
+        self.kernels, self.tile, self.then = kernels, tile, then
+        self.began_as_zeros: list[list[bool]] = []
+
+    def __call__(self) -> str:
+        self.began_as_zeros.append([])
+        for kernel in self.kernels:
+            out = torch.empty(64)
+            self.began_as_zeros[-1].append(bool((out == 0.0).all()))
+            kernel[(1,)](X, out, TILE=self.tile)
+            self.then()
+        return "done"
+
+
+def seen(work: Callable[[], Any], **options: Any) -> dict[str, Any]:
+    """What came of compiling `work` together."""
+    del launched[:], compiled[:]
+    error = result = None
+    try:
+        result = compiled_together(work, **options)
+    except Exception as raised:
+        error = type(raised).__name__
+    for thread in threading.enumerate():
+        if thread.name.startswith("hf_paged-compile"):
+            thread.join()
+    return {"result": result, "error": error, "launched": list(launched), "compiled": list(compiled),
+            "calls": len(getattr(work, "began_as_zeros", ()))}
+
+
+def launches() -> dict[str, Any]:
+    unused = jit()(plus_one.fn)
+    found = {"nothing known": seen(Work(twice, plus_one)), "all known": seen(Work(twice, plus_one)),
+             "one known": seen(Work(twice, jit()(plus_one.fn)))}
+    return {**found, "read": ["params" in vars(kernel) for kernel in (twice, plus_one, unused)]}
+
+
+def zeros() -> dict[str, Any]:
+    work = Work(twice, plus_one, tile=16)
+    poison = [torch.full((64,), 3.0) for _ in range(64)]
+    del poison  # what is freed is lent again as it is
+    compiled_together(work)
+    return {"zeros": work.began_as_zeros}
+
+
+def failures() -> dict[str, Any]:
+    found = {"does not compile": seen(Work(twice, broken)), "again": seen(Work(twice, broken))}
+
+    def raises() -> None:
+        raise ValueError
+
+    found["raises"] = seen(Work(jit()(twice.fn), then=raises))
+    found["after that"] = seen(Work(twice, plus_one))
+    return found
+
+
+def others() -> dict[str, Any]:
+    """Another thread's launches, and another library's, are launches while this thread's are none."""
+    compiled_together(Work(twice, plus_one))
+    started: list[list[str]] = []
+
+    def launch_in_thread() -> None:
+        before = len(launched)
+        thread = threading.Thread(target=Work(twice))
+        thread.start()
+        thread.join()
+        started.append(launched[before:])
+
+    found = seen(Work(jit()(plus_one.fn), then=launch_in_thread))
+    return {**found, "threads": started, "library": seen(Work(another_librarys, jit()(plus_one.fn))),
+            "noted": seen(Work(noted(triton.jit(another_librarys.fn))))}
+
+
+def later() -> dict[str, Any]:
+    compiling._PATIENCE_S = 0.0
+    coming = [Work(plus_one, tile=64), Work(plus_one, tile=8)]
+    found = seen(Work(twice, tile=64), later=coming)
+    known = seen(Work(twice, tile=64), later=[Work(plus_one, tile=4)])
+    return {**found, "coming": [len(work.began_as_zeros) for work in coming], "then": seen(coming[0]), "known": known}
+
+
+def nested() -> dict[str, Any]:
+    inner = Work(plus_one)
+    return seen(Work(twice, then=lambda: compiled_together(inner)))
+
+
+def disk() -> dict[str, Any]:
+    """What threads have compiled is found on the disk by a plain launch."""
+    found = seen(Work(twice, plus_one))
+    for kernel in (twice, plus_one):
+        kernel.device_caches.clear()
+    del compiled[:]
+    Work(twice, plus_one)()
+    return {**found, "anew": list(compiled)}
+
+
+if __name__ == "__main__":
+    pretend()
+    if sys.argv[1] not in ("disk", "failures"):
+        compile_nothing(0.1 if sys.argv[1] == "later" else 0.0)
+    print(json.dumps({"launches": launches, "zeros": zeros, "failures": failures, "others": others, "later": later,
+                      "nested": nested, "disk": disk}[sys.argv[1]]()))

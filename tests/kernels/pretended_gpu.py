@@ -1,0 +1,111 @@
+"""A GPU that nobody has: CPU tensors say that they lie on it, Triton compiles for it, and launches are noted.
+
+For scripts in a process of their own, since Triton must not interpret there and torch is changed for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+launched: list[str] = []  # names of kernels
+compiled: list[tuple[str, str, bool]] = []  # names of kernels and of the threads that compiled them; from the disk?
+
+
+class Driver:
+    """Triton's, of a Hopper GPU that runs nothing."""
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 232448, "max_num_regs": 65536},
+        load_binary=lambda name, binary, shared, device: (0, 1, 32, 0, 1024),
+        unload_module=lambda module: None,
+    )
+
+    @staticmethod
+    def launcher_cls(src: Any, metadata: Any) -> Any:
+        return lambda *args, **kwargs: launched.append(src.fn.__name__)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+def pretend() -> None:
+    """From now on there is the GPU for Triton and for what asks torch about devices."""
+    driver.set_active(Driver())
+    triton.knobs.compilation.listener = _note
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
+    torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.get_device_properties = lambda device=None: properties
+
+
+def _note(*, src: Any, metadata: dict[str, Any], metadata_group: Any, times: Any, cache_hit: bool) -> None:
+    compiled.append((metadata["name"], threading.current_thread().name, cache_hit))
+
+
+class Compiled(SimpleNamespace):
+    """What Triton's compiler returns, for launches that only have to be noted."""
+
+    def launch_metadata(self, *args: Any) -> None:
+        return None
+
+
+def compile_nothing(seconds: float = 0.0) -> None:
+    """Kernels are told apart, and come to nothing after so long."""
+    def compile(src: Any, target: Any = None, options: Any = None, **_: Any) -> Compiled:
+        time.sleep(seconds)
+        name = src.fn.__name__
+        compiled.append((name, threading.current_thread().name, False))
+        return Compiled(run=lambda *args: launched.append(name), function=0, packed_metadata=())
+
+    triton.compiler.compile = compile
+    own = JITFunction.create_binder
+
+    def create_binder(kernel: JITFunction) -> Any:
+        found = own(kernel)
+        kernel.compile = compile
+        return found
+
+    JITFunction.create_binder = create_binder
+
+
+class OnGpu(TorchFunctionMode):
+    """Tensors lie on the CPU and say that they do not."""
+
+    _asked: ClassVar = {property(lambda tensor: True): "is_cuda", property(lambda tensor: GPU): "device"}
+
+    def __enter__(self) -> OnGpu:
+        for answer, name in self._asked.items():
+            setattr(torch.Tensor, name, answer)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        super().__exit__(*exc_info)
+        for name in self._asked.values():
+            delattr(torch.Tensor, name)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(func is answer.fget for answer in self._asked):
+            return func(*args)
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        named = {key: CPU if key == "device" and value is not None else value for key, value in (kwargs or {}).items()}
+        return func(*(CPU if isinstance(arg, torch.device) else arg for arg in args), **named)

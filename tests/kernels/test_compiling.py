@@ -1,0 +1,155 @@
+"""Kernels that a piece of work misses are compiled side by side, and launched as they would be without that.
+
+Each case runs in a process of its own, where Triton compiles for a GPU that is not there (`compiling_script.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_paged
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the pretended GPU would hide the real one")
+SCRIPT = Path(__file__).with_name("compiling_script.py")
+PACKAGE = Path(hf_paged.__file__).parent
+
+
+def run(script, folder, *arguments):
+    """What a script prints last."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(PACKAGE.parent), str(SCRIPT.parent), str(SCRIPT.parent.parent), environment.get("PYTHONPATH", "")]
+    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, script, *arguments], env=environment, capture_output=True, text=True,
+                          timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return cache(lambda name: run(SCRIPT, tmp_path_factory.mktemp("cache"), name))
+
+
+def threads_of(case):
+    return {thread.rpartition("_")[0] for _, thread, _ in case["compiled"]}
+
+
+def test_what_is_missing_is_compiled_in_threads_and_launched_once(found):
+    case = found("launches")["nothing known"]
+    assert sorted(name for name, *_ in case["compiled"]) == ["plus_one", "twice"]
+    assert threads_of(case) == {"hf_paged-compile"}
+    assert (case["result"], case["launched"], case["calls"]) == ("done", ["twice", "plus_one"], 3)
+
+
+def test_work_whose_kernels_are_compiled_runs_once(found):
+    case = found("launches")["all known"]
+    assert (case["compiled"], case["launched"], case["calls"]) == ([], ["twice", "plus_one"], 1)
+
+
+def test_nothing_is_launched_between_a_missing_kernel_and_the_last_run(found):
+    """A compiled kernel behind the missing one would read what nobody wrote."""
+    assert found("launches")["one known"]["launched"] == ["twice", "twice", "plus_one"]
+
+
+def test_a_kernel_is_read_at_its_first_use(found):
+    assert found("launches")["read"] == [True, True, False]
+
+
+def test_in_the_dry_run_new_tensors_are_zeros(found):
+    _, dry, _ = found("zeros")["zeros"]
+    assert dry == [True, True]
+
+
+def test_a_kernel_that_does_not_compile_raises_at_its_launch_every_time(found):
+    cases = found("failures")
+    for name in ("does not compile", "again"):
+        assert (cases[name]["error"], cases[name]["launched"][-1]) == ("CompilationError", "twice"), name
+
+
+def test_an_error_of_the_work_is_the_last_runs_and_leaves_no_thread_dry(found):
+    cases = found("failures")
+    assert (cases["raises"]["error"], cases["raises"]["launched"]) == ("ValueError", ["twice"])
+    assert cases["after that"]["launched"][-2:] == ["twice", "plus_one"]
+
+
+def test_another_threads_launches_are_launches(found):
+    """Behind the kernel in the dry run and in the last one: the first ends where the kernel is missed."""
+    assert found("others")["threads"] == [["twice"], ["twice"]]
+
+
+def test_kernels_of_others_are_compiled_and_launched_as_ever(found):
+    """But for the first run, which ends where they are missed: the dry one launches them."""
+    case = found("others")["library"]
+    assert case["launched"] == ["another_librarys", "another_librarys", "plus_one"]
+    assert [name for name, thread, _ in case["compiled"] if thread == "MainThread"] == ["another_librarys"]
+
+
+def test_what_comes_later_is_compiled_while_the_work_waits_and_not_launched(found):
+    case = found("later")
+    assert case["launched"] == ["twice"]
+    assert sorted(name for name, *_ in case["compiled"]) == ["plus_one", "plus_one", "twice"]
+    assert case["coming"] == [1, 1]
+    assert (case["then"]["compiled"], case["then"]["launched"]) == ([], ["plus_one"])
+
+
+def test_what_comes_later_is_left_alone_where_nothing_is_missing(found):
+    assert found("later")["known"]["compiled"] == []
+
+
+def test_inside_of_another_call_the_work_just_runs(found):
+    case = found("nested")
+    assert (case["result"], case["launched"]) == ("done", ["twice", "plus_one"])
+
+
+def test_a_later_process_finds_on_the_disk_what_threads_compiled(found):
+    """The variant that a thread compiles is the very one that a launch asks for."""
+    case = found("disk")
+    assert threads_of(case) == {"hf_paged-compile"}
+    assert case["anew"] == [["twice", "MainThread", True], ["plus_one", "MainThread", True]]
+
+
+def test_a_kernel_of_another_compiler_may_be_noted(found):
+    case = found("others")["noted"]
+    assert (threads_of(case), case["launched"]) == ({"hf_paged-compile"}, ["another_librarys"])
+
+
+CPU_CALL = """
+import gc, json
+import hf_paged
+from support import batch, tiny_model
+from hf_paged.kernels.compiling import Kernel, begin_early
+
+model = hf_paged.enable(tiny_model(), strict=True)
+model.generate(**batch([5, 9]), max_new_tokens=3, do_sample=True, top_k=5)
+kernels = [one for one in gc.get_objects() if isinstance(one, Kernel)]
+print(json.dumps([len(kernels), sum("params" in vars(one) for one in kernels), begin_early.cache_info().currsize]))
+"""
+
+
+def test_on_a_cpu_no_kernel_is_read_and_triton_is_not_prepared(tmp_path):
+    script = tmp_path / "call.py"
+    script.write_text(CPU_CALL)
+    known, read, prepared = run(script, tmp_path)
+    assert (known > 20, read, prepared) == (True, 0, 0)
+
+
+def test_no_kernel_escapes():
+    """Whatever is launched is made by `jit`, or `noted`."""
+    for path in PACKAGE.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        launched = {node.func.value.id for node in nodes if isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)}
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef) and node.name in launched and node.decorator_list:
+                made_by = {ast.unparse(one).split("(")[0] for one in node.decorator_list}
+                assert made_by & {"jit", "noted"}, (path, node.name, made_by)
