@@ -22,8 +22,8 @@ class PagedConfig:
         max_num_batched_tokens: tokens a step computes at most; longer prompts are computed in chunks.
         max_model_len: longest sequence in tokens, prompt and output. None: what the model's positions allow.
         enable_prefix_caching: keep full blocks of finished requests, and share equal prefixes.
-        group_prefixes: decode rows whose block tables begin with the same blocks read those once, where that is faster.
-            False: each row reads its own. On a CPU each does.
+        group_prefixes: rows that decode, and new prompts, whose block tables begin with the same blocks read those
+            once, where that is faster. False: each row reads its own. On a CPU each does.
         enforce_eager: never capture CUDA graphs.
         attention_backend: one of "auto", "triton", "hopper", "flash_attn", "torch". "hopper": prompts by a kernel for
             H100 and H200, "flash_attn": by an installed flash-attn 2, 3 or 4, the rest by "triton"; an error where it

@@ -201,9 +201,9 @@ class EngineStats:
             memory that they point to moved.
         weights_version: goes up whenever the weights, the active adapters or constants of the model were found to be
             others than before (see docs/reinforcement_learning.md for when that is looked at).
-        kv_bytes_read: keys and values that attention read for rows that decode, over all layers, on this rank. A layer
-            with a sliding window counts the positions inside of it.
-        kv_bytes_saved: what it would have read besides if it read a prefix that several such rows share once for each.
+        kv_bytes_read: keys and values that attention read, over all layers, on this rank; those of a prompt, or a chunk
+            of one, once. A layer with a sliding window counts the positions inside of it.
+        kv_bytes_saved: what it would have read besides if it read a prefix that several rows share once for each.
         num_draft_tokens, num_accepted_draft_tokens: guesses that steps computed, and those that came true.
         shadow_bytes: memory of copies of the weights, in the dtype of autocast or gathered from ranks; else 0.
         calls: calls of the enabled model's `generate` and `generate_batch` by path: "native", "lockstep", "stock". What

@@ -388,6 +388,8 @@ ON_A_CPU = [
 ]
 
 WORK, GROUPED = (f"kernels/attention/grouped_{name}.py" for name in ("work", "decode"))
+PARTS, PROMPTS, PREFILL = (f"kernels/attention/{name}.py" for name in ("_parts", "prompt_work", "prefill"))
+PROMPTS_TESTS, PREFILL_TESTS = (f"kernels/attention/test_{name}.py" for name in ("prompt_work", "grouped_prefill"))
 WORK_TESTS, GROUPED_TESTS = (f"kernels/attention/test_grouped_{name}.py" for name in ("work", "decode"))
 
 HOPPER, HOPPER_TESTS = "kernels/attention/hopper_support.py", "kernels/attention/test_hopper_prefill.py"
@@ -418,26 +420,41 @@ PREFIXES = [
                     "fixed_pieces"),
     PackageMutation(WORK, "MIN_SAVED_SHARE * _num_read(own, choice)", "0.0", WORK_TESTS,
                     "saves_little"),
-    PackageMutation(GROUPED, "tl.min(tl.where(live, row_begin, end), 0)", "tl.max(tl.where(live, row_begin, 0), 0)",
+    PackageMutation(PARTS, "tl.min(tl.where(live, row_begin, end), 0)", "tl.max(tl.where(live, row_begin, 0), 0)",
                     GROUPED_TESTS, "several_tiles"),
-    PackageMutation(GROUPED, "                readable = readable & (position[None, :] >= row_begin[:, None])\n",
+    PackageMutation(PARTS, "                readable = readable & (position[None, :] >= row_begin[:, None])\n",
                     "                pass\n", GROUPED_TESTS, "several_tiles"),
     PackageMutation(GROUPED, "tl.where(part < 0, tl.maximum(sink, -3.0e38), top)\n        total = tl.where(part < 0,"
                     " 1.0, total)", "tl.maximum(sink, -3.0e38)\n        total += 1.0", GROUPED_TESTS,
                     "several_tiles"),
     PackageMutation("runner/attention_inputs.py", "window is None or longest <= window", "True",
                     "runner/test_attention_inputs.py", "windows"),
-    PackageMutation(GROUPED, "        top = tl.maximum(sink, -3.0e38)\n        total += 1.0\n",
+    PackageMutation(PARTS, "        top = tl.maximum(sink, -3.0e38)\n        total += 1.0\n",
                     "        top = tl.maximum(sink, -3.0e38)\n", GROUPED_TESTS, "several_tiles"),
-    PackageMutation(GROUPED, "        acc = acc * rescale[:, None] + tl.sum(values *", "        acc += tl.sum(values *",
+    PackageMutation(PARTS, "        acc = acc * rescale[:, None] + tl.sum(values *", "        acc += tl.sum(values *",
                     GROUPED_TESTS, "fixed_pieces"),
-    PackageMutation(GROUPED, "tl.where((tops > float(\"-inf\"))[:, :, None], values, 0.0)", "values", GROUPED_TESTS,
+    PackageMutation(PARTS, "tl.where((tops > float(\"-inf\"))[:, :, None], values, 0.0)", "values", GROUPED_TESTS,
                     "fixed_pieces"),
-    PackageMutation(GROUPED, "    if pieces == 1:\n        return\n", "", GROUPED_TESTS, "random_trees"),
+    PackageMutation(PARTS, "    if pieces == 1:\n        return\n", "", GROUPED_TESTS, "random_trees"),
     PackageMutation("runner/attention_inputs.py", "chosen[0] is not groups or", "", "runner/test_attention_inputs.py",
                     "groups_change"),
     PackageMutation("runner/graphs.py", "partial(run, tiles=tiles)", "partial(run, tiles=None)", GRAPHS_TESTS,
                     "share_a_prefix"),
+    PackageMutation("runner/graphs.py", "named=any_named(slots)), tiles=tiles)", "named=any_named(slots)), tiles=None)",
+                    GRAPHS_TESTS, "cached_prefix"),
+    PackageMutation(PROMPTS, "    rows[: len(plan.rows)] = plan.rows\n", "    rows[:] = plan.rows[-1]\n", PROMPTS_TESTS,
+                    "ahead_of_a_row"),
+    PackageMutation(PROMPTS, "start[row_of] + place + 1", "(start + num_new)[row_of]", PROMPTS_TESTS, "ahead_of_a_row"),
+    PackageMutation("kernels/attention/backends.py", " and not is_shared", "", PROMPTS_TESTS, "never_reaches"),
+    PackageMutation(PROMPTS, " / max(share_of_layers, 1e-9)", "", PROMPTS_TESTS, "layers_that_see_nothing"),
+    PackageMutation(PREFILL, "row_begin + (begin - row_begin) // BLOCK_N * BLOCK_N", "begin // BLOCK_N * BLOCK_N",
+                    PREFILL_TESTS, "random_trees"),
+    PackageMutation(PREFILL, "live & (part_top > float(\"-inf\"))[:, None]", "live", PREFILL_TESTS, "several_tiles"),
+    PackageMutation(PREFILL, "total * rescale + part_total * weight", "total * rescale + part_total", PREFILL_TESTS,
+                    "several_tiles"),
+    PackageMutation("runner/attention_inputs.py", "self.saved_prompt_positions = saved, self.saved_positions",
+                    "self.saved_prompt_positions = self.saved_positions, saved", "runner/test_attention_inputs.py",
+                    "one_token_each"),
 ]
 
 LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
@@ -677,7 +694,7 @@ SHARED_READS = [
                     "window_is_counted"),
     PackageMutation("runner/model_runner.py",
                     '        self._count_reads(plan)\n        device_times.end("eager", began)',
-                    '        device_times.end("eager", began)', GROUP_TESTS, "bytes_that_decode"),
+                    '        device_times.end("eager", began)', GROUP_TESTS, "bytes_that_steps"),
 ]
 
 # Kernels that a step misses.

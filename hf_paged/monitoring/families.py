@@ -58,7 +58,7 @@ COUNTERS = {
     "num_steps": "Steps launched.",
     "spec_decode_num_draft_tokens": "Guesses at tokens that steps computed.",
     "spec_decode_num_accepted_tokens": "Guesses that came true.",
-    "kv_bytes_read": "Bytes of keys and values that attention read for rows that decode, on this device.",
+    "kv_bytes_read": "Bytes of keys and values that attention read, on this device; a prompt's once.",
     "kv_bytes_saved": "Bytes that it did not read again, since rows shared a prefix.",
     "estimated_flops_per_gpu": "Floating-point operations of all steps, estimated from their plans, on this device.",
     "estimated_read_bytes_per_gpu": "Bytes of weights, keys and values of all steps, of each row its own.",

@@ -26,7 +26,7 @@ def stats_html(stats: Any) -> str:
         ("steps", f"{stats.num_steps:,}", f"{stats.num_preemptions:,} preemptions"),
         ("tokens made", f"{stats.num_generated_tokens:,}", f"{stats.num_prefill_tokens:,} of prompts computed"),
         ("KV pool", size(stats.kv_cache_bytes), f"grew {stats.num_pool_growths:,} times"),
-        ("KV read by decode rows", size(stats.kv_bytes_read), f"{size(stats.kv_bytes_saved)} saved by groups"),
+        ("KV read", size(stats.kv_bytes_read), f"{size(stats.kv_bytes_saved)} saved by groups"),
         ("CUDA graphs", f"{stats.num_graphs_captured:,}", f"{stats.num_graphs_dropped:,} dropped"),
         ("weights", f"version {stats.weights_version:,}", f"{size(stats.shadow_bytes)} of copies"),
     ]

@@ -9,8 +9,9 @@ import torch
 
 from hf_paged.kernels.attention.backends import AttentionBackend
 from hf_paged.kernels.attention.grouped_work import GroupChoice, GroupedPlan, plan_groups
-from hf_paged.kernels.attention.metadata import DecodeWork, GroupedWork, PagedMetadata
+from hf_paged.kernels.attention.metadata import DecodeWork, GroupedWork, PagedMetadata, PromptWork
 from hf_paged.kernels.attention.prefill import FULL_TILE, SHORT_SEQUENCE
+from hf_paged.kernels.attention.prompt_work import PromptPlan, Prompts
 from hf_paged.kernels.upload import upload
 from hf_paged.models import KVSpec
 from hf_paged.runner.request_state import RequestState
@@ -24,7 +25,8 @@ class AttentionInputs:
     def __init__(self, backend: AttentionBackend, spec: KVSpec, state: RequestState, max_model_len: int) -> None:
         self.backend = backend
         self._spec, self._state, self._max_model_len = spec, state, max_model_len
-        self.saved_positions = 0  # that the decode rows planned last do not read again, in one layer without a window
+        # That the rows planned last do not read again, in one layer without a window: those that decode, and others.
+        self.saved_positions = self.saved_prompt_positions = 0
         self._windows: Counter[int | None] = Counter()
         # Of the last step with groups, which are the same objects as long as they hold the same.
         self._chosen: tuple[PrefixGroups, int, GroupChoice | None] | None = None
@@ -47,6 +49,31 @@ class AttentionInputs:
                 return plan
         spec = self._spec
         return self.backend.plan(seq_lens, slots, spec.num_kv_heads, spec.head_dim, spec.cache_dtype, spec.device)
+
+    def prompt_plan(self, plan: StepPlan, max_query_len: int, max_seq_len: int) -> PromptPlan | None:
+        """How what the prompts of a step share is cut, to be read for tiles of several rows; None: row by row.
+
+        The numbers are those of `PagedMetadata`.
+        """
+        self.saved_prompt_positions = 0
+        if plan.prompt_groups is None:
+            return None
+        spec, rows = self._spec, slice(plan.num_decode_rows, None)
+        prompts = Prompts(plan.start[rows], plan.num_new_tokens[rows], plan.slots[rows], max_query_len, max_seq_len)
+        found = self.backend.plan_prompts(plan.prompt_groups, prompts, spec.num_heads, spec.num_kv_heads, spec.head_dim,
+                                          spec.cache_dtype, spec.device,
+                                          self._share_of_layers(prompts.start + prompts.num_new))
+        if found is not None:
+            self.saved_prompt_positions = found.saved_positions
+        return found
+
+    def captured_prompt_plan(self, plan: StepPlan, num_tokens: int) -> PromptPlan | None:
+        """`prompt_plan` of a graph for as many tokens."""
+        if plan.prompt_groups is None:
+            self.saved_prompt_positions = 0
+            return None
+        long = self.is_long((plan.start + plan.num_new_tokens)[plan.num_decode_rows :])
+        return self.prompt_plan(plan, *self._captured_bounds(num_tokens, long))
 
     def use_windows(self, windows: tuple[int | None, ...]) -> None:
         """From now on layers have these windows, None: they see all positions."""
@@ -81,11 +108,13 @@ class AttentionInputs:
                 continue
             first, last = int(query_start[a]), int(query_start[b])
             from_zero = starts[a : b + 1] - first if first else starts[: b + 1]
-            meta = self._metadata(
-                from_zero, lens[a:b], slots[a:b], slot_mapping[first:last],
-                int(plan.num_new_tokens[a:b].max()), int(seq_lens[a:b].max()),
-                self._work(plan, seq_lens[a:b]) if a < decodes else None,
-            )
+            longest = int(plan.num_new_tokens[a:b].max()), int(seq_lens[a:b].max())
+            work: DecodeWork | GroupedWork | PromptWork | None
+            if a < decodes:
+                work = self._work(seq_lens[a:b], plan.slots[a:b], plan.groups)
+            else:
+                work = self._prompt_work(plan, seq_lens[a:b], *longest)
+            meta = self._metadata(from_zero, lens[a:b], slots[a:b], slot_mapping[first:last], *longest, work)
             width = self._spec.num_kv_heads * self._spec.head_dim
             parts.append((first, last, self.backend.read_once(meta, self._state.block_size, width)))
         return parts
@@ -98,30 +127,46 @@ class AttentionInputs:
         return self._metadata(starts, seq_lens, slots.to(torch.int32), slot_mapping, 1, self._max_model_len, work)
 
     def prompts(self, query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
-                slot_mapping: torch.Tensor, *, long: bool) -> PagedMetadata:
+                slot_mapping: torch.Tensor, *, long: bool, work: PromptWork | None = None) -> PagedMetadata:
         """A captured step of prompts, all int32; `long` as `is_long` says."""
+        bounds = self._captured_bounds(len(slot_mapping), long)
+        return self._metadata(query_start, seq_lens, slots, slot_mapping, *bounds, work)
+
+    def _captured_bounds(self, num_tokens: int, long: bool) -> tuple[int, int]:
+        """Most new tokens and most tokens of a row of a graph's steps."""
         # Replays bring rows of any length up to all tokens: the tiles are those of full ones.
-        most = max(FULL_TILE, len(slot_mapping))
-        longest = self._max_model_len if long else SHORT_SEQUENCE
-        return self._metadata(query_start, seq_lens, slots, slot_mapping, most, longest)
+        return max(FULL_TILE, num_tokens), self._max_model_len if long else SHORT_SEQUENCE
 
     @staticmethod
     def is_long(seq_lens: np.ndarray) -> bool:
         """Do these prompts need a graph with the tiles of long sequences?"""
         return int(seq_lens.max()) > SHORT_SEQUENCE
 
-    def _work(self, plan: StepPlan, seq_lens: np.ndarray) -> DecodeWork | GroupedWork | None:
-        slots, device = plan.slots[: plan.num_decode_rows], self._spec.device
-        work = self.split_plan(seq_lens, slots, plan.groups)
+    def _work(self, seq_lens: np.ndarray, slots: np.ndarray,
+              groups: PrefixGroups | None) -> DecodeWork | GroupedWork | None:
+        device, work = self._spec.device, self.split_plan(seq_lens, slots, groups)
         if work is None:
             return None
         if isinstance(work, GroupedPlan):
             return GroupedWork(upload(work.items, device), upload(work.rows, device), work.num_parts, work.config)
         return DecodeWork(upload(work, device), self.arrivals(len(slots)))
 
+    def _prompt_work(self, plan: StepPlan, seq_lens: np.ndarray, max_query_len: int,
+                     max_seq_len: int) -> DecodeWork | GroupedWork | PromptWork | None:
+        if max_query_len == 1 and plan.prompt_groups is not None:  # all in the cache: the kernels of decode rows
+            saved = self.saved_positions
+            work = self._work(seq_lens, plan.slots[plan.num_decode_rows :], plan.prompt_groups)
+            self.saved_positions, self.saved_prompt_positions = saved, self.saved_positions
+            return work
+        made = self.prompt_plan(plan, max_query_len, max_seq_len)
+        if made is None:
+            return None
+        items, rows, own_begin = (upload(array, self._spec.device) for array in made[:3])
+        return PromptWork(GroupedWork(items, rows, made.num_parts, made.kernel.config), own_begin)
+
     def _metadata(self, query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
                   slot_mapping: torch.Tensor, max_query_len: int, max_seq_len: int,
-                  work: DecodeWork | GroupedWork | None = None) -> PagedMetadata:
+                  work: DecodeWork | GroupedWork | PromptWork | None = None) -> PagedMetadata:
         return PagedMetadata(
             query_start=query_start, seq_lens=seq_lens, block_table=self._state.block_table, slots=slots,
             slot_mapping=slot_mapping, max_query_len=max_query_len, max_seq_len=max_seq_len, work=work,

@@ -3,8 +3,8 @@
 A graph of decode rows per padded number of rows, a graph of prompts per padded number of tokens; a step that holds both
 replays one of each, so that decoding never waits for the launches of a prompt. Captured lazily, all in one memory pool.
 Padding rows have length 0 and a slot of their own. Steps that bring log-probabilities, steps in which a row names an
-adapter, and steps whose rows share prefixes have graphs of their own. A step of decode rows that waits for masks of
-tokens is two graphs: up to the logits, and from there on.
+adapter, and steps whose rows, or whose prompts, share prefixes have graphs of their own. A step of decode rows that
+waits for masks of tokens is two graphs: up to the logits, and from there on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from hf_paged.kernels.attention.grouped_work import GroupedPlan
-from hf_paged.kernels.attention.metadata import DecodeWork, GroupedConfig, GroupedWork, PagedMetadata
+from hf_paged.kernels.attention.metadata import DecodeWork, GroupedConfig, GroupedWork, PagedMetadata, PromptWork
+from hf_paged.kernels.attention.prompt_work import padded
 from hf_paged.kernels.compiling import compiled_together
 from hf_paged.kernels.upload import upload
 from hf_paged.models import ModelExecutor
@@ -340,9 +341,10 @@ class StepGraphs:
                 return None
             parts.append(Part(slice(0, decodes), captured, inputs))
         if prompt_size:
-            slots, inputs = plan.slots[decodes:], self._prompt_inputs(plan, prompt_size)
+            slots, (inputs, tiles) = plan.slots[decodes:], self._prompt_inputs(plan, prompt_size)
             long = self._attention.is_long((plan.start + plan.num_new_tokens)[decodes:])
-            captured = self._get(prompt_size, prompts(slots, long=long, named=any_named(slots)), inputs)
+            run = partial(prompts(slots, long=long, named=any_named(slots)), tiles=tiles)
+            captured = self._get(prompt_size, run, inputs)
             if captured is None:
                 return None
             parts.append(Part(slice(decodes, len(plan.slots)), captured, inputs))
@@ -486,7 +488,7 @@ class StepGraphs:
         tokens[0], tokens[1], tokens[2] = self._state.padding_slot, -1, 0
         rows[1] = rows[4] = self._state.padding_slot
         inputs = [upload(array, self._device) for array in (tokens, rows)]
-        self._prompts(*inputs, stages=frozenset(), long=False, scored=(), named=False)
+        self._prompts(*inputs, stages=frozenset(), long=False, scored=(), named=False, tiles=None)
 
     def _own_stream(self) -> torch.cuda.Stream:
         """The one this engine captures on, or takes over from an engine that is gone.
@@ -563,7 +565,7 @@ class StepGraphs:
                 of: tuple, stages: frozenset[str], scored: tuple[str, ...]) -> Drawn:
         """Tokens of rows [2, size] from logits, which another graph (``of``) leaves, and masks."""
         slots, positions = rows
-        return self._draw(logits, slots, (positions + 1).to(torch.int32), stages, scored, TokenMasks(words, lines))
+        return self._draw(logits, slots, 1 + positions, stages, scored, TokenMasks(words, lines))
 
     def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None, named: bool,
                        tiles: GroupedTiles | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -577,8 +579,9 @@ class StepGraphs:
         adapters = state.adapters.of(slots) if named else None
         return self._executor.hidden_states(input_ids, self._step(at, meta, adapters)), adapters
 
-    def _prompt_inputs(self, plan: StepPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64 (see `_prompts`)."""
+    def _prompt_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
+        """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64 (see `_prompts`), and where
+        prompts share prefixes the arrays of the attention's plan, which is for these tiles."""
         rows = slice(plan.num_decode_rows, None)
         slots, start, num_new = plan.slots[rows], plan.start[rows], plan.num_new_tokens[rows]
         count, padding = len(slots), self._state.padding_slot
@@ -595,19 +598,28 @@ class StepGraphs:
         row_slots[:count], seq_lens[:count], last[:count] = slots, start + num_new, ends - 1
         samples = np.flatnonzero(plan.samples[rows])
         sampled_slots[samples], sampled_positions[samples] = slots[samples], (start + num_new)[samples]
-        return tokens, by_row
+        shared = self._attention.captured_prompt_plan(plan, size)
+        if shared is None:
+            return (tokens, by_row), None
+        shared = padded(shared, size, self._prompt_rows(size))
+        tiles = GroupedTiles(shared.num_parts, shared.kernel.config)
+        return (tokens, by_row, shared.items, shared.rows, shared.own_begin), tiles
 
-    def _prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *, stages: frozenset[str], long: bool,
-                 scored: tuple[str, ...], named: bool) -> Drawn:
-        logits = self._prompt_logits(tokens, rows, long=long, named=named)
+    def _prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *work: torch.Tensor, stages: frozenset[str],
+                 long: bool, scored: tuple[str, ...], named: bool, tiles: GroupedTiles | None) -> Drawn:
+        logits = self._prompt_logits(tokens, rows, *work, long=long, named=named, tiles=tiles)
         sampled_slots, sampled_positions = rows[4:, :-1]
         return self._draw(logits, sampled_slots, sampled_positions, stages, scored)
 
-    def _prompt_logits(self, tokens: torch.Tensor, rows: torch.Tensor, *, long: bool, named: bool) -> torch.Tensor:
+    def _prompt_logits(self, tokens: torch.Tensor, rows: torch.Tensor, *work: torch.Tensor, long: bool, named: bool,
+                       tiles: GroupedTiles | None) -> torch.Tensor:
         state, (slots, positions, write_from) = self._state, tokens
         input_ids, at, slot_mapping = state.inputs(slots, positions, write_from)
-        small = rows[:3].to(torch.int32)
-        meta = self._attention.prompts(small[0], small[2, :-1], small[1, :-1], slot_mapping, long=long)
+        small, shared = rows[:3].to(torch.int32), None
+        if tiles is not None:
+            items, parts, own_begin = work
+            shared = PromptWork(GroupedWork(items, parts, *tiles), own_begin)
+        meta = self._attention.prompts(small[0], small[2, :-1], small[1, :-1], slot_mapping, long=long, work=shared)
         adapters = state.adapters.of(slots) if named else None
         hidden = self._executor.hidden_states(input_ids, self._step(at, meta, adapters))
         last = rows[3, :-1]

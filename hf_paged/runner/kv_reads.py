@@ -1,4 +1,4 @@
-"""How much of the KV cache the decode rows of all steps read, and how much they would have without groups."""
+"""How much of the KV cache the rows of all steps read, and how much they would have without groups."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class KVReads:
     """Bytes of K and V over all layers of this rank, counted step by step; they go on where a new pool is made.
 
     Attributes:
-        num_bytes: What attention read for rows of one new token: every position of a row in every layer, and of a layer
-            with a sliding window the positions inside of it.
+        num_bytes: What attention read for rows of one new token, and for prompts as if each read what it sees once:
+            every position of a row in every layer, and of a layer with a sliding window the positions inside of it.
         num_saved_bytes: What it read for another row of the same group, and not again; layers with a window count
             nothing.
     """
@@ -32,17 +32,18 @@ class KVReads:
         by_window = Counter(windows)
         self._num_layers, self._num_full_layers = list(by_window.items()), by_window[None]
 
-    def count(self, start: np.ndarray, saved_positions: int) -> None:
-        """A step was launched.
+    def count(self, start: np.ndarray, num_new: np.ndarray, saved_positions: int) -> None:
+        """Rows of a step were launched.
 
         Args:
-            start: int32 [R], positions of the new tokens.
+            start: int32 [R], positions of their first new tokens.
+            num_new: int32 [R], new tokens.
             saved_positions: What groups of these rows did not read again, in positions of one layer without a window.
         """
-        num_positions, num_rows = 0, len(start)
+        num_positions, num_tokens = 0, int(np.add.reduce(num_new, dtype=np.int64))
         for window, num_layers in self._num_layers:
             seen = start if window is None else np.minimum(start, window - 1)
-            num_positions += num_layers * (int(np.add.reduce(seen, dtype=np.int64)) + num_rows)
+            num_positions += num_layers * (int(np.add.reduce(seen, dtype=np.int64)) + num_tokens)
         num_saved = saved_positions * self._num_full_layers
         self.num_bytes += (num_positions - num_saved) * self._position_bytes
         self.num_saved_bytes += num_saved * self._position_bytes

@@ -341,8 +341,11 @@ class ModelRunner:
 
     def _count_reads(self, plan: StepPlan) -> None:
         """The step is enqueued."""
-        if decodes := plan.num_decode_rows:
-            self.reads.count(plan.start[:decodes], self.attention.saved_positions)
+        start, num_new, decodes = plan.start, plan.num_new_tokens, plan.num_decode_rows
+        if decodes:
+            self.reads.count(start[:decodes], num_new[:decodes], self.attention.saved_positions)
+        if decodes < len(start):
+            self.reads.count(start[decodes:], num_new[decodes:], self.attention.saved_prompt_positions)
 
     def _sample(self, plan: StepPlan, computed: Computed, result: torch.Tensor,
                 logprobs: Mapping[str, torch.Tensor]) -> None:

@@ -105,7 +105,7 @@ class LockstepRows:
             start = num_hit
             while start < len(tokens):
                 if not plan.room:
-                    yield _plan_of(plan)
+                    yield self._plan_of(plan)
                     self._promised = []
                     plan = PrefillRows(self._scheduler.config.max_num_batched_tokens)
                 end = min(len(tokens), start + plan.room)
@@ -114,7 +114,7 @@ class LockstepRows:
                 plan.published += self._manager.publish(seq, tokens, end)
                 self._promised = plan.published
                 self.lengths[row] = start = end
-        yield _plan_of(plan)
+        yield self._plan_of(plan)
         self._promised = []
 
     @property
@@ -122,6 +122,14 @@ class LockstepRows:
         """Was the last plan of `prompt_plans` handed out?"""
         return all(seq.num_prompt_tokens <= length
                    for seq, length in zip(self.sequences, self.lengths.tolist(), strict=True))
+
+    def _plan_of(self, prompts: PrefillRows) -> StepPlan:
+        columns = prompts.columns()
+        return StepPlan(
+            **columns._asdict(), sequences=prompts.sequences, num_decode_rows=0, admitted=prompts.admitted,
+            block_updates=NO_UPDATES, tenancy=np.zeros(len(columns.slots), np.int64), published=prompts.published,
+            prompt_groups=self._tree.groups_ahead(columns.slots, columns.start),
+        )
 
     def fork(self) -> RowMoves | None:
         """Once the prompts are computed: a row for every prompt again. None where all of them differ."""
@@ -147,6 +155,7 @@ class LockstepRows:
             write_from=start, samples=np.zeros(count, bool), num_decode_rows=count if num_new == 1 else 0, admitted=[],
             block_updates=updates, tenancy=np.zeros(count, np.int64), published=[], prefix_tree=self._tree,
             groups=self._tree.groups(self.slots) if num_new == 1 else None,
+            prompt_groups=self._tree.groups_ahead(self.slots, start) if num_new > 1 else None,
         )
 
     def _extend_tables(self, lengths: np.ndarray) -> BlockUpdates:
@@ -271,9 +280,3 @@ class LockstepRows:
             raise OutOfBlocksError(f"{missing} blocks are missing, and the KV pool cannot grow")
 
 
-def _plan_of(prompts: PrefillRows) -> StepPlan:
-    columns = prompts.columns()
-    return StepPlan(
-        **columns._asdict(), sequences=prompts.sequences, num_decode_rows=0, admitted=prompts.admitted,
-        block_updates=NO_UPDATES, tenancy=np.zeros(len(columns.slots), np.int64), published=prompts.published,
-    )

@@ -84,6 +84,8 @@ class StepPlan:
         prefix_tree: Of all rows that hold blocks, those of other plans included; None for prompts in lockstep.
         groups: Decode rows that begin with the same blocks; None if no two do. The same object as in the plan before
             where nothing about it changed.
+        prompt_groups: Likewise the other rows, counted from the first of them; a group ends ahead of all its rows' new
+            tokens.
         drafts: int32; the token at `start` of a decode row that was only guessed: such rows stand behind the row of the
             same sequence at the position before, and count if that one samples the guess. -1: the token is known. None:
             that of every row is.
@@ -102,6 +104,7 @@ class StepPlan:
     published: list[KVBlock]
     prefix_tree: PrefixTree | None = None
     groups: PrefixGroups | None = None
+    prompt_groups: PrefixGroups | None = None
     drafts: np.ndarray | None = None
 
     @property
@@ -129,7 +132,8 @@ class StepPlan:
             samples=column("samples"), num_decode_rows=num_decode_rows,
             admitted=self.admitted, block_updates=BlockUpdates(*map(np.concatenate, updates)),
             tenancy=column("tenancy"), published=self.published, prefix_tree=tree,
-            groups=None if tree is None else tree.groups(slots[:num_decode_rows]), drafts=drafts,
+            groups=None if tree is None else tree.groups(slots[:num_decode_rows]), prompt_groups=self.prompt_groups,
+            drafts=drafts,
         )
 
     def token_columns(self, first_row: int = 0) -> np.ndarray:

@@ -125,6 +125,28 @@ class PrefixTree:
             self._known[step] = _among(self._forest, slots, self._num_slots)
         return self._known[step]
 
+    def groups_ahead(self, slots: np.ndarray, start: np.ndarray) -> PrefixGroups | None:
+        """Groups of a step's prompts, row i the one of ``slots[i]``, that end ahead of their rows' new tokens.
+
+        None if no two of them share a block there. ``start``: [R] integers, position of a row's first new token.
+        """
+        if len(slots) < 2 or not self._root.inner:
+            return None
+        num_blocks = start // self._block_size
+        rows = np.flatnonzero(num_blocks)
+        groups = self.groups(slots[rows])
+        if groups is None:
+            return None
+        last = groups.first + groups.count
+        ahead = np.append(num_blocks[rows][groups.members], 0) * self._block_size
+        if (np.minimum.reduceat(ahead, np.stack([groups.first, last], 1).reshape(-1))[::2] < groups.end).any():
+            # Some row computes in this step what others of its group have behind them.
+            tree = PrefixTree(self._block_size)
+            for row in rows.tolist():
+                tree.add(row, self._tables[int(slots[row])][: int(num_blocks[row])])
+            groups = tree.groups(rows)
+        return None if groups is None else groups._replace(members=rows[groups.members].astype(np.int32))
+
     def groups_of_copies(self, slots: np.ndarray, copies: np.ndarray, start: np.ndarray) -> PrefixGroups | None:
         """As `groups` of a step in which row i stands ``copies[i]`` times, from position ``start[i]`` on."""
         if not self.is_kept:  # else copies of one row would be a group

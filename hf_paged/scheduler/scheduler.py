@@ -270,7 +270,7 @@ class Scheduler:
     def _make_plan(self, slots: np.ndarray, start: np.ndarray, updates: BlockUpdates, prefills: PrefillRows,
                    guesses: list[Seq[int]]) -> StepPlan:
         sequences: list[Sequence] = [self._table.sequences[slot] for slot in slots.tolist()]
-        slots, drafts = slots.astype(np.int32), None
+        slots, drafts, prompt_groups = slots.astype(np.int32), None, None
         if not guesses:
             groups = self.prefix_tree.groups(slots)
         else:
@@ -286,6 +286,7 @@ class Scheduler:
         if prefills.sequences:
             sequences += prefills.sequences
             columns = prefills.columns()
+            prompt_groups = self.prefix_tree.groups_ahead(columns.slots, columns.start)
             slots, num_new = np.concatenate([slots, columns.slots]), np.concatenate([num_new, columns.num_new_tokens])
             write_from = np.concatenate([start, columns.write_from])
             start = np.concatenate([start, columns.start])
@@ -296,7 +297,7 @@ class Scheduler:
             sequences=sequences, slots=slots, num_new_tokens=num_new, start=start, write_from=write_from,
             samples=samples, num_decode_rows=n, admitted=prefills.admitted, block_updates=updates,
             tenancy=self._table.tenancy[slots], published=prefills.published, prefix_tree=self.prefix_tree,
-            groups=groups, drafts=drafts,
+            groups=groups, prompt_groups=prompt_groups, drafts=drafts,
         )
 
     def _add_chunk(self, seq: Sequence, prefills: PrefillRows) -> None:

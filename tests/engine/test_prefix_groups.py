@@ -169,12 +169,12 @@ def spec_bytes(spec: KVSpec) -> int:
     return 2 * spec.num_kv_heads * spec.head_dim * spec.cache_dtype.itemsize
 
 
-def test_bytes_that_decode_steps_read_and_save(model, monkeypatch):
+def test_bytes_that_steps_read_and_save(model, monkeypatch):
     engine = hf_paged.get_engine(hf_paged.enable(model, strict=True))
     assert (engine.stats().kv_bytes_read, engine.stats().kv_bytes_saved) == (0, 0)
     model.generate(**batch([20, 5]), max_new_tokens=4)
-    # The first of four tokens comes from the prompt's last; the newest token is read as well.
-    positions = sum(length + i for length in (20, 5) for i in (1, 2, 3))
+    # The first of four tokens comes from the prompt's last, whose step reads the prompt; so is the newest token.
+    positions = sum(length + i for length in (20, 5) for i in range(4))
     spec = engine._core.runner.spec
     read = positions * spec.num_layers * spec_bytes(spec)
     assert (engine.stats().kv_bytes_read, engine.stats().kv_bytes_saved) == (read, 0)
@@ -189,7 +189,7 @@ def test_bytes_that_decode_steps_read_and_save(model, monkeypatch):
     monkeypatch.setattr(AttentionInputs, "split_plan", split_plan)
     model.generate(torch.tensor([PROMPT[:8]] * 2), max_new_tokens=2)
     saved = 5 * spec.num_layers * spec_bytes(spec)
-    read += 2 * 9 * spec.num_layers * spec_bytes(spec) - saved
+    read += 2 * (8 + 9) * spec.num_layers * spec_bytes(spec) - saved
     assert (engine.stats().kv_bytes_read, engine.stats().kv_bytes_saved) == (read, saved)
     engine.release_memory()
     assert engine.stats().kv_bytes_read == read, "the counters outlive the pool"
@@ -200,7 +200,9 @@ def test_a_window_is_counted_as_far_as_it_reaches():
                   compute_dtype=torch.float16, device=torch.device("cpu"))
     reads = KVReads()
     reads.use(spec, (None, 8, 8))
-    reads.count(np.array([3, 7, 20], np.int32), saved_positions=4)
+    reads.count(np.array([3, 7, 20], np.int32), np.ones(3, np.int32), saved_positions=4)
     full, windowed = 4 + 8 + 21, 4 + 8 + 8
     assert reads.num_bytes == (full + 2 * windowed - 4) * spec_bytes(spec)
     assert reads.num_saved_bytes == 4 * spec_bytes(spec)
+    reads.count(np.array([0, 20], np.int32), np.array([5, 3], np.int32), saved_positions=0)  # of prompts
+    assert reads.num_bytes == (full + 2 * windowed - 4 + 5 + 23 + 2 * (5 + 10)) * spec_bytes(spec)

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from hf_paged.kernels.attention import prompt_work
 from hf_paged.kernels.attention.backends import TritonBackend
 from hf_paged.kernels.attention.grouped_work import GroupedPlan
+from hf_paged.kernels.attention.metadata import GroupedWork
 from hf_paged.models import KVSpec
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.scheduler.prefix_groups import PrefixGroups
@@ -66,3 +68,49 @@ def test_groups_are_looked_at_anew_where_groups_change_or_the_number_of_rows(att
     assert attention.backend.looked == 3
     attention.split_plan(np.full(5, 3000), np.arange(5))
     assert attention.backend.looked == 3, "a step without groups is none of its business"
+
+
+def prompts_behind(shared_tokens, new, decodes=0):
+    """A step of rows of as many new tokens behind what they share, and decode rows in front."""
+    count = decodes + len(new)
+    return SimpleNamespace(
+        num_decode_rows=decodes, slots=np.arange(count), start=np.full(count, shared_tokens),
+        num_new_tokens=np.array([1] * decodes + new), prompt_groups=shared(len(new), shared_tokens), groups=None,
+    )
+
+
+def test_prompts_are_grouped_where_that_saves_enough(attention):
+    few = prompts_behind(2048, [8] * 200, decodes=3)
+    found = attention.prompt_plan(few, 8, 2056)
+    assert (found.own_begin == 2048).all() and len(found.own_begin) == 200
+    assert attention.saved_prompt_positions == found.saved_positions > 0
+    assert attention.prompt_plan(prompts_behind(2048, [200] * 8), 200, 2248) is None, "rows fill their tiles"
+    assert attention.saved_prompt_positions == 0
+    attention.prompt_plan(few, 8, 2056)
+    attention.use_windows((1024, 1024))
+    assert attention.prompt_plan(few, 8, 2056) is None, "most of it is out of sight"
+    assert attention.saved_prompt_positions == 0
+
+
+def test_a_captured_step_is_compared_with_the_tiles_of_its_graph(attention, monkeypatch):
+    """Which are full ones, whatever the rows: more to gain."""
+    monkeypatch.setattr(prompt_work, "MOST_ELSEWHERE", 0.8)
+    step = prompts_behind(4000, [12] * 60)
+    assert attention.prompt_plan(step, 12, 4012) is None
+    assert attention.captured_prompt_plan(step, 768) is not None
+
+
+def test_prompts_without_groups_are_none_of_the_backends_business(attention, monkeypatch):
+    monkeypatch.setattr(Watched, "plan_prompts", None)
+    step = prompts_behind(2048, [8] * 200)
+    step.prompt_groups = None
+    assert attention.prompt_plan(step, 8, 2056) is attention.captured_prompt_plan(step, 2048) is None
+
+
+def test_prompts_of_one_token_each_are_planned_as_rows_that_decode(attention):
+    """An eager step of prompts that are all in the cache, beside rows that decode and share nothing."""
+    step = prompts_behind(2048, [1] * 40, decodes=2)
+    attention._work(np.full(2, 2049), step.slots[:2], None)
+    work = attention._prompt_work(step, np.full(40, 2049), 1, 2049)
+    assert isinstance(work, GroupedWork)
+    assert (attention.saved_positions, attention.saved_prompt_positions > 0) == (0, True)

@@ -20,9 +20,12 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.speculation import Speculation
+from hf_paged.kernels.attention import grouped_prefill, prompt_work
 from hf_paged.kernels.attention.backends import TorchBackend, TritonBackend
 from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
-from hf_paged.kernels.attention.metadata import GroupedWork
+from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill
+from hf_paged.kernels.attention.metadata import GroupedWork, PromptWork
+from hf_paged.kernels.attention.prompt_work import RowPrograms
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.runner import graphs as graphs_module
 from hf_paged.runner.attention_inputs import AttentionInputs
@@ -60,12 +63,16 @@ class PlannedTorch(TorchBackend):
 class InterpretedGroups(PlannedTorch):
     """Steps whose rows share prefixes run the kernel for them, in Triton's interpreter."""
 
-    choose_groups = TritonBackend.choose_groups
+    choose_groups, plan_prompts = TritonBackend.choose_groups, TritonBackend.plan_prompts
+    prompt_kernel = TritonBackend.prompt_kernel
 
     def __init__(self):
-        self.grouped = []  # the plans that ran, in each layer
+        self.grouped, self.prompts = [], []  # the plans that ran, in each layer
 
     def run(self, q, k_cache, v_cache, meta, options, out=None):
+        if isinstance(meta.work, PromptWork):
+            self.prompts.append(meta.work)
+            return paged_attention_grouped_prefill(q, k_cache, v_cache, meta, options, out=out)
         if not isinstance(meta.work, GroupedWork):
             return super().run(q, k_cache, v_cache, meta, options, out)
         self.grouped.append(meta.work)
@@ -194,6 +201,45 @@ def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, mon
     if mode == "graphs":
         assert {key[-1] is None for key in decodes} == {False, True}
         assert {key[0] for key in decodes if key[-1] is not None} == {4}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mode", ["graphs", "eager", "off"])
+def test_prompts_behind_a_cached_prefix_read_it_once_and_make_stocks_tokens(steps, monkeypatch, mode):
+    """In graphs of their own, beside rows that decode and a prompt that shares nothing; one has its last token left."""
+    for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0), ("MOST_ELSEWHERE", 9.0)):
+        monkeypatch.setattr(prompt_work, name, value)
+    monkeypatch.setattr(grouped_prefill, "RowPrograms", lambda tokens, slots, *_: RowPrograms(tokens, slots, 50.0, 1.0))
+    backend = InterpretedGroups()
+    monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)
+    if mode == "eager":
+        monkeypatch.setattr(StepGraphs, "launch", lambda *_, **__: None)
+    model, shared = tiny_model(), random_prompts([100])[0]
+    prompts = [shared[:97], *(shared + random_prompts([n], seed=n)[0] for n in (3, 9, 20)), random_prompts([30], 5)[0]]
+    expected = [stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=4, eos_token_id=None,
+                               do_sample=False)[0, len(prompt):].tolist() for prompt in prompts]
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None)
+    with hf_paged.PagedGenerator(model, num_blocks=200, max_num_seqs=6, group_prefixes=mode != "off") as generator:
+        engine = generator.engine
+        engine.add_request(shared, GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=None))
+        for _ in range(3):
+            engine.step()
+        assert not backend.prompts, "one prompt reads for itself"
+        ids = [engine.add_request(prompt, config) for prompt in prompts]
+        made = {}
+        while len(made) < len(ids):
+            for output in engine.step():
+                if output.completion is not None:
+                    made[output.request_id] = output.completion.token_ids
+        assert [made[name] for name in ids] == expected
+        keys = set(engine._core.pool.runner.graphs._captured)
+    if mode == "off":
+        assert not backend.prompts
+        return
+    assert backend.prompts
+    assert all((work.shared.items[:, 0] > 1).any() and (work.own_begin == 96).sum() >= 3 for work in backend.prompts)
+    if mode == "graphs":
+        assert {key[-1] is None for key in keys if key[1] == "_prompts"} == {False, True}
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])

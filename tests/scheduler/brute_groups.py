@@ -55,8 +55,12 @@ def _read_together(plan: StepPlan, row: int, block_size: int) -> list[int]:
 
 
 def check_plan(plan: StepPlan, block_size: int) -> None:
-    """The groups of a plan are those of its decode rows, and end before each row's newest token."""
+    """The groups of a plan are those of its decode rows, and of its prompts, and end before each row's new tokens."""
     rows = plan.num_decode_rows
+    check_groups(plan.prompt_groups, [
+        seq.block_table[: int(start) // block_size]
+        for seq, start in zip(plan.sequences[rows:], plan.start[rows:], strict=True)
+    ], block_size)
     tables = [seq.block_table for seq in plan.sequences[:rows]]
     if plan.drafts is not None:
         tables = [_read_together(plan, row, block_size) for row in range(rows)]

@@ -120,14 +120,19 @@ class FakeModel:
         return out
 
     def _check_shared(self, plan: StepPlan, written: set[int]) -> None:
-        """What rows read together was there before the step."""
-        if plan.groups is None:
-            return
+        """What decode rows read together was there before the step, and what prompts do is there after it."""
         size = self.config.block_size
-        for first, begin, end in zip(*(x.tolist() for x in (plan.groups.first, plan.groups.begin, plan.groups.end)),
-                                     strict=True):
-            shared = self.tables[int(plan.slots[plan.groups.members[first]])][begin // size : end // size]
-            assert shared and not written & set(shared)
+        for first_row, groups in ((0, plan.groups), (plan.num_decode_rows, plan.prompt_groups)):
+            if groups is None:
+                continue
+            for first, begin, end in zip(*(x.tolist() for x in (groups.first, groups.begin, groups.end)), strict=True):
+                slot = int(plan.slots[first_row + groups.members[first]])
+                shared = self.tables[slot][begin // size : end // size]
+                assert shared
+                if groups is plan.groups:
+                    assert not written & set(shared)
+                else:  # what one prompt reads, another may have written in this step
+                    assert (self.memory[shared] != -1).all()
 
     def _scribble(self, plan: StepPlan) -> None:
         """A launch that fails may have written anything where it was allowed to."""

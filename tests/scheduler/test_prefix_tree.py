@@ -231,10 +231,13 @@ def test_rows_in_front_share_with_each_other_and_with_the_schedulers():
         pass
     rows.fork()
     others = rows.decode_plan()
+    for name in "de":
+        d.add(name, [9] * 8 + [ord(name)])
     own = d.scheduler.schedule()
     joined = own.behind([others])
     check_plan(joined, SIZE)
-    assert [seq.request_id for seq in joined.sequences[4:]] == ["a", "b", "c"]
+    assert [seq.request_id for seq in joined.sequences[4:]] == ["a", "b", "c", "d", "e"]
+    assert prompts_shared(joined) == {"de": (0, 8)}
     members, first, count, _, _ = joined.groups
     found = {frozenset(members[a : a + n].tolist()) for a, n in zip(first.tolist(), count.tolist(), strict=True)}
     assert found == {frozenset({0, 1, 4}), frozenset({2, 3}), frozenset({5, 6})}
@@ -315,3 +318,71 @@ def test_any_set_of_rows(data):
         groups = tree.groups(np.array(slots, np.int32))
         check_groups(groups, [tables[slot] for slot in slots], SIZE)
         assert tree.groups(np.array(slots, np.int32)) is groups
+
+
+def prompts_shared(plan):
+    """{names of the prompts: (begin, end)} of what a plan's prompts share ahead of their new tokens."""
+    rows = plan.num_decode_rows
+    check_plan(plan, SIZE)
+    if plan.prompt_groups is None:
+        return {}
+    members, first, count, begin, end = plan.prompt_groups
+    names = [plan.sequences[rows + row].request_id for row in members.tolist()]
+    return {"".join(sorted(names[a : a + n])): (b, e)
+            for a, n, b, e in zip(first.tolist(), count.tolist(), begin.tolist(), end.tolist(), strict=True)}
+
+
+def test_prompts_behind_a_cached_prefix_share_it_in_the_step_that_computes_them():
+    d = driver()
+    d.add("a", SYSTEM + [1], 20)
+    assert prompts_shared(d.step()) == {}
+    for i, name in enumerate("bcd"):
+        d.add(name, SYSTEM + QUESTIONS[0][: 4 * (i > 0)] + [i])
+    plan = d.step()
+    assert plan.num_decode_rows == 1, "which takes no part"
+    assert prompts_shared(plan) == {"bcd": (0, 8)}, "c computes what d has behind it"
+
+
+def test_the_prompt_that_computes_a_prefix_reads_for_itself():
+    d = driver()
+    for i, name in enumerate("abc"):
+        d.add(name, SYSTEM + [i] * 3)
+    assert prompts_shared(d.step()) == {"bc": (0, 8)}
+
+
+def test_prompts_that_are_all_in_the_cache_share_what_is_ahead_of_their_last_token():
+    d = driver()
+    for name in "abc":
+        d.add(name, SYSTEM)
+    plan = d.step()
+    assert plan.start.tolist() == [0, 7, 7]
+    assert prompts_shared(plan) == {"bc": (0, 4)}
+
+
+def test_a_chunk_shares_with_prompts_behind_it_what_earlier_chunks_computed():
+    d = driver(max_num_batched_tokens=16)
+    long = list(range(24))
+    d.add("a", [*long, 1])
+    d.step()
+    d.add("b", [*long, 2])
+    d.add("c", [*long, 3])
+    assert prompts_shared(d.step()) == {"abc": (0, 16), "bc": (16, 24)}
+
+
+def test_prompts_that_share_nothing_have_no_groups():
+    d = driver()
+    for name, question in zip("abc", QUESTIONS, strict=True):
+        d.add(name, question)
+    assert d.step().prompt_groups is None
+
+
+def test_prompts_in_lockstep_and_their_drafts_share():
+    d = driver()
+    rows = LockstepRows(d.scheduler, [Sequence("row", SYSTEM + [i], max_new_tokens=1) for i in range(3)], 60)
+    plans = list(rows.prompt_plans())
+    assert [plan.prompt_groups.count.tolist() for plan in plans] == [[2]]
+    draft = rows.decode_plan(3)
+    assert (draft.prompt_groups.count.tolist(), draft.prompt_groups.end.tolist()) == ([3], [8])
+    assert draft.groups is None
+    assert rows.decode_plan().prompt_groups is None
+    rows.free()

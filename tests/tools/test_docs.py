@@ -111,8 +111,8 @@ PASSED_BY = {
     "sampling/sample_tokens.py", "engine/stopping.py", "options/arguments.py", "integration/requests.py",
     "integration/pretrained.py", "engine/lockstep.py", "integration/explain.py", "runner/graphs.py",
     "models/virtual_memory.py", "kernels/attention/grouped_decode.py", "integration/async_calls.py",
-    "engine/driver.py", "kernels/attention/hopper_prefill.py", "kernels/join_add_rms_norm.py",
-    "kernels/compiling.py",
+    "engine/driver.py", "kernels/attention/grouped_prefill.py", "kernels/attention/hopper_prefill.py",
+    "kernels/join_add_rms_norm.py", "kernels/compiling.py",
 }
 
 

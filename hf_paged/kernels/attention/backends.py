@@ -13,10 +13,12 @@ from hf_paged.kernels.attention import flash_backend, hopper_support
 from hf_paged.kernels.attention.decode import decode_cta_slots, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
 from hf_paged.kernels.attention.grouped_decode import grouped_kernel_of, paged_attention_grouped
+from hf_paged.kernels.attention.grouped_prefill import hopper_rows, paged_attention_grouped_prefill, prompt_kernel_of
 from hf_paged.kernels.attention.grouped_work import GroupChoice, choose_groups
-from hf_paged.kernels.attention.hopper_support import takes
-from hf_paged.kernels.attention.metadata import AttentionOptions, GroupedWork, PagedMetadata
+from hf_paged.kernels.attention.hopper_support import takes, takes_rows
+from hf_paged.kernels.attention.metadata import AttentionOptions, GroupedWork, PagedMetadata, PromptWork
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
+from hf_paged.kernels.attention.prompt_work import PromptKernel, PromptPlan, Prompts, plan_prompts
 from hf_paged.kernels.attention.reference import paged_attention_reference
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
@@ -44,6 +46,14 @@ class AttentionBackend(ABC):
     def choose_groups(self, groups: PrefixGroups, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int,
                       dtype: torch.dtype, device: torch.device) -> GroupChoice | None:
         """What of rows of one new token is read once for several of them; None: nothing."""
+        return None
+
+    def plan_prompts(self, groups: PrefixGroups, prompts: Prompts, num_heads: int, num_kv_heads: int, head_dim: int,
+                     dtype: torch.dtype, device: torch.device, share_of_layers: float) -> PromptPlan | None:
+        """What of rows of several new tokens is read once for several of them; None: nothing.
+
+        ``share_of_layers``: in how many of all layers that saves anything.
+        """
         return None
 
     def read_once(self, meta: PagedMetadata, block_size: int, width: int) -> PagedMetadata:
@@ -75,7 +85,8 @@ class TorchBackend(AttentionBackend):
 
 
 class TritonBackend(AttentionBackend):
-    """The split-KV kernel where every row has one new token, with its own for shared prefixes, else the tiled one."""
+    """The split-KV kernel where every row has one new token, else the tiled one; each has its own for shared prefixes.
+    """
 
     name = "triton"
 
@@ -87,6 +98,17 @@ class TritonBackend(AttentionBackend):
                       dtype: torch.dtype, device: torch.device) -> GroupChoice | None:
         return choose_groups(groups, num_rows, grouped_kernel_of(num_heads, num_kv_heads, head_dim, dtype, device))
 
+    def plan_prompts(self, groups: PrefixGroups, prompts: Prompts, num_heads: int, num_kv_heads: int, head_dim: int,
+                     dtype: torch.dtype, device: torch.device, share_of_layers: float) -> PromptPlan | None:
+        kernel = self.prompt_kernel(prompts, num_heads, num_kv_heads, head_dim, dtype, device)
+        return plan_prompts(groups, prompts, kernel, share_of_layers)
+
+    def prompt_kernel(self, prompts: Prompts, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+                      device: torch.device) -> PromptKernel:
+        """What reads prompts row by row, and for several rows."""
+        return prompt_kernel_of(num_heads, num_kv_heads, head_dim, dtype, device, prompts.max_query_len,
+                                prompts.max_seq_len)
+
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
         """Raises ValueError for what the kernels do not take, RuntimeError where triton is not installed."""
@@ -95,7 +117,8 @@ class TritonBackend(AttentionBackend):
                 f"the triton backend takes fp16, bf16 or fp32 and head_dim up to 256, got {q.dtype} and {q.shape[2]}"
             )
         if meta.max_query_len > 1:
-            return paged_attention_prefill(q, k_cache, v_cache, meta, options, out=out)
+            prefill = paged_attention_grouped_prefill if isinstance(meta.work, PromptWork) else paged_attention_prefill
+            return prefill(q, k_cache, v_cache, meta, options, out=out)
         run = paged_attention_grouped if isinstance(meta.work, GroupedWork) else paged_attention_decode
         return run(q, k_cache, v_cache, meta, options, out=out)
 
@@ -111,9 +134,19 @@ class HopperBackend(TritonBackend):
     def __init__(self, *, measured_only: bool = False) -> None:
         self.largest_head_dim = hopper_support.MEASURED_HEAD_DIM if measured_only else 256
 
+    def prompt_kernel(self, prompts: Prompts, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+                      device: torch.device) -> PromptKernel:
+        kernel = super().prompt_kernel(prompts, num_heads, num_kv_heads, head_dim, dtype, device)
+        group = num_heads // num_kv_heads
+        if head_dim > self.largest_head_dim or not takes_rows(dtype, head_dim, prompts.max_query_len, group):
+            return kernel
+        return kernel._replace(rows=hopper_rows(group, num_kv_heads, device))
+
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
-        if meta.max_query_len > 1 and q.shape[2] <= self.largest_head_dim and takes(q, k_cache, v_cache, meta):
+        is_shared = isinstance(meta.work, PromptWork)
+        fits = meta.max_query_len > 1 and not is_shared and q.shape[2] <= self.largest_head_dim
+        if fits and takes(q, k_cache, v_cache, meta):
             return _hopper_kernel()(q, k_cache, v_cache, meta, options, out=out)
         return super().run(q, k_cache, v_cache, meta, options, out)
 
@@ -139,6 +172,11 @@ class FlashBackend(TritonBackend):
 
     def __init__(self, *, measured_only: bool = False) -> None:
         self.measured_only = measured_only
+
+    def plan_prompts(self, groups: PrefixGroups, prompts: Prompts, num_heads: int, num_kv_heads: int, head_dim: int,
+                     dtype: torch.dtype, device: torch.device, share_of_layers: float) -> None:
+        """Nothing: where it pays was measured against the Triton kernel."""
+        return
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -119,12 +119,19 @@ def choose_groups(groups: PrefixGroups, num_rows: int, kernel: Kernel,
                                  end=groups.end // pieces.length * pieces.length)
     elif ((groups.count - 1) * (groups.end - groups.begin)).sum() < kernel.positions_worth_it:  # one tile each
         return None
-    parent, inner = _forest_of(groups)
-    kept, saved = _worth_it(groups, parent, inner, kernel.tile_rows)
+    parent, inner = forest_of(groups)
+    count, tiles = groups.count.astype(np.int64), -(-groups.count.astype(np.int64) // kernel.tile_rows)
+    kept, saved = worth_it(groups, parent, np.bincount(inner, minlength=len(count)), tiles, count, PIECE_COST)
     if pieces is None:
         kept = _fitting(groups, kept, saved, kernel.tile_rows, num_rows)
         if saved[kept].sum() < max(kernel.positions_worth_it, 1):
             return None
+    return choice_of(groups, parent, inner, kept, num_rows, kernel, pieces)
+
+
+def choice_of(groups: PrefixGroups, parent: np.ndarray, inner: np.ndarray, kept: np.ndarray, num_rows: int,
+              kernel: Kernel, pieces: FixedPieces | None = None) -> GroupChoice:
+    """Those groups that are kept, of a forest as of `forest_of`."""
     around, depth = _kept_around(parent, kept)
     innermost = np.where(kept[inner], inner, around[inner])  # of each member
     ends = np.append(groups.end, 0).astype(np.int64)  # the last: of none
@@ -146,7 +153,7 @@ def choose_groups(groups: PrefixGroups, num_rows: int, kernel: Kernel,
     )
 
 
-def _forest_of(groups: PrefixGroups) -> tuple[np.ndarray, np.ndarray]:
+def forest_of(groups: PrefixGroups) -> tuple[np.ndarray, np.ndarray]:
     """Parent of each group (-1: none), last group of each member."""
     inner = np.full(len(groups.members), -1)
     parent = np.empty(len(groups.first), dtype=np.int64)
@@ -157,19 +164,24 @@ def _forest_of(groups: PrefixGroups) -> tuple[np.ndarray, np.ndarray]:
     return parent, inner
 
 
-def _worth_it(groups: PrefixGroups, parent: np.ndarray, inner: np.ndarray,
-              tile_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which groups save more than they cost, and how many positions of one KV head each saves."""
-    count, span = groups.count.astype(np.int64), (groups.end - groups.begin).astype(np.int64)
-    tiles, readers = -(-count // tile_rows), np.bincount(inner, minlength=len(count))
+def worth_it(groups: PrefixGroups, parent: np.ndarray, readers: np.ndarray, tiles: np.ndarray, count: np.ndarray,
+             piece_cost: float) -> tuple[np.ndarray, np.ndarray]:
+    """Which groups save more than they cost, and how many positions of one KV head each saves.
+
+    Args:
+        readers: [G] times that rows which lie in no inner group read what they share, where the group is not kept.
+        tiles: [G] times where it is.
+        count: [G] partial results of each of its splits.
+    """
+    span = (groups.end - groups.begin).astype(np.int64)
     inside = np.flatnonzero(parent >= 0)
     columns = (inside, parent[inside], count[inside], span[inside], tiles[inside])
     reading = readers.tolist()
     for group, outer, rows, positions, some in reversed(list(zip(*(c.tolist() for c in columns), strict=True))):
         # What lies in a group reads it: by tiles where it is kept, else by rows.
-        is_kept = (reading[group] - some) * positions - PIECE_COST * rows > 0
+        is_kept = (reading[group] - some) * positions - piece_cost * rows > 0
         reading[outer] += some if is_kept else reading[group]
-    saved = ((np.array(reading, dtype=np.int64) - tiles) * span - PIECE_COST * count).astype(np.float64)
+    saved = (np.array(reading, dtype=np.float64) - tiles) * span - piece_cost * count
     return saved > 0, saved
 
 
@@ -217,40 +229,57 @@ def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice,
     else:
         length = choice.pieces.length
         splits, own_splits = (choice.end - choice.begin) // length, np.maximum(-(-own // length), 1)
-    before = np.zeros(len(splits) + 1, dtype=np.int64)  # pieces of a group's rows ahead of its own; the last: of none
+    before, own_piece = number_pieces(choice, splits, len(lengths))
+    pieces = own_piece + own_splits
+    part = np.cumsum(pieces) - pieces
+    items = np.full((choice.num_items, PART_FIELDS), -1, dtype=np.int32)
+    groups = group_items(choice, slots, splits, before)
+    items[: len(groups)] = groups
+    order = np.argsort(own // -own_splits, kind="stable")
+    row, split = _numbered(order, own_splits[order])
+    length = lengths[row]
+    _fill(items[len(groups) : len(groups) + len(row)], PartItem(
+        rows=0, first=row, slot=slots[row], **_places(choice, choice.own_begin[row], length, split, own_splits[row]),
+        part=np.where(pieces[row] > 1, part[row] + own_piece[row] + split, -1), length=length,
+    ))
+    return GroupedPlan(items, row_entries(choice, lengths, part, pieces), choice.num_parts, choice.kernel.config)
+
+
+def number_pieces(choice: GroupChoice, splits: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pieces that come ahead: of a group's first one, for each of its rows, and of each row's own first one."""
+    before = np.zeros(len(splits) + 1, dtype=np.int64)  # the last: of none
     behind = np.append(splits, 0)
     for group, around in choice.levels:
         before[group] = behind[around]
         behind[group] += before[group]
-    own_piece = np.zeros_like(lengths)
+    own_piece = np.zeros(num_rows, dtype=np.int64)
     own_piece[choice.members] = behind[choice.inner]
-    pieces = own_piece + own_splits
-    part = np.cumsum(pieces) - pieces
+    return before, own_piece
 
+
+def row_entries(choice: GroupChoice, lengths: np.ndarray, part: np.ndarray, pieces: np.ndarray) -> np.ndarray:
+    """`GroupedWork.rows` of rows with these visible tokens, places of their first pieces, and numbers of pieces."""
     rows, members = np.zeros((len(lengths), ROW_FIELDS), dtype=np.int32), choice.members
     _fill(rows, (part, pieces))
     _fill(rows[: len(members), 2:], (members, part[members], lengths[members]))
+    return rows
 
-    items = np.full((choice.num_items, PART_FIELDS), -1, dtype=np.int32)
+
+def group_items(choice: GroupChoice, slots: np.ndarray, splits: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """`GroupedWork.items` of the groups, longest splits first; int32 [N, PART_FIELDS]."""
     order = np.argsort((choice.end - choice.begin) // -splits, kind="stable")
     group, number = _numbered(order, (choice.tiles * splits)[order])
     tiles, count = choice.tiles[group], choice.count[group]
     split, tile = number // tiles, number % tiles  # tiles that read the same follow each other
     each = -(-count // tiles)
     first = choice.first[group] + tile * each
-    _fill(items[: len(group)], PartItem(
-        rows=np.minimum(each, count - tile * each), first=first, slot=slots[members[first]],
+    items = np.empty((len(group), PART_FIELDS), dtype=np.int32)
+    _fill(items, PartItem(
+        rows=np.minimum(each, count - tile * each), first=first, slot=slots[choice.members[first]],
         **_places(choice, choice.begin[group], choice.end[group], split, splits[group]), part=before[group] + split,
         length=0,
     ))
-    order = np.argsort(own // -own_splits, kind="stable")
-    row, split = _numbered(order, own_splits[order])
-    length = lengths[row]
-    _fill(items[len(group) : len(group) + len(row)], PartItem(
-        rows=0, first=row, slot=slots[row], **_places(choice, choice.own_begin[row], length, split, own_splits[row]),
-        part=np.where(pieces[row] > 1, part[row] + own_piece[row] + split, -1), length=length,
-    ))
-    return GroupedPlan(items, rows, choice.num_parts, choice.kernel.config)
+    return items
 
 
 def _num_read(own: np.ndarray, choice: GroupChoice) -> int:

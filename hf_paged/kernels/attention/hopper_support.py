@@ -49,6 +49,11 @@ def why_not_of(dtype: torch.dtype, head_dim: int, block_size: int) -> str | None
     return None
 
 
+def takes_rows(dtype: torch.dtype, head_dim: int, max_query_len: int, group: int) -> bool:
+    """Does the kernel take rows of up to as many new tokens, of a model whose tensors lie as they should?"""
+    return why_not_of(dtype, head_dim, 16) is None and max_query_len * packed_heads(group) >= BLOCK_M
+
+
 def takes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata) -> bool:
     """Can the kernel compute this call where it runs, and do rows fill its tiles?"""
     num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape

@@ -105,6 +105,16 @@ class GroupedWork(NamedTuple):
     config: GroupedConfig  # that the plan was made for
 
 
+class PromptWork(NamedTuple):
+    """The work of prompts that share prefixes: what lies ahead of all new tokens is read once for a tile of them.
+
+    As `GroupedWork`, of tokens in place of rows. All items are of groups; what a row sees behind is no piece.
+    """
+
+    shared: GroupedWork  # rows [T, ROW_FIELDS]
+    own_begin: torch.Tensor  # [R] int32, where a row's own positions begin, a multiple of the block size
+
+
 class PagedMetadata(NamedTuple):
     """One step's layout, on the device of the KV pool. R rows (sequences) bring T new tokens, packed row after row.
 
@@ -120,7 +130,8 @@ class PagedMetadata(NamedTuple):
     slot_mapping: torch.Tensor  # [T] int64, block_id * block_size + offset of each new token; -1: do not write it
     max_query_len: int
     max_seq_len: int
-    work: DecodeWork | GroupedWork | None = None  # for rows of one new token: who computes what; None: all cut alike
+    # Of rows of one new token: who computes what, None: all cut alike. Of others: what is read for several of them.
+    work: DecodeWork | GroupedWork | PromptWork | None = None
     host_rows: HostRows | None = None  # all of this as the torch backend reads it; None: it looks in every layer
 
     def read_on_host(self, block_size: int, width: int) -> HostRows:

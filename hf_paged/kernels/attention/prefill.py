@@ -10,8 +10,9 @@ import torch
 from hf_paged.kernels._device import shared_memory
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 from hf_paged.kernels.attention._pages import blocks_of_tile, load_keys, load_values
+from hf_paged.kernels.attention._parts import ROW_PART, ROW_PIECES
 from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.metadata import ROW_FIELDS, AttentionOptions, PagedMetadata
 
 
 class PrefillConfig(NamedTuple):
@@ -25,8 +26,17 @@ class PrefillConfig(NamedTuple):
     max_registers: int | None = None  # per thread, so that two programs fit a multiprocessor
 
 
+class SharedParts(NamedTuple):
+    """What was read for several rows at once, see `PromptWork`: their tiles start from it."""
+
+    own_begin: torch.Tensor  # [R] int32, multiples of the block size: what lies ahead is in the parts
+    rows: torch.Tensor  # [T, ROW_FIELDS] int32, see `RowEntry`; tokens of a row have equally many pieces
+    acc: torch.Tensor  # [parts, Hq, D] float32
+    sums: torch.Tensor  # [parts, Hq, 2] float32
+
+
 # Shared memory a block needs for the deep configurations: Hopper and later have it, Ampere and Ada do not.
-_DEEP_SHARED_MEMORY = 200 << 10
+DEEP_SHARED_MEMORY = 200 << 10
 
 # By padded head_dim. Jumping over masks pays on Hopper; two programs a multiprocessor hide each other's ends, and only
 # very long rows do better with one that holds more. Measured on an H200 for 64 and 128 (docs/performance.md).
@@ -65,7 +75,7 @@ def prefill_config(
 
     `shared_memory`: bytes a block may have.
     """
-    configs = _FLOAT if itemsize == 4 else _DEEP if shared_memory >= _DEEP_SHARED_MEMORY else _SHALLOW
+    configs = _FLOAT if itemsize == 4 else _DEEP if shared_memory >= DEEP_SHARED_MEMORY else _SHALLOW
     config = configs[max(32, head_dim_pad)]
     if configs is _DEEP and max_seq_len > SHORT_SEQUENCE:
         config = _DEEP_LONG.get(head_dim_pad, config)
@@ -101,7 +111,22 @@ def _mask_scores(score, query_position, start, n, window, HAS_WINDOW: tl.constex
     return tl.where(visible, score, float("-inf"))
 
 
-@jit(varying_ints=("num_rows",), varying_pointers=("query_start", "seq_lens", "slots"))
+@jit()
+def _with_part(acc, top, total, partial_acc, partial_sums, place, live, HEAD_DIM: tl.constexpr,
+               HEAD_DIM_PAD: tl.constexpr):
+    """What a tile has seen so far, and a part of each of its rows; `live` [M, D_PAD]."""
+    offset = place[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM_PAD)[None, :]
+    part_top = tl.load(partial_sums + place * 2)
+    part_total = tl.load(partial_sums + place * 2 + 1)
+    new_top = tl.maximum(top, part_top)
+    weight = tl.exp2(part_top - new_top)
+    rescale = tl.exp2(top - new_top)
+    # What a part out of sight did not write may be NaN.
+    values = tl.load(partial_acc + offset, mask=live & (part_top > float("-inf"))[:, None], other=0.0)
+    return acc * rescale[:, None] + values * weight[:, None], new_top, total * rescale + part_total * weight
+
+
+@jit(varying_ints=("num_rows",), varying_pointers=("query_start", "seq_lens", "slots", "own_begin", "token_rows"))
 def _prefill_kernel(
     q,
     k_cache,
@@ -112,6 +137,10 @@ def _prefill_kernel(
     block_table,
     slots,
     sinks,
+    own_begin,
+    token_rows,
+    partial_acc,
+    partial_sums,
     num_rows,
     q_stride_t,
     q_stride_h,
@@ -130,6 +159,8 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BRANCH: tl.constexpr,
+    HAS_SHARED_PARTS: tl.constexpr,
+    ROW_FIELDS: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     STRIDE: tl.constexpr = BLOCK_SIZE * KV_HEADS * HEAD_DIM
@@ -162,13 +193,16 @@ def _prefill_kernel(
     # masked_from or later, or before masked_until.
     first_position = seq_len - count + tile * BLOCK_Q
     end = tl.minimum(first_position + BLOCK_Q, seq_len)
-    begin = 0
+    row_begin = 0
+    if HAS_SHARED_PARTS:
+        row_begin = tl.load(own_begin + row)
+    begin = row_begin
     masked_until = 0
     if HAS_WINDOW:
-        begin = tl.maximum(first_position - window + 1, 0)
+        begin = tl.maximum(first_position - window + 1, row_begin)
         masked_until = end - window
     masked_from = first_position + 2 - BLOCK_N
-    first = begin // BLOCK_N * BLOCK_N
+    first = row_begin + (begin - row_begin) // BLOCK_N * BLOCK_N
 
     table_row = block_table + tl.load(slots + row).to(tl.int64) * table_stride
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PAD], tl.float32)
@@ -180,6 +214,14 @@ def _prefill_kernel(
         sink = tl.load(sinks + query_head, mask=m < BLOCK_Q * GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
         top = tl.maximum(sink, top)
         total += 1.0
+    if HAS_SHARED_PARTS:
+        entry = token_rows + token * ROW_FIELDS
+        part = tl.load(entry + ROW_PART, mask=(m < BLOCK_Q * GROUP) & (query < count), other=0).to(tl.int64)
+        for piece in range(tl.load(token_rows + first_token * ROW_FIELDS + ROW_PIECES)):
+            acc, top, total = _with_part(
+                acc, top, total, partial_acc, partial_sums, (part + piece) * (KV_HEADS * GROUP) + query_head, live,
+                HEAD_DIM, HEAD_DIM_PAD,
+            )
     # Each tile's blocks are looked up one tile ahead, so that its loads need not wait for the lookup.
     blocks = blocks_of_tile(table_row, first, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
     for start in range(first, end, BLOCK_N):
@@ -226,6 +268,7 @@ def paged_attention_prefill(
     *,
     out: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
+    shared: SharedParts | None = None,
 ) -> torch.Tensor:
     """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` for rows of any length, one Triton launch.
 
@@ -235,6 +278,7 @@ def paged_attention_prefill(
     Args:
         out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
         config: tile shape; None: by head size and ``meta.max_query_len``.
+        shared: partial results of what rows need not read; None: every row reads all that it sees.
     """
     require_triton()
     num_tokens, num_heads, head_dim = q.shape
@@ -251,6 +295,7 @@ def paged_attention_prefill(
     scale = options.scale
     if scale <= 0.0:  # the kernel takes the largest score before it scales
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+    own_begin, rows, acc, sums = (None,) * 4 if shared is None else shared
     # A row of n tokens that starts anywhere needs at most n // BLOCK_Q + 1 tiles.
     num_tiles = num_tokens // (config.block_m // group) + num_rows
     with on_device_of(q):
@@ -264,6 +309,10 @@ def paged_attention_prefill(
             meta.block_table,
             meta.slots,
             options.sinks,
+            own_begin,
+            rows,
+            acc,
+            sums,
             num_rows,
             q.stride(0),
             q.stride(1),
@@ -282,6 +331,8 @@ def paged_attention_prefill(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BRANCH=config.branch,
+            HAS_SHARED_PARTS=shared is not None,
+            ROW_FIELDS=ROW_FIELDS,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
