@@ -27,7 +27,7 @@ class SchedulerConfig:
         max_num_seqs: Sequences that run at once, and the number of slots.
         max_num_batched_tokens: Tokens computed in one step, at least max_num_seqs so that no decode waits.
         max_model_len: Tokens a sequence may reach, prompt and output together.
-        group_prefixes: False: no plan has `groups`.
+        group_prefixes: False: no plan has `groups` or `prompt_groups`.
 
     Raises:
         ValueError: A size is out of range.
