@@ -26,7 +26,7 @@ from hf_paged.runner.step_context import PagedStep
 from hf_paged.sampling.token_mask import TokenMasks
 from hf_paged.sampling.top_log_probs import shape_of
 from hf_paged.scheduler import StepPlan
-from hf_paged.scheduler.plan import MOST_GUESSING_ROWS
+from hf_paged.scheduler.drafts import MOST_GUESSING_ROWS
 
 # Prompts of more operations keep a GPU longer than their launches keep the host: nothing to gain from a graph, and one
 # forward of decode rows and prompts reads the weights once.

@@ -13,9 +13,6 @@ from hf_paged.scheduler.prefix_groups import PrefixGroups
 from hf_paged.scheduler.prefix_tree import PrefixTree
 from hf_paged.scheduler.sequence import Sequence
 
-# Rows of a step with guesses at what follows.
-MOST_GUESSING_ROWS = 128
-
 
 @dataclass(frozen=True)
 class SchedulerConfig:
