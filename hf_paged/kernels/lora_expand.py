@@ -29,13 +29,13 @@ from hf_paged.kernels._triton import (
     tl,
     triton,
 )
-from hf_paged.kernels.lora_order import RowOrder
+from hf_paged.kernels.lora_order import MANY_ROWS, RowOrder, tile_of
 from hf_paged.kernels.lora_shrink import check_order
 from hf_paged.kernels.lora_table import LoraTable
 from hf_paged.kernels.silu_mul import silu_mul_reference, silu_mul_tile, silu_mul_unchecked
 
 _MOST_PARTIALS = 32
-_MOST_FOLLOWED_ROWS = 1023
+_MOST_FOLLOWED_ROWS = MANY_ROWS - 1
 
 
 class Delta(NamedTuple):
@@ -246,10 +246,7 @@ def _expand_kernel(
 
 def expand_config(product: torch.Tensor, table: LoraTable, order: RowOrder | None) -> ExpandConfig:
     """What is fastest on an H200 (lora_speed.py)."""
-    rows, precision = len(product), precision_of(product.dtype)
-    if rows >= 1024:
-        return ExpandConfig(64, 128, precision, 4)
-    return ExpandConfig(16, 128, precision, 4)
+    return ExpandConfig(tile_of(len(product)), 128, precision_of(product.dtype), 4)
 
 
 def lora_expand_triton(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,

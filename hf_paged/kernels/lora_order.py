@@ -17,7 +17,7 @@ from hf_paged.kernels._triton import (
     triton,
 )
 
-_MANY_ROWS = 1024  # prompts, of which a tile of an entry's rows is filled
+MANY_ROWS = 1024  # prompts: their tiles are filled, and what a launch of its own costs counts for little
 
 
 class RowOrder(NamedTuple):
@@ -37,6 +37,11 @@ class RowOrder(NamedTuple):
         return self.rows.shape[1]
 
 
+def tile_of(num_rows: int) -> int:
+    """Rows of a tile where nothing else says how many: at least as many as a product on tensor cores has."""
+    return 64 if num_rows >= MANY_ROWS else 16
+
+
 def order_rows(entries: torch.Tensor, num_entries: int, tile: int | None = None) -> RowOrder:
     """Put T rows into tiles; nothing is read on the host.
 
@@ -50,7 +55,7 @@ def order_rows(entries: torch.Tensor, num_entries: int, tile: int | None = None)
     """
     if entries.dtype != torch.int32 or entries.dim() != 1:
         raise ValueError(f"entries must be int32 [T], got {entries.dtype} {tuple(entries.shape)}")
-    tile = tile or (16 if len(entries) < _MANY_ROWS else 64)
+    tile = tile or tile_of(len(entries))
     run = order_rows_triton if entries.is_cuda else order_rows_reference
     return run(entries, num_entries, tile)
 

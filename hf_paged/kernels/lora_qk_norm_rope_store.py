@@ -24,10 +24,10 @@ from hf_paged.kernels._triton import (
     triton,
 )
 from hf_paged.kernels.lora_expand import Delta, lora_expand_unchecked
+from hf_paged.kernels.lora_order import MANY_ROWS, tile_of
 from hf_paged.kernels.qk_norm_rope_store import halves, normed_and_rotated, qk_norm_rope_store_unchecked
 
-_MANY_ROWS = 1024  # prompts, of which a program takes more than the fewest rows of a product on tensor cores
-_MOST_ROWS = 1024
+_MOST_ROWS = MANY_ROWS
 
 
 def lora_qk_norm_rope_store_unchecked(
@@ -211,7 +211,7 @@ def lora_qk_norm_rope_store_triton(
     if num_rows == 0:
         return query
     firsts, sizes = zip(*(*table.columns, (0, 0), (0, 0)), strict=True)
-    row_tiles, row_arguments = tiles_of_rows(num_rows, 64 if num_rows >= _MANY_ROWS else 16, delta.order)
+    row_tiles, row_arguments = tiles_of_rows(num_rows, tile_of(num_rows), delta.order)
     with on_device_of(qkv):
         _lora_qk_norm_rope_store_kernel[(row_tiles, num_heads + 2 * kv_heads)](
             qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, query, eps, delta.sums,

@@ -26,7 +26,7 @@ from hf_paged.kernels._triton import (
     tl,
     triton,
 )
-from hf_paged.kernels.lora_order import RowOrder
+from hf_paged.kernels.lora_order import MANY_ROWS, RowOrder
 from hf_paged.kernels.lora_table import LoraTable, power_of_two
 
 
@@ -161,7 +161,7 @@ def shrink_config(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> 
     rows, width = x.shape
     precision = precision_of(x.dtype)
     columns = table.num_slots * table.rank
-    if rows >= 1024:  # each x is read once for most tables
+    if rows >= MANY_ROWS:  # each x is read once for most tables
         return ShrinkConfig(64, min(64, power_of_two(columns)), 64, 1, precision, 4, 3)
     block_m = (16 if rows <= 16 else 32 if rows <= 32 else 64) if order is None else order.tile
     block_r = table.rank_tile

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,7 +46,7 @@ def test_greedy_tokens_are_stocks(seed, prompt, num_tokens, eos, penalty):
                          eos_token_id=eos, repetition_penalty=penalty, do_sample=False)
 
 
-def test_fewer_steps(model):
+def test_a_call_takes_fewer_steps_than_it_makes_tokens(model):
     engine = hf_paged.get_engine(model)
     model.generate(**REPEATED, max_new_tokens=40, **LOOKUP)
     before = engine.stats().num_steps
@@ -53,7 +55,7 @@ def test_fewer_steps(model):
     assert num_calls(model) == {"native": 2}
 
 
-def test_any_number_of_rows_which_stock_does_not_take(model):
+def test_several_rows_which_stock_refuses_make_the_tokens_of_a_call_without(model):
     inputs = batch([30, 9, 21, 5])
     with pytest.raises(ValueError, match="batch_size = 1"):
         stock_copy(model).generate(**inputs, max_new_tokens=4, **LOOKUP)
@@ -72,7 +74,7 @@ def test_sampled_tokens_are_those_without_guesses(model):
     assert num_calls(model) == {"native": 3}
 
 
-def test_a_dict_and_a_streamer(model):
+def test_a_result_in_a_dict_and_a_stream_are_stocks(model):
     options = {**REPEATED, "max_new_tokens": 20, **LOOKUP}
     stock = stock_copy(model).generate(**options, return_dict_in_generate=True)
     made = model.generate(**options, return_dict_in_generate=True)
@@ -102,7 +104,10 @@ def test_what_stock_looks_at_once_a_draft_runs_in_lockstep(model, options):
         call["tokenizer"] = byte_tokenizer()
     assert hf_paged.explain(model, **call).path == "lockstep"
     made = model.generate(**call)
-    if "structured" not in options:
+    if "structured" in options:
+        text = byte_tokenizer().decode(made[0, REPEATED["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert re.fullmatch("[a-c]{20}", text)
+    else:
         expected = stock_copy(model).generate(**call)
         if "return_dict_in_generate" in options:
             made, expected = made.sequences, expected.sequences
@@ -110,7 +115,7 @@ def test_what_stock_looks_at_once_a_draft_runs_in_lockstep(model, options):
     assert num_calls(model) == {"lockstep": 1}
 
 
-def test_beside_rows_of_a_call_in_lockstep(model):
+def test_rows_of_a_call_in_lockstep_join_steps_with_guesses(model):
     """Which stand in front of the guesses in the same steps."""
     beams, lookup = {**batch([12, 30]), "max_new_tokens": 40, "num_beams": 3}, {**REPEATED, "max_new_tokens": 80}
     expected = stock_generate(model, **beams), stock_generate(model, **lookup)

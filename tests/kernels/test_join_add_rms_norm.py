@@ -42,7 +42,7 @@ def test_same_bits_as_the_product_joined_before(parts, rows, width, dtype):
     torch.testing.assert_close(reference[0], wanted_normed)
 
 
-def test_what_is_refused():
+def test_tensors_of_another_dtype_or_shape_are_refused_by_name():
     sums, residual, weight = make(2, 3, 16, torch.float16)
     with pytest.raises(ValueError, match="parts"):
         join_add_rms_norm(sums.half(), residual, weight, 1e-6)
@@ -55,7 +55,7 @@ def test_what_is_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [3, 8, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_on_a_gpu(rows, dtype):
+def test_gpu_kernel_gives_the_same_bits_as_the_product_joined_before(rows, dtype):
     sums, residual, weight = make(4, rows, 1024, dtype, "cuda")
     normed, summed = join_add_rms_norm(sums, residual, weight, 1e-6)
     wanted = add_rms_norm_triton((((sums[0] + sums[1]) + sums[2]) + sums[3]).to(dtype), residual, weight, 1e-6)

@@ -61,19 +61,19 @@ def one_by_one(qkv, delta, *args):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("norms", [True, False])
 @pytest.mark.parametrize("rows", [1, 16, 37])
-def test_rows(rows, norms):
+def test_any_number_of_rows_with_and_without_head_norms(rows, norms):
     Case(rows, ONE, norms=norms, mixed=False).check(lora_qk_norm_rope_store_triton, 2e-5)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("head_dim", [8, 24, 64])
-def test_head_dims(head_dim):
+def test_head_sizes_that_do_not_fill_a_tile(head_dim):
     Case(7, ONE, head_dim=head_dim, mixed=False).check(lora_qk_norm_rope_store_triton, 2e-5)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("bias", [True, False])
-def test_adapters_row_by_row(bias):
+def test_each_row_gets_what_its_own_adapters_add(bias):
     Case(40, MANY, bias=bias).check(lora_qk_norm_rope_store_triton, 2e-5)
 
 
@@ -85,29 +85,27 @@ def test_layers_without_adapters_between(members):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("adapters", [torch.float32, torch.float16])
-def test_lower_precision(adapters):
+def test_half_precision_with_adapters_of_either_dtype(adapters):
     Case(21, ONE, dtype=torch.float16, adapters=adapters, mixed=False).check(lora_qk_norm_rope_store_triton, 2e-2)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("mixed", [True, False])
-def test_prompts(mixed, monkeypatch):
-    """Rows of which a program takes more."""
-    monkeypatch.setattr(module, "_MANY_ROWS", 60)
-    monkeypatch.setattr(lora_order, "_MANY_ROWS", 60)
+def test_tiles_of_many_rows_give_the_same_as_those_of_few(mixed, monkeypatch):
+    monkeypatch.setattr(lora_order, "MANY_ROWS", 60)
     Case(140, MANY, mixed=mixed).check(lora_qk_norm_rope_store_triton, 2e-5)
 
 
 @pytest.mark.interpreted
-def test_nothing_to_do():
+def test_no_rows_at_all_launch_nothing():
     Case(0, ONE, mixed=False).check(lora_qk_norm_rope_store_triton, 0)
 
 
-def test_one_after_the_other_on_a_cpu():
+def test_on_a_cpu_the_two_operations_run_one_by_one():
     Case(33, MANY).check(lora_qk_norm_rope_store_unchecked, 1e-5)
 
 
-def test_what_one_launch_takes():
+def test_one_launch_is_for_few_rows_and_adapters_of_whole_heads():
     case = Case(20, ONE, mixed=False)
     k_cache = case.caches[0]
     assert module._is_one_launch(case.qkv, case.delta, k_cache)
@@ -122,7 +120,7 @@ def test_what_one_launch_takes():
 @pytest.mark.parametrize("options", [{}, {"norms": False}, {"members": (0, 2)}, {"head_dim": 64}, {"bias": True}],
                          ids=str)
 @pytest.mark.parametrize("mixed", [False, True])
-def test_on_a_gpu(rows, adapters, options, mixed):
+def test_gpu_kernel_gives_what_the_two_operations_give(rows, adapters, options, mixed):
     case = Case(rows, MANY, heads=16, kv_heads=8, dtype=torch.bfloat16, adapters=adapters, device="cuda", mixed=mixed,
                 **({"head_dim": 128} | options))
     for actual, expected in zip(*case.both(lora_qk_norm_rope_store_unchecked), strict=True):

@@ -99,7 +99,7 @@ def shared(rows, length):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("window", [None, 40, 170])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_group_of_several_tiles_and_splits(window, sinks):
+def test_a_group_of_several_tiles_and_splits_under_windows_and_sinks(window, sinks):
     """The first rows see less of the prefix than the last ones, or nothing of it; tiles hold tokens of several rows."""
     rows = [(3 + i, 150 + 20 * i) for i in range(6)]
     groups = shared(6, 144)
@@ -111,7 +111,7 @@ def test_a_group_of_several_tiles_and_splits(window, sinks):
 
 
 @pytest.mark.interpreted
-def test_a_plan_of_a_captured_step_gives_the_same():
+def test_a_plan_padded_for_a_graph_gives_the_same_bits():
     """Its arrays have room for more tokens, rows and parts."""
     _, rows, groups = drawn(7, 5, 120, 20, 16)
     case = make_case(rows, seed=7, groups=groups)
@@ -121,7 +121,7 @@ def test_a_plan_of_a_captured_step_gives_the_same():
 
 
 @pytest.mark.interpreted
-def test_a_scale_that_turns_scores_around():
+def test_a_negative_scale_and_none_at_all():
     groups = shared(2, 64)
     case = make_case([(6, 70), (26, 90)], seed=3, groups=groups)
     for scale in (-0.3, 0.0):
