@@ -14,8 +14,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from hf_paged.kernels import compiling
 from hf_paged.kernels.compiling import compiled_together
 from hf_paged.models import find_executor
-from hf_paged.runner.graphs import StepGraphs
 from hf_paged.runner.model_runner import ModelRunner
+from hf_paged.runner.padded_steps import PaddedSteps
 
 ROWS, TOKENS = 80, 64  # up to where decode attention takes three configurations
 all_seen = threading.Event()  # kernels take as long to compile as it takes to look at all that comes
@@ -27,8 +27,8 @@ def finish() -> None:
             thread.join()
 
 
-def coming(graphs: StepGraphs) -> Iterator[Callable[[], object]]:
-    yield from graphs.coming(ROWS, TOKENS)
+def coming(steps: PaddedSteps) -> Iterator[Callable[[], object]]:
+    yield from steps.coming(ROWS, TOKENS)
     all_seen.set()
 
 
@@ -45,9 +45,9 @@ def main() -> dict[str, object]:
         runner = ModelRunner(executor, executor.kv_spec(), block_size=16, num_blocks=20, max_num_seqs=ROWS,
                              max_model_len=256, max_num_batched_tokens=TOKENS, attention_backend="triton")
         runner.prepare()
-        graphs = StepGraphs(executor, runner.cache, runner.state, runner.attention, TOKENS)
-        first = partial(graphs._run_padding_tokens, 16)
-        compiled_together(first, coming(graphs))
+        steps = PaddedSteps(executor, runner.cache, runner.state, runner.attention, TOKENS)
+        first = partial(steps._run_padding_tokens, 16)
+        compiled_together(first, coming(steps))
         finish()
         behind = [name for name, *_ in compiled]
         threads = sorted({thread.rpartition("_")[0] for _, thread, _ in compiled})
@@ -57,7 +57,7 @@ def main() -> dict[str, object]:
         alone = list(launched)
         del compiled[:]
         sizes = []
-        for run in graphs.coming(ROWS, TOKENS):
+        for run in steps.coming(ROWS, TOKENS):
             run()
             sizes.append([run.func.__name__, *run.args])
         return {"behind": behind, "threads": threads, "together": together, "alone": alone, "missed": compiled,
