@@ -467,7 +467,6 @@ class Scheduler:
         ended: list[tuple[int, str]] = []
         if rows.size:
             end = plan.start[rows] + plan.num_new_tokens[rows]  # all tokens up to here are computed
-            table.ensure_columns(int(end.max()) + 1)
             table.tokens[slots, end] = taken
             table.known[slots] = end + 1  # of several rows of a slot the last one's
             if self.config.enable_prefix_caching:
