@@ -203,7 +203,8 @@ class Scheduler:
 
         Args:
             drafts: Guesses at what follows in sequences with no token in flight. Each gets a decode row of its own, as
-                far as tokens and blocks suffice without anyone being preempted; its sequence sits out until the commit.
+                far as tokens and blocks suffice without anyone being preempted, and half of the step's other tokens
+                where a prompt is to be computed; its sequence sits out until the commit.
 
         Raises:
             RuntimeError: Two plans wait for their commit.
@@ -244,6 +245,8 @@ class Scheduler:
         """Of each decode row, the drafts that there is room for; none at all, or a list for every row."""
         table, size = self._table, self.config.block_size
         room, num_free = self.config.max_num_batched_tokens - len(slots), self.num_free_blocks
+        if self._partial is not None or self._waiting:
+            room //= 2  # prompts go on beside guesses
         guesses: list[Seq[int]] = []
         needy: list[int] = []
         for slot, position in zip(slots.tolist(), start.tolist(), strict=True):
@@ -464,7 +467,6 @@ class Scheduler:
         ended: list[tuple[int, str]] = []
         if rows.size:
             end = plan.start[rows] + plan.num_new_tokens[rows]  # all tokens up to here are computed
-            table.ensure_columns(int(end.max()) + 1)
             table.tokens[slots, end] = taken
             table.known[slots] = end + 1  # of several rows of a slot the last one's
             if self.config.enable_prefix_caching:
