@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from workloads import qwen3
 
 from hf_paged import PagedGenerator
-from hf_paged.engine.grammars import MaskMaker
+from hf_paged.engine.mask_maker import MaskMaker
 
 ITEM = {
     "type": "object", "required": ["name", "age", "tags", "address"],

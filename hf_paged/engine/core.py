@@ -19,8 +19,9 @@ import torch
 from hf_paged.config import PagedConfig
 from hf_paged.engine import form_rows, log_probs
 from hf_paged.engine.endings import PLAIN_ENDING, Ending
-from hf_paged.engine.grammars import Grammars, MaskMaker
+from hf_paged.engine.grammars import Grammars
 from hf_paged.engine.lockstep import LockstepBatch, Way
+from hf_paged.engine.mask_maker import MaskMaker
 from hf_paged.engine.observer import Committed, Launched, Observers
 from hf_paged.engine.pace import Pace
 from hf_paged.engine.session import BARRED, NewRequest, Request, Session, TopAsked, failed_output

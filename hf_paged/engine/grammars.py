@@ -1,27 +1,18 @@
-"""Grammars of structured output: compiled by xgrammar for a tokenizer, followed token by token, and as bit masks."""
+"""Grammars of structured output: compiled by xgrammar for a tokenizer, and followed token by token."""
 
 from __future__ import annotations
 
 import json
-import os
-import threading
-import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
-from hf_paged import at_fork
 from hf_paged.engine.stopping import tokenizer_traits
+from hf_paged.kernels._device import num_cores
 from hf_paged.options.structured import STRUCTURAL_TAG, Structured, choices_as_grammar
-from hf_paged.sampling.token_mask import HostMasks
 
 _CACHED_BYTES = 256 << 20  # of compiled grammars, per tokenizer
-_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
-_THREADS = max(1, min(12, _CORES * 3 // 4))  # more take longer to start than they save
-_FEWEST_IN_THREADS = 4  # rows: fewer are filled before threads have started
+THREADS = max(1, min(12, num_cores() * 3 // 4))  # of xgrammar: more take longer to start than they save
 INSTALL = "Install it with `pip install hf-paged[structured]`, or `pip install xgrammar`."
 
 
@@ -186,7 +177,7 @@ def import_xgrammar() -> Any:
 
 
 def _compiler_of(xgrammar: Any, info: Any) -> _Compiler:
-    limits = {"max_threads": _THREADS, "cache_limit_bytes": _CACHED_BYTES}
+    limits = {"max_threads": THREADS, "cache_limit_bytes": _CACHED_BYTES}
     return _Compiler(info, xgrammar.GrammarCompiler(info, **limits))
 
 
@@ -194,108 +185,3 @@ def _said(error: Exception) -> str:
     """A message of xgrammar without its time and place in its C++."""
     text = " ".join(str(error).split())
     return text.partition(".cc:")[2].partition(": ")[2] or text
-
-
-class MaskMaker:
-    """Makes masks of matchers on the host, in memory from which they are sent to the device.
-
-    There is one buffer: masks have to be on the device, and the host has to know it, before the next ones are made.
-    The host waits for a step's tokens before it makes the masks of the next step, and that is enough.
-    """
-
-    def __init__(self, num_logits: int, device: torch.device) -> None:
-        self._num_words = -(-num_logits // 32)
-        self._is_pinned = device.type == "cuda"
-        self._buffer: torch.Tensor | None = None  # [lines, W]
-        self._batch: Any = None  # an xgrammar.BatchGrammarMatcher
-        self._thread: ThreadPoolExecutor | None = None
-        self._job: Future[None] | None = None
-        at_fork.register(self)
-        _makers.add(self)
-
-    def make(self, matchers: Sequence[Matcher | None]) -> HostMasks:
-        """Masks of R rows, some of which have a matcher. They are good until the next ones are begun.
-
-        Raises:
-            RuntimeError: of a matcher.
-        """
-        masks, given = self._laid_out(matchers)
-        self._fill(given, masks.words)
-        return masks
-
-    def begin(self, matchers: Sequence[Matcher | None]) -> Callable[[], HostMasks]:
-        """`make` in a thread, which holds Python's lock for a moment only; what is returned waits for the end.
-
-        Until then nobody may use the matchers. Raises as `make`, here or there.
-        """
-        masks, given = self._laid_out(matchers)
-        others = [i for i, matcher in enumerate(given) if type(matcher) is not XGrammarMatcher]
-        if len(given) - len(others) < _FEWEST_IN_THREADS:
-            self._fill(given, masks.words)
-            return lambda: masks
-        for i in others:
-            given[i].fill(masks.words[i])
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_paged-masks")
-        begun = threading.Lock()
-        begun.acquire()
-        job = self._job = self._thread.submit(self._fill_batch, given, masks.words, begun)
-        begun.acquire()  # else the thread would wait until this one lets go of Python's lock, as late as that may be
-
-        def end() -> HostMasks:
-            job.result()
-            return masks
-
-        return end
-
-    def wait(self) -> None:
-        """Until nothing is being made; what raises does so where it is waited for in the end."""
-        if self._job is not None:
-            self._job.exception()
-
-    def after_fork_in_child(self) -> None:
-        """The thread is the parent's."""
-        self._thread = None
-
-    def _laid_out(self, matchers: Sequence[Matcher | None]) -> tuple[HostMasks, list[Matcher]]:
-        """Room for the masks, and the matchers that are to fill its lines."""
-        self.wait()  # after an interrupt something may still write to the buffer
-        given = [matcher for matcher in matchers if matcher is not None]
-        lines = np.full(len(matchers), -1, np.int32)
-        lines[[row for row, matcher in enumerate(matchers) if matcher is not None]] = np.arange(len(given))
-        return HostMasks(self._words(len(given)), lines), given
-
-    def _fill(self, given: list[Matcher], words: torch.Tensor) -> None:
-        is_batch = sum(type(matcher) is XGrammarMatcher for matcher in given) >= _FEWEST_IN_THREADS
-        if is_batch:
-            self._fill_batch(given, words)
-        for i, matcher in enumerate(given):
-            if not is_batch or type(matcher) is not XGrammarMatcher:
-                matcher.fill(words[i])
-
-    def _fill_batch(self, given: list[Matcher], words: torch.Tensor, begun: threading.Lock | None = None) -> None:
-        """Fill the lines of those of xgrammar in its threads."""
-        if begun is not None:
-            begun.release()
-        if self._batch is None:
-            self._batch = import_xgrammar().BatchGrammarMatcher(max_threads=_THREADS)
-        lines = [i for i, matcher in enumerate(given) if type(matcher) is XGrammarMatcher]
-        inner = [given[i].inner for i in lines]  # type: ignore[attr-defined]
-        self._batch.batch_fill_next_token_bitmask(inner, words, lines)
-
-    def _words(self, count: int) -> torch.Tensor:
-        if self._buffer is None or len(self._buffer) < count:
-            lines = max(16, 1 << (count - 1).bit_length())
-            self._buffer = torch.empty(lines, self._num_words, dtype=torch.int32, device="cpu",
-                                       pin_memory=self._is_pinned)
-        return self._buffer[:count]
-
-
-_makers: weakref.WeakSet[MaskMaker] = weakref.WeakSet()
-
-
-@at_fork.before
-def _wait_for_makers() -> None:
-    """A child would have matchers that a thread, which it has not, is in the middle of."""
-    for maker in list(_makers):
-        maker.wait()

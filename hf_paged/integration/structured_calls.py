@@ -16,7 +16,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.grammars import Grammar, MaskMaker, Matcher, XGrammar
+from hf_paged.engine.grammars import Grammar, Matcher, XGrammar
+from hf_paged.engine.mask_maker import MaskMaker
 from hf_paged.engine.outlines_guide import OutlinesIndex
 from hf_paged.engine.session import BARRED
 from hf_paged.errors import Reason

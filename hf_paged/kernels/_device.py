@@ -1,7 +1,8 @@
-"""What there is to know of a device, and to ask of its allocator."""
+"""What there is to know of a device and its host, and to ask of the device's allocator."""
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from functools import lru_cache
 
@@ -20,6 +21,11 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 227 << 10
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+
+
+def num_cores() -> int:
+    """Cores of the host that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def empty_cache() -> None:

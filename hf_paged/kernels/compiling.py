@@ -7,7 +7,6 @@ notes for which Triton has no code yet. Triton's compiler holds Python's lock on
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
+
+from hf_paged.kernels._device import num_cores
 
 try:
     from triton.runtime.jit import JITFunction
@@ -58,8 +59,7 @@ class _DryRun:
     """Nothing is launched; what is not compiled is sent to threads, and `pending` as a `FutureKernel` of Triton's."""
 
     def __init__(self) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.pool = ThreadPoolExecutor(min(cores, _MOST_THREADS), thread_name_prefix="hf_paged-compile")
+        self.pool = ThreadPoolExecutor(min(num_cores(), _MOST_THREADS), thread_name_prefix="hf_paged-compile")
         self.pending: dict[Any, Any] = {}  # the kernel of each FutureKernel, which may have come meanwhile
 
     def run(self, work: Callable[[], object]) -> None:

@@ -16,6 +16,8 @@ import torch
 from safetensors import safe_open
 from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from hf_paged.kernels._device import num_cores
+
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What a thread has mapped, and staged for a device, at a time: mapped pages count as the process's memory until the
 # file is closed.
@@ -121,7 +123,7 @@ def read(pieces: Iterable[Piece], entries: dict[str, Entry], check: Callable[[],
     device = batches[0][1][0].target.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the threads' streams know nothing of what still uses the targets' memory
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(batches))
+    threads = min(_MOST_THREADS, num_cores(), len(batches))
     with ThreadPoolExecutor(threads) as pool:
         workers = [pool.submit(_work, batches, device) for _ in range(threads)]
         try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_paged.engine.form_rows import PendingMasks, go_ahead
-from hf_paged.engine.grammars import MaskMaker
+from hf_paged.engine.mask_maker import MaskMaker
 
 
 class Follower:

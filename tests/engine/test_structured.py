@@ -16,9 +16,10 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import PagedGenerator
-from hf_paged.engine import grammars
+from hf_paged.engine import mask_maker
 from hf_paged.engine.core import EngineCore
-from hf_paged.engine.grammars import MaskMaker, XGrammarMatcher
+from hf_paged.engine.grammars import XGrammarMatcher
+from hf_paged.engine.mask_maker import MaskMaker
 
 xgrammar = pytest.importorskip("xgrammar", reason="of the extra `structured`")
 from xgrammar.contrib.hf import LogitsProcessor  # noqa: E402
@@ -71,7 +72,7 @@ def by_stock(prompt, form, **options):
 @pytest.fixture(params=["in turn", "overlap", "overlap, few rows in a thread"])
 def generator(request, monkeypatch):
     if "thread" in request.param:
-        monkeypatch.setattr(grammars, "_FEWEST_IN_THREADS", 1)
+        monkeypatch.setattr(mask_maker, "_FEWEST_IN_THREADS", 1)
     with PagedGenerator(tiny_model(eos_token_id=END), TOKENIZER, overlap="overlap" in request.param) as generator:
         yield generator
         assert_idle(generator.model)
@@ -412,7 +413,7 @@ def alone(prompt: int, form: int, count: int) -> list[int]:
 def test_any_order_of_requests_steps_ends_and_interrupts(actions, overlap, num_blocks, fewest):
     """Each request's tokens are those that stock makes of it alone, or a beginning of them where it was ended."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grammars, "_FEWEST_IN_THREADS", fewest)
+        patch.setattr(mask_maker, "_FEWEST_IN_THREADS", fewest)
         run_in_any_order(actions, overlap, num_blocks)
 
 
