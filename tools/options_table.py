@@ -59,9 +59,13 @@ holes or right padding, lengths beyond the model's positions or the KV pool, and
 the pool all at once.
 
 Some native options run in lockstep where rows of a batch meet in stock: `no_repeat_ngram_size` with left padding,
-banned or biased sequences that hold the padding token, `stop_strings` and `max_time` for several rows without EOS. So
-does `prompt_lookup_num_tokens` with `stop_strings`, `max_time` or `structured`. Otherwise it is native, also for
-several rows, which stock refuses; a `PagedGenerator` and an `Engine` take it with every option.
+banned or biased sequences that hold the padding token, `stop_strings` and `max_time` for several rows without EOS.
+
+With `prompt_lookup_num_tokens` a request guesses at tokens that stood before: in its prompt, in its output, or in other
+samples of its prompt. That saves steps where a text repeats, and changes no token ([design.md](design.md#guesses)). It
+is native, also for several rows, which stock refuses, and runs in lockstep with `stop_strings`, `max_time` or
+`structured`. A `PagedGenerator` and an `Engine` take it with every option, and guess nothing beside these three.
+`PagedConfig(speculation=False)` switches guesses off.
 
 [troubleshooting.md](troubleshooting.md) has the states of a model that send its calls to stock.
 
