@@ -708,6 +708,8 @@ MISSING_KERNELS = [
                     COMPILING_TESTS, "in_threads"),
     PackageMutation(COMPILING, "            _thread.dry_run = None\n", "            pass\n", COMPILING_TESTS,
                     "no_thread_dry"),
+    PackageMutation("kernels/weights_checksum.py", "warmup(torch.int64, torch.int64,",
+                    "warmup(torch.int64, torch.int32,", "kernels/test_weights_checksum.py", "beforehand"),
     PackageMutation(PADDED, "slots, positions + 1, stages", "slots, (positions + 1).int(), stages",
                     COMING_TESTS, "the_sampler"),
     PackageMutation("kernels/step_inputs.py", ', "ids", "places", "slot_mapping"', "", COMING_TESTS, "looks_tokens_up"),

@@ -176,7 +176,7 @@ def compiled_together(run: Callable[[], Result], later: Iterable[Callable[[], ob
     """
     if is_dry() or active_mode is None or active_mode.get() is not None:
         return run()
-    if not (early := begin_early()).done():
+    if not (early := prepare_triton()).done():
         wait([early])  # the first kernel that is missed would do it again
     try:
         with _told(_Watch()):
@@ -209,7 +209,7 @@ def in_background(prepare: Callable[[], object]) -> Future[object]:
 
 
 @lru_cache(maxsize=1)
-def begin_early() -> Future[object]:
+def prepare_triton() -> Future[object]:
     """What Triton does once in a process before the first kernel, in a thread: it hashes its own files (0.4 s).
 
     Threads that come to it at the same time would all do it.

@@ -86,7 +86,7 @@ def _warmed_up(device: int) -> Future[object]:
 
 
 def _warm_up(device: int) -> None:
-    wait([compiling.begin_early()])
+    wait([compiling.prepare_triton()])
     with torch.cuda.device(device):
         _checksum_kernel.warmup(torch.int64, torch.int64, TILE=TILE_WORDS, num_warps=4, grid=(1,))
 

@@ -127,12 +127,12 @@ CPU_CALL = """
 import gc, json
 import hf_paged
 from support import batch, tiny_model
-from hf_paged.kernels.compiling import Kernel, begin_early
+from hf_paged.kernels.compiling import Kernel, prepare_triton
 
 model = hf_paged.enable(tiny_model(), strict=True)
 model.generate(**batch([5, 9]), max_new_tokens=3, do_sample=True, top_k=5)
 kernels = [one for one in gc.get_objects() if isinstance(one, Kernel)]
-print(json.dumps([len(kernels), sum("params" in vars(one) for one in kernels), begin_early.cache_info().currsize]))
+print(json.dumps([len(kernels), sum("params" in vars(one) for one in kernels), prepare_triton.cache_info().currsize]))
 """
 
 

@@ -1,11 +1,17 @@
 """The weights checksum: any change of any byte shows, and the kernel computes what its description says."""
 
+import json
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import hf_paged
 from hf_paged.kernels.weights_checksum import CHUNK_BYTES, ChecksumPlan
 
 GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -169,3 +175,17 @@ def test_gpu_plan_after_data_writes():
     second = int(plan(tensors))
     tensors[7] = tensors[7].clone()
     assert first != second == int(plan(tensors)) == described(tensors)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the pretended GPU would hide the real one")
+def test_the_kernel_that_a_thread_compiles_beforehand_is_the_one_that_a_call_launches(tmp_path):
+    pytest.importorskip("triton")
+    script = Path(__file__).with_name("checksum_script.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(Path(hf_paged.__file__).parents[1]), str(script.parent), environment.get("PYTHONPATH", "")]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {"early": [["_checksum_kernel", "hf_paged-compile"]], "in the call": [],
+                     "launched": ["_checksum_kernel"]}
