@@ -41,8 +41,8 @@ from hf_paged.runner.weights import ModelMark, WeightsGuard
 from hf_paged.sampling.token_log_probs import RAW
 from hf_paged.sampling.top_log_probs import top_name
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
+from hf_paged.scheduler.drafts import NO_DRAFTS, Drafts
 from hf_paged.scheduler.lockstep_rows import OutOfBlocksError
-from hf_paged.scheduler.scheduler import NO_DRAFTS, Drafts
 
 logger = logging.getLogger(__name__)
 

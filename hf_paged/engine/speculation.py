@@ -19,8 +19,7 @@ import numpy as np
 from hf_paged.engine.session import Request
 from hf_paged.engine.token_index import NGRAM, Match, TokenIndex
 from hf_paged.scheduler import Status
-from hf_paged.scheduler.plan import MOST_GUESSING_ROWS
-from hf_paged.scheduler.scheduler import NO_DRAFTS, Drafts
+from hf_paged.scheduler.drafts import MOST_GUESSING_ROWS, NO_DRAFTS, Drafts
 
 # Guesses of a request in one step: with its known token they are a step of 8 rows, for which there is a graph.
 MOST_DRAFTS = 7
