@@ -209,5 +209,8 @@ MUTATIONS = [
              tests="keeps_what_was_confirmed"),
     Mutation(SCHEDULER, "np.flatnonzero(samples & live)", "np.flatnonzero(plan.samples & live)",
              tests="are_taken or first_wrong_guess"),
+    Mutation(SCHEDULER, "            room //= 2  # prompts go on beside guesses\n", "            pass\n",
+             tests="leave_prompts_room"),
+    Mutation(TREE, 'b"".join((b"+", slots', 'b"".join((slots', tests="copies_are_not"),
     Mutation(GROUPS, "has_own = (copies > 1) & (end > shared)", "has_own = copies > 1", tests="rows_of_one_sequence"),
 ]
