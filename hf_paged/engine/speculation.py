@@ -31,7 +31,7 @@ _OF_LAST_RUN = 0.25
 _COPIED = 8
 # Tokens of the prompt that a request's own text begins with.
 _TAIL = 16
-# Tokens that are remembered: of one prompt with all that was made of it, and of all prompts.
+# Tokens that are remembered: of what was made of one prompt, and of all prompts with that.
 MOST_OF_PROMPT, MOST_REMEMBERED, MOST_PROMPTS = 1 << 16, 1 << 18, 1024
 
 
@@ -147,7 +147,7 @@ class Rollouts:
         if index is None:
             index = TokenIndex()
             index.add(prompt)
-        elif index.num_tokens > MOST_OF_PROMPT:
+        elif index.num_tokens - len(prompt) > MOST_OF_PROMPT:
             index = _latest_half(index)
         self._indexes[key] = index
         while len(self._indexes) > MOST_PROMPTS or (len(self._indexes) > 1 and self.num_tokens > MOST_REMEMBERED):

@@ -143,7 +143,7 @@ def test_what_is_remembered_is_bounded(monkeypatch):
         index = rollouts.index_of([number % 7, 1, 2, 3], b"")
         index.add([number] * 12)
         assert rollouts.num_tokens <= 100 + 12
-        assert index.num_tokens <= 60 + 12
+        assert index.num_tokens <= 4 + 60 + 12
         assert len(rollouts._indexes) <= 5
     for number in range(10):
         index = rollouts.index_of([1, 2], b"")
@@ -152,6 +152,16 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     assert index.texts[0] == [1, 2]
     assert index.texts[-1] == [9] * 12
     assert index.texts[1][0] > 0
+
+
+def test_the_index_of_a_prompt_longer_than_what_is_remembered_of_one_is_made_once(monkeypatch):
+    monkeypatch.setattr(speculation, "MOST_OF_PROMPT", 60)
+    rollouts, prompt = Rollouts(), list(range(500))
+    index = rollouts.index_of(prompt, b"")
+    index.add([7] * 60)
+    assert rollouts.index_of(prompt, b"") is index
+    index.add([8])
+    assert rollouts.index_of(prompt, b"").texts == [prompt, [8]]
 
 
 # -- the same tokens -------------------------------------------------------------------------------------------------
