@@ -31,7 +31,7 @@ def test_chunks_add_up_to_the_prompt_and_their_floors_to_its_floor(tmp_path, cap
 
 
 def test_the_hosts_part_is_told_for_a_short_context_and_for_the_whole(capsys):
-    main("--model tiny --device cpu --prompt 2000 --chunk 512 --new 5 --host".split())
+    main(["--model", "tiny", "--device", "cpu", "--prompt", "2000", "--chunk", "512", "--new", "5", "--host"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [["1000", "tokens:"]] * 2 + [["2000", "tokens:"]] * 2
     assert all("slowest decode step" in line and ", chunk " in line for line in lines)
