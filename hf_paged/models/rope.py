@@ -45,9 +45,9 @@ class RopeTable:
 def longest_length(config: Any, asked: int | None) -> int:
     """Tokens of the longest sequence whose frequencies are those that stock would compute it with, in any batch.
 
-    Most types' depend on no length: any that is `asked` for will do, and without one the model's positions, which yarn
-    extends. "dynamic" and "longrope" change theirs with the longest sequence of the batch: up to the original length
-    they do not.
+    Most types' depend on no length: any that is `asked` for will do, and without one the model's positions, which
+    "yarn" extends. "dynamic" and "longrope" change theirs with the longest sequence of the batch: up to the original
+    length they do not.
     """
     positions: int = config.max_position_embeddings
     parameters, longest, limits = config.rope_parameters, positions, []
