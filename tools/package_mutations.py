@@ -798,6 +798,19 @@ GUESSING = [
                     "with_guesses"),
 ]
 
+ROPE, ROPE_TESTS, STATE = "models/rope.py", "models/test_rope.py", "runner/request_state.py"
+LONG_TESTS = "engine/test_long_context.py"
+LONG = [
+    PackageMutation(ROPE, 'if one["rope_type"] == "yarn":', "if False:", ROPE_TESTS, "yarn_is_native"),
+    PackageMutation(ROPE, "            limits.append(min(positions, original))\n", "            pass\n", ROPE_TESTS,
+                    "left_to_stock and longrope"),
+    PackageMutation(ROPE, 'elif "dynamic" in one["rope_type"]:', "elif False:", ROPE_TESTS,
+                    "left_to_stock and dynamic"),
+    PackageMutation("scheduler/running_table.py", "< max(limit, len(token_ids)):", "< len(token_ids):", LONG_TESTS,
+                    "greedy"),
+    PackageMutation(STATE, "<= _MOST_PADDED:", "> 0:", "runner/test_request_state.py", "of_any_lengths"),
+]
+
 PACKAGE_MUTATIONS = [
     mutation for name, some in list(globals().items()) if name.isupper() and isinstance(some, list) for mutation in some
 ]
