@@ -706,6 +706,8 @@ MISSING_KERNELS = [
                     COMPILING_TESTS, "between_a_missing"),
     PackageMutation(COMPILING, "with _told(self):\n            found = ", "if True:\n            found = ",
                     COMPILING_TESTS, "in_threads"),
+    PackageMutation(COMPILING, "driver.active.get_current_device(), key", "0, key", COMPILING_TESTS,
+                    "under_way_for_one_device"),
     PackageMutation(COMPILING, "            _thread.dry_run = None\n", "            pass\n", COMPILING_TESTS,
                     "no_thread_dry"),
     PackageMutation("runner/graphs.py", "slots, positions + 1, stages", "slots, (positions + 1).int(), stages",
