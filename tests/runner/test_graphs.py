@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.pace import Pace
 from hf_paged.engine.speculation import Speculation
 from hf_paged.kernels.attention import grouped_prefill, prompt_work
 from hf_paged.kernels.attention.backends import TorchBackend, TritonBackend
@@ -393,6 +394,60 @@ def test_tokens_under_masks_are_drawn_eagerly_where_a_graph_cannot_be_had(steps,
     assert made[0] == made[1] and all(token % 3 == at % 3 for row in made[0] for at, token in enumerate(row))
 
 
+@pytest.fixture
+def under_masks(steps, monkeypatch):
+    """Graphs of steps of three rows under masks, and what the last one was drawn with."""
+    monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
+    draw, drawn = StepGraphs.draw, []
+
+    def seen(self, *args):
+        drawn.append(args)
+        return draw(self, *args)
+
+    monkeypatch.setattr(StepGraphs, "draw", seen)
+    with hf_paged.PagedGenerator(tiny_model(), num_blocks=200) as generator:
+        generator.generate(random_prompts([5, 40, 17]), structured={"regex": ".*"}, max_new_tokens=4,
+                           eos_token_id=None, use_tqdm=False)
+        yield generator.engine._core.pool.runner.graphs, *drawn[-1]
+
+
+def test_an_interrupt_while_lines_of_masks_are_sent_has_them_sent_again(under_masks, monkeypatch):
+    graphs, step, masks, *rest = under_masks
+    (captured,) = (found for key, found in graphs._captured.items() if key[1] == "_masked")
+    send = graphs._send
+
+    def interrupted(captured, inputs):
+        send(captured, inputs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs, "_send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            graphs.draw(step, masks._replace(lines=np.array([0, -1, 2], np.int32)), *rest)
+    assert graphs.draw(step, masks, *rest)
+    assert captured.inputs[0].tolist() == [0, 1, 2, -1]
+
+
+def test_no_graph_draws_from_logits_of_a_graph_that_was_dropped(under_masks):
+    """It would be taken for steps of later graphs, which have their logits elsewhere."""
+    graphs, step, *rest = under_masks
+    assert graphs.draw(step, *rest)
+    graphs.drop()
+    assert not graphs.draw(step, *rest)
+    assert not graphs._captured
+
+
+def test_looking_at_what_comes_leaves_the_counts_of_the_step_that_waits(steps):
+    with hf_paged.PagedGenerator(tiny_model(), num_blocks=50) as generator:
+        generator.generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)
+        graphs = generator.engine._core.pool.runner.graphs
+        graphs._attention.saved_positions = graphs._attention.saved_prompt_positions = 7
+        with torch.no_grad():
+            for run in graphs.coming(2, 16):
+                run()
+        assert (graphs._attention.saved_positions, graphs._attention.saved_prompt_positions) == (7, 7)
+
+
 def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch):
     """Mixed steps replay a graph of each kind; prompts that are scored run eagerly."""
     options = {"num_blocks": 200, "max_num_seqs": 3, "max_num_batched_tokens": 64, "enable_prefix_caching": False}
@@ -750,6 +805,7 @@ def test_steps_in_which_rows_name_adapters_have_graphs_of_their_own(steps, logpr
 def test_rows_of_stocks_loop_beside_rows_whose_tokens_wait_for_masks(steps, monkeypatch, num_beams):
     """Their steps come between the forward of such rows and the drawing of its tokens, and replay graphs as well."""
     monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
+    monkeypatch.setattr(Pace, "may_join", lambda self: True)  # however long a step took: not all may end before rows do
     model, options = tiny_model(), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     rows, prompts = batch([20, 13, 5]), random_prompts([9, 30, 4], seed=4)
     expected = stock_generate(model, **rows, **options, num_beams=num_beams, encoder_repetition_penalty=1.2)
