@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from techniques import WITHOUT, replaced
 from transformers import GenerationConfig
 from workloads import Workload, generation_configs, qwen3, qwen3_config
 
@@ -26,7 +27,7 @@ def dtype_of(device: str) -> torch.dtype:
 
 
 class Engine:
-    """What they share: the model in memory. ``overrides``: fields of our `PagedConfig`.
+    """What they share: the model in memory. ``overrides``: fields of our `PagedConfig`, or what `techniques` replaces.
 
     ``under_autocast``: fp32 weights under bf16 autocast, as a trainer has them.
     """
@@ -80,6 +81,7 @@ class Engine:
 
 class Ours(Engine):
     generator: Any = None
+    _replaced: ExitStack | None = None
 
     def settings(self, workload: Workload, overrides: dict[str, Any]) -> Any:
         return super().settings(workload, overrides) | overrides
@@ -87,7 +89,9 @@ class Ours(Engine):
     def start(self, settings: Any) -> None:
         from hf_paged import PagedGenerator
 
-        self.generator = PagedGenerator(self.model, **settings)
+        if WITHOUT in settings:
+            self._replaced = replaced(settings[WITHOUT])
+        self.generator = PagedGenerator(self.model, **{name: settings[name] for name in settings if name != WITHOUT})
 
     def prepare(self, workload: Workload) -> None:
         self.generator.engine.reset_prefix_cache()
@@ -106,6 +110,9 @@ class Ours(Engine):
         super().close()
         if self.generator is not None:
             self.generator.close()
+        if self._replaced is not None:
+            self._replaced.close()
+            self._replaced = None
 
 
 class Stock(Engine):

@@ -6,7 +6,7 @@
 `generator-cold` and `generator-warm`: `PagedGenerator.from_pretrained` of a random checkpoint, then one streamed
 request of 128 tokens, then nano twice; with an empty and with a filled Triton cache. `enable-cold` and `enable-warm`: a
 model of transformers' `from_pretrained`, `hf_paged.enable`, one `generate`. A warm case takes the cache of the cold one
-of its kind before it, or fills one.
+of its kind before it, or fills one. With `--one-by-one` each kernel is compiled at its first launch.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="of the checkpoint, made where it is missing")
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--nano", type=int, default=2, help="runs of nano at the end of a generator's case")
+    parser.add_argument("--one-by-one", action="store_true", help="compile each kernel at its first launch")
     parser.add_argument("--kernels", action="store_true", help="print what each kernel took to compile")
     parser.add_argument("--cache", type=Path, help="Triton's, for all cases; kept")
     parser.add_argument("--profile", type=Path, help="folder for a profile of each case, up to the first token")
@@ -70,7 +71,8 @@ def main() -> None:
 def run(args: argparse.Namespace, case: str, cache: Path) -> dict[str, Any]:
     """One case in a process of its own."""
     command = [sys.executable, __file__, "--worker", case, "--model", args.model, "--folder", str(args.folder),
-               "--nano", str(args.nano), *(["--profile", str(args.profile)] if args.profile else [])]
+               "--nano", str(args.nano), *(["--one-by-one"] if args.one_by_one else []),
+               *(["--profile", str(args.profile)] if args.profile else [])]
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "FIRST_TOKEN_STARTED": str(time.time())}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -154,6 +156,10 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     from hf_paged import PagedGenerator
 
     marks["hf_paged"] = time.time()
+    if args.one_by_one:
+        from hf_paged.kernels import compiling
+
+        compiling.active_mode = None
     seen, profile = watch(), cProfile.Profile()
     prompt = [(7 * i) % 10000 for i in range(PROMPT)]
     if args.worker.startswith("generator"):

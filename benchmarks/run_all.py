@@ -10,7 +10,9 @@
 A row is the median of `--runs` after `--warmup` runs in one process; `--budget` seconds a row trim them for slow
 engines. "ready" is from the model in memory (vLLM, nano-vllm: from their start) to the first token, given where an
 engine was started for a row; "first run" is the rate of the row's very first run. "of floor": see floors.py.
-`--ab` repeats our rows with one technique off, `--autocast` ours and stock's with fp32 weights under bf16 autocast.
+`--ab` repeats our rows with one technique off (techniques.py lists them), `--autocast` ours and stock's with fp32
+weights under bf16 autocast. What compiling kernels side by side brings is seen in processes of their own
+(first_token.py --one-by-one), and what guesses bring where text repeats (speculation_speed.py).
 Each engine and model has a process; one that dies or takes longer than `--limit` for a row costs that row, and the rest
 goes on in a new one.
 """
@@ -19,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
 import importlib.metadata
 import importlib.util
@@ -36,24 +37,11 @@ from typing import Any
 import bench_report
 import torch
 from bench_engines import ENGINES, MODULES, UNDER_AUTOCAST
+from techniques import switches
 from workloads import QWEN3_SHAPES, WORKLOADS
 
-from hf_paged import PagedConfig
-
 HERE = Path(__file__).resolve().parent
-NO_TECHNIQUES = {"strict"}  # boolean fields that say how to run, not how fast
 VERSIONS = ("torch", "transformers", "triton", "numpy", "vllm", "nano-vllm", "flash-attn")
-
-
-def switches() -> dict[str, dict[str, Any]]:
-    """Techniques by name, with the field of `PagedConfig` that switches each off; most have the field's name."""
-    found: dict[str, dict[str, Any]] = {
-        "attention_backend": {"attention_backend": "torch"}, "hopper": {"attention_backend": "triton"},
-    }
-    for field in dataclasses.fields(PagedConfig):
-        if "bool" in str(field.type) and field.name not in NO_TECHNIQUES:
-            found[field.name] = {field.name: False if field.default is None else not field.default}
-    return found
 
 
 def engines(args: argparse.Namespace) -> list[str]:

@@ -20,7 +20,9 @@ class PagedConfig:
         gpu_memory_utilization: share of the GPU's memory, in (0, 1], that everything on it may use together.
         max_num_seqs: sequences that run at the same time; the rest waits.
         max_num_batched_tokens: tokens a step computes at most; longer prompts are computed in chunks.
-        max_model_len: longest sequence in tokens, prompt and output. None: what the model's positions allow.
+        max_model_len: longest sequence in tokens, prompt and output. None: what the model's positions allow, with YaRN
+            its factor times the original ones. More than that computes what stock computes there; where frequencies
+            depend on the longest sequence of a batch (dynamic, longrope) no more than up to where they begin to.
         enable_prefix_caching: keep full blocks of finished requests, and share equal prefixes.
         group_prefixes: rows that decode, and new prompts, whose block tables begin with the same blocks read those
             once, where that is faster. False: each row reads its own. On a CPU each does.

@@ -42,6 +42,7 @@ _RANKS = "a child never comes to it: every way there compares os.getpid() with t
 _SERVER = "the server's event loop is the parent's: a child serves nobody"
 _CUDA = "only held around work on CUDA, which no child can do"
 SAFE = {
+    "hf_paged.engine.grammars.MaskMaker.begin": "of one call, whose thread no child has",
     "hf_paged.engine.driver.DrivenCall._changed": "the event loop whose task waits for it is the parent's",
     "hf_paged.integration.serving.answers.Answer._pieces": _SERVER,
     "hf_paged.integration.serving.calls.ServedCall._settled": _SERVER,

@@ -20,6 +20,7 @@ class Mutation(NamedTuple):
 POOL, MANAGER, BOOK = "block_pool.py", "kv_cache_manager.py", "scheduler.py"
 SCHEDULER, TABLE, QUEUE = "scheduler.py", "running_table.py", "waiting_queue.py"
 PLAN, TREE, ROWS, GROUPS = "plan.py", "prefix_tree.py", "lockstep_rows.py", "prefix_groups.py"
+DRAFTS = "drafts.py"
 
 MUTATIONS = [
     Mutation(POOL, "FreeQueue(self.blocks[1:])", "FreeQueue(self.blocks)", (1,)),
@@ -195,9 +196,9 @@ MUTATIONS = [
     Mutation(PLAN, "None if tree is None else tree.groups(slots[:num_decode_rows])", "self.groups",
              tests="rows_in_front"),
     # Guesses at what follows.
-    Mutation(SCHEDULER, "        right = confirmed[row - 1] and before == plan.drafts[row]\n",
+    Mutation(DRAFTS, "        right = found[row - 1] and before == plan.drafts[row]\n",
              "        right = before == plan.drafts[row]\n", tests="comes_true_behind_a_wrong_one"),
-    Mutation(SCHEDULER, "right and before not in plan.sequences[row].eos_token_ids", "right",
+    Mutation(DRAFTS, "right and before not in plan.sequences[row].eos_token_ids", "right",
              tests="end_among_the_guesses"),
     Mutation(SCHEDULER, "            table.scheduled[slots] = table.known[slots] - 1\n", "", tests="are_taken"),
     Mutation(SCHEDULER, "                table.decoding[slot] = False\n", "", tests="others_go_on"),

@@ -33,7 +33,7 @@ FALLBACK_TESTS = "integration/test_generate_fallbacks.py"
 LOCKSTEP_TESTS = "integration/test_stock_loop.py"
 BATCH, BATCH_TESTS, CORE = "engine/lockstep.py", "engine/test_lockstep.py", "engine/core.py"
 FACTS, FACTS_TESTS = "models/guards/facts.py", "models/guards/test_facts.py"
-GRAPHS_TESTS = "runner/test_graphs.py"
+GRAPHS_TESTS, PADDED = "runner/test_graphs.py", "runner/padded_steps.py"
 VIRTUAL, VIRTUAL_TESTS = "models/virtual_memory.py", "models/test_virtual_memory.py"
 POOL_TESTS = "runner/test_kv_cache.py"
 PATCHED_TESTS = "models/guards/test_own_code.py"
@@ -248,7 +248,7 @@ ADAPTERS = [
                     ADAPTER_TESTS, "does_not_stream"),
     PackageMutation("engine/core.py", "                self._end_without_adapter(arrivals)\n", "                pass\n",
                     ADAPTER_TESTS, "gone_before_its_request"),
-    PackageMutation("runner/graphs.py", "state.adapters.of(slots) if named else None\n        return", "None\n        "
+    PackageMutation(PADDED, "state.adapters.of(slots) if named else None\n        return", "None\n        "
                     "return", GRAPHS_TESTS, "name_adapters"),
     PackageMutation("engine/lockstep.py", "self._version, self.has_checked_adapters = None, False",
                     "self._version = None", ADAPTER_TESTS, "whose_adapter_goes"),
@@ -599,7 +599,7 @@ STRUCTURED = [
                     "self.matcher.accept(token)", FORMED_TESTS, "not_for_their_commit"),
     PackageMutation("engine/form_rows.py", "                request.went_on = error\n", "                raise\n",
                     FORMED_TESTS, "refuses_a_token"),
-    PackageMutation("runner/graphs.py", "tiles=tiles), rows.clone()", "tiles=tiles), rows", "runner/test_graphs.py",
+    PackageMutation(PADDED, "tiles=tiles), rows.clone()", "tiles=tiles), rows", "runner/test_graphs.py",
                     "graph_of_their_own"),
     PackageMutation("runner/graphs.py", "if step.memory != (self._memory(), self.num_dropped):", "if False:",
                     "runner/test_graphs.py", "memory_may_move"),
@@ -712,10 +712,10 @@ MISSING_KERNELS = [
                     "under_way_for_one_device"),
     PackageMutation(COMPILING, "            _thread.dry_run = None\n", "            pass\n", COMPILING_TESTS,
                     "no_thread_dry"),
-    PackageMutation("runner/graphs.py", "slots, positions + 1, stages", "slots, (positions + 1).int(), stages",
+    PackageMutation(PADDED, "slots, positions + 1, stages", "slots, (positions + 1).int(), stages",
                     COMING_TESTS, "the_sampler"),
     PackageMutation("kernels/step_inputs.py", ', "ids", "places", "slot_mapping"', "", COMING_TESTS, "looks_tokens_up"),
-    PackageMutation("runner/graphs.py", "if 0 < num_rows <= most_rows:", "if 0 < num_rows < most_rows:",
+    PackageMutation(PADDED, "if 0 < num_rows <= most_rows:", "if 0 < num_rows < most_rows:",
                     COMING_TESTS, "every_graph"),
 ]
 
@@ -791,7 +791,7 @@ GUESSING = [
                     "looked_for_after_each_token"),
     PackageMutation(GENERATE, "        if request.stop is not None or request.grammar", "        if request.grammar",
                     LOOKUP_TESTS, "once_a_draft"),
-    PackageMutation("runner/graphs.py", "else _GUESSING_SIZES", "else self._decode_sizes", GRAPHS_TESTS,
+    PackageMutation(PADDED, "else _GUESSING_SIZES", "else self.decode_sizes", GRAPHS_TESTS,
                     "with_guesses"),
 ]
 

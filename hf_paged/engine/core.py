@@ -41,8 +41,8 @@ from hf_paged.runner.weights import ModelMark, WeightsGuard
 from hf_paged.sampling.token_log_probs import RAW
 from hf_paged.sampling.top_log_probs import top_name
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
+from hf_paged.scheduler.drafts import NO_DRAFTS, Drafts
 from hf_paged.scheduler.lockstep_rows import OutOfBlocksError
-from hf_paged.scheduler.scheduler import NO_DRAFTS, Drafts
 
 logger = logging.getLogger(__name__)
 
@@ -163,8 +163,6 @@ class EngineCore:
             self.observers.tell("queued", request)
         if end is None:
             self._arrivals.append(request)
-            if request.draft_tokens:
-                self.speculation.add(request)
         else:
             request.sequence.end(end)
             self.finish(request)
@@ -592,6 +590,8 @@ class EngineCore:
             parameters.append(request.parameters)
             if request.started is None:  # else it runs again
                 request.started = now
+            if request.draft_tokens:
+                self.speculation.add(request)
         return parameters
 
     def follow_stream(self) -> None:
@@ -619,10 +619,11 @@ class EngineCore:
         self.control_flag |= handle.heard is not None and bool(handle.heard)
         if self._guard.pending:
             self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
-        for row in np.flatnonzero(plan.samples & (tokens < 0)).tolist():
-            if (request := self._request_of(plan, row)) is not None:
-                request.error = NAN_ERROR if request.grammar is None else f"{NAN_ERROR}; {BARRED}"
         result = self.scheduler.commit(plan, tokens)
+        for sequence in result.finished:
+            request = self.requests.get(sequence.request_id)
+            if sequence.finish_reason == "error" and request is not None and request.sequence is sequence:
+                request.error = NAN_ERROR if request.grammar is None else f"{NAN_ERROR}; {BARRED}"
         self.totals["generated"] += len(result.accepted)
         if plan.drafts is not None:
             self.totals["drafts"] += int((plan.drafts >= 0).sum())

@@ -1040,10 +1040,14 @@ class Engine:
     def _too_long_in(self, pool: DevicePool, prompt_length: int, max_new_tokens: int) -> Reason | None:
         length = prompt_length + max_new_tokens
         if length > pool.max_model_len:
+            if (most := self._executor.max_length(length)) < length:
+                return Reason("{} tokens with {} new ones, and beyond {} the model's frequencies depend on the longest "
+                              "row of a batch", length, max_new_tokens, most,
+                              remedy="Ask for fewer tokens, or configure a `rope_type` that is the same at all lengths "
+                                     "(yarn, for instance).")
             return Reason("{} tokens with {} new ones, and max_model_len is {}", length, max_new_tokens,
                           pool.max_model_len,
-                          remedy="Raise `PagedConfig.max_model_len`, if the model's positions allow it, or ask for "
-                                 "fewer tokens.")
+                          remedy="Raise `PagedConfig.max_model_len`, or ask for fewer tokens.")
         # The last token's keys and values are never needed.
         blocks = -(-(length - 1) // self.config.block_size)
         if blocks > (most := pool.most_blocks - 1):

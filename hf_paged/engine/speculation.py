@@ -19,8 +19,7 @@ import numpy as np
 from hf_paged.engine.session import Request
 from hf_paged.engine.token_index import NGRAM, Match, TokenIndex
 from hf_paged.scheduler import Status
-from hf_paged.scheduler.plan import MOST_GUESSING_ROWS
-from hf_paged.scheduler.scheduler import NO_DRAFTS, Drafts
+from hf_paged.scheduler.drafts import MOST_GUESSING_ROWS, NO_DRAFTS, Drafts
 
 # Guesses of a request in one step: with its known token they are a step of 8 rows, for which there is a graph.
 MOST_DRAFTS = 7
@@ -31,7 +30,7 @@ _OF_LAST_RUN = 0.25
 _COPIED = 8
 # Tokens of the prompt that a request's own text begins with.
 _TAIL = 16
-# Tokens that are remembered: of one prompt with all that was made of it, and of all prompts.
+# Tokens that are remembered: of one prompt with all that was made of it (a long one alone may have more), and of all.
 MOST_OF_PROMPT, MOST_REMEMBERED, MOST_PROMPTS = 1 << 16, 1 << 18, 1024
 
 
@@ -147,7 +146,7 @@ class Rollouts:
         if index is None:
             index = TokenIndex()
             index.add(prompt)
-        elif index.num_tokens > MOST_OF_PROMPT:
+        elif index.num_tokens > max(MOST_OF_PROMPT, len(prompt) + MOST_OF_PROMPT // 2):
             index = _latest_half(index)
         self._indexes[key] = index
         while len(self._indexes) > MOST_PROMPTS or (len(self._indexes) > 1 and self.num_tokens > MOST_REMEMBERED):
@@ -175,7 +174,7 @@ def _latest_half(index: TokenIndex) -> TokenIndex:
 
 
 class Speculation:
-    """The guesses of one engine's requests. Falsy while no unfinished one may guess."""
+    """The guesses of one engine's requests. Falsy while none that runs may guess."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
@@ -186,7 +185,7 @@ class Speculation:
         return bool(self._requests)
 
     def add(self, request: Request) -> None:
-        """A request that may guess."""
+        """A request that may guess runs, maybe again."""
         self._requests[request.request_id] = request
 
     def remove(self, request_id: str) -> None:

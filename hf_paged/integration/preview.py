@@ -163,7 +163,7 @@ def _attention(executor: ModelExecutor, config: PagedConfig, device: torch.devic
 
 
 def _memory(model: PreTrainedModel, executor: ModelExecutor, config: PagedConfig, device: torch.device) -> Memory:
-    longest = min(executor.max_length(), config.max_model_len or executor.max_length())
+    longest = executor.max_length(config.max_model_len)
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     plan = planned(executor, config, longest, device, sum(tensor.nbytes for tensor in tensors.values()))
     block_bytes = executor.kv_spec().block_bytes(config.block_size)

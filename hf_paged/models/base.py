@@ -174,8 +174,11 @@ class ModelExecutor(ABC):
         """Of every layer, how many positions its attention sees, the last ones; None: all."""
 
     @abstractmethod
-    def max_length(self) -> int:
-        """Longest sequence in tokens for which a packed step gives what stock gives."""
+    def max_length(self, asked: int | None = None) -> int:
+        """Longest sequence in tokens: as `asked`, as far as packed steps give what stock gives.
+
+        None: what the model's positions allow.
+        """
 
     @abstractmethod
     def prepare(self, max_model_len: int) -> None:

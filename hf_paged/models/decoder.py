@@ -24,7 +24,7 @@ from hf_paged.models.guards.remedies import DISAGREE, ONE_DTYPE, PUT_BACK, REMOV
 from hf_paged.models.lora_rows import by_row
 from hf_paged.models.paged_calls import STEP_ARGUMENT, WindowedStep, implementation_of, paged_call
 from hf_paged.models.parts import Part, parts_of
-from hf_paged.models.rope import longest_unchanged
+from hf_paged.models.rope import longest_length
 from hf_paged.parallel.layers import VocabParallelEmbedding, VocabParallelHead, stock_class
 from hf_paged.parallel.shards import local_kv_heads
 
@@ -66,8 +66,8 @@ class DecoderExecutor(ModelExecutor):
     def windows(self) -> tuple[int | None, ...]:
         return tuple(map(self._mask_window, range(len(self._layers()))))
 
-    def max_length(self) -> int:
-        return longest_unchanged(self.config)
+    def max_length(self, asked: int | None = None) -> int:
+        return longest_length(self.config, asked)
 
     @property
     def vocab_size(self) -> int:

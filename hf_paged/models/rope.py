@@ -42,16 +42,25 @@ class RopeTable:
         return scaling == rotary.attention_scaling and torch.equal(frequencies, rotary.inv_freq)
 
 
-def longest_unchanged(config: Any) -> int:
-    """Longest sequence in tokens whose frequencies do not depend on the rest of the batch.
+def longest_length(config: Any, asked: int | None) -> int:
+    """Tokens of the longest sequence whose frequencies are those that stock would compute it with, in any batch.
 
-    "dynamic" and "longrope" change theirs with the longest sequence of the batch: up to the original length they do
-    not.
+    Most types' depend on no length: any that is `asked` for will do, and without one the model's positions, which
+    "yarn" extends. "dynamic" and "longrope" change theirs with the longest sequence of the batch: up to the original
+    length they do not.
     """
-    parameters = config.rope_parameters or {}
-    length: int = config.max_position_embeddings
-    # One set of parameters, or one for each type of layer.
-    for one in parameters.values() if "rope_type" not in parameters else (parameters,):
-        if one and one["rope_type"] == "longrope":
-            length = min(length, one.get("original_max_position_embeddings") or length)
-    return length
+    positions: int = config.max_position_embeddings
+    parameters, longest, limits = config.rope_parameters, positions, []
+    if not parameters:  # taken out of the config behind the module's back
+        limits.append(positions)
+    elif "rope_type" in parameters:
+        parameters = {"": parameters}
+    for one in filter(None, (parameters or {}).values()):  # of each type of layer
+        original = one.get("original_max_position_embeddings") or positions
+        if one["rope_type"] == "yarn":
+            longest = max(longest, int((one.get("factor") or 1.0) * original))
+        elif one["rope_type"] == "longrope":
+            limits.append(min(positions, original))
+        elif "dynamic" in one["rope_type"]:
+            limits.append(positions)
+    return min([longest if asked is None else asked, *limits])

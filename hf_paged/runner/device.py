@@ -32,8 +32,7 @@ class DevicePool:
     @property
     def max_model_len(self) -> int:
         """Longest sequence in tokens, prompt and output."""
-        length = self._executor.max_length()
-        return min(length, self._config.max_model_len or length)
+        return self._executor.max_length(self._config.max_model_len)
 
     @property
     def num_blocks(self) -> int:

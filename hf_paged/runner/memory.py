@@ -11,9 +11,9 @@ import torch
 from hf_paged.config import PagedConfig
 from hf_paged.kernels.compiling import compiled_together
 from hf_paged.models import KVSpec, ModelExecutor
-from hf_paged.runner.graphs import StepGraphs
 from hf_paged.runner.kv_cache import blocks_within
 from hf_paged.runner.model_runner import ModelRunner
+from hf_paged.runner.padded_steps import PaddedSteps
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
 
@@ -149,8 +149,8 @@ def _largest_step(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
     launch = partial(runner.launch, plan, [parameters] * len(plan.admitted))
     if executor.group.is_parallel or config.enforce_eager:
         return lambda: launch().wait()
-    graphs = StepGraphs(executor, runner.cache, runner.state, runner.attention, config.max_num_batched_tokens)
-    coming = graphs.coming(config.max_num_seqs, config.max_num_batched_tokens)
+    steps = PaddedSteps(executor, runner.cache, runner.state, runner.attention, config.max_num_batched_tokens)
+    coming = steps.coming(config.max_num_seqs, config.max_num_batched_tokens)
     return lambda: compiled_together(launch, coming).wait()
 
 

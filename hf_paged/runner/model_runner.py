@@ -200,7 +200,7 @@ class ModelRunner:
         """`run()` of an eager step, its kernels compiled side by side, and behind them those of decoding its rows."""
         if self.device.type != "cuda" or self.executor.group.is_parallel:
             return run()
-        return compiled_together(run, () if self.graphs is None else self.graphs.coming(len(plan.slots)))
+        return compiled_together(run, () if self.graphs is None else self.graphs.steps.coming(len(plan.slots)))
 
     def launch_unsampled(self, plan: StepPlan, parameters: list[SlotParameters], wanted: Wanted = NOTHING,
                          joining: Seq[StepPlan] = ()) -> StepHandle:

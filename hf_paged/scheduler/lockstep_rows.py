@@ -278,5 +278,3 @@ class LockstepRows:
     def _grow(self, missing: int) -> None:
         if not self._scheduler.make_room(missing):
             raise OutOfBlocksError(f"{missing} blocks are missing, and the KV pool cannot grow")
-
-

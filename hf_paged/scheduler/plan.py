@@ -13,9 +13,6 @@ from hf_paged.scheduler.prefix_groups import PrefixGroups
 from hf_paged.scheduler.prefix_tree import PrefixTree
 from hf_paged.scheduler.sequence import Sequence
 
-# Rows of a step with guesses at what follows.
-MOST_GUESSING_ROWS = 128
-
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -27,7 +24,7 @@ class SchedulerConfig:
         max_num_seqs: Sequences that run at once, and the number of slots.
         max_num_batched_tokens: Tokens computed in one step, at least max_num_seqs so that no decode waits.
         max_model_len: Tokens a sequence may reach, prompt and output together.
-        group_prefixes: False: no plan has `groups`.
+        group_prefixes: False: no plan has `groups` or `prompt_groups`.
 
     Raises:
         ValueError: A size is out of range.

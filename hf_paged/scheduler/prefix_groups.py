@@ -1,4 +1,4 @@
-"""Decode rows whose block tables begin with the same physical blocks, so that attention reads those once for all."""
+"""Rows whose block tables begin with the same physical blocks, so that attention reads those once for all of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 
 class PrefixGroups(NamedTuple):
-    """Groups of a step's decode rows: a forest, since a group's members may share more in groups of their own.
+    """Groups of a step's decode rows, or of its prompts: a forest, since members may share more in groups of their own.
 
     Group g is of the rows ``members[first[g] : first[g] + count[g]]``, which all read positions ``begin[g]`` to
     ``end[g] - 1`` from the same blocks. A group stands behind the one that it lies in and begins where that one ends;
     an outermost group begins at 0. So what a row shares is in pieces without a gap, in the order of the groups, and
-    ends before its newest token. All arrays are int32.
+    ends before the first of its new tokens. All arrays are int32.
     """
 
     members: np.ndarray  # [M] row numbers of the step, each once; members of a group follow each other

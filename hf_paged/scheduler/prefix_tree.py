@@ -152,7 +152,7 @@ class PrefixTree:
         if not self.is_kept:  # else copies of one row would be a group
             return None
         end = shared_by_copies(start, self._block_size)
-        groups, step = self.groups(slots), b"".join((slots.tobytes(), copies.tobytes(), end.tobytes()))
+        groups, step = self.groups(slots), b"".join((b"+", slots.tobytes(), copies.tobytes(), end.tobytes()))
         if step not in self._known:
             if len(self._known) == 8:
                 self._known.clear()

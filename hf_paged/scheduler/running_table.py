@@ -24,7 +24,7 @@ class RunningTable:
         in_flight: Uncommitted plans that name it.
         tenancy: Goes up whenever the slot changes hands.
         eos: [slots, k] ids that end it, padded with -1.
-        tokens: [slots, columns] its known tokens; columns double when needed.
+        tokens: [slots, columns] its known tokens; there are as many columns as the longest limit needs.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -59,7 +59,7 @@ class RunningTable:
                      "tenancy"):
             setattr(self, name, np.pad(getattr(self, name), (0, more)))
         self.eos = np.pad(self.eos, ((0, more), (0, 0)), constant_values=-1)
-        self.tokens = np.pad(self.tokens, ((0, more), (0, 0)))
+        self._resize_tokens(num_slots, self.tokens.shape[1])
         self._free = [*range(num_slots - 1, old - 1, -1), *self._free]
 
     @property
@@ -74,7 +74,9 @@ class RunningTable:
         """Give a sequence a slot; `scheduled` of its tokens need no computing. Returns the slot."""
         token_ids = seq.token_ids
         slot = self._free.pop()
-        self.ensure_columns(len(token_ids))
+        # All that it may come to need, so that no step finds a full table.
+        if (columns := self.tokens.shape[1]) < max(limit, len(token_ids)):
+            self._resize_tokens(self.num_slots, max(2 * columns, limit, len(token_ids)))
         self.tokens[slot, : len(token_ids)] = token_ids
         self.scheduled[slot] = scheduled
         self.known[slot] = self.target[slot] = len(token_ids)
@@ -119,10 +121,9 @@ class RunningTable:
         tokens: list[int] = self.tokens[slot, first : self.known[slot]].tolist()
         return tokens
 
-    def ensure_columns(self, num_tokens: int) -> None:
-        """Make room for this many tokens a slot."""
-        columns = self.tokens.shape[1]
-        if num_tokens > columns:
-            while columns < num_tokens:
-                columns *= 2
-            self.tokens = np.pad(self.tokens, ((0, 0), (0, columns - self.tokens.shape[1])))
+    def _resize_tokens(self, num_slots: int, num_columns: int) -> None:
+        """What is not written of new memory takes none, and only what is known is copied."""
+        old, self.tokens = self.tokens, np.zeros((num_slots, num_columns), np.int32)
+        for slot in range(len(old)):
+            if self.sequences[slot] is not None:
+                self.tokens[slot, : self.known[slot]] = old[slot, : self.known[slot]]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from types import MappingProxyType
 
 import numpy as np
 
+from hf_paged.scheduler.drafts import NO_DRAFTS, Drafts, confirmed, guessing_rows
 from hf_paged.scheduler.kv_cache_manager import KVCacheManager
 from hf_paged.scheduler.plan import BlockUpdates, CommitResult, PrefillRows, SchedulerConfig, StepPlan
 from hf_paged.scheduler.prefix_tree import PrefixTree
@@ -19,9 +19,6 @@ from hf_paged.scheduler.waiting_queue import WaitingQueue
 WAITING_REASONS = ("slots", "blocks", "step", "preempted")
 _NONE = np.empty(0, np.int32)
 NO_UPDATES = BlockUpdates(_NONE, _NONE, _NONE)
-# By slot: tokens that may follow the last known one of its sequence.
-Drafts = Mapping[int, Seq[int]]
-NO_DRAFTS: Drafts = MappingProxyType({})
 
 
 class Scheduler:
@@ -206,7 +203,8 @@ class Scheduler:
 
         Args:
             drafts: Guesses at what follows in sequences with no token in flight. Each gets a decode row of its own, as
-                far as tokens and blocks suffice without anyone being preempted; its sequence sits out until the commit.
+                far as tokens and blocks suffice without anyone being preempted, and half of the step's other tokens
+                where a prompt is to be computed; its sequence sits out until the commit.
 
         Raises:
             RuntimeError: Two plans wait for their commit.
@@ -247,6 +245,8 @@ class Scheduler:
         """Of each decode row, the drafts that there is room for; none at all, or a list for every row."""
         table, size = self._table, self.config.block_size
         room, num_free = self.config.max_num_batched_tokens - len(slots), self.num_free_blocks
+        if self._partial is not None or self._waiting:
+            room //= 2  # prompts go on beside guesses
         guesses: list[Seq[int]] = []
         needy: list[int] = []
         for slot, position in zip(slots.tolist(), start.tolist(), strict=True):
@@ -277,10 +277,7 @@ class Scheduler:
             copies = np.array([1 + len(tokens) for tokens in guesses])
             groups = self.prefix_tree.groups_of_copies(slots, copies, start)
             sequences = [seq for seq, count in zip(sequences, copies.tolist(), strict=True) for _ in range(count)]
-            drafts = np.array([token for tokens in guesses for token in (-1, *tokens)], np.int32)
-            slots = np.repeat(slots, copies)
-            ends = np.cumsum(copies)
-            start = (np.repeat(start - ends + copies, copies) + np.arange(ends[-1])).astype(np.int32)
+            slots, start, drafts = guessing_rows(slots, start, guesses, copies)
         n = len(slots)
         num_new, write_from, samples = self._ones[:n], start, self._trues[:n]
         if prefills.sequences:
@@ -447,7 +444,7 @@ class Scheduler:
         table = self._table
         slots, samples = plan.slots, plan.samples
         if plan.drafts is not None:
-            samples = samples & _confirmed(plan, tokens)
+            samples = samples & confirmed(plan, tokens)
         present = table.tenancy[slots] == plan.tenancy
         finished: list[Sequence] = []
         late: list[int] = []
@@ -470,7 +467,6 @@ class Scheduler:
         ended: list[tuple[int, str]] = []
         if rows.size:
             end = plan.start[rows] + plan.num_new_tokens[rows]  # all tokens up to here are computed
-            table.ensure_columns(int(end.max()) + 1)
             table.tokens[slots, end] = taken
             table.known[slots] = end + 1  # of several rows of a slot the last one's
             if self.config.enable_prefix_caching:
@@ -585,14 +581,3 @@ class Scheduler:
         self._table.vacate(slot)
         seq.status = Status.WAITING
         self._waiting.push(seq)
-
-
-def _confirmed(plan: StepPlan, tokens: np.ndarray) -> np.ndarray:
-    """bool [R]: rows of a plan with drafts whose token of input turned out to be right, and no end before it."""
-    assert plan.drafts is not None
-    confirmed = plan.drafts < 0
-    for row in np.flatnonzero(~confirmed).tolist():
-        before = int(tokens[row - 1])
-        right = confirmed[row - 1] and before == plan.drafts[row]
-        confirmed[row] = right and before not in plan.sequences[row].eos_token_ids
-    return confirmed

@@ -12,8 +12,6 @@ import bench_report
 import pytest
 import run_all
 
-import hf_paged
-
 SCRIPT = Path(run_all.__file__)
 WORKER = """
 import json, os, sys, time
@@ -78,12 +76,6 @@ def test_an_engine_that_does_not_load_is_asked_once(tmp_path, monkeypatch):
     assert [row["error"] for row in results.values()] == ["exit 1: no such weights"] * 2
 
 
-def test_every_switch_is_one_of_the_config_and_changes_it():
-    found = run_all.switches()
-    assert {"enforce_eager", "overlap", "enable_prefix_caching", "attention_backend"} <= set(found)
-    for overrides in found.values():
-        assert hf_paged.PagedConfig(**overrides) != hf_paged.PagedConfig()
-    assert {name for overrides in found.values() for name in overrides} == set(found) - {"hopper"}
 
 
 REPORT = {

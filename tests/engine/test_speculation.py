@@ -154,6 +154,17 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     assert index.texts[1][0] > 0
 
 
+def test_a_long_prompt_is_read_once(monkeypatch):
+    """It alone is more than is kept of a prompt, and stays as it is."""
+    monkeypatch.setattr(speculation, "MOST_OF_PROMPT", 20)
+    rollouts, prompt = Rollouts(), list(range(30))
+    index = rollouts.index_of(prompt, b"")
+    index.add([1] * 8)
+    assert rollouts.index_of(prompt, b"") is index
+    index.add([2] * 8)
+    assert rollouts.index_of(prompt, b"").texts == [prompt, [2] * 8]
+
+
 # -- the same tokens -------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +300,21 @@ def test_tokens_that_were_streamed_before_an_interrupt_are_not_streamed_again(gu
     assert_idle(model)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_invalid_logits_behind_a_wrong_guess_are_nobodys_error(guessing, overlap):
+    """The guess is a token that the model cannot read; what was computed behind it does not count."""
+    model, prompt = tiny_model(), REPEATED[1]
+    output = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=20)[0, len(prompt) :].tolist()
+    unread = next(token for token in range(1, 256) if token not in {*prompt, *output})
+    with torch.no_grad():
+        model.model.embed_tokens.weight[unread] = float("nan")
+    guessing(lambda sequence: [*output[sequence.num_output_tokens :][:1], unread, 3])
+    with PagedGenerator(model, overlap=overlap) as generator:
+        [one] = generator.generate([prompt], max_new_tokens=20, **LOOKUP)
+        assert (one.finish_reason, one.error, one.token_ids) == ("length", None, output)
+        assert generator.engine.stats().num_accepted_draft_tokens > 0
+
+
 def test_an_aborted_request_gives_everything_back(guessing):
     model = hf_paged.enable(tiny_model(), overlap=True)
     engine = hf_paged.get_engine(model)
@@ -326,6 +352,19 @@ def test_what_an_earlier_request_made_of_a_prompt_is_guessed(overlap):
         assert steps_of(generator, [prompt], max_new_tokens=40, cache_salt="b", **LOOKUP)[0] >= first - 1
         generator.engine.reset_prefix_cache()
         assert steps_of(generator, [prompt], max_new_tokens=40, cache_salt="a", **LOOKUP)[0] >= first - 1
+
+
+def test_requests_that_wait_cost_no_step_anything():
+    """However many wait, a step looks at those that ran."""
+    model = hf_paged.enable(tiny_model(), max_num_seqs=2)
+    engine = hf_paged.get_engine(model)
+    for prompt in REPEATED * 3:
+        engine.add_request(prompt, GenerationConfig(max_new_tokens=6, **LOOKUP))
+    most = 0
+    while engine.has_unfinished():
+        engine.step()
+        most = max(most, len(engine._core.speculation._requests))
+    assert most == 2
 
 
 def test_the_switch_and_a_call_without_the_option_guess_nothing():

@@ -74,7 +74,7 @@ def test_graphs_draw_under_masks_what_eager_steps_draw(options):
                                            eos_token_id=end, **options))
             if not eager:
                 names = {key[1] for key in generator.engine._core.runner.graphs._captured}
-    assert {"_undrawn", "_masked"} <= names
+    assert {"undrawn", "masked"} <= names
     for one, other in zip(*made, strict=True):
         assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
         if one.logprobs is not None:

@@ -68,10 +68,11 @@ class Compiled(SimpleNamespace):
         return None
 
 
-def compile_nothing(seconds: float = 0.0) -> None:
-    """Kernels are told apart, and come to nothing after so long."""
+def compile_nothing(seconds: float = 0.0, after: threading.Event | None = None) -> None:
+    """Kernels are told apart, and come to nothing after so long, or once `after` is set."""
     def compile(src: Any, target: Any = None, options: Any = None, **_: Any) -> Compiled:
         time.sleep(seconds)
+        assert after is None or after.wait(timeout=240)
         name = src.fn.__name__
         compiled.append((name, threading.current_thread().name, False))
         return Compiled(run=lambda *args: launched.append(name), function=0, packed_metadata=())

@@ -220,14 +220,14 @@ def test_an_experts_implementation_of_the_users_own():
 def test_longrope_beyond_the_original_length_goes_to_stock_and_back():
     model = family_model("phi3-longrope")
     inputs, long = batch([100, 90]), batch([120, 30])
-    assert_falls_back(model, "max_model_len is 128", **long, max_new_tokens=20)
+    assert_falls_back(model, "beyond 128 the model's frequencies", **long, max_new_tokens=20)
     hf_paged.enable(model, strict=True)
     expected = assert_native_parity(model, **inputs, max_new_tokens=20)
     stock_after_long = stock_copy(model)
     stock_after_long.generate(**long, max_new_tokens=20)
     assert_same_tensor(stock_after_long.generate(**inputs, max_new_tokens=20), expected)
     hf_paged.enable(model, strict=False)
-    with pytest.warns(hf_paged.FallbackWarning, match="max_model_len"):
+    with pytest.warns(hf_paged.FallbackWarning, match="beyond 128"):
         model.generate(**long, max_new_tokens=20)
     assert_native_parity(model, expected, **inputs, max_new_tokens=20)
 
@@ -246,7 +246,7 @@ def test_dynamic_frequencies_that_a_longer_call_changed(variant):
     hf_paged.enable(model)
     inputs = batch([30, 9])
     expected = assert_native_parity(model, **inputs, max_new_tokens=20)
-    with pytest.warns(hf_paged.FallbackWarning, match="max_model_len is 64"):
+    with pytest.warns(hf_paged.FallbackWarning, match="beyond 64 the model's frequencies"):
         model.generate(**batch([60, 50]), max_new_tokens=20)
     assert_native_parity(model, expected, **inputs, max_new_tokens=20)
 

@@ -743,7 +743,7 @@ def test_products_side_by_side_are_those_of_the_layers(dtype, rows):
     executor = hf_paged.get_engine(model)._executor
     with torch.no_grad():
         for projections_, layers in zip(executor._qkv + executor._gate_up, _groups(model), strict=True):
-            assert torch.equal(projections_(hidden), torch.cat([layer(hidden) for layer in layers], dim=-1))
+            assert torch.equal(projections_(hidden, None)[0], torch.cat([layer(hidden) for layer in layers], dim=-1))
 
 
 # -- storages that are resized, on CUDA ------------------------------------------

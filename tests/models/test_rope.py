@@ -7,11 +7,20 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support import assert_native_parity, batch, stock_generate, tiny_config, tiny_model
+from family_models import family_model
+from support import (
+    assert_native_parity,
+    batch,
+    random_prompts,
+    stock_generate,
+    tiny_config,
+    tiny_model,
+)
 from transformers import GenerationConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 import hf_paged
+from hf_paged import PagedGenerator
 from hf_paged.models.rope import RopeTable
 
 LENGTH = 64
@@ -79,6 +88,95 @@ def test_generate_equals_stock_up_to_the_last_position(name):
     model = hf_paged.enable(rope_model(name), strict=True)
     assert_native_parity(model, **batch([LENGTH - 10, 7]), max_new_tokens=10)
     assert_native_parity(model, **batch([LENGTH - 1]), max_new_tokens=1)
+
+
+# -- lengths beyond the model's positions ---------------------------------------------------------------------------
+
+POSITIONS = 40
+CHUNKS = {"max_num_batched_tokens": 24, "max_num_seqs": 8}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}  # as of Qwen3's model cards
+STATIC = {name: ROPES[name] for name in ("default", "linear", "llama3")} | {"yarn": YARN}
+
+
+def long_model(rope, **paged):
+    """A model of 40 positions, enabled."""
+    model = tiny_model(rope_parameters=rope | THETA, max_position_embeddings=POSITIONS)
+    return hf_paged.enable(model, strict=True, **paged)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_yarn_is_native_up_to_its_factor_times_the_original_length(overlap):
+    """Prompts on both sides of the original length, of the positions, and in chunks that cross both."""
+    model = long_model(YARN, **CHUNKS, overlap=overlap)
+    assert_native_parity(model, **batch([108, 30, 33, 70, 1]), max_new_tokens=20)
+    with pytest.raises(hf_paged.FallbackError, match="129 tokens with 1 new ones, and max_model_len is 128"):
+        model.generate(**batch([128]), max_new_tokens=1)
+
+
+@pytest.mark.parametrize("rope", STATIC.values(), ids=list(STATIC))
+def test_lengths_that_are_asked_for_are_native_where_frequencies_depend_on_none(rope):
+    model = long_model(rope, max_model_len=200, **CHUNKS)
+    assert_native_parity(model, **batch([180, 30, 41, 7]), max_new_tokens=20)
+
+
+@pytest.mark.parametrize("rope", STATIC.values(), ids=list(STATIC))
+def test_log_probs_beyond_the_positions_are_those_of_stocks_forward(rope):
+    """Each request has those that it has alone, whatever is beside it and however its prompt is cut."""
+    prompts = random_prompts([170, 12, 39, 90])
+    model = tiny_model(rope_parameters=rope | THETA, max_position_embeddings=POSITIONS)
+    with PagedGenerator(model, max_model_len=200, **CHUNKS) as generator:
+        outputs = generator.generate(prompts, max_new_tokens=16, logprobs=True, prompt_logprobs=True, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt + output.token_ids])
+        with torch.no_grad():
+            scores = model(ids).logits[0, :-1].log_softmax(-1)
+        expected = scores.gather(1, ids[0, 1:, None])[:, 0]
+        actual = torch.tensor([*output.prompt_logprobs[1:], *output.logprobs])
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        assert output.token_ids == scores[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "gemma2"])
+def test_a_family_that_is_not_fused_beyond_its_positions(family):
+    model = family_model(family, max_position_embeddings=POSITIONS)
+    hf_paged.enable(model, strict=True, max_model_len=150, **CHUNKS)
+    assert_native_parity(model, **batch([100, 30]), max_new_tokens=20)
+
+
+def test_layers_with_yarn_beside_layers_without():
+    model = family_model("olmo3-yarn", max_position_embeddings=POSITIONS)
+    hf_paged.enable(model, strict=True, **CHUNKS)
+    assert_native_parity(model, **batch([300, 30]), max_new_tokens=20)  # 4 times 128 positions are all right
+
+
+@pytest.mark.parametrize("lengths", [[LENGTH - 9], [LENGTH], [2 * LENGTH], [LENGTH - 3, 5], [2 * LENGTH, 5]])
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_frequencies_that_follow_the_longest_row_are_left_to_stock(name, lengths):
+    """Whatever length is asked for: also where a row of the batch is short, or only its last chunk is beyond."""
+    expected = rope_model(name).generate(**batch(lengths), max_new_tokens=10)
+    model = hf_paged.enable(rope_model(name), max_model_len=4 * LENGTH)
+    reason = f"{max(lengths) + 10} tokens with 10 new ones, and beyond {LENGTH} the model's frequencies depend on"
+    with pytest.warns(hf_paged.FallbackWarning, match=reason):  # "dynamic" remembers: each call has a model of its own
+        assert torch.equal(model.generate(**batch(lengths), max_new_tokens=10), expected)
+    with PagedGenerator(rope_model(name), max_model_len=4 * LENGTH) as generator:
+        with pytest.raises(ValueError, match=f"beyond {LENGTH} the model's frequencies"):
+            generator.generate(random_prompts([LENGTH]), max_new_tokens=1, use_tqdm=False)
+        longest, _ = generator.generate(random_prompts([LENGTH - 1, 5]), max_new_tokens=1, use_tqdm=False)
+        assert longest.finish_reason == "length"
+
+
+def test_more_tokens_than_fit_end_at_the_limit_of_the_frequencies():
+    """`Engine.add_request` cuts what comes; a step beyond would change the frequencies of all rows."""
+    model = hf_paged.enable(rope_model("dynamic"), max_model_len=4 * LENGTH)
+    engine, inputs = hf_paged.get_engine(model), random_prompts([LENGTH - 4])
+    expected = stock_generate(model, input_ids=torch.tensor(inputs), max_new_tokens=4)[0, LENGTH - 4 :].tolist()
+    engine.add_request(inputs[0], GenerationConfig(max_new_tokens=30))
+    outputs = [output for _ in range(8) for output in engine.step()]
+    completion = outputs[-1].completion
+    assert (completion.token_ids, completion.finish_reason) == (expected, "length")
+
+
+# -- a module that changes -------------------------------------------------------------------------------------------
 
 
 def _in_place(rotary):
@@ -175,7 +273,7 @@ def test_frequencies_that_a_stock_call_beyond_the_limit_left_behind(name):
     short = {**batch([LENGTH - 20, 9]), "max_new_tokens": 12}
     first = assert_native_parity(model, **short)
     original = rotary.inv_freq.clone()
-    for warned in (pytest.warns(hf_paged.FallbackWarning, match="max_model_len"), nullcontext()):
+    for warned in (pytest.warns(hf_paged.FallbackWarning, match=f"beyond {LENGTH} the model"), nullcontext()):
         with warned:
             model.generate(**batch([LENGTH + 20]), max_new_tokens=3)
         assert not torch.equal(rotary.inv_freq, original)

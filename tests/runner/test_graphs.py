@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned_torch import PlannedTorch
 from support import batch, random_prompts, stock_generate, tiny_model
 from transformers import GenerationConfig
 
@@ -22,7 +23,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.pace import Pace
 from hf_paged.engine.speculation import Speculation
 from hf_paged.kernels.attention import grouped_prefill, prompt_work
-from hf_paged.kernels.attention.backends import TorchBackend, TritonBackend
+from hf_paged.kernels.attention.backends import TritonBackend
 from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
 from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill
 from hf_paged.kernels.attention.metadata import GroupedWork, PromptWork
@@ -30,35 +31,11 @@ from hf_paged.kernels.attention.prompt_work import RowPrograms
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.runner import graphs as graphs_module
 from hf_paged.runner.attention_inputs import AttentionInputs
-from hf_paged.runner.graphs import Captured, Drawn, StepGraphs, decode_sizes, prompt_sizes
+from hf_paged.runner.graphs import Captured, StepGraphs
 from hf_paged.runner.model_runner import ModelRunner
+from hf_paged.runner.padded_steps import Drawn
 from hf_paged.sampling.token_log_probs import PROCESSED, RAW
 from hf_paged.scheduler import Status
-
-
-@pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1024])
-def test_decode_sizes_pad_little_and_end_with_the_most(most):
-    sizes = decode_sizes(most)
-    assert sizes == sorted(set(sizes))
-    assert sizes[-1] == most
-    for count in range(9, most + 1):
-        padded = sizes[np.searchsorted(sizes, count)]
-        assert padded - count < max(8, 0.13 * padded), count
-
-
-def test_prompt_sizes_shrink_with_the_model():
-    fine = [16, 32, 64, 128, 256, 512, 768, 1024, 1280, 1536, 1792]
-    assert prompt_sizes(750_000_000, 8192) == [*fine, *range(2048, 8193, 1024)]
-    assert prompt_sizes(8_000_000_000, 8192)[-1] == 1024
-    assert prompt_sizes(70_000_000_000, 8192)[-1] == 128
-    assert prompt_sizes(1_000, 100)[-1] == 64
-    assert prompt_sizes(1_000, 4) == []
-
-
-class PlannedTorch(TorchBackend):
-    """The reference, for steps that are planned as on a GPU."""
-
-    plan = TritonBackend.plan
 
 
 class InterpretedGroups(PlannedTorch):
@@ -108,7 +85,7 @@ def uncaptured(monkeypatch):
     def get(self, size, run, inputs):
         captured = own_get(self, size, run, inputs)
         if captured is not None:
-            kind = {"_decode": "decode", "_masked": "masked"}.get(run.func.__name__, "prompt")
+            kind = {"decode": "decode", "masked": "masked"}.get(run.func.__name__, "prompt")
             replayed.append((kind, size))
         return captured
 
@@ -198,7 +175,7 @@ def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, mon
     assert backend.grouped
     assert saved > 0
     assert all((work.items[:, 0] > 1).any() for work in backend.grouped)
-    decodes = {key for key in keys if key[1] == "_decode"}
+    decodes = {key for key in keys if key[1] == "decode"}
     if mode == "graphs":
         assert {key[-1] is None for key in decodes} == {False, True}
         assert {key[0] for key in decodes if key[-1] is not None} == {4}
@@ -240,7 +217,7 @@ def test_prompts_behind_a_cached_prefix_read_it_once_and_make_stocks_tokens(step
     assert backend.prompts
     assert all((work.shared.items[:, 0] > 1).any() and (work.own_begin == 96).sum() >= 3 for work in backend.prompts)
     if mode == "graphs":
-        assert {key[-1] is None for key in keys if key[1] == "_prompts"} == {False, True}
+        assert {key[-1] is None for key in keys if key[1] == "prompts"} == {False, True}
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
@@ -336,7 +313,7 @@ def test_steps_that_wait_for_masks_are_drawn_by_a_graph_of_their_own(monkeypatch
     uncaptured(monkeypatch)
     made, names = run(forms)
     assert [one.token_ids for one in made] == [one.token_ids for one in expected]
-    assert {"_undrawn", "_logits", "_prompt_logits", "_masked"} <= names
+    assert {"undrawn", "logits", "prompt_logits", "masked"} <= names
     for form, one, same, alone in zip(forms, made, expected, free, strict=True):
         assert one.token_ids == alone.token_ids if form is None else all(
             token % 3 == at % 3 for at, token in enumerate(one.token_ids))
@@ -383,14 +360,14 @@ def test_tokens_under_masks_are_drawn_eagerly_where_a_graph_cannot_be_had(steps,
     prompts, options = random_prompts([5, 40, 17]), {"max_new_tokens": 9, "eos_token_id": None, "use_tqdm": False}
     capture = StepGraphs._capture
     made = []
-    for refused in ("_masked", "nothing"):
+    for refused in ("masked", "nothing"):
         monkeypatch.setattr(StepGraphs, "_capture", lambda self, run, *args, refused=refused: (
             None if run.func.__name__ == refused else capture(self, run, *args)))
         with hf_paged.PagedGenerator(tiny_model(), num_blocks=200) as generator:
             made.append([one.token_ids for one in generator.generate(prompts, structured={"regex": ".*"}, **options)])
             captured = generator.engine._core.pool.runner.graphs._captured
             refusals = {key[1] for key, found in captured.items() if found is None}
-        assert refusals == ({"_masked"} if refused == "_masked" else set())
+        assert refusals == ({"masked"} if refused == "masked" else set())
     assert made[0] == made[1] and all(token % 3 == at % 3 for row in made[0] for at, token in enumerate(row))
 
 
@@ -413,7 +390,7 @@ def under_masks(steps, monkeypatch):
 
 def test_an_interrupt_while_lines_of_masks_are_sent_has_them_sent_again(under_masks, monkeypatch):
     graphs, step, masks, *rest = under_masks
-    (captured,) = (found for key, found in graphs._captured.items() if key[1] == "_masked")
+    (captured,) = (found for key, found in graphs._captured.items() if key[1] == "masked")
     send = graphs._send
 
     def interrupted(captured, inputs):
@@ -441,11 +418,12 @@ def test_looking_at_what_comes_leaves_the_counts_of_the_step_that_waits(steps):
     with hf_paged.PagedGenerator(tiny_model(), num_blocks=50) as generator:
         generator.generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)
         graphs = generator.engine._core.pool.runner.graphs
-        graphs._attention.saved_positions = graphs._attention.saved_prompt_positions = 7
+        attention = graphs._attention
+        attention.saved_positions = attention.saved_prompt_positions = 7
         with torch.no_grad():
-            for run in graphs.coming(2, 16):
+            for run in graphs.steps.coming(2, 16):
                 run()
-        assert (graphs._attention.saved_positions, graphs._attention.saved_prompt_positions) == (7, 7)
+        assert (attention.saved_positions, attention.saved_prompt_positions) == (7, 7)
 
 
 def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch):
@@ -616,26 +594,6 @@ def test_a_graph_that_an_error_in_the_end_of_its_capture_left_is_destroyed(graph
     assert log == ["begin", "end", "destroy"]
 
 
-def test_the_attentions_plan_holds_every_rows_visible_tokens(graphs):
-    """The token that is being computed sees itself; padding sees nothing."""
-    plan = SimpleNamespace(num_decode_rows=3, slots=np.array([4, 0, 7]), start=np.array([9, 300, 41]),
-                           groups=None)
-    (rows, items), tiles = graphs._decode_inputs(plan, 4)
-    assert tiles is None
-    assert rows.tolist() == [[4, 0, 7, 8], [9, 300, 41, -1]]
-    by_row = {row: (length, slot) for row, _, _, length, slot in items[items[:, 0] >= 0].tolist()}
-    assert by_row == {0: (10, 4), 1: (301, 0), 2: (42, 7), 3: (0, 8)}
-
-
-def test_prompts_get_a_graph_where_its_padding_is_worth_it(graphs):
-    assert [graphs._prompt_size(1, n) for n in (0, 1, 16, 17, 257)] == [0, 16, 16, 32, None]
-    assert graphs._prompt_size(8, 8) == 16
-    assert graphs._prompt_size(9, 20) is None, "more rows than slots"
-    graphs._num_parameters = 20_000_000_000
-    assert graphs._prompt_size(1, 100) == 128
-    assert graphs._prompt_size(1, 130) is None, "126 padding tokens of 20B parameters are 5 TFLOP"
-
-
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 70), st.integers(1, 8)), min_size=1, max_size=8), st.integers(1, 4))
 def test_any_mix_equals_the_eager_steps(requests, max_num_seqs):
@@ -764,7 +722,7 @@ def test_rows_of_stocks_loop_and_requests_replay_one_graph(steps, num_beams, log
     for output in outputs:
         made[output.request_id] += output.new_token_ids
     assert list(made.values()) == [tokens[0, len(p):].tolist() for p, tokens in zip(prompts, alone, strict=True)]
-    joined = {key[0] for key in keys if key[1] == "_decode" and key[-2]}
+    joined = {key[0] for key in keys if key[1] == "decode" and key[-2]}
     assert joined and min(joined) >= 2 + 3 * num_beams
     assert {("decode", size) for size in joined} <= set(steps)
 
@@ -795,21 +753,21 @@ def test_steps_in_which_rows_name_adapters_have_graphs_of_their_own(steps, logpr
             assert [c.token_ids for c in made] == tokens
             assert {kind for kind, _ in steps} == {"decode", "prompt"}
             kept.append(set(graphs._captured))
-    is_named = {key: (key[4] if key[1] == "_decode" else key[5]) for key in kept[2]}
+    is_named = {key: (key[4] if key[1] == "decode" else key[5]) for key in kept[2]}
     assert not any(is_named[key] for key in kept[0])
     assert all(is_named[key] for key in kept[1] - kept[0])
-    assert {key for key in kept[2] - kept[1] if key[1] == "_decode"} == set()
+    assert {key for key in kept[2] - kept[1] if key[1] == "decode"} == set()
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_rows_of_stocks_loop_beside_rows_whose_tokens_wait_for_masks(steps, monkeypatch, num_beams):
     """Their steps come between the forward of such rows and the drawing of its tokens, and replay graphs as well."""
     monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
-    monkeypatch.setattr(Pace, "may_join", lambda self: True)  # however long a step took: not all may end before rows do
+    monkeypatch.setattr(Pace, "may_join", lambda self: True)  # else requests may end meanwhile, on a slow machine
     model, options = tiny_model(), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     rows, prompts = batch([20, 13, 5]), random_prompts([9, 30, 4], seed=4)
     expected = stock_generate(model, **rows, **options, num_beams=num_beams, encoder_repetition_penalty=1.2)
-    lengths = [6, 40, 9]  # the first and the last end while the others' rows go on
+    lengths = [6, 150, 9]  # the first and the last end while the others' rows go on
     made = []
     for beside in (False, True):
         engine = hf_paged.get_engine(hf_paged.enable(model, strict=True, max_num_seqs=4, num_blocks=200, overlap=True))
@@ -832,5 +790,5 @@ def test_rows_of_stocks_loop_beside_rows_whose_tokens_wait_for_masks(steps, monk
     for request_id, tokens in made[1].items():
         whole = made[0][request_id]
         assert tokens == whole[: len(tokens)]
-        assert len(tokens) == len(whole) or len(whole) == 40
+        assert len(tokens) == len(whole) or len(whole) == 150
     assert {kind for kind, _ in steps} >= {"masked", "prompt"}

@@ -115,6 +115,22 @@ def test_guesses_stay_within_the_step_s_tokens():
     assert (plan.drafts >= 0).sum() == 2
 
 
+@pytest.mark.parametrize("prompt", [[7], [7] * 20])
+def test_guesses_leave_prompts_room_in_the_step(prompt):
+    """Else who guesses right would take all of a small step, until its end."""
+    d = driver(max_num_batched_tokens=8, max_num_seqs=2, block_size=16)
+    a = d.add("a", PROMPT, 50)
+    d.draft = lambda seq: truth(seq)[:7]
+    d.step()
+    b = d.add("b", prompt, 2)
+    while b.status is not Status.FINISHED:
+        d.step()
+    assert a.status is Status.RUNNING
+    d.run()
+    d.check_output(a)
+    d.check_output(b)
+
+
 def test_a_sequence_whose_token_is_in_flight_takes_no_guesses():
     d = driver()
     seq = d.add("a", PROMPT, 20)

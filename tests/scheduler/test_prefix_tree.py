@@ -386,3 +386,14 @@ def test_prompts_in_lockstep_and_their_drafts_share():
     assert draft.groups is None
     assert rows.decode_plan().prompt_groups is None
     rows.free()
+
+
+def test_groups_of_copies_are_not_taken_for_those_of_other_slots():
+    """Numbers of copies and positions look like slots."""
+    tree, shared = PrefixTree(1), [*range(100, 140)]
+    for slot in range(17):
+        tree.add(slot, [*shared, slot])
+    others = tree.groups(np.array([1, 3, 0, 16], np.int32))
+    assert others is not None and others.members.max() == 3
+    found = tree.groups_of_copies(np.array([1], np.int32), np.array([3]), np.array([18], np.int32))
+    check_groups(found, [shared[:16]] * 3, 1)

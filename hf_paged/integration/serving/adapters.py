@@ -109,4 +109,3 @@ def refuse_adapter() -> None:
 def _loaded(manager: Any) -> list[tuple[str, Any]]:
     """(id, model) of every model that the server has in memory."""
     return [(key, timed.model) for key, timed in list(manager.loaded_models.items()) if timed.model is not None]
-

@@ -1,0 +1,256 @@
+"""Steps as graphs hold them: decode rows, or prompts, padded to one of few sizes.
+
+Here is what they read, as arrays on the host, and what they compute, from token ids to sampled tokens or logits.
+Padding rows have length 0 and a slot of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hf_paged.kernels.attention.grouped_work import GroupedPlan
+from hf_paged.kernels.attention.metadata import DecodeWork, GroupedConfig, GroupedWork, PagedMetadata, PromptWork
+from hf_paged.kernels.attention.prompt_work import padded
+from hf_paged.kernels.upload import upload
+from hf_paged.models import ModelExecutor
+from hf_paged.runner.attention_inputs import AttentionInputs
+from hf_paged.runner.kv_cache import KVCache
+from hf_paged.runner.request_state import RequestState
+from hf_paged.runner.step_context import PagedStep
+from hf_paged.sampling.token_mask import TokenMasks
+from hf_paged.sampling.top_log_probs import shape_of
+from hf_paged.scheduler import StepPlan
+from hf_paged.scheduler.drafts import MOST_GUESSING_ROWS
+
+# Prompts of more operations keep a GPU longer than their launches keep the host: nothing to gain from a graph, and one
+# forward of decode rows and prompts reads the weights once.
+_PROMPT_FLOPS = 17e12
+# Padding that costs more than this is not worth the launches that it saves.
+_WASTED_FLOPS = 5e12
+_MOST_PROMPT_ROWS = 256
+# Padded rows of steps with guesses, whose number changes from step to step: few sizes, since each is captured once.
+_GUESSING_SIZES = np.array(sorted([48, 96, *(1 << i for i in range(8))]))
+assert _GUESSING_SIZES[-1] == MOST_GUESSING_ROWS
+
+
+class Drawn(NamedTuple):
+    """Sampled ``tokens`` [rows] int64 and, of a graph that makes them, log-probabilities (see `RequestState.sample`).
+
+    ``logits`` [rows, V] of a graph whose first rows are asked for them.
+    """
+
+    tokens: torch.Tensor
+    logprobs: Mapping[str, torch.Tensor]
+    logits: torch.Tensor | None = None
+
+
+class GroupedTiles(NamedTuple):
+    """What a graph of a step whose rows share prefixes holds of its plans, see `GroupedWork`."""
+
+    num_parts: int
+    config: GroupedConfig
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """Padded batch sizes: 1, 2, 4, 8, then steps of an eighth of the size, so that padding stays under 13 %."""
+    sizes, size = [1, 2, 4], 8
+    while size < max_num_seqs:
+        sizes.append(size)
+        size += max(8, size // 8 // 8 * 8)
+    return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
+
+
+def prompt_sizes(num_parameters: int, max_num_batched_tokens: int) -> list[int]:
+    """Padded numbers of prompt tokens, from 16 up to where the GPU takes longer than the host."""
+    most = min(max_num_batched_tokens, max(128, int(_PROMPT_FLOPS / (2 * num_parameters))))
+    sizes = [*(1 << i for i in range(4, 10)), *range(768, 2048, 256), *range(2048, most + 1, 1024)]
+    return [size for size in sizes if size <= most]
+
+
+class PaddedSteps:
+    """The steps of one runner that graphs may hold.
+
+    Attributes:
+        num_slots: of the state, at the last `use_slots`.
+        decode_sizes: padded numbers of decode rows, ascending.
+        prompt_sizes: padded numbers of prompt tokens, ascending.
+    """
+
+    def __init__(self, executor: ModelExecutor, kv_cache: KVCache, state: RequestState, attention: AttentionInputs,
+                 max_num_batched_tokens: int) -> None:
+        self._executor, self._cache, self._state, self._attention = executor, kv_cache, state, attention
+        self._device = kv_cache.spec.device
+        self._num_parameters = sum(p.numel() for p in executor.model.parameters())
+        self.prompt_sizes = np.array(prompt_sizes(self._num_parameters, max_num_batched_tokens) or [0])
+        self.use_slots()
+
+    def use_slots(self) -> None:
+        """As many rows as there are slots may come, and with guesses more."""
+        self.num_slots = self._state.num_slots
+        self.decode_sizes = np.array(decode_sizes(self.num_slots))
+        # Shared by all graphs: one runs at a time, and leaves zeros.
+        self._arrivals = self._attention.arrivals(max(self.num_slots, MOST_GUESSING_ROWS))
+
+    def decode_size(self, plan: StepPlan) -> int:
+        """Padded number of decode rows of a step that has at most as many as `sizes_of` ends with."""
+        sizes = self.sizes_of(plan)
+        return int(sizes[np.searchsorted(sizes, plan.num_decode_rows)])
+
+    def sizes_of(self, plan: StepPlan) -> np.ndarray:
+        """Padded numbers of decode rows of such a step, ascending."""
+        return self.decode_sizes if plan.drafts is None else _GUESSING_SIZES
+
+    def prompt_size(self, num_rows: int, num_tokens: int) -> int | None:
+        """Padded number of tokens of these prompts; 0: there are none, None: no graph is worth it."""
+        if not num_tokens:
+            return 0
+        if num_tokens > self.prompt_sizes[-1]:
+            return None
+        # As many rows as tokens, at most.
+        size = int(self.prompt_sizes[np.searchsorted(self.prompt_sizes, num_tokens)])
+        wasted = 2.0 * self._num_parameters * (size - num_tokens)
+        return None if num_rows > self._prompt_rows(size) or wasted > _WASTED_FLOPS else size
+
+    def _prompt_rows(self, size: int) -> int:
+        return min(size, self._state.num_slots, _MOST_PROMPT_ROWS)
+
+    def coming(self, most_rows: int, most_tokens: int = 0) -> Iterator[Callable[[], object]]:
+        """What graphs of up to so many decode rows and prompt tokens run, the smallest first, over padding alone."""
+        for num_rows, num_tokens in zip_longest(self.decode_sizes, self.prompt_sizes, fillvalue=0):
+            if 0 < num_rows <= most_rows:
+                yield partial(self._run_padding_rows, num_rows)
+            if 0 < num_tokens <= most_tokens:
+                yield partial(self._run_padding_tokens, num_tokens)
+
+    def _run_padding_rows(self, size: int) -> None:
+        rows = np.empty((2, size), dtype=np.int64)
+        rows[0], rows[1] = self._state.padding_slot, -1
+        work = self._attention.plain_plan(rows[1] + 1, rows[0])
+        assert isinstance(work, np.ndarray)
+        inputs = [upload(array, self._device) for array in (rows, work)]
+        self.decode(*inputs, stages=frozenset(), scored=(), named=False, with_logits=False, tiles=None)
+
+    def _run_padding_tokens(self, size: int) -> None:
+        tokens, rows = np.empty((3, size), dtype=np.int64), np.zeros((6, self._prompt_rows(size) + 1), dtype=np.int64)
+        tokens[0], tokens[1], tokens[2] = self._state.padding_slot, -1, 0
+        rows[1] = rows[4] = self._state.padding_slot
+        inputs = [upload(array, self._device) for array in (tokens, rows)]
+        self.prompts(*inputs, stages=frozenset(), long=False, scored=(), named=False, tiles=None)
+
+    def decode_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
+        """rows [2, size] int64 (slots, positions), and the attention's plan, which is for these tiles."""
+        count = plan.num_decode_rows
+        rows = np.empty((2, size), dtype=np.int64)
+        rows[0], rows[1] = self._state.padding_slot, -1
+        rows[0, :count], rows[1, :count] = plan.slots[:count], plan.start[:count]
+        work = self._attention.split_plan(rows[1] + 1, rows[0], plan.groups)
+        assert work is not None, "a backend that runs in graphs plans"
+        if isinstance(work, GroupedPlan):
+            return (rows, work.items, work.rows), GroupedTiles(work.num_parts, work.config)
+        return (rows, work), None
+
+    def decode(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *,
+               stages: frozenset[str], scored: tuple[str, ...], named: bool, with_logits: bool,
+               tiles: GroupedTiles | None) -> Drawn:
+        """Tokens of decode rows, from what `decode_inputs` makes."""
+        hidden = self._decode_hidden(rows, items, parts, named, tiles)
+        logits, (slots, positions) = self._executor.shard_logits(*hidden), rows
+        # The sampled token's place is the length of what it follows.
+        drawn = self._draw(logits, slots, positions + 1, stages, scored)
+        return drawn._replace(logits=logits) if with_logits else drawn  # a graph that keeps them keeps their memory
+
+    def logits(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *, named: bool,
+               tiles: GroupedTiles | None) -> torch.Tensor:
+        """Logits [size, V] of decode rows, or a rank's columns."""
+        return self._executor.shard_logits(*self._decode_hidden(rows, items, parts, named, tiles))
+
+    def undrawn(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *, named: bool,
+                tiles: GroupedTiles | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, and the rows: the next step's may come before tokens are drawn from the logits."""
+        return self.logits(rows, items, parts, named=named, tiles=tiles), rows.clone()
+
+    def masked(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, lines: torch.Tensor, *,
+               of: tuple, stages: frozenset[str], scored: tuple[str, ...]) -> Drawn:
+        """Tokens of rows [2, size] from logits, which another graph (``of``) leaves, and masks."""
+        slots, positions = rows
+        return self._draw(logits, slots, 1 + positions, stages, scored, TokenMasks(words, lines))
+
+    def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None, named: bool,
+                       tiles: GroupedTiles | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states, and the rows' adapters where some row names one."""
+        state, (slots, positions) = self._state, rows
+        input_ids, at, slot_mapping = state.inputs(slots, positions)
+        work: DecodeWork | GroupedWork = DecodeWork(items, self._arrivals)
+        if parts is not None and tiles is not None:
+            work = GroupedWork(items, parts, *tiles)
+        meta = self._attention.decode_rows(slots, positions, slot_mapping, work)
+        adapters = state.adapters.of(slots) if named else None
+        return self._executor.hidden_states(input_ids, self._step(at, meta, adapters)), adapters
+
+    def prompt_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
+        """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64, and where prompts share
+        prefixes the arrays of the attention's plan, which is for these tiles.
+
+        A row's column has where its tokens begin, its slot, its length, the place of its last token, and the slot and
+        position of the token that is sampled for it.
+        """
+        rows = slice(plan.num_decode_rows, None)
+        slots, start, num_new = plan.slots[rows], plan.start[rows], plan.num_new_tokens[rows]
+        count, padding = len(slots), self._state.padding_slot
+        ends = np.cumsum(num_new)
+        tokens = np.empty((3, size), dtype=np.int64)
+        tokens[0], tokens[1], tokens[2] = padding, -1, 0
+        real = plan.token_columns(plan.num_decode_rows)
+        tokens[:, : real.shape[1]] = real
+
+        by_row = np.zeros((6, self._prompt_rows(size) + 1), dtype=np.int64)
+        starts, row_slots, seq_lens, last, sampled_slots, sampled_positions = by_row
+        starts[1 : count + 1], starts[count + 1 :] = ends, ends[-1]
+        row_slots[:] = sampled_slots[:] = padding
+        row_slots[:count], seq_lens[:count], last[:count] = slots, start + num_new, ends - 1
+        samples = np.flatnonzero(plan.samples[rows])
+        sampled_slots[samples], sampled_positions[samples] = slots[samples], (start + num_new)[samples]
+        shared = self._attention.captured_prompt_plan(plan, size)
+        if shared is None:
+            return (tokens, by_row), None
+        shared = padded(shared, size, self._prompt_rows(size))
+        tiles = GroupedTiles(shared.num_parts, shared.kernel.config)
+        return (tokens, by_row, shared.items, shared.rows, shared.own_begin), tiles
+
+    def prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *work: torch.Tensor, stages: frozenset[str],
+                long: bool, scored: tuple[str, ...], named: bool, tiles: GroupedTiles | None) -> Drawn:
+        """Tokens of prompts, from what `prompt_inputs` makes; ``long`` as `AttentionInputs.is_long` says."""
+        logits = self.prompt_logits(tokens, rows, *work, long=long, named=named, tiles=tiles)
+        sampled_slots, sampled_positions = rows[4:, :-1]
+        return self._draw(logits, sampled_slots, sampled_positions, stages, scored)
+
+    def prompt_logits(self, tokens: torch.Tensor, rows: torch.Tensor, *work: torch.Tensor, long: bool, named: bool,
+                      tiles: GroupedTiles | None) -> torch.Tensor:
+        """Logits [rows, V] of the last tokens of prompts, or a rank's columns."""
+        state, (slots, positions, write_from) = self._state, tokens
+        input_ids, at, slot_mapping = state.inputs(slots, positions, write_from)
+        small, shared = rows[:3].to(torch.int32), None
+        if tiles is not None:
+            items, parts, own_begin = work
+            shared = PromptWork(GroupedWork(items, parts, *tiles), own_begin)
+        meta = self._attention.prompts(small[0], small[2, :-1], small[1, :-1], slot_mapping, long=long, work=shared)
+        adapters = state.adapters.of(slots) if named else None
+        hidden = self._executor.hidden_states(input_ids, self._step(at, meta, adapters))
+        last = rows[3, :-1]
+        return self._executor.shard_logits(hidden[last], None if adapters is None else adapters[last])
+
+    def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
+              scored: tuple[str, ...], masks: TokenMasks | None = None) -> Drawn:
+        logprobs = {name: torch.empty(shape_of(name, len(slots)), dtype=torch.float32, device=self._device)
+                    for name in scored}
+        return Drawn(self._state.sample(logits, slots, positions, stages, logprobs, masks), logprobs)
+
+    def _step(self, positions: torch.Tensor, meta: PagedMetadata, adapters: torch.Tensor | None) -> PagedStep:
+        parts = [(0, len(positions), meta)]
+        return PagedStep(positions, meta.slot_mapping, self._cache, parts, self._attention.backend, adapters)

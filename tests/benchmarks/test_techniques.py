@@ -1,0 +1,50 @@
+"""Each technique that the benchmark switches off is one that the package has, and off while its engine lives."""
+
+from __future__ import annotations
+
+import bench_engines
+import pytest
+import techniques
+import torch
+from workloads import make_workload
+
+import hf_paged
+from hf_paged.kernels.attention.backends import HopperBackend, TritonBackend
+from hf_paged.models import fused
+
+FOUND = techniques.switches()
+REPLACED = [name for name, overrides in FOUND.items() if techniques.WITHOUT in overrides]
+
+
+def test_switches_of_the_config_change_it_and_have_the_names_of_its_fields():
+    of_config = {name: overrides for name, overrides in FOUND.items() if name not in REPLACED}
+    assert {"enforce_eager", "overlap", "enable_prefix_caching", "attention_backend"} <= set(of_config)
+    for overrides in of_config.values():
+        assert hf_paged.PagedConfig(**overrides) != hf_paged.PagedConfig()
+    assert {name for overrides in of_config.values() for name in overrides} == set(of_config) - {"hopper"}
+
+
+def test_what_has_no_field_is_off_inside_of_its_context_alone():
+    """As the package asks: the backends in use for their plan of prompts, an executor whether parts may come."""
+    own = TritonBackend.plan_prompts
+    assert HopperBackend.plan_prompts is own and fused.makes_parts(torch.device("cuda"))
+    with techniques.replaced("prompt_groups"):
+        assert HopperBackend().plan_prompts(*[None] * 8) is None and TritonBackend.plan_prompts is not own
+    with techniques.replaced("joined_norms"):
+        assert not fused.makes_parts(torch.device("cuda"))
+    assert TritonBackend.plan_prompts is own and fused.makes_parts(torch.device("cuda"))
+    assert set(REPLACED) == {"prompt_groups", "joined_norms"}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_an_engine_runs_without_it_until_the_next_row(name):
+    workload, engine = make_workload("batch 2", 0.02), bench_engines.Ours("tiny", "cpu")
+    before = TritonBackend.plan_prompts, fused.makes_parts
+    try:
+        engine.open(workload, FOUND[name])
+        assert (TritonBackend.plan_prompts, fused.makes_parts) != before
+        assert engine.run(workload) == workload.output_lengths
+        engine.open(workload, {})
+        assert (TritonBackend.plan_prompts, fused.makes_parts) == before
+    finally:
+        engine.close()

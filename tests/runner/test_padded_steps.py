@@ -1,0 +1,63 @@
+"""What graphs of padded sizes are given: sizes that waste little, and a plan of attention for rows and padding."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from planned_torch import PlannedTorch
+from support import tiny_model
+
+import hf_paged
+from hf_paged.runner.attention_inputs import AttentionInputs
+from hf_paged.runner.padded_steps import PaddedSteps, decode_sizes, prompt_sizes
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1024])
+def test_decode_sizes_pad_little_and_end_with_the_most(most):
+    sizes = decode_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for count in range(9, most + 1):
+        padded = sizes[np.searchsorted(sizes, count)]
+        assert padded - count < max(8, 0.13 * padded), count
+
+
+def test_prompt_sizes_shrink_with_the_model():
+    fine = [16, 32, 64, 128, 256, 512, 768, 1024, 1280, 1536, 1792]
+    assert prompt_sizes(750_000_000, 8192) == [*fine, *range(2048, 8193, 1024)]
+    assert prompt_sizes(8_000_000_000, 8192)[-1] == 1024
+    assert prompt_sizes(70_000_000_000, 8192)[-1] == 128
+    assert prompt_sizes(1_000, 100)[-1] == 64
+    assert prompt_sizes(1_000, 4) == []
+
+
+@pytest.fixture
+def steps():
+    """Of a runner that never ran."""
+    with hf_paged.PagedGenerator(tiny_model(), num_blocks=50, max_num_seqs=8) as generator:
+        generator.generate([[1, 2, 3]], max_new_tokens=1, do_sample=False)
+        runner = generator.engine._core.pool.runner
+        attention = AttentionInputs(PlannedTorch(), runner.spec, runner.state, runner.max_model_len)
+        yield PaddedSteps(runner.executor, runner.cache, runner.state, attention, 256)
+
+
+def test_the_attentions_plan_holds_every_rows_visible_tokens(steps):
+    """The token that is being computed sees itself; padding sees nothing."""
+    plan = SimpleNamespace(num_decode_rows=3, slots=np.array([4, 0, 7]), start=np.array([9, 300, 41]),
+                           groups=None)
+    (rows, items), tiles = steps.decode_inputs(plan, 4)
+    assert tiles is None
+    assert rows.tolist() == [[4, 0, 7, 8], [9, 300, 41, -1]]
+    by_row = {row: (length, slot) for row, _, _, length, slot in items[items[:, 0] >= 0].tolist()}
+    assert by_row == {0: (10, 4), 1: (301, 0), 2: (42, 7), 3: (0, 8)}
+
+
+def test_prompts_get_a_graph_where_its_padding_is_worth_it(steps):
+    assert [steps.prompt_size(1, n) for n in (0, 1, 16, 17, 257)] == [0, 16, 16, 32, None]
+    assert steps.prompt_size(8, 8) == 16
+    assert steps.prompt_size(9, 20) is None, "more rows than slots"
+    steps._num_parameters = 20_000_000_000
+    assert steps.prompt_size(1, 100) == 128
+    assert steps.prompt_size(1, 130) is None, "126 padding tokens of 20B parameters are 5 TFLOP"

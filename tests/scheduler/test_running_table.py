@@ -1,0 +1,53 @@
+"""The table of running sequences: its tokens stay where they belong while it grows, and take no memory beyond them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_paged.scheduler.running_table import RunningTable
+from hf_paged.scheduler.sequence import Sequence
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def settle(table, name, length, limit):
+    seq = Sequence(name, [(len(name) * 31 + i) % 1000 for i in range(length)], max_new_tokens=limit - length)
+    table.settle(seq, 0, length, limit)
+    return seq
+
+
+@given(lengths=st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 3000)), min_size=1, max_size=12), data=st.data())
+def test_tokens_are_those_of_the_tenants_whatever_comes_and_goes(lengths, data):
+    table, tenants = RunningTable(2), []
+    for i, (length, more) in enumerate(lengths):
+        if not table.num_free_slots:
+            table.grow(table.num_slots + 1)
+        tenants.append(settle(table, "x" * i, length, length + more))
+        seq = tenants[-1]
+        if more:  # the last place that it may have
+            table.tokens[seq.slot, length + more - 1] = 5
+        if len(tenants) > 1 and data.draw(st.booleans()):
+            gone = tenants.pop(data.draw(st.integers(0, len(tenants) - 2)))
+            slot = gone.slot
+            gone.detach(0)
+            table.vacate(slot)
+        for tenant in tenants:
+            assert tenant.token_ids == tenant.prompt_token_ids
+            assert table.read_tokens(tenant.slot, 0) == tenant.prompt_token_ids
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux' count of resident pages")
+def test_one_long_sequence_takes_memory_for_its_own_tokens_alone():
+    """Of 256 slots with 128k tokens each; also where the table has to grow for it, twice."""
+    table, before = RunningTable(256), resident_bytes()
+    for count, length in enumerate((300, 1 << 16, (1 << 17) + 50)):
+        settle(table, "y" * count, length, length + 200)
+    assert table.tokens.nbytes > 1 << 27
+    assert resident_bytes() - before < 1 << 25
