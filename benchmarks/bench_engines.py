@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from techniques import WITHOUT, replaced
 from transformers import GenerationConfig
-from workloads import Workload, generation_configs, qwen3, qwen3_config
+from workloads import POSITIONS, YARN, Workload, generation_configs, limits, qwen3, qwen3_config
 
 MODULES = {"ours": "hf_paged", "stock": "transformers", "generate_batch": "transformers", "vllm": "vllm",
            "nano-vllm": "nanovllm", "ours-autocast": "hf_paged", "stock-autocast": "transformers"}
@@ -84,7 +84,7 @@ class Ours(Engine):
     _replaced: ExitStack | None = None
 
     def settings(self, workload: Workload, overrides: dict[str, Any]) -> Any:
-        return super().settings(workload, overrides) | overrides
+        return super().settings(workload, overrides) | limits(workload) | overrides
 
     def start(self, settings: Any) -> None:
         from hf_paged import PagedGenerator
@@ -189,18 +189,20 @@ class Vllm(Engine):
     llm: Any = None
 
     def settings(self, workload: Workload, overrides: dict[str, Any]) -> Any:
-        return {}  # its own choices, for all workloads
+        return {"max_model_len": 8192} | limits(workload)  # else its own choices, for all workloads
 
     def start(self, settings: Any) -> None:
         from vllm import LLM
 
         folder = TemporaryDirectory()
-        config = qwen3_config(self.size)
+        length = settings["max_model_len"]
+        config = qwen3_config(self.size, YARN if length > POSITIONS else None)
+        config.max_position_embeddings = max(POSITIONS, length)  # beyond these it takes no prompt
         config.architectures, config.dtype = ["Qwen3ForCausalLM"], "bfloat16"
         config.save_pretrained(folder.name)
         self._folder = folder
-        self.llm = LLM(folder.name, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=8192,
-                       enable_prefix_caching=True)
+        self.llm = LLM(folder.name, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
+                       max_model_len=length, enable_prefix_caching=True)
 
     def prepare(self, workload: Workload) -> None:
         self.llm.reset_prefix_cache()

@@ -43,21 +43,39 @@ class Floor(NamedTuple):
         return self.prefill + self.weights + self.kv_unshared
 
 
-def floor(workload: Workload, config: Qwen3Config, itemsize: int, ceilings: dict[str, float]) -> Floor:
-    copy, gemm = ceilings["copy_tb_s"] * 1e12, ceilings["gemm_tflop_s"] * 1e12
+class Costs(NamedTuple):
+    """Of a model: weights in its layers and in its head, FLOPs for a token and a key that it sees, bytes of a token's
+    keys and values."""
+
+    in_layers: int
+    head: int
+    flops_of_key: int
+    kv_bytes: int
+
+    def flops(self, start: int, end: int, sampled: int) -> int:
+        """Of a prompt's tokens from position `start` to `end`, with the logits of so many."""
+        seen = (end * (end + 1) - start * (start + 1)) // 2
+        return 2 * self.in_layers * (end - start) + 2 * self.head * sampled + self.flops_of_key * seen
+
+
+def costs_of(config: Qwen3Config, itemsize: int) -> Costs:
     layers, heads, width = config.num_hidden_layers, config.num_attention_heads, config.head_dim
     attention = config.hidden_size * width * (2 * heads + 2 * config.num_key_value_heads)
     in_layers = layers * (attention + 3 * config.hidden_size * config.intermediate_size)
-    head = config.vocab_size * config.hidden_size
-    weight_bytes = (in_layers + head) * itemsize
-    kv_bytes = 2 * layers * config.num_key_value_heads * width * itemsize  # of a token
+    kv_bytes = 2 * layers * config.num_key_value_heads * width * itemsize
+    return Costs(in_layers, config.vocab_size * config.hidden_size, 4 * layers * heads * width, kv_bytes)
 
-    computed = seen = 0
+
+def floor(workload: Workload, config: Qwen3Config, itemsize: int, ceilings: dict[str, float]) -> Floor:
+    copy, gemm = ceilings["copy_tb_s"] * 1e12, ceilings["gemm_tflop_s"] * 1e12
+    costs = costs_of(config, itemsize)
+    in_layers, head, _, kv_bytes = costs
+    weight_bytes = (in_layers + head) * itemsize
+
+    flops = 0
     for i, prompt in enumerate(workload.prompts):
         cached = workload.shared if i or workload.warm else 0
-        computed += len(prompt) - cached
-        seen += (len(prompt) * (len(prompt) + 1) - cached * (cached + 1)) // 2
-    flops = 2 * in_layers * computed + 2 * head * len(workload.prompts) + 4 * layers * heads * width * seen
+        flops += costs.flops(cached, len(prompt), 1)
     prefill = max(flops / gemm, weight_bytes / copy)
 
     weights, read, read_unshared = 0.0, 0, 0

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 from model_arguments import add_model_arguments, open_generator
-from workloads import WORKLOADS, generation_configs
+from workloads import WORKLOADS, generation_configs, limits
 
 from hf_paged.engine.core import EngineCore
 from hf_paged.scheduler import Scheduler
@@ -44,7 +44,7 @@ def main() -> None:
         events.append((start, time.perf_counter(), kind))
 
     EngineCore.step, Scheduler.schedule = step, schedule  # type: ignore[method-assign, assignment]
-    with open_generator(args) as generator:
+    with open_generator(args, **limits(workload)) as generator:
         for _ in range(2):
             generator.engine.reset_prefix_cache()
             events.clear()

@@ -47,6 +47,12 @@ def single() -> Workload:
     return Workload([_tokens(128)], [512], 0.0)
 
 
+def long(prompt: int = 131_072) -> Workload:
+    """One prompt of 128k tokens, 128 output tokens, greedy."""
+    random.seed(0)
+    return Workload([_tokens(prompt)], [128], 0.0)
+
+
 def with_prefix(shared: int, own: int, output: int, *, warm: bool = False, requests: int = 256) -> Workload:
     """Requests of ``shared`` common and ``own`` own prompt tokens."""
     random.seed(0)
@@ -80,6 +86,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "rollouts": rollouts,
     "rollouts-2k": partial(rollouts, prompt=2048),
     "group": partial(rollouts, 1, 2048),
+    "long": long,
 }
 
 
@@ -96,6 +103,12 @@ def make_workload(name: str, scale: float = 1.0) -> Workload:
 
 def _scaled(count: int, scale: float) -> int:
     return max(1, round(count * scale))
+
+
+def limits(workload: Workload) -> dict[str, int]:
+    """The field of `PagedConfig` that sequences need which are longer than the models' positions."""
+    longest = max(len(p) + n for p, n in zip(workload.prompts, workload.output_lengths, strict=True))
+    return {"max_model_len": longest} if longest > POSITIONS else {}
 
 
 def generation_configs(workload: Workload) -> list[GenerationConfig]:
@@ -127,20 +140,27 @@ QWEN3_SHAPES: dict[str, dict] = {
 }
 
 
-def qwen3_config(size: str) -> Qwen3Config:
+POSITIONS = 40960
+# For long texts the model cards recommend this, beside the same `max_position_embeddings`.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def qwen3_config(size: str, rope: dict[str, Any] | None = None) -> Qwen3Config:
     shape = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128} | QWEN3_SHAPES[size]
-    return Qwen3Config(max_position_embeddings=40960, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-                       eos_token_id=None, bos_token_id=None, **shape)
+    parameters = {"rope_theta": 1e6} | (rope or {"rope_type": "default"})
+    return Qwen3Config(max_position_embeddings=POSITIONS, rope_parameters=parameters, eos_token_id=None,
+                       bos_token_id=None, **shape)
 
 
-def qwen3(size: str, dtype: torch.dtype, device: str, seed: int = 0) -> Qwen3ForCausalLM:
+def qwen3(size: str, dtype: torch.dtype, device: str, seed: int = 0,
+          rope: dict[str, Any] | None = None) -> Qwen3ForCausalLM:
     """A Qwen3 of published shapes with random weights, made on the device."""
     torch.manual_seed(seed)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = Qwen3ForCausalLM(qwen3_config(size))
+            model = Qwen3ForCausalLM(qwen3_config(size, rope))
     finally:
         torch.set_default_dtype(default)
     model.generation_config.eos_token_id = None

@@ -62,15 +62,11 @@ MUTATIONS = [
     Mutation(POOL, """            if block.digest is not None:
                 self._forget(block)
             block.ref_count = 1""", """            block.ref_count = 1""", (9,)),
-    Mutation(POOL, """            if block.ref_count == 0:
-                self._queue(block)
-
-    def publish""", """            if block.ref_count == 0:
+    Mutation(POOL, """                self.num_gains += 1
+                self._queue(block)""", """                self.num_gains += 1
                 if block.digest is not None:
                     self._forget(block)
-                self._queue(block)
-
-    def publish""", (9,)),
+                self._queue(block)""", (9,)),
     Mutation(POOL, "        if n > self.num_free:\n", "        if False:\n", (10,)),
     Mutation(MANAGER, "(self.block_pool.num_free - sum(block.ref_count == 0 for block in hits))",
              "self.block_pool.num_free", (10,)),
@@ -125,7 +121,7 @@ MUTATIONS = [
     Mutation(MANAGER, "self.prefix_cache_queries += seq.num_tokens", "self.prefix_cache_queries += 1", (20,)),
     Mutation(SCHEDULER, "            if not seq.was_admitted:\n", "            if True:\n", (20,)),
     Mutation(POOL, "        self.trusted_from = self.generation\n", "", (21,)),
-    Mutation(POOL, "        self.trusted_from = 0\n\n", "        pass\n\n", (21,)),
+    Mutation(POOL, "        self.trusted_from = 0\n", "", (21,)),
     Mutation(POOL, "if block.generation < self.generation]", "if block.generation <= self.generation]", (21,)),
     Mutation(POOL, "        self.unpublish([block for block in self.blocks if block.generation < self.generation])\n",
              "        pass\n", (21,)),
@@ -155,8 +151,17 @@ MUTATIONS = [
     Mutation(SCHEDULER, "            self._fail(seq)\n            return True", "            return False",
              tests="outgrows_the_pool"),
     Mutation(SCHEDULER, "if short and self.ask_for_blocks(missing):", "if False:", tests="pool_grows"),
-    Mutation(SCHEDULER, "if self.ask_for_blocks(manager.shortage(seq, num_tokens, hits)):", "if False:",
-             tests="pool_grows"),
+    Mutation(SCHEDULER, """                if self.ask_for_blocks(missing):
+                    continue
+                if not table""", """                if not table""", tests="pool_grows"),
+    # A prompt that waits is looked at when it may fit, and no sooner.
+    Mutation(POOL, "                self.num_gains += 1\n", "", tests="looked_up_again or nobody_overtakes"),
+    Mutation(SCHEDULER, "return self._short[2] - self.kv_cache_manager.block_pool.num_gains", "return 0",
+             tests="looked_up_again"),
+    Mutation(TABLE, "max(2 * columns, limit, len(token_ids))", "max(2 * columns, len(token_ids))",
+             tests="comes_and_goes"),
+    Mutation(TABLE, "np.zeros((num_slots, num_columns), np.int32)", "np.full((num_slots, num_columns), 0, np.int32)",
+             tests="its_own_tokens_alone"),
     Mutation(SCHEDULER, "present = table.tenancy[slots] == plan.tenancy", "present = plan.tenancy >= 0",
              tests="takes_in_its_token_in_flight"),
     Mutation(QUEUE, "(seq.rank, seq)", "((0, seq.arrival), seq)", tests="priority"),
@@ -209,5 +214,8 @@ MUTATIONS = [
              tests="keeps_what_was_confirmed"),
     Mutation(SCHEDULER, "np.flatnonzero(samples & live)", "np.flatnonzero(plan.samples & live)",
              tests="are_taken or first_wrong_guess"),
+    Mutation(SCHEDULER, "            room //= 2  # prompts go on beside guesses\n", "            pass\n",
+             tests="leave_prompts_room"),
+    Mutation(TREE, 'b"".join((b"+", slots', 'b"".join((slots', tests="copies_are_not"),
     Mutation(GROUPS, "has_own = (copies > 1) & (end > shared)", "has_own = copies > 1", tests="rows_of_one_sequence"),
 ]

@@ -601,10 +601,12 @@ STRUCTURED = [
                     FORMED_TESTS, "refuses_a_token"),
     PackageMutation(PADDED, "tiles=tiles), rows.clone()", "tiles=tiles), rows", "runner/test_graphs.py",
                     "graph_of_their_own"),
-    PackageMutation("runner/graphs.py", "        if step.memory != self._memory():\n", "        if False:\n",
+    PackageMutation("runner/graphs.py", "if step.memory != (self._memory(), self.num_dropped):", "if False:",
                     "runner/test_graphs.py", "memory_may_move"),
     PackageMutation("engine/form_rows.py", "                if request is None:\n", "                if False:\n",
                     "engine/test_form_rows.py", "unless_that_is_gone"),
+    PackageMutation("runner/graphs.py", "self._sent_lines = None  # an interrupt", "pass  # an interrupt",
+                    GRAPHS_TESTS, "interrupt_while_lines"),
     PackageMutation("runner/graphs.py", "            lines[: step.num_rows] = masks.lines\n", "            pass\n",
                     "runner/test_graphs.py", "graph_of_their_own"),
     PackageMutation(GRAMMARS, "[token for token in own if token in eos] or list(eos) or own", "own",
@@ -706,6 +708,8 @@ MISSING_KERNELS = [
                     COMPILING_TESTS, "between_a_missing"),
     PackageMutation(COMPILING, "with _told(self):\n            found = ", "if True:\n            found = ",
                     COMPILING_TESTS, "in_threads"),
+    PackageMutation(COMPILING, "driver.active.get_current_device(), key", "0, key", COMPILING_TESTS,
+                    "under_way_for_one_device"),
     PackageMutation(COMPILING, "            _thread.dry_run = None\n", "            pass\n", COMPILING_TESTS,
                     "no_thread_dry"),
     PackageMutation("kernels/weights_checksum.py", "warmup(torch.int64, torch.int64,",
@@ -778,6 +782,11 @@ GUESSING = [
                     GUESSES_TESTS, "come_to_nothing"),
     PackageMutation(GUESSES, "return found if gain > lost else NO_DRAFTS", "return found", GUESSES_TESTS,
                     "more_than_they_cost"),
+    PackageMutation(GUESSES, "max(MOST_OF_PROMPT, len(prompt) + MOST_OF_PROMPT // 2)", "MOST_OF_PROMPT", GUESSES_TESTS,
+                    "read_once"),
+    PackageMutation(CORE, "            self._arrivals.append(request)\n",
+                    "            self._arrivals.append(request)\n            self.speculation.add(request)\n",
+                    GUESSES_TESTS, "requests_that_wait"),
     PackageMutation(GUESSES, ".digest() + salt", ".digest()", GUESSES_TESTS, "one_prompt_and_salt"),
     PackageMutation("runner/model_runner.py", "            self.state.set_tokens(slots, places, tokens[:, None])\n", "",
                     GUESSES_TESTS, "change_no_token and greedy"),
@@ -791,6 +800,19 @@ GUESSING = [
                     LOOKUP_TESTS, "once_a_draft"),
     PackageMutation(PADDED, "else _GUESSING_SIZES", "else self.decode_sizes", GRAPHS_TESTS,
                     "with_guesses"),
+]
+
+ROPE, ROPE_TESTS, STATE = "models/rope.py", "models/test_rope.py", "runner/request_state.py"
+LONG_TESTS = "engine/test_long_context.py"
+LONG = [
+    PackageMutation(ROPE, 'if one["rope_type"] == "yarn":', "if False:", ROPE_TESTS, "yarn_is_native"),
+    PackageMutation(ROPE, "            limits.append(min(positions, original))\n", "            pass\n", ROPE_TESTS,
+                    "left_to_stock and longrope"),
+    PackageMutation(ROPE, 'elif "dynamic" in one["rope_type"]:', "elif False:", ROPE_TESTS,
+                    "left_to_stock and dynamic"),
+    PackageMutation("scheduler/running_table.py", "< max(limit, len(token_ids)):", "< len(token_ids):", LONG_TESTS,
+                    "greedy"),
+    PackageMutation(STATE, "<= _MOST_PADDED:", "> 0:", "runner/test_request_state.py", "of_any_lengths"),
 ]
 
 PACKAGE_MUTATIONS = [

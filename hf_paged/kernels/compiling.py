@@ -22,9 +22,10 @@ from tqdm.auto import tqdm
 from hf_paged.kernels._device import num_cores
 
 try:
+    from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 except ImportError:
-    JITFunction = object
+    driver, JITFunction = None, object
 try:
     from triton.runtime._async_compile import FutureKernel, active_mode
 except ImportError:  # an older Triton, or none: every kernel is compiled at its first launch
@@ -77,11 +78,12 @@ class _DryRun:
             self.pending[found] = kernel
 
     def submit(self, key: str, compile: Callable[[], Any], *at_end: Callable[..., Any]) -> Any:
+        place = driver.active.get_current_device(), key  # a compiled kernel is loaded to one device
         with _lock:
-            if (variant := _under_way.get(key)) is None:
+            if (variant := _under_way.get(place)) is None:
                 future = self.pool.submit(compile)
-                variant = _under_way[key] = FutureKernel(*at_end, future)
-                future.add_done_callback(lambda _: _arrived(key))
+                variant = _under_way[place] = FutureKernel(*at_end, future)
+                future.add_done_callback(lambda _: _arrived(place))
             return variant
 
     def settle(self, found: Iterable[Any]) -> None:
@@ -89,7 +91,8 @@ class _DryRun:
         for variant in found:
             kernel, compiled = self.pending[variant], None
             try:
-                compiled = variant.result()
+                with _lock:
+                    compiled = variant.result()
             except Exception as error:
                 logger.info("hf_paged: %s is compiled at its first launch: %r", kernel.__name__, error)
             for variants, *_ in list(kernel.device_caches.values()):
@@ -100,13 +103,14 @@ class _DryRun:
                         variants[key] = compiled
 
 
-_under_way: dict[str, Any] = {}  # by Triton's key: not every version keeps a `FutureKernel` before it is there
+# By device and Triton's key: not every version keeps a `FutureKernel` before it is there.
+_under_way: dict[tuple[int, str], Any] = {}
 _lock = threading.RLock()
 
 
-def _arrived(key: str) -> None:
+def _arrived(place: tuple[int, str]) -> None:
     with _lock, suppress(Exception):  # `settle` says what there is to say of an error
-        _under_way.pop(key).result()
+        _under_way.pop(place).result()
 
 
 class _Thread(threading.local):
@@ -119,11 +123,12 @@ _thread = _Thread()
 @contextmanager
 def _told(mode: _Watch | _DryRun) -> Iterator[None]:
     """In this thread Triton calls ``mode.submit`` for a kernel that is neither compiled nor under way."""
-    token = active_mode.set(mode)
+    before = active_mode.get()
     try:
+        active_mode.set(mode)
         yield
-    finally:
-        active_mode.reset(token)
+    finally:  # also where an interrupt came before the mode was another
+        active_mode.set(before)
 
 
 class _Noted:

@@ -47,6 +47,10 @@ class AttentionInputs:
             if plan is not None:
                 self.saved_positions = choice.saved_positions
                 return plan
+        return self.plain_plan(seq_lens, slots)
+
+    def plain_plan(self, seq_lens: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
+        """`split_plan` where nothing is shared, of rows that are no step's: nothing is noted of them."""
         spec = self._spec
         return self.backend.plan(seq_lens, slots, spec.num_kv_heads, spec.head_dim, spec.cache_dtype, spec.device)
 

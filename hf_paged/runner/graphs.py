@@ -37,7 +37,8 @@ class Undrawn(NamedTuple):
     """A step of decode rows that was replayed up to the logits; `StepGraphs.draw` goes on, before any other replay.
 
     ``rows`` [2, size] int64 (slots, positions) and ``logits`` [size, V] (a rank's columns) are what the graph of this
-    ``key`` made; the first ``num_rows`` are rows of the step. ``memory``: what other memory graphs had then.
+    ``key`` made; the first ``num_rows`` are rows of the step. ``memory``: where graphs read then, and how many had been
+    dropped.
     """
 
     key: tuple
@@ -191,7 +192,7 @@ class StepGraphs:
             if captured is None:
                 return None
             self._send(captured, inputs)
-        memory = self._memory()
+        memory = self._memory(), self.num_dropped
         logits, rows = self._replay(captured)
         return Undrawn(key, rows, logits, decodes, memory)
 
@@ -224,8 +225,8 @@ class StepGraphs:
 
         There is a graph of this for each graph up to the logits, since it reads them where that leaves them.
         """
-        if step.memory != self._memory():
-            return False  # the state has grown since
+        if step.memory != (self._memory(), self.num_dropped):
+            return False  # the state has grown since, or the graph is gone
         lines, words = np.full(len(step.logits), -1, np.int32), self._room_for_masks()
         if masks is not None:
             self._send_words(masks.words, words[: len(masks.words)])
@@ -237,6 +238,7 @@ class StepGraphs:
             return False
         known = self._sent_lines
         if known is None or known[0] is not captured.graph or not np.array_equal(known[1], lines):
+            self._sent_lines = None  # an interrupt may come between the two
             self._send(captured, (lines,))
             self._sent_lines = captured.graph, lines
         drawn = self._replay(captured)

@@ -28,8 +28,8 @@ def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig
     """Most blocks that an enabled model's pool may have, of which it holds `held_blocks` now. Allocates nothing.
 
     On CUDA: total * gpu_memory_utilization - what is in use besides the pool - an upper bound of one step, where
-    memory that torch has cached but does not use counts as free, and copies of weights that will be made do not. On a
-    CPU: `CPU_KV_CACHE_BYTES`.
+    memory that torch has cached but does not use counts as free, and copies of weights that will be made and tables
+    that may grow do not. On a CPU: `CPU_KV_CACHE_BYTES`.
     """
     if spec.device.type != "cuda":
         return _cpu_num_blocks(spec, config, max_model_len)
@@ -39,6 +39,7 @@ def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig
     step_bytes = executor.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
     available -= step_bytes * _STEPS_IN_MEMORY[config.enforce_eager] + executor.bytes_to_come()
     available -= 0 if executor.replica is None else executor.replica.bytes_to_come
+    available -= table_bytes(config, max_model_len)
     extra = blocks_within(spec, config.block_size, int(available))
     return max(2, min(held_blocks + extra, _most_useful(config, max_model_len)))
 
@@ -52,7 +53,8 @@ def most_blocks_ever(spec: KVSpec, config: PagedConfig, max_model_len: int) -> i
 
 
 def owned_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
-    """Blocks for a `PagedGenerator`: total * gpu_memory_utilization - in use - (peak - current) of the largest step.
+    """Blocks for a `PagedGenerator`: total * gpu_memory_utilization - in use - (peak - current) of the largest step -
+    the tables of running requests.
 
     Raises:
         RuntimeError: not even two blocks are left.
@@ -62,13 +64,19 @@ def owned_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
     step_bytes = _warm_up(executor, spec, config, max_model_len)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(spec.device)
-    num_blocks = _blocks_left(spec, config, free, total, step_bytes)
+    num_blocks = _blocks_left(spec, config, max_model_len, free, total, step_bytes)
     if num_blocks < 2:
         raise RuntimeError(
             f"gpu_memory_utilization={config.gpu_memory_utilization}: of {total / 2**30:.1f} GiB, {free / 2**30:.1f} "
             f"are free and a step takes {step_bytes / 2**30:.1f}; nothing is left for the KV pool"
         )
     return min(num_blocks, _most_useful(config, max_model_len))
+
+
+def table_bytes(config: PagedConfig, max_model_len: int) -> int:
+    """What `RequestState` may come to take for token history and block tables: with the longest sequences."""
+    columns = max_model_len + -(-max_model_len // config.block_size)
+    return (config.max_num_seqs + 1) * columns * torch.int32.itemsize
 
 
 class MemoryPlan(NamedTuple):
@@ -98,13 +106,14 @@ def planned(executor: ModelExecutor, config: PagedConfig, max_model_len: int, de
     if config.num_blocks is not None:
         return MemoryPlan(free, total, weights, steps, config.num_blocks)
     step_bytes = steps // _STEPS_IN_MEMORY[config.enforce_eager]
-    num_blocks = _blocks_left(spec, config, free - weights, total, step_bytes)
+    num_blocks = _blocks_left(spec, config, max_model_len, free - weights, total, step_bytes)
     return MemoryPlan(free, total, weights, steps, min(num_blocks, _most_useful(config, max_model_len)))
 
 
-def _blocks_left(spec: KVSpec, config: PagedConfig, free: int, total: int, step_bytes: int) -> int:
+def _blocks_left(spec: KVSpec, config: PagedConfig, max_model_len: int, free: int, total: int,
+                 step_bytes: int) -> int:
     available = free - total * (1.0 - config.gpu_memory_utilization)
-    available -= step_bytes * _STEPS_IN_MEMORY[config.enforce_eager]
+    available -= step_bytes * _STEPS_IN_MEMORY[config.enforce_eager] + table_bytes(config, max_model_len)
     return blocks_within(spec, config.block_size, int(available))
 
 

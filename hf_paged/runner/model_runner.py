@@ -314,7 +314,7 @@ class ModelRunner:
     def _update_state(self, plan: StepPlan, parameters: list[SlotParameters]) -> None:
         self.follow_stream()
         if plan.admitted:
-            self.state.admit([s.slot for s in plan.admitted], [s.token_ids for s in plan.admitted],
+            self.state.admit([s.slot for s in plan.admitted], [s.known_ids() for s in plan.admitted],
                              [s.block_table for s in plan.admitted], parameters)
         self.state.update_blocks(*plan.block_updates)
 

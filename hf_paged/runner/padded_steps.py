@@ -131,7 +131,7 @@ class PaddedSteps:
     def _run_padding_rows(self, size: int) -> None:
         rows = np.empty((2, size), dtype=np.int64)
         rows[0], rows[1] = self._state.padding_slot, -1
-        work = self._attention.split_plan(rows[1] + 1, rows[0])
+        work = self._attention.plain_plan(rows[1] + 1, rows[0])
         assert isinstance(work, np.ndarray)
         inputs = [upload(array, self._device) for array in (rows, work)]
         self.decode(*inputs, stages=frozenset(), scored=(), named=False, with_logits=False, tiles=None)

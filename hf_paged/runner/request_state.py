@@ -6,6 +6,7 @@ The host sends a sequence once, when it gets its slot, and from then on only new
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -27,6 +28,9 @@ from hf_paged.sampling.top_log_probs import FILTERS, TOPS, top_log_probs, top_pr
 
 FIRST_TOKEN_CAPACITY = 2048
 _MOST_STAGE_SETS = 6
+_MOST_PADDED = 1 << 20  # entries, 4 MiB
+
+Rows = Seq[list[int] | np.ndarray]  # of ids
 
 
 class SlotLines(NamedTuple):
@@ -125,13 +129,12 @@ class RequestState:
         self.num_slots = self.padding_slot = num_slots
         self.version += 1
 
-    def admit(self, slots: list[int], tokens: list[list[int]], tables: list[list[int]],
-              parameters: list[SlotParameters]) -> None:
+    def admit(self, slots: list[int], tokens: Rows, tables: Rows, parameters: list[SlotParameters]) -> None:
         """Write whole lines: known tokens, block table and parameters of sequences that got a slot."""
         self._reserve_tokens(max(p.max_length for p in parameters))
         index = self._upload(np.array(slots, dtype=np.int64))
-        self.tokens[index, : max(len(t) for t in tokens)] = self._upload(_pad(tokens))
-        self.set_tables(slots, tables)
+        self._write_rows(self.tokens, index, tokens)
+        self._write_rows(self.block_table, index, tables)
         lines = [p.lines for p in parameters]
         self.sampling.floats[index] = self._upload(np.stack([line.floats for line in lines]))
         self.sampling.ints[index] = self._upload(np.stack([line.ints for line in lines]))
@@ -194,10 +197,9 @@ class RequestState:
                 top_log_probs(logits, out)
         return tokens
 
-    def set_tables(self, slots: list[int], tables: list[list[int]]) -> None:
+    def set_tables(self, slots: list[int], tables: Rows) -> None:
         """Write whole block tables."""
-        index = self._upload(np.array(slots, dtype=np.int64))
-        self.block_table[index, : max(len(t) for t in tables)] = self._upload(_pad(tables))
+        self._write_rows(self.block_table, self._upload(np.array(slots, dtype=np.int64)), tables)
 
     def set_tokens(self, slots: torch.Tensor, start: torch.Tensor, tokens: torch.Tensor) -> None:
         """Write ``tokens`` [rows, n] to the history of ``slots`` [rows] from ``start`` [rows] on, both int64."""
@@ -246,6 +248,14 @@ class RequestState:
                 eos=torch.nn.functional.pad(self.sampling.eos, (0, grow), value=-1)
             )
 
+    def _write_rows(self, table: torch.Tensor, index: torch.Tensor, rows: Rows) -> None:
+        """Write rows of any lengths to the lines ``index`` [R] of a table; what is behind a row is not to be read."""
+        groups = _padded_together(rows)
+        for group in groups:
+            lines = index if len(groups) == 1 else index[self._upload(np.array(group))]
+            padded = _pad([rows[i] for i in group])
+            table[lines, : padded.shape[1]] = self._upload(padded)
+
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return upload(array, self.device)
 
@@ -255,7 +265,17 @@ def _with_lines(table: torch.Tensor, more: int, fill: int = 0) -> torch.Tensor:
     return torch.nn.functional.pad(table, (0, 0, 0, more), value=fill)
 
 
-def _pad(rows: list[list[int]]) -> np.ndarray:
+def _padded_together(rows: Rows) -> list[list[int]]:
+    """Which rows become one upload: all of them, unless a few long ones would make that much longer than they are."""
+    if len(rows) * max(map(len, rows)) <= _MOST_PADDED:
+        return [list(range(len(rows)))]
+    groups: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(len(row).bit_length(), []).append(i)  # none is twice as long as another
+    return list(groups.values())
+
+
+def _pad(rows: Rows) -> np.ndarray:
     padded = np.zeros((len(rows), max(len(r) for r in rows)), dtype=np.int32)
     for line, row in zip(padded, rows, strict=True):
         line[: len(row)] = row

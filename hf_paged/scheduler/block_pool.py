@@ -113,6 +113,8 @@ class BlockPool:
         self.cached: dict[bytes, dict[int, KVBlock]] = {}  # digest -> block id -> block
         self.generation = 0
         self.trusted_from = 0  # blocks published in an earlier generation than this can't be hit
+        # Goes up by one at least for each block that becomes free, or findable: nobody lacks fewer blocks without it.
+        self.num_gains = 0
         self._last_prefix_id = ROOT_PREFIX_ID
 
     @property
@@ -147,6 +149,7 @@ class BlockPool:
             assert block.ref_count > 0, f"{block} is freed but nobody uses it"
             block.ref_count -= 1
             if block.ref_count == 0:
+                self.num_gains += 1
                 self._queue(block)
 
     def publish(self, block: KVBlock, digest: bytes, content: bytes, parent_id: int) -> int:
@@ -162,6 +165,7 @@ class BlockPool:
             block.prefix_id = self._last_prefix_id
         block.digest, block.content, block.parent_id = digest, content, parent_id
         block.generation = self.generation
+        self.num_gains += 1
         self.cached.setdefault(digest, {})[block.block_id] = block
         return block.prefix_id
 
@@ -190,6 +194,7 @@ class BlockPool:
     def trust_older(self) -> None:
         """Blocks of all older generations may be hit again, until the next `new_generation`."""
         self.trusted_from = 0
+        self.num_gains += self.num_blocks
 
     def drop_older(self) -> None:
         """Remove every block of an older generation from the prefix cache; users keep their blocks."""
@@ -216,6 +221,7 @@ class BlockPool:
         """Add free blocks up to this total; a smaller total changes nothing."""
         added = [KVBlock(i) for i in range(self.num_blocks, num_blocks)]
         self.blocks += added
+        self.num_gains += len(added)
         for block in reversed(added):
             self.free_queue.appendleft(block)
 

@@ -125,5 +125,8 @@ def check(scheduler: Scheduler, lent: Seq[list[int]] = ()) -> None:
         else:
             assert table.sequences[seq.slot] is seq
     assert waiting == scheduler.num_waiting
+    if scheduler._short is not None and (seq := scheduler._short[0]).status is Status.WAITING:
+        missing = manager.shortage(seq, seq.num_tokens, manager.get_computed_blocks(seq)[0])
+        assert missing >= scheduler._least_missing(seq), "a sequence that fits is not looked at"
     if not scheduler._in_flight and not scheduler._requests and not lent:
         assert scheduler.num_free_blocks == scheduler.num_blocks - 1

@@ -150,7 +150,7 @@ class KVCacheManager:
         first, last = len(known), min(num_blocks, seq.num_tokens // size)
         if first >= last:
             return
-        raw = np.asarray(seq.token_ids[first * size : last * size], dtype=np.int32).tobytes()
+        raw = np.array(seq.ids_between(first * size, last * size), dtype=np.int32).tobytes()
         digest = known[-1][1] if known else ROOT_DIGEST
         for i in range(first, last):
             content = raw[(i - first) * size * 4 : (i - first + 1) * size * 4]

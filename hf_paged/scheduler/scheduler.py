@@ -54,6 +54,8 @@ class Scheduler:
         self._partial: Sequence | None = None  # prefill under way; two at once can't be, the first takes the budget
         self._in_flight: deque[StepPlan] = deque()
         self._failed: list[Sequence] = []
+        # Who was found to lack blocks last, its key, and what `BlockPool.num_gains` has to reach before it fits.
+        self._short: tuple[Sequence, bytes, int] | None = None
         self._num_arrived = 0
         self._on_shortage, self._on_few_slots = on_shortage, on_few_slots
         self._on_stuck = on_stuck if on_stuck is not None else lambda: False
@@ -335,18 +337,24 @@ class Scheduler:
             if seq is None or seq.num_in_flight or not self._has_slot():
                 return
             num_tokens = seq.num_tokens
+            if table.num_tenants and (least := self._least_missing(seq)) > 0:
+                if self.ask_for_blocks(least):
+                    continue
+                return
             hits, num_hit = manager.get_computed_blocks(seq)
             if manager.allocate_slots(seq, num_tokens, hits) is None:
-                if self.ask_for_blocks(manager.shortage(seq, num_tokens, hits)):
+                missing = manager.shortage(seq, num_tokens, hits)
+                if self.ask_for_blocks(missing):
                     continue
                 if not table.num_tenants and self._on_stuck() and manager.can_allocate(seq, num_tokens, hits):
                     continue
                 if manager.num_blocks_for(num_tokens) < self.num_blocks:
+                    self._short = seq, seq.cache_key, manager.block_pool.num_gains + missing
                     return  # it fits once others are gone; nobody overtakes it
                 self._fail(seq)
                 continue
             self._waiting.pop()
-            seq.block_hashes = []
+            seq.block_hashes, self._short = [], None
             if not seq.was_admitted:
                 seq.was_admitted = True
                 manager.count_hit(seq, num_hit)
@@ -355,6 +363,12 @@ class Scheduler:
             self.prefix_tree.add(table.settle(seq, num_hit, capacity, limit), seq.block_table)
             prefills.admitted.append(seq)
             self._add_chunk(seq, prefills)
+
+    def _least_missing(self, seq: Sequence) -> int:
+        """Blocks that a waiting sequence lacks at least: looking up its cached prefix takes long where that is long."""
+        if self._short is None or self._short[0] is not seq or self._short[1] != seq.cache_key:
+            return 0
+        return self._short[2] - self.kv_cache_manager.block_pool.num_gains
 
     def _extend_tables(self, needy: np.ndarray) -> tuple[BlockUpdates, bool]:
         """One more block for each of these slots. The flag tells that there were too few, and not all got one."""

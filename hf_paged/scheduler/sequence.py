@@ -24,6 +24,7 @@ class RunningColumns(Protocol):
 
     scheduled: np.ndarray
     known: np.ndarray
+    tokens: np.ndarray
 
     def read_tokens(self, slot: int, first: int) -> list[int]: ...
 
@@ -181,6 +182,16 @@ class Sequence:
     def token_ids(self) -> list[int]:
         """Prompt and committed output, a fresh list."""
         return self._prompt + self.output_token_ids
+
+    def known_ids(self) -> np.ndarray:
+        """`token_ids` as int32, to be read at once."""
+        if self._table is not None:
+            return self._table.tokens[self.slot, : self._table.known[self.slot]]
+        return np.array(self.token_ids, np.int32)
+
+    def ids_between(self, first: int, last: int) -> list[int]:
+        """`token_ids[first:last]`, of a prompt without a copy of all of it."""
+        return self._prompt[first:last] if last <= self.num_prompt_tokens else self.token_ids[first:last]
 
     def append(self, token: int) -> None:
         """Add an output token while the sequence is not in the running table."""

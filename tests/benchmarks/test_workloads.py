@@ -16,6 +16,7 @@ CEILINGS = {"copy_tb_s": 4.0, "gemm_tflop_s": 800.0}
     ("no-prefix", 256, 256 * 2112, 256 * 64),
     ("shared-decode", 256, 256 * 4160, 256 * 512),
     ("rollouts", 512, 32 * 512, 512 * 512),
+    ("long", 1, 131_072, 128),
     ("batch 8", 8, 8 * 256, 8 * 128),
 ])
 def test_sizes(name, requests, prompt_tokens, output_tokens):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from pretended_gpu import compile_nothing, compiled, launched, pretend
+from pretended_gpu import Driver, compile_nothing, compiled, launched, pretend
 
 from hf_paged.kernels import compiling
 from hf_paged.kernels._triton import jit
@@ -127,6 +128,27 @@ def later() -> dict[str, Any]:
     return {**found, "coming": [len(work.began_as_zeros) for work in coming], "then": seen(coming[0]), "known": known}
 
 
+def devices() -> dict[str, Any]:
+    """A kernel that is under way for one GPU, and wanted on another."""
+    compiling._DryRun().run(Work(plus_one))
+    Driver.device = 1
+    found = seen(Work(plus_one))
+    kernels = [kernel for device in (0, 1) for kernel in plus_one.device_caches[device][0].values()]
+    return {**found, "kernels": len(set(map(id, kernels)))}
+
+
+def hook() -> dict[str, Any]:
+    """What somebody else has Triton call behind every kernel that it compiled, and takes its time."""
+    told: list[str] = []
+
+    def tell(*, fn: Any, **_: Any) -> None:
+        told.append(fn.name)
+        time.sleep(0.1)
+
+    triton.knobs.runtime.jit_post_compile_hook = tell
+    return {**seen(Work(twice, plus_one)), "told": told}
+
+
 def nested() -> dict[str, Any]:
     inner = Work(plus_one)
     return seen(Work(twice, then=lambda: compiled_together(inner)))
@@ -145,6 +167,6 @@ def disk() -> dict[str, Any]:
 if __name__ == "__main__":
     pretend()
     if sys.argv[1] not in ("disk", "failures"):
-        compile_nothing(0.1 if sys.argv[1] == "later" else 0.0)
+        compile_nothing({"later": 0.1, "devices": 0.5}.get(sys.argv[1], 0.0))
     print(json.dumps({"launches": launches, "zeros": zeros, "failures": failures, "others": others, "later": later,
-                      "nested": nested, "disk": disk}[sys.argv[1]]()))
+                      "nested": nested, "disk": disk, "devices": devices, "hook": hook}[sys.argv[1]]()))

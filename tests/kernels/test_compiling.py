@@ -12,11 +12,13 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import hf_paged
+from hf_paged.kernels import compiling
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the pretended GPU would hide the real one")
@@ -109,6 +111,35 @@ def test_what_comes_later_is_left_alone_where_nothing_is_missing(found):
 def test_inside_of_another_call_the_work_just_runs(found):
     case = found("nested")
     assert (case["result"], case["launched"]) == ("done", ["twice", "plus_one"])
+
+
+def test_a_kernel_that_is_under_way_for_one_device_is_compiled_for_another_as_well(found):
+    """What a kernel was loaded to is one device: the other's launches are not to share the object."""
+    case = found("devices")
+    assert case["kernels"] == 2
+    assert (threads_of(case), case["launched"]) == ({"hf_paged-compile"}, ["plus_one"])
+
+
+def test_a_kernel_is_put_in_its_place_once(found):
+    """By the thread that waits for it, or by the one that compiled it."""
+    assert sorted(found("hook")["told"]) == ["plus_one", "twice"]
+
+
+@pytest.mark.parametrize("at", ["set", "inside"])
+def test_an_interrupt_leaves_no_mode_behind(monkeypatch, at):
+    """Else every later kernel that this thread misses would end its call."""
+    own = compiling.active_mode
+
+    def interrupted(mode):
+        token = own.set(mode)
+        if mode is not None and at == "set":
+            raise KeyboardInterrupt
+        return token
+
+    monkeypatch.setattr(compiling, "active_mode", SimpleNamespace(get=own.get, set=interrupted, reset=own.reset))
+    with pytest.raises(KeyboardInterrupt), compiling._told(compiling._Watch()):
+        raise KeyboardInterrupt
+    assert own.get() is None
 
 
 def test_a_later_process_finds_on_the_disk_what_threads_compiled(found):

@@ -371,6 +371,61 @@ def test_tokens_under_masks_are_drawn_eagerly_where_a_graph_cannot_be_had(steps,
     assert made[0] == made[1] and all(token % 3 == at % 3 for row in made[0] for at, token in enumerate(row))
 
 
+@pytest.fixture
+def under_masks(steps, monkeypatch):
+    """Graphs of steps of three rows under masks, and what the last one was drawn with."""
+    monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
+    draw, drawn = StepGraphs.draw, []
+
+    def seen(self, *args):
+        drawn.append(args)
+        return draw(self, *args)
+
+    monkeypatch.setattr(StepGraphs, "draw", seen)
+    with hf_paged.PagedGenerator(tiny_model(), num_blocks=200) as generator:
+        generator.generate(random_prompts([5, 40, 17]), structured={"regex": ".*"}, max_new_tokens=4,
+                           eos_token_id=None, use_tqdm=False)
+        yield generator.engine._core.pool.runner.graphs, *drawn[-1]
+
+
+def test_an_interrupt_while_lines_of_masks_are_sent_has_them_sent_again(under_masks, monkeypatch):
+    graphs, step, masks, *rest = under_masks
+    (captured,) = (found for key, found in graphs._captured.items() if key[1] == "masked")
+    send = graphs._send
+
+    def interrupted(captured, inputs):
+        send(captured, inputs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs, "_send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            graphs.draw(step, masks._replace(lines=np.array([0, -1, 2], np.int32)), *rest)
+    assert graphs.draw(step, masks, *rest)
+    assert captured.inputs[0].tolist() == [0, 1, 2, -1]
+
+
+def test_no_graph_draws_from_logits_of_a_graph_that_was_dropped(under_masks):
+    """It would be taken for steps of later graphs, which have their logits elsewhere."""
+    graphs, step, *rest = under_masks
+    assert graphs.draw(step, *rest)
+    graphs.drop()
+    assert not graphs.draw(step, *rest)
+    assert not graphs._captured
+
+
+def test_looking_at_what_comes_leaves_the_counts_of_the_step_that_waits(steps):
+    with hf_paged.PagedGenerator(tiny_model(), num_blocks=50) as generator:
+        generator.generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)
+        graphs = generator.engine._core.pool.runner.graphs
+        attention = graphs._attention
+        attention.saved_positions = attention.saved_prompt_positions = 7
+        with torch.no_grad():
+            for run in graphs.steps.coming(2, 16):
+                run()
+        assert (attention.saved_positions, attention.saved_prompt_positions) == (7, 7)
+
+
 def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch):
     """Mixed steps replay a graph of each kind; prompts that are scored run eagerly."""
     options = {"num_blocks": 200, "max_num_seqs": 3, "max_num_batched_tokens": 64, "enable_prefix_caching": False}

@@ -11,9 +11,11 @@ from hf_paged import PagedConfig
 from hf_paged.models import KVSpec, find_executor
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.loading import load
+from hf_paged.runner import memory
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.kv_cache import KVCache
-from hf_paged.runner.memory import rehearse
+from hf_paged.runner.memory import rehearse, table_bytes
+from hf_paged.runner.request_state import RequestState, SlotParameters
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 CONFIG = PagedConfig(max_num_seqs=4, max_num_batched_tokens=64)
@@ -74,6 +76,29 @@ def test_a_pool_on_a_cpu_compiles_nothing_beforehand(path, monkeypatch):
     monkeypatch.setattr("hf_paged.runner.device.rehearse", lambda *args: pytest.fail("it runs a step"))
     model = load(path, ParallelGroup(0, 1), device="cpu")
     DevicePool(find_executor(model)(model), CONFIG, owns_device=True).rehearse()
+
+
+@pytest.mark.parametrize("max_model_len", [512, 131_200])
+def test_tables_of_the_longest_sequences_are_within_the_budget(max_model_len, monkeypatch):
+    """They grow when the first long request comes, and the pool has taken all that is left by then."""
+    total, step = 80 << 30, 1 << 30
+    spec = KVSpec(36, 32, 8, 128, torch.bfloat16, torch.bfloat16, torch.device("cuda"))
+    config = PagedConfig(gpu_memory_utilization=0.5, max_num_seqs=128)
+    state = RequestState(config.max_num_seqs, max_model_len, config.block_size, torch.device("cpu"))
+    state.admit([0], [[1]], [[1]], [SlotParameters(max_length=max_model_len)])
+    tables = state.tokens.nbytes + state.block_table.nbytes
+    assert table_bytes(config, max_model_len) == tables
+    pool = memory._blocks_left(spec, config, max_model_len, total, total, step) * spec.block_bytes(config.block_size)
+    assert total // 2 - (64 << 20) < pool + 3 * step + tables <= total // 2  # whole pages of 36 layers
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    model = tiny_model()
+    executor = find_executor(model)(model)
+    monkeypatch.setattr(executor, "step_bytes", lambda *sizes: step)
+    shared = memory.shared_num_blocks(executor, spec, config, max_model_len, held_blocks=0)
+    if max_model_len > 512:  # else a few hundred blocks are the most useful
+        assert shared * spec.block_bytes(config.block_size) == pool
 
 
 @pytest.mark.gpu

@@ -6,8 +6,10 @@ import dataclasses
 import itertools
 
 import numpy as np
+import pytest
 import torch
 
+from hf_paged.runner import request_state
 from hf_paged.runner.request_state import FIRST_TOKEN_CAPACITY, RequestState, SlotParameters
 from hf_paged.sampling.edits import Edits
 
@@ -94,3 +96,25 @@ def test_more_slots_keep_what_slots_hold_and_graphs_learn_of_it():
     beyond[:, 4] = 100.0
     tokens = state.sample(beyond, torch.tensor([3, 6]), places[:2], state.stages(np.array([3, 6])))
     assert 4 not in tokens.tolist()
+
+
+@pytest.mark.parametrize("lengths", [[3], [5, 9, 2], [100_000, 7, 3, 300, 250, 1], [40_000] * 3 + [20] * 60])
+def test_rows_of_any_lengths_are_sent_as_they_are(lengths, monkeypatch):
+    """What goes to the device is at most twice what they hold, where that is not little anyway."""
+    sent, own = [], request_state.upload
+
+    def upload(array, device):
+        sent.append(array.nbytes)
+        return own(array, device)
+
+    monkeypatch.setattr(request_state, "upload", upload)
+    state = RequestState(len(lengths), 1 << 17, 16, torch.device("cpu"))
+    tokens = [np.random.default_rng(i).integers(1, 9999, n, np.int32) for i, n in enumerate(lengths)]
+    tables = [list(range(i + 1, i + 2 + n // 16)) for i, n in enumerate(lengths)]
+    settings = [dataclasses.replace(SETTINGS, max_length=n + 5) for n in lengths]
+    slots = list(reversed(range(len(lengths))))
+    state.admit(slots, tokens, tables, settings)
+    for slot, row, table in zip(slots, tokens, tables, strict=True):
+        assert state.tokens[slot, : len(row)].tolist() == row.tolist()
+        assert state.block_table[slot, : len(table)].tolist() == table
+    assert sum(sent) < 2 * 4 * (sum(lengths) + sum(map(len, tables))) + (9 << 20)

@@ -25,6 +25,34 @@ def test_config_names_what_is_wrong(changes, message):
         config(**changes)
 
 
+@both
+def test_a_prompt_that_waits_for_blocks_is_looked_up_again_when_it_may_fit(overlap, monkeypatch):
+    """Its cached prefix may be long, and others decode meanwhile."""
+    driver = Driver(config(num_blocks=30, max_model_len=120), overlap=overlap)
+    first = driver.add("first", list(range(3, 83)), max_new_tokens=1)
+    driver.run()
+    driver.add("runs", [1, 2, 1], max_new_tokens=70)
+    for _ in range(3):
+        driver.step()
+    driver.add("waits", first.prompt_token_ids + [1] * 36, max_new_tokens=1)
+    looked, own = [], driver.scheduler.kv_cache_manager.get_computed_blocks
+
+    def get_computed_blocks(seq):
+        looked.append(len(driver.plans))
+        return own(seq)
+
+    monkeypatch.setattr(driver.scheduler.kv_cache_manager, "get_computed_blocks", get_computed_blocks)
+    monkeypatch.setattr(invariants, "check", lambda *args: None)  # it looks, too
+    while driver.scheduler.num_waiting:
+        driver.step()
+    assert len(driver.plans) - looked[0] > 40
+    assert len(looked) < 10
+    monkeypatch.undo()
+    driver.run()
+    for seq in driver.finished:
+        driver.check_output(seq)
+
+
 def test_add_refuses_a_taken_id_and_a_prompt_without_room_for_an_answer():
     driver = Driver(config(max_model_len=8))
     driver.add("a", [1])
