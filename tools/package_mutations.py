@@ -708,6 +708,8 @@ MISSING_KERNELS = [
                     COMPILING_TESTS, "between_a_missing"),
     PackageMutation(COMPILING, "with _told(self):\n            found = ", "if True:\n            found = ",
                     COMPILING_TESTS, "in_threads"),
+    PackageMutation("models/fused.py", "if not self._untouched.holds() and not is_dry():",
+                    "if not self._untouched.holds():", GRAPHS_TESTS, "it_to_the_real_one"),
     PackageMutation(COMPILING, "driver.active.get_current_device(), key", "0, key", COMPILING_TESTS,
                     "under_way_for_one_device"),
     PackageMutation(COMPILING, "            _thread.dry_run = None\n", "            pass\n", COMPILING_TESTS,
