@@ -20,6 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
 
+from hf_paged import at_fork
+
 try:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -220,6 +222,12 @@ def begin_early() -> Future[object]:
     Threads that come to it at the same time would all do it.
     """
     return in_background(_hash_triton)
+
+
+@at_fork.in_child
+def _begin_anew() -> None:
+    """The thread is the parent's."""
+    begin_early.cache_clear()
 
 
 def _hash_triton() -> None:
