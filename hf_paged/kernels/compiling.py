@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
 
+from hf_paged import at_fork
 from hf_paged.kernels._device import num_cores
 
 try:
@@ -220,6 +221,12 @@ def prepare_triton() -> Future[object]:
     Threads that come to it at the same time would all do it.
     """
     return in_background(_hash_triton)
+
+
+@at_fork.in_child
+def _begin_anew() -> None:
+    """The thread is the parent's."""
+    begin_early.cache_clear()
 
 
 def _hash_triton() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
+from hf_paged import at_fork
 from hf_paged.kernels import compiling
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 from hf_paged.kernels.compiling import in_background
@@ -83,6 +84,12 @@ def begin_early(device: torch.device) -> None:
 @lru_cache(maxsize=64)
 def _warmed_up(device: int) -> Future[object]:
     return in_background(partial(_warm_up, device))
+
+
+@at_fork.in_child
+def _begin_anew() -> None:
+    """The threads are the parent's."""
+    _warmed_up.cache_clear()
 
 
 def _warm_up(device: int) -> None:

@@ -256,7 +256,8 @@ class FusedExecutor(DecoderExecutor):
             return self.hidden_states_of_modules(input_ids, step)
         decoder, ops, cos, sin = self.model.model, self._ops, self._rope.cos, self._rope.sin
         assert cos is not None and sin is not None, "prepare() comes first"
-        if not self._untouched.holds():  # a streaming caller's code runs between steps
+        # A streaming caller's code runs between steps. What kernels write here, copies, a dry run would not.
+        if not self._untouched.holds() and not is_dry():
             self._look_up_adapters(self.look())
             if self.autocast is not None:
                 self._prepare_copies()

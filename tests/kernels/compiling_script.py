@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -12,9 +14,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from pretended_gpu import Driver, compile_nothing, compiled, launched, pretend
+from pretended_gpu import GPU, Driver, compile_nothing, compiled, launched, pretend
 
-from hf_paged.kernels import compiling
+from hf_paged.kernels import compiling, weights_checksum
 from hf_paged.kernels._triton import jit
 from hf_paged.kernels.compiling import compiled_together, noted
 
@@ -149,6 +151,18 @@ def hook() -> dict[str, Any]:
     return {**seen(Work(twice, plus_one)), "told": told}
 
 
+def fork() -> dict[str, Any]:
+    """In a child, while the parent prepares Triton in a thread that the child does not have."""
+    compiling._hash_triton = lambda: time.sleep(0.5)
+    begun = compiling.begin_early()
+    weights_checksum.begin_early(GPU)
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        weights_checksum._warmed_up(GPU.index).result()
+        os._exit(0 if seen(Work(twice))["launched"] == ["twice"] else 1)
+    return {"begun": not begun.done(), "status": os.waitpid(child, 0)[1]}
+
+
 def nested() -> dict[str, Any]:
     inner = Work(plus_one)
     return seen(Work(twice, then=lambda: compiled_together(inner)))
@@ -169,4 +183,4 @@ if __name__ == "__main__":
     if sys.argv[1] not in ("disk", "failures"):
         compile_nothing({"later": 0.1, "devices": 0.5}.get(sys.argv[1], 0.0))
     print(json.dumps({"launches": launches, "zeros": zeros, "failures": failures, "others": others, "later": later,
-                      "nested": nested, "disk": disk, "devices": devices, "hook": hook}[sys.argv[1]]()))
+                      "nested": nested, "disk": disk, "devices": devices, "hook": hook, "fork": fork}[sys.argv[1]]()))

@@ -125,6 +125,12 @@ def test_a_kernel_is_put_in_its_place_once(found):
     assert sorted(found("hook")["told"]) == ["plus_one", "twice"]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+def test_a_child_of_a_process_that_prepares_triton_prepares_it_itself(found):
+    """Nothing of CUDA may have begun by then, so that the child can do with it what it wants."""
+    assert found("fork") == {"begun": True, "status": 0}
+
+
 @pytest.mark.parametrize("at", ["set", "inside"])
 def test_an_interrupt_leaves_no_mode_behind(monkeypatch, at):
     """Else every later kernel that this thread misses would end its call."""

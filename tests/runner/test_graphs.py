@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import threading
@@ -22,6 +23,7 @@ import hf_paged
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.pace import Pace
 from hf_paged.engine.speculation import Speculation
+from hf_paged.kernels import compiling
 from hf_paged.kernels.attention import grouped_prefill, prompt_work
 from hf_paged.kernels.attention.backends import TritonBackend
 from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
@@ -424,6 +426,21 @@ def test_looking_at_what_comes_leaves_the_counts_of_the_step_that_waits(steps):
             for run in graphs.steps.coming(2, 16):
                 run()
         assert (attention.saved_positions, attention.saved_prompt_positions) == (7, 7)
+
+
+def test_a_dry_run_leaves_it_to_the_real_one_to_look_at_a_model_that_was_touched(steps):
+    """Else what the kernels of copies were to write would be taken for written."""
+    model = tiny_model()
+    with hf_paged.PagedGenerator(model, num_blocks=50) as generator:
+        generator.generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)
+        graphs = generator.engine._core.pool.runner.graphs
+        model.model.layers[0].mlp.up_proj = copy.deepcopy(model.model.layers[0].mlp.up_proj)
+        (run,) = graphs.steps.coming(1)
+        with torch.no_grad():
+            compiling._DryRun().run(run)
+            assert not graphs._executor._untouched.holds()
+            run()
+            assert graphs._executor._untouched.holds()
 
 
 def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch):
