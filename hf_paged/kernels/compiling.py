@@ -226,7 +226,7 @@ def prepare_triton() -> Future[object]:
 @at_fork.in_child
 def _begin_anew() -> None:
     """The thread is the parent's."""
-    begin_early.cache_clear()
+    prepare_triton.cache_clear()
 
 
 def _hash_triton() -> None:

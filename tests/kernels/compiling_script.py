@@ -154,7 +154,7 @@ def hook() -> dict[str, Any]:
 def fork() -> dict[str, Any]:
     """In a child, while the parent prepares Triton in a thread that the child does not have."""
     compiling._hash_triton = lambda: time.sleep(0.5)
-    begun = compiling.begin_early()
+    begun = compiling.prepare_triton()
     weights_checksum.begin_early(GPU)
     if (child := os.fork()) == 0:
         signal.alarm(20)
