@@ -20,6 +20,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.engine.engine import Engine
 from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.integration import fallback, generate, paths, stock_loop
+from hf_paged.integration.cache_name import CACHE_NAME
 from hf_paged.integration.continuous_batching import methods
 from hf_paged.integration.engines import ENGINES, engine_of
 from hf_paged.integration.paged_cache import PagedCache
@@ -297,9 +298,9 @@ def _no_cache_for_a_question(stock: Any) -> Callable:
                                       **kwargs: Any) -> Any:
         """Stock's, but a call that is only asked about allocates no cache and leaves no mark on the caller's."""
         if paths.asked() is not None:
-            if (given := model_kwargs.get("past_key_values")) is None:
+            if (given := model_kwargs.get(CACHE_NAME)) is None:
                 return None
-            model_kwargs["past_key_values"] = copy.copy(given)
+            model_kwargs[CACHE_NAME] = copy.copy(given)
         return stock._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
 
     return _prepare_cache_for_generation
@@ -317,7 +318,7 @@ def _paged_call(stock: Any) -> Callable:
     @functools.wraps(stock.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock's call, but for those that carry a cache of the engine's."""
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE_NAME)
         if isinstance(cache, PagedCache):
             return cache.forward(kwargs["input_ids"], kwargs.get("logits_to_keep", 0))
         return stock.__call__(self, *args, **kwargs)

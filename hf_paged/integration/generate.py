@@ -21,6 +21,7 @@ from hf_paged.engine.session import NewRequest
 from hf_paged.engine.stopping import StopRule
 from hf_paged.errors import EngineClosedError, PrecisionBusyError, Reason
 from hf_paged.integration import paths, ranks
+from hf_paged.integration.cache_name import CACHE_NAME
 from hf_paged.integration.call_context import salt_of_call, seed_of_call
 from hf_paged.integration.engines import engine_of
 from hf_paged.integration.fallback import fall_back, in_fallback, quiet_fallbacks, unreadable, value_reason
@@ -130,9 +131,9 @@ def _carry_out(engine: Engine, model: Any, call: NativeCall, in_stock: Callable,
     if not config.return_dict_in_generate:
         return sequences
     cache = None
-    if isinstance(model_kwargs.get("past_key_values"), DynamicCache):
+    if isinstance(model_kwargs.get(CACHE_NAME), DynamicCache):
         cache = LateCache(engine, model, sequences, input_ids.shape[1], model_kwargs, [])
-    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache)  # type: ignore[arg-type]
+    return GenerateDecoderOnlyOutput(sequences=sequences, **{CACHE_NAME: cache})  # type: ignore[arg-type]
 
 
 def _run_counted(engine: Engine, call: NativeCall, columns: _Columns, input_ids: torch.Tensor) -> Reason | None:

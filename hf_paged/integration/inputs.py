@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from hf_paged.engine.engine import FROM_INSIDE, Engine
 from hf_paged.errors import Reason
+from hf_paged.integration.cache_name import CACHE_NAME
 from hf_paged.options.arguments import described
 
 _IDS = "Give integers of shape [rows, tokens], with at least one token."
@@ -72,9 +73,9 @@ def argument_reasons(model_kwargs: dict[str, Any]) -> Iterator[Reason]:
     for name, value in model_kwargs.items():
         if value is None or name in INERT_ARGUMENTS or name in ("attention_mask", "position_ids"):
             continue
-        if name == "past_key_values":
+        if name == CACHE_NAME:
             if getattr(value, "_is_user_defined", False):
-                yield Reason("past_key_values given by the caller", remedy=_CACHE)
+                yield Reason("a cache given by the caller", remedy=_CACHE)
             elif type(value) is not DynamicCache or value.get_seq_length():
                 yield Reason("a cache of type {}", type(value).__name__, remedy=_CACHE)
         elif name in _OF_IMAGES:

@@ -1,4 +1,4 @@
-"""The `past_key_values` of a native call's result: a `DynamicCache` whose content is computed once somebody looks.
+"""The cache of a native call's result: a `DynamicCache` whose content is computed once somebody looks.
 
 The engine's pages go to other calls, and most callers never ask. Who does gets what the model's own forward computes
 for the same tokens under the same mask, which is what stock has in its cache.
@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from hf_paged import at_fork
 from hf_paged.engine.engine import Engine
 from hf_paged.integration.adapter_rows import rows_under
+from hf_paged.integration.cache_name import CACHE_NAME
 
 TOKENS_AT_ONCE = 8192  # new ones of all rows together
 
@@ -57,10 +58,10 @@ class _Call:
         """
         model = self._model()
         if model is None:
-            raise RuntimeError("past_key_values: expected the model of the call to be alive at their first use")
+            raise RuntimeError("cache of a result: expected the model of the call to be alive at its first use")
         with torch.autocast(**self._autocast), rows_under(model, self._adapters):
             if (reason := self._mark.difference(model)) is not None:
-                raise RuntimeError(f"past_key_values: expected the model to be as it was in the call at their first "
+                raise RuntimeError(f"cache of a result: expected the model to be as it was in the call at its first "
                                    f"use, and {reason}")
             cache = DynamicCache(config=model.config.get_text_config(decoder=True))
             tokens, mask, positions = (None if t is None else t.to(model.device)
@@ -70,8 +71,8 @@ class _Call:
             ends = range(self._width, tokens.shape[1], max(1, TOKENS_AT_ONCE // len(tokens)))
             for start, end in itertools.pairwise([0, *ends, tokens.shape[1]]):
                 model(input_ids=tokens[:, start:end], attention_mask=None if mask is None else mask[:, :end],
-                      position_ids=None if positions is None else positions[:, start:end], past_key_values=cache,
-                      use_cache=True, logits_to_keep=1)
+                      position_ids=None if positions is None else positions[:, start:end], use_cache=True,
+                      logits_to_keep=1, **{CACHE_NAME: cache})
         return cache
 
 

@@ -9,12 +9,13 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_paged.engine.lockstep import LockstepBatch
+from hf_paged.integration.cache_name import CACHE_NAME
 
 
 class PagedCache(Cache):
     """Stands for rows of a `LockstepBatch`; keys and values stay in the engine's pages until `to_dynamic`.
 
-    A call of an enabled model with one as ``past_key_values`` is `forward`. No other use of it as a cache works.
+    A call of an enabled model with one as its cache is `forward`. No other use of it as a cache works.
 
     Args:
         batch: the rows.
@@ -43,7 +44,7 @@ class PagedCache(Cache):
         self._length += input_ids.shape[1]
         if logits_to_keep > logits.shape[1]:
             raise ValueError(f"logits_to_keep={logits_to_keep}: expected at most {logits.shape[1]} in a paged forward")
-        return CausalLMOutputWithPast(logits=logits[:, -logits_to_keep:], past_key_values=self)
+        return CausalLMOutputWithPast(logits=logits[:, -logits_to_keep:], **{CACHE_NAME: self})  # type: ignore[arg-type]
 
     def to_dynamic(self, config: PreTrainedConfig) -> DynamicCache:
         """What stock would have in its cache; zeros under the left padding, which every mask hides."""

@@ -20,6 +20,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.errors import Reason
 from hf_paged.integration import paths, ranks
+from hf_paged.integration.cache_name import CACHE_NAME
 from hf_paged.integration.call_context import salt_of_call, seed_of_call
 from hf_paged.integration.fallback import fall_back, in_fallback, quiet_fallbacks, unreadable
 from hf_paged.integration.inputs import check_token_ids, input_reasons, paged_prompts
@@ -95,16 +96,16 @@ def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, inp
     check_token_ids(input_ids, engine.vocab_size)
     cache = PagedCache(batch, input_ids.shape[1], model.config.get_text_config(decoder=True).num_hidden_layers)
     with _seeded(engine, input_ids.device, model.device):
-        result = method(**(model_kwargs | {"past_key_values": cache, "use_cache": True, "synced_gpus": False}))
-    if isinstance(result, ModelOutput) and result.get("past_key_values") is cache:
+        result = method(**(model_kwargs | {CACHE_NAME: cache, "use_cache": True, "synced_gpus": False}))
+    if isinstance(result, ModelOutput) and result.get(CACHE_NAME) is cache:
         if config.use_cache is False:
             return type(result)(**{name: value for name, value in result.items() if value is not cache})
         if rounds_cache:
             width = input_ids.shape[1]
-            result["past_key_values"] = LateCache(engine, model, result["sequences"], width, model_kwargs,
+            result[CACHE_NAME] = LateCache(engine, model, result["sequences"], width, model_kwargs,
                                                   batch.adapters)
         else:
-            result["past_key_values"] = cache.to_dynamic(model.config)
+            result[CACHE_NAME] = cache.to_dynamic(model.config)
     return result
 
 

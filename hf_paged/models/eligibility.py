@@ -10,6 +10,8 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.hub_kernels import is_kernel
@@ -61,6 +63,9 @@ _OWN_LAYERS = ("torch.", SHARDED_MODULE[:-1])  # that are known, so that nobody 
 _CALL_CHAIN = frozenset(CALL_CHAIN)
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LOWER_DTYPES = (torch.float16, torch.bfloat16)
+
+# Stock's layers then checkpoint only where gradients are recorded, which `generate` turns off.
+_CHECKPOINTS_GRADIENTS_ALONE = Version(transformers.__version__) >= Version("5.24")
 
 
 class Seen(NamedTuple):
@@ -335,7 +340,7 @@ def _train_mode_reason(seen: Seen) -> Reason | None:
     for name, module in seen.modules:
         if not module.training:
             continue
-        if getattr(module, "gradient_checkpointing", False):
+        if getattr(module, "gradient_checkpointing", False) and not _CHECKPOINTS_GRADIENTS_ALONE:
             return Reason("{} checkpoints activations in train mode, where stock's layers forget their KV cache", name,
                           remedy=EVAL_MODE)
         if isinstance(module, nn.Dropout) and module.p > 0:

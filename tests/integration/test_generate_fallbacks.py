@@ -280,14 +280,14 @@ def test_past_key_values_of_the_caller():
             model(input_ids=ids[:, :15], past_key_values=cache)
         return model.generate(input_ids=ids, past_key_values=cache, **kwargs)
 
-    assert_falls_back(model, "past_key_values", call=call, max_new_tokens=6)
+    assert_falls_back(model, "a cache given by the caller", call=call, max_new_tokens=6)
 
 
 def test_an_empty_cache_of_the_caller_is_filled_as_stock_fills_it():
     model, ids = tiny_model(), torch.tensor(random_prompts([20]))
     hf_paged.enable(model)
     cache = DynamicCache(config=model.config)
-    with pytest.warns(hf_paged.FallbackWarning, match="past_key_values"):
+    with pytest.warns(hf_paged.FallbackWarning, match="a cache given by the caller"):
         model.generate(input_ids=ids, past_key_values=cache, max_new_tokens=6)
     assert cache.get_seq_length() in (25, 26)
 

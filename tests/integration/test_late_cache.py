@@ -17,6 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import hf_paged
 from hf_paged.integration import late_cache
+from hf_paged.integration.cache_name import CACHE_NAME
 from hf_paged.integration.late_cache import LateCache
 
 MODEL = tiny_model()
@@ -47,7 +48,7 @@ def test_output_and_cache_are_stocks(model, kwargs):
     kwargs = {name: value for name, value in (CALL | kwargs).items() if value is not None}
     expected, actual = stock_copy(model).generate(**kwargs), model.generate(**kwargs)
     assert type(actual) is GenerateDecoderOnlyOutput
-    assert list(actual.keys()) == list(expected.keys()) == ["sequences", "past_key_values"]
+    assert list(actual.keys()) == list(expected.keys()) == ["sequences", CACHE_NAME]
     assert_same_tensor(actual.sequences, expected.sequences)
     assert (actual.scores, actual.logits, actual.attentions, actual.hidden_states) == (None,) * 4
     assert type(actual.past_key_values) is LateCache, "computed before anybody looked"
@@ -108,7 +109,7 @@ def test_looks_at_names_that_no_cache_has_compute_nothing(model):
     assert not hasattr(output.past_key_values, "__dataclass_fields__")
     assert output.to_tuple() == (output.sequences, output.past_key_values)
     assert copy.copy(output).past_key_values is output.past_key_values
-    assert type(output["past_key_values"]) is LateCache
+    assert type(output[CACHE_NAME]) is LateCache
 
 
 def test_copies_and_pickles_of_the_output(model):
@@ -162,7 +163,7 @@ def test_a_model_that_computes_something_else_by_now_is_not_asked(native_only, c
     model = hf_paged.enable(tiny_model(), enable_prefix_caching=caching)
     output = model.generate(**CALL)
     CHANGES[change](model)
-    with pytest.raises(RuntimeError, match="past_key_values: expected the model to be as it was"):
+    with pytest.raises(RuntimeError, match="cache of a result: expected the model to be as it was"):
         len(output.past_key_values)
 
 
@@ -181,7 +182,7 @@ def test_nothing_is_computed_for_a_caller_who_does_not_look(model, monkeypatch):
     forwards = []
     monkeypatch.setattr(late_cache._Call, "compute", lambda self: forwards.append(self))
     for _ in range(3):
-        del model.generate(**CALL).past_key_values
+        assert model.generate(**CALL)[CACHE_NAME] is not None
     assert not forwards
 
 

@@ -128,19 +128,19 @@ def test_rows_of_a_call_in_lockstep_join_steps_with_guesses(model):
 
 
 @pytest.mark.filterwarnings("ignore::hf_paged.FallbackWarning")
-@pytest.mark.parametrize(("options", "error"), [
-    ({"prompt_lookup_num_tokens": 0}, ValueError), ({"prompt_lookup_num_tokens": -1}, ValueError),
-    ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, ValueError),
-    ({"prompt_lookup_num_tokens": 3, "use_cache": False}, ValueError),
+@pytest.mark.parametrize("options", [
+    {"prompt_lookup_num_tokens": 0}, {"prompt_lookup_num_tokens": -1},
+    {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1},
+    {"prompt_lookup_num_tokens": 3, "use_cache": False},
 ])
-def test_what_stock_refuses_is_refused(options, error):
+def test_what_stock_refuses_is_refused(options):
     model = tiny_model()
-    with pytest.raises(error) as expected:
+    with pytest.raises((ValueError, RuntimeError)) as expected:
         stock_copy(model).generate(**REPEATED, max_new_tokens=4, **options)
     hf_paged.enable(model)
-    with pytest.raises(error) as raised:
+    with pytest.raises(expected.type) as raised:
         model.generate(**REPEATED, max_new_tokens=4, **options)
-    assert str(raised.value) == str(expected.value)
+    assert (type(raised.value), str(raised.value)) == (expected.type, str(expected.value))
 
 
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-3, ValueError), (2.5, TypeError), (True, TypeError)])

@@ -378,7 +378,7 @@ def test_train_mode_without_dropout_is_native():
 
 @pytest.mark.parametrize("hook", [True, False])
 def test_train_mode_with_gradient_checkpointing_gives_stocks_tokens(hook):
-    """Stock's layers then drop the cache and the tokens are not those of eval mode; in eval mode all is native."""
+    """Before transformers 5.24 stock's layers then drop the cache: the tokens are not those of eval mode."""
     model = tiny_model()
     inputs = batch([20, 7])
     plain = model.generate(**inputs, max_new_tokens=6)
@@ -387,9 +387,12 @@ def test_train_mode_with_gradient_checkpointing_gives_stocks_tokens(hook):
     if not hook:
         model.disable_input_require_grads()
     model.train()
-    expected = assert_falls_back(model, "checkpoints activations in train mode", **inputs, max_new_tokens=6)
-    assert not torch.equal(expected, plain)
-    assert_native_parity(hf_paged.enable(model.eval(), strict=True), plain, **inputs, max_new_tokens=6)
+    if torch.equal(model.generate(**inputs, max_new_tokens=6), plain):
+        assert_native_parity(hf_paged.enable(model, strict=True), plain, **inputs, max_new_tokens=6)
+    else:
+        assert_falls_back(model, "checkpoints activations in train mode", **inputs, max_new_tokens=6)
+        hf_paged.enable(model, strict=True)
+    assert_native_parity(model.eval(), plain, **inputs, max_new_tokens=6)
     model.gradient_checkpointing_disable()
     assert_native_parity(model.train(), plain, **inputs, max_new_tokens=6)
 

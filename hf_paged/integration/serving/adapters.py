@@ -56,20 +56,23 @@ def loading(adapters: dict[str, str], stock: Callable) -> Callable:
     return _load_model
 
 
-def listing(stock: Callable) -> Callable:
-    """Of `ModelManager.get_gen_models`: after the models, the adapters of those that are loaded."""
+def listing(stock: Callable | staticmethod) -> Callable:
+    """Of what lists the `ModelManager`'s models: after them, the adapters of those that are loaded.
 
-    def get_gen_models(self: Any = None, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+    5.23 has a static method there, which is not told the manager.
+    """
+
+    def list_models(self: Any = None, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         found = [] if self is None else [
             {"id": name, "object": "model", "created": 0, "owned_by": "", "parent": model_id}
             for model_id, model in _loaded(self) for name in adapter_names(model)
         ]
         models: list[dict[str, Any]] = []
-        with suppress(CacheNotFound):  # which is an error to transformers; a served model may lie elsewhere
-            models += stock(*args, **kwargs)
+        with suppress(CacheNotFound):  # which is an error to 5.23; a served model may lie elsewhere
+            models += stock(*args, **kwargs) if isinstance(stock, staticmethod) else stock(self, *args, **kwargs)
         return models + found
 
-    return get_gen_models
+    return list_models
 
 
 def resolving(stock: Callable) -> Callable:

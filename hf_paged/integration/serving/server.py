@@ -57,10 +57,10 @@ def install_serving(adapters: dict[str, str] | None = None) -> None:
     _replace(server, "build_server", _building)
     _replace(ModelManager, "_validate_args", functools.partial(checking_pin, adapters or {}))
     _replace(ModelManager, "_load_model", functools.partial(loading, adapters or {}))
-    of_class = vars(ModelManager)["get_gen_models"]  # a static method, and ours asks the manager
-    _replaced.append((ModelManager, "get_gen_models", of_class))
-    name, stock = "get_gen_models", of_class.__func__
-    setattr(ModelManager, name, functools.wraps(stock)(listing(stock)))
+    lists = "list_models" if hasattr(ModelManager, "list_models") else "get_gen_models"  # which 5.23 has
+    of_class = vars(ModelManager)[lists]  # maybe a static method, and ours asks the manager
+    _replaced.append((ModelManager, lists, of_class))
+    setattr(ModelManager, lists, functools.wraps(getattr(of_class, "__func__", of_class))(listing(of_class)))
     for handler, endpoint in ((ChatCompletionHandler, CHAT), (CompletionHandler, TEXT), (ResponseHandler, RESPONSES)):
         _replace(handler, "handle_request", functools.partial(_answering, endpoint))
         _replace(handler, "_validate_request", lambda stock: lambda self, body: None)  # `read_body` has read it
