@@ -54,10 +54,10 @@ do; with `return_dict_in_generate=True` in lockstep, whose cache is the rows' ow
 rows: `num_return_sequences` times those of the prompts; for beams it repeats them itself. [adapters.md](adapters.md)
 has adapters in all other calls.
 
-These arguments of `model.generate` go to stock: `assistant_model`, a cache (`past_key_values`, `cache`), `inputs_embeds`,
-`position_ids` other than stock's, `synced_gpus=True`, `custom_generate`, `cache_implementation="paged"`, an
-`attention_mask` with holes or right padding, lengths beyond the model's positions or the KV pool, and in lockstep rows
-that do not fit into the pool all at once.
+These arguments of `model.generate` go to stock: `assistant_model`, a cache (`past_key_values`, `cache`),
+`inputs_embeds`, `position_ids` other than stock's, `synced_gpus=True`, `custom_generate`,
+`cache_implementation="paged"`, an `attention_mask` with holes or right padding, lengths beyond the model's
+positions or the KV pool, and in lockstep rows that do not fit into the pool all at once.
 
 Some native options run in lockstep where rows of a batch meet in stock: `no_repeat_ngram_size` with left padding,
 banned or biased sequences that hold the padding token, `stop_strings` and `max_time` for several rows without EOS.
