@@ -172,6 +172,28 @@ def interrupted(at: int | None) -> Iterator[Callable[[], int]]:
         sys.setprofile(None)
 
 
+@contextmanager
+def interrupted_behind(at: int | None, *files: str) -> Iterator[list[tuple[str, int]]]:
+    """Raise in this thread behind the `at`-th call of a function written in C (None: never), where a Ctrl-C is noticed.
+
+    Of calls by code in these files of the package; yields the files and lines of those so far.
+    """
+    places: list[tuple[str, int]] = []
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        if event == "c_return" and frame.f_code.co_filename.endswith(files):
+            places.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(places) == at:
+                sys.setprofile(None)
+                raise Interrupt
+
+    sys.setprofile(look)
+    try:
+        yield places
+    finally:
+        sys.setprofile(None)
+
+
 def assert_idle(model: PreTrainedModel) -> None:
     """Nothing runs or waits, and every block but the null block is free."""
     stats = hf_paged.get_engine(model).stats()

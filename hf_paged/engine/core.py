@@ -732,7 +732,7 @@ class EngineCore:
             message = request.error or f"this request failed at its end: {error!r}"
             output = failed_output(sequence, request.num_emitted, message)
         request_id = sequence.request_id
-        session.outbox.append(output)
+        request.hand_out(output)
         del session.open[request_id]  # first: what no session has open does not start again
         del self.requests[request_id]
         if self.speculation:
@@ -907,8 +907,10 @@ class EngineCore:
         self._lose_rows()
         self._retire_scheduler()
         self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.num_blocks else None
-        for request_id in [key for key, request in self.requests.items() if key not in request.session.open]:
-            del self.requests[request_id]  # the interrupt came between the two lines that add or finish it
+        for request_id, request in list(self.requests.items()):  # one may have been half added, or half ended
+            if request.note_handed_out() or request_id not in request.session.open:
+                request.session.open.pop(request_id, None)
+                del self.requests[request_id]
         self.speculation.keep(self.requests)
         for request in list(self.requests.values()):
             self._start_again(request)

@@ -382,6 +382,8 @@ class Engine:
                         is_stuck = not self._core.step(look_at_model=any(session.stream for session in sessions))
                 finally:
                     self._run_deferred()
+            elif not self.group.is_parallel:
+                self._core.recover_if_dirty()  # which looks at what was handed out
             outputs = [list(session.outbox) for session in sessions]
             for session in sessions:
                 session.outbox.clear()

@@ -310,10 +310,11 @@ class LockstepBatch:
                 shape = count, self._max_new_tokens
                 self._tokens = torch.zeros(shape, dtype=torch.int32, device=self._core.device)
             self._tokens[:, self._count : self._count + num_new] = self._asked
-            self._count += num_new
+        logits = logits.view(count, max(1, num_new), -1)
         self._core.totals["generated"] += count * max(1, num_new)
-        self.is_short = False
-        self._answered_at, self._answer = time.monotonic(), logits.view(count, max(1, num_new), -1)
+        self.is_short, self._answered_at = False, time.monotonic()
+        # Together: an interrupt between would leave tokens that are known and asked for. It comes behind calls alone.
+        self._count, self._answer = self._count + num_new, logits
 
     def _begin(self) -> None:
         """Slots for the rows, and all tokens known so far to compute."""

@@ -79,6 +79,7 @@ class Request:
     matcher: Matcher | None = None  # of the grammar, behind the committed output
     went_on: bool | Exception | None = None  # did it already accept the token that is committed next? None: not asked
     num_emitted: int = 0  # of the output, that among it
+    handed_out: tuple[StepOutput, int] | None = None  # the last output, or what was to be, and `num_emitted` behind it
     made_before: list[int] = field(default_factory=list)  # what was emitted when it started over, and is made again
     error: str | None = None
     logprobs: list[float | None] | None = None  # of the committed output, where asked for
@@ -227,8 +228,20 @@ class Request:
         tops = None if self.top is None else self.top_logprobs[index : index + 1]
         output = StepOutput(self.request_id, [token], text, new_logprobs=logprobs, version_runs=runs,
                             new_top_logprobs=tops)
+        self.hand_out(output)
+
+    def hand_out(self, output: StepOutput) -> None:
+        """Give an output to the session, once, whether or not an interrupt comes in between (`note_handed_out`)."""
+        self.handed_out = output, self.num_emitted + len(output.new_token_ids)
         self.session.outbox.append(output)
-        self.num_emitted += 1  # here: an interrupt before this line has the token made and handed out again
+        self.num_emitted = self.handed_out[1]
+
+    def note_handed_out(self) -> bool:
+        """After an interrupt, before the session's outputs are fetched: was the last one given out? True: it ended."""
+        if self.handed_out is None or not any(output is self.handed_out[0] for output in self.session.outbox):
+            return False
+        self.num_emitted = self.handed_out[1]
+        return self.handed_out[0].completion is not None
 
     def completed(self, tokenizer: Any, version: int) -> StepOutput:
         """The last output, of a sequence that the scheduler ended while the weights were those of this version."""

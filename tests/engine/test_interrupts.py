@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
-from contextlib import contextmanager
+from collections import deque
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from support import (
     batch,
     byte_tokenizer,
     interrupted,
+    interrupted_behind,
     random_prompts,
     stock_generate,
     tiny_model,
@@ -27,6 +30,7 @@ from threads import together
 from transformers import GenerationConfig, TextIteratorStreamer
 
 import hf_paged
+from hf_paged.engine.pace import Pace
 
 MODEL = tiny_model()
 INPUTS = batch([30, 17, 25, 9, 31])
@@ -416,6 +420,106 @@ def test_a_call_that_is_interrupted_in_any_function_leaves_nothing_behind(model,
         assert not engine._core.batches, at
         assert_idle(model)
     assert len(points) >= 20
+
+
+class RowsElsewhere:
+    """Rows in lockstep of another thread's call, which waits for its logits while this thread steps."""
+
+    def __init__(self, engine, prompts, count):
+        self.made, self._engine, self._count = [[] for _ in prompts], engine, count
+        self._call = engine.lockstep(prompts, count)
+        self._batch = self._call.__enter__()
+        self._batch._asked = torch.empty(len(prompts), 0, dtype=torch.int64)
+
+    def take(self):
+        """Do what the other thread does between two steps."""
+        batch = self._batch
+        if batch._answer is not None:
+            tokens, batch._asked, batch._answer = batch._answer[:, -1].argmax(-1), None, None
+            for row, token in zip(self.made, tokens.tolist(), strict=True):
+                row.append(token)
+            if len(self.made[0]) < self._count:
+                batch._asked = tokens[:, None]
+
+    def finish(self):
+        while len(self.made[0]) < self._count:
+            self._engine._core.step()
+            self.take()
+        self._call.__exit__(None, None, None)
+        return self.made
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_other_callers_get_everything_once_wherever_a_call_is_interrupted(model, monkeypatch, overlap):
+    """In each line that calls something for a request or rows: streams, completions, and tokens of rows in lockstep."""
+    monkeypatch.setattr(Pace, "may_join", lambda self: True)
+    engine = hf_paged.get_engine(hf_paged.enable(model, strict=True, overlap=overlap))
+    engine.tokenizer = byte_tokenizer()
+    call, rows = {**batch([30, 17]), "max_new_tokens": 3}, random_prompts([40, 9], seed=5)
+    prompts, lengths = [*random_prompts([11, 20], seed=3), random_prompts([5], seed=9)[0] * 5], [3, 5, 9]
+    lookup = {"prompt_lookup_num_tokens": 5}
+
+    def alone(prompt, count):
+        return stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=count)[0, len(prompt) :].tolist()
+
+    made, texts = [alone(*request) for request in zip(prompts, lengths, strict=True)], []
+    texts = [engine.tokenizer.decode(tokens) for tokens in made]
+    expected, expected_rows = stock_generate(model, **call), [alone(row, 4) for row in rows]
+    assert_same_tensor(model.generate(**call), expected)
+
+    def run(at):
+        ids = [engine.add_request(prompt, GenerationConfig(max_new_tokens=count, **lookup), logprobs=True)
+               for prompt, count in zip(prompts, lengths, strict=True)]
+        others, outputs = RowsElsewhere(engine, rows, 4), []
+        for steps in itertools.count():
+            others.take()
+            if steps == 1:
+                with suppress(Interrupt), interrupted_behind(at, "engine/session.py", "engine/lockstep.py") as places:
+                    assert_same_tensor(model.generate(**call), expected)
+            if not engine.has_unfinished():
+                break
+            outputs += engine.step()
+        assert others.finish() == expected_rows, at
+        for request_id, tokens, text in zip(ids, made, texts, strict=True):
+            got = [output for output in outputs if output.request_id == request_id]
+            assert [token for output in got for token in output.new_token_ids] == tokens, at
+            assert "".join(output.new_text for output in got) == text, at
+            assert len([value for output in got for value in output.new_logprobs]) == len(tokens), at
+            assert [output.completion.token_ids for output in got if output.completion] == [tokens], at
+        assert not engine._core.requests and not engine._core.batches
+        assert_idle(model)
+        return places
+
+    numbers: dict[tuple[str, int], list[int]] = {}
+    for number, place in enumerate(run(None), 1):
+        numbers.setdefault(place, []).append(number)
+    assert {file.rpartition("/")[2] for file, _ in numbers} == {"session.py", "lockstep.py"}
+    for at in numbers.values():
+        for number in {at[0], at[-1]}:
+            run(number)
+
+
+@pytest.mark.parametrize("at", [1, 2, 4], ids=["first", "middle", "last"])
+def test_an_output_that_was_given_out_when_an_interrupt_came_is_not_given_out_again(model, at):
+    """Whether the next to look at it makes a step or takes what is there."""
+    class Outbox(deque):
+        def append(self, output):
+            super().append(output)
+            given.append(output)
+            if len(given) == at:
+                raise Interrupt
+
+    prompt, given, got = random_prompts([11])[0], [], []
+    engine = hf_paged.get_engine(hf_paged.enable(model))
+    engine._public.outbox = Outbox()
+    engine.add_request(prompt, GenerationConfig(max_new_tokens=4))
+    while engine.has_unfinished():
+        with suppress(Interrupt):
+            got += engine.advance([engine._public])[0]
+    wanted = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=4)[0, 11:].tolist()
+    assert [token for output in got for token in output.new_token_ids] == wanted
+    assert [output.completion.token_ids for output in got if output.completion] == [wanted]
+    assert_idle(model)
 
 
 def test_a_request_that_was_half_added_or_half_finished_does_not_start_again(model):
