@@ -30,6 +30,17 @@ def last_of(runs: Iterable[VersionRun], count: int) -> tuple[VersionRun, ...]:
     return tuple(reversed(left))
 
 
+def first_of(runs: Iterable[VersionRun], count: int) -> list[VersionRun]:
+    """The runs of the first ``count`` tokens, as far as there are any."""
+    left: list[VersionRun] = []
+    for version, length in runs:
+        taken = min(length, count)
+        count -= taken
+        if taken:
+            left.append(VersionRun(version, taken))
+    return left
+
+
 class Timings(NamedTuple):
     """When a request passed its stages: seconds of `time.monotonic` in the process that asked for it.
 

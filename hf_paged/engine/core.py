@@ -732,7 +732,7 @@ class EngineCore:
             message = request.error or f"this request failed at its end: {error!r}"
             output = failed_output(sequence, request.num_emitted, message)
         request_id = sequence.request_id
-        request.hand_out(output)
+        session.hand_out(request, output, request.num_emitted + len(output.new_token_ids))
         del session.open[request_id]  # first: what no session has open does not start again
         del self.requests[request_id]
         if self.speculation:
@@ -889,26 +889,32 @@ class EngineCore:
 
     def _retire_scheduler(self) -> None:
         if self.scheduler is not None:
-            self.totals["preemptions"] += self.scheduler.num_preemptions
-            self.totals["queries"] += self.scheduler.kv_cache_manager.prefix_cache_queries
-            self.totals["hits"] += self.scheduler.kv_cache_manager.prefix_cache_hits
+            manager = self.scheduler.kv_cache_manager
+            totals = {**self.totals}
+            totals["preemptions"] += self.scheduler.num_preemptions
+            totals["queries"] += manager.prefix_cache_queries
+            totals["hits"] += manager.prefix_cache_hits
+            self.totals, self.scheduler = totals, None  # together: an interrupt has nothing counted twice
 
     def recover_if_dirty(self) -> None:
         """After an interrupt at an unknown point: a fresh scheduler over the same pool, unfinished requests anew.
 
-        Requests of other callers start over; they make the same tokens again, of which only the new ones are emitted.
+        Requests of other callers go on behind the tokens that these were given, or from their beginning.
         """
         if not self.dirty:
             return
         if self._executor.group.is_parallel:
             raise EngineClosedError("a step of a sharded model was interrupted: expected a new PagedGenerator")
-        self._in_flight = self._pending = None
+        self._in_flight = self._pending = self._waited = None
+        self._masks = None  # a thread may still write to its buffer
         self._guard.forget()
         self._lose_rows()
         self._retire_scheduler()
         self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.num_blocks else None
         for request_id, request in list(self.requests.items()):  # one may have been half added, or half ended
-            if request.note_handed_out() or request_id not in request.session.open:
+            if (last := request.session.last_of(request)) is not None:
+                request.num_emitted = last[1]
+            if (last is not None and last[0].completion is not None) or request_id not in request.session.open:
                 request.session.open.pop(request_id, None)
                 del self.requests[request_id]
         self.speculation.keep(self.requests)

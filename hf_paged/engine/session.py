@@ -18,7 +18,7 @@ from hf_paged.engine.grammars import Grammar, Matcher
 from hf_paged.engine.stopping import StopRule
 from hf_paged.options.continued import Made
 from hf_paged.options.settings import RequestSettings
-from hf_paged.outputs import Completion, StepOutput, Timings, VersionRun, last_of
+from hf_paged.outputs import Completion, StepOutput, Timings, VersionRun, first_of, last_of
 from hf_paged.runner.prompt_scores import PromptSpan
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Sequence
@@ -79,8 +79,6 @@ class Request:
     matcher: Matcher | None = None  # of the grammar, behind the committed output
     went_on: bool | Exception | None = None  # did it already accept the token that is committed next? None: not asked
     num_emitted: int = 0  # of the output, that among it
-    handed_out: tuple[StepOutput, int] | None = None  # the last output, or what was to be, and `num_emitted` behind it
-    made_before: list[int] = field(default_factory=list)  # what was emitted when it started over, and is made again
     error: str | None = None
     logprobs: list[float | None] | None = None  # of the committed output, where asked for
     logprobs_kind: str | None = None  # which ones
@@ -122,22 +120,14 @@ class Request:
         return "stop" if reason is None and is_over else reason
 
     def restart(self) -> None:
-        """Forget the output made so far; what was emitted of it is not emitted again."""
-        made: list[int] = []
-        logprobs: list[float | None] = []
-        tops: list[dict[int, float] | None] = []
-        version_runs: list[VersionRun] = []
-        if self.made is not None:
-            made, logprobs, version_runs = self.made.token_ids, self.made.known_logprobs(), self.made.known_versions()
-            tops = self.made.known_top_logprobs()
+        """Begin again behind what was emitted, which stays as it is: other weights would make other tokens."""
+        old, count = self.sequence, self.num_emitted
+        made = old.output_token_ids[:count]
         if self.stop is not None:  # first: where it raises, the output is still there
             self.stop.resume(made)
         self._match_anew(made)
-        old = self.sequence
-        emitted = old.output_token_ids[: self.num_emitted]
-        self.made_before = max(self.made_before, emitted, key=len)  # it may start over while it makes them again
         if self.text is not None:
-            self.text.restart(self.made_before)
+            self.text.restart(made)
         self.sequence = Sequence(
             old.request_id,
             old.token_ids[: old.num_prompt_tokens],
@@ -151,9 +141,9 @@ class Request:
             output_token_ids=made,
             adapter=old.adapter,
         )
-        self.error, self.version_runs = None, version_runs
-        self.logprobs = None if self.logprobs is None else logprobs
-        self.top_logprobs = tops
+        self.error, self.version_runs = None, first_of(self.version_runs, count)
+        self.logprobs = None if self.logprobs is None else self.logprobs[:count]
+        self.top_logprobs = self.top_logprobs[:count]
         self.prompt_logprobs = None if self.prompt_logprobs is None else [None] * len(self.prompt_logprobs)
 
     def _match_anew(self, made: list[int]) -> None:
@@ -220,28 +210,16 @@ class Request:
 
     def emit(self, position: int, token: int, runs: tuple[VersionRun, ...]) -> None:
         """Hand a committed token of the sequence, and its version of the weights, to a session that streams."""
+        if self.sequence.finish_reason is not None:
+            return  # part of the completion's own output
         index = position - self.sequence.num_prompt_tokens
-        if index < self.num_emitted or self.sequence.finish_reason is not None:
-            return  # made again after a recovery, or part of the completion's own output
         text = self.text.push([token]) if self.text else None
         logprobs = None if self.logprobs is None else self.logprobs[index : index + 1]
         tops = None if self.top is None else self.top_logprobs[index : index + 1]
         output = StepOutput(self.request_id, [token], text, new_logprobs=logprobs, version_runs=runs,
                             new_top_logprobs=tops)
-        self.hand_out(output)
-
-    def hand_out(self, output: StepOutput) -> None:
-        """Give an output to the session, once, whether or not an interrupt comes in between (`note_handed_out`)."""
-        self.handed_out = output, self.num_emitted + len(output.new_token_ids)
-        self.session.outbox.append(output)
-        self.num_emitted = self.handed_out[1]
-
-    def note_handed_out(self) -> bool:
-        """After an interrupt, before the session's outputs are fetched: was the last one given out? True: it ended."""
-        if self.handed_out is None or not any(output is self.handed_out[0] for output in self.session.outbox):
-            return False
-        self.num_emitted = self.handed_out[1]
-        return self.handed_out[0].completion is not None
+        self.session.hand_out(self, output, self.num_emitted + 1)
+        self.num_emitted += 1
 
     def completed(self, tokenizer: Any, version: int) -> StepOutput:
         """The last output, of a sequence that the scheduler ended while the weights were those of this version."""
@@ -312,6 +290,18 @@ class Session:
     text: bool = True
     outbox: deque[StepOutput] = field(default_factory=deque)
     open: dict[str, Request] = field(default_factory=dict)
+    last: tuple[object, StepOutput, int] | None = None  # as of `hand_out`
+
+    def hand_out(self, request: object, output: StepOutput, num_emitted: int) -> None:
+        """Have an output wait for the caller. ``num_emitted``: tokens of the request that the caller has then."""
+        self.last = request, output, num_emitted  # first: after an interrupt `last_of` tells whether it waits here
+        self.outbox.append(output)
+
+    def last_of(self, request: object) -> tuple[StepOutput, int] | None:
+        """The last output, if it is this request's and was not fetched, and how many tokens the caller has with it."""
+        if self.last is None or self.last[0] is not request or all(one is not self.last[1] for one in self.outbox):
+            return None
+        return self.last[1:]
 
     def unfinished(self) -> bool:
         """True while a request is open or an output was not fetched."""

@@ -25,8 +25,8 @@ class AdapterSlots:
     def grow(self, num_slots: int) -> None:
         """Raise the number of slots to this; graphs have to be captured anew."""
         more = num_slots + 1 - len(self._index)
-        self._index = torch.nn.functional.pad(self._index, (0, more))
-        self._is_named = np.pad(self._is_named, (0, more))
+        index, is_named = torch.nn.functional.pad(self._index, (0, more)), np.pad(self._is_named, (0, more))
+        self._index, self._is_named = index, is_named
 
     def use_entries(self, names: tuple[str, ...]) -> None:
         """The executor's entries are these now: slots follow, by their names."""

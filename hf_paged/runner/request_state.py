@@ -119,15 +119,16 @@ class RequestState:
         """Raise the number of slots to this; graphs have to be captured anew."""
         more = num_slots - self.num_slots
         table = self.sampling
-        grown = [_with_lines(tensor, more) for tensor in (self.tokens, self.block_table, table.floats, table.ints)]
-        eos = _with_lines(table.eos, more, fill=-1)
+        tokens, blocks, floats, ints = (
+            _with_lines(tensor, more) for tensor in (self.tokens, self.block_table, table.floats, table.ints)
+        )
+        sampling = SamplingTable(floats=floats, ints=ints, eos=_with_lines(table.eos, more, fill=-1))
+        stages = np.pad(self._stages, (0, more))
         self.edits.grow(num_slots)
         self.adapters.grow(num_slots)
-        self.tokens, self.block_table = grown[:2]
-        self.sampling = SamplingTable(floats=grown[2], ints=grown[3], eos=eos)
-        self._stages = np.pad(self._stages, (0, more))
+        self.version += 1  # no call between this and the next lines: an interrupt comes behind calls
+        self.tokens, self.block_table, self.sampling, self._stages = tokens, blocks, sampling, stages
         self.num_slots = self.padding_slot = num_slots
-        self.version += 1
 
     def admit(self, slots: list[int], tokens: Rows, tables: Rows, parameters: list[SlotParameters]) -> None:
         """Write whole lines: known tokens, block table and parameters of sequences that got a slot."""

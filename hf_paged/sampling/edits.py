@@ -143,10 +143,11 @@ class EditState:
         """Make room for more slots, neutral ones; what was the neutral line behind the last slot is a slot then."""
         floats, ints = self._neutral
         more = num_slots + 1 - len(self._factors)
-        self._floats = torch.cat([self._floats, floats.expand(-1, more)], dim=1)
-        self._ints = torch.cat([self._ints, ints.expand(-1, more)], dim=1)
-        self._factors = torch.cat([self._factors, self._factors.new_ones(more)])
-        self._growths += 1
+        floats = torch.cat([self._floats, floats.expand(-1, more)], dim=1)
+        ints = torch.cat([self._ints, ints.expand(-1, more)], dim=1)
+        factors = torch.cat([self._factors, self._factors.new_ones(more)])
+        self._growths += 1  # no call between this and the next line: an interrupt comes behind calls
+        self._floats, self._ints, self._factors = floats, ints, factors
 
     @property
     def in_use(self) -> bool:

@@ -82,8 +82,8 @@ def functions_of(kind: type) -> list[str]:
 
 
 # What runs before a request is queued, in its caller's own thread: there it raises.
-AT_ADD = {(SlotParameters, "lines"), (SlotParameters, "filtered"), (Request, "resume"), (Made, "checked"),
-          (Ending, "stream")}
+AT_ADD = {(SlotParameters, "lines"), (SlotParameters, "filtered"), (Request, "resume"), (Ending, "stream"),
+          *((Made, name) for name in ("checked", "known_logprobs", "known_top_logprobs", "known_versions"))}
 # What a sharded model asks before a request is queued.
 OF_RANKS = {(StopRule, "without_deadline"), (TextStopRule, "without_deadline")}
 # The engine finds a request by these two, which read fields only.

@@ -30,6 +30,7 @@ from threads import together
 from transformers import GenerationConfig, TextIteratorStreamer
 
 import hf_paged
+from hf_paged.engine.mask_maker import MaskMaker
 from hf_paged.engine.pace import Pace
 
 MODEL = tiny_model()
@@ -531,3 +532,27 @@ def test_a_request_that_was_half_added_or_half_finished_does_not_start_again(mod
     assert_native_parity(model, EXPECTED_SHORT, **INPUTS, **SHORT)
     assert not engine._core.requests
     assert_idle(model)
+
+
+def test_an_interrupt_while_the_engine_recovers_counts_nothing_twice(model, monkeypatch):
+    engine = hf_paged.get_engine(hf_paged.enable(model, num_blocks=7))
+    model.generate(**INPUTS, **SHORT)
+    before = engine.stats()
+    assert before.num_preemptions and before.prefix_cache_queries
+    engine._core.dirty = True
+    with monkeypatch.context() as patch, pytest.raises(Interrupt):
+        patch.setattr(engine._core, "_new_scheduler", lambda _: (_ for _ in ()).throw(Interrupt()))
+        engine.step()
+    engine.step()
+    after = engine.stats()
+    assert (after.num_preemptions, after.prefix_cache_queries) == (before.num_preemptions, before.prefix_cache_queries)
+    assert_native_parity(model, EXPECTED_SHORT, **INPUTS, **SHORT)
+
+
+def test_masks_after_an_interrupt_are_made_where_no_thread_writes(model):
+    """A thread that the interrupted step started may not have been noted."""
+    engine = hf_paged.get_engine(hf_paged.enable(model))
+    engine._core._masks = masks = MaskMaker(256, torch.device("cpu"))
+    engine._core.dirty = True
+    engine.step()
+    assert engine._core._masks is not masks

@@ -420,15 +420,16 @@ def test_a_recovery_after_an_interrupt(stock, overlap, at, point):
     assert_close([score for o in outputs for score in o.new_logprobs], completion.logprobs)
 
 
-def test_a_recovery_forgets_what_was_known(stock, generator):
-    """The model may be another by then."""
+def test_a_recovery_forgets_what_was_not_given_out(stock, generator):
+    """The model may be another by then; what the caller has stays."""
     engine = generator.engine
     request_id = engine.add_request(PROMPTS[0], GenerationConfig(max_new_tokens=5), logprobs=True, prompt_logprobs=True)
     outputs = [*engine.step(), *engine.step()]
     engine._core.dirty = True
     engine._core.recover_if_dirty()
     request = engine._core.requests[request_id]
-    assert (request.logprobs, request.prompt_logprobs) == ([], [None] * 20)
+    given = [value for output in outputs for value in output.new_logprobs]
+    assert (request.logprobs, request.prompt_logprobs) == (given, [None] * 20) and given
     run(engine, outputs)
     assert_scored(stock, outputs[-1].completion)
     assert_prompt_scored(stock, outputs[-1].completion)

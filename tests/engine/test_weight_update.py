@@ -461,3 +461,30 @@ def test_copies_of_the_weights_under_autocast_are_renewed_before_the_next_step()
     with torch.autocast("cpu", torch.bfloat16):
         rest = other.generate(torch.tensor([PROMPT + made[:8]]), max_new_tokens=16)[0, len(PROMPT) + 8 :]
     assert made[8:] == rest.tolist()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_that_were_streamed_stay_when_a_step_after_an_update_is_interrupted(mode, overlap):
+    """Whoever has them cannot be given others in their place; what follows is computed with the weights as they are."""
+    model, stock = enabled(on_weight_change=mode, overlap=overlap), tiny_model()
+    engine, tokens, completions = hf_paged.get_engine(model), {}, {}
+    request_id = engine.add_request(PROMPT, GenerationConfig(max_new_tokens=12), logprobs=True)
+    collect(engine, tokens, completions, steps=5)
+    with engine.weight_update():
+        changed = engine._core.requests[request_id].sequence.num_output_tokens
+        negate(model)
+    negate(stock)
+    collect(engine, tokens, completions, steps=2)
+    engine._core.dirty = True  # as an interrupt leaves it
+    given = list(tokens[request_id])
+    assert len(given) > changed > 0
+    collect(engine, tokens, completions)
+    made = completions[request_id]
+    assert made.token_ids == tokens[request_id]
+    ids = torch.tensor([PROMPT + given])
+    expected = stock_generate(stock, input_ids=ids, max_new_tokens=12 - len(given))[0, len(PROMPT) :].tolist()
+    assert made.token_ids == expected
+    assert [run.num_tokens for run in made.version_runs] == [changed, 12 - changed]
+    assert made.version_runs[1].version == made.version_runs[0].version + 1
+    assert len(made.logprobs) == 12 and None not in made.logprobs

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
+from support import Interrupt, interrupted_behind
 
 from hf_paged.runner import request_state
 from hf_paged.runner.request_state import FIRST_TOKEN_CAPACITY, RequestState, SlotParameters
@@ -47,6 +49,44 @@ def test_graphs_learn_of_moved_memory():
     assert state.sampling.eos[0].tolist() == [-1, -1, -1]
     admit(state, 0, max_length=FIRST_TOKEN_CAPACITY + 1)
     assert state.version == version + 2
+
+
+GROWTHS = {
+    "slots": lambda state: state.grow(7),
+    "tokens": lambda state: admit(state, 0, max_length=FIRST_TOKEN_CAPACITY + 1),
+    "eos": lambda state: admit(state, 0, eos_token_ids=(7, 8, 9)),
+    "edits": lambda state: admit(state, 0, edits=Edits(bad_words_ids=((4, 5), (6,)))),
+}
+
+
+@pytest.mark.parametrize("name", GROWTHS)
+def test_graphs_learn_of_memory_that_moved_before_an_interrupt(name):
+    """Wherever it came: else they would go on to read what nobody writes any more."""
+    files = "request_state.py", "edits.py", "edit_lines.py", "adapter_slots.py"
+
+    def memory(state):
+        lists = (lines.table for lines in state.edits._lists.values())
+        tensors = [state.tokens, state.block_table, *state.sampling, state.edits._floats, state.edits._ints,
+                   state.edits._factors, *lists, state.adapters._index]
+        return tensors, [tensor.data_ptr() for tensor in tensors], (state.version, state.edits.generation)
+
+    moved = 0
+    for at in itertools.count(1):
+        state = RequestState(3, 5000, 16, torch.device("cpu"))
+        admit(state, 1)
+        held, addresses, version = memory(state)
+        with suppress(Interrupt), interrupted_behind(at, *files) as places:
+            GROWTHS[name](state)
+        _, after, known = memory(state)
+        moved += after != addresses
+        assert after == addresses or known != version, places[-1]
+        GROWTHS[name](state)
+        state.grow(8)
+        assert {tensor.shape[-1] for tensor in memory(state)[0] if tensor.dim() == 1} == {9} and held
+        assert {len(tensor) for tensor in memory(state)[0][:5]} == {len(state.adapters._is_named)} == {9}
+        if len(places) < at:
+            break
+    assert moved > 1
 
 
 def test_ever_new_mixes_of_edits_end_as_one_set_of_stages():
