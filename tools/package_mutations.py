@@ -400,6 +400,7 @@ HOPPER_CALLS = [
     PackageMutation(HOPPER, "packed_heads(q.shape[1] // num_kv_heads) >= BLOCK_M", "1 > 0", HOPPER_TESTS,
                     "fill_a_tile"),
     PackageMutation(HOPPER, "tuple(f\"{tested}.\" for", "tuple(tested for", HOPPER_TESTS, "elsewhere"),
+    PackageMutation("kernels/_device.py", " or torch.version.hip", "", "kernels/test_device.py", "nvidia"),
     PackageMutation(HOPPER, "(q.data_ptr() | 2 * q.stride(0)", "(2 * q.stride(0)", HOPPER_TESTS, "tma"),
     PackageMutation(HOPPER, " | 2 * q.stride(0)", "", HOPPER_TESTS, "tma"),
     PackageMutation("kernels/attention/backends.py", "if hopper_support.why_not_on(device) is None:", "if True:",
