@@ -67,7 +67,7 @@ WHICH_PATH = [
                     "inputs"),
     PackageMutation(ENABLE, "            causal_lm.__class__ = stock\n", "            pass\n", EXPLAIN_TESTS,
                     "nothing_runs"),
-    PackageMutation(ENABLE, '            model_kwargs["past_key_values"] = copy.copy(given)\n', "            pass\n",
+    PackageMutation(ENABLE, '            model_kwargs[CACHE_NAME] = copy.copy(given)\n', "            pass\n",
                     EXPLAIN_TESTS, "no_mark"),
     PackageMutation(EXPLAIN, "            warnings.simplefilter(\"ignore\")\n", "            pass\n", EXPLAIN_TESTS,
                     "nothing_runs"),
@@ -105,7 +105,7 @@ INTEGRATION = [
     PackageMutation(LOCKSTEP, "if config.use_cache is False:\n", "if False:\n", "integration/test_inert_arguments.py",
                     "without_a_cache_in_lockstep"),
     PackageMutation(FALLBACK, "    if engine.config.strict:\n", "    if False:\n", FALLBACK_TESTS, "inputs_embeds"),
-    PackageMutation(LOCKSTEP, "        result[\"past_key_values\"] = cache.to_dynamic(model.config)\n",
+    PackageMutation(LOCKSTEP, "        result[CACHE_NAME] = cache.to_dynamic(model.config)\n",
                     "        pass\n", LOCKSTEP_TESTS, "the_returned_cache_is_stocks"),
     PackageMutation(CACHE, "            self._length += tokens_to_remove\n", "", LOCKSTEP_TESTS, "prompt_lookup"),
     PackageMutation(BOARD, "for key in (request_id, *children):", "for key in (request_id,):",
@@ -406,6 +406,7 @@ HOPPER_CALLS = [
     PackageMutation(HOPPER, "packed_heads(q.shape[1] // num_kv_heads) >= BLOCK_M", "1 > 0", HOPPER_TESTS,
                     "fill_a_tile"),
     PackageMutation(HOPPER, "tuple(f\"{tested}.\" for", "tuple(tested for", HOPPER_TESTS, "elsewhere"),
+    PackageMutation("kernels/_device.py", " or torch.version.hip", "", "kernels/test_device.py", "nvidia"),
     PackageMutation(HOPPER, "(q.data_ptr() | 2 * q.stride(0)", "(2 * q.stride(0)", HOPPER_TESTS, "tma"),
     PackageMutation(HOPPER, " | 2 * q.stride(0)", "", HOPPER_TESTS, "tma"),
     PackageMutation("kernels/attention/backends.py", "if hopper_support.why_not_on(device) is None:", "if True:",
@@ -813,7 +814,7 @@ GUESSING = [
 ]
 
 ROPE, ROPE_TESTS, STATE = "models/rope.py", "models/test_rope.py", "runner/request_state.py"
-LONG_TESTS = "engine/test_long_context.py"
+LONG_TESTS = "engine/test_long_requests.py"
 LONG = [
     PackageMutation(ROPE, 'if one["rope_type"] == "yarn":', "if False:", ROPE_TESTS, "yarn_is_native"),
     PackageMutation(ROPE, "            limits.append(min(positions, original))\n", "            pass\n", ROPE_TESTS,

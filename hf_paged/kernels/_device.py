@@ -15,11 +15,23 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Of an NVIDIA GPU; None for all else. Under HIP an AMD GPU is a "cuda" device, too, and an MI200 says (9, 0)."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
 @lru_cache(maxsize=64)
 def shared_memory(device: torch.device) -> int:
-    """Bytes a block may have; 0 where the GPU does not say, a large GPU's for a CPU (the interpreter has no limit)."""
+    """Bytes a block may have; 0 where the GPU does not say, and for AMD's, for which no tiles are chosen.
+
+    A large GPU's for a CPU (the interpreter has no limit).
+    """
     if device.type != "cuda":
         return 227 << 10
+    if compute_capability(device) is None:
+        return 0
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 

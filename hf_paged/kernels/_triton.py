@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_paged.kernels._device import compute_capability
 from hf_paged.kernels.compiling import Kernel
 
 if TYPE_CHECKING:
@@ -76,9 +77,9 @@ def require_triton() -> None:
 @lru_cache(maxsize=64)
 def pdl_supported(device: torch.device) -> bool:
     """Can kernels on `device` start before their predecessor ends? Not in the interpreter, nor before Hopper."""
-    if triton is None or device.type != "cuda" or torch.version.hip or triton.knobs.runtime.interpret:
+    if triton is None or triton.knobs.runtime.interpret:
         return False
-    return torch.cuda.get_device_capability(device) >= (9, 0) and hasattr(tl.extra.cuda, "gdc_wait")
+    return (compute_capability(device) or (0, 0)) >= (9, 0) and hasattr(tl.extra.cuda, "gdc_wait")
 
 
 def pdl_options(tensor: torch.Tensor) -> dict[str, bool]:

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from hf_paged.kernels._device import shared_memory
+from hf_paged.kernels._device import compute_capability, shared_memory
 from hf_paged.kernels._dot_silu import dot_silu
 from hf_paged.kernels._gemv import GemvConfig, gemv
 from hf_paged.kernels._linear_dot import DotConfig, dot_linear, dot_parts
@@ -151,7 +151,7 @@ def fastest_config(rows: int, outputs: int, width: int) -> GemvConfig | DotConfi
 @lru_cache(maxsize=64)
 def _shared_memory(device: torch.device) -> int:
     """Bytes a block may have; 0 where the kernels do not run (before Ampere, AMD)."""
-    if torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+    if (compute_capability(device) or (0, 0)) < (8, 0):
         return 0
     return max(1, shared_memory(device))
 

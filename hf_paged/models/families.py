@@ -1,6 +1,6 @@
 """The model families that run on the paged cache: what may stand where in such a model, and what it computes.
 
-Checked against transformers 5.17 to 5.23. A family's modeling file is imported only once such a model is met.
+Checked against transformers 5.17 to 5.24. A family's modeling file is imported only once such a model is met.
 """
 
 from __future__ import annotations

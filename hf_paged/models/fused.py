@@ -1,6 +1,6 @@
 """Qwen3, Qwen3-MoE and Llama: the decoder's layers on packed tokens, with merged projections, fused ops and pages.
 
-Follows `Qwen3Model.forward`, `Qwen3DecoderLayer.forward` and `Qwen3Attention.forward` of transformers 5.17 to 5.23 and
+Follows `Qwen3Model.forward`, `Qwen3DecoderLayer.forward` and `Qwen3Attention.forward` of transformers 5.17 to 5.24 and
 their like in the other families, rounding included. A projection that is not a plain layer (LoRA, quantized) is called
 as it stands, and so is a block of experts.
 """

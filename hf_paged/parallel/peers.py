@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_paged.kernels._device import compute_capability
 from hf_paged.kernels._peers import MAX_PROGRAMS, MAX_RANKS, Peers, buffer_bytes, empty_buffer
 from hf_paged.kernels._triton import triton
 from hf_paged.parallel.group import ENVIRONMENT, ParallelGroup
@@ -224,14 +225,15 @@ def _of_all(thing: Any, hosts: dist.ProcessGroup) -> list[Any]:
 
 
 def _obstacle(device: torch.device, size: int) -> str | None:
-    if device.type != "cuda" or torch.version.hip:
+    capability = compute_capability(device)
+    if capability is None:
         return f"expected an NVIDIA GPU, got {device}"
     if triton is None:
         return "triton is not installed"
     if not 2 <= size <= MAX_RANKS:
         return f"expected 2 to {MAX_RANKS} ranks, got {size}"
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return f"expected compute capability 9.0 or later, got {torch.cuda.get_device_capability(device)}"
+    if capability < (9, 0):
+        return f"expected compute capability 9.0 or later, got {capability}"
     # The exchange itself would create a multicast object otherwise.
     if os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != ENVIRONMENT["TORCH_SYMM_MEM_DISABLE_MULTICAST"]:
         return "TORCH_SYMM_MEM_DISABLE_MULTICAST is not 1"

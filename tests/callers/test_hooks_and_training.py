@@ -122,8 +122,8 @@ def _gradients(model: Any, between: Any) -> dict[str, torch.Tensor]:
 def test_generate_between_forward_and_backward(wrap, reentrant):
     """With and without checkpointing, whose backward runs the layers' forward again. Gradients are bitwise stock's.
 
-    In train mode checkpointed layers of stock drop their cache, so that call goes to stock; in eval mode, and with
-    checkpointing switched off for the call as TRL does, it is native.
+    In train mode checkpointed layers of stock drop their cache before transformers 5.24, so that call goes to stock; in
+    eval mode, and with checkpointing switched off for the call as TRL does, it is native.
     """
     models = [wrap(tiny_model()), wrap(tiny_model())]
     for model in models:
@@ -136,7 +136,8 @@ def test_generate_between_forward_and_backward(wrap, reentrant):
     assert expected
     in_train_mode = stock.generate(**INPUTS, **OPTIONS)
     in_eval_mode = stock.eval().generate(**INPUTS, **OPTIONS)
-    assert torch.equal(in_train_mode, in_eval_mode) == (reentrant is None)
+    forgets = not torch.equal(in_train_mode, in_eval_mode)
+    assert not (forgets and reentrant is None)
     hf_paged.enable(ours)
     engine = hf_paged.get_engine(ours)
 
@@ -145,7 +146,7 @@ def test_generate_between_forward_and_backward(wrap, reentrant):
             warnings.simplefilter("always")
             assert_same_tensor(ours.generate(**INPUTS, **OPTIONS), in_train_mode)
         reasons = [str(w.message) for w in caught if issubclass(w.category, hf_paged.FallbackWarning)]
-        assert len(reasons) == (reentrant is not None)
+        assert len(reasons) == forgets
         assert all("checkpoints activations in train mode" in reason for reason in reasons)
         made = engine.stats().num_generated_tokens
         ours.eval()

@@ -125,7 +125,7 @@ def test_adapters_saved_loaded_around_an_enabled_model_combined_and_deleted(tmp_
     assert_native_tokens(wrapped, expected["one"], INPUTS, **OPTIONS)
 
 
-def test_transformers_own_adapter_methods(tmp_path):
+def test_transformers_own_adapter_methods(tmp_path, any_peft):
     """`add_adapter`, `set_adapter`, `disable_adapters` of the model itself, without a PeftModel around it."""
     model = hf_paged.enable(tiny_model(), strict=True)
     plain = assert_native_parity(model, **INPUTS, **OPTIONS)

@@ -169,10 +169,14 @@ def test_sampled_rollouts_come_from_the_distribution_of_the_moment(trained_path,
 
 
 def test_fp32_weights_under_bf16_autocast_are_native(trained_path, trained_tokenizer, tmp_path):
-    """TRL's defaults: rollouts are stock's under the same autocast, so rewards, losses and weights are bitwise its."""
-    stock = _train(_load(trained_path), trained_tokenizer, tmp_path, bf16=True)
+    """TRL's defaults: rollouts are stock's under the same autocast, so rewards, losses and weights are bitwise its.
+
+    The learning rate as in the next test.
+    """
+    options = {"bf16": True, "learning_rate": 2e-4, "entropy_coef": 0.1}
+    stock = _train(_load(trained_path), trained_tokenizer, tmp_path, **options)
     model = hf_paged.enable(_load(trained_path), strict=True)
-    ours = _train(model, trained_tokenizer, tmp_path, bf16=True)
+    ours = _train(model, trained_tokenizer, tmp_path, **options)
     _assert_same_run(ours, stock)
     assert hf_paged.get_engine(model).stats().num_generated_tokens == _tokens_made(ours)
     assert not torch.equal(ours.rollouts[0].weights["lm_head.weight"], ours.rollouts[-1].weights["lm_head.weight"])

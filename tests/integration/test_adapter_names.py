@@ -329,7 +329,7 @@ def test_callers_in_threads_of_whom_one_names_adapters():
         assert not failures
 
 
-def test_lora_injected_into_a_bare_model():
+def test_lora_injected_into_a_bare_model(any_peft):
     """By transformers' `add_adapter`: no PeftModel is there to name adapters; a tuner of PEFT's and our calls do."""
     model = tiny_model()
     for seed, name in ((5, "one"), (6, "two")):

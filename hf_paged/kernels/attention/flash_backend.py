@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_paged.kernels._device import compute_capability
 from hf_paged.kernels._triton import on_device_of
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 
@@ -156,16 +157,16 @@ def load(package: FlashPackage) -> tuple[Callable[..., Any] | None, str | None]:
 
 @lru_cache(maxsize=64)
 def _major(device: torch.device) -> int | None:
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_capability(device)[0]
+    """Major compute capability; None where none of the packages' kernels, which are NVIDIA's, can run."""
+    capability = compute_capability(device) if torch.cuda.is_available() else None
+    return None if capability is None else capability[0]
 
 
 def why_not(package: FlashPackage, device: torch.device, shape: AttentionShape) -> str | None:
     """Why ``package`` cannot carry calls of ``shape`` on ``device``; None where it can."""
     major = _major(device)
     if major is None:
-        return f"needs a CUDA device, not {str(device)!r}"
+        return f"needs an NVIDIA GPU, not {str(device)!r}"
     if major not in package.majors:
         return f"does not run on compute capability {major}.x"
     return load(package)[1] or package.refuse(shape, major)

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 
+from hf_paged.kernels._device import compute_capability
 from hf_paged.kernels._triton import triton
 from hf_paged.kernels.attention.metadata import PagedMetadata
 
@@ -27,11 +28,12 @@ def why_not_on(device: torch.device) -> str | None:
     """Why the kernel cannot run on `device`; None where it can."""
     if triton is None:
         return "needs triton, which is not installed"
-    if device.type != "cuda" or not torch.cuda.is_available() or triton.knobs.runtime.interpret:
-        return f"needs a CUDA device, not {str(device)!r}"
-    major = torch.cuda.get_device_capability(device)[0]
-    if major != 9:
-        return f"does not run on compute capability {major}.x"
+    compiles = torch.cuda.is_available() and not triton.knobs.runtime.interpret
+    capability = compute_capability(device) if compiles else None
+    if capability is None:
+        return f"needs an NVIDIA GPU, not {str(device)!r}"
+    if capability[0] != 9:
+        return f"does not run on compute capability {capability[0]}.x"
     version: str = triton.__version__
     if not version.startswith(tuple(f"{tested}." for tested in TESTED_TRITON)):
         return f"was tested with triton {' and '.join(TESTED_TRITON)}, not {version}"

@@ -36,7 +36,7 @@ def stock(trained_path, tmp_path_factory):
 
 
 @pytest.fixture(params=[False, True], ids=["generate", "continuous"])
-def server(request, trained_path, stock):
+def server(request, trained_path, stock, any_peft):
     hf_paged.install()
     install_serving(stock[1])
     try:

@@ -251,7 +251,7 @@ def shape(dtype=torch.bfloat16, head_dim=128, block_size=16, has_window=False):
         (FLASH_4, 10, shape(head_dim=192), "up to 128, or 256"),
         (FLASH_4, 10, shape(head_dim=256), None),
         (FLASH_4, 8, shape(), "compute capability 8"),
-        (FLASH_4, None, shape(), "needs a CUDA device"),
+        (FLASH_4, None, shape(), "needs an NVIDIA GPU"),
     ],
 )
 def test_reasons(machine, adapter, major, asked, reason):

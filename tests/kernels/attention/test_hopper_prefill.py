@@ -45,7 +45,7 @@ def test_it_runs_where_it_was_tested(hopper):
     (torch.cuda, "get_device_capability", lambda device=None: (8, 0), "does not run on compute capability 8.x"),
     (hopper_support.triton, "__version__", "3.60.0", "was tested with triton 3.6, not 3.60.0"),
     (hopper_support.triton, "__version__", "3.7.1", "was tested with triton 3.6, not 3.7.1"),
-    (hopper_support.triton.knobs.runtime, "interpret", True, "needs a CUDA device, not 'cuda:0'"),
+    (hopper_support.triton.knobs.runtime, "interpret", True, "needs an NVIDIA GPU, not 'cuda:0'"),
     (hopper_support, "triton", None, "needs triton, which is not installed"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_elsewhere_the_plain_kernel_runs(hopper, owner, name, value, reason):
@@ -55,7 +55,7 @@ def test_elsewhere_the_plain_kernel_runs(hopper, owner, name, value, reason):
 
 
 def test_a_cpu_and_unsuitable_models_are_refused_by_name(trained_model):
-    with pytest.raises(ValueError, match=r"attention_backend='hopper': .*; it needs a CUDA device, not 'cpu'"):
+    with pytest.raises(ValueError, match=r"attention_backend='hopper': .*; it needs an NVIDIA GPU, not 'cpu'"):
         hf_paged.PagedGenerator(trained_model, attention_backend="hopper", num_blocks=8)
     assert why_not_of(torch.float32, 128, 16) == "takes fp16 and bf16, not torch.float32"
     for head_dim in (32, 60, 84, 264):
