@@ -303,7 +303,7 @@ JOINED = [
                     "half_as_long"),
     PackageMutation("runner/request_state.py", "        self.edits.grow(num_slots)\n", "",
                     "runner/test_request_state.py", "more_slots"),
-    PackageMutation("runner/request_state.py", "        self._stages = np.pad(self._stages, (0, more))\n", "",
+    PackageMutation("runner/request_state.py", "stages = np.pad(self._stages, (0, more))", "stages = self._stages",
                     "runner/test_request_state.py", "more_slots"),
     PackageMutation(FACTS, "elif self._parameter_kinds != _parameter_kinds(namespaces):", "elif False:", FACTS_TESTS,
                     "leaves_out"),
