@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 def together(*calls: Callable[[], Any], timeout: float = 120.0) -> list[Any]:
     """What each returned, or raised; they begin when all threads are there."""
@@ -26,3 +28,31 @@ def together(*calls: Callable[[], Any], timeout: float = 120.0) -> list[Any]:
         thread.join(timeout)
         assert not thread.is_alive()
     return results
+
+
+class RowsElsewhere:
+    """Rows in lockstep of another thread's greedy call, which waits for its logits while this thread steps."""
+
+    def __init__(self, engine: Any, prompts: list[list[int]], count: int) -> None:
+        self.made: list[list[int]] = [[] for _ in prompts]
+        self._engine, self._count = engine, count
+        self._call = engine.lockstep(prompts, count)
+        self._batch = self._call.__enter__()
+        self._batch._asked = torch.empty(len(prompts), 0, dtype=torch.int64)
+
+    def take(self) -> None:
+        """Do what the other thread does between two steps."""
+        batch = self._batch
+        if batch._answer is not None:
+            tokens, batch._asked, batch._answer = batch._answer[:, -1].argmax(-1), None, None
+            for row, token in zip(self.made, tokens.tolist(), strict=True):
+                row.append(token)
+            if len(self.made[0]) < self._count:
+                batch._asked = tokens[:, None]
+
+    def finish(self) -> list[list[int]]:
+        while len(self.made[0]) < self._count:
+            self._engine._core.step()
+            self.take()
+        self._call.__exit__(None, None, None)
+        return self.made

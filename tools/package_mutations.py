@@ -708,7 +708,15 @@ SHARED_READS = [
 
 # Kernels that a step misses.
 COMPILING, COMPILING_TESTS, COMING_TESTS = "kernels/compiling.py", "kernels/test_compiling.py", "runner/test_coming.py"
+REPEATED_TESTS = "runner/test_repeated_steps.py"
 MISSING_KERNELS = [
+    PackageMutation("runner/padded_steps.py", "slots, 1 + positions, stages", "slots, positions.add_(1), stages",
+                    REPEATED_TESTS, "run_again"),
+    PackageMutation("runner/model_runner.py", "        parts = self.attention.parts(plan, query_start, slot_mapping)\n",
+                    "        parts = self.attention.parts(plan, query_start, slot_mapping)\n"
+                    "        self._count_reads(plan)\n", REPEATED_TESTS, "run_again"),
+    PackageMutation("engine/session.py", "else self.logprobs[:count]", "else self.logprobs",
+                    "engine/test_interrupts.py", "get_everything_once"),
     PackageMutation(COMPILING, "with suppress(Exception), _Zeros():", "with suppress(Exception):", COMPILING_TESTS,
                     "zeros"),
     PackageMutation(COMPILING, "if dry_run is None else partial(dry_run.launch, self, grid)", "if True else None",

@@ -26,7 +26,7 @@ from support import (
     stock_generate,
     tiny_model,
 )
-from threads import together
+from threads import RowsElsewhere, together
 from transformers import GenerationConfig, TextIteratorStreamer
 
 import hf_paged
@@ -421,33 +421,6 @@ def test_a_call_that_is_interrupted_in_any_function_leaves_nothing_behind(model,
         assert not engine._core.batches, at
         assert_idle(model)
     assert len(points) >= 20
-
-
-class RowsElsewhere:
-    """Rows in lockstep of another thread's call, which waits for its logits while this thread steps."""
-
-    def __init__(self, engine, prompts, count):
-        self.made, self._engine, self._count = [[] for _ in prompts], engine, count
-        self._call = engine.lockstep(prompts, count)
-        self._batch = self._call.__enter__()
-        self._batch._asked = torch.empty(len(prompts), 0, dtype=torch.int64)
-
-    def take(self):
-        """Do what the other thread does between two steps."""
-        batch = self._batch
-        if batch._answer is not None:
-            tokens, batch._asked, batch._answer = batch._answer[:, -1].argmax(-1), None, None
-            for row, token in zip(self.made, tokens.tolist(), strict=True):
-                row.append(token)
-            if len(self.made[0]) < self._count:
-                batch._asked = tokens[:, None]
-
-    def finish(self):
-        while len(self.made[0]) < self._count:
-            self._engine._core.step()
-            self.take()
-        self._call.__exit__(None, None, None)
-        return self.made
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -36,7 +36,7 @@ from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.graphs import Captured, StepGraphs
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.padded_steps import Drawn
-from hf_paged.sampling.token_log_probs import PROCESSED, RAW
+from hf_paged.sampling.token_log_probs import PROCESSED
 from hf_paged.scheduler import Status
 
 
@@ -106,11 +106,11 @@ def uncaptured(monkeypatch):
                                                                   strict=True))
         memory.tokens[: len(drawn.tokens)] = drawn.tokens
         for kind, values in drawn.logprobs.items():
-            memory.logprobs[kind][: len(values)] = values
+            memory.logprobs.setdefault(kind, torch.empty(10_000, *values.shape[1:]))[: len(values)] = values
         return memory._replace(logprobs={kind: memory.logprobs[kind] for kind in drawn.logprobs}, logits=drawn.logits)
 
     held: dict[Uncaptured, tuple[torch.Tensor, ...]] = {}
-    memory = Drawn(torch.empty(10_000, dtype=torch.int64), {kind: torch.empty(10_000) for kind in (PROCESSED, RAW)})
+    memory = Drawn(torch.empty(10_000, dtype=torch.int64), {})
     own_get = StepGraphs._get
     own = ModelRunner.__init__
 
