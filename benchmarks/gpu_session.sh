@@ -2,6 +2,7 @@
 # One visit to a GPU machine: tests, kernels, log-prob error, throughput. Full logs under $OUT, a short table last.
 #   bash benchmarks/gpu_session.sh [tests|kernels|linear|sampler|options|logprob|throughput|ab|profile|memory|timeline
 #                                  |shadow|autocast_tests|logprob_autocast|autocast ...]
+#   bash benchmarks/gpu_session.sh "first_token" "lora_speed workload --model 8B"   # any script of this folder, its words
 #   MODELS=32B SIZE=4 bash benchmarks/gpu_session.sh rank_tests all_reduce ranks ranks_filtered    # several GPUs
 set -uo pipefail
 OUT=${OUT:-/tmp/hf_paged_gpu}
@@ -11,6 +12,7 @@ steps=("$@")
 [ ${#steps[@]} -gt 0 ] || steps=(tests kernels logprob throughput profile)
 for step in "${steps[@]}"; do
   start=$SECONDS
+  name=${step%% *} words=${step#"${step%% *}"}
   case $step in
     tests) timeout 300 python3 -m pytest -q -n 12 -m gpu -p no:cacheprovider tests >"$OUT/tests.log" 2>&1 ;;
     kernels) timeout 150 python3 benchmarks/kernel_speed.py --out "$OUT/kernels.json" >"$OUT/kernels.log" 2>&1 ;;
@@ -36,8 +38,11 @@ for step in "${steps[@]}"; do
     memory) timeout 200 bash -c 'python3 -m pytest -q -m gpu -p no:cacheprovider tests/models/test_virtual_memory.py tests/runner/test_kv_cache.py &&
       python3 benchmarks/kv_memory.py --out $OUT/memory.json' >"$OUT/memory.log" 2>&1 ;;
     timeline) timeout 90 python3 benchmarks/timeline.py >"$OUT/timeline.log" 2>&1 ;;
-    *) echo "unknown step '$step': expected one of those in this file's head" >&2; exit 2 ;;
+    *)
+      [ -f "benchmarks/$name.py" ] || { echo "unknown step '$step': expected one of this file's, or a script of its folder" >&2; exit 2; }
+      # shellcheck disable=SC2086
+      timeout ${LIMIT:-150} python3 "benchmarks/$name.py" $words >"$OUT/$name.log" 2>&1 ;;
   esac
   echo "== $step: exit $?, $((SECONDS - start)) s"
-  tail -n "$([ "$step" = throughput ] || [ "$step" = ab ] && echo 40 || echo 12)" "$OUT/$step.log"
+  tail -n "$([ "$step" = throughput ] || [ "$step" = ab ] && echo 40 || echo 12)" "$OUT/$name.log"
 done

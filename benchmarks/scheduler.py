@@ -40,7 +40,8 @@ def prompts_of(sharing: str, num_seqs: int, rng: np.random.Generator) -> list[li
 def measure(num_seqs: int, steps: int, block_size: int, overlap: bool, sharing: str, turnover: bool) -> list[float]:
     """Milliseconds of each decode step."""
     rng = np.random.default_rng(0)
-    max_model_len = 1024 + 2 * steps
+    new_tokens = 200 + 2 * steps  # of which the first rows make some until the last one has its prompt
+    max_model_len = 1024 + new_tokens
     config = SchedulerConfig(
         block_size=block_size,
         num_blocks=num_seqs * (max_model_len // block_size + 1) + 1,
@@ -52,7 +53,7 @@ def measure(num_seqs: int, steps: int, block_size: int, overlap: bool, sharing: 
     prompts = prompts_of(sharing, num_seqs, rng)
 
     def add(name: str, prompt: list[int]) -> Sequence:
-        seq = Sequence(name, prompt, max_new_tokens=2 * steps, eos_token_ids=(150_001, 150_002))
+        seq = Sequence(name, prompt, max_new_tokens=new_tokens, eos_token_ids=(150_001, 150_002))
         scheduler.add(seq)
         return seq
 

@@ -113,7 +113,9 @@ def add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n, 
         place = places + (part * MEMBERS + member) * FIELDS
         rank = tl.multiple_of(tl.where(entry >= 0, tl.load(place + 3), 0).to(tl.int32), RANK_DIVISOR)
         b = pointer_to(tl.load(place + 1), KIND, ALIGNED)
-        for tile in tl.static_range(RANK // BLOCK_R):
+        # A loop, of which one turn leaves nothing: written out, a rank of 256 would take ptxas up to 100 s and spill
+        # 94 KB. One stage: several would ask for more shared memory than some GPUs have.
+        for tile in tl.range(RANK // BLOCK_R, num_stages=1):
             index = tile * BLOCK_R + tl.arange(0, BLOCK_R)
             known = index < rank
             b_tile = tl.load(b + (n[:, None] * rank + index[None, :]), mask=n_inside[:, None] & known[None, :],

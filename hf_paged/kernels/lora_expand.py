@@ -245,8 +245,12 @@ def _expand_kernel(
 
 
 def expand_config(product: torch.Tensor, table: LoraTable, order: RowOrder | None) -> ExpandConfig:
-    """What is fastest on an H200 (lora_speed.py)."""
-    return ExpandConfig(tile_of(len(product)), 128, precision_of(product.dtype), 4)
+    """What is fastest on an H200 (lora_speed.py), with more warps where four would spill (`compile_lora.py`)."""
+    precision = precision_of(product.dtype)
+    low = table.compute_dtype != torch.float32
+    largest_of_four_warps = 64 if low else 32 if precision == "bf16x3" else 0  # rank, with a tile of many rows
+    num_warps = 8 if len(product) >= MANY_ROWS and table.rank > largest_of_four_warps else 4
+    return ExpandConfig(tile_of(len(product)), 128, precision, num_warps)
 
 
 def lora_expand_triton(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf_paged.kernels._device import shared_memory
 from hf_paged.kernels._lora_tile import (
     FIELDS,
     lora_dot,
@@ -28,6 +29,8 @@ from hf_paged.kernels._triton import (
 )
 from hf_paged.kernels.lora_order import MANY_ROWS, RowOrder
 from hf_paged.kernels.lora_table import LoraTable, power_of_two
+
+_HOPPER_SHARED_MEMORY = 200 << 10  # bytes a block may have there, at the least
 
 
 class ShrinkConfig(NamedTuple):
@@ -162,7 +165,10 @@ def shrink_config(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> 
     precision = precision_of(x.dtype)
     columns = table.num_slots * table.rank
     if rows >= MANY_ROWS:  # each x is read once for most tables
-        return ShrinkConfig(64, min(64, power_of_two(columns)), 64, 1, precision, 4, 3)
+        # Where products of three parts come out of registers, as before Hopper, tiles as wide as there spill.
+        in_parts = precision == "tf32x3" and table.compute_dtype == torch.float32
+        block_k = 32 if in_parts and shared_memory(x.device) < _HOPPER_SHARED_MEMORY else 64
+        return ShrinkConfig(64, min(64, power_of_two(columns)), block_k, 1, precision, 4, 3)
     block_m = (16 if rows <= 16 else 32 if rows <= 32 else 64) if order is None else order.tile
     block_r = table.rank_tile
     split_k = max(1, min(16, width // 128))  # whatever the rows: kernels that add them up are compiled for a number
