@@ -411,6 +411,8 @@ HOPPER_CALLS = [
     PackageMutation(HOPPER, " | 2 * q.stride(0)", "", HOPPER_TESTS, "tma"),
     PackageMutation("kernels/attention/backends.py", "if hopper_support.why_not_on(device) is None:", "if True:",
                     HOPPER_TESTS, "elsewhere"),
+    PackageMutation("kernels/attention/metadata.py", "if options.scale > 0.0:", "if True:",
+                    "kernels/attention/test_paged_attention.py", "negative"),
     PackageMutation("kernels/attention/backends.py", "HopperBackend(measured_only=True)", "HopperBackend()",
                     HOPPER_TESTS, "timed"),
 ]

@@ -18,7 +18,7 @@ import torch
 
 from hf_paged.kernels._device import compute_capability
 from hf_paged.kernels._triton import on_device_of
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata, positively_scaled
 
 
 class AttentionShape(NamedTuple):
@@ -254,6 +254,7 @@ def run_package(
     function, reason = load(package)
     if function is None:
         raise RuntimeError(f"{package.name}: {reason}")
+    q, options = positively_scaled(q, options)
     used = max(1, -(-meta.max_seq_len // k_cache.shape[1]))
     page_table = meta.block_table[:, :used].index_select(0, meta.slots)
     if package.small_pages:

@@ -41,6 +41,7 @@ from hf_paged.kernels.attention.metadata import (
     GroupedConfig,
     GroupedWork,
     PagedMetadata,
+    positively_scaled,
 )
 
 # By bytes of one head's key (padded). Measured on an H200 for 256 bytes (docs/performance.md); larger tiles for larger
@@ -235,9 +236,7 @@ def paged_attention_grouped(
     group = num_heads // num_kv_heads
     config = work.config
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    scale = options.scale
-    if scale <= 0.0:  # the kernel takes the largest score of a group's tile before it scales
-        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+    q, options = positively_scaled(q, options)
     acc = torch.empty(work.num_parts, num_heads, head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(work.num_parts, num_heads, 2, dtype=torch.float32, device=q.device)
     group_pad, head_dim_pad = triton.next_power_of_2(group), padded_head_dim(head_dim)
@@ -257,7 +256,7 @@ def paged_attention_grouped(
             q.stride(1),
             meta.block_table.stride(0),
             options.window or 0,
-            scale * LOG2_E,
+            options.scale * LOG2_E,
             (options.softcap or 0.0) * LOG2_E,
             HAS_WINDOW=options.window is not None,
             HAS_SOFTCAP=options.softcap is not None,

@@ -17,7 +17,14 @@ from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
 from hf_paged.kernels.attention.grouped_decode import grouped_config
 from hf_paged.kernels.attention.grouped_work import Kernel
 from hf_paged.kernels.attention.hopper_support import BLOCK_M, packed_heads
-from hf_paged.kernels.attention.metadata import PART_FIELDS, ROW_FIELDS, AttentionOptions, PagedMetadata, PromptWork
+from hf_paged.kernels.attention.metadata import (
+    PART_FIELDS,
+    ROW_FIELDS,
+    AttentionOptions,
+    PagedMetadata,
+    PromptWork,
+    positively_scaled,
+)
 from hf_paged.kernels.attention.prefill import (
     DEEP_SHARED_MEMORY,
     SharedParts,
@@ -129,14 +136,12 @@ def paged_attention_grouped_prefill(
     (items, rows, num_parts, config), own_begin = meta.work
     _, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
-    scale, queries = options.scale, q
-    if scale <= 0.0:  # the kernel takes the largest score of a tile before it scales
-        queries, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+    q, options = positively_scaled(q, options)
     acc = torch.empty(num_parts, num_heads, head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(num_parts, num_heads, 2, dtype=torch.float32, device=q.device)
     with on_device_of(q):
         _shared_kernel[(num_kv_heads, len(items))](
-            queries,
+            q,
             k_cache,
             v_cache,
             acc,
@@ -144,11 +149,11 @@ def paged_attention_grouped_prefill(
             items,
             rows,
             meta.block_table,
-            queries.stride(0),
-            queries.stride(1),
+            q.stride(0),
+            q.stride(1),
             meta.block_table.stride(0),
             options.window or 0,
-            scale * LOG2_E,
+            options.scale * LOG2_E,
             (options.softcap or 0.0) * LOG2_E,
             HAS_WINDOW=options.window is not None,
             HAS_SOFTCAP=options.softcap is not None,

@@ -28,7 +28,7 @@ from hf_paged.kernels._device import num_multiprocessors
 from hf_paged.kernels._triton import on_device_of, triton
 from hf_paged.kernels.attention._tile import LOG2_E
 from hf_paged.kernels.attention.hopper_support import BLOCK_M, packed_heads
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata, positively_scaled
 from hf_paged.kernels.compiling import noted
 
 # Names that differ between versions of Triton.
@@ -556,9 +556,7 @@ def paged_attention_hopper(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if num_tokens == 0:
         return out
-    scale = options.scale
-    if scale <= 0.0:  # the kernel takes the largest score before it scales
-        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+    q, options = positively_scaled(q, options)
     config = config or _CONFIGS[max(64, triton.next_power_of_2(head_dim))]
     shape = HopperShape(
         query_heads=num_heads, kv_heads=num_kv_heads, packed=packed_heads(num_heads // num_kv_heads),
@@ -577,7 +575,7 @@ def paged_attention_hopper(
     with on_device_of(q):
         _hopper_prefill_kernel[(shape.programs,)](
             queries, keys, values, out, meta.query_start, meta.seq_lens, meta.block_table, meta.slots, options.sinks,
-            num_rows, num_items, meta.block_table.stride(0), options.window or 0, scale * LOG2_E,
+            num_rows, num_items, meta.block_table.stride(0), options.window or 0, options.scale * LOG2_E,
             (options.softcap or 0.0) * LOG2_E, shape, num_warps=4, maxnreg=168,
         )
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,18 @@ class AttentionOptions:
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+
+
+def positively_scaled(q: torch.Tensor, options: AttentionOptions) -> tuple[torch.Tensor, AttentionOptions]:
+    """Queries and options of the same scores, with a scale above 0.
+
+    Who takes the largest score, or masks scores, before scaling needs one: -inf times a negative number is inf.
+    """
+    if options.scale > 0.0:
+        return q, options
+    if options.scale < 0.0:
+        return -q, replace(options, scale=-options.scale)
+    return torch.zeros_like(q), replace(options, scale=1.0)
 
 
 class WorkItem(NamedTuple):

@@ -12,7 +12,7 @@ from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, trit
 from hf_paged.kernels.attention._pages import blocks_of_tile, load_keys, load_values
 from hf_paged.kernels.attention._parts import ROW_PART, ROW_PIECES
 from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
-from hf_paged.kernels.attention.metadata import ROW_FIELDS, AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.metadata import ROW_FIELDS, AttentionOptions, PagedMetadata, positively_scaled
 
 
 class PrefillConfig(NamedTuple):
@@ -292,9 +292,7 @@ def paged_attention_prefill(
     if config is None:
         config = prefill_config(head_dim_pad, q.element_size(), group, meta.max_query_len, meta.max_seq_len,
                                 shared_memory(q.device))
-    scale = options.scale
-    if scale <= 0.0:  # the kernel takes the largest score before it scales
-        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+    q, options = positively_scaled(q, options)
     own_begin, rows, acc, sums = (None,) * 4 if shared is None else shared
     # A row of n tokens that starts anywhere needs at most n // BLOCK_Q + 1 tiles.
     num_tiles = num_tokens // (config.block_m // group) + num_rows
@@ -318,7 +316,7 @@ def paged_attention_prefill(
             q.stride(1),
             meta.block_table.stride(0),
             options.window or 0,
-            scale * LOG2_E,
+            options.scale * LOG2_E,
             (options.softcap or 0.0) * LOG2_E,
             HAS_WINDOW=options.window is not None,
             HAS_SOFTCAP=options.softcap is not None,

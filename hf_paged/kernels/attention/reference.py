@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_paged.kernels.attention.host_rows import GroupedRows, SingleRow
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata, positively_scaled
 
 # Whatever somebody puts in its place in torch.nn.functional.
 _ATTENTION = torch._C._nn.scaled_dot_product_attention
@@ -25,6 +25,7 @@ def paged_attention_reference(
     Rows with one new token go together in groups of similar length, longer ones row by row. Reads the metadata on the
     host unless `HostRows` has, so on CUDA it waits for the device.
     """
+    q, options = positively_scaled(q, options)
     rows = meta.host_rows
     if rows is None:
         rows = meta.read_on_host(k_cache.shape[1], k_cache.shape[2] * k_cache.shape[3])

@@ -25,6 +25,7 @@ BLOCK_SIZE = {FLASH_2.name: 256, FLASH_3.name: 16, FLASH_4.name: 32}
 
 def attend(q, k_cache, v_cache, starts, lengths, page_table, scale, causal, window, softcap):
     """What the packages compute, from their arguments alone; a window of None or -1 is open on that side."""
+    assert scale > 0, "they multiply masked scores by it"
     assert causal and all(x.dtype == torch.int32 for x in (starts, lengths, page_table))
     assert page_table.shape[0] == len(lengths) and page_table.is_contiguous()
     left, right = window
@@ -155,6 +156,17 @@ def test_arguments_say_what_the_reference_computes(machine, adapter, window, sof
     out = paged_attention(*case[:5], backend="flash_attn")
     assert machine.calls == [adapter.name]
     assert out.is_contiguous() and out.dtype == case.q.dtype
+    assert worst_error(out, expected(case)) < 4e-3
+
+
+@pytest.mark.parametrize("adapter", fb.PACKAGES, ids=lambda a: a.name)
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_scale_may_be_negative_or_zero(machine, adapter, scale):
+    machine.install(adapter)
+    case = half_case(block_size=BLOCK_SIZE[adapter.name])
+    case = case._replace(options=replace(case.options, scale=scale))
+    out = paged_attention(*case[:5], backend="flash_attn")
+    assert machine.calls == [adapter.name]
     assert worst_error(out, expected(case)) < 4e-3
 
 

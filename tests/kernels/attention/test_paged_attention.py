@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,16 @@ def test_torch_backend_half(dtype):
     out = paged_attention(*case[:5])
     assert out.dtype == dtype
     assert worst_error(out, expected(case)) < 3e-2
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"softcap": 3.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("rows", [[(9, 9)], [(9, 40), (1, 20), (1, 33)]], ids=str)
+def test_a_scale_may_be_negative_or_zero(rows, options, scale):
+    """Where torch masks by itself it does so ahead of the scale, and a masked score is inf or NaN."""
+    case = make_case(rows, seed=2, **options)
+    case = case._replace(options=replace(case.options, scale=scale))
+    assert worst_error(paged_attention(*case[:5]), expected(case)) < 5e-6
 
 
 def test_rows_without_tokens_give_zeros():
