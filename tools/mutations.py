@@ -201,8 +201,8 @@ MUTATIONS = [
     Mutation(PLAN, "None if tree is None else tree.groups(slots[:num_decode_rows])", "self.groups",
              tests="rows_in_front"),
     # Guesses at what follows.
-    Mutation(DRAFTS, "        right = found[row - 1] and before == plan.drafts[row]\n",
-             "        right = before == plan.drafts[row]\n", tests="comes_true_behind_a_wrong_one"),
+    Mutation(DRAFTS, "found[row - 1] and before == plan.drafts[row]", "before == plan.drafts[row]",
+             tests="comes_true_behind_a_wrong_one"),
     Mutation(DRAFTS, "right and before not in plan.sequences[row].eos_token_ids", "right",
              tests="end_among_the_guesses"),
     Mutation(SCHEDULER, "            table.scheduled[slots] = table.known[slots] - 1\n", "", tests="are_taken"),

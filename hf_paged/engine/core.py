@@ -42,7 +42,7 @@ from hf_paged.runner.weights import ModelMark, WeightsGuard
 from hf_paged.sampling.token_log_probs import RAW
 from hf_paged.sampling.top_log_probs import top_name
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
-from hf_paged.scheduler.drafts import NO_DRAFTS, Drafts
+from hf_paged.scheduler.drafts import NO_DRAFTS, Drafts, confirmed
 from hf_paged.scheduler.lockstep_rows import OutOfBlocksError
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class EngineCore:
             prompt_top_logprobs=[None] * prompt_length if prompt_top is not None else [],
         )
         # Only where its tokens end as they would one by one; plans of ranks have to agree.
-        if self._config.speculation and new.stop is None and grammar is None and not self._executor.group.is_parallel:
+        if self._config.speculation and grammar is None and not self._executor.group.is_parallel:
             request.draft_tokens = settings.draft_tokens
         if settings.timeout is not None:
             request.deadline = request.queued + settings.timeout
@@ -620,7 +620,8 @@ class EngineCore:
         self.control_flag |= handle.heard is not None and bool(handle.heard)
         if self._guard.pending:
             self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
-        result = self.scheduler.commit(plan, tokens)
+        stopped = self._stopped(plan, tokens) if self._any_stop else {}
+        result = self.scheduler.commit(plan, tokens, [row for row, _ in stopped.values()])
         for sequence in result.finished:
             request = self.requests.get(sequence.request_id)
             if sequence.finish_reason == "error" and request is not None and request.sequence is sequence:
@@ -636,8 +637,8 @@ class EngineCore:
         log_probs.keep(plan, handle, result.accepted, tokens, self._request_of, self._attempt)
         if self._any_grammar:
             self._match(plan, result.accepted, tokens)
-        if self._any_stop:
-            self._stop(plan, result.accepted, tokens)
+        for request_id, (_, reason) in stopped.items():
+            self._stop(request_id, reason)
         runs = (VersionRun(self._guard.version, 1),) if self._any_stream else ()  # of each row's token
         for row in result.accepted if self._any_stream else ():
             request = self._request_of(plan, row)
@@ -684,18 +685,34 @@ class EngineCore:
                     self.scheduler.finish(request.sequence, "stop")
                     self.finish(request)
 
-    def _stop(self, plan: StepPlan, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """End the requests whose new token completes a stop string, or whose time is over."""
+    def _stopped(self, plan: StepPlan, tokens: np.ndarray) -> dict[str, tuple[int, str | Exception]]:
+        """The requests that one of a step's tokens ends, since it completes a stop string or their time is over.
+
+        By their ids: the row of that token, behind which no guess counts, and the reason.
+        """
+        sampled = plan.samples if plan.drafts is None else plan.samples & confirmed(plan, tokens)
+        watched: dict[str, list[int]] = {}
+        for row in np.flatnonzero(sampled & (tokens >= 0)).tolist():
+            request = self._request_of(plan, row)
+            if request is not None and request.stop is not None:
+                watched.setdefault(request.request_id, []).append(row)
+        stopped: dict[str, tuple[int, str | Exception]] = {}
+        while watched:  # a token of each
+            found = ended((key, self.requests[key].stop, int(tokens[rows[0]])) for key, rows in watched.items())
+            stopped |= {key: (watched[key][0], reason) for key, reason in found.items()}
+            watched = {key: rows[1:] for key, rows in watched.items() if key not in found and len(rows) > 1}
+        return stopped
+
+    def _stop(self, request_id: str, reason: str | Exception) -> None:
+        """End a request that its stop rule ends, if nothing else has."""
         assert self.scheduler is not None
-        found = ((self._request_of(plan, row), int(tokens[row])) for row in rows.tolist())
-        accepted = ((request.request_id, request.stop, token) for request, token in found if request is not None)
-        for request_id, reason in ended(accepted).items():
-            request = self.requests[request_id]
-            if isinstance(reason, Exception):
-                self._fail(request, reason)
-            elif request.sequence.finish_reason is None:
-                self.scheduler.finish(request.sequence, reason)
-                self.finish(request)
+        if (request := self.requests.get(request_id)) is None:
+            return
+        if isinstance(reason, Exception):
+            self._fail(request, reason)
+        elif request.sequence.finish_reason is None:
+            self.scheduler.finish(request.sequence, reason)
+            self.finish(request)
 
     def _request_of(self, plan: StepPlan, row: int) -> Request | None:
         """The request of a row, unless it has ended: another may have its id by now."""

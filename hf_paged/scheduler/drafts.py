@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from collections.abc import Sequence as Seq
 from types import MappingProxyType
 
@@ -34,12 +34,16 @@ def guessing_rows(slots: np.ndarray, start: np.ndarray, guesses: list[Seq[int]],
     return np.repeat(slots, copies), positions.astype(np.int32), np.array(drafts, np.int32)
 
 
-def confirmed(plan: StepPlan, tokens: np.ndarray) -> np.ndarray:
-    """bool [R]: rows of a plan with drafts whose token of input turned out to be right, and no end before it."""
+def confirmed(plan: StepPlan, tokens: np.ndarray, last: Container[int] = ()) -> np.ndarray:
+    """bool [R]: rows of a plan with drafts whose token of input turned out to be right, and no end before it.
+
+    Args:
+        last: Rows whose token ends their sequence, besides those with one of its EOS tokens.
+    """
     assert plan.drafts is not None
     found = plan.drafts < 0
     for row in np.flatnonzero(~found).tolist():
         before = int(tokens[row - 1])
-        right = found[row - 1] and before == plan.drafts[row]
+        right = found[row - 1] and before == plan.drafts[row] and row - 1 not in last
         found[row] = right and before not in plan.sequences[row].eos_token_ids
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -441,13 +441,14 @@ class Scheduler:
             self.grow(self._on_shortage(missing))
         return self.num_blocks > before
 
-    def commit(self, plan: StepPlan, tokens: np.ndarray) -> CommitResult:
+    def commit(self, plan: StepPlan, tokens: np.ndarray, last: Container[int] = ()) -> CommitResult:
         """Take in the tokens sampled by the oldest uncommitted plan.
 
         Args:
             plan: That plan.
             tokens: int64 [R]; read where ``plan.samples``. A negative one says that the row's logits were invalid:
                 its sequence ends alone with ``"error"``.
+            last: Rows behind whose token guesses count for nothing, since the caller is going to end the sequence.
 
         Raises:
             ValueError: Another plan is due.
@@ -458,7 +459,7 @@ class Scheduler:
         table = self._table
         slots, samples = plan.slots, plan.samples
         if plan.drafts is not None:
-            samples = samples & confirmed(plan, tokens)
+            samples = samples & confirmed(plan, tokens, last)
         present = table.tenancy[slots] == plan.tenancy
         finished: list[Sequence] = []
         late: list[int] = []

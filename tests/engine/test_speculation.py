@@ -17,12 +17,14 @@ import hf_paged
 from hf_paged import PagedGenerator
 from hf_paged.engine import speculation
 from hf_paged.engine.speculation import COSTS, Drafter, Rollouts, Speculation
+from hf_paged.engine.stopping import StopRule
 from hf_paged.engine.token_index import TokenIndex
 from hf_paged.scheduler import Status
 
 CPU = COSTS["cpu"]
 LOOKUP = {"prompt_lookup_num_tokens": 7}
 REPEATED = [prompt * 4 for prompt in random_prompts([5, 9, 14, 7])]
+ASCII = [[token % 94 for token in prompt] for prompt in REPEATED]  # whose output is text of one character a token
 
 
 def drafter_behind(*texts, known=(1, 2, 3), most=7):
@@ -315,6 +317,83 @@ def test_invalid_logits_behind_a_wrong_guess_are_nobodys_error(guessing, overlap
         assert generator.engine.stats().num_accepted_draft_tokens > 0
 
 
+def one_of_each(generator, prompts, **options):
+    """What calls with and without guesses have to agree on."""
+    made = generator.generate(prompts, max_new_tokens=40, logprobs=2, **options)
+    return [(one.token_ids, one.text, one.finish_reason, one.stop_reason, one.error, len(one.logprobs),
+             [sorted(top) for top in one.top_logprobs]) for one in made]
+
+
+@pytest.mark.parametrize(("overlap", "keeps_stop"), [(False, True), (True, False)])
+def test_a_stop_string_among_accepted_guesses_ends_the_request_there(guessing, overlap, keeps_stop):
+    """Whatever token of a step completes it, the tokens behind it count for nothing; other rows go on."""
+    with PagedGenerator(tiny_model(vocab_size=94), tokenizer=byte_tokenizer(), overlap=overlap) as generator:
+        plain = generator.generate(ASCII, max_new_tokens=40)
+        outputs = {tuple(one.prompt_token_ids): one.token_ids for one in plain}
+        ends = set()
+        for cut in range(1, 24, 2):
+            configs = [GenerationConfig(stop_strings=one.text[cut : cut + 2], **LOOKUP) for one in plain[:3]]
+            options = {"generation_config": [*configs, GenerationConfig()], "include_stop_str_in_output": keeps_stop}
+            guessing(lambda sequence: [])
+            expected = one_of_each(generator, ASCII, **options)
+            guessing(lambda sequence: outputs[tuple(sequence.prompt_token_ids)][sequence.num_output_tokens :][:7])
+            assert one_of_each(generator, ASCII, **options) == expected, cut
+            ends |= {len(one[0]) for one in expected if one[2] == "stop"}
+        assert len(ends) > 8
+        stats = generator.engine.stats()
+        assert stats.num_accepted_draft_tokens > 0 and stats.num_free_blocks == stats.num_blocks - 1
+
+
+def test_a_stop_string_beside_eos_and_beside_the_length(guessing):
+    """Whichever comes first in a step of several tokens is the end."""
+    with PagedGenerator(tiny_model(vocab_size=94), tokenizer=byte_tokenizer(), overlap=False) as generator:
+        [plain] = generator.generate([ASCII[1]], max_new_tokens=40)
+        reasons = set()
+        guesses = [lambda sequence: [], lambda sequence: plain.token_ids[sequence.num_output_tokens :][:7]]
+        for stop, eos, length in [(9, 11, 40), (11, 9, 40), (12, 30, 11), (9, 30, 12), (10, 10, 40)]:
+            options = {"stop_strings": plain.text[stop : stop + 1], "eos_token_id": plain.token_ids[eos]}
+            results = []
+            for guess in guesses:
+                guessing(guess)
+                [one] = generator.generate([ASCII[1]], max_new_tokens=length, **options, **LOOKUP)
+                results.append((one.token_ids, one.text, one.finish_reason, one.stop_reason))
+            assert results[0] == results[1]
+            reasons.add(results[0][2])
+        assert reasons == {"eos", "length", "stop"}
+
+
+def test_a_rule_that_raises_among_guesses_ends_its_request_alone(guessing, monkeypatch):
+    with PagedGenerator(tiny_model(), tokenizer=byte_tokenizer(), overlap=False) as generator:
+        plain = generator.generate(REPEATED, max_new_tokens=30)
+        outputs = {tuple(one.prompt_token_ids): one.token_ids for one in plain}
+        guessing(lambda sequence: outputs[tuple(sequence.prompt_token_ids)][sequence.num_output_tokens :][:7])
+        push, failing = StopRule.push, outputs[tuple(REPEATED[0])][:9]
+
+        def raises(rule, token):
+            result = push(rule, token)
+            if list(rule.tail)[-9:] == failing:
+                raise RuntimeError("of a test")
+            return result
+
+        monkeypatch.setattr(StopRule, "push", raises)
+        made = generator.generate(REPEATED, max_new_tokens=30, stop_strings="never to be found", **LOOKUP)
+        assert "of a test" in made[0].error and made[0].finish_reason == "error"
+        assert [one.token_ids for one in made[1:]] == [one.token_ids for one in plain[1:]]
+
+
+def test_the_time_of_a_call_ends_guesses(guessing, monkeypatch):
+    """At the first token that comes too late, as without guesses."""
+    with PagedGenerator(tiny_model(), overlap=False) as generator:
+        [plain] = generator.generate([REPEATED[1]], max_new_tokens=30)
+        guessing(lambda sequence: plain.token_ids[sequence.num_output_tokens :][:7])
+        [made] = generator.generate([REPEATED[1]], max_new_tokens=30, max_time=1e-9, **LOOKUP)
+        assert (made.token_ids, made.finish_reason) == (plain.token_ids[:1], "length")
+        is_late = iter([False] * 3 + [True] * 99)
+        monkeypatch.setattr(StopRule, "is_late", lambda rule, now: next(is_late))
+        [made] = generator.generate([REPEATED[1]], max_new_tokens=30, max_time=100.0, **LOOKUP)
+        assert (made.token_ids, made.finish_reason) == (plain.token_ids[:4], "length")
+
+
 def test_an_aborted_request_gives_everything_back(guessing):
     model = hf_paged.enable(tiny_model(), overlap=True)
     engine = hf_paged.get_engine(model)
@@ -378,10 +457,8 @@ def test_the_switch_and_a_call_without_the_option_guess_nothing():
         assert not generator.engine._core.speculation._rollouts.num_tokens
 
 
-@pytest.mark.parametrize("options", [
-    {"stop_strings": "zz"}, {"max_time": 100.0}, {"structured": {"regex": "[ab]{30}"}},
-], ids=str)
-def test_requests_whose_end_is_looked_for_after_each_token_guess_nothing(options):
+def test_requests_under_a_grammar_guess_nothing():
+    options = {"structured": {"regex": "[ab]{30}"}}
     with PagedGenerator(tiny_model(), tokenizer=byte_tokenizer()) as generator:
         expected = generator.generate(REPEATED, max_new_tokens=30, **options)
         made = generator.generate(REPEATED, max_new_tokens=30, **options, **LOOKUP)

@@ -68,6 +68,17 @@ def test_an_end_among_the_guesses_ends_there():
     assert seq.finish_reason == "eos"
 
 
+def test_what_stands_behind_a_caller_s_last_token_does_not_count():
+    d = driver()
+    seqs = [d.add(name, [*PROMPT, n], 13) for n, name in enumerate("ab")]
+    d.step()
+    tokens = [truth(seq)[:3] for seq in seqs]
+    plan = d.scheduler.schedule({seq.slot: truth(seq)[:2] for seq in seqs})
+    result = d.scheduler.commit(plan, np.array([*tokens[0], *tokens[1]]), last=[1])
+    assert result.accepted.tolist() == [0, 1, 3, 4, 5]
+    assert [seq.output_token_ids[1:] for seq in seqs] == [tokens[0][:2], tokens[1]]
+
+
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 6])
 def test_no_guess_reaches_beyond_the_last_token(max_new_tokens):
     d = driver()
