@@ -69,6 +69,7 @@ class EngineCore:
         self._in_flight: tuple[StepPlan, StepHandle] | None = None
         # True while scheduler or runner may be half-way through a change: an interrupt leaves it set.
         self.dirty = False
+        self.weights_in_doubt = False  # from where somebody writes to them to the end of `weights_written`
         self.stepping_thread: int | None = None
         self.control_flag = False  # of a sharded model: a committed step announced commands of rank 0
         self.failed_here: list[str] = []  # requests of a sharded model that fail on this rank alone
@@ -282,6 +283,8 @@ class EngineCore:
 
     def weights_written(self) -> None:
         """The weights are others since the last `drain`, whatever storages and counters say."""
+        if not self._executor.group.is_parallel:
+            self.recover_if_dirty()  # what the writer's own calls of the engine left
         self._state_key = b""  # whatever else of the model changed with them is no version of its own
         if self.scheduler is None:
             self._guard.announce(None, is_busy=False)
@@ -297,6 +300,13 @@ class EngineCore:
                 if is_busy:
                     self._prepare()
                     self._executor.refresh(None)
+        self.weights_in_doubt = False
+
+    def settle(self) -> None:
+        """Before a step: recover from an interrupt, also from one in the end of an update of the weights."""
+        self.recover_if_dirty()
+        if self.weights_in_doubt:
+            self.weights_written()
 
     def trust_cache(self) -> None:
         """Wait for the checksum that `receive_rows` started."""
@@ -324,7 +334,7 @@ class EngineCore:
             look_at_model: has it changed under the running requests?
             control_flag: the step that is launched announces to all ranks that rank 0 has commands.
         """
-        self.recover_if_dirty()
+        self.settle()
         self.end_orphans()
         waiting = [batch for batch in self.batches if batch.is_waiting]
         if self.is_idle and not waiting:
@@ -961,7 +971,7 @@ class EngineCore:
             self.scheduler_or_build().add(request.sequence)
 
     def restart_over_a_new_pool(self) -> None:
-        """The model went to another dtype or device under running requests: they start over."""
+        """The model went to another dtype or device under running requests: as after an interrupt."""
         self._in_flight = self._pending = None
         self.drop_pool()
         self.dirty = True

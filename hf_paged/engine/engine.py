@@ -433,6 +433,7 @@ class Engine:
                     try:
                         batch.close()
                     finally:
+                        self._core.dirty |= batch.rows is not None  # an interrupt came before it was closed
                         self._core.batches.remove(batch)
                         self._core.recover_if_dirty()
                         self._run_deferred()
@@ -471,7 +472,7 @@ class Engine:
         with self._lock.turn() as turn, self._lock.rlock:
             turn.leave()
             if not self.is_reentrant():
-                self._core.recover_if_dirty()
+                self._core.settle()
                 self._core.end_orphans()
             yield
 
@@ -672,6 +673,7 @@ class Engine:
             self._carry_out(HoldForWeights())
             self._updating_thread = threading.get_ident()
             try:
+                self._core.weights_in_doubt = not self.group.is_parallel
                 self._core.follow_stream()
                 with interrupts.let_through():
                     yield

@@ -210,6 +210,19 @@ def _die(model, engine, target, at, after, error):
     assert died == (calls >= at)
 
 
+def test_a_call_that_is_interrupted_before_it_gives_its_blocks_back_keeps_none(model, monkeypatch):
+    """Between the call of `close` and its first line."""
+    hf_paged.enable(model, strict=True)
+    call = {**batch([40, 17]), "max_new_tokens": 4, "encoder_repetition_penalty": 1.2}
+    expected = model.generate(**call)
+    with monkeypatch.context() as patch:
+        patch.setattr(LockstepBatch, "close", lambda _: (_ for _ in ()).throw(Interrupt()))
+        with pytest.raises(Interrupt):
+            model.generate(**call)
+    assert_same_tensor(model.generate(**call), expected)
+    assert_idle(model)
+
+
 class Changing(LogitsProcessor):
     """In its third call the model gets another epsilon."""
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import assert_idle, assert_native_parity, batch, random_prompts, stock_generate, tiny_model
+from support import (
+    Interrupt,
+    assert_idle,
+    assert_native_parity,
+    batch,
+    interrupted,
+    random_prompts,
+    stock_generate,
+    tiny_model,
+)
 from transformers import DynamicCache, GenerationConfig
 from updated_weights import ORACLES, kept, recomputed
 
@@ -394,7 +403,7 @@ def test_a_model_that_is_disabled_inside_ends_after_the_block():
         pass
 
 
-def test_a_cast_inside_starts_requests_over():
+def test_a_cast_inside_leaves_what_was_streamed_and_computes_the_rest_anew():
     model = enabled()
     engine = hf_paged.get_engine(model)
     request_id, tokens, completions = engine.add_request(PROMPT, GenerationConfig(max_new_tokens=9)), {}, {}
@@ -403,8 +412,10 @@ def test_a_cast_inside_starts_requests_over():
         model.double()
         model.float()
         model.bfloat16()
+    given = len(tokens[request_id])
     collect(engine, tokens, completions)
-    assert completions[request_id].weight_versions == [1] * 9
+    assert tokens[request_id] == completions[request_id].token_ids
+    assert completions[request_id].weight_versions == [0] * given + [1] * (9 - given) and given == 3
 
 
 def test_a_call_in_lockstep_keeps_its_keys_and_publishes_nothing_mixed():
@@ -488,3 +499,33 @@ def test_tokens_that_were_streamed_stay_when_a_step_after_an_update_is_interrupt
     assert [run.num_tokens for run in made.version_runs] == [changed, 12 - changed]
     assert made.version_runs[1].version == made.version_runs[0].version + 1
     assert len(made.logprobs) == 12 and None not in made.logprobs
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_new_weights_are_new_ones_wherever_the_end_of_an_update_is_interrupted(overlap):
+    """What runs does not go on over keys and values of the old ones, and the version is another."""
+    def run(at):
+        model = enabled(overlap=overlap)
+        engine, tokens, completions, known = hf_paged.get_engine(model), {}, {}, []
+        request_id = engine.add_request(PROMPT, GenerationConfig(max_new_tokens=9))
+        collect(engine, tokens, completions, steps=4)
+        version = engine.stats().weights_version
+        with suppress(Interrupt), interrupted(at) as calls, engine.weight_update():
+            known = engine._core.requests[request_id].sequence.output_token_ids
+            negate(model)
+        collect(engine, tokens, completions)
+        made = completions[request_id].token_ids
+        assert made == tokens[request_id]
+        if known:
+            rest = stock_generate(stock, input_ids=torch.tensor([PROMPT + known]), max_new_tokens=9 - len(known))
+            assert PROMPT + made == rest[0].tolist(), at
+            assert engine.stats().weights_version > version
+        assert_idle(model)
+        return bool(known), calls()
+
+    stock = tiny_model()
+    negate(stock)
+    count, written = run(None)[1], 0
+    for at in range(1, count, max(1, count // 40)):
+        written += run(at)[0]
+    assert written > 10
