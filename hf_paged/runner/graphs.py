@@ -339,10 +339,10 @@ class StepGraphs:
         signature = self._memory()
         if signature != self._memory_signature:
             self.drop()
-            self._memory_signature = signature
             if self.steps.num_slots != self._state.num_slots:
-                self.steps.use_slots()
                 self._mask_words = None
+                self.steps.use_slots()
+            self._memory_signature = signature  # last: after an interrupt all of it comes again
 
     def _decode_graph(self, run: partial, plan: StepPlan) -> tuple[Captured | None, tuple[np.ndarray, ...]]:
         size = self.steps.decode_size(plan)

@@ -92,10 +92,11 @@ class PaddedSteps:
 
     def use_slots(self) -> None:
         """As many rows as there are slots may come, and with guesses more."""
-        self.num_slots = self._state.num_slots
-        self.decode_sizes = np.array(decode_sizes(self.num_slots))
+        num_slots = self._state.num_slots
+        self.decode_sizes = np.array(decode_sizes(num_slots))
         # Shared by all graphs: one runs at a time, and leaves zeros.
-        self._arrivals = self._attention.arrivals(max(self.num_slots, MOST_GUESSING_ROWS))
+        self._arrivals = self._attention.arrivals(max(num_slots, MOST_GUESSING_ROWS))
+        self.num_slots = num_slots  # last: after an interrupt it is not what it was to be
 
     def decode_size(self, plan: StepPlan) -> int:
         """Padded number of decode rows of a step that has at most as many as `sizes_of` ends with."""

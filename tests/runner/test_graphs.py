@@ -6,7 +6,7 @@ import copy
 import gc
 import itertools
 import threading
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_torch import PlannedTorch
-from support import batch, random_prompts, stock_generate, tiny_model
+from support import Interrupt, batch, interrupted, random_prompts, stock_generate, tiny_model
 from transformers import GenerationConfig
 
 import hf_paged
@@ -405,6 +405,21 @@ def test_an_interrupt_while_lines_of_masks_are_sent_has_them_sent_again(under_ma
             graphs.draw(step, masks._replace(lines=np.array([0, -1, 2], np.int32)), *rest)
     assert graphs.draw(step, masks, *rest)
     assert captured.inputs[0].tolist() == [0, 1, 2, -1]
+
+
+def test_an_interrupt_while_graphs_learn_of_more_slots_has_them_learn_again(under_masks):
+    graphs, state = under_masks[0], under_masks[0]._state
+    for at in itertools.count(1):
+        state.grow(state.num_slots + 8)
+        graphs._room_for_masks()
+        with suppress(Interrupt), interrupted(at) as calls:
+            graphs._drop_if_moved()
+        graphs._drop_if_moved()
+        assert (graphs.steps.num_slots, graphs.steps.decode_sizes[-1]) == (state.num_slots, state.num_slots)
+        assert len(graphs._room_for_masks()) == state.num_slots
+        if calls() < at:
+            break
+    assert at > 5
 
 
 def test_no_graph_draws_from_logits_of_a_graph_that_was_dropped(under_masks):
