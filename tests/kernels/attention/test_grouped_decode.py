@@ -118,6 +118,14 @@ def test_fixed_pieces(window):
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_that_see_nothing_of_all_pieces_that_are_joined_first(sinks):
+    groups = shared(2, 112)
+    case = make_case([(1, 190), (1, 200)], seed=2, groups=groups, window=30, sinks=sinks)
+    checked(planned(case, groups, CONFIG, pieces=FixedPieces(16, 200)))
+
+
+@pytest.mark.interpreted
 def test_a_scale_that_turns_scores_around():
     groups = shared(2, 64)
     case = make_case([(1, 70), (1, 90)], seed=3, groups=groups)

@@ -124,9 +124,13 @@ def test_prefill_rows_without_tokens_give_zeros():
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("branch", [False, True])
-@pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, None), (16, 40), (64, 40), (32, 16), (16, 17)])
+@pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, None), (16, 40), (64, 40), (32, 16), (16, 17),
+                                                    (16, 77)])
 def test_prefill_tiles_with_and_without_masks(branch, block_size, window):
-    """Tiles of 32 positions and 16 queries over rows long enough for hidden, half and fully visible tiles."""
+    """Tiles of 32 positions and 16 queries over rows long enough for hidden, half and fully visible tiles.
+
+    The window of 77 hides just the first position of a tile, and that from the last query alone.
+    """
     case = make_case(
         [(40, 150), (70, 70), (1, 97), (33, 96)], seed=6, heads=2, kv_heads=1, block_size=block_size, window=window
     )
