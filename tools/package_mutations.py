@@ -523,6 +523,7 @@ AUTOCAST = [
                     "count = count + 0", "kernels/test_cast_copies.py", "nothing_is_written and interpreted"),
     PackageMutation("models/linear_groups.py", "names == self._names and all(map(operator.is_, inside, self._inside))",
                     "names == self._names", "models/test_linear_groups.py", "what_the_model_holds_now"),
+    PackageMutation("kernels/cast_copies.py", " & (width >= count)", "", "kernels/test_cast_copies.py", "torchs"),
     PackageMutation("kernels/cast_copies.py", "[t.stride() for t in sources])", "[0 for t in sources])",
                     "kernels/test_cast_copies.py", "viewed_otherwise and launch"),
     PackageMutation("models/shadow.py", "self._checksum = checksum.clone()", "self._checksum = checksum",

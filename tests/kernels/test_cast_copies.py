@@ -52,7 +52,10 @@ def values(shape, dtype, seed=0):
 
 
 def pairs_of(source_dtype, target_dtype):
-    """Sizes around a tile and a chunk, odd addresses, rows that are strided on either side, an empty tensor."""
+    """Sizes around a tile and a chunk, odd addresses, rows that are strided on either side, an empty tensor.
+
+    Of the strided rows some begin at an aligned address and have more elements than a tile.
+    """
     odd = torch.empty(4999, dtype=target_dtype)
     stacked = torch.full((64, 96), 7.0, dtype=target_dtype)
     wide = values((300, 200), source_dtype, 5)
@@ -63,6 +66,7 @@ def pairs_of(source_dtype, target_dtype):
         (values(5000, source_dtype, 3)[1:], odd),
         (values((64, 16), source_dtype, 4), stacked[:, 32:48]),
         (wide[:, 3:133], torch.empty(300, 130, dtype=target_dtype)),
+        (wide[:, 64:192], torch.empty(300, 128, dtype=target_dtype)),
         (whole[1:], torch.empty(2, 257, 65, dtype=target_dtype)),
         (torch.empty(0, 8, dtype=source_dtype), torch.empty(0, 8, dtype=target_dtype)),
     ]
