@@ -9,6 +9,8 @@ from typing import Any
 from hf_paged.integration.engines import ENGINES
 from hf_paged.monitoring.registry import metrics_of
 
+_TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
+
 
 class ServedMetrics:
     """The registry of one app. Without prometheus_client nothing is watched, and `/metrics` says what to install."""
@@ -27,16 +29,18 @@ class ServedMetrics:
                 for engine in list(ENGINES.values()):
                     metrics_of(engine, self._registry)
 
-    def answer(self, request: Any) -> Any:
-        """`GET /metrics`, in the format that the client accepts; waits for the steps under way."""
+    def answer(self, _: Any) -> Any:
+        """`GET /metrics`, in Prometheus's text format; waits for the steps under way.
+
+        Never in OpenMetrics: prometheus_client (0.26) writes `hf_paged_` for `hf_paged:` there, in samples alone.
+        """
         from starlette.responses import JSONResponse, Response
 
         from hf_paged.integration.serving.errors import error_body
 
         if self._registry is None:
             return JSONResponse(error_body("metrics need prometheus_client: pip install 'hf-paged[metrics]'", 501), 501)
-        from prometheus_client.exposition import choose_encoder
+        from prometheus_client import generate_latest
 
         self.watch()
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(self._registry), headers={"content-type": content_type})
+        return Response(generate_latest(self._registry), headers={"content-type": _TEXT_FORMAT})
