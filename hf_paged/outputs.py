@@ -21,13 +21,7 @@ class VersionRun(NamedTuple):
 
 def last_of(runs: Iterable[VersionRun], count: int) -> tuple[VersionRun, ...]:
     """The runs of the last ``count`` tokens."""
-    left: list[VersionRun] = []
-    for version, length in reversed(tuple(runs)):
-        taken = min(length, count)
-        count -= taken
-        if taken:
-            left.append(VersionRun(version, taken))
-    return tuple(reversed(left))
+    return tuple(reversed(first_of(reversed(tuple(runs)), count)))
 
 
 def first_of(runs: Iterable[VersionRun], count: int) -> list[VersionRun]:

@@ -132,7 +132,7 @@ class EngineCore:
             top=_top_of(settings.logprobs, settings.top_logprobs), prompt_top=prompt_top,
             prompt_top_logprobs=[None] * prompt_length if prompt_top is not None else [],
         )
-        # Only where its tokens end as they would one by one; plans of ranks have to agree.
+        # A grammar says after each token what may follow; plans of ranks have to agree.
         if self._config.speculation and grammar is None and not self._executor.group.is_parallel:
             request.draft_tokens = settings.draft_tokens
         if settings.timeout is not None:
@@ -911,7 +911,7 @@ class EngineCore:
     def _forget_pool(self) -> None:
         self._lose_rows()
         self._retire_scheduler()
-        self.scheduler = self._resting = self._masks = None
+        self._resting = self._masks = None
         self._guard.forget()
 
     def _retire_scheduler(self) -> None:

@@ -102,8 +102,7 @@ def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, inp
             return type(result)(**{name: value for name, value in result.items() if value is not cache})
         if rounds_cache:
             width = input_ids.shape[1]
-            result[CACHE_NAME] = LateCache(engine, model, result["sequences"], width, model_kwargs,
-                                                  batch.adapters)
+            result[CACHE_NAME] = LateCache(engine, model, result["sequences"], width, model_kwargs, batch.adapters)
         else:
             result[CACHE_NAME] = cache.to_dynamic(model.config)
     return result
