@@ -514,7 +514,7 @@ AUTOCAST = [
     PackageMutation("kernels/add_rms_norm.py", "product: tl.constexpr = dtype if weight.dtype.element_ty == dtype else "
                     "tl.float32", "product: tl.constexpr = dtype", "kernels/test_add_rms_norm.py",
                     "dtypes_of_autocast and triton"),
-    PackageMutation("kernels/qk_norm_rope_store.py", "rotated: tl.constexpr = scaled if cos1.dtype == scaled "
+    PackageMutation("kernels/_qk_norm_rope_tile.py", "rotated: tl.constexpr = scaled if cos1.dtype == scaled "
                     "else tl.float32", "rotated: tl.constexpr = dtype", "kernels/test_qk_norm_rope_store.py",
                     "dtypes_of_autocast and triton"),
     PackageMutation("kernels/_qk_norm_rope_host.py", "    if both.dtype == sin.dtype:", "    if True:",

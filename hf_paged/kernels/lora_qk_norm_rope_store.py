@@ -14,6 +14,7 @@ from hf_paged.kernels._lora_tile import (
     table_options,
     tiles_of_rows,
 )
+from hf_paged.kernels._qk_norm_rope_tile import halves, normed_and_rotated
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
@@ -25,7 +26,7 @@ from hf_paged.kernels._triton import (
 )
 from hf_paged.kernels.lora_expand import Delta, lora_expand_unchecked
 from hf_paged.kernels.lora_order import MANY_ROWS, tile_of
-from hf_paged.kernels.qk_norm_rope_store import halves, normed_and_rotated, qk_norm_rope_store_unchecked
+from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store_unchecked
 
 _MOST_ROWS = MANY_ROWS
 
