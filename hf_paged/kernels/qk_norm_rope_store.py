@@ -9,6 +9,7 @@ import torch
 
 from hf_paged.kernels._checks import Expected, check_tensors
 from hf_paged.kernels._qk_norm_rope_host import qk_norm_rope_store_host, rope_rows
+from hf_paged.kernels._qk_norm_rope_many import qk_norm_rope_store_many
 from hf_paged.kernels._qk_norm_rope_tile import halves, normed_and_rotated
 from hf_paged.kernels._triton import (
     after_previous_kernel,
@@ -23,8 +24,7 @@ from hf_paged.kernels._triton import (
 from hf_paged.kernels.add_rms_norm import rms_norm_reference
 from hf_paged.kernels.store_kv import store_kv_reference
 
-# Elements of a program's tile and its warps, for few tokens and for many.
-_FEW, _MANY, _MANY_TOKENS = (1024, 4), (4096, 2), 512
+_TILE_ELEMENTS, _MANY_TOKENS = 1024, 512
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -209,17 +209,20 @@ def qk_norm_rope_store_triton(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> torch.Tensor:
-    """:func:`qk_norm_rope_store` as one Triton launch, a program per token and some heads of q, k or v."""
+    """:func:`qk_norm_rope_store` as one Triton launch. Of few tokens a program has one, and some heads of q, k or v."""
     require_triton()
     num_tokens = qkv.shape[0]
+    if num_tokens >= _MANY_TOKENS:
+        return qk_norm_rope_store_many(
+            qkv, q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache
+        )
     kv_heads, head_dim = k_cache.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
     query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0:
         return query
     half_pad = triton.next_power_of_2(head_dim // 2)
-    tile_elements, num_warps = _FEW if num_tokens < _MANY_TOKENS else _MANY
-    tile_heads = min(max(1, tile_elements // (2 * half_pad)), triton.next_power_of_2(max(num_heads, kv_heads)))
+    tile_heads = min(max(1, _TILE_ELEMENTS // (2 * half_pad)), triton.next_power_of_2(max(num_heads, kv_heads)))
     tiles = triton.cdiv(num_heads, tile_heads) + 2 * triton.cdiv(kv_heads, tile_heads)
     with on_device_of(qkv):
         _qk_norm_rope_store_kernel[(num_tokens, tiles)](
@@ -243,7 +246,7 @@ def qk_norm_rope_store_triton(
             HALF_PAD=half_pad,
             TILE_HEADS=tile_heads,
             HAS_NORMS=q_weight is not None,
-            num_warps=num_warps,
+            num_warps=4,
             enable_fp_fusion=False,
             **pdl_options(qkv),
         )

@@ -6,6 +6,7 @@ from exactness import EPS, assert_equal, lower_runs, runs
 from pairs import every_pair
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
+from hf_paged.kernels._qk_norm_rope_many import qk_norm_rope_store_many
 from hf_paged.kernels.qk_norm_rope_store import (
     qk_norm_rope_store,
     qk_norm_rope_store_reference,
@@ -16,7 +17,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities
     pytest.mark.usefixtures("guarded_outputs"),
 ]
-RUNS = runs(qk_norm_rope_store_reference, qk_norm_rope_store_triton, qk_norm_rope_store)
+FUNCTIONS = qk_norm_rope_store_reference, qk_norm_rope_store_triton, qk_norm_rope_store, qk_norm_rope_store_many
+RUNS = runs(*FUNCTIONS)
 
 
 class Case:
@@ -105,7 +107,7 @@ def test_norm_rotation_and_slots(run, device, dtype, head_dim, shape):
 
 
 @pytest.mark.parametrize(("run", "device", "dtype", "head_dim", "kinds"), every_pair(
-    lower_runs(qk_norm_rope_store_reference, qk_norm_rope_store_triton, qk_norm_rope_store),
+    lower_runs(*FUNCTIONS),
     [64, 80, 128], ["full full", "full lower", "lower full"]))
 def test_dtypes_of_autocast(run, device, dtype, head_dim, kinds):
     """fp32 norms or tables: q and k stay in fp32 until attention rounds them, as does the cache."""
@@ -113,6 +115,11 @@ def test_dtypes_of_autocast(run, device, dtype, head_dim, kinds):
     case = Case(head_dim, device, dtype, head_dim, 4, 2, norms=norms, tables=tables)
     assert case.rotated(*case.heads_of()[:2])[0].dtype == tables
     case.check(run)
+
+
+@pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
+def test_many_tokens(run, device, dtype):
+    Case(8, device, dtype, 32, 5, 2, tokens=515, block_size=176).check(run)
 
 
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
