@@ -17,7 +17,7 @@ from hf_paged.kernels._triton import (
 )
 
 # Columns a thread and rows a program, for few rows (a 16-byte load of a half-precision row a thread) and for many.
-_FEW, _MANY, _MANY_ROWS = (8, 1), (32, 4), 512
+_FEW, _MANY, _MANY_ROWS = (8, 1), (8, 1), 512
 
 
 def add_rms_norm(
