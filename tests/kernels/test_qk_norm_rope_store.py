@@ -1,5 +1,7 @@
 """qk_norm_rope_store: what Qwen3Attention does between its projections and its attention, and the right slots."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from exactness import EPS, assert_equal, lower_runs, runs
@@ -36,6 +38,7 @@ class Case:
         self.q_weight, self.k_weight = weights.to(norms or dtype).to(device)
         angles = torch.rand(num_positions, 2 * head_dim, generator=g) * 6.3
         self.cos, self.sin = (f(angles).to(tables or dtype).to(device)[:, :head_dim] for f in (torch.cos, torch.sin))
+        self.sin = self.sin.contiguous()  # strides of their own
         self.positions = torch.randint(0, num_positions, (tokens,), generator=g).to(device)
         slots = 1 + torch.randperm(3 * block_size - 2, generator=g)[:tokens]
         slots[torch.rand(tokens, generator=g) < 0.3] = -1
@@ -120,6 +123,18 @@ def test_dtypes_of_autocast(run, device, dtype, head_dim, kinds):
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
 def test_many_tokens(run, device, dtype):
     Case(8, device, dtype, 32, 5, 2, tokens=515, block_size=176).check(run)
+
+
+@pytest.mark.interpreted
+def test_only_many_tokens_take_the_kernel_for_many():
+    case, found = Case(9, "cpu", torch.float32, 32, 4, 2), []
+    with patch.dict(qk_norm_rope_store_triton.__globals__, qk_norm_rope_store_many=lambda *args: found.append(args)):
+        case.run(qk_norm_rope_store_triton)
+        assert not found
+        with patch.dict(qk_norm_rope_store_triton.__globals__, _MANY_TOKENS=5):
+            assert qk_norm_rope_store_triton(case.qkv, case.q_weight, case.k_weight, EPS, case.cos, case.sin,
+                                             case.positions, case.slots, case.k_cache, case.v_cache) is None
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
