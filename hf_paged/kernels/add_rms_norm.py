@@ -16,9 +16,6 @@ from hf_paged.kernels._triton import (
     triton,
 )
 
-# Columns a thread and rows a program, for few rows (a 16-byte load of a half-precision row a thread) and for many.
-_FEW, _MANY, _MANY_ROWS = (8, 1), (8, 1), 512
-
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
@@ -95,7 +92,7 @@ def normed_row(hidden, scale, eps, dtype: tl.constexpr, product: tl.constexpr, W
 
 
 @jit()
-def _add_and_norm(
+def _add_rms_norm_kernel(
     x,
     residual,
     weight,
@@ -104,11 +101,15 @@ def _add_and_norm(
     eps,
     x_stride,
     residual_stride,
-    row,
     HAS_RESIDUAL: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        prefetch_vector(weight, WIDTH * weight.dtype.element_ty.primitive_bitwidth // 8)
+    after_previous_kernel(PDL)
+    row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_PAD)
     inside = column < WIDTH
     dtype: tl.constexpr = summed.dtype.element_ty
@@ -124,42 +125,11 @@ def _add_and_norm(
     tl.store(normed + row * WIDTH + column, result, mask=inside)
 
 
-@jit(varying_ints=("num_rows",))
-def _add_rms_norm_kernel(
-    x,
-    residual,
-    weight,
-    normed,
-    summed,
-    eps,
-    x_stride,
-    residual_stride,
-    num_rows,
-    HAS_RESIDUAL: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PREFETCH:
-        prefetch_vector(weight, WIDTH * weight.dtype.element_ty.primitive_bitwidth // 8)
-    after_previous_kernel(PDL)
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    if ROWS == 1:
-        _add_and_norm(x, residual, weight, normed, summed, eps, x_stride, residual_stride, first,
-                      HAS_RESIDUAL, WIDTH, WIDTH_PAD)
-    else:
-        for turn in range(tl.minimum(ROWS, num_rows - first)):
-            _add_and_norm(x, residual, weight, normed, summed, eps, x_stride, residual_stride, first + turn,
-                          HAS_RESIDUAL, WIDTH, WIDTH_PAD)
-
-
 def add_rms_norm_triton(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`add_rms_norm` as one Triton launch, a program for one row or for some."""
+    """:func:`add_rms_norm` as one Triton launch, a program per row."""
     require_triton()
     num_rows, width = x.shape
     normed = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
@@ -171,10 +141,8 @@ def add_rms_norm_triton(
     if num_rows == 0:
         return normed, summed
     width_pad = triton.next_power_of_2(width)
-    columns, rows = _FEW if num_rows < _MANY_ROWS else _MANY
-    options = pdl_options(x)
     with on_device_of(x):
-        _add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        _add_rms_norm_kernel[(num_rows,)](
             x,
             x if residual is None else residual,
             weight,
@@ -183,16 +151,13 @@ def add_rms_norm_triton(
             eps,
             x.stride(0),
             0 if residual is None else residual.stride(0),
-            num_rows,
             HAS_RESIDUAL=residual is not None,
             WIDTH=width,
             WIDTH_PAD=width_pad,
-            ROWS=rows,
-            # Prefetches by very many programs would all queue up for the same few lines of L2.
-            PREFETCH=options["PDL"] and num_rows < _MANY_ROWS,
-            num_warps=max(1, min(16, width_pad // (32 * columns))),
+            # Eight elements a thread: one 16-byte load of a half-precision row.
+            num_warps=max(1, min(16, width_pad // 256)),
             enable_fp_fusion=False,
-            **options,
+            **pdl_options(x),
         )
     return normed, summed
 

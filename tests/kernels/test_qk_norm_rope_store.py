@@ -1,13 +1,12 @@
 """qk_norm_rope_store: what Qwen3Attention does between its projections and its attention, and the right slots."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 from exactness import EPS, assert_equal, lower_runs, runs
 from pairs import every_pair
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
+from hf_paged.kernels import qk_norm_rope_store as module
 from hf_paged.kernels._qk_norm_rope_many import qk_norm_rope_store_many
 from hf_paged.kernels.qk_norm_rope_store import (
     qk_norm_rope_store,
@@ -126,14 +125,15 @@ def test_many_tokens(run, device, dtype):
 
 
 @pytest.mark.interpreted
-def test_only_many_tokens_take_the_kernel_for_many():
+def test_only_many_tokens_take_the_kernel_for_many(monkeypatch):
     case, found = Case(9, "cpu", torch.float32, 32, 4, 2), []
-    with patch.dict(qk_norm_rope_store_triton.__globals__, qk_norm_rope_store_many=lambda *args: found.append(args)):
-        case.run(qk_norm_rope_store_triton)
-        assert not found
-        with patch.dict(qk_norm_rope_store_triton.__globals__, _MANY_TOKENS=5):
-            assert qk_norm_rope_store_triton(case.qkv, case.q_weight, case.k_weight, EPS, case.cos, case.sin,
-                                             case.positions, case.slots, case.k_cache, case.v_cache) is None
+    # Single names: patching all globals would take away again what the interpreter has put there.
+    monkeypatch.setattr(module, "qk_norm_rope_store_many", lambda *args: found.append(args))
+    case.run(qk_norm_rope_store_triton)
+    assert not found
+    monkeypatch.setattr(module, "_MANY_TOKENS", 5)
+    assert qk_norm_rope_store_triton(case.qkv, case.q_weight, case.k_weight, EPS, case.cos, case.sin,
+                                     case.positions, case.slots, case.k_cache, case.v_cache) is None
     assert len(found) == 1
 
 
