@@ -508,6 +508,18 @@ FEW_ROWS = [
                     "models/test_fused.py", "in_parts"),
 ]
 
+# Prompts: many tokens, many rows.
+MANY_TOKENS = [
+    PackageMutation("kernels/_qk_norm_rope_many.py", "written = inside & (slot >= 0)", "written = inside",
+                    "kernels/test_qk_norm_rope_store.py", "many and no_token_has_a_slot"),
+    PackageMutation("kernels/_qk_norm_rope_many.py", "head = tile * TILE + line % SIDE", "head = tile * TILE",
+                    "kernels/test_qk_norm_rope_store.py", "many and norm_rotation"),
+    PackageMutation("kernels/qk_norm_rope_store.py", "if num_tokens >= _MANY_TOKENS:", "if False:",
+                    "kernels/test_qk_norm_rope_store.py", "only_many_tokens"),
+    PackageMutation("kernels/add_rms_norm.py", 'PREFETCH=options["PDL"] and num_rows < _MANY_ROWS',
+                    'PREFETCH=options["PDL"]', "kernels/test_add_rms_norm.py", "prefetched"),
+]
+
 # Calls under autocast: where values are rounded, whose precision holds, and copies that follow the weights.
 AUTOCAST_TESTS = "integration/test_autocast.py"
 AUTOCAST = [

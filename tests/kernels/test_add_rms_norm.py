@@ -6,6 +6,7 @@ from exactness import EPS, HALVES, assert_equal, lower_runs, runs
 from pairs import every_pair
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from hf_paged.kernels import add_rms_norm as module
 from hf_paged.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference, add_rms_norm_triton
 
 pytestmark = [
@@ -157,6 +158,22 @@ def test_no_rows(run, device, dtype):
     x, residual, weight = make(1, 0, 64, dtype, device)
     normed, summed = run(x, residual, weight, EPS)
     assert normed.shape == summed.shape == (0, 64)
+
+
+@pytest.mark.interpreted
+def test_weights_are_prefetched_for_few_rows_alone(monkeypatch):
+    launches = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launches.append(options)
+
+    monkeypatch.setattr(module, "_add_rms_norm_kernel", Kernel())
+    for early in (True, False):
+        monkeypatch.setattr(module, "pdl_options", lambda x, early=early: {"PDL": early})
+        for rows in (1, 511, 512, 8192):
+            add_rms_norm_triton(*make(9, rows, 8, torch.float32, "cpu"), EPS)
+    assert [options["PREFETCH"] for options in launches] == [True, True, False, False] + [False] * 4
 
 
 @pytest.mark.interpreted
