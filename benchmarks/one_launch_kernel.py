@@ -822,11 +822,40 @@ class LayerTensors(NamedTuple):
     k_norm: torch.Tensor | None
 
 
+def check_layers(layers: list[LayerTensors]) -> None:
+    """Raise ValueError for layers that the kernel would read or write outside of, or compute wrongly."""
+    if len(layers) < 2:
+        raise ValueError(f"layers: {len(layers)}; expected at least two")
+    (hidden, inner), (_, block_size, kv_heads, head_dim) = layers[0].down.shape, layers[0].keys.shape
+    for name, width in (("hidden", hidden), ("inner", inner)):
+        # A program has an equal share of the rows, and takes eight of them at a time.
+        if width < 8 * PROGRAMS or width % 512:
+            raise ValueError(f"{name}={width}: expected a multiple of 512 from {8 * PROGRAMS} on")
+    if head_dim != HEAD_DIM:
+        raise ValueError(f"head_dim={head_dim}: expected {HEAD_DIM}")
+    if kv_heads not in (4, 8, 16, 32, 64, 128):
+        raise ValueError(f"kv_heads={kv_heads}: expected a power of two from 4 to {PROGRAMS}")
+    if block_size < 16 or block_size & block_size - 1:
+        raise ValueError(f"block_size={block_size}: expected a power of two from 16 on")
+    heads = layers[0].o.shape[1] // HEAD_DIM
+    if heads not in (4, 8, 16, 32, 64, 128) or heads % kv_heads or heads // kv_heads > 6:
+        raise ValueError(f"heads={heads}: expected a power of two up to {PROGRAMS}, at most six for a KV head")
+    weights = [w for layer in layers for w in layer[:4]]
+    caches = [c for layer in layers for c in layer[4:6]]
+    if any(t is not None and (t.dtype != torch.bfloat16 or not t.is_contiguous()) for layer in layers for t in layer):
+        raise ValueError("layers: expected contiguous bfloat16 tensors")
+    for name, tensors, unit in (("weights", weights, 128), ("caches", caches, 2 * kv_heads * HEAD_DIM)):
+        lowest = min(t.data_ptr() for t in tensors)
+        if lowest % 16 or any((t.data_ptr() - lowest) % unit for t in tensors):
+            raise ValueError(f"{name}: expected all at multiples of {unit} bytes from the lowest")
+
+
 class LayersPlan:
     """Where everything lies, as the kernel wants it; what it keeps from launch to launch."""
 
     def __init__(self, layers: list[LayerTensors], final_norm: torch.Tensor, eps: float, scale: float,
                  depth: int = 2) -> None:
+        check_layers(layers)
         first = layers[0]
         device = first.qkv.device
         _, block_size, kv_heads, _ = first.keys.shape

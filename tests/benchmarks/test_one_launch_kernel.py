@@ -1,0 +1,50 @@
+"""The experiment of one launch for all layers refuses what it would compute wrongly; no GPU runs it here."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from one_launch_kernel import LayerTensors, check_layers
+
+
+def layers(count=2, hidden=1024, inner=1024, heads=8, kv_heads=4, head_dim=128, block_size=16, dtype=torch.bfloat16,
+           shift=0):
+    """`shift`: elements by which the last layer's cache lies beside where it should."""
+    slots = 2 * block_size * kv_heads * head_dim
+
+    def weight(*shape):
+        return torch.empty(shape, dtype=dtype)
+
+    width, sizes = heads * head_dim, [(heads + 2 * kv_heads) * head_dim * hidden, hidden * heads * head_dim,
+                                      2 * inner * hidden, hidden * inner]
+    memory = torch.empty(count * sum(sizes), dtype=dtype)
+    pool = torch.empty(2 * count * slots + shift, dtype=dtype)
+    made, begin = [], 0
+    for i in range(count):
+        found = []
+        for size, columns in zip(sizes, (hidden, width, hidden, inner), strict=True):
+            found.append(memory[begin : begin + size].view(-1, columns))
+            begin += size
+        for j in (2 * i, 2 * i + 1):
+            at = j * slots + (shift if i == count - 1 else 0)
+            found.append(pool[at : at + slots].view(2, block_size, kv_heads, head_dim))
+        made.append(LayerTensors(*found, weight(hidden), weight(hidden), weight(head_dim), weight(head_dim)))
+    return made
+
+
+def test_layers_that_it_takes():
+    check_layers(layers())
+    check_layers(layers(inner=1536, heads=16, block_size=64))
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"count": 1}, "layers: 1"), ({"hidden": 512}, "hidden=512"), ({"inner": 512}, "inner=512"),
+    ({"inner": 1152}, "inner=1152"), ({"head_dim": 64}, "head_dim=64"), ({"kv_heads": 2}, "kv_heads=2"),
+    ({"heads": 12}, "heads=12"), ({"heads": 32}, "heads=32"), ({"block_size": 8}, "block_size=8"),
+    ({"block_size": 24}, "block_size=24"), ({"dtype": torch.float16}, "bfloat16"),
+    ({"shift": 8}, "caches: expected all at multiples of 1024 bytes"),
+])
+def test_layers_that_it_refuses(changed, said):
+    with pytest.raises(ValueError, match=said):
+        check_layers(layers(**changed))
