@@ -1,8 +1,8 @@
 # ruff: noqa
 # mypy: ignore-errors
-"""All layers of a decoder for one row in one launch on Hopper, in Gluon: programs that stay and hand each other values.
+"""All layers of a decoder for a few rows in one launch on Hopper, in Gluon: programs that stay and hand on values.
 
-What bounds a step of one row launch by launch is that each kernel loads, waits, computes and ends, one after the other.
+What bounds a step of few rows launch by launch is that each kernel loads, waits, computes and ends, one after the other.
 Here one warp of each program streams the program's share of all weights, and of keys and values, through shared memory
 (TMA), however far its other warps are. These compute a layer in six stages. A value passes from one stage to the next
 by way of L2 as a word with a tag that says in which layer of which launch it was made; who reads it reads until the tag
@@ -76,6 +76,7 @@ class LayersShape:
     heads: int
     kv_heads: int
     layers: int
+    rows: int  # a power of two
     block_size: int
     columns: int  # of a chunk, which has eight rows of a weight
     stages: int  # chunks in shared memory
@@ -88,8 +89,8 @@ class LayersShape:
 
     @property
     def splits(self) -> int:
-        """Programs that share a KV head's positions."""
-        return PROGRAMS // self.kv_heads
+        """Programs that share a row's positions of a KV head."""
+        return PROGRAMS // (self.kv_heads * self.rows)
 
     @property
     def lines(self) -> int:
@@ -128,9 +129,9 @@ class _Ring(NamedTuple):
 class _Words(NamedTuple):
     """Where stages leave their results for the next, int32 words of 16 bits and a tag (parts: int64 with 32 bits)."""
 
-    qkv: Any
-    parts: Any  # [heads, splits, 128]
-    sums: Any  # [heads, splits, 2]: maximum and sum of the weights
+    qkv: Any  # [rows, width], as all but the parts
+    parts: Any  # [rows, heads, splits, 128]
+    sums: Any  # [rows, heads, splits, 2]: maximum and sum of the weights
     mixed: Any
     o: Any
     inner: Any
@@ -140,12 +141,12 @@ class _Words(NamedTuple):
 class _Memory(NamedTuple):
     """Of a program, in shared memory."""
 
-    x: Any  # [pieces, lines, 64] bf16: what the next product takes
-    residual: Any  # [pieces, columns] bf16
+    x: Any  # [pieces, lines, rows, 64] bf16: what the next product takes
+    residual: Any  # [pieces, columns, rows] bf16
     heads: Any  # [2, 16, 64] bf16: halves of the group's query heads, then of the new key and value
     rows: Any  # [2, 8, 64] fp32: the same
     new: Any  # the same as [16, 64]
-    sums: tuple[Any, Any]  # [4, 8, 8] fp32, warps' parts of products; of a pair's second half
+    sums: tuple[Any, Any]  # [4, 8, rows * 8] fp32, warps' parts of products; of a pair's second half
 
 
 # Weights stream through L2; words that are used in every layer would be gone with them.
@@ -216,10 +217,11 @@ def _take(pointer, step, tag, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _take_some(at, tag, COUNT: gl.constexpr, S: gl.constexpr):
+def _take_some(at, far, tag, COUNT: gl.constexpr, S: gl.constexpr):
+    """As many values as a chunk has columns from each of some places, `far` words from one another: each fp32."""
     COLUMNS: gl.constexpr = S.columns
     vector: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
-    taken = _take(at, COLUMNS, tag, COUNT)
+    taken = _take(at, far, tag, COUNT)
     pieces = ()
     for i in gl.static_range(COUNT):
         evens = gl.join(_float(taken[4 * i]), _float(taken[4 * i + 2]))
@@ -229,17 +231,81 @@ def _take_some(at, tag, COUNT: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def _take_pieces(words, tag, COUNT: gl.constexpr, S: gl.constexpr):
-    """Pieces of as many values as a chunk has columns, each [columns] fp32."""
+def _beside(rows, S: gl.constexpr):
+    """Rows' values [columns] as [columns, rows]."""
     COLUMNS: gl.constexpr = S.columns
+    ROWS: gl.constexpr = S.rows
+    layout: gl.constexpr = gl.BlockedLayout([4, ROWS], [32, 1], [8, 1], [1, 0])
+    gl.static_assert(ROWS == 1 or ROWS == 2 or ROWS == 4 or ROWS == 8)
+    if ROWS == 1:
+        joined = gl.convert_layout(rows[0], gl.SliceLayout(1, layout))[:, None]
+    elif ROWS == 2:
+        joined = gl.join(rows[0], rows[1])
+    elif ROWS == 4:
+        joined = gl.join(gl.join(rows[0], rows[2]), gl.join(rows[1], rows[3]))
+    else:
+        joined = gl.join(gl.join(gl.join(rows[0], rows[4]), gl.join(rows[2], rows[6])),
+                         gl.join(gl.join(rows[1], rows[5]), gl.join(rows[3], rows[7])))
+    return gl.convert_layout(gl.reshape(joined, [COLUMNS, ROWS]), layout)
+
+
+@gluon.jit
+def _places(words, S: gl.constexpr):
+    """Where a thread's four words of a piece are."""
+    COLUMNS: gl.constexpr = S.columns
+    return words + gl.arange(0, COLUMNS // 4, gl.BlockedLayout([1], [32], [8], [0])) * 4
+
+
+@gluon.jit
+def _take_row(words, tag, WIDTH: gl.constexpr, S: gl.constexpr):
+    """One row of this width in pieces of as many columns as a chunk has, each [columns, 1] fp32."""
+    COLUMNS: gl.constexpr = S.columns
+    COUNT: gl.constexpr = WIDTH // S.columns
     REST: gl.constexpr = COUNT % 4
-    at = words + gl.arange(0, COLUMNS // 4, gl.BlockedLayout([1], [32], [8], [0])) * 4
-    pieces = ()
+    at = _places(words, S)
+    taken = ()
     for group in gl.static_range(COUNT // 4):
-        pieces += _take_some(at + group * (4 * COLUMNS), tag, 4, S)
+        taken += _take_some(at + group * (4 * COLUMNS), COLUMNS, tag, 4, S)
     if REST > 0:
-        pieces += _take_some(at + (COUNT - REST) * COLUMNS, tag, REST, S)
+        taken += _take_some(at + (COUNT - REST) * COLUMNS, COLUMNS, tag, REST, S)
+    pieces = ()
+    for piece in gl.static_range(COUNT):
+        pieces += (_beside((taken[piece],), S),)
     return pieces
+
+
+@gluon.jit
+def _take_hidden(words, tag, S: gl.constexpr):
+    """Rows of a hidden state in pieces [columns, rows] fp32."""
+    COLUMNS: gl.constexpr = S.columns
+    HIDDEN: gl.constexpr = S.hidden
+    ROWS: gl.constexpr = S.rows
+    if ROWS == 1:
+        pieces = _take_row(words, tag, HIDDEN, S)
+    else:
+        pieces = ()
+        for piece in gl.static_range(HIDDEN // COLUMNS):
+            pieces += (_take_piece(_places(words, S) + piece * COLUMNS, tag, HIDDEN, S),)
+    return pieces
+
+
+@gluon.jit
+def _take_piece(at, tag, WIDTH: gl.constexpr, S: gl.constexpr):
+    """The same columns of several rows."""
+    ROWS: gl.constexpr = S.rows
+    SOME: gl.constexpr = 4 if ROWS > 4 else ROWS
+    rows = ()
+    for group in gl.static_range(ROWS // SOME):
+        rows += _take_some(at + group * (SOME * WIDTH), WIDTH, tag, SOME, S)
+    return _beside(rows, S)
+
+
+@gluon.jit
+def _store_x(memory, piece, values, S: gl.constexpr):
+    """What the next product takes: a piece [columns, rows]."""
+    LINES: gl.constexpr = S.lines
+    ROWS: gl.constexpr = S.rows
+    memory.x.index(piece).store(gl.permute(gl.reshape(values.to(gl.bfloat16), [LINES, _LANES, ROWS]), [0, 2, 1]))
 
 
 @gluon.jit
@@ -366,14 +432,27 @@ def _load(by_hidden, by_mixed, by_inner, cache, table, table_row, length, ring, 
 
 
 @gluon.jit
+def _row(program, S: gl.constexpr):
+    """The row whose attention a program computes a part of."""
+    KV_HEADS: gl.constexpr = S.kv_heads
+    ROWS: gl.constexpr = S.rows
+    return program // KV_HEADS % ROWS
+
+
+@gluon.jit
+def _split(program, S: gl.constexpr):
+    """Its part."""
+    SHARES: gl.constexpr = S.kv_heads * S.rows
+    return program // SHARES
+
+
+@gluon.jit
 def _span(length, program, S: gl.constexpr):
     """First position of a program's share of those in the cache, and its end."""
     SPLITS: gl.constexpr = S.splits
-    KV_HEADS: gl.constexpr = S.kv_heads
-    split = program // KV_HEADS
     pages = gl.cdiv(length, _PAGE)
     each = gl.cdiv(pages, SPLITS) * _PAGE
-    begin = gl.minimum(split * each, length)
+    begin = gl.minimum(_split(program, S) * each, length)
     return begin, gl.minimum(begin + each, length)
 
 
@@ -381,14 +460,31 @@ def _span(length, program, S: gl.constexpr):
 
 
 @gluon.jit
-def _parts(totals, FIRST: gl.constexpr, COUNT: gl.constexpr, LINES: gl.constexpr):
-    """The warps' parts of up to four chunks' products, [4, 8, 8], the last chunk again where there are fewer."""
+def _parts(totals, FIRST: gl.constexpr, COUNT: gl.constexpr, S: gl.constexpr):
+    """The warps' parts of up to four chunks' products, [4, 8, rows * 8], the last chunk again where there are fewer."""
+    LINES: gl.constexpr = S.lines
+    ROWS: gl.constexpr = S.rows
     parts = ()
     for i in gl.static_range(4):
-        total = totals[FIRST + (i if i < COUNT else COUNT - 1)]
-        parts += (gl.max(gl.sum(gl.reshape(total, [LINES // 8, 8, 16, 8]), 0), 1),)  # all sixteen are the same
+        total = gl.sum(gl.reshape(totals[FIRST + (i if i < COUNT else COUNT - 1)], [LINES // 8, 8, 16, 8]), 0)
+        parts += (gl.max(gl.reshape(total, [8, 16 // ROWS, ROWS, 8]), 1),)  # the rows again and again: all the same
     pairs = gl.join(gl.join(parts[0], parts[2]), gl.join(parts[1], parts[3]))
-    return gl.reshape(gl.permute(pairs, [2, 3, 0, 1]), [4, 8, 8])
+    return gl.reshape(gl.permute(pairs, [3, 4, 0, 1, 2]), [4, 8, ROWS * 8])
+
+
+def _x_layout_of(lines: int, rows: int) -> Any:
+    """As tensor cores take x on the left, with the rows again and again up to 16: [lines, 16 / rows, rows, 64]."""
+    def row(m: int) -> list[int]:
+        return [0, m // rows, m % rows, 0]
+
+    registers = [[0, 0, 0, 1], row(8), *([0, 0, 0, k] for k in (8, 16, 32))]
+    registers += [[line, 0, 0, 0] for line in (8,) if line < lines]
+    lanes = [[0, 0, 0, 2], [0, 0, 0, 4], row(1), row(2), row(4)]
+    return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]], [],
+                                      [lines, 16 // rows, rows, 64])
+
+
+_x_layout = gl.constexpr_function(_x_layout_of) if hasattr(gl, "constexpr_function") else triton.constexpr_function(_x_layout_of)
 
 
 @gluon.jit
@@ -396,24 +492,31 @@ def _multiply(words, tag, ring, step, memory, ROWS: gl.constexpr, WIDTH: gl.cons
               S: gl.constexpr):
     """Products of a program's rows of a weight with x; paired silu(the first) * the second.
 
-    Tensor cores compute them for sixteen times the same x. A warp has some lines of a chunk; all are added up at last.
+    Tensor cores compute them for sixteen rows, x again and again. A warp has some lines of a chunk; all are added up at
+    last.
     """
     STAGES: gl.constexpr = S.stages
     PIECES: gl.constexpr = WIDTH // S.columns
     LINES: gl.constexpr = S.lines
+    BATCH: gl.constexpr = S.rows
+    OUT: gl.constexpr = ROWS * 128
     TOGETHER: gl.constexpr = _together(ROWS, PAIRED)
     CHUNKS: gl.constexpr = 2 * TOGETHER if PAIRED else TOGETHER
     UNORDERED: gl.constexpr = CHUNKS - S.depth if CHUNKS > S.depth else 0
     product: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, product, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, product, 2)
-    layout: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 4, 8], [8, 1, 1], [2, 1, 0])
+    again: gl.constexpr = _x_layout(LINES, BATCH)
+    layout: gl.constexpr = (gl.BlockedLayout([1, 2, 1], [1, 4, 8], [8, 1, 1], [2, 1, 0]) if BATCH == 1 else
+                            gl.BlockedLayout([1, 8, 1], [1, 1, 32], [4, 1, 2], [2, 1, 0]))
     for group in range((ROWS + 7) // 8 // TOGETHER):
         totals = ()
         for i in gl.static_range(CHUNKS):
             totals += (gl.zeros([LINES, 16, 8], gl.float32, product),)
         for piece in gl.static_range(PIECES):
-            x = memory.x.index(piece).load(gl.SliceLayout(1, left))[:, None, :].broadcast_to([LINES, 16, _LANES])
+            x = memory.x.index(piece).load(gl.SliceLayout(1, again))[:, None]
+            x = gl.convert_layout(gl.reshape(x.broadcast_to([LINES, 16 // BATCH, BATCH, _LANES]), [LINES, 16, _LANES]),
+                                  left)
             # Loop by loop, since a barrier of all warps comes where waiting, loading and giving back meet. Chunks arrive
             # in order, but for the last `depth`.
             for i in gl.static_range(UNORDERED, CHUNKS):
@@ -428,47 +531,44 @@ def _multiply(words, tag, ring, step, memory, ROWS: gl.constexpr, WIDTH: gl.cons
             for i in gl.static_range(CHUNKS):
                 sums += (mma_v2(x, chunks[i], totals[i]),)
             totals = sums
-        memory.sums[0].store(_parts(totals, 0, TOGETHER, LINES))
+        memory.sums[0].store(_parts(totals, 0, TOGETHER, S))
         if PAIRED:
-            memory.sums[1].store(_parts(totals, TOGETHER, TOGETHER, LINES))
+            memory.sums[1].store(_parts(totals, TOGETHER, TOGETHER, S))
         result = gl.sum(memory.sums[0].load(layout), 1)
         if PAIRED:
             gate, up = _rounded(result), _rounded(gl.sum(memory.sums[1].load(layout), 1))
             # As torch computes it: libdevice's exp, a sum that is never contracted, and a division rounded once.
             result = _rounded(gl.div_rn(gate, libdevice.add_rn(libdevice.exp(-gate), 1.0))) * up
         chunk = gl.arange(0, 4, gl.SliceLayout(1, result.type.layout))
-        row = gl.minimum((group * TOGETHER + chunk) * 8, ROWS - 8)[:, None]
-        row += gl.arange(0, 8, gl.SliceLayout(0, result.type.layout))[None, :]
-        gl.store(words + gl.program_id(0) * ROWS + row, _word(result, tag), mask=(chunk < TOGETHER)[:, None],
-                 eviction_policy="evict_last")
+        at = gl.arange(0, BATCH * 8, gl.SliceLayout(0, result.type.layout))[None, :]
+        row = gl.minimum((group * TOGETHER + chunk) * 8, ROWS - 8)[:, None] + at % 8
+        gl.store(words + gl.program_id(0) * ROWS + row + at // 8 * OUT, _word(result, tag),
+                 mask=(chunk < TOGETHER)[:, None], eviction_policy="evict_last")
     return step
 
 
 @gluon.jit
 def _leave_normed(hidden, scales, memory, eps, S: gl.constexpr):
-    """The RMSNorm of a row in pieces, for the next product."""
-    COLUMNS: gl.constexpr = S.columns
+    """The RMSNorm of rows in pieces, for the next product."""
     HIDDEN: gl.constexpr = S.hidden
-    PIECES: gl.constexpr = HIDDEN // COLUMNS
-    LINES: gl.constexpr = S.lines
+    PIECES: gl.constexpr = HIDDEN // S.columns
     squares = hidden[0] * hidden[0]
     for piece in gl.static_range(1, PIECES):
         squares += hidden[piece] * hidden[piece]
-    by = gl.rsqrt(gl.sum(squares, 0) * (1.0 / HIDDEN) + eps)
+    by = gl.rsqrt(gl.sum(squares, 0) * (1.0 / HIDDEN) + eps)[None, :]
     for piece in gl.static_range(PIECES):
-        normed = (scales[piece].to(gl.float32) * _rounded(hidden[piece] * by)).to(gl.bfloat16)
-        memory.x.index(piece).store(gl.reshape(normed, [LINES, _LANES]))
+        _store_x(memory, piece, scales[piece].to(gl.float32)[:, None] * _rounded(hidden[piece] * by), S)
 
 
 @gluon.jit
-def _vector(pointer, S: gl.constexpr):
+def _vector(pointer, LAYOUT: gl.constexpr, S: gl.constexpr):
     """As many values as a row has, in pieces."""
     COLUMNS: gl.constexpr = S.columns
     PIECES: gl.constexpr = S.hidden // COLUMNS
-    lane = gl.arange(0, COLUMNS, gl.BlockedLayout([4], [32], [8], [0]))
+    column = gl.arange(0, COLUMNS, LAYOUT)
     pieces = ()
     for piece in gl.static_range(PIECES):
-        pieces += (gl.load(pointer + piece * COLUMNS + lane),)
+        pieces += (gl.load(pointer + piece * COLUMNS + column),)
     return pieces
 
 
@@ -476,37 +576,50 @@ def _vector(pointer, S: gl.constexpr):
 def _norm(words, tag, memory, weight, eps, S: gl.constexpr):
     """Add what was made to the residual, and leave its RMSNorm for the next product."""
     PIECES: gl.constexpr = S.hidden // S.columns
-    scales = _vector(weight, S)  # on its way while what was made is
-    made = _take_pieces(words, tag, PIECES, S)
+    ROWS: gl.constexpr = S.rows
+    layout: gl.constexpr = gl.BlockedLayout([4, ROWS], [32, 1], [8, 1], [1, 0])
+    scales = _vector(weight, gl.SliceLayout(1, layout), S)  # on its way while what was made is
+    made = _take_hidden(words, tag, S)
     hidden = ()
     for piece in gl.static_range(PIECES):
         residual = memory.residual.index(piece)
-        rounded = (made[piece] + residual.load(made[piece].type.layout).to(gl.float32)).to(gl.bfloat16)
+        rounded = (made[piece] + residual.load(layout).to(gl.float32)).to(gl.bfloat16)
         residual.store(rounded)
         hidden += (rounded.to(gl.float32),)
     _leave_normed(hidden, scales, memory, eps, S)
 
 
 @gluon.jit
-def _first_norm(row, memory, weight, eps, S: gl.constexpr):
+def _first_norm(rows, memory, weight, eps, S: gl.constexpr):
     """The first layer's, whose residual is the embedding."""
+    COLUMNS: gl.constexpr = S.columns
+    HIDDEN: gl.constexpr = S.hidden
     PIECES: gl.constexpr = S.hidden // S.columns
-    embedded = _vector(row, S)
+    ROWS: gl.constexpr = S.rows
+    layout: gl.constexpr = gl.BlockedLayout([4, ROWS], [32, 1], [8, 1], [1, 0])
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))[:, None]
+    at = rows + column + gl.arange(0, ROWS, gl.SliceLayout(0, layout))[None, :] * HIDDEN
     hidden = ()
     for piece in gl.static_range(PIECES):
-        memory.residual.index(piece).store(embedded[piece])
-        hidden += (embedded[piece].to(gl.float32),)
-    _leave_normed(hidden, _vector(weight, S), memory, eps, S)
+        embedded = gl.load(at + piece * COLUMNS)
+        memory.residual.index(piece).store(embedded)
+        hidden += (embedded.to(gl.float32),)
+    _leave_normed(hidden, _vector(weight, gl.SliceLayout(1, layout), S), memory, eps, S)
 
 
 @gluon.jit
 def _take_x(words, tag, memory, WIDTH: gl.constexpr, S: gl.constexpr):
     """What the next product takes, as it was made."""
-    LINES: gl.constexpr = S.lines
+    COLUMNS: gl.constexpr = S.columns
     PIECES: gl.constexpr = WIDTH // S.columns
-    taken = _take_pieces(words, tag, PIECES, S)
-    for piece in gl.static_range(PIECES):
-        memory.x.index(piece).store(gl.reshape(taken[piece].to(gl.bfloat16), [LINES, _LANES]))
+    ROWS: gl.constexpr = S.rows
+    if ROWS == 1:
+        taken = _take_row(words, tag, WIDTH, S)
+        for piece in gl.static_range(PIECES):
+            _store_x(memory, piece, taken[piece], S)
+    else:
+        for piece in range(PIECES):
+            _store_x(memory, piece, _take_piece(_places(words, S) + piece * COLUMNS, tag, WIDTH, S), S)
 
 
 @gluon.jit
@@ -530,7 +643,7 @@ def _rope(cos, sin):
 
 @gluon.jit
 def _take_heads(words, tag, memory, rope, q_norm, k_norm, k_new, v_new, stores, eps, S: gl.constexpr):
-    """A group's query heads, and for the last split the new key and value: normed, rotated, left in shared memory.
+    """A group's query heads of a row, and for the last split the new key and value: normed, rotated, left in shared memory.
 
     A warp has a head. The last split also writes the new key and value to the cache.
     """
@@ -540,9 +653,10 @@ def _take_heads(words, tag, memory, rope, q_norm, k_norm, k_new, v_new, stores, 
     HEADS: gl.constexpr = S.heads
     KV_HEADS: gl.constexpr = S.kv_heads
     SPLITS: gl.constexpr = S.splits
+    QKV: gl.constexpr = S.qkv
     program = gl.program_id(0)
     kv_head = program % KV_HEADS
-    is_last = program // KV_HEADS == SPLITS - 1
+    is_last = _split(program, S) == SPLITS - 1
     warp = gl.arange(0, 8, gl.SliceLayout(1, unit))
     # Heads that nobody needs are the group's first again.
     head = gl.where(warp < GROUP, kv_head * GROUP + warp, kv_head * GROUP)
@@ -555,7 +669,7 @@ def _take_heads(words, tag, memory, rope, q_norm, k_norm, k_new, v_new, stores, 
         w1 = gl.where(row < GROUP, gl.load(q_norm + lane)[None, :], gl.load(k_norm + lane)[None, :]).to(gl.float32)
         w2 = gl.where(row < GROUP, gl.load(q_norm + 64 + lane)[None, :],
                       gl.load(k_norm + 64 + lane)[None, :]).to(gl.float32)
-    taken = _take(words + at, 64, tag, 2)
+    taken = _take(words + _row(program, S) * QKV + at, 64, tag, 2)
     x1 = gl.convert_layout(_row_of_four(taken[0], taken[1], taken[2], taken[3]), layout)
     x2 = gl.convert_layout(_row_of_four(taken[4], taken[5], taken[6], taken[7]), layout)
     r1, r2 = x1, x2
@@ -582,8 +696,9 @@ def _take_heads(words, tag, memory, rope, q_norm, k_norm, k_new, v_new, stores, 
 
 @gluon.jit
 def _attend(ring, step, length, words, memory, scale_log2, tag, S: gl.constexpr):
-    """A program's positions for all query heads of its KV head, as rows of one tile."""
+    """A program's positions for all query heads of its row and KV head, as rows of one tile."""
     GROUP: gl.constexpr = S.group
+    HEADS: gl.constexpr = S.heads
     STAGES: gl.constexpr = S.stages
     KV_HEADS: gl.constexpr = S.kv_heads
     SPLITS: gl.constexpr = S.splits
@@ -594,7 +709,7 @@ def _attend(ring, step, length, words, memory, scale_log2, tag, S: gl.constexpr)
     by_row: gl.constexpr = gl.SliceLayout(1, product)
     program = gl.program_id(0)
     kv_head = program % KV_HEADS
-    split = program // KV_HEADS
+    split = _split(program, S)
     begin, end = _span(length, program, S)
     q1 = memory.heads.index(0).load(left)
     q2 = memory.heads.index(1).load(left)
@@ -647,7 +762,7 @@ def _attend(ring, step, length, words, memory, scale_log2, tag, S: gl.constexpr)
         acc2 = acc2 * rescale[:, None] + weight[:, None] * value2[None, :]
 
     row = gl.arange(0, 16, by_row)
-    part = (kv_head * GROUP + row) * SPLITS + split
+    part = (_row(program, S) * HEADS + kv_head * GROUP + row) * SPLITS + split
     lane = gl.arange(0, 64, gl.SliceLayout(0, product))
     at = words.parts + part[:, None] * 128 + lane[None, :]
     mine = row < GROUP
@@ -660,19 +775,18 @@ def _attend(ring, step, length, words, memory, scale_log2, tag, S: gl.constexpr)
 
 @gluon.jit
 def _join(words, tag, short_tag, S: gl.constexpr):
-    """Some lanes of a head: the splits' parts added up."""
-    LANES: gl.constexpr = S.heads  # heads * 128 over 128 programs
+    """Some lanes of all rows' heads: the splits' parts added up."""
+    LANES: gl.constexpr = S.heads * S.rows  # rows * heads * 128 over 128 programs
     SPLITS: gl.constexpr = S.splits
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [SPLITS, 32 // SPLITS], [1, 8], [0, 1])
     first = gl.program_id(0) * LANES
-    head = first // 128
     split = gl.arange(0, SPLITS, gl.SliceLayout(1, layout))
-    pair = gl.arange(0, LANES // 2, gl.SliceLayout(0, layout))
-    part = head * SPLITS + split
-    at = words.parts + part[:, None] * 128 + (first % 128 + pair * 2)[None, :]
+    lane = first + gl.arange(0, LANES // 2, gl.SliceLayout(0, layout)) * 2
+    part = (lane // 128)[None, :] * SPLITS + split[:, None]
+    at = words.parts + part * 128 + (lane % 128)[None, :]
     a, b, top, total = gl.inline_asm_elementwise(
         _READ_PARTS, "=&r,=&r,=&r,=&r,l,l,r",
-        [at.to(gl.int64), (words.sums + part[:, None] * 2 + pair[None, :] * 0).to(gl.int64), tag],
+        [at.to(gl.int64), (words.sums + part * 2).to(gl.int64), tag],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
     )
     top = top.to(gl.float32, bitcast=True)
@@ -732,12 +846,15 @@ def _compute(hidden, out, table, words, epoch, cos, sin, slot, length, final_nor
         _norm(words.down, tag & 0xFFFF | (tag << 16), memory, final_norm, eps, S)
         COLUMNS: gl.constexpr = S.columns
         LINES: gl.constexpr = S.lines
+        ROWS: gl.constexpr = S.rows
+        HIDDEN: gl.constexpr = S.hidden
         PIECES: gl.constexpr = S.hidden // COLUMNS
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-        line = gl.arange(0, LINES, gl.SliceLayout(1, layout))[:, None]
-        lane = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+        layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 1, 8], [8, 1, 1], [2, 1, 0])
+        line = gl.arange(0, LINES, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+        row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+        lane = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
         for piece in gl.static_range(PIECES):
-            gl.store(out + piece * COLUMNS + line * 64 + lane, memory.x.index(piece).load(layout))
+            gl.store(out + row * HIDDEN + piece * COLUMNS + line * 64 + lane, memory.x.index(piece).load(layout))
         # Everybody has read it: nobody could have put a value otherwise.
         gl.store(epoch, launch + 1)
 
@@ -762,6 +879,7 @@ def _layers_kernel(
     POSITIONS: gl.constexpr = S.positions
     WIDE: gl.constexpr = S.widest // COLUMNS
     PIECES: gl.constexpr = S.hidden // COLUMNS
+    ROWS: gl.constexpr = S.rows
     weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, LINES, 8, _LANES], gl.NVMMASharedLayout(128, 16, 3))
     ring = _Ring(
         weights,
@@ -774,11 +892,12 @@ def _layers_kernel(
     deep: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rows = gl.allocate_shared_memory(gl.float32, [2, 8, _LANES], plain)
-    firsts = gl.allocate_shared_memory(gl.float32, [4, 8, 8], deep)
-    seconds = gl.allocate_shared_memory(gl.float32, [4, 8, 8], deep)
+    firsts = gl.allocate_shared_memory(gl.float32, [4, 8, ROWS * 8], deep)
+    seconds = gl.allocate_shared_memory(gl.float32, [4, 8, ROWS * 8], deep)
     memory = _Memory(
-        gl.allocate_shared_memory(gl.bfloat16, [WIDE, LINES, _LANES], plain),
-        gl.allocate_shared_memory(gl.bfloat16, [PIECES, COLUMNS], flat),
+        gl.allocate_shared_memory(gl.bfloat16, [WIDE, LINES, ROWS, _LANES],
+                                  gl.SwizzledSharedLayout(8, 1, ROWS, [2, 1, 0])),
+        gl.allocate_shared_memory(gl.bfloat16, [PIECES, COLUMNS, ROWS], plain),
         gl.allocate_shared_memory(gl.bfloat16, [2, 16, _LANES], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])),
         rows,
         _reinterpret(rows, gl.float32, [16, _LANES], flat),
@@ -788,16 +907,17 @@ def _layers_kernel(
     nothing = gl.zeros([16, _LANES], gl.bfloat16, gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
     memory.heads.index(0).store(nothing)
     memory.heads.index(1).store(nothing)
-    PARTS: gl.constexpr = S.mixed * S.splits
-    QKV: gl.constexpr = S.qkv
-    MIXED: gl.constexpr = QKV + S.mixed
-    O: gl.constexpr = MIXED + S.hidden
-    INNER: gl.constexpr = O + S.inner
+    PARTS: gl.constexpr = ROWS * S.mixed * S.splits
+    QKV: gl.constexpr = ROWS * S.qkv
+    MIXED: gl.constexpr = QKV + ROWS * S.mixed
+    O: gl.constexpr = MIXED + ROWS * S.hidden
+    INNER: gl.constexpr = O + ROWS * S.inner
     words = _Words(words32, words64, words64 + PARTS, words32 + QKV, words32 + MIXED, words32 + O, words32 + INNER)
-    length = gl.load(positions).to(gl.int32)  # of a row that is padding -1
+    row = _row(gl.program_id(0), S)
+    length = gl.load(positions + row).to(gl.int32)  # of a row that is padding -1
     at = gl.maximum(length, 0)
-    table_row = block_table + gl.load(slots).to(gl.int64) * table_stride
-    slot = gl.load(slot_mapping)
+    table_row = block_table + gl.load(slots + row).to(gl.int64) * table_stride
+    slot = gl.load(slot_mapping + row)
     fence_async_shared()
     _barrier()
     gl.warp_specialize([
@@ -854,7 +974,7 @@ class LayersPlan:
     """Where everything lies, as the kernel wants it; what it keeps from launch to launch."""
 
     def __init__(self, layers: list[LayerTensors], final_norm: torch.Tensor, eps: float, scale: float,
-                 depth: int = 2) -> None:
+                 depth: int = 2, rows: int = 1) -> None:
         check_layers(layers)
         first = layers[0]
         device = first.qkv.device
@@ -863,8 +983,8 @@ class LayersPlan:
         heads = first.o.shape[1] // HEAD_DIM
         columns = 1024 if not (hidden | inner | heads * HEAD_DIM) % 1024 else 512
         widest = max(hidden, inner, heads * HEAD_DIM)
-        stages = (_SHARED_BYTES - 2 * (widest + hidden) - _OTHER_BYTES) // (16 * columns)
-        self.shape = LayersShape(hidden, inner, heads, kv_heads, len(layers), block_size, columns, stages, depth,
+        stages = (_SHARED_BYTES - 2 * rows * (widest + hidden) - _OTHER_BYTES - 2048 * rows) // (16 * columns)
+        self.shape = LayersShape(hidden, inner, heads, kv_heads, len(layers), rows, block_size, columns, stages, depth,
                                  first.q_norm is not None)
         weights = [w for layer in layers for w in layer[:4]]
         caches = [c for layer in layers for c in layer[4:6]]
@@ -876,9 +996,9 @@ class LayersPlan:
               *(0 if w is None else w.data_ptr() for w in layer[6:]),
               layer.keys.data_ptr(), layer.values.data_ptr()] for layer in (*layers, layers[-1])], dtype=torch.int64, device=device)
         shape = self.shape
-        self.words = torch.zeros(shape.qkv + shape.mixed + 2 * shape.hidden + shape.inner, dtype=torch.int32,
+        self.words = torch.zeros(rows * (shape.qkv + shape.mixed + 2 * shape.hidden + shape.inner), dtype=torch.int32,
                                  device=device)
-        self.parts = torch.zeros(shape.heads * shape.splits * (HEAD_DIM + 2), dtype=torch.int64, device=device)
+        self.parts = torch.zeros(rows * shape.heads * shape.splits * (HEAD_DIM + 2), dtype=torch.int64, device=device)
         self.epoch = torch.ones(1, dtype=torch.int32, device=device)
         self.final_norm, self.eps, self.scale = final_norm, eps, scale
         # Eight rows from any line on: the outer dimension counts lines from the lowest weight, the middle one rows.
