@@ -32,6 +32,7 @@ _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
+MOST_TOGETHER = 6  # chunks that a product waits for at the same time
 PROGRAMS = 128  # of which a multiprocessor each
 HEAD_DIM = 128
 _LANES = gl.constexpr(64)  # of a line of shared memory, the widest that TMA swizzles: 128 bytes
@@ -80,7 +81,8 @@ class LayersShape:
     block_size: int
     columns: int  # of a chunk, which has eight rows of a weight
     stages: int  # chunks in shared memory
-    depth: int  # chunks that are on their way at the same time
+    depth: int  # chunks of weights that are on their way at the same time
+    kv_depth: int  # of keys and values
     has_head_norms: bool
 
     @property
@@ -331,13 +333,12 @@ def _pointer(address):
 
 
 @gluon.jit
-def _room(ring, step, S: gl.constexpr):
+def _room(ring, step, DEPTH: gl.constexpr, S: gl.constexpr):
     """Wait until a chunk may be loaded to its stage, and until no more than a few are on their way.
 
     More would fill the queues of L2, in which what programs hand each other would wait behind them.
     """
     STAGES: gl.constexpr = S.stages
-    DEPTH: gl.constexpr = S.depth
     if step >= DEPTH:
         before = step - DEPTH
         mbarrier.wait(ring.full.index(before % STAGES), before // STAGES & 1)
@@ -363,7 +364,7 @@ def _load_rows(weight, ring, step, base, first_row, ROWS: gl.constexpr, WIDTH: g
                 for i in gl.static_range(TOGETHER):
                     row = gl.minimum((group * TOGETHER + i) * 8, ROWS - 8)
                     line = first_line + half * (S.inner * ROW_LINES) + row * ROW_LINES + piece * LINES
-                    stage = _room(ring, step, S)
+                    stage = _room(ring, step, S.depth, S)
                     full = ring.full.index(stage)
                     mbarrier.expect(full, BYTES)
                     _load_box(weight, [line, 0, 0], full, ring.weights.index(stage))
@@ -385,7 +386,7 @@ def _load_positions(cache, ring, step, base, table_row, begin, end, kv_head, S: 
     PAGES: gl.constexpr = S.positions // _PAGE
     BYTES: gl.constexpr = S.columns * 16
     BLOCK_SIZE: gl.constexpr = S.block_size
-    stage = _room(ring, step, S)
+    stage = _room(ring, step, S.kv_depth, S)
     full = ring.full.index(stage)
     mbarrier.expect(full, BYTES)
     for page in gl.static_range(PAGES):
@@ -974,17 +975,19 @@ class LayersPlan:
     """Where everything lies, as the kernel wants it; what it keeps from launch to launch."""
 
     def __init__(self, layers: list[LayerTensors], final_norm: torch.Tensor, eps: float, scale: float,
-                 depth: int = 2, rows: int = 1) -> None:
+                 depth: int = 2, rows: int = 1, kv_depth: int = 3, columns: int = 1024) -> None:
         check_layers(layers)
         first = layers[0]
         device = first.qkv.device
         _, block_size, kv_heads, _ = first.keys.shape
         hidden, inner = first.down.shape
         heads = first.o.shape[1] // HEAD_DIM
-        columns = 1024 if not (hidden | inner | heads * HEAD_DIM) % 1024 else 512
+        columns = columns if not (hidden | inner | heads * HEAD_DIM) % columns else 512
         widest = max(hidden, inner, heads * HEAD_DIM)
         stages = (_SHARED_BYTES - 2 * rows * (widest + hidden) - _OTHER_BYTES - 2048 * rows) // (16 * columns)
-        self.shape = LayersShape(hidden, inner, heads, kv_heads, len(layers), rows, block_size, columns, stages, depth,
+        if stages < MOST_TOGETHER:
+            raise ValueError(f"rows={rows}: shared memory holds {stages} chunks; expected {MOST_TOGETHER}")
+        self.shape = LayersShape(hidden, inner, heads, kv_heads, len(layers), rows, block_size, columns, stages, depth, kv_depth,
                                  first.q_norm is not None)
         weights = [w for layer in layers for w in layer[:4]]
         caches = [c for layer in layers for c in layer[4:6]]
