@@ -1,0 +1,1 @@
+"""All layers of a decoder for a step of a few rows in one launch."""
