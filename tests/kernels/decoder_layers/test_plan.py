@@ -1,11 +1,11 @@
-"""The experiment of one launch for all layers refuses what it would compute wrongly; no GPU runs it here."""
+"""One launch for all layers refuses what it would compute wrongly; no GPU runs it here."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from one_launch_kernel import LayerTensors, check_layers
+from hf_paged.kernels.decoder_layers.plan import LayersPlan, LayerTensors, check_layers
 
 
 def layers(count=2, hidden=1024, inner=1024, heads=8, kv_heads=4, head_dim=128, block_size=16, dtype=torch.bfloat16,
@@ -48,3 +48,13 @@ def test_layers_that_it_takes():
 def test_layers_that_it_refuses(changed, said):
     with pytest.raises(ValueError, match=said):
         check_layers(layers(**changed))
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [
+    (3, {}), (16, {}), (8, {"heads": 32, "kv_heads": 32}),  # more parts of rows than programs
+    (8, {"inner": 6144}),  # no room for six chunks beside eight rows
+])
+def test_numbers_of_rows_that_it_refuses(rows, sizes):
+    made = layers(**sizes)
+    with pytest.raises(ValueError, match=f"rows={rows}"):
+        LayersPlan(made, made[0].input_norm, 1e-6, 1.0, rows)

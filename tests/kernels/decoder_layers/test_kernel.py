@@ -1,0 +1,31 @@
+"""The kernel for all layers, as far as it can be looked at without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_paged
+
+pytest.importorskip("triton.experimental.gluon")
+
+# hidden, inner, heads, KV heads, layers, block size, has head norms, rows
+SHAPES = [
+    (1024, 3072, 16, 8, 28, 16, True, 1), (1024, 3072, 16, 8, 28, 64, True, 8), (2048, 6144, 16, 8, 28, 16, True, 4),
+    (2560, 9728, 32, 8, 36, 16, True, 4), (4096, 14336, 32, 8, 32, 16, False, 2),
+]
+
+
+@pytest.mark.slow
+def test_it_fits_a_multiprocessor_and_keeps_all_in_registers():
+    script = Path(__file__).with_name("compile_layers.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(hf_paged.__file__).parents[1])
+    out = subprocess.run([sys.executable, str(script), *map(json.dumps, SHAPES)], env=environment, text=True,
+                         capture_output=True, check=True, timeout=300).stdout
+    for shape, counts in zip(SHAPES, map(json.loads, out.splitlines()), strict=True):
+        assert counts["shared"] <= 227 << 10, shape
+        assert counts["STL"] <= 4 < min(counts["HMMA"], counts["UTMALDG"]), shape  # registers that were written to memory
