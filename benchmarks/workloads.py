@@ -53,6 +53,12 @@ def long(prompt: int = 131_072) -> Workload:
     return Workload([_tokens(prompt)], [128], 0.0)
 
 
+def long_prompts(requests: int, shortest: int, longest: int) -> Workload:
+    """Prompts of so many tokens, 64 output tokens of each, temperature 0.6."""
+    random.seed(0)
+    return Workload([_tokens(random.randint(shortest, longest)) for _ in range(requests)], [64] * requests, 0.6)
+
+
 def with_prefix(shared: int, own: int, output: int, *, warm: bool = False, requests: int = 256) -> Workload:
     """Requests of ``shared`` common and ``own`` own prompt tokens."""
     random.seed(0)
@@ -81,6 +87,8 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "single": single,
     "warm-prefix": partial(with_prefix, 2048, 64, 64, warm=True),
     "no-prefix": partial(with_prefix, 0, 2112, 64),
+    "prompts-7k": partial(long_prompts, 64, 2_000, 7_000),
+    "prompts-30k": partial(long_prompts, 8, 30_000, 30_000),
     "shared-decode": partial(with_prefix, 4096, 64, 512),
     "shared-decode-16k": partial(with_prefix, 16384, 64, 512),
     "rollouts": rollouts,
