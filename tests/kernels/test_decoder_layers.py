@@ -1,11 +1,11 @@
-"""The experiment of one launch for all layers refuses what it would compute wrongly; no GPU runs it here."""
+"""The kernel of one launch for all layers refuses what it would compute wrongly; no GPU runs it here."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from one_launch_kernel import LayerTensors, check_layers
+from hf_paged.kernels.decoder_layers import LayerTensors, check_layers
 
 
 def layers(count=2, hidden=1024, inner=1024, heads=8, kv_heads=4, head_dim=128, block_size=16, dtype=torch.bfloat16,
