@@ -35,6 +35,9 @@ class PagedConfig:
         merge_weights: on a GPU lay q, k, v (and gate, up) side by side in memory, each still a parameter of its own
             with an ordinary storage. On a CPU nothing is merged.
         fused_kernels: norms, RoPE, activation and products with few rows by hf_paged's kernels; False: torch's ops.
+        one_launch: on H100 and H200 compute all layers of a step of one sequence in one launch, where its kernel takes
+            the model: dense Qwen3 and Llama models in bf16 with heads of 128 and merged weights, without LoRA. Until
+            the kernel is compiled, steps run as without it. False: layer by layer.
         all_reduce: how several GPUs add up what each has computed: "nccl"; "peers": by kernels that reach the
             other GPUs' memory over NVLink, an error where they cannot; "auto": those where they can, and are faster. A
             model on one device has nothing to add up, whatever this says.
@@ -65,6 +68,7 @@ class PagedConfig:
     seed: int | None = None
     merge_weights: bool = True
     fused_kernels: bool = True
+    one_launch: bool = True
     all_reduce: str = "auto"
     on_weight_change: str = "recompute"
     gather_timeout: float = 600.0
@@ -92,7 +96,7 @@ class PagedConfig:
             raise ValueError(f"gpu_memory_utilization={share!r}: expected a number in (0, 1]")
         _require_one_of(self, "attention_backend", ATTENTION_BACKENDS)
         for name in ("enable_prefix_caching", "group_prefixes", "enforce_eager", "strict", "merge_weights",
-                     "fused_kernels", "speculation"):
+                     "fused_kernels", "one_launch", "speculation"):
             _require_one_of(self, name, (True, False))
         _require_one_of(self, "all_reduce", ALL_REDUCES)
         _require_one_of(self, "on_weight_change", ON_WEIGHT_CHANGE)

@@ -417,6 +417,44 @@ HOPPER_CALLS = [
                     HOPPER_TESTS, "timed"),
 ]
 
+ONE_LAUNCH, ONE_LAUNCH_TESTS = "models/one_launch.py", "models/test_one_launch.py"
+SUPPORT, SUPPORT_TESTS = "kernels/decoder_layers_support.py", "kernels/test_decoder_layers_support.py"
+
+# All layers of a step of few rows in one launch.
+AT_ONCE = [
+    PackageMutation(ONE_LAUNCH, "if not may_prepare:", "if False:", ONE_LAUNCH_TESTS, "no_plan_is_made"),
+    PackageMutation(ONE_LAUNCH, "if key != self._key:", "if self._key is None:", ONE_LAUNCH_TESTS, "lies_elsewhere"),
+    PackageMutation(ONE_LAUNCH, "if captures and not self._has_run:", "if False:", ONE_LAUNCH_TESTS, "nobody_waits"),
+    PackageMutation(ONE_LAUNCH, "or not self._compiled.done():\n", "or False:\n", ONE_LAUNCH_TESTS, "nobody_waits"),
+    PackageMutation(ONE_LAUNCH, "            self._captured += support", "            support", ONE_LAUNCH_TESTS,
+                    "keeps_what_that_allocated"),
+    PackageMutation(ONE_LAUNCH, "support.refuse(self.device, error)\n            if captures", "if captures",
+                    ONE_LAUNCH_TESTS, "not_tried_again"),
+    PackageMutation(ONE_LAUNCH, "except torch.OutOfMemoryError:\n            raise\n        except Exception as error"
+                    ":  # it", "except Exception as error:  # it", ONE_LAUNCH_TESTS, "out_of_memory"),
+    PackageMutation(ONE_LAUNCH, " and product.module.bias is None", "", ONE_LAUNCH_TESTS, "one_by_one"),
+    PackageMutation(ONE_LAUNCH, "(*norms, final_norm)", "norms", ONE_LAUNCH_TESTS, "one_by_one"),
+    PackageMutation("models/fused.py", "if not is_plain(*self._whole_decoder()):  # a", "if False:  # a",
+                    ONE_LAUNCH_TESTS, "between_steps"),
+    PackageMutation("models/fused.py", "or self._adapters or self._copied is not None:\n", "or False:\n",
+                    ONE_LAUNCH_TESTS, "lora_adapter"),
+    PackageMutation("runner/model_runner.py", "most_rows_at_once and plan.drafts is None", "most_rows_at_once",
+                    ONE_LAUNCH_TESTS, "guesses"),
+    PackageMutation("runner/step_context.py", "meta.max_query_len != 1 or", "", ONE_LAUNCH_TESTS,
+                    "makes_stocks_tokens"),
+    PackageMutation("runner/graphs.py", '"at_once", False) and self._executor.runs_at_once', '"at_once", False)',
+                    GRAPHS_TESTS, "once_its_kernel_is_there"),
+    PackageMutation("runner/graphs.py", "tuple(self._executor.captured_tensors()))", "())", GRAPHS_TESTS,
+                    "keeps_what_a_launch_reads"),
+    PackageMutation(SUPPORT, "capability != (9, 0)", "capability[0] != 9", SUPPORT_TESTS, "elsewhere"),
+    PackageMutation(SUPPORT, "tuple(f\"{tested}.\" for", "tuple(tested for", SUPPORT_TESTS, "elsewhere"),
+    PackageMutation(SUPPORT, "len(set(map(_shapes, decoder.layers))) > 1 or", "", SUPPORT_TESTS, "go_together"),
+    PackageMutation(SUPPORT, ">= _MOST_UNITS * unit", "< 0", SUPPORT_TESTS, "too_far"),
+    PackageMutation(SUPPORT, "t.stride(), t.dtype)", "t.stride(), t.dtype)[1:]", SUPPORT_TESTS, "the_key"),
+    PackageMutation("kernels/compiling.py", "if not _lies_on_disk(key, self._name):", "if True:",
+                    "kernels/test_compiling.py", "on_the_disk"),
+]
+
 # Prefixes that rows share.
 PREFIXES = [
     PackageMutation(WORK, "begin, end = ends[around][kept],", "begin, end = groups.begin[kept].astype(np.int64),",
@@ -447,7 +485,7 @@ PREFIXES = [
     PackageMutation(PARTS, "    if pieces == 1:\n        return\n", "", GROUPED_TESTS, "random_trees"),
     PackageMutation("runner/attention_inputs.py", "chosen[0] is not groups or", "", "runner/test_attention_inputs.py",
                     "groups_change"),
-    PackageMutation("runner/graphs.py", "partial(run, tiles=tiles)", "partial(run, tiles=None)", GRAPHS_TESTS,
+    PackageMutation("runner/graphs.py", "partial(run, tiles=tiles,", "partial(run, tiles=None,", GRAPHS_TESTS,
                     "share_a_prefix"),
     PackageMutation("runner/graphs.py", "named=any_named(slots)), tiles=tiles)", "named=any_named(slots)), tiles=None)",
                     GRAPHS_TESTS, "cached_prefix"),
@@ -625,7 +663,7 @@ STRUCTURED = [
                     "self.matcher.accept(token)", FORMED_TESTS, "not_for_their_commit"),
     PackageMutation("engine/form_rows.py", "                request.went_on = error\n", "                raise\n",
                     FORMED_TESTS, "refuses_a_token"),
-    PackageMutation(PADDED, "tiles=tiles), rows.clone()", "tiles=tiles), rows", "runner/test_graphs.py",
+    PackageMutation(PADDED, "at_once=at_once), rows.clone()", "at_once=at_once), rows", "runner/test_graphs.py",
                     "graph_of_their_own"),
     PackageMutation("runner/graphs.py", "if step.memory != (self._memory(), self.num_dropped):", "if False:",
                     "runner/test_graphs.py", "memory_may_move"),
@@ -736,8 +774,8 @@ MISSING_KERNELS = [
                     "        self._count_reads(plan)\n", REPEATED_TESTS, "run_again"),
     PackageMutation("engine/session.py", "else self.logprobs[:count]", "else self.logprobs",
                     "engine/test_interrupts.py", "get_everything_once"),
-    PackageMutation(COMPILING, "with suppress(Exception), _Zeros():", "with suppress(Exception):", COMPILING_TESTS,
-                    "zeros"),
+    PackageMutation(COMPILING, "with _dry(self), suppress(Exception), _Zeros():",
+                    "with _dry(self), suppress(Exception):", COMPILING_TESTS, "zeros"),
     PackageMutation(COMPILING, "if dry_run is None else partial(dry_run.launch, self, grid)", "if True else None",
                     COMPILING_TESTS, "between_a_missing"),
     PackageMutation(COMPILING, "with _told(self):\n            found = ", "if True:\n            found = ",
@@ -746,7 +784,7 @@ MISSING_KERNELS = [
                     "if not self._untouched.holds():", GRAPHS_TESTS, "it_to_the_real_one"),
     PackageMutation(COMPILING, "driver.active.get_current_device(), key", "0, key", COMPILING_TESTS,
                     "under_way_for_one_device"),
-    PackageMutation(COMPILING, "            _thread.dry_run = None\n", "            pass\n", COMPILING_TESTS,
+    PackageMutation(COMPILING, "        _thread.dry_run = None\n", "        pass\n", COMPILING_TESTS,
                     "no_thread_dry"),
     PackageMutation("kernels/weights_checksum.py", "warmup(torch.int64, torch.int64,",
                     "warmup(torch.int64, torch.int32,", "kernels/test_weights_checksum.py", "beforehand"),

@@ -317,7 +317,8 @@ class EngineCore:
     def model_mark(self) -> ModelMark:
         """What the model computed when prompts were last received."""
         config = self._config
-        options = {"merge_weights": config.merge_weights, "fused_kernels": config.fused_kernels}
+        options = {"merge_weights": config.merge_weights, "fused_kernels": config.fused_kernels,
+                   "one_launch": config.one_launch}
         with self._at_work():
             return ModelMark(options, self._executor.autocast, self._state_key, self._guard.checksum())
 

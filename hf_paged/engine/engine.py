@@ -101,7 +101,8 @@ def _executor_of(model: PreTrainedModel, config: PagedConfig) -> ModelExecutor:
     if executor_class is None:
         raise UnsupportedModelError(f"model={type(model).__name__}: expected a class that hf_paged supports")
     begin_early(model.device)
-    executor = executor_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels)
+    executor = executor_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels,
+                              one_launch=config.one_launch)
     if not executor.group.is_parallel:  # most likely its calls will be made as this one is
         executor.autocast = executor.autocast_of_call()
     spec = executor.kv_spec()

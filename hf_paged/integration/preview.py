@@ -131,7 +131,8 @@ def preview(path_or_id: str, calls: dict[str, dict[str, Any]], *, dtype: str = "
     make = find_executor(model)
     layers, attention, other, memory = "stock", None, None, None
     if make is not None and unsupported_class(model) is None:
-        executor = make(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels)
+        executor = make(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels,
+                        one_launch=config.one_launch)
         layers = "fused" if isinstance(executor, FusedExecutor) else "generic"
         attention, other = _attention(executor, config, place)
         memory = _memory(model, executor, config, place)

@@ -6,12 +6,13 @@ notes for which Triton has no code yet. Triton's compiler holds Python's lock on
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -65,12 +66,8 @@ class _DryRun:
         self.pending: dict[Any, Any] = {}  # the kernel of each FutureKernel, which may have come meanwhile
 
     def run(self, work: Callable[[], object]) -> None:
-        _thread.dry_run = self
-        try:
-            with suppress(Exception), _Zeros():  # the real run is the one to fail
-                work()
-        finally:
-            _thread.dry_run = None
+        with _dry(self), suppress(Exception), _Zeros():  # the real run is the one to fail
+            work()
 
     def launch(self, kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
         with _told(self):
@@ -104,6 +101,39 @@ class _DryRun:
                         variants[key] = compiled
 
 
+class _Ahead:
+    """Nothing is launched; what is missing is compiled where it is met, or, `from_disk`, loaded if it lies there."""
+
+    def __init__(self, from_disk: bool) -> None:
+        self._from_disk, self._name = from_disk, ""
+
+    def run(self, work: Callable[[], object]) -> object:
+        with _dry(self):
+            return work()
+
+    def launch(self, kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+        self._name = kernel.__name__
+        with _told(self) if self._from_disk else nullcontext():
+            kernel.run(*args, grid=grid, warmup=True, **options)
+
+    def submit(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], object], *_: Any) -> Any:
+        if not _lies_on_disk(key, self._name):
+            raise _Missing
+        kernel = compile()
+        finalize(kernel)
+        return kernel
+
+
+def _lies_on_disk(key: str, name: str) -> bool:
+    """Has Triton's cache on the disk the kernel of this key? Its compiler then finds it there within milliseconds."""
+    with suppress(Exception):  # another version's cache: then it is compiled, or found, in a thread
+        from triton.runtime.cache import get_cache_manager
+
+        folder = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        return bool(folder.get_group(f"{name[:150]}.json"))  # so much of the name stands in the file's
+    return False
+
+
 # By device and Triton's key: not every version keeps a `FutureKernel` before it is there.
 _under_way: dict[tuple[int, str], Any] = {}
 _lock = threading.RLock()
@@ -115,14 +145,24 @@ def _arrived(place: tuple[int, str]) -> None:
 
 
 class _Thread(threading.local):
-    dry_run: _DryRun | None = None
+    dry_run: _DryRun | _Ahead | None = None
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def _told(mode: _Watch | _DryRun) -> Iterator[None]:
+def _dry(mode: _DryRun | _Ahead) -> Iterator[None]:
+    """What this thread launches in here goes to `mode`."""
+    _thread.dry_run = mode
+    try:
+        yield
+    finally:
+        _thread.dry_run = None
+
+
+@contextmanager
+def _told(mode: _Watch | _DryRun | _Ahead) -> Iterator[None]:
     """In this thread Triton calls ``mode.submit`` for a kernel that is neither compiled nor under way."""
     before = active_mode.get()
     try:
@@ -199,6 +239,25 @@ def compiled_together(run: Callable[[], Result], later: Iterable[Callable[[], ob
         dry.pool.shutdown(wait=False)
     dry.settle(needed)
     return run()
+
+
+def compiled_ahead(run: Callable[[], object]) -> Future[object]:
+    """Have the kernels of ``run()`` compiled by a thread, and wait for none.
+
+    `run` is called dry, once or twice, here and in the thread. What is compiled already, or lies in Triton's cache on
+    the disk, is there at once. Done: launches find all of them; with the error of the first that does not compile.
+    """
+    if active_mode is not None:
+        found: Future[object] = Future()
+        try:
+            found.set_result(_Ahead(from_disk=True).run(run))
+        except _Missing:
+            pass
+        except Exception as error:
+            found.set_exception(error)
+        if found.done():
+            return found
+    return in_background(partial(_Ahead(from_disk=False).run, run))
 
 
 def is_dry() -> bool:

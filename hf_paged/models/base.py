@@ -97,6 +97,11 @@ class StepContext(Protocol):
         """[T] int32, the adapter of each token: 0 the model's active ones, -1 none, i > 0 the i-th of
         `ModelExecutor.adapter_names` alone. None: 0 for all."""
 
+    @property
+    def decode_rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of a step of few rows that decode, each the only new token of its sequence: their lines of the block table
+        [T] int32, and that table [S, max_blocks] int32. None: of other steps."""
+
     def kv_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V pool of a layer."""
         ...
@@ -110,12 +115,13 @@ class ModelExecutor(ABC):
     """Runs one family's own modules on packed tokens. Does not keep the model alive."""
 
     def __init__(self, model: PreTrainedModel, model_class: type, *, merge_weights: bool = True,
-                 fused_kernels: bool = True) -> None:
+                 fused_kernels: bool = True, one_launch: bool = True) -> None:
         self._source = weakref.ref(model)
         self.replica = replica_of(model)
         self.model_class: Any = model_class  # transformers' own, which the model's class is or derives from
         self._merge_weights = merge_weights
         self._ops = FUSED if fused_kernels else PLAIN
+        self._wants_one_launch = one_launch and fused_kernels
         # To which dtype the calls that run now cast (see `autocast_of_call`). It changes while none runs: what the
         # executor keeps, the pool's dtype and the prefix cache's key follow.
         self.autocast: torch.dtype | None = None
@@ -208,6 +214,23 @@ class ModelExecutor(ABC):
 
     def own_tensors(self) -> list[torch.Tensor]:
         """Tensors besides the modules' that steps read and that may be replaced by others."""
+        return []
+
+    @property
+    def most_rows_at_once(self) -> int:
+        """Decode rows of a step whose layers one launch may compute; 0: it never does."""
+        return 0
+
+    @property
+    def runs_at_once(self) -> bool:
+        """Would one launch compute such a step now? Its kernel may be on its way."""
+        return False
+
+    def captured_tensors(self) -> list[torch.Tensor]:
+        """Tensors besides the modules' and `own_tensors` that what was captured since the last call reads.
+
+        They have to live as long as its graph.
+        """
         return []
 
     @abstractmethod

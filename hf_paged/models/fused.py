@@ -7,6 +7,7 @@ as it stands, and so is a block of experts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
+from hf_paged.kernels import decoder_layers_support
 from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.kernels.compiling import is_dry
 from hf_paged.kernels.linear import makes_parts
@@ -34,6 +36,7 @@ from hf_paged.models.linear_groups import LinearGroups
 from hf_paged.models.lora import Adapters, is_loaded, reads_tables
 from hf_paged.models.lora_rows import apply_layer
 from hf_paged.models.merged import MergedWeight, merge
+from hf_paged.models.one_launch import OneLaunch, Rows, decoder_of, is_plain
 from hf_paged.models.plain_linear import (
     RowProduct,
     all_columns,
@@ -45,6 +48,8 @@ from hf_paged.models.projections import Projections
 from hf_paged.models.rope import RopeTable
 from hf_paged.models.weight_shapes import check_weights
 from hf_paged.parallel.group import SINGLE, ParallelGroup
+
+logger = logging.getLogger(__name__)
 
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
@@ -92,6 +97,7 @@ class FusedExecutor(DecoderExecutor):
         self._untouched = Untouched()
         self._adapters: Adapters | None = None  # None: not looked for yet
         self._joins = False  # may a product of few rows come to the norm behind it in parts?
+        self._one_launch: OneLaunch | None = None  # None: the layers are not for it
 
     def prepare(self, max_model_len: int) -> None:
         spec, look = self.kv_spec(), self.look()
@@ -235,13 +241,26 @@ class FusedExecutor(DecoderExecutor):
         self._qkv, self._gate_up, self._parts_of_layers, self._parts_copies = [], [], [], None
         self._untouched = Untouched()
         self._merged, self._held, self._groups = {}, [], None
+        if self._one_launch is not None:
+            self._one_launch.let_go()
         if self._copied is not None and not self._copied.give_back():
             self._copied = None
 
     def release(self) -> None:
         self.let_go()
         self._rope, self._memory, self._checked = RopeTable(), None, None
-        self._copied, self._adapters = None, None
+        self._copied, self._adapters, self._one_launch = None, None, None
+
+    @property
+    def most_rows_at_once(self) -> int:
+        return 0 if self._one_launch is None else decoder_layers_support.MOST_ROWS
+
+    @property
+    def runs_at_once(self) -> bool:
+        return self._one_launch is not None and self._one_launch.is_ready
+
+    def captured_tensors(self) -> list[torch.Tensor]:
+        return [] if self._one_launch is None else self._one_launch.captured_tensors()
 
     def _look_up_parts(self) -> None:
         self._untouched = Untouched(self.model.model)
@@ -250,6 +269,38 @@ class FusedExecutor(DecoderExecutor):
         self._qkv, self._gate_up = self._collect()
         self._parts_of_layers = self._collect_parts()
         self._parts_copies = self._copies()
+        device = self.kv_spec().device
+        if not self._may_run_at_once(whole):
+            self._one_launch = None
+        elif self._one_launch is None or self._one_launch.device != device:
+            self._one_launch = OneLaunch(device)
+
+    def _may_run_at_once(self, whole: bool) -> bool:
+        """`whole`: one device computes in the model's own dtype."""
+        if not (whole and self._wants_one_launch) or self._adapters or self._copied is not None:
+            return False
+        spec = self.kv_spec()
+        if (reason := decoder_layers_support.why_not_on(spec.device)) is not None:
+            if spec.device.type == "cuda":
+                logger.info("hf_paged: steps of one row run layer by layer: the kernel for all layers %s", reason)
+            return False
+        return decoder_layers_support.takes(spec.compute_dtype, spec.head_dim) and is_plain(*self._whole_decoder())
+
+    def _whole_decoder(self) -> tuple[list[LayerParts], list[Projections], list[Projections | None], Any]:
+        return self._parts_of_layers, self._qkv, self._gate_up, self.model.model.norm
+
+    def _run_at_once(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor | None:
+        """All layers and the final norm by one launch; None: this step is not for it, or not yet."""
+        assert self._rope.cos is not None and self._rope.sin is not None
+        if self._one_launch is None or step.adapters is not None or (found := step.decode_rows) is None:
+            return None
+        if not is_plain(*self._whole_decoder()):  # a caller's code runs between steps, and may have set an epsilon
+            return None
+        slots, table = found
+        caches = [step.kv_cache(i) for i in range(len(self._parts_of_layers))]
+        decoder = decoder_of(*self._whole_decoder(), caches)
+        rows = Rows(self._rope.cos, self._rope.sin, slots, step.positions, step.slot_mapping, table)
+        return self._one_launch.run(decoder, hidden, rows)
 
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
         if self._runs_modules:
@@ -265,10 +316,13 @@ class FusedExecutor(DecoderExecutor):
                     return self.hidden_states_of_modules(input_ids, step)
                 self.refresh(None)
             self._look_up_parts()
-        tables, rows = ops.step_tables(cos, sin, step.positions), self.adapter_rows(step.adapters)
+        rows = self.adapter_rows(step.adapters)
         if rows is not None and self._adapters:
             rows = rows.ordered()
         delta = apply_layer(decoder.embed_tokens, input_ids, rows)
+        if (normed_last := self._run_at_once(delta, step)) is not None:
+            return normed_last
+        tables = ops.step_tables(cos, sin, step.positions)
         residual: torch.Tensor | None = None
         ranks = SINGLE  # over which delta has still to be added up
         lora: Delta | None = None  # which LoRA has still to add to it

@@ -36,12 +36,12 @@ from hf_paged.scheduler import StepPlan
 class Undrawn(NamedTuple):
     """A step of decode rows that was replayed up to the logits; `StepGraphs.draw` goes on, before any other replay.
 
-    ``rows`` [2, size] int64 (slots, positions) and ``logits`` [size, V] (a rank's columns) are what the graph of this
-    ``key`` made; the first ``num_rows`` are rows of the step. ``memory``: where graphs read then, and how many had been
+    ``rows`` [2, size] int64 (slots, positions) and ``logits`` [size, V] (a rank's columns) are what this ``graph``
+    made; the first ``num_rows`` are rows of the step. ``memory``: where graphs read then, and how many had been
     dropped.
     """
 
-    key: tuple
+    graph: torch.cuda.CUDAGraph
     rows: torch.Tensor
     logits: torch.Tensor
     num_rows: int
@@ -51,13 +51,14 @@ class Undrawn(NamedTuple):
 class Captured(NamedTuple):
     """A graph, the device tensors that it reads its step from, and what it makes: `Drawn`, or logits [rows, V].
 
-    ``name`` says of what it is, and for how many rows or tokens.
+    ``name`` says of what it is, and for how many rows or tokens. ``kept``: what else it reads that nobody else keeps.
     """
 
     name: str
     graph: torch.cuda.CUDAGraph
     inputs: tuple[torch.Tensor, ...]
     result: Any
+    kept: tuple[torch.Tensor, ...] = ()
 
 
 class Part(NamedTuple):
@@ -92,7 +93,7 @@ class StepGraphs:
         self._memory_signature: tuple | None = None
         self._ready: tuple[StepPlan, Captured] | None = None  # the device has what this step reads
         self._sent_lines: tuple[torch.cuda.CUDAGraph, np.ndarray] | None = None  # the last that went to such a graph
-        self._foreseen: tuple[StepPlan, tuple, Captured] | None = None  # the device has what this step will read
+        self._foreseen: tuple[StepPlan, Captured] | None = None  # the device has what this step will read
         self.num_captured = 0
         self.num_dropped = 0
         executor.group.holds(self)
@@ -185,16 +186,16 @@ class StepGraphs:
             return None
         captured: Captured | None
         if self._foreseen is not None and self.is_foreseen(plan):
-            _, key, captured = self._foreseen
+            _, captured = self._foreseen
         else:
-            run, inputs, key = self._undrawn_graph(plan)
-            captured = self._get(key[0], run, inputs)
+            size, run, inputs = self._undrawn_graph(plan)
+            captured = self._get(size, run, inputs)
             if captured is None:
                 return None
             self._send(captured, inputs)
         memory = self._memory(), self.num_dropped
         logits, rows = self._replay(captured)
-        return Undrawn(key, rows, logits, decodes, memory)
+        return Undrawn(captured.graph, rows, logits, decodes, memory)
 
     def foresee(self, plan: StepPlan) -> None:
         """Send what `undrawn` of this plan, the next step, will read: behind a forward whose tokens are not drawn yet.
@@ -203,21 +204,20 @@ class StepGraphs:
         """
         is_decode = len(plan.slots) == plan.num_decode_rows <= self.steps.decode_sizes[-1]
         if is_decode and self._memory() == self._memory_signature:
-            _, inputs, key = self._undrawn_graph(plan)
-            captured = self._captured.get((key[0], self.steps.undrawn.__name__, *key[1:]))
+            size, run, inputs = self._undrawn_graph(plan)
+            captured = self._captured.get(self._key(size, run))
             if captured is not None:
                 self._send(captured, inputs)
-                self._foreseen = plan, key, captured
+                self._foreseen = plan, captured
 
     def is_foreseen(self, plan: StepPlan) -> bool:
         """Has the device what `undrawn` of this plan reads?"""
         return self._foreseen is not None and self._foreseen[0] is plan
 
-    def _undrawn_graph(self, plan: StepPlan) -> tuple[partial, tuple[np.ndarray, ...], tuple]:
-        """What a graph of this step up to the logits runs and reads, and its key."""
-        size, named = self.steps.decode_size(plan), self._state.adapters.any_named(plan.slots)
-        inputs, tiles = self.steps.decode_inputs(plan, size)
-        return partial(self.steps.undrawn, named=named, tiles=tiles), inputs, (size, named, tiles)
+    def _undrawn_graph(self, plan: StepPlan) -> tuple[int, partial, tuple[np.ndarray, ...]]:
+        """Rows of a graph of this step up to the logits, and what it runs and reads."""
+        named = self._state.adapters.any_named(plan.slots)
+        return self._padded(partial(self.steps.undrawn, named=named), plan)
 
     def draw(self, step: Undrawn, masks: HostMasks | None, stages: frozenset[str], result: torch.Tensor,
              logprobs: Mapping[str, torch.Tensor]) -> bool:
@@ -231,7 +231,7 @@ class StepGraphs:
         if masks is not None:
             self._send_words(masks.words, words[: len(masks.words)])
             lines[: step.num_rows] = masks.lines
-        run = partial(self.steps.masked, step.logits, step.rows, words, of=step.key, stages=stages,
+        run = partial(self.steps.masked, step.logits, step.rows, words, of=step.graph, stages=stages,
                       scored=tuple(logprobs))
         captured = self._get(len(lines), run, (lines,))
         if captured is None:
@@ -318,10 +318,9 @@ class StepGraphs:
     def make_ready(self, plan: StepPlan) -> None:
         """Send what `logits` of this plan will read, behind the step that runs; nothing where it has no graph yet."""
         self._drop_if_moved()
-        size = self.steps.decode_size(plan)
-        inputs, tiles = self.steps.decode_inputs(plan, size)
         named = self._state.adapters.any_named(plan.slots)
-        captured = self._captured.get((size, self.steps.logits.__name__, named, tiles))
+        size, run, inputs = self._padded(partial(self.steps.logits, named=named), plan)
+        captured = self._captured.get(self._key(size, run))
         if captured is not None:
             self._send(captured, inputs)
             self._ready = plan, captured
@@ -345,15 +344,31 @@ class StepGraphs:
             self._memory_signature = signature  # last: after an interrupt all of it comes again
 
     def _decode_graph(self, run: partial, plan: StepPlan) -> tuple[Captured | None, tuple[np.ndarray, ...]]:
+        size, run, inputs = self._padded(run, plan)
+        return self._get(size, run, inputs), inputs
+
+    def _padded(self, run: partial, plan: StepPlan) -> tuple[int, partial, tuple[np.ndarray, ...]]:
+        """Padded number of a step's decode rows, and what a graph of them runs and reads."""
         size = self.steps.decode_size(plan)
         inputs, tiles = self.steps.decode_inputs(plan, size)
-        return self._get(size, partial(run, tiles=tiles), inputs), inputs
+        # Guesses are rows of one sequence, of which a later one reads what an earlier one writes.
+        at_once = size <= self._executor.most_rows_at_once and plan.drafts is None
+        return size, partial(run, tiles=tiles, at_once=at_once), inputs
+
+    def _key(self, size: int, run: partial) -> tuple:
+        """What tells graphs apart, whether one launch computes all layers last: another once its kernel is there."""
+        at_once = run.keywords.get("at_once", False) and self._executor.runs_at_once
+        others = (value for name, value in run.keywords.items() if name != "at_once")
+        return size, run.func.__name__, *others, at_once
 
     def _get(self, size: int, run: partial, inputs: tuple[np.ndarray, ...]) -> Captured | None:
         """The graph of `run`, captured on a step's inputs where it is new; None where it cannot be had."""
-        key = (size, run.func.__name__, *run.keywords.values())
+        key = self._key(size, run)
         if key not in self._captured:
-            self._captured[key] = self._capture(run, inputs, f"{run.func.__name__} {size}")
+            captured = self._capture(run, inputs, f"{run.func.__name__} {size}")
+            if captured is not None and captured.kept:  # the kernel for all layers may have come in the run before
+                key = self._key(size, run)
+            self._captured.setdefault(key, captured)
         return self._captured[key]
 
     def _send(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> None:
@@ -420,6 +435,7 @@ class StepGraphs:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
+        self._executor.captured_tensors()  # of a capture that an error ended
         # Not torch.cuda.graph(): it collects garbage and empties the cache at every capture.
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         try:
@@ -436,4 +452,4 @@ class StepGraphs:
             raise
         graph.capture_end()
         self.num_captured += 1
-        return Captured(name, graph, inputs, result)
+        return Captured(name, graph, inputs, result, tuple(self._executor.captured_tensors()))

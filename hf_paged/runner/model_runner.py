@@ -336,7 +336,9 @@ class ModelRunner:
 
         parts = self.attention.parts(plan, query_start, slot_mapping)
         adapters = self.state.adapters.of(token_slots) if self.state.adapters.any_named(plan.slots) else None
-        step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters)
+        # Guesses are rows of one sequence, of which a later one reads what an earlier one writes.
+        at_once = len(num_new) <= self.executor.most_rows_at_once and plan.drafts is None
+        step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters, at_once)
         return Computed(self.executor.hidden_states(input_ids, step), query_start, adapters)
 
     def _count_reads(self, plan: StepPlan) -> None:

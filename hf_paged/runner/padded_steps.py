@@ -158,32 +158,32 @@ class PaddedSteps:
 
     def decode(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *,
                stages: frozenset[str], scored: tuple[str, ...], named: bool, with_logits: bool,
-               tiles: GroupedTiles | None) -> Drawn:
-        """Tokens of decode rows, from what `decode_inputs` makes."""
-        hidden = self._decode_hidden(rows, items, parts, named, tiles)
+               tiles: GroupedTiles | None, at_once: bool = False) -> Drawn:
+        """Tokens of decode rows, from what `decode_inputs` makes; ``at_once`` as in `PagedStep`."""
+        hidden = self._decode_hidden(rows, items, parts, named, tiles, at_once)
         logits, (slots, positions) = self._executor.shard_logits(*hidden), rows
         # The sampled token's place is the length of what it follows.
         drawn = self._draw(logits, slots, positions + 1, stages, scored)
         return drawn._replace(logits=logits) if with_logits else drawn  # a graph that keeps them keeps their memory
 
     def logits(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *, named: bool,
-               tiles: GroupedTiles | None) -> torch.Tensor:
+               tiles: GroupedTiles | None, at_once: bool = False) -> torch.Tensor:
         """Logits [size, V] of decode rows, or a rank's columns."""
-        return self._executor.shard_logits(*self._decode_hidden(rows, items, parts, named, tiles))
+        return self._executor.shard_logits(*self._decode_hidden(rows, items, parts, named, tiles, at_once))
 
     def undrawn(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *, named: bool,
-                tiles: GroupedTiles | None) -> tuple[torch.Tensor, torch.Tensor]:
+                tiles: GroupedTiles | None, at_once: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits, and the rows: the next step's may come before tokens are drawn from the logits."""
-        return self.logits(rows, items, parts, named=named, tiles=tiles), rows.clone()
+        return self.logits(rows, items, parts, named=named, tiles=tiles, at_once=at_once), rows.clone()
 
     def masked(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, lines: torch.Tensor, *,
-               of: tuple, stages: frozenset[str], scored: tuple[str, ...]) -> Drawn:
+               of: object, stages: frozenset[str], scored: tuple[str, ...]) -> Drawn:
         """Tokens of rows [2, size] from logits, which another graph (``of``) leaves, and masks."""
         slots, positions = rows
         return self._draw(logits, slots, 1 + positions, stages, scored, TokenMasks(words, lines))
 
     def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None, named: bool,
-                       tiles: GroupedTiles | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+                       tiles: GroupedTiles | None, at_once: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states, and the rows' adapters where some row names one."""
         state, (slots, positions) = self._state, rows
         input_ids, at, slot_mapping = state.inputs(slots, positions)
@@ -192,7 +192,7 @@ class PaddedSteps:
             work = GroupedWork(items, parts, *tiles)
         meta = self._attention.decode_rows(slots, positions, slot_mapping, work)
         adapters = state.adapters.of(slots) if named else None
-        return self._executor.hidden_states(input_ids, self._step(at, meta, adapters)), adapters
+        return self._executor.hidden_states(input_ids, self._step(at, meta, adapters, at_once)), adapters
 
     def prompt_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
         """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64, and where prompts share
@@ -252,6 +252,7 @@ class PaddedSteps:
                     for name in scored}
         return Drawn(self._state.sample(logits, slots, positions, stages, logprobs, masks), logprobs)
 
-    def _step(self, positions: torch.Tensor, meta: PagedMetadata, adapters: torch.Tensor | None) -> PagedStep:
+    def _step(self, positions: torch.Tensor, meta: PagedMetadata, adapters: torch.Tensor | None,
+              at_once: bool = False) -> PagedStep:
         parts = [(0, len(positions), meta)]
-        return PagedStep(positions, meta.slot_mapping, self._cache, parts, self._attention.backend, adapters)
+        return PagedStep(positions, meta.slot_mapping, self._cache, parts, self._attention.backend, adapters, at_once)

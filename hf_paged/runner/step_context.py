@@ -7,12 +7,15 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.kernels.attention.backends import AttentionBackend
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.metadata import AttentionOptions, GroupedWork, PagedMetadata, PromptWork
 from hf_paged.runner.kv_cache import KVCache
 
 
 class PagedStep(NamedTuple):
-    """The `StepContext` of the runner. ``parts``: (first token, end, metadata) of rows that share a kernel."""
+    """The `StepContext` of the runner. ``parts``: (first token, end, metadata) of rows that share a kernel.
+
+    ``at_once``: one launch may compute all layers, as far as the plan of the step says: no two rows are one sequence's.
+    """
 
     positions: torch.Tensor
     slot_mapping: torch.Tensor
@@ -20,6 +23,16 @@ class PagedStep(NamedTuple):
     parts: list[tuple[int, int, PagedMetadata]]
     backend: AttentionBackend
     adapters: torch.Tensor | None = None
+    at_once: bool = False
+
+    @property
+    def decode_rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not self.at_once or len(self.parts) != 1:
+            return None
+        meta = self.parts[0][2]
+        if meta.max_query_len != 1 or isinstance(meta.work, (GroupedWork, PromptWork)):
+            return None
+        return meta.slots, meta.block_table
 
     def kv_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.cache.layers[layer]

@@ -18,7 +18,7 @@ from pretended_gpu import GPU, Driver, compile_nothing, compiled, launched, pret
 
 from hf_paged.kernels import compiling, weights_checksum
 from hf_paged.kernels._triton import jit
-from hf_paged.kernels.compiling import compiled_together, noted
+from hf_paged.kernels.compiling import compiled_ahead, compiled_together, noted
 
 
 @jit()
@@ -178,9 +178,31 @@ def disk() -> dict[str, Any]:
     return {**found, "anew": list(compiled)}
 
 
+def ahead() -> dict[str, Any]:
+    """Kernels that somebody has compiled, and does not wait for."""
+    def of(work: Work) -> dict[str, Any]:
+        del launched[:], compiled[:]
+        future = compiled_ahead(work)
+        at_once = future.done()
+        error = future.exception(timeout=200)
+        return {"at once": at_once, "error": type(error).__name__ if error else None, "launched": list(launched),
+                "compiled": list(compiled), "calls": len(work.began_as_zeros)}
+
+    found = {"missing": of(Work(twice, plus_one)), "then": seen(Work(twice, plus_one)), "known": of(Work(twice))}
+    for kernel in (twice, plus_one):
+        kernel.device_caches.clear()
+    found["on the disk"] = of(Work(twice, plus_one))
+    found["behind it"] = seen(Work(twice, plus_one))
+    found["one is missing"] = of(Work(twice, jit()(another_librarys.fn)))
+    found["broken"] = of(Work(broken))
+    found["dry afterwards"] = compiling.is_dry()
+    return found
+
+
 if __name__ == "__main__":
     pretend()
-    if sys.argv[1] not in ("disk", "failures"):
+    if sys.argv[1] not in ("disk", "failures", "ahead"):
         compile_nothing({"later": 0.1, "devices": 0.5}.get(sys.argv[1], 0.0))
-    print(json.dumps({"launches": launches, "zeros": zeros, "failures": failures, "others": others, "later": later,
-                      "nested": nested, "disk": disk, "devices": devices, "hook": hook, "fork": fork}[sys.argv[1]]()))
+    cases = {"launches": launches, "zeros": zeros, "failures": failures, "others": others, "later": later,
+             "nested": nested, "disk": disk, "devices": devices, "hook": hook, "fork": fork, "ahead": ahead}
+    print(json.dumps(cases[sys.argv[1]]()))

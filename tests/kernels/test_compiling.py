@@ -160,6 +160,29 @@ def test_a_kernel_of_another_compiler_may_be_noted(found):
     assert (threads_of(case), case["launched"]) == ({"hf_paged-compile"}, ["another_librarys"])
 
 
+def test_what_is_compiled_ahead_is_launched_by_nobody_and_waited_for_by_nobody(found):
+    case = found("ahead")["missing"]
+    assert (case["at once"], case["error"], case["launched"]) == (False, None, [])
+    assert sorted(name for name, *_ in case["compiled"]) == ["plus_one", "twice"]
+    assert threads_of(case) == {"hf_paged-compile"}
+    assert found("ahead")["then"]["compiled"] == [] and found("ahead")["then"]["calls"] == 1
+
+
+def test_what_is_there_or_on_the_disk_is_not_compiled_ahead_in_a_thread(found):
+    case = found("ahead")
+    assert (case["known"]["at once"], case["known"]["compiled"]) == (True, [])
+    on_disk = case["on the disk"]
+    assert (on_disk["at once"], on_disk["launched"]) == (True, [])
+    assert on_disk["compiled"] == [["twice", "MainThread", True], ["plus_one", "MainThread", True]]
+    assert (case["behind it"]["compiled"], case["behind it"]["launched"]) == ([], ["twice", "plus_one"])
+    missed = case["one is missing"]
+    assert not missed["at once"] and [name for name, *_ in missed["compiled"]] == ["another_librarys"]
+
+
+def test_an_error_of_a_compiler_that_runs_ahead_is_the_futures(found):
+    assert found("ahead")["broken"]["error"] == "CompilationError" and not found("ahead")["dry afterwards"]
+
+
 CPU_CALL = """
 import gc, json
 import hf_paged

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_paged
-from hf_paged.kernels import _device, _triton, linear
+from hf_paged.kernels import _device, _triton, decoder_layers_support, linear
 from hf_paged.kernels.attention import flash_backend, hopper_support
 from hf_paged.kernels.attention.backends import resolve_backend
 from hf_paged.parallel import peers
@@ -23,6 +23,7 @@ QUESTIONS: dict[str, Callable[[], bool]] = {
     "kernels/_triton.py:pdl_supported": lambda: _triton.pdl_supported(GPU),
     "kernels/attention/flash_backend.py:_major": lambda: flash_backend._major(GPU) is not None,
     "kernels/attention/hopper_support.py:why_not_on": lambda: hopper_support.why_not_on(GPU) is None,
+    "kernels/decoder_layers_support.py:_why_not_on": lambda: decoder_layers_support.why_not_on(GPU) is None,
     "kernels/linear.py:_shared_memory": lambda: linear._shared_memory(GPU) > 0,
     "parallel/peers.py:_obstacle": lambda: "NVIDIA" not in (peers._obstacle(GPU, 2) or ""),
 }
@@ -35,10 +36,11 @@ OF_A_MAKER = {"get_device_capability", "get_arch_list", "get_gencode_flags", "gc
 def gpu(monkeypatch):
     """A GPU that says (9, 0), as an H200 and an MI250 do."""
     cached = [hopper_support.why_not_on, flash_backend._major, flash_backend.is_preferred, _triton.pdl_supported,
-              _device.shared_memory, linear._shared_memory]
+              _device.shared_memory, _device.num_multiprocessors, decoder_layers_support._why_not_on,
+              linear._shared_memory]
     for one in cached:
         one.cache_clear()
-    properties = type("Properties", (), {"shared_memory_per_block_optin": 232448})
+    properties = type("Properties", (), {"shared_memory_per_block_optin": 232448, "multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)

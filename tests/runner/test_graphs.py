@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import threading
+from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
 from functools import cache, partial
 from types import SimpleNamespace
@@ -13,10 +14,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fake_plan import fake_plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_torch import PlannedTorch
-from support import Interrupt, batch, interrupted, random_prompts, stock_generate, tiny_model
+from support import Interrupt, batch, byte_tokenizer, interrupted, random_prompts, stock_generate, tiny_model
 from transformers import GenerationConfig
 
 import hf_paged
@@ -179,8 +181,8 @@ def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, mon
     assert all((work.items[:, 0] > 1).any() for work in backend.grouped)
     decodes = {key for key in keys if key[1] == "decode"}
     if mode == "graphs":
-        assert {key[-1] is None for key in decodes} == {False, True}
-        assert {key[0] for key in decodes if key[-1] is not None} == {4}
+        assert {key[-2] is None for key in decodes} == {False, True}
+        assert {key[0] for key in decodes if key[-2] is not None} == {4}
 
 
 @pytest.mark.interpreted
@@ -219,7 +221,7 @@ def test_prompts_behind_a_cached_prefix_read_it_once_and_make_stocks_tokens(step
     assert backend.prompts
     assert all((work.shared.items[:, 0] > 1).any() and (work.own_begin == 96).sum() >= 3 for work in backend.prompts)
     if mode == "graphs":
-        assert {key[-1] is None for key in keys if key[1] == "prompts"} == {False, True}
+        assert {key[-2] is None for key in keys if key[1] == "prompts"} == {False, True}
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
@@ -523,6 +525,68 @@ def test_dropped_graphs_are_destroyed_whatever_refers_to_them(steps, how):
     assert all(kept.graph.is_destroyed for kept in captured)
 
 
+@pytest.mark.parametrize("structured", [False, True])
+def test_a_step_is_captured_anew_once_its_kernel_is_there(steps, monkeypatch, structured):
+    """Until then it is launched layer by layer; masks go with the graph whose logits they bar."""
+    plans = fake_plans(monkeypatch)
+    model, tokenizer = tiny_model(head_dim=128), byte_tokenizer()
+    options = {"max_new_tokens": 6, "do_sample": False, "use_tqdm": False}
+    if structured:
+        pytest.importorskip("xgrammar")
+        options |= {"structured": {"regex": "[a-z]*"}}
+    prompt = random_prompts([9])
+    with hf_paged.PagedGenerator(copy.deepcopy(model), tokenizer, num_blocks=50, one_launch=False) as generator:
+        expected = [one.token_ids for one in generator.generate(prompt, **options)]
+    plans.compiled = Future()
+    with hf_paged.PagedGenerator(model, tokenizer, num_blocks=50) as generator:
+        def made():
+            return [one.token_ids for one in generator.generate(prompt, **options)]
+
+        assert made() == expected and plans.rows == []
+        graphs = generator.engine._core.pool.runner.graphs
+        before = {key for key in graphs._captured if key[1] in ("decode", "undrawn")}
+        plans.compiled.set_result(None)
+        assert made() == expected and set(plans.rows) == {1}
+        added = {key for key in graphs._captured if key[1] in ("decode", "undrawn")} - before
+        assert [key[-1] for key in before] == [False] and [key[-1] for key in added] == [True]
+        assert graphs._captured[before.pop()].graph is not graphs._captured[added.pop()].graph
+
+
+def test_a_graph_that_was_captured_with_the_kernel_is_found_by_it(steps, monkeypatch):
+    """The kernel was on the disk: it is there in the first step that wants it."""
+    plans = fake_plans(monkeypatch)
+    kept = torch.zeros(1)
+    own = StepGraphs._capture
+
+    def capture(self, run, inputs, name):
+        made = own(self, run, inputs, name)
+        if run.keywords.get("at_once"):
+            with torch.no_grad():
+                run(*map(torch.from_numpy, inputs))  # as the run before the capture does
+            made = made._replace(kept=(kept,))
+        return made
+
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    with hf_paged.PagedGenerator(tiny_model(head_dim=128), num_blocks=50) as generator:
+        generator.generate([[1, 2, 3]], max_new_tokens=6, do_sample=False)
+        graphs = generator.engine._core.pool.runner.graphs
+        found = {key[-1]: one for key, one in graphs._captured.items() if key[1] == "decode"}
+        assert len(plans.rows) == 6 and found.keys() == {True} and found[True].kept == (kept,)
+        assert sum(kind == "decode" for kind, _ in steps) == 5
+
+
+def test_a_graph_keeps_what_a_launch_reads(monkeypatch):
+    """As long as the graph may be replayed, whatever becomes of the plan."""
+    plan = torch.zeros(1)
+    found = [[torch.ones(1)], [plan]]  # of a capture that an error ended, and of this one
+    graph = SimpleNamespace(capture_begin=lambda *_, **__: None, capture_end=lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    fake = SimpleNamespace(_pool=1, _graphs=[], num_captured=0,
+                           _executor=SimpleNamespace(captured_tensors=lambda: found.pop(0)))
+    captured = StepGraphs._record(fake, partial(lambda x: x, 3), (), "decode 1")
+    assert (captured.kept, captured.result, captured.graph) == ((plan,), 3, graph)
+
+
 class Log(list):
     """Stands in for torch.cuda's streams and graphs, and notes what happens."""
 
@@ -754,7 +818,7 @@ def test_rows_of_stocks_loop_and_requests_replay_one_graph(steps, num_beams, log
     for output in outputs:
         made[output.request_id] += output.new_token_ids
     assert list(made.values()) == [tokens[0, len(p):].tolist() for p, tokens in zip(prompts, alone, strict=True)]
-    joined = {key[0] for key in keys if key[1] == "decode" and key[-2]}
+    joined = {key[0] for key in keys if key[1] == "decode" and key[-3]}
     assert joined and min(joined) >= 2 + 3 * num_beams
     assert {("decode", size) for size in joined} <= set(steps)
 

@@ -1,0 +1,146 @@
+"""Where all layers of a decoder can run in one launch, and of which models; the kernel is imported only there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_paged.kernels._device import compute_capability, num_multiprocessors, shared_memory
+from hf_paged.kernels._triton import triton
+
+logger = logging.getLogger(__name__)
+
+# Gluon, in which the kernel is written, may change with any version of Triton: with these it was right on a GPU.
+TESTED_TRITON = ("3.6",)
+HEAD_DIM = 128
+MOST_ROWS = 1  # of a step, one new token each
+_PROGRAMS = 128  # each of which has a multiprocessor to itself, since they wait for each other
+_SHARED_BYTES = 227 << 10
+_MOST_UNITS = 2**31  # from the lowest weight or cache to the highest: the kernel counts in int32
+
+_refused: dict[torch.device, str] = {}
+
+
+class Decoder(NamedTuple):
+    """What the kernel reads of a model.
+
+    ``layers`` have the fields of `decoder_layers.LayerTensors`: the weights qkv, o, gate_up and down, the caches of
+    keys and values [blocks, block size, Hkv, 128], the input norm and the norm behind attention, the norms of query and
+    key heads or None.
+    """
+
+    layers: tuple[tuple[torch.Tensor | None, ...], ...]
+    final_norm: torch.Tensor
+    eps: float
+    scale: float
+
+    def key(self) -> tuple:
+        """Other wherever a tensor lies elsewhere, or is another."""
+        tensors = [self.final_norm, *(tensor for layer in self.layers for tensor in layer)]
+        places = (None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors)
+        return self.eps, self.scale, *places
+
+
+def why_not_on(device: torch.device) -> str | None:
+    """Why the kernel cannot run on `device`; None where it can."""
+    return _refused.get(device) or _why_not_on(device)
+
+
+@lru_cache(maxsize=64)
+def _why_not_on(device: torch.device) -> str | None:
+    if triton is None:
+        return "needs triton, which is not installed"
+    compiles = torch.cuda.is_available() and not triton.knobs.runtime.interpret
+    capability = compute_capability(device) if compiles else None
+    if capability is None:
+        return f"needs an NVIDIA GPU, not {str(device)!r}"
+    if capability != (9, 0):
+        return f"does not run on compute capability {capability[0]}.{capability[1]}"
+    if (count := num_multiprocessors(device)) < _PROGRAMS:  # a part of a GPU (MIG)
+        return f"needs {_PROGRAMS} multiprocessors, not {count}"
+    if (size := shared_memory(device)) < _SHARED_BYTES:
+        return f"needs {_SHARED_BYTES} bytes of shared memory, not {size}"
+    version: str = triton.__version__
+    if not version.startswith(tuple(f"{tested}." for tested in TESTED_TRITON)):
+        return f"was tested with triton {' and '.join(TESTED_TRITON)}, not {version}"
+    return None
+
+
+def refuse(device: torch.device, error: Exception) -> None:
+    """From now on the kernel does not run on `device`, where it failed to compile or to start."""
+    if device not in _refused:
+        logger.warning("hf_paged: steps of few rows run layer by layer on %s, since the kernel for all layers failed: "
+                       "%r", device, error)
+        _refused[device] = f"failed: {error!r}"
+
+
+def takes(dtype: torch.dtype, head_dim: int) -> bool:
+    """Does the kernel compute in this dtype, with heads of this size?"""
+    return dtype == torch.bfloat16 and head_dim == HEAD_DIM
+
+
+def are_alike(decoder: Decoder) -> bool:
+    """Do the shapes go together, and are they every layer's, as the kernel takes for granted?"""
+    qkv, o, gate_up, down, keys, values, *norms, q_norm, k_norm = _shapes(decoder.layers[0])
+    if len(set(map(_shapes, decoder.layers))) > 1 or down is None or o is None or keys is None:
+        return False
+    (hidden, inner), mixed, (_, _, kv_heads, head_dim) = down, o[1], keys
+    head_norm = None if q_norm is None else (head_dim,)
+    found = qkv, o, gate_up, values, *norms, tuple(decoder.final_norm.shape), q_norm, k_norm
+    return found == ((mixed + 2 * kv_heads * head_dim, hidden), (hidden, mixed), (2 * inner, hidden), keys,
+                     *[(hidden,)] * 3, head_norm, head_norm)
+
+
+def are_near(decoder: Decoder) -> bool:
+    """Do weights, and caches, lie so near each other that the kernel can tell where?"""
+    caches = [t for layer in decoder.layers for t in layer[4:6] if t is not None]
+    weights = [t for layer in decoder.layers for t in layer[:4] if t is not None]
+    for tensors, unit in ((weights, 128), (caches, 2 * caches[0].shape[2] * HEAD_DIM)):
+        end = max(t.data_ptr() + t.numel() * t.element_size() for t in tensors)
+        if end - min(t.data_ptr() for t in tensors) >= _MOST_UNITS * unit:
+            return False
+    return True
+
+
+def _shapes(layer: tuple[torch.Tensor | None, ...]) -> tuple[tuple[int, ...] | None, ...]:
+    return tuple(None if t is None else tuple(t.shape) for t in layer)
+
+
+def load() -> None:
+    """Import the kernel and have Triton read it, which takes a tenth of a second."""
+    from hf_paged.kernels.decoder_layers import _layers_kernel
+
+    _ = _layers_kernel.cache_key
+
+
+def plan_of(decoder: Decoder) -> Any:
+    """A `LayersPlan`, which allocates and copies to the device.
+
+    Raises:
+        ValueError: the kernel does not take these layers.
+    """
+    if not are_alike(decoder) or not are_near(decoder):
+        raise ValueError("decoder: expected layers of equal shapes that go together, and lie near each other")
+    if decoder.final_norm.dtype != torch.bfloat16 or not decoder.final_norm.is_contiguous():
+        raise ValueError("final_norm: expected a contiguous bfloat16 tensor")
+    from hf_paged.kernels.decoder_layers import LayersPlan, LayerTensors
+
+    layers = [LayerTensors(*layer) for layer in decoder.layers]  # type: ignore[arg-type]
+    sizes = [*layers[0].down.shape, layers[0].o.shape[1]]
+    return LayersPlan(layers, decoder.final_norm, decoder.eps, decoder.scale, best_depth(*sizes))
+
+
+def best_depth(hidden: int, inner: int, mixed: int) -> int:
+    """Chunks of weights that are under way at the same time."""
+    # Chunks have half the bytes where a size is no multiple of 1,024. Measured (docs/notebook.md): 2 for hidden sizes
+    # of 1,024, 2,048 and 4,096, 4 for 2,560.
+    return 4 if (hidden | inner | mixed) % 1024 else 2
+
+
+def own_tensors(plan: Any) -> Sequence[torch.Tensor]:
+    """What a plan has allocated, and a launch reads: a graph that holds the launch keeps them, and no weight."""
+    return [value for value in vars(plan).values() if type(value) is torch.Tensor and value is not plan.final_norm]

@@ -1,0 +1,155 @@
+"""Steps of few decode rows by one launch for all layers, where the kernel takes the model and is compiled.
+
+The launch reads a table of where weights, norms and caches lie (`LayersPlan`). Making it allocates and copies to the
+device, so it is made in steps that run as they come, and again once anything in it has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_paged.kernels import decoder_layers_support as support
+from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.kernels.compiling import compiled_ahead, in_background, is_dry
+from hf_paged.kernels.decoder_layers_support import Decoder
+from hf_paged.models.plain_linear import RowProduct
+
+
+class Rows(NamedTuple):
+    """What a step says of its R rows of one new token each, in the order in which the kernel takes it.
+
+    ``cos`` and ``sin`` [positions, D], ``slots`` [R] int32, ``positions`` and ``slot_mapping`` [R] int64,
+    ``block_table`` [S, max_blocks] int32.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+
+
+class OneLaunch:
+    """One model's plan, and whether its kernel is there. Nobody waits for the compiler: until then `run` gives None."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._loaded = in_background(support.load)
+        self._key: tuple | None = None
+        self._plan: Any = None  # None: none was made, or the kernel does not take what the key stands for
+        self._compiled: Future[object] | None = None
+        self._has_run = False  # a kernel's first launch loads it, which no graph can record
+        self._captured: list[torch.Tensor] = []
+
+    @property
+    def is_ready(self) -> bool:
+        """Would a step be computed by one launch? As far as is known: the kernel took the last one, and is compiled."""
+        return self._compiled is not None and self._compiled.done() and support.why_not_on(self.device) is None
+
+    def run(self, decoder: Decoder, hidden: torch.Tensor, rows: Rows) -> torch.Tensor | None:
+        """Embedded tokens [R, H] -> final normed hidden states [R, H]; None: not by one launch; nothing happened."""
+        captures = _is_captured(self.device)
+        may_prepare = not (captures or is_dry())
+        if support.why_not_on(self.device) is not None or not _fits(hidden, rows):
+            return None
+        key = decoder.key()
+        if key != self._key:
+            if not may_prepare:
+                return None
+            self._prepare(decoder, key, hidden, rows)
+        if self._plan is None or self._compiled is None or not self._compiled.done():
+            return None
+        if captures and not self._has_run:
+            return None
+        try:
+            self._compiled.result()
+            made: torch.Tensor = self._plan.run(hidden, *rows)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # it does not compile, or the driver refuses a cooperative launch (under MPS)
+            support.refuse(self.device, error)
+            if captures:
+                raise
+            return None
+        if captures:
+            self._captured += support.own_tensors(self._plan)
+        self._has_run = self._has_run or may_prepare
+        return made
+
+    def captured_tensors(self) -> list[torch.Tensor]:
+        """What launches that were captured since the last call read of ours."""
+        captured, self._captured = self._captured, []
+        return captured
+
+    def let_go(self) -> None:
+        """Hold no memory of weights and caches until the next step."""
+        self._plan = self._key = None
+
+    def _prepare(self, decoder: Decoder, key: tuple, hidden: torch.Tensor, rows: Rows) -> None:
+        self._plan = self._compiled = None
+        self._key = key
+        try:
+            self._loaded.result()
+            self._plan = support.plan_of(decoder)
+        except torch.OutOfMemoryError:
+            raise
+        except ValueError:  # the kernel does not take these layers
+            return
+        except Exception as error:  # a Gluon that is none of those that were tested
+            support.refuse(self.device, error)
+            return
+        self._compiled = compiled_ahead(partial(self._plan.run, hidden, *rows))
+
+
+def is_plain(layers: Sequence[Any], qkv: Sequence[Any], gate_up: Sequence[Any], final_norm: Any) -> bool:
+    """Are these layers (`LayerParts`, `Projections`) what the kernel computes, whatever their tensors?"""
+    norms = [norm for layer in layers for norm in (layer.input_norm, layer.post_norm, *(layer.head_norms or ()))]
+    if len({norm.variance_epsilon for norm in (*norms, final_norm)}) > 1:
+        return False
+    options = {layer.options for layer in layers}
+    if options != {AttentionOptions(layers[0].options.scale)}:
+        return False
+    if not all(inner is not None and layer.has_silu for layer, inner in zip(layers, gate_up, strict=True)):
+        return False
+    return (all(map(_is_merged_alone, (*qkv, *gate_up)))
+            and all(_is_weight_alone(layer.o_proj) and _is_weight_alone(layer.down_proj) for layer in layers))
+
+
+def decoder_of(layers: Sequence[Any], qkv: Sequence[Any], gate_up: Sequence[Any], final_norm: Any,
+               caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Decoder:
+    """What the kernel reads, as it lies now, of layers that are plain (`is_plain`)."""
+    found = []
+    for layer, heads, inner, cache in zip(layers, qkv, gate_up, caches, strict=True):
+        head_norms = layer.head_norms or (None, None)
+        found.append((heads.weight, layer.o_proj.module.weight, inner.weight, layer.down_proj.module.weight, *cache,
+                      layer.input_norm.weight, layer.post_norm.weight,
+                      *(None if norm is None else norm.weight for norm in head_norms)))
+    return Decoder(tuple(found), final_norm.weight, final_norm.variance_epsilon, layers[0].options.scale)
+
+
+def _is_merged_alone(projections: Any) -> bool:
+    return (projections.weight is not None and projections.bias is None and projections.are_plain
+            and projections.lora is None)
+
+
+def _is_weight_alone(product: Any) -> bool:
+    return type(product) is RowProduct and product.is_plain and product.lora is None and product.module.bias is None
+
+
+def _fits(hidden: torch.Tensor, rows: Rows) -> bool:
+    """Is all that a step brings as the kernel reads it? What a plan has is looked at when it is made."""
+    return (
+        len(hidden) <= support.MOST_ROWS and hidden.is_contiguous() and rows.cos.is_contiguous()
+        and rows.sin.is_contiguous() and hidden.dtype == rows.cos.dtype == rows.sin.dtype
+        and rows.cos.shape[1] == support.HEAD_DIM and rows.block_table.stride(1) == 1
+    )
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

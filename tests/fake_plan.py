@@ -1,0 +1,98 @@
+"""In place of the plan of one launch for all layers: the same on a CPU, in plain torch over the pages."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+from support import HostMemory
+
+from hf_paged.kernels import decoder_layers_support as support
+from hf_paged.kernels.compiling import is_dry
+from hf_paged.models import fused, one_launch
+
+
+class FakePlan:
+    """`LayersPlan` of tensors of any size and dtype; `epoch` counts launches, as the kernel does."""
+
+    def __init__(self, decoder: support.Decoder) -> None:
+        self.decoder, self.final_norm = decoder, decoder.final_norm
+        self.epoch = torch.ones(1, dtype=torch.int32)
+        self.rows: list[int] = []  # of each launch
+
+    def run(self, hidden, cos, sin, slots, positions, slot_mapping, block_table):
+        if is_dry():
+            return torch.empty_like(hidden)
+        self.epoch += 1
+        self.rows.append(len(hidden))
+        return torch.cat([
+            self._row(hidden[i : i + 1], cos[positions[i]], sin[positions[i]], block_table[slots[i]], int(positions[i]),
+                      int(slot_mapping[i])) for i in range(len(hidden))
+        ])
+
+    def _norm(self, x, weight):
+        exact = x.float()
+        return weight * (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.decoder.eps)).to(x.dtype)
+
+    def _row(self, x, cos, sin, line, position, slot):
+        for qkv, o, gate_up, down, keys, values, input_norm, post_norm, q_norm, k_norm in self.decoder.layers:
+            _, block_size, kv_heads, size = keys.shape
+            heads = o.shape[1] // size
+            made = (self._norm(x, input_norm) @ qkv.T).view(-1, size)
+            query, key, value = made.split((heads, kv_heads, kv_heads))
+            if q_norm is not None:
+                query, key = self._norm(query, q_norm), self._norm(key, k_norm)
+            query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+            at = torch.arange(position)
+            places = line[at // block_size].long() * block_size + at % block_size
+            seen = [torch.cat([pool.view(-1, kv_heads, size)[places], new[None]])
+                    for pool, new in ((keys, key), (values, value))]
+            if slot >= 0:
+                keys.view(-1, kv_heads, size)[slot], values.view(-1, kv_heads, size)[slot] = key, value
+            query = query.view(kv_heads, -1, size)
+            weights = (torch.einsum("kgd,pkd->kgp", query, seen[0]) * self.decoder.scale).softmax(-1)
+            x = x + torch.einsum("kgp,pkd->kgd", weights, seen[1]).reshape(1, -1) @ o.T
+            gate, up = (self._norm(x, post_norm) @ gate_up.T).chunk(2, dim=-1)
+            x = x + (torch.nn.functional.silu(gate) * up) @ down.T
+        return self._norm(x, self.final_norm)
+
+
+def _rotated(x, cos, sin):
+    half = x.shape[1] // 2
+    return x * cos + torch.cat([-x[:, half:], x[:, :half]], 1) * sin
+
+
+class Plans:
+    """Every plan that was made; `compiled` is what the next ones get of the compiler: None, that it is done."""
+
+    def __init__(self) -> None:
+        self.made: list[FakePlan] = []
+        self.compiled: Future[object] | None = None
+        self.is_captured = False
+
+    @property
+    def rows(self) -> list[int]:
+        """Of each launch of all plans."""
+        return [rows for plan in self.made for rows in plan.rows]
+
+
+def fake_plans(monkeypatch) -> Plans:
+    """From now on a CPU has the kernel, and it takes every plain model whose weights can be merged."""
+    plans = Plans()
+
+    def plan_of(decoder):
+        plans.made.append(FakePlan(decoder))
+        return plans.made[-1]
+
+    def compiled_ahead(run):
+        run_dry = Future()
+        run_dry.set_result(None)
+        return plans.compiled or run_dry
+
+    monkeypatch.setattr(fused, "adjacent_memory", HostMemory)
+    for name, value in (("_why_not_on", lambda device: None), ("_refused", {}), ("takes", lambda *_: True),
+                        ("load", lambda: None), ("plan_of", plan_of)):
+        monkeypatch.setattr(support, name, value)
+    monkeypatch.setattr(one_launch, "compiled_ahead", compiled_ahead)
+    monkeypatch.setattr(one_launch, "_is_captured", lambda device: plans.is_captured)
+    return plans

@@ -1,0 +1,341 @@
+"""Steps of one row by one launch for all layers: which models and steps take it, and what a plan stands for.
+
+The kernel runs on a GPU alone; here plain torch computes what it would.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from functools import partial
+
+import pytest
+import torch
+from fake_plan import fake_plans
+from family_models import family_model
+from support import assert_native_parity, batch, random_prompts, tiny_model
+from torch import nn
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+import hf_paged
+from hf_paged.kernels import compiling
+from hf_paged.kernels import decoder_layers_support as support
+from hf_paged.models.one_launch import OneLaunch, Rows
+
+MODELS = {
+    "qwen3": partial(tiny_model, head_dim=128), "llama": partial(family_model, "llama", head_dim=128),
+}
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    return fake_plans(monkeypatch)
+
+
+def enabled(make=MODELS["qwen3"], **options):
+    return hf_paged.enable(make(), strict=True, **options)
+
+
+def executor_of(model):
+    return hf_paged.get_engine(model)._executor
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_request_alone_decodes_by_one_launch_and_makes_stocks_tokens(plans, make):
+    model = enabled(make)
+    assert_native_parity(model, **batch([21]), max_new_tokens=8, do_sample=False)
+    assert plans.rows == [1] * 7, "the first token is the prompt's"
+    assert len(plans.made) == 1
+
+
+def test_the_row_that_is_left_alone_goes_on_by_one_launch(plans):
+    with hf_paged.PagedGenerator(MODELS["qwen3"](), num_blocks=100, max_num_seqs=4) as generator:
+        prompts = random_prompts([9, 17, 30])
+        lengths = [3, 12, 5]
+        for prompt, length in zip(prompts, lengths, strict=True):
+            generator.engine.add_request(prompt, GenerationConfig(max_new_tokens=length, do_sample=False))
+        made = {}
+        while generator.engine.has_unfinished():
+            for output in generator.engine.step():
+                if output.completion is not None:
+                    made[tuple(output.completion.prompt_token_ids)] = output.completion.token_ids
+        assert len(plans.rows) >= 7 and set(plans.rows) == {1}
+    with hf_paged.PagedGenerator(MODELS["qwen3"](), num_blocks=100, max_num_seqs=4, one_launch=False) as generator:
+        for prompt, length in zip(prompts, lengths, strict=True):
+            alone = generator.generate([prompt], max_new_tokens=length, do_sample=False, use_tqdm=False)
+            assert alone[0].token_ids == made[tuple(prompt)]
+
+
+def test_a_prompt_that_is_in_the_cache_but_for_its_last_token(plans):
+    model = enabled()
+    for _ in range(2):
+        assert_native_parity(model, **batch([33]), max_new_tokens=4, do_sample=False)
+    assert plans.rows.count(1) >= 6
+
+
+def a_bias(model):
+    model.model.layers[1].self_attn.o_proj.bias = nn.Parameter(torch.zeros(64))
+
+
+def another_epsilon(model):
+    model.model.layers[1].post_attention_layernorm.variance_epsilon = 1e-5
+
+
+def another_final_epsilon(model):
+    model.model.norm.variance_epsilon = 1e-5
+
+
+def another_scale(model):
+    model.model.layers[0].self_attn.scaling *= 1.5
+
+
+CHANGES = [a_bias, another_epsilon, another_final_epsilon, another_scale]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_that_the_kernel_does_not_compute_run_one_by_one(plans, change):
+    model = MODELS["qwen3"]()
+    change(model)
+    hf_paged.enable(model)
+    model.generate(**batch([9]), max_new_tokens=4, do_sample=False)
+    assert executor_of(model).most_rows_at_once == 0 and not plans.made
+
+
+OPTIONS = [{"one_launch": False}, {"fused_kernels": False}, {"merge_weights": False}]
+
+
+@pytest.mark.parametrize("off", OPTIONS, ids=lambda off: next(iter(off)))
+def test_a_technique_that_is_off(plans, off):
+    model = enabled(**off)
+    assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
+    assert not plans.made
+
+
+MAKES = {
+    "experts": partial(family_model, "qwen3-moe"),
+    "a window": partial(tiny_model, head_dim=128, use_sliding_window=True, sliding_window=32, max_window_layers=1),
+    "another activation": partial(tiny_model, head_dim=128, hidden_act="gelu"),
+    "biases": partial(tiny_model, head_dim=128, attention_bias=True),
+}
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_models_that_are_not_for_it(plans, make):
+    model = enabled(make)
+    assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
+    assert executor_of(model).most_rows_at_once == 0 and not plans.made
+
+
+def test_steps_of_several_rows_run_layer_by_layer(plans):
+    model = enabled()
+    assert_native_parity(model, **batch([9, 12]), max_new_tokens=5, do_sample=False)
+    assert not plans.made and executor_of(model).most_rows_at_once == 1
+
+
+def test_guesses_of_one_sequence_are_several_rows(plans, monkeypatch):
+    monkeypatch.setattr(support, "MOST_ROWS", 8)
+    model = enabled()
+    prompt = torch.tensor([[5, 6, 7, 8] * 6])
+    assert_native_parity(model, input_ids=prompt, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
+    assert set(plans.rows) <= {1}
+
+
+def test_more_rows_once_the_kernel_takes_them(plans, monkeypatch):
+    monkeypatch.setattr(support, "MOST_ROWS", 4)
+    model = enabled()
+    assert_native_parity(model, **batch([9, 17, 30]), max_new_tokens=5, do_sample=False)
+    assert plans.rows == [3] * 4
+
+
+def test_autocast_runs_layer_by_layer(plans):
+    model = enabled()
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(**batch([9]), max_new_tokens=4, do_sample=False)
+    assert not plans.made
+
+
+def test_a_lora_adapter_runs_layer_by_layer(plans):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(MODELS["qwen3"](), peft.LoraConfig(target_modules=["down_proj"], r=2))
+    hf_paged.enable(model, strict=True)
+    model.generate(**batch([9]), max_new_tokens=4, do_sample=False)
+    assert not plans.made
+
+
+def repoint(parameter):
+    parameter.data = parameter.data.clone()
+
+
+@pytest.mark.parametrize("path", [
+    "model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight",
+    "model.layers.1.self_attn.k_norm.weight", "model.layers.0.input_layernorm.weight",
+])
+def test_the_plan_is_made_anew_where_a_weight_lies_elsewhere(plans, path):
+    model = enabled()
+    assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
+    repoint(model.get_parameter(path))
+    assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
+    assert [len(plan.rows) for plan in plans.made] == [3, 3]
+
+
+def test_a_weight_that_changes_in_place_is_read(plans):
+    model = enabled()
+    assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-1.0)
+    assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
+    assert len(plans.made) == 1
+
+
+def test_the_plan_is_made_anew_where_the_cache_has_grown(plans):
+    model = enabled()
+    assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
+    cache = hf_paged.get_engine(model)._core.pool.runner.cache
+    before = cache.version
+    cache.grow(cache.num_blocks + 8)
+    assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
+    assert cache.version > before and [len(plan.rows) for plan in plans.made] == [3, 3]
+
+
+def test_what_was_let_go_is_made_anew(plans):
+    model = enabled()
+    assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
+    executor = executor_of(model)
+    executor.let_go()
+    assert executor._one_launch._plan is None and executor.runs_at_once
+    assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
+    assert len(plans.made) == 2
+
+
+def test_own_tensors_do_not_hold_the_plan(plans):
+    """Where one of them changes, requests would be computed again."""
+    model = enabled()
+    assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
+    (plan,) = plans.made
+    assert all(tensor is not plan.epoch for tensor in executor_of(model).own_tensors())
+
+
+class Step:
+    """`OneLaunch` and what a step hands it."""
+
+    def __init__(self, monkeypatch, most=1):
+        self.plans = fake_plans(monkeypatch)
+        executor = executor_of(model := enabled())
+        assert_native_parity(model, **batch([9]), max_new_tokens=2, do_sample=False)
+        self.model, (plan,) = model, self.plans.made
+        self.decoder, self.executor = plan.decoder, executor
+        self.one, self.plans.made[:] = OneLaunch(torch.device("cpu")), []
+
+    def run(self, **changed):
+        decoder = self.decoder._replace(**changed)
+        rope, table = self.executor._rope, torch.zeros(2, 4, dtype=torch.int32)
+        rows = Rows(rope.cos, rope.sin, torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64),
+                    torch.full((1,), -1), table)
+        return self.one.run(decoder, torch.ones(1, 64), rows)
+
+
+def test_no_plan_is_made_while_a_graph_is_captured_or_in_a_dry_run(monkeypatch):
+    step = Step(monkeypatch)
+    step.plans.is_captured = True
+    assert step.run() is None
+    step.plans.is_captured = False
+    made = []
+    dry = compiling._DryRun()
+    dry.run(lambda: made.append(step.run()))
+    dry.pool.shutdown()
+    assert made == [None] and not step.plans.made
+    assert step.run() is not None and len(step.plans.made) == 1
+
+
+def test_a_capture_takes_the_plan_of_the_run_before_and_keeps_what_that_allocated(monkeypatch):
+    step = Step(monkeypatch)
+    assert step.run() is not None and step.one.captured_tensors() == []
+    step.plans.is_captured = True
+    assert step.run() is not None
+    (kept,) = step.one.captured_tensors()
+    assert kept is step.plans.made[0].epoch and step.one.captured_tensors() == []
+    assert step.run(eps=0.1) is None, "of another model there is no plan"
+
+
+def test_nobody_waits_for_the_compiler(monkeypatch):
+    step = Step(monkeypatch)
+    step.plans.compiled = Future()
+    assert step.run() is None and not step.one.is_ready
+    assert step.run() is None and len(step.plans.made) == 1
+    step.plans.compiled.set_result(None)
+    assert step.one.is_ready
+    step.plans.is_captured = True
+    assert step.run() is None, "a first launch loads the kernel, which no graph can hold"
+    step.plans.is_captured = False
+    assert step.run() is not None
+
+
+def test_a_kernel_that_does_not_compile_is_not_asked_for_again(monkeypatch, caplog):
+    step = Step(monkeypatch)
+    step.plans.compiled = Future()
+    step.plans.compiled.set_exception(RuntimeError("no such instruction"))
+    assert step.run() is None and step.run() is None and not step.one.is_ready
+    assert caplog.text.count("no such instruction") == 1 and len(step.plans.made) == 1
+    assert "no such instruction" in support.why_not_on(torch.device("cpu"))
+
+
+def test_a_launch_that_is_refused_is_not_tried_again(monkeypatch, caplog):
+    """An enabled model goes on layer by layer, in the same step."""
+    plans = fake_plans(monkeypatch)
+    model = enabled()
+    tries = []
+
+    def refused(*_):
+        tries.append(1)
+        raise RuntimeError("cooperative launch too large")
+
+    monkeypatch.setattr("fake_plan.FakePlan.run", refused)
+    assert_native_parity(model, **batch([9]), max_new_tokens=5, do_sample=False)
+    assert tries == [1] and caplog.text.count("cooperative launch too large") == 1 and len(plans.made) == 1
+
+
+def test_out_of_memory_says_nothing_of_the_kernel(monkeypatch):
+    step = Step(monkeypatch)
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("fake_plan.FakePlan.run", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        step.run()
+    assert support.why_not_on(torch.device("cpu")) is None
+
+
+def test_layers_that_it_does_not_take_are_looked_at_once(monkeypatch):
+    step = Step(monkeypatch)
+    asked = []
+
+    def refuse(decoder):
+        asked.append(decoder)
+        raise ValueError("hidden=64")
+
+    monkeypatch.setattr(support, "plan_of", refuse)
+    assert step.run() is None and step.run() is None and len(asked) == 1 and not step.one.is_ready
+    assert support.why_not_on(torch.device("cpu")) is None
+
+
+class Meddler(BaseStreamer):
+    """A caller's code, which runs between steps."""
+
+    def __init__(self, model):
+        self.model, self.left = model, 3
+
+    def put(self, value):
+        self.left -= 1
+        if self.left == 0:
+            self.model.model.layers[0].input_layernorm.variance_epsilon = 0.5
+
+    def end(self):
+        pass
+
+
+def test_an_epsilon_that_changes_between_steps_is_seen(plans):
+    """From then on the layers run one by one."""
+    model = enabled(overlap=False)
+    model.generate(**batch([9]), max_new_tokens=8, do_sample=False, streamer=Meddler(model))
+    assert 0 < len(plans.rows) < 4
