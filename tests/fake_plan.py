@@ -80,7 +80,7 @@ def fake_plans(monkeypatch) -> Plans:
     """From now on a CPU has the kernel, and it takes every plain model whose weights can be merged."""
     plans = Plans()
 
-    def plan_of(decoder):
+    def plan_of(decoder, rows):
         plans.made.append(FakePlan(decoder))
         return plans.made[-1]
 

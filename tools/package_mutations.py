@@ -423,9 +423,9 @@ SUPPORT, SUPPORT_TESTS = "kernels/decoder_layers_support.py", "kernels/test_deco
 # All layers of a step of few rows in one launch.
 AT_ONCE = [
     PackageMutation(ONE_LAUNCH, "if not may_prepare:", "if False:", ONE_LAUNCH_TESTS, "no_plan_is_made"),
-    PackageMutation(ONE_LAUNCH, "if key != self._key:", "if self._key is None:", ONE_LAUNCH_TESTS, "lies_elsewhere"),
-    PackageMutation(ONE_LAUNCH, "if captures and not self._has_run:", "if False:", ONE_LAUNCH_TESTS, "nobody_waits"),
-    PackageMutation(ONE_LAUNCH, "or not self._compiled.done():\n", "or False:\n", ONE_LAUNCH_TESTS, "nobody_waits"),
+    PackageMutation(ONE_LAUNCH, "if key != self._key or", "if self._key is None or", ONE_LAUNCH_TESTS, "lies_elsewhere"),
+    PackageMutation(ONE_LAUNCH, "if captures and count not in self._have_run:", "if False:", ONE_LAUNCH_TESTS, "nobody_waits"),
+    PackageMutation(ONE_LAUNCH, "or not compiled.done():\n", "or False:\n", ONE_LAUNCH_TESTS, "nobody_waits"),
     PackageMutation(ONE_LAUNCH, "            self._captured += support", "            support", ONE_LAUNCH_TESTS,
                     "keeps_what_that_allocated"),
     PackageMutation(ONE_LAUNCH, "support.refuse(self.device, error)\n            if captures", "if captures",
@@ -442,7 +442,7 @@ AT_ONCE = [
                     ONE_LAUNCH_TESTS, "guesses"),
     PackageMutation("runner/step_context.py", "meta.max_query_len != 1 or", "", ONE_LAUNCH_TESTS,
                     "makes_stocks_tokens"),
-    PackageMutation("runner/graphs.py", '"at_once", False) and self._executor.runs_at_once', '"at_once", False)',
+    PackageMutation("runner/graphs.py", '"at_once", False) and self._executor.runs_at_once(size)', '"at_once", False)',
                     GRAPHS_TESTS, "once_its_kernel_is_there"),
     PackageMutation("runner/graphs.py", "tuple(self._executor.captured_tensors()))", "())", GRAPHS_TESTS,
                     "keeps_what_a_launch_reads"),

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 # Gluon, in which the kernel is written, may change with any version of Triton: with these it was right on a GPU.
 TESTED_TRITON = ("3.6",)
 HEAD_DIM = 128
-MOST_ROWS = 1  # of a step, one new token each
+ROWS = (1, 2, 4, 8)  # of a step, one new token each
 _PROGRAMS = 128  # each of which has a multiprocessor to itself, since they wait for each other
 _SHARED_BYTES = 227 << 10
 _MOST_UNITS = 2**31  # from the lowest weight or cache to the highest: the kernel counts in int32
@@ -28,7 +28,7 @@ _refused: dict[torch.device, str] = {}
 class Decoder(NamedTuple):
     """What the kernel reads of a model.
 
-    ``layers`` have the fields of `decoder_layers.LayerTensors`: the weights qkv, o, gate_up and down, the caches of
+    ``layers`` have the fields of `LayerTensors`: the weights qkv, o, gate_up and down, the caches of
     keys and values [blocks, block size, Hkv, 128], the input norm and the norm behind attention, the norms of query and
     key heads or None.
     """
@@ -112,33 +112,25 @@ def _shapes(layer: tuple[torch.Tensor | None, ...]) -> tuple[tuple[int, ...] | N
 
 def load() -> None:
     """Import the kernel and have Triton read it, which takes a tenth of a second."""
-    from hf_paged.kernels.decoder_layers import _layers_kernel
+    from hf_paged.kernels.decoder_layers.kernel import layers_kernel
 
-    _ = _layers_kernel.cache_key
+    _ = layers_kernel.cache_key
 
 
-def plan_of(decoder: Decoder) -> Any:
-    """A `LayersPlan`, which allocates and copies to the device.
+def plan_of(decoder: Decoder, rows: int) -> Any:
+    """A `LayersPlan` of steps of so many rows, which allocates and copies to the device.
 
     Raises:
-        ValueError: the kernel does not take these layers.
+        ValueError: the kernel does not take these layers, or not for so many rows.
     """
     if not are_alike(decoder) or not are_near(decoder):
         raise ValueError("decoder: expected layers of equal shapes that go together, and lie near each other")
     if decoder.final_norm.dtype != torch.bfloat16 or not decoder.final_norm.is_contiguous():
         raise ValueError("final_norm: expected a contiguous bfloat16 tensor")
-    from hf_paged.kernels.decoder_layers import LayersPlan, LayerTensors
+    from hf_paged.kernels.decoder_layers.plan import LayersPlan, LayerTensors
 
     layers = [LayerTensors(*layer) for layer in decoder.layers]  # type: ignore[arg-type]
-    sizes = [*layers[0].down.shape, layers[0].o.shape[1]]
-    return LayersPlan(layers, decoder.final_norm, decoder.eps, decoder.scale, best_depth(*sizes))
-
-
-def best_depth(hidden: int, inner: int, mixed: int) -> int:
-    """Chunks of weights that are under way at the same time."""
-    # Chunks have half the bytes where a size is no multiple of 1,024. Measured (docs/notebook.md): 2 for hidden sizes
-    # of 1,024, 2,048 and 4,096, 4 for 2,560.
-    return 4 if (hidden | inner | mixed) % 1024 else 2
+    return LayersPlan(layers, decoder.final_norm, decoder.eps, decoder.scale, rows)
 
 
 def own_tensors(plan: Any) -> Sequence[torch.Tensor]:

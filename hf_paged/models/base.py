@@ -221,9 +221,8 @@ class ModelExecutor(ABC):
         """Decode rows of a step whose layers one launch may compute; 0: it never does."""
         return 0
 
-    @property
-    def runs_at_once(self) -> bool:
-        """Would one launch compute such a step now? Its kernel may be on its way."""
+    def runs_at_once(self, rows: int) -> bool:
+        """Would one launch compute a step of so many rows now? Its kernel may be on its way."""
         return False
 
     def captured_tensors(self) -> list[torch.Tensor]:

@@ -253,11 +253,10 @@ class FusedExecutor(DecoderExecutor):
 
     @property
     def most_rows_at_once(self) -> int:
-        return 0 if self._one_launch is None else decoder_layers_support.MOST_ROWS
+        return 0 if self._one_launch is None else max(decoder_layers_support.ROWS)
 
-    @property
-    def runs_at_once(self) -> bool:
-        return self._one_launch is not None and self._one_launch.is_ready
+    def runs_at_once(self, rows: int) -> bool:
+        return self._one_launch is not None and self._one_launch.is_ready(rows)
 
     def captured_tensors(self) -> list[torch.Tensor]:
         return [] if self._one_launch is None else self._one_launch.captured_tensors()
@@ -282,7 +281,7 @@ class FusedExecutor(DecoderExecutor):
         spec = self.kv_spec()
         if (reason := decoder_layers_support.why_not_on(spec.device)) is not None:
             if spec.device.type == "cuda":
-                logger.info("hf_paged: steps of one row run layer by layer: the kernel for all layers %s", reason)
+                logger.info("hf_paged: steps of few rows run layer by layer: the kernel for all layers %s", reason)
             return False
         return decoder_layers_support.takes(spec.compute_dtype, spec.head_dim) and is_plain(*self._whole_decoder())
 

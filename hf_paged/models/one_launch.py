@@ -36,40 +36,44 @@ class Rows(NamedTuple):
 
 
 class OneLaunch:
-    """One model's plan, and whether its kernel is there. Nobody waits for the compiler: until then `run` gives None."""
+    """One model's plans, one for each number of rows, and whether their kernels are there.
+
+    Nobody waits for the compiler: until then `run` gives None.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._loaded = in_background(support.load)
-        self._key: tuple | None = None
-        self._plan: Any = None  # None: none was made, or the kernel does not take what the key stands for
-        self._compiled: Future[object] | None = None
-        self._has_run = False  # a kernel's first launch loads it, which no graph can record
+        self._key: tuple | None = None  # of the decoder whose plans these are
+        self._plans: dict[int, Any] = {}  # None: the kernel does not take it
+        self._compiled: dict[int, Future[object]] = {}
+        self._have_run: set[int] = set()  # a kernel's first launch loads it, which no graph can record
         self._captured: list[torch.Tensor] = []
 
-    @property
-    def is_ready(self) -> bool:
+    def is_ready(self, rows: int) -> bool:
         """Would a step be computed by one launch? As far as is known: the kernel took the last one, and is compiled."""
-        return self._compiled is not None and self._compiled.done() and support.why_not_on(self.device) is None
+        compiled = self._compiled.get(rows)
+        return compiled is not None and compiled.done() and support.why_not_on(self.device) is None
 
     def run(self, decoder: Decoder, hidden: torch.Tensor, rows: Rows) -> torch.Tensor | None:
-        """Embedded tokens [R, H] -> final normed hidden states [R, H]; None: not by one launch; nothing happened."""
-        captures = _is_captured(self.device)
+        """Embedded tokens [R, H] -> final normed hidden states [R, H]; None: not by one launch, and nothing happened."""
+        captures, count = _is_captured(self.device), len(hidden)
         may_prepare = not (captures or is_dry())
         if support.why_not_on(self.device) is not None or not _fits(hidden, rows):
             return None
         key = decoder.key()
-        if key != self._key:
+        if key != self._key or count not in self._plans:
             if not may_prepare:
                 return None
             self._prepare(decoder, key, hidden, rows)
-        if self._plan is None or self._compiled is None or not self._compiled.done():
+        plan, compiled = self._plans.get(count), self._compiled.get(count)
+        if plan is None or compiled is None or not compiled.done():
             return None
-        if captures and not self._has_run:
+        if captures and count not in self._have_run:
             return None
         try:
-            self._compiled.result()
-            made: torch.Tensor = self._plan.run(hidden, *rows)
+            compiled.result()
+            made: torch.Tensor = plan.run(hidden, *rows)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # it does not compile, or the driver refuses a cooperative launch (under MPS)
@@ -78,8 +82,9 @@ class OneLaunch:
                 raise
             return None
         if captures:
-            self._captured += support.own_tensors(self._plan)
-        self._has_run = self._has_run or may_prepare
+            self._captured += support.own_tensors(plan)
+        elif may_prepare:
+            self._have_run.add(count)
         return made
 
     def captured_tensors(self) -> list[torch.Tensor]:
@@ -89,22 +94,25 @@ class OneLaunch:
 
     def let_go(self) -> None:
         """Hold no memory of weights and caches until the next step."""
-        self._plan = self._key = None
+        self._key, self._plans = None, {}
 
     def _prepare(self, decoder: Decoder, key: tuple, hidden: torch.Tensor, rows: Rows) -> None:
-        self._plan = self._compiled = None
-        self._key = key
+        if key != self._key:
+            self._plans, self._compiled = {}, {}
+        self._key, count = key, len(hidden)
+        self._plans[count] = None
         try:
             self._loaded.result()
-            self._plan = support.plan_of(decoder)
+            plan = support.plan_of(decoder, count)
         except torch.OutOfMemoryError:
             raise
-        except ValueError:  # the kernel does not take these layers
+        except ValueError:  # the kernel does not take these layers, or not so many rows
             return
         except Exception as error:  # a Gluon that is none of those that were tested
             support.refuse(self.device, error)
             return
-        self._compiled = compiled_ahead(partial(self._plan.run, hidden, *rows))
+        self._plans[count] = plan
+        self._compiled[count] = compiled_ahead(partial(plan.run, hidden, *rows))
 
 
 def is_plain(layers: Sequence[Any], qkv: Sequence[Any], gate_up: Sequence[Any], final_norm: Any) -> bool:
@@ -145,7 +153,7 @@ def _is_weight_alone(product: Any) -> bool:
 def _fits(hidden: torch.Tensor, rows: Rows) -> bool:
     """Is all that a step brings as the kernel reads it? What a plan has is looked at when it is made."""
     return (
-        len(hidden) <= support.MOST_ROWS and hidden.is_contiguous() and rows.cos.is_contiguous()
+        len(hidden) in support.ROWS and hidden.is_contiguous() and rows.cos.is_contiguous()
         and rows.sin.is_contiguous() and hidden.dtype == rows.cos.dtype == rows.sin.dtype
         and rows.cos.shape[1] == support.HEAD_DIM and rows.block_table.stride(1) == 1
     )

@@ -357,7 +357,7 @@ class StepGraphs:
 
     def _key(self, size: int, run: partial) -> tuple:
         """What tells graphs apart, whether one launch computes all layers last: another once its kernel is there."""
-        at_once = run.keywords.get("at_once", False) and self._executor.runs_at_once
+        at_once = run.keywords.get("at_once", False) and self._executor.runs_at_once(size)
         others = (value for name, value in run.keywords.items() if name != "at_once")
         return size, run.func.__name__, *others, at_once
 

@@ -109,7 +109,7 @@ def test_what_lies_too_far_from_the_rest_is_not_taken(monkeypatch):
 @pytest.mark.parametrize("broken", [decoder(q_norm=(64,)), decoder()._replace(final_norm=torch.empty(64))])
 def test_a_plan_of_what_the_kernel_does_not_take_is_refused(broken):
     with pytest.raises(ValueError, match="expected"):
-        support.plan_of(broken)
+        support.plan_of(broken, 1)
 
 
 @pytest.mark.parametrize("i", range(10))
@@ -121,12 +121,6 @@ def test_the_key_is_another_where_any_tensor_is(i):
     assert first._replace(layers=tuple(map(tuple, layers))).key() != first.key()
     assert first._replace(eps=1e-5).key() != first.key() and first._replace(scale=0.2).key() != first.key()
     assert first._replace(final_norm=first.final_norm.clone()).key() != first.key()
-
-
-def test_depths_are_those_that_were_measured():
-    sizes = {"0.6B": (1024, 3072, 2048), "1.7B": (2048, 6144, 2048), "4B": (2560, 9728, 4096),
-             "8B": (4096, 12288, 4096)}
-    assert {name: support.best_depth(*of) for name, of in sizes.items()} == {"0.6B": 2, "1.7B": 2, "4B": 4, "8B": 2}
 
 
 def test_a_graph_keeps_what_the_plan_allocated_and_no_weight():
@@ -142,7 +136,7 @@ from support import batch, tiny_model
 
 model = hf_paged.enable(tiny_model(head_dim=128), strict=True)
 model.generate(**batch([5]), max_new_tokens=3, do_sample=False)
-print([name for name in sys.modules if name.startswith("triton.experimental") or name.endswith("decoder_layers")])
+print([name for name in sys.modules if name.startswith("triton.experimental") or "decoder_layers." in name])
 """
 
 

@@ -1,19 +1,11 @@
-<<<<<<<< HEAD:tests/kernels/decoder_layers/test_plan.py
 """One launch for all layers refuses what it would compute wrongly; no GPU runs it here."""
-========
-"""The kernel of one launch for all layers refuses what it would compute wrongly; no GPU runs it here."""
->>>>>>>> launch:tests/kernels/test_decoder_layers.py
 
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-<<<<<<<< HEAD:tests/kernels/decoder_layers/test_plan.py
 from hf_paged.kernels.decoder_layers.plan import LayersPlan, LayerTensors, check_layers
-========
-from hf_paged.kernels.decoder_layers import LayerTensors, check_layers
->>>>>>>> launch:tests/kernels/test_decoder_layers.py
 
 
 def layers(count=2, hidden=1024, inner=1024, heads=8, kv_heads=4, head_dim=128, block_size=16, dtype=torch.bfloat16,
