@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 
 from hf_paged import at_fork
 from hf_paged.kernels._device import num_cores
+from hf_paged.kernels.compile_process import compile_elsewhere
 
 try:
     from triton.runtime import driver
@@ -102,7 +103,7 @@ class _DryRun:
 
 
 class _Ahead:
-    """Nothing is launched; what is missing is compiled where it is met, or, `from_disk`, loaded if it lies there."""
+    """Nothing is launched; what is missing is compiled by another process, or, `from_disk`, loaded if it lies there."""
 
     def __init__(self, from_disk: bool) -> None:
         self._from_disk, self._name = from_disk, ""
@@ -113,12 +114,15 @@ class _Ahead:
 
     def launch(self, kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
         self._name = kernel.__name__
-        with _told(self) if self._from_disk else nullcontext():
+        with _told(self) if active_mode is not None else nullcontext():
             kernel.run(*args, grid=grid, warmup=True, **options)
 
     def submit(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], object], *_: Any) -> Any:
         if not _lies_on_disk(key, self._name):
-            raise _Missing
+            if self._from_disk:
+                raise _Missing
+            with suppress(Exception):  # then this thread does it
+                compile_elsewhere(compile)
         kernel = compile()
         finalize(kernel)
         return kernel
@@ -242,13 +246,14 @@ def compiled_together(run: Callable[[], Result], later: Iterable[Callable[[], ob
 
 
 def compiled_ahead(run: Callable[[], object]) -> Future[object]:
-    """Have the kernels of ``run()`` compiled by a thread, and wait for none.
+    """Have the kernels of ``run()`` compiled by other processes, one after the other, and wait for none.
 
-    `run` is called dry, once or twice, here and in the thread. What is compiled already, or lies in Triton's cache on
-    the disk, is there at once. Done: launches find all of them; with the error of the first that does not compile.
+    `run` is called dry, once or twice, here and in a thread. What is compiled already, or lies in Triton's cache on the
+    disk, is there at once. Done: launches find all of them; with the error of the first that does not compile. A program
+    that ends does not wait either.
     """
+    found: Future[object] = Future()
     if active_mode is not None:
-        found: Future[object] = Future()
         try:
             found.set_result(_Ahead(from_disk=True).run(run))
         except _Missing:
@@ -257,7 +262,16 @@ def compiled_ahead(run: Callable[[], object]) -> Future[object]:
             found.set_exception(error)
         if found.done():
             return found
-    return in_background(partial(_Ahead(from_disk=False).run, run))
+    threading.Thread(target=_fulfil, args=(found, partial(_Ahead(from_disk=False).run, run)), daemon=True,
+                     name="hf_paged-compile_ahead").start()
+    return found
+
+
+def _fulfil(future: Future[object], work: Callable[[], object]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def is_dry() -> bool:
