@@ -257,9 +257,17 @@ def test_a_capture_takes_the_plan_of_the_run_before_and_keeps_what_that_allocate
     assert step.run(eps=0.1) is None, "of another model there is no plan"
 
 
+class Pending(Future):
+    """A result that nobody asks for before it is there."""
+
+    def result(self, timeout=None):
+        assert self.done()
+        return super().result(timeout)
+
+
 def test_nobody_waits_for_the_compiler(monkeypatch):
     step = Step(monkeypatch)
-    step.plans.compiled = Future()
+    step.plans.compiled = Pending()
     assert step.run() is None and not step.one.is_ready
     assert step.run() is None and len(step.plans.made) == 1
     step.plans.compiled.set_result(None)
