@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +131,13 @@ def test_steps_of_several_rows_run_layer_by_layer(plans):
     model = enabled()
     assert_native_parity(model, **batch([9, 12]), max_new_tokens=5, do_sample=False)
     assert not plans.made and executor_of(model).most_rows_at_once == 1
+
+
+def test_a_prompt_of_few_tokens_is_no_step_of_as_many_rows(plans, monkeypatch):
+    monkeypatch.setattr(support, "MOST_ROWS", 4)
+    model = enabled()
+    assert_native_parity(model, **batch([3]), max_new_tokens=4, do_sample=False)
+    assert plans.rows == [1] * 3
 
 
 def test_guesses_of_one_sequence_are_several_rows(plans, monkeypatch):
@@ -325,6 +333,18 @@ def test_layers_that_it_does_not_take_are_looked_at_once(monkeypatch):
     monkeypatch.setattr(support, "plan_of", refuse)
     assert step.run() is None and step.run() is None and len(asked) == 1 and not step.one.is_ready
     assert support.why_not_on(torch.device("cpu")) is None
+
+
+def test_a_bias_that_came_between_steps_is_seen(plans):
+    model = enabled()
+    model.generate(**batch([9]), max_new_tokens=3, do_sample=False)
+    executor, cache = executor_of(model), hf_paged.get_engine(model)._core.pool.runner.cache
+    slots, table = torch.zeros(1, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
+    step = SimpleNamespace(adapters=None, decode_rows=(slots, table), positions=torch.zeros(1, dtype=torch.int64),
+                           slot_mapping=torch.full((1,), -1), kv_cache=lambda i: cache.layers[i])
+    assert executor._run_at_once(torch.ones(1, 64), step) is not None
+    a_bias(model)
+    assert executor._run_at_once(torch.ones(1, 64), step) is None
 
 
 class Meddler(BaseStreamer):
