@@ -35,9 +35,9 @@ class PagedConfig:
         merge_weights: on a GPU lay q, k, v (and gate, up) side by side in memory, each still a parameter of its own
             with an ordinary storage. On a CPU nothing is merged.
         fused_kernels: norms, RoPE, activation and products with few rows by hf_paged's kernels; False: torch's ops.
-        one_launch: on H100 and H200 compute all layers of a step of one sequence in one launch, where its kernel takes
-            the model: dense Qwen3 and Llama models in bf16 with heads of 128 and merged weights, without LoRA. Until
-            the kernel is compiled, steps run as without it. False: layer by layer.
+        one_launch: on H100 and H200 compute all layers of a step of up to eight sequences in one launch, where its
+            kernel takes the model: dense Qwen3 and Llama models in bf16 with heads of 128 and merged weights, without
+            LoRA. Until the kernel is compiled, steps run as without it. False: layer by layer.
         all_reduce: how several GPUs add up what each has computed: "nccl"; "peers": by kernels that reach the
             other GPUs' memory over NVLink, an error where they cannot; "auto": those where they can, and are faster. A
             model on one device has nothing to add up, whatever this says.

@@ -276,7 +276,7 @@ class FusedExecutor(DecoderExecutor):
 
     def _may_run_at_once(self, whole: bool) -> bool:
         """`whole`: one device computes in the model's own dtype."""
-        if not (whole and self._wants_one_launch) or self._adapters or self._copied is not None:
+        if not (whole and self._wants_one_launch):
             return False
         spec = self.kv_spec()
         if (reason := decoder_layers_support.why_not_on(spec.device)) is not None:
@@ -293,7 +293,7 @@ class FusedExecutor(DecoderExecutor):
         assert self._rope.cos is not None and self._rope.sin is not None
         if self._one_launch is None or step.adapters is not None or (found := step.decode_rows) is None:
             return None
-        if not is_plain(*self._whole_decoder()):  # a caller's code runs between steps, and may have set an epsilon
+        if not is_plain(*self._whole_decoder()):  # a caller's code runs between steps, and may have set a bias
             return None
         slots, table = found
         caches = [step.kv_cache(i) for i in range(len(self._parts_of_layers))]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,6 +151,13 @@ def test_each_number_of_rows_has_a_plan_and_a_kernel_of_its_own(monkeypatch):
     assert step.one.is_ready(2) and not step.one.is_ready(1) and not step.one.is_ready(4)
     step.plans.is_captured = True
     assert step.run(count=4) is None and len(step.plans.made) == 2
+
+
+def test_a_prompt_of_few_tokens_is_no_step_of_as_many_rows(plans, monkeypatch):
+    monkeypatch.setattr(support, "MOST_ROWS", 4)
+    model = enabled()
+    assert_native_parity(model, **batch([3]), max_new_tokens=4, do_sample=False)
+    assert plans.rows == [1] * 3
 
 
 def test_guesses_of_one_sequence_are_several_rows(plans, monkeypatch):
@@ -337,6 +345,18 @@ def test_layers_that_it_does_not_take_are_looked_at_once(monkeypatch):
     monkeypatch.setattr(support, "plan_of", refuse)
     assert step.run() is None and step.run() is None and len(asked) == 1 and not step.one.is_ready(1)
     assert support.why_not_on(torch.device("cpu")) is None
+
+
+def test_a_bias_that_came_between_steps_is_seen(plans):
+    model = enabled()
+    model.generate(**batch([9]), max_new_tokens=3, do_sample=False)
+    executor, cache = executor_of(model), hf_paged.get_engine(model)._core.pool.runner.cache
+    slots, table = torch.zeros(1, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
+    step = SimpleNamespace(adapters=None, decode_rows=(slots, table), positions=torch.zeros(1, dtype=torch.int64),
+                           slot_mapping=torch.full((1,), -1), kv_cache=lambda i: cache.layers[i])
+    assert executor._run_at_once(torch.ones(1, 64), step) is not None
+    a_bias(model)
+    assert executor._run_at_once(torch.ones(1, 64), step) is None
 
 
 class Meddler(BaseStreamer):
