@@ -423,8 +423,16 @@ SUPPORT, SUPPORT_TESTS = "kernels/decoder_layers_support.py", "kernels/test_deco
 # All layers of a step of few rows in one launch.
 AT_ONCE = [
     PackageMutation(ONE_LAUNCH, "if not may_prepare:", "if False:", ONE_LAUNCH_TESTS, "no_plan_is_made"),
-    PackageMutation(ONE_LAUNCH, "if key != self._key or", "if self._key is None or", ONE_LAUNCH_TESTS, "lies_elsewhere"),
-    PackageMutation(ONE_LAUNCH, "if captures and count not in self._have_run:", "if False:", ONE_LAUNCH_TESTS, "nobody_waits"),
+    PackageMutation(ONE_LAUNCH, "if key != self._key or", "if self._key is None or", ONE_LAUNCH_TESTS,
+                    "lies_elsewhere"),
+    PackageMutation(ONE_LAUNCH, "if captures and count not in self._have_run:", "if False:", ONE_LAUNCH_TESTS,
+                    "nobody_waits"),
+    PackageMutation(ONE_LAUNCH, "plan, compiled = self._plans.get(count), self._compiled.get(count)",
+                    "plan, compiled = self._plans.get(count), self._compiled.get(1)", ONE_LAUNCH_TESTS, "of_its_own"),
+    PackageMutation("kernels/compile_process.py", 'if module == "__main__" or', "if", "kernels/test_compile_process.py",
+                    "no_process_would_find"),
+    PackageMutation("kernels/decoder_layers/shape.py", "and self.stages >= _MOST_TOGETHER", "",
+                    "kernels/decoder_layers/test_shape.py", "has_room"),
     PackageMutation(ONE_LAUNCH, "or not compiled.done():\n", "or False:\n", ONE_LAUNCH_TESTS, "nobody_waits"),
     PackageMutation(ONE_LAUNCH, "            self._captured += support", "            support", ONE_LAUNCH_TESTS,
                     "keeps_what_that_allocated"),

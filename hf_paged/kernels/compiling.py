@@ -249,8 +249,8 @@ def compiled_ahead(run: Callable[[], object]) -> Future[object]:
     """Have the kernels of ``run()`` compiled by other processes, one after the other, and wait for none.
 
     `run` is called dry, once or twice, here and in a thread. What is compiled already, or lies in Triton's cache on the
-    disk, is there at once. Done: launches find all of them; with the error of the first that does not compile. A program
-    that ends does not wait either.
+    disk, is there at once. Done: launches find all of them; with the error of the first that does not compile. A
+    program that ends does not wait either.
     """
     found: Future[object] = Future()
     if active_mode is not None:

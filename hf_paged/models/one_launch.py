@@ -56,7 +56,7 @@ class OneLaunch:
         return compiled is not None and compiled.done() and support.why_not_on(self.device) is None
 
     def run(self, decoder: Decoder, hidden: torch.Tensor, rows: Rows) -> torch.Tensor | None:
-        """Embedded tokens [R, H] -> final normed hidden states [R, H]; None: not by one launch, and nothing happened."""
+        """Embedded tokens [R, H] -> final normed hidden states [R, H]; None: not by one launch, nothing happened."""
         captures, count = _is_captured(self.device), len(hidden)
         may_prepare = not (captures or is_dry())
         if support.why_not_on(self.device) is not None or not _fits(hidden, rows):

@@ -177,7 +177,8 @@ def test_what_lies_behind_the_row_is_not_seen():
 def test_a_graph_replays_the_launch_with_other_inputs():
     case = Case(*QWEN3)
     rows = case.normal(3, 1, case.hidden)
-    arguments = [case.arguments(row, [length], [case.slot(length)]) for row, length in zip(rows, (3, 40, 700), strict=True)]
+    arguments = [case.arguments(row, [length], [case.slot(length)])
+                 for row, length in zip(rows, (3, 40, 700), strict=True)]
     expected = [case.plan.run(*one) for one in arguments]
     fixed = [tensor.clone() for tensor in arguments[0]]
     torch.cuda.synchronize()

@@ -38,7 +38,8 @@ import its_kernels
 from hf_paged.kernels.compile_process import compile_elsewhere
 
 def closure(kernel, target=GPUTarget("cuda", 90, 32)):
-    src = ASTSource(kernel, {"x": "*fp32", "out": "*fp32", "N": "constexpr"}, {(2,): 64}, {(0,): [["tt.divisibility", 16]]})
+    types = {"x": "*fp32", "out": "*fp32", "N": "constexpr"}
+    src = ASTSource(kernel, types, {(2,): 64}, {(0,): [["tt.divisibility", 16]]})
     options = make_backend(target).parse_options({"num_warps": 2})
     def async_compile():
         return triton.compile(src, target=target, options=options.__dict__)
@@ -63,8 +64,8 @@ def test_what_a_process_compiled_is_what_a_launch_looks_for(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(Path(hf_paged.__file__).parents[1]), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], env=environment, text=True, capture_output=True,
-                          timeout=200)
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], env=environment, text=True,
+                          capture_output=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"warps": 2, "made here": [], "failed": True}
 

@@ -25,7 +25,7 @@ _MOST = 2**31 - 1  # lines from the first: a descriptor then says nothing of wha
 
 
 class LayerTensors(NamedTuple):
-    """What a layer reads, each contiguous and bf16: weights [rows, columns] and caches [blocks, block size, Hkv, 128]."""
+    """What a layer reads, contiguous and bf16: weights [rows, columns] and caches [blocks, block size, Hkv, 128]."""
 
     qkv: torch.Tensor
     o: torch.Tensor

@@ -16,7 +16,7 @@ _OTHER_BYTES, _OTHER_ROW_BYTES = 14 << 10, 2 << 10  # of shared memory besides c
 
 
 class LayerFields(NamedTuple):
-    """Columns of the table of layers, int64: places in lines or slots from the descriptors' beginnings, or addresses."""
+    """Columns of the table of layers, int64: places in lines or slots from the lowest tensor on, or addresses."""
 
     qkv: int  # line
     o: int

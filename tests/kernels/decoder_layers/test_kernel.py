@@ -28,4 +28,5 @@ def test_it_fits_a_multiprocessor_and_keeps_all_in_registers():
                          capture_output=True, check=True, timeout=300).stdout
     for shape, counts in zip(SHAPES, map(json.loads, out.splitlines()), strict=True):
         assert counts["shared"] <= 227 << 10, shape
-        assert counts["STL"] <= 4 < min(counts["HMMA"], counts["UTMALDG"]), shape  # registers that were written to memory
+        written_to_memory = counts["STL"]
+        assert written_to_memory <= 4 < min(counts["HMMA"], counts["UTMALDG"]), shape
