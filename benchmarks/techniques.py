@@ -43,4 +43,6 @@ _REPLACED: dict[str, list[tuple[str, Callable[..., Any]]]] = {
     "prompt_groups": [("hf_paged.kernels.attention.backends.TritonBackend.plan_prompts", lambda *_: None)],
     # Products of few rows that come in parts are added up by a launch of their own, and not by the norm behind them.
     "joined_norms": [("hf_paged.models.fused.makes_parts", lambda _: False)],
+    # Full garbage collections look through the heap of torch and transformers while requests run.
+    "frozen_heap": [("hf_paged.engine.frozen_heap.FrozenHeap.may_freeze", lambda _: False)],
 }

@@ -27,6 +27,7 @@ RENEWED = {
     "hf_paged.engine.driver.Driver._changed",
     "hf_paged.engine.everywhere._lock",
     "hf_paged.engine.fair_lock.FairLock.rlock",
+    "hf_paged.engine.frozen_heap.FrozenHeap._lock",
     "hf_paged.integration.continuous_batching.board.RequestBoard.changed",
     "hf_paged.integration.enable._swapping",
     "hf_paged.integration.explain._one_at_a_time",

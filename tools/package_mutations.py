@@ -909,6 +909,29 @@ LONG = [
     PackageMutation(STATE, "<= _MOST_PADDED:", "> 0:", "runner/test_request_state.py", "of_any_lengths"),
 ]
 
+HEAP, HEAP_TESTS = "engine/frozen_heap.py", "engine/test_frozen_heap.py"
+FROZEN_HEAP = [
+    PackageMutation(HEAP, "            gc.freeze()\n", "            pass\n", HEAP_TESTS, "call_freezes"),
+    PackageMutation(HEAP, "            gc.unfreeze()\n", "            pass\n", HEAP_TESTS, "call_freezes"),
+    PackageMutation(HEAP, "        if gc.get_freeze_count():\n", "        if False:\n", HEAP_TESTS, "caller_froze"),
+    PackageMutation(HEAP, "not gc.isenabled() or ", "", HEAP_TESTS, "collections_are_off"),
+    PackageMutation(HEAP, "            gc.collect(1)", "            pass", HEAP_TESTS, "young_garbage"),
+    PackageMutation(HEAP, "        self._holders.clear()\n", "", HEAP_TESTS, "cycle_is_collected or counts_anew"),
+    PackageMutation(HEAP, "        self.epoch += 1\n", "", HEAP_TESTS, "after_a_pause"),
+    PackageMutation(HEAP, "            self._full_collections = _full_collections()\n", "", HEAP_TESTS,
+                    "none_of_everything"),
+    PackageMutation("engine/engine.py", """                self._close_session(session)
+            finally:
+                self._core.note_use()""", """                self._close_session(session)
+            finally:
+                pass""", HEAP_TESTS, "dies or abandoned"),
+    PackageMutation("engine/engine.py", """                self._deferred.pop()()
+        finally:
+            self._core.note_use()""", """                self._deferred.pop()()
+        finally:
+            pass""", HEAP_TESTS, "call_in_lockstep"),
+]
+
 PACKAGE_MUTATIONS = [
     mutation for name, some in list(globals().items()) if name.isupper() and isinstance(some, list) for mutation in some
 ]

@@ -19,6 +19,7 @@ import torch
 from hf_paged.config import PagedConfig
 from hf_paged.engine import form_rows, log_probs
 from hf_paged.engine.endings import PLAIN_ENDING, Ending
+from hf_paged.engine.frozen_heap import HeapHold
 from hf_paged.engine.grammars import Grammars
 from hf_paged.engine.lockstep import LockstepBatch, Way
 from hf_paged.engine.mask_maker import MaskMaker
@@ -64,6 +65,7 @@ class EngineCore:
         self._resting: tuple[ModelRunner, Scheduler] | None = None  # of a pool that was released
         self.requests: dict[str, Request] = {}
         self.observers = Observers()
+        self._heap_hold = HeapHold()
         self.batches: list[LockstepBatch] = []  # rows of callers who pick their tokens themselves
         self._batch_numbers = itertools.count()
         self._in_flight: tuple[StepPlan, StepHandle] | None = None
@@ -146,6 +148,7 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request."""
         self.dirty = True
+        self._heap_hold.note(True)
         scheduler = self.scheduler_or_build()
         end = None if request.made is None else self._resumed_end(request)
         if end is None:
@@ -187,6 +190,10 @@ class EngineCore:
     def is_in_use(self) -> bool:
         """Do requests run, or rows of calls that pick their tokens themselves?"""
         return bool(self.requests) or any(not batch.is_orphan for batch in self.batches)
+
+    def note_use(self) -> None:
+        """Requests or rows may have come or gone: what belongs to the process as a whole follows."""
+        self._heap_hold.note(self.is_in_use)
 
     @property
     def is_idle(self) -> bool:
@@ -340,6 +347,7 @@ class EngineCore:
         waiting = [batch for batch in self.batches if batch.is_waiting]
         if self.is_idle and not waiting:
             return False
+        self.note_use()
         if not self.requests:
             self._pace.rest()
         if self.owes_requests:
@@ -893,6 +901,7 @@ class EngineCore:
         self._deadlines.clear()
         self._arrivals, self._in_flight, self._pending, self.dirty = [], None, None, False
         self._tell_of_new_start()
+        self.note_use()
         self.drop_pool()
 
     def drop_pool(self) -> None:

@@ -424,6 +424,7 @@ class Engine:
                     batch = LockstepBatch(self._core, self._held, self._drive, weakref.ref(call), prompts,
                                           max_new_tokens, cache_salt, named)
                     self._core.batches.append(batch)
+                    self._core.note_use()
             if batch is not None:
                 yield batch
             elif refusal is not None:
@@ -1093,6 +1094,7 @@ class Engine:
         for batch in [batch for batch in self._core.batches if batch.thread != threading.get_ident()]:
             self._core.dirty = True
             self._core.batches.remove(batch)
+        self._core.note_use()
 
     def stop_rule(self, settings: RequestSettings, prompt: list[int]) -> StopRule | None:
         """What watches a request for the stop strings and the time of its settings; None: nothing to watch.
@@ -1153,8 +1155,12 @@ class Engine:
                 self._run_deferred()
 
     def _run_deferred(self) -> None:
-        while self._deferred:
-            self._deferred.pop()()
+        """What waited for the end of a step, or of whatever else may have ended requests."""
+        try:
+            while self._deferred:
+                self._deferred.pop()()
+        finally:
+            self._core.note_use()
 
     def _uninterrupted(self) -> AbstractContextManager[None]:
         """In here no Ctrl-C leaves this rank at another step than the others."""
@@ -1163,25 +1169,31 @@ class Engine:
     def close_session(self, session: Session) -> None:
         """End what is still running in a session."""
         with self._uninterrupted(), self._lock.turn(), self._lock.rlock:
-            # A call that died before its first request was taken in may have left half of it in the scheduler.
-            if not session.open and (self.group.is_parallel or not self._core.dirty):
-                return
-            if self.is_reentrant():  # an abandoned stream is garbage-collected in the middle of a step
-                self._deferred.append(lambda: self.close_session(session))
-                return
-            if self.group.is_parallel:
-                self._commands.close(session, self._carry_out)
-                return
             try:
-                self._core.drain()
-            except Exception:
-                self._core.dirty = True
-            if self._core.dirty:
-                for request_id in session.open:
-                    self._core.requests.pop(request_id, None)
-                session.open.clear()
-                self._core.recover_if_dirty()
-                return
-            for request in list(session.open.values()):
-                self._core.end(request, "abort")
-            session.outbox.clear()
+                self._close_session(session)
+            finally:
+                self._core.note_use()
+
+    def _close_session(self, session: Session) -> None:
+        # A call that died before its first request was taken in may have left half of it in the scheduler.
+        if not session.open and (self.group.is_parallel or not self._core.dirty):
+            return
+        if self.is_reentrant():  # an abandoned stream is garbage-collected in the middle of a step
+            self._deferred.append(lambda: self.close_session(session))
+            return
+        if self.group.is_parallel:
+            self._commands.close(session, self._carry_out)
+            return
+        try:
+            self._core.drain()
+        except Exception:
+            self._core.dirty = True
+        if self._core.dirty:
+            for request_id in session.open:
+                self._core.requests.pop(request_id, None)
+            session.open.clear()
+            self._core.recover_if_dirty()
+            return
+        for request in list(session.open.values()):
+            self._core.end(request, "abort")
+        session.outbox.clear()

@@ -9,6 +9,7 @@ import torch
 from workloads import make_workload
 
 import hf_paged
+from hf_paged.engine.frozen_heap import FrozenHeap
 from hf_paged.kernels.attention.backends import HopperBackend, TritonBackend
 from hf_paged.models import fused
 
@@ -32,19 +33,27 @@ def test_what_has_no_field_is_off_inside_of_its_context_alone():
         assert HopperBackend().plan_prompts(*[None] * 8) is None and TritonBackend.plan_prompts is not own
     with techniques.replaced("joined_norms"):
         assert not fused.makes_parts(torch.device("cuda"))
+    may_freeze = FrozenHeap.may_freeze
+    with techniques.replaced("frozen_heap"):
+        assert FrozenHeap.may_freeze is not may_freeze and not FrozenHeap().may_freeze()
+    assert FrozenHeap.may_freeze is may_freeze
     assert TritonBackend.plan_prompts is own and fused.makes_parts(torch.device("cuda"))
-    assert set(REPLACED) == {"prompt_groups", "joined_norms"}
+    assert set(REPLACED) == {"prompt_groups", "joined_norms", "frozen_heap"}
+
+
+def _replaceable():
+    return TritonBackend.plan_prompts, fused.makes_parts, FrozenHeap.may_freeze
 
 
 @pytest.mark.parametrize("name", REPLACED)
 def test_an_engine_runs_without_it_until_the_next_row(name):
     workload, engine = make_workload("batch 2", 0.02), bench_engines.Ours("tiny", "cpu")
-    before = TritonBackend.plan_prompts, fused.makes_parts
+    before = _replaceable()
     try:
         engine.open(workload, FOUND[name])
-        assert (TritonBackend.plan_prompts, fused.makes_parts) != before
+        assert _replaceable() != before
         assert engine.run(workload) == workload.output_lengths
         engine.open(workload, {})
-        assert (TritonBackend.plan_prompts, fused.makes_parts) == before
+        assert _replaceable() == before
     finally:
         engine.close()
