@@ -432,7 +432,7 @@ AT_ONCE = [
     PackageMutation("kernels/compile_process.py", 'if module == "__main__" or', "if", "kernels/test_compile_process.py",
                     "no_process_would_find"),
     PackageMutation("kernels/decoder_layers/shape.py", "and self.stages >= _MOST_TOGETHER", "",
-                    "kernels/decoder_layers/test_shape.py", "has_room"),
+                    "kernels/decoder_layers/test_layers_shape.py", "has_room"),
     PackageMutation(ONE_LAUNCH, "or not compiled.done():\n", "or False:\n", ONE_LAUNCH_TESTS, "nobody_waits"),
     PackageMutation(ONE_LAUNCH, "            self._captured += support", "            support", ONE_LAUNCH_TESTS,
                     "keeps_what_that_allocated"),
