@@ -278,12 +278,12 @@ def test_an_engine_makes_the_tokens_that_it_makes_layer_by_layer(options, shape)
                 wait_for_the_kernel(generator)
             settings = {"do_sample": False, "use_tqdm": False, "eos_token_id": None}
             alone = [generator.generate(prompts[:1], max_new_tokens=30, **settings)[0] for _ in range(2)]
-            assert alone[1].num_cached_tokens > 0 and alone[0].token_ids == alone[1].token_ids
+            assert alone[0].num_cached_tokens == 0 < alone[1].num_cached_tokens
             configs = [model.generation_config.__class__(max_new_tokens=n, do_sample=False) for n in lengths]
             together = generator.generate(prompts, configs, use_tqdm=False)
             assert is_used(generator) if one_launch else generator.engine._core.pool.runner.executor._one_launch is None
-        results.append([alone[0].token_ids, *(one.token_ids for one in together)])
-    for prompt, expected, made in zip([prompts[0], *prompts], *results, strict=True):
+        results.append([one.token_ids for one in (*alone, *together)])
+    for prompt, expected, made in zip([prompts[0], prompts[0], *prompts], *results, strict=True):
         assert_same_choices(random_model(**shape), prompt, made, expected)
 
 
@@ -309,7 +309,7 @@ def test_an_enabled_model_whose_weights_change_and_whose_pool_grows():
         made.append(tokens)
         hf_paged.disable(model)
     same = sum(a == b for a, b in zip(*made, strict=True))
-    assert same >= 5, made  # a choice that rounding decides may go either way
+    assert same >= 4, made  # a choice that rounding decides may go either way
 
 
 if __name__ == "__main__":

@@ -5,8 +5,13 @@ The kernel runs on a GPU alone; here plain torch computes what it would.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -379,3 +384,23 @@ def test_an_epsilon_that_changes_between_steps_is_seen(plans):
     model = enabled(overlap=False)
     model.generate(**batch([9]), max_new_tokens=8, do_sample=False, streamer=Meddler(model))
     assert 0 < len(plans.rows) < 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the pretended GPU would hide the real one")
+def test_the_kernel_is_compiled_by_a_thread_and_found_on_the_disk_by_the_next_process(tmp_path):
+    """By Triton's own compiler, for a GPU that is not there: what is compiled ahead is what the launch asks for."""
+    pytest.importorskip("triton.experimental.gluon")
+    script, tests = Path(__file__).with_name("one_launch_script.py"), Path(__file__).parents[1]
+    paths = [str(tests.parent), str(tests), str(tests / "kernels"), os.environ.get("PYTHONPATH", "")]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    name = "_layers_kernel"
+    assert not found["missing"]["made"]
+    assert [[kernel, thread != "MainThread"] for kernel, thread, _ in found["meanwhile"]["compiled"]] == [[name, True]]
+    assert found["meanwhile"]["launched"] == []
+    assert found["there"] == {"made": True, "compiled": [], "launched": [name]}
+    assert found["on the disk"] == {"made": True, "compiled": [[name, "MainThread", True]], "launched": [name]}
