@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hf_paged.kernels._device import compute_capability, num_multiprocessors, shared_memory
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 TESTED_TRITON = ("3.6",)
 HEAD_DIM = 128
 ROWS = (1, 2, 4, 8)  # of a step, one new token each
+# Of keys and values, for which some programs wait while others read theirs: more take longer than one launch saves.
+_MOST_IDLE_POSITIONS = 8192
 _PROGRAMS = 128  # each of which has a multiprocessor to itself, since they wait for each other
 _SHARED_BYTES = 227 << 10
 _MOST_UNITS = 2**31  # from the lowest weight or cache to the highest: the kernel counts in int32
@@ -76,6 +79,14 @@ def refuse(device: torch.device, error: Exception) -> None:
         logger.warning("hf_paged: steps of few rows run layer by layer on %s, since the kernel for all layers failed: "
                        "%r", device, error)
         _refused[device] = f"failed: {error!r}"
+
+
+def pays_off(rows: int, lengths: np.ndarray) -> bool:
+    """Does one launch take less time than many where so many rows, some of them padding, follow these positions?
+
+    Programs are shared out among rows evenly, however long these are, and the longest row's are the last to end.
+    """
+    return rows in ROWS and rows * int(lengths.max()) - int(lengths.sum()) <= _MOST_IDLE_POSITIONS
 
 
 def takes(dtype: torch.dtype, head_dim: int) -> bool:

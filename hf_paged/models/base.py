@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import xxhash
 from torch import nn
@@ -216,10 +217,10 @@ class ModelExecutor(ABC):
         """Tensors besides the modules' that steps read and that may be replaced by others."""
         return []
 
-    @property
-    def most_rows_at_once(self) -> int:
-        """Decode rows of a step whose layers one launch may compute; 0: it never does."""
-        return 0
+    def may_run_at_once(self, rows: int, lengths: np.ndarray) -> bool:
+        """May one launch compute the layers of a step of so many decode rows, with padding, each of a sequence of its
+        own? ``lengths``: tokens of the real rows that the cache holds."""
+        return False
 
     def runs_at_once(self, rows: int) -> bool:
         """Would one launch compute a step of so many rows now? Its kernel may be on its way."""

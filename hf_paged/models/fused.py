@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -251,9 +252,8 @@ class FusedExecutor(DecoderExecutor):
         self._rope, self._memory, self._checked = RopeTable(), None, None
         self._copied, self._adapters, self._one_launch = None, None, None
 
-    @property
-    def most_rows_at_once(self) -> int:
-        return 0 if self._one_launch is None else max(decoder_layers_support.ROWS)
+    def may_run_at_once(self, rows: int, lengths: np.ndarray) -> bool:
+        return self._one_launch is not None and decoder_layers_support.pays_off(rows, lengths)
 
     def runs_at_once(self, rows: int) -> bool:
         return self._one_launch is not None and self._one_launch.is_ready(rows)

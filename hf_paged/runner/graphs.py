@@ -352,7 +352,7 @@ class StepGraphs:
         size = self.steps.decode_size(plan)
         inputs, tiles = self.steps.decode_inputs(plan, size)
         # Guesses are rows of one sequence, of which a later one reads what an earlier one writes.
-        at_once = size <= self._executor.most_rows_at_once and plan.drafts is None
+        at_once = plan.drafts is None and self._executor.may_run_at_once(size, plan.start[: plan.num_decode_rows])
         return size, partial(run, tiles=tiles, at_once=at_once), inputs
 
     def _key(self, size: int, run: partial) -> tuple:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,6 +69,13 @@ def test_where_it_failed_it_is_not_tried_again_and_that_is_said_once(gpu, caplog
         support.refuse(GPU, RuntimeError("too many blocks in cooperative launch"))
     assert "too many blocks" in support.why_not_on(GPU) and caplog.text.count("too many blocks") == 1
     assert support.why_not_on(torch.device("cuda", 1)) is None
+
+
+def test_it_pays_off_where_rows_have_use_for_even_shares():
+    assert support.pays_off(1, np.array([130_000])) and support.pays_off(8, np.full(8, 30_000))
+    assert support.pays_off(8, np.array([1, 2, 1000])) and not support.pays_off(8, np.array([1, 2, 3000]))
+    assert not support.pays_off(2, np.array([30_000, 50])) and not support.pays_off(8, np.full(5, 16_000))
+    assert not support.pays_off(3, np.full(3, 100)) and not support.pays_off(16, np.full(16, 100))
 
 
 def decoder(hidden=64, inner=96, heads=4, kv_heads=2, size=128, norms=True, **changed):

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from fake_plan import fake_plans
@@ -104,7 +105,7 @@ def test_layers_that_the_kernel_does_not_compute_run_one_by_one(plans, change):
     change(model)
     hf_paged.enable(model)
     model.generate(**batch([9]), max_new_tokens=4, do_sample=False)
-    assert executor_of(model).most_rows_at_once == 0 and not plans.made
+    assert not executor_of(model).may_run_at_once(1, np.array([5])) and not plans.made
 
 
 OPTIONS = [{"one_launch": False}, {"fused_kernels": False}, {"merge_weights": False}]
@@ -129,7 +130,7 @@ MAKES = {
 def test_models_that_are_not_for_it(plans, make):
     model = enabled(make)
     assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
-    assert executor_of(model).most_rows_at_once == 0 and not plans.made
+    assert not executor_of(model).may_run_at_once(1, np.array([5])) and not plans.made
 
 
 @pytest.mark.parametrize("lengths", [[9, 12], [9, 17, 30, 4], [3, 4, 5, 6, 7, 8, 9, 10]], ids=len)
@@ -145,6 +146,16 @@ def test_other_numbers_of_rows_run_layer_by_layer(plans, count):
     model = enabled()
     assert_native_parity(model, **batch([9] * count), max_new_tokens=5, do_sample=False)
     assert not plans.made
+
+
+def test_rows_of_very_different_lengths_run_layer_by_layer(plans, monkeypatch):
+    """Most programs would wait for those of the long row."""
+    monkeypatch.setattr(support, "_MOST_IDLE_POSITIONS", 30)
+    model = enabled()
+    assert_native_parity(model, **batch([9, 90]), max_new_tokens=5, do_sample=False)
+    assert not plans.made
+    assert_native_parity(model, **batch([79, 90]), max_new_tokens=5, do_sample=False)
+    assert plans.rows == [2] * 4
 
 
 def test_each_number_of_rows_has_a_plan_and_a_kernel_of_its_own(monkeypatch):
