@@ -62,6 +62,8 @@ def compile_elsewhere(compile: Callable[[], Any]) -> None:
     Raises:
         Exception: no process can be started, or it failed: ``compile()`` does it, or says why it cannot be done.
     """
+    if getattr(sys, "frozen", False) or "python" not in os.path.basename(sys.executable or ""):
+        raise OSError(f"sys.executable={sys.executable!r}: expected a Python")  # a server that embeds one would start anew
     request = pickle.dumps(request_of(compile))
     # No GPU: the process has no use for memory there.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}

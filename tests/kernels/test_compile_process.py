@@ -75,6 +75,13 @@ def test_another_versions_compiler_is_left_to_the_caller():
         compile_elsewhere(lambda: None)
 
 
+@pytest.mark.parametrize("executable", ["/usr/bin/uwsgi", "", None])
+def test_a_program_that_is_no_python_is_not_started(monkeypatch, executable):
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(OSError, match="expected a Python"):
+        compile_elsewhere(lambda: None)
+
+
 def test_a_kernel_that_no_process_would_find_is_left_to_the_caller():
     from types import SimpleNamespace
 
