@@ -37,7 +37,8 @@ class PagedConfig:
         fused_kernels: norms, RoPE, activation and products with few rows by hf_paged's kernels; False: torch's ops.
         one_launch: on H100 and H200 compute all layers of a step of up to eight sequences in one launch, where its
             kernel takes the model: dense Qwen3 and Llama models in bf16 with heads of 128 and merged weights, without
-            LoRA. Until the kernel is compiled, steps run as without it. False: layer by layer.
+            LoRA. Until the kernel is compiled, and on to the end of the requests that run then, steps run as without
+            it, which rounds otherwise: a first run may choose other tokens than later ones. False: layer by layer.
         all_reduce: how several GPUs add up what each has computed: "nccl"; "peers": by kernels that reach the
             other GPUs' memory over NVLink, an error where they cannot; "auto": those where they can, and are faster. A
             model on one device has nothing to add up, whatever this says.

@@ -106,7 +106,8 @@ class FrozenHeap:
         if self.may_freeze():
             self._num_ours, self._num_young = self._num_ours + 1, self._num_young + gc.get_count()[0]
             gc.collect(1)  # else young garbage would be taken for old, and wait for a full collection
-            gc.callbacks.append(self._before_collection)
+            if self._before_collection not in gc.callbacks:  # where it stays: Python walks this list by number
+                gc.callbacks.append(self._before_collection)
             self.is_frozen = True
             gc.freeze()
 
@@ -115,12 +116,11 @@ class FrozenHeap:
             gc.unfreeze()
             self.is_frozen = False
             self._full_collections = _full_collections()
-        if self._before_collection in gc.callbacks:
-            gc.callbacks.remove(self._before_collection)
 
     def _before_collection(self, phase: str, info: dict[str, Any]) -> None:
         """An abandoned stream may lie in a cycle that is frozen, and keep its engine busy until it is collected."""
-        if phase == "start" and info["generation"] == 2 and time.monotonic() - self.last_use > _PATIENCE:
+        is_full = phase == "start" and info["generation"] == 2
+        if self.is_frozen and is_full and time.monotonic() - self.last_use > _PATIENCE:
             self.end_all()
 
 
@@ -144,7 +144,7 @@ class HeapHold:
             self._epoch = -1  # last: after a Ctrl-C before it, it is said again
 
     def __del__(self) -> None:
-        if self._epoch != -1:  # the engine is gone, whatever ran in it
+        if self._epoch != -1 and heap is not None:  # the engine is gone, whatever ran in it; so may be this module
             self.note(False)
 
 

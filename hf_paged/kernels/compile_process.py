@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hf_paged.python_process import module_process
+
 _LIMIT_S = 300.0
 _one_at_a_time = threading.Lock()  # what runs beside them is to keep its cores
 
@@ -62,14 +64,12 @@ def compile_elsewhere(compile: Callable[[], Any]) -> None:
     Raises:
         Exception: no process can be started, or it failed: ``compile()`` does it, or says why it cannot be done.
     """
-    if getattr(sys, "frozen", False) or "python" not in os.path.basename(sys.executable or ""):
-        raise OSError(f"sys.executable={sys.executable!r}: expected a Python")  # a server that embeds one would start anew
-    request = pickle.dumps(request_of(compile))
     # No GPU: the process has no use for memory there.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    process = module_process(__name__, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    request = pickle.dumps(request_of(compile))
     with _one_at_a_time:
-        subprocess.run([sys.executable, "-m", __name__], input=request, env=environment, check=True, timeout=_LIMIT_S,
-                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(**process, input=request, check=True, timeout=_LIMIT_S, stdout=subprocess.DEVNULL,
+                       stderr=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

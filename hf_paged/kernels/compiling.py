@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -49,7 +49,10 @@ _ALLOCATIONS = frozenset({
 
 
 class _Missing(BaseException):
-    """A kernel is not compiled. No `Exception`: the code that it passes through is not to answer it."""
+    """A kernel is not compiled. No `Exception`: the code that it passes through is not to answer it.
+
+    Its argument, if it has one, is the future of who compiles it.
+    """
 
 
 class _Watch:
@@ -103,29 +106,50 @@ class _DryRun:
 
 
 class _Ahead:
-    """Nothing is launched; what is missing is compiled by another process, or, `from_disk`, loaded if it lies there."""
+    """Nothing is launched. What lies on the disk is loaded; else `_Missing` has the future of who compiles it."""
 
-    def __init__(self, from_disk: bool) -> None:
-        self._from_disk, self._name = from_disk, ""
+    def __init__(self) -> None:
+        self._name = ""
 
-    def run(self, work: Callable[[], object]) -> object:
+    def run(self, work: Callable[[], object]) -> None:
         with _dry(self):
-            return work()
+            work()
 
     def launch(self, kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
         self._name = kernel.__name__
-        with _told(self) if active_mode is not None else nullcontext():
+        with _told(self):
             kernel.run(*args, grid=grid, warmup=True, **options)
 
     def submit(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], object], *_: Any) -> Any:
         if not _lies_on_disk(key, self._name):
-            if self._from_disk:
-                raise _Missing
-            with suppress(Exception):  # then this thread does it
-                compile_elsewhere(compile)
+            raise _Missing(_begin_ahead(key, compile, finalize))
         kernel = compile()
         finalize(kernel)
         return kernel
+
+
+def _begin_ahead(key: str, compile: Callable[[], Any], finalize: Callable[[Any], object]) -> Future[object]:
+    """The future of a kernel, which holds nothing of the work that it is for."""
+    place = driver.active.get_current_device(), key
+    with _lock:
+        if (future := _ahead.get(place)) is None:
+            future = Future()
+            threading.Thread(target=_compile_ahead, args=(future, compile, finalize), daemon=True,
+                             name="hf_paged-compile_ahead").start()
+            _ahead[place] = future
+            future.add_done_callback(lambda _: _ahead.pop(place, None))
+        return future
+
+
+def _compile_ahead(future: Future[object], compile: Callable[[], Any], finalize: Callable[[Any], object]) -> None:
+    with suppress(Exception):  # then this thread does it
+        compile_elsewhere(compile)
+    try:
+        finalize(compile())
+    except BaseException as error:
+        future.set_exception(error.with_traceback(None))
+    else:
+        future.set_result(None)
 
 
 def _lies_on_disk(key: str, name: str) -> bool:
@@ -140,6 +164,7 @@ def _lies_on_disk(key: str, name: str) -> bool:
 
 # By device and Triton's key: not every version keeps a `FutureKernel` before it is there.
 _under_way: dict[tuple[int, str], Any] = {}
+_ahead: dict[tuple[int, str], Future[object]] = {}
 _lock = threading.RLock()
 
 
@@ -246,32 +271,26 @@ def compiled_together(run: Callable[[], Result], later: Iterable[Callable[[], ob
 
 
 def compiled_ahead(run: Callable[[], object]) -> Future[object]:
-    """Have the kernels of ``run()`` compiled by other processes, one after the other, and wait for none.
+    """Have the first kernel of ``run()`` that is not there compiled by another process, and wait for nothing.
 
-    `run` is called dry, once or twice, here and in a thread. What is compiled already, or lies in Triton's cache on the
-    disk, is there at once. Done: launches find all of them; with the error of the first that does not compile. A
+    `run` is called dry. What is compiled already, or lies in Triton's cache on the disk, is loaded at once. Done: the
+    kernel is there, or has the error of its compiler; if it was the only one that `run` launches, a launch finds all. A
     program that ends does not wait either.
     """
     found: Future[object] = Future()
-    if active_mode is not None:
-        try:
-            found.set_result(_Ahead(from_disk=True).run(run))
-        except _Missing:
-            pass
-        except Exception as error:
-            found.set_exception(error)
-        if found.done():
-            return found
-    threading.Thread(target=_fulfil, args=(found, partial(_Ahead(from_disk=False).run, run)), daemon=True,
-                     name="hf_paged-compile_ahead").start()
-    return found
-
-
-def _fulfil(future: Future[object], work: Callable[[], object]) -> None:
+    if active_mode is None:
+        found.set_exception(NotImplementedError("this version of triton does not compile asynchronously"))
+        return found
     try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)
+        _Ahead().run(run)
+    except _Missing as missing:
+        future: Future[object] = missing.args[0]
+        return future
+    except Exception as error:
+        found.set_exception(error.with_traceback(None))
+    else:
+        found.set_result(None)
+    return found
 
 
 def is_dry() -> bool:

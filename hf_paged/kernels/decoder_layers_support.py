@@ -12,17 +12,14 @@ import torch
 
 from hf_paged.kernels._device import compute_capability, num_multiprocessors, shared_memory
 from hf_paged.kernels._triton import triton
+from hf_paged.kernels.decoder_layers.shape import HEAD_DIM, LINE, PROGRAMS, ROWS, SHARED_BYTES
 
 logger = logging.getLogger(__name__)
 
 # Gluon, in which the kernel is written, may change with any version of Triton: with these it was right on a GPU.
 TESTED_TRITON = ("3.6",)
-HEAD_DIM = 128
-ROWS = (1, 2, 4, 8)  # of a step, one new token each
 # Of keys and values, for which some programs wait while others read theirs: more take longer than one launch saves.
 _MOST_IDLE_POSITIONS = 8192
-_PROGRAMS = 128  # each of which has a multiprocessor to itself, since they wait for each other
-_SHARED_BYTES = 227 << 10
 _MOST_UNITS = 2**31  # from the lowest weight or cache to the highest: the kernel counts in int32
 
 _refused: dict[torch.device, str] = {}
@@ -63,10 +60,10 @@ def _why_not_on(device: torch.device) -> str | None:
         return f"needs an NVIDIA GPU, not {str(device)!r}"
     if capability != (9, 0):
         return f"does not run on compute capability {capability[0]}.{capability[1]}"
-    if (count := num_multiprocessors(device)) < _PROGRAMS:  # a part of a GPU (MIG)
-        return f"needs {_PROGRAMS} multiprocessors, not {count}"
-    if (size := shared_memory(device)) < _SHARED_BYTES:
-        return f"needs {_SHARED_BYTES} bytes of shared memory, not {size}"
+    if (count := num_multiprocessors(device)) < PROGRAMS:  # a part of a GPU (MIG)
+        return f"needs {PROGRAMS} multiprocessors, not {count}"
+    if (size := shared_memory(device)) < SHARED_BYTES:
+        return f"needs {SHARED_BYTES} bytes of shared memory, not {size}"
     version: str = triton.__version__
     if not version.startswith(tuple(f"{tested}." for tested in TESTED_TRITON)):
         return f"was tested with triton {' and '.join(TESTED_TRITON)}, not {version}"
@@ -110,7 +107,7 @@ def are_near(decoder: Decoder) -> bool:
     """Do weights, and caches, lie so near each other that the kernel can tell where?"""
     caches = [t for layer in decoder.layers for t in layer[4:6] if t is not None]
     weights = [t for layer in decoder.layers for t in layer[:4] if t is not None]
-    for tensors, unit in ((weights, 128), (caches, 2 * caches[0].shape[2] * HEAD_DIM)):
+    for tensors, unit in ((weights, 2 * LINE), (caches, 2 * caches[0].shape[2] * HEAD_DIM)):
         end = max(t.data_ptr() + t.numel() * t.element_size() for t in tensors)
         if end - min(t.data_ptr() for t in tensors) >= _MOST_UNITS * unit:
             return False

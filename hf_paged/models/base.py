@@ -218,8 +218,8 @@ class ModelExecutor(ABC):
         return []
 
     def may_run_at_once(self, rows: int, lengths: np.ndarray) -> bool:
-        """May one launch compute the layers of a step of so many decode rows, with padding, each of a sequence of its
-        own? ``lengths``: tokens of the real rows that the cache holds."""
+        """May one launch compute the layers of a step of so many decode rows, with padding, none of which reads what
+        another one writes? ``lengths``: tokens of the real rows that the cache holds."""
         return False
 
     def runs_at_once(self, rows: int) -> bool:

@@ -116,6 +116,8 @@ class FusedExecutor(DecoderExecutor):
         if not is_same or self._merged or self._adapters or not self._parts_of_layers:
             self._look_up_parts()
         self._held = [alias for merged in self._merged.values() for alias in merged.memory()]
+        if self._one_launch is not None:
+            self._one_launch.look_again()
 
     def _check_weights(self, spec: KVSpec, look: Look) -> None:
         """Once for every state of the modules: kernels do not look at shapes in every step."""

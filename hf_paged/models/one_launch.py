@@ -38,7 +38,8 @@ class Rows(NamedTuple):
 class OneLaunch:
     """One model's plans, one for each number of rows, and whether their kernels are there.
 
-    Nobody waits for the compiler: until then `run` gives None.
+    Nobody waits for the compiler. A kernel that comes while requests run is taken when none does: it rounds otherwise
+    than the layers one by one, and a request is not to depend on when the compiler was done.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,13 +48,17 @@ class OneLaunch:
         self._key: tuple | None = None  # of the decoder whose plans these are
         self._plans: dict[int, Any] = {}  # None: the kernel does not take it
         self._compiled: dict[int, Future[object]] = {}
+        self._ready: set[int] = set()
         self._have_run: set[int] = set()  # a kernel's first launch loads it, which no graph can record
         self._captured: list[torch.Tensor] = []
 
+    def look_again(self) -> None:
+        """No request runs: from now on the kernels that have come are taken."""
+        self._ready |= {rows for rows, compiled in self._compiled.items() if compiled.done()}
+
     def is_ready(self, rows: int) -> bool:
         """Would a step be computed by one launch? As far as is known: the kernel took the last one, and is compiled."""
-        compiled = self._compiled.get(rows)
-        return compiled is not None and compiled.done() and support.why_not_on(self.device) is None
+        return rows in self._ready and support.why_not_on(self.device) is None
 
     def run(self, decoder: Decoder, hidden: torch.Tensor, rows: Rows) -> torch.Tensor | None:
         """Embedded tokens [R, H] -> final normed hidden states [R, H]; None: not by one launch, nothing happened."""
@@ -66,13 +71,11 @@ class OneLaunch:
             if not may_prepare:
                 return None
             self._prepare(decoder, key, hidden, rows)
-        plan, compiled = self._plans.get(count), self._compiled.get(count)
-        if plan is None or compiled is None or not compiled.done():
-            return None
-        if captures and count not in self._have_run:
+        plan = self._plans.get(count)
+        if plan is None or count not in self._ready or (captures and count not in self._have_run):
             return None
         try:
-            compiled.result()
+            self._compiled[count].result()
             made: torch.Tensor = plan.run(hidden, *rows)
         except torch.OutOfMemoryError:
             raise
@@ -97,22 +100,28 @@ class OneLaunch:
         self._key, self._plans = None, {}
 
     def _prepare(self, decoder: Decoder, key: tuple, hidden: torch.Tensor, rows: Rows) -> None:
+        """Make the plan for so many rows, and have its kernel compiled if it is not; on an error nothing is made."""
         if key != self._key:
-            self._plans, self._compiled = {}, {}
-        self._key, count = key, len(hidden)
-        self._plans[count] = None
+            self._plans, self._key = {}, key
+        count = len(hidden)
         try:
             self._loaded.result()
             plan = support.plan_of(decoder, count)
-        except torch.OutOfMemoryError:
-            raise
-        except ValueError:  # the kernel does not take these layers, or not so many rows
+            compiled = compiled_ahead(partial(plan.run, hidden, *rows))
+        except torch.OutOfMemoryError:  # the layers one by one need no such memory
             return
-        except Exception as error:  # a Gluon that is none of those that were tested
+        except ValueError:  # the kernel does not take these layers, or not so many rows
+            self._plans[count] = None
+            self._ready.discard(count)
+            return
+        except Exception as error:  # a Gluon that is none of those that were tested, or no thread can be started
             support.refuse(self.device, error)
             return
-        self._plans[count] = plan
-        self._compiled[count] = compiled_ahead(partial(plan.run, hidden, *rows))
+        self._plans[count], self._compiled[count] = plan, compiled
+        if compiled.done():
+            self._ready.add(count)
+        else:
+            self._ready.discard(count)
 
 
 def is_plain(layers: Sequence[Any], qkv: Sequence[Any], gate_up: Sequence[Any], final_norm: Any) -> bool:

@@ -11,6 +11,8 @@ from collections import deque
 from contextlib import suppress
 from typing import IO, cast
 
+from hf_paged.python_process import module_process
+
 _TAIL = 40  # lines of a worker's stderr that an error quotes
 
 
@@ -18,14 +20,10 @@ class WorkerProcess:
     """One process of `worker.main`, and what it last said."""
 
     def __init__(self, rank: int, environment: dict[str, str]) -> None:
-        # Relative entries of sys.path (a notebook's "") mean this directory, and "-m" must not put it in front.
-        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        safe_path = ["-P"] if sys.version_info >= (3, 11) else []
         self.rank = rank
-        # A session of its own: Ctrl-C in the terminal is rank 0's to handle. Its stdout is not the user's.
+        # Its stdout is not the user's.
         self.process = subprocess.Popen(
-            [sys.executable, *safe_path, "-m", "hf_paged.parallel.worker"],
-            env={**environment, "PYTHONPATH": path}, start_new_session=True,
+            **module_process("hf_paged.parallel.worker", environment),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         self.tail: deque[str] = deque(maxlen=_TAIL)

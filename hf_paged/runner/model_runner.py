@@ -336,8 +336,9 @@ class ModelRunner:
 
         parts = self.attention.parts(plan, query_start, slot_mapping)
         adapters = self.state.adapters.of(token_slots) if self.state.adapters.any_named(plan.slots) else None
-        # Guesses are rows of one sequence, of which a later one reads what an earlier one writes.
-        at_once = plan.drafts is None and self.executor.may_run_at_once(len(num_new), plan.start)
+        # Of guesses, and of prompts that share a prefix, a later row reads what an earlier one writes.
+        decodes_alone = plan.num_decode_rows == len(plan.slots) and plan.drafts is None
+        at_once = decodes_alone and self.executor.may_run_at_once(len(num_new), plan.start)
         step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters, at_once)
         return Computed(self.executor.hidden_states(input_ids, step), query_start, adapters)
 

@@ -14,7 +14,8 @@ from hf_paged.runner.kv_cache import KVCache
 class PagedStep(NamedTuple):
     """The `StepContext` of the runner. ``parts``: (first token, end, metadata) of rows that share a kernel.
 
-    ``at_once``: one launch may compute all layers, as far as the plan of the step says: no two rows are one sequence's.
+    ``at_once``: one launch may compute all layers, as far as the plan of the step says: no row reads what another one
+    writes, and the rows are worth it.
     """
 
     positions: torch.Tensor

@@ -144,7 +144,7 @@ from support import batch, tiny_model
 
 model = hf_paged.enable(tiny_model(head_dim=128), strict=True)
 model.generate(**batch([5]), max_new_tokens=3, do_sample=False)
-print([name for name in sys.modules if name.startswith("triton.experimental") or "decoder_layers." in name])
+print([name for name in sys.modules if name.startswith("triton.experimental") or "decoder_layers.kernel" in name])
 """
 
 

@@ -27,6 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_paged
 from hf_paged.kernels import compiling
 from hf_paged.kernels import decoder_layers_support as support
+from hf_paged.models import one_launch
 from hf_paged.models.one_launch import OneLaunch, Rows
 
 MODELS = {
@@ -175,6 +176,18 @@ def test_a_prompt_of_few_tokens_is_no_step_of_as_many_rows(plans):
     assert plans.rows == [1] * 3
 
 
+def test_prompts_of_which_one_reads_what_the_other_writes_are_no_decode_rows(plans):
+    """Each has one new token in the second step, and the second prompt's prefix is the block that the first fills."""
+    first = random_prompts([32])[0]
+    made = []
+    for one_launch_on in (False, True):
+        with hf_paged.PagedGenerator(MODELS["qwen3"](), num_blocks=100, max_num_seqs=4, max_num_batched_tokens=31,
+                                     one_launch=one_launch_on) as generator:
+            made.append([one.token_ids for one in generator.generate(
+                [first, [*first, 7]], max_new_tokens=6, do_sample=False, use_tqdm=False)])
+    assert made[0] == made[1] and set(plans.rows) == {2}
+
+
 def test_guesses_of_one_sequence_are_several_rows(plans):
     model = enabled()
     prompt = torch.tensor([[5, 6, 7, 8] * 6])
@@ -306,6 +319,8 @@ def test_nobody_waits_for_the_compiler(monkeypatch):
     assert step.run() is None and not step.one.is_ready(1)
     assert step.run() is None and len(step.plans.made) == 1
     step.plans.compiled.set_result(None)
+    assert step.run() is None and not step.one.is_ready(1), "requests go on as they began"
+    step.one.look_again()
     assert step.one.is_ready(1)
     step.plans.is_captured = True
     assert step.run() is None, "a first launch loads the kernel, which no graph can hold"
@@ -347,6 +362,30 @@ def test_out_of_memory_says_nothing_of_the_kernel(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         step.run()
     assert support.why_not_on(torch.device("cpu")) is None
+
+
+def test_no_memory_for_a_plan_is_no_error_of_the_call_and_it_is_tried_again(monkeypatch):
+    step = Step(monkeypatch)
+    plan_of, tries = support.plan_of, []
+
+    def no_memory_once(*args):
+        tries.append(args)
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError
+        return plan_of(*args)
+
+    monkeypatch.setattr(support, "plan_of", no_memory_once)
+    assert step.run() is None and step.run() is not None and len(tries) == 2
+
+
+def test_where_no_thread_can_compile_the_layers_run_one_by_one(monkeypatch, caplog):
+    step = Step(monkeypatch)
+
+    def no_thread(run):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(one_launch, "compiled_ahead", no_thread)
+    assert step.run() is None and step.run() is None and caplog.text.count("can't start new thread") == 1
 
 
 def test_layers_that_it_does_not_take_are_looked_at_once(monkeypatch):

@@ -112,7 +112,7 @@ PASSED_BY = {
     "integration/pretrained.py", "engine/lockstep.py", "integration/explain.py", "runner/graphs.py",
     "models/virtual_memory.py", "kernels/attention/grouped_decode.py", "integration/async_calls.py",
     "engine/driver.py", "kernels/attention/grouped_prefill.py", "kernels/attention/hopper_prefill.py",
-    "kernels/decoder_layers.py", "models/one_launch.py",
+    "models/one_launch.py",
     "kernels/join_add_rms_norm.py", "kernels/compiling.py", "runner/padded_steps.py",
 }
 

@@ -14,9 +14,9 @@ from hf_paged.kernels.decoder_layers.kernel import layers_kernel
 from hf_paged.kernels.decoder_layers.shape import (
     HEAD_DIM,
     LINE,
-    MOST_ROWS,
     PAGE_POSITIONS,
     PROGRAMS,
+    ROWS,
     LayerFields,
     LayersShape,
 )
@@ -61,7 +61,7 @@ def check_layers(layers: list[LayerTensors]) -> None:
     caches = [c for layer in layers for c in layer[4:6]]
     if any(t is not None and (t.dtype != torch.bfloat16 or not t.is_contiguous()) for layer in layers for t in layer):
         raise ValueError("layers: expected contiguous bfloat16 tensors")
-    for name, tensors, unit in (("weights", weights, 128), ("caches", caches, 2 * kv_heads * HEAD_DIM)):
+    for name, tensors, unit in (("weights", weights, 2 * LINE), ("caches", caches, 2 * kv_heads * HEAD_DIM)):
         lowest = min(t.data_ptr() for t in tensors)
         if lowest % 16 or any((t.data_ptr() - lowest) % unit for t in tensors):
             raise ValueError(f"{name}: expected all at multiples of {unit} bytes from the lowest")
@@ -91,7 +91,7 @@ class LayersPlan:
         self.shape = shape = LayersShape(hidden, inner, first.o.shape[1] // HEAD_DIM, kv_heads, len(layers),
                                          block_size, first.q_norm is not None, rows)
         if not shape.has_room:
-            raise ValueError(f"rows={rows}: expected a power of two up to {MOST_ROWS} that shared memory has room for")
+            raise ValueError(f"rows={rows}: expected one of {ROWS} for which shared memory has room")
         weights = [w for layer in layers for w in layer[:4]]
         caches = [c for layer in layers for c in layer[4:6]]
         lines, cache = (min(tensors, key=torch.Tensor.data_ptr) for tensors in (weights, caches))

@@ -9,7 +9,7 @@ PROGRAMS = 128  # each of which has a multiprocessor to itself, since they wait 
 HEAD_DIM = 128
 LINE = 64  # values of a line of shared memory, the widest that TMA swizzles: 128 bytes
 PAGE_POSITIONS = 16  # that one TMA copy brings
-MOST_ROWS = 8
+ROWS = (1, 2, 4, 8)  # of a step, one new token each
 _MOST_TOGETHER = 6  # chunks for which a product waits at the same time
 SHARED_BYTES = 227 << 10
 _OTHER_BYTES, _OTHER_ROW_BYTES = 14 << 10, 2 << 10  # of shared memory besides chunks, x and residual
@@ -113,5 +113,5 @@ class LayersShape:
     @property
     def has_room(self) -> bool:
         """Do so many rows fit programs and shared memory?"""
-        return (self.rows in (1, 2, 4, MOST_ROWS) and self.kv_heads * self.rows <= PROGRAMS
+        return (self.rows in ROWS and self.kv_heads * self.rows <= PROGRAMS
                 and self.stages >= _MOST_TOGETHER)

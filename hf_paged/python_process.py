@@ -1,0 +1,23 @@
+"""How hf_paged starts a Python of its own: with the modules that this one finds, and none that it would not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+
+def module_process(module: str, environment: dict[str, str]) -> dict[str, Any]:
+    """Arguments of `subprocess.Popen` that run ``python -m module``.
+
+    Raises:
+        OSError: this program embeds Python, and would be started itself.
+    """
+    if getattr(sys, "frozen", False) or "python" not in os.path.basename(sys.executable or ""):
+        raise OSError(f"sys.executable={sys.executable!r}: expected a Python")
+    # Relative entries of sys.path (a notebook's "") mean this directory, and "-m" must not put it in front.
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
+    # A session of its own: Ctrl-C in the terminal is this process's to handle.
+    return {"args": [sys.executable, *safe_path, "-m", module], "env": {**environment, "PYTHONPATH": path},
+            "start_new_session": True}
