@@ -366,8 +366,7 @@ class StepGraphs:
         key = self._key(size, run)
         if key not in self._captured:
             captured = self._capture(run, inputs, f"{run.func.__name__} {size}")
-            if captured is not None and captured.kept:  # the kernel for all layers may have come in the run before
-                key = self._key(size, run)
+            key = self._key(size, run)  # the kernel for all layers may have come, or gone, in the run before
             self._captured.setdefault(key, captured)
         return self._captured[key]
 

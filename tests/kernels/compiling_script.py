@@ -184,11 +184,12 @@ def ahead() -> dict[str, Any]:
         del launched[:], compiled[:]
         future = compiled_ahead(work)
         at_once = future.done()
+        is_shared = at_once or compiled_ahead(work) is future
         error = future.exception(timeout=200)
         while error is None and not (further := compiled_ahead(work)).done():  # one kernel after the other
             error = further.exception(timeout=200)
-        return {"at once": at_once, "error": type(error).__name__ if error else None, "launched": list(launched),
-                "compiled": list(compiled), "calls": len(work.began_as_zeros)}
+        return {"at once": at_once, "shared": is_shared, "error": type(error).__name__ if error else None,
+                "launched": list(launched), "compiled": list(compiled), "calls": len(work.began_as_zeros)}
 
     found = {"missing": of(Work(twice, plus_one)), "then": seen(Work(twice, plus_one)), "known": of(Work(twice))}
     for kernel in (twice, plus_one):

@@ -64,8 +64,11 @@ def test_what_a_process_compiled_is_what_a_launch_looks_for(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(Path(hf_paged.__file__).parents[1]), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    (working_directory := tmp_path / "here").mkdir()
+    if sys.version_info >= (3, 11):  # before, "-m" looks into the working directory first
+        (working_directory / "pickle.py").write_text("raise SystemExit('of the working directory')")
     done = subprocess.run([sys.executable, str(tmp_path / "script.py")], env=environment, text=True,
-                          capture_output=True, timeout=200)
+                          capture_output=True, timeout=200, cwd=working_directory)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"warps": 2, "made here": [], "failed": True}
 

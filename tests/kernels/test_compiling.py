@@ -163,6 +163,7 @@ def test_a_kernel_of_another_compiler_may_be_noted(found):
 def test_what_is_compiled_ahead_is_launched_by_nobody_and_waited_for_by_nobody(found):
     case = found("ahead")["missing"]
     assert (case["at once"], case["error"], case["launched"]) == (False, None, [])
+    assert case["shared"], "who asks again waits for the same compiler"
     assert sorted(name for name, *_ in case["compiled"]) == ["plus_one", "twice"]
     assert threads_of(case) == {"hf_paged-compile"}
     assert found("ahead")["then"]["compiled"] == [] and found("ahead")["then"]["calls"] == 1
