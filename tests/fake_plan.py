@@ -101,7 +101,7 @@ def fake_plans(monkeypatch) -> Plans:
 
     monkeypatch.setattr(fused, "adjacent_memory", HostMemory)
     for name, value in (("_why_not_on", lambda device: None), ("_refused", {}), ("takes", lambda *_: True),
-                        ("load", lambda: None), ("plan_of", plan_of)):
+                        ("plan_of", plan_of)):
         monkeypatch.setattr(support, name, value)
     monkeypatch.setattr(one_launch, "compiled_ahead", compiled_ahead)
     monkeypatch.setattr(one_launch, "_is_captured", lambda device: plans.is_captured)

@@ -118,13 +118,6 @@ def _shapes(layer: tuple[torch.Tensor | None, ...]) -> tuple[tuple[int, ...] | N
     return tuple(None if t is None else tuple(t.shape) for t in layer)
 
 
-def load() -> None:
-    """Import the kernel and have Triton read it, which takes a tenth of a second."""
-    from hf_paged.kernels.decoder_layers.kernel import layers_kernel
-
-    _ = layers_kernel.cache_key
-
-
 def plan_of(decoder: Decoder, rows: int) -> Any:
     """A `LayersPlan` of steps of so many rows, which allocates and copies to the device.
 

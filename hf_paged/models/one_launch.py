@@ -15,7 +15,7 @@ import torch
 
 from hf_paged.kernels import decoder_layers_support as support
 from hf_paged.kernels.attention.metadata import AttentionOptions
-from hf_paged.kernels.compiling import compiled_ahead, in_background, is_dry
+from hf_paged.kernels.compiling import compiled_ahead, is_dry
 from hf_paged.kernels.decoder_layers_support import Decoder
 from hf_paged.models.plain_linear import RowProduct
 
@@ -44,7 +44,6 @@ class OneLaunch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._loaded = in_background(support.load)
         self._key: tuple | None = None  # of the decoder whose plans these are
         self._plans: dict[int, Any] = {}  # None: the kernel does not take it
         self._compiled: dict[int, Future[object]] = {}
@@ -105,7 +104,6 @@ class OneLaunch:
             self._plans, self._key = {}, key
         count = len(hidden)
         try:
-            self._loaded.result()
             plan = support.plan_of(decoder, count)
             compiled = compiled_ahead(partial(plan.run, hidden, *rows))
         except torch.OutOfMemoryError:  # the layers one by one need no such memory
