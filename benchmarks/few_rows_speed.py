@@ -1,0 +1,77 @@
+"""Time of a decode step of few rows behind so many tokens, all layers in one launch and layer by layer.
+
+    python benchmarks/few_rows_speed.py [--model 0.6B] [--cases 1x384 2x384 4x384 8x384 1x8000 1x30000 8x4000]
+                                        [--new 128] [--device cuda]
+    python benchmarks/few_rows_speed.py --model tiny --cases 1x20 2x20 --new 8 --device cpu     # does it run?
+
+Random weights of Qwen3's shapes in bf16, greedy. The prompts are in the prefix cache; a step's time is the difference
+of a call that makes `--new` tokens more to one that makes eight, the best of three of each. "By one launch" says
+whether the kernel took the step, which it does once it is compiled. "Equal" is the share of equal tokens: the two round
+in different ways, and random weights leave the tokens close to each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from workloads import QWEN3_SHAPES, qwen3
+
+from hf_paged import PagedGenerator
+
+FIRST = 8
+PATIENCE_S = 100.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(QWEN3_SHAPES), default="0.6B")
+    parser.add_argument("--cases", nargs="+", metavar="ROWSxLENGTH",
+                        default=["1x384", "2x384", "4x384", "8x384", "1x8000", "1x30000", "8x4000"])
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    model = qwen3(args.model, torch.bfloat16, args.device).eval()
+    torch.manual_seed(0)
+    cases = [tuple(map(int, case.split("x"))) for case in args.cases]
+    prompts = {case: torch.randint(0, 10_000, case).tolist() for case in cases}
+    pool = {} if args.device == "cuda" else {"num_blocks": 1_000}
+    for case in cases:
+        rows, length = case
+        found = {}
+        for one_launch in (True, False):
+            with PagedGenerator(model, max_num_seqs=8, one_launch=one_launch, **pool) as generator:
+                found[one_launch] = measured(generator, prompts[case], args.new)
+        (at_once, seconds, tokens), (_, layered, others) = found[True], found[False]
+        equal = [a == b for ours, theirs in zip(tokens, others, strict=True) for a, b in zip(ours, theirs, strict=True)]
+        print(f"{args.model}, {rows} x {length}: {1e3 * seconds:.3f} ms a step ({rows / seconds:,.0f} tok/s; by one "
+              f"launch: {at_once}), layer by layer {1e3 * layered:.3f} ({rows / layered:,.0f} tok/s); equal "
+              f"{sum(equal) / len(equal):.2f}", flush=True)
+
+
+def measured(generator: PagedGenerator, prompts: list[list[int]], new: int) -> tuple[bool, float, list[list[int]]]:
+    """Was the last step one launch, seconds of a step, and the tokens."""
+    def call(count: int) -> tuple[float, list[list[int]]]:
+        began = time.perf_counter()
+        made = generator.generate(prompts, max_new_tokens=count, do_sample=False, use_tqdm=False)
+        return time.perf_counter() - began, [one.token_ids for one in made]
+
+    call(FIRST)
+    executor = generator.engine._core.pool.runner.executor
+    deadline = time.monotonic() + PATIENCE_S
+    while executor.may_run_at_once(len(prompts), torch.tensor([len(prompts[0])]).numpy()):
+        call(FIRST)  # a kernel that has come is taken once no request runs
+        if executor.runs_at_once(len(prompts)) or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    short, long = [], []
+    for _ in range(3):
+        short.append(call(FIRST)[0])
+        seconds, tokens = call(FIRST + new)
+        long.append(seconds)
+    return executor.runs_at_once(len(prompts)), (min(long) - min(short)) / new, tokens
+
+
+if __name__ == "__main__":
+    main()
