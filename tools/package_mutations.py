@@ -450,8 +450,6 @@ AT_ONCE = [
                     ONE_LAUNCH_TESTS, "guesses"),
     PackageMutation("runner/model_runner.py", "plan.num_decode_rows == len(plan.slots) and plan.drafts is None",
                     "plan.drafts is None", ONE_LAUNCH_TESTS, "reads_what_the_other"),
-    PackageMutation("runner/step_context.py", "meta.max_query_len != 1 or", "", ONE_LAUNCH_TESTS,
-                    "prompt_of_few_tokens"),
     PackageMutation("runner/graphs.py", '"at_once", False) and self._executor.runs_at_once(size)', '"at_once", False)',
                     GRAPHS_TESTS, "once_its_kernel_is_there"),
     PackageMutation("runner/graphs.py", "tuple(self._executor.captured_tensors()))", "())", GRAPHS_TESTS,

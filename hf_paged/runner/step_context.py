@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.kernels.attention.backends import AttentionBackend
-from hf_paged.kernels.attention.metadata import AttentionOptions, GroupedWork, PagedMetadata, PromptWork
+from hf_paged.kernels.attention.metadata import AttentionOptions, GroupedWork, PagedMetadata
 from hf_paged.runner.kv_cache import KVCache
 
 
@@ -31,7 +31,7 @@ class PagedStep(NamedTuple):
         if not self.at_once or len(self.parts) != 1:
             return None
         meta = self.parts[0][2]
-        if meta.max_query_len != 1 or isinstance(meta.work, (GroupedWork, PromptWork)):
+        if isinstance(meta.work, GroupedWork):
             return None
         return meta.slots, meta.block_table
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,13 +86,9 @@ def test_a_program_that_is_no_python_is_not_started(monkeypatch, executable):
         compile_elsewhere(lambda: None)
 
 
-def test_a_kernel_that_no_process_would_find_is_left_to_the_caller():
-    from types import SimpleNamespace
-
-    def named(module):
-        src = SimpleNamespace(fn=SimpleNamespace(fn=SimpleNamespace(__module__=module), __name__="twice"))
-        return lambda: src
-
-    for module in ("__main__", __name__):
-        with pytest.raises(ValueError, match="twice"):
-            request_of(named(module))
+@pytest.mark.parametrize(("module", "is_there"), [("__main__", True), (__name__, False)])
+def test_a_kernel_that_no_process_would_find_is_left_to_the_caller(monkeypatch, module, is_there):
+    src = SimpleNamespace(fn=SimpleNamespace(fn=SimpleNamespace(__module__=module), __name__="its_kernel"))
+    monkeypatch.setattr(sys.modules[module], "its_kernel", src.fn if is_there else None, raising=False)
+    with pytest.raises(ValueError, match="its_kernel"):
+        request_of(lambda: src)

@@ -37,7 +37,9 @@ MODELS = {
 
 @pytest.fixture
 def plans(monkeypatch):
-    return fake_plans(monkeypatch)
+    plans = fake_plans(monkeypatch)
+    yield plans
+    assert not any(plan.conflicts for plan in plans.made), "a row reads what another one writes"
 
 
 def enabled(make=MODELS["qwen3"], **options):
