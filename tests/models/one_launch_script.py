@@ -52,6 +52,8 @@ def main() -> dict[str, Any]:
         assert 1 in one._compiled
         one._compiled[1].result(timeout=200)
         found["meanwhile"] = {"compiled": list(compiled), "launched": list(launched)}
+        found["requests run"] = step(one, of)
+        one.look_again()
         found["there"] = step(one, of)
         layers_kernel.device_caches.clear()
         found["on the disk"] = step(OneLaunch(GPU), of)

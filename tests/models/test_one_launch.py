@@ -453,5 +453,6 @@ def test_the_kernel_is_compiled_elsewhere_and_found_on_the_disk_by_the_next_proc
     assert not found["missing"]["made"]
     assert [[kernel, thread != "MainThread"] for kernel, thread, _ in found["meanwhile"]["compiled"]] == [[name, True]]
     assert found["meanwhile"]["launched"] == []
+    assert found["requests run"] == {"made": False, "compiled": [], "launched": []}
     assert found["there"] == {"made": True, "compiled": [], "launched": [name]}
     assert found["on the disk"] == {"made": True, "compiled": [[name, "MainThread", True]], "launched": [name]}
