@@ -21,27 +21,34 @@ from workloads import QWEN3_SHAPES, qwen3
 from hf_paged import PagedGenerator
 
 FIRST = 8
+MOST_ROWS = 8
 PATIENCE_S = 100.0
+
+
+def case_of(text: str) -> tuple[int, int]:
+    rows, _, length = text.partition("x")
+    if not (rows.isdecimal() and length.isdecimal() and 1 <= int(rows) <= MOST_ROWS and int(length)):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected ROWSxLENGTH, at most {MOST_ROWS} rows")
+    return int(rows), int(length)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(QWEN3_SHAPES), default="0.6B")
-    parser.add_argument("--cases", nargs="+", metavar="ROWSxLENGTH",
-                        default=["1x384", "2x384", "4x384", "8x384", "1x8000", "1x30000", "8x4000"])
+    parser.add_argument("--cases", nargs="+", type=case_of, metavar="ROWSxLENGTH",
+                        default=[(1, 384), (2, 384), (4, 384), (8, 384), (1, 8000), (1, 30000), (8, 4000)])
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     model = qwen3(args.model, torch.bfloat16, args.device).eval()
     torch.manual_seed(0)
-    cases = [tuple(map(int, case.split("x"))) for case in args.cases]
-    prompts = {case: torch.randint(0, 10_000, case).tolist() for case in cases}
+    prompts = {case: torch.randint(0, 10_000, case).tolist() for case in args.cases}
     pool = {} if args.device == "cuda" else {"num_blocks": 1_000}
-    for case in cases:
+    for case in args.cases:
         rows, length = case
         found = {}
         for one_launch in (True, False):
-            with PagedGenerator(model, max_num_seqs=8, one_launch=one_launch, **pool) as generator:
+            with PagedGenerator(model, max_num_seqs=MOST_ROWS, one_launch=one_launch, **pool) as generator:
                 found[one_launch] = measured(generator, prompts[case], args.new)
         (at_once, seconds, tokens), (_, layered, others) = found[True], found[False]
         equal = [a == b for ours, theirs in zip(tokens, others, strict=True) for a, b in zip(ours, theirs, strict=True)]

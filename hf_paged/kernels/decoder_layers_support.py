@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from hf_paged.kernels._device import compute_capability, num_multiprocessors, shared_memory
-from hf_paged.kernels._triton import triton
+from hf_paged.kernels import gluon_support
+from hf_paged.kernels._device import num_multiprocessors, shared_memory
 from hf_paged.kernels.decoder_layers.shape import HEAD_DIM, LINE, PROGRAMS, ROWS, SHARED_BYTES
 
 logger = logging.getLogger(__name__)
 
-# Gluon, in which the kernel is written, may change with any version of Triton: with these it was right on a GPU.
-TESTED_TRITON = ("3.6",)
 # Of keys and values, for which some programs wait while others read theirs: more take longer than one launch saves.
 _MOST_IDLE_POSITIONS = 8192
 _MOST_UNITS = 2**31  # from the lowest weight or cache to the highest: the kernel counts in int32
@@ -52,21 +50,16 @@ def why_not_on(device: torch.device) -> str | None:
 
 @lru_cache(maxsize=64)
 def _why_not_on(device: torch.device) -> str | None:
-    if triton is None:
-        return "needs triton, which is not installed"
-    compiles = torch.cuda.is_available() and not triton.knobs.runtime.interpret
-    capability = compute_capability(device) if compiles else None
-    if capability is None:
-        return f"needs an NVIDIA GPU, not {str(device)!r}"
-    if capability != (9, 0):
-        return f"does not run on compute capability {capability[0]}.{capability[1]}"
+    return gluon_support.why_not_on(device, partial(_refusal, device))
+
+
+def _refusal(device: torch.device, major: int, minor: int) -> str | None:
+    if (major, minor) != (9, 0):
+        return f"does not run on compute capability {major}.{minor}"
     if (count := num_multiprocessors(device)) < PROGRAMS:  # a part of a GPU (MIG)
         return f"needs {PROGRAMS} multiprocessors, not {count}"
     if (size := shared_memory(device)) < SHARED_BYTES:
         return f"needs {SHARED_BYTES} bytes of shared memory, not {size}"
-    version: str = triton.__version__
-    if not version.startswith(tuple(f"{tested}." for tested in TESTED_TRITON)):
-        return f"was tested with triton {' and '.join(TESTED_TRITON)}, not {version}"
     return None
 
 

@@ -6,6 +6,7 @@ device, so it is made in steps that run as they come, and again once anything in
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -18,6 +19,8 @@ from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.kernels.compiling import compiled_ahead, is_dry
 from hf_paged.kernels.decoder_layers_support import Decoder
 from hf_paged.models.plain_linear import RowProduct
+
+logger = logging.getLogger(__name__)
 
 
 class Rows(NamedTuple):
@@ -108,7 +111,8 @@ class OneLaunch:
             compiled = compiled_ahead(partial(plan.run, hidden, *rows))
         except torch.OutOfMemoryError:  # the layers one by one need no such memory
             return
-        except ValueError:  # the kernel does not take these layers, or not so many rows
+        except ValueError as error:
+            logger.info("hf_paged: steps of %d rows run layer by layer: %s", count, error)
             self._plans[count] = None
             self._ready.discard(count)
             return

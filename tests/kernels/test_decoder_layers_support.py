@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_paged.kernels import _device
+from hf_paged.kernels import _device, gluon_support
 from hf_paged.kernels import decoder_layers_support as support
 from hf_paged.kernels.decoder_layers_support import Decoder
 
@@ -28,8 +28,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(support.triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(support.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(gluon_support.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(gluon_support.triton, "__version__", "3.6.0")
     monkeypatch.setattr(support, "_refused", {})
     yield properties
     for one in cached:
@@ -44,10 +44,10 @@ def test_it_runs_on_an_h100_and_not_on_a_cpu(gpu):
 @pytest.mark.parametrize(("owner", "name", "value", "reason"), [
     (torch.cuda, "get_device_capability", lambda device=None: (10, 0), "does not run on compute capability 10.0"),
     (torch.cuda, "get_device_capability", lambda device=None: (9, 1), "does not run on compute capability 9.1"),
-    (support.triton, "__version__", "3.60.0", "was tested with triton 3.6, not 3.60.0"),
-    (support.triton, "__version__", "3.7.1", "was tested with triton 3.6, not 3.7.1"),
-    (support.triton.knobs.runtime, "interpret", True, "needs an NVIDIA GPU, not 'cuda:0'"),
-    (support, "triton", None, "needs triton, which is not installed"),
+    (gluon_support.triton, "__version__", "3.60.0", "was tested with triton 3.6, not 3.60.0"),
+    (gluon_support.triton, "__version__", "3.7.1", "was tested with triton 3.6, not 3.7.1"),
+    (gluon_support.triton.knobs.runtime, "interpret", True, "needs an NVIDIA GPU, not 'cuda:0'"),
+    (gluon_support, "triton", None, "needs triton, which is not installed"),
     (torch.version, "hip", "6.4", "needs an NVIDIA GPU, not 'cuda:0'"),
 ])
 def test_it_does_not_run_elsewhere(gpu, monkeypatch, owner, name, value, reason):

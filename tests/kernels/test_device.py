@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_paged
-from hf_paged.kernels import _device, _triton, decoder_layers_support, linear
+from hf_paged.kernels import _device, _triton, decoder_layers_support, gluon_support, linear
 from hf_paged.kernels.attention import flash_backend, hopper_support
 from hf_paged.kernels.attention.backends import resolve_backend
 from hf_paged.parallel import peers
@@ -22,8 +22,7 @@ QUESTIONS: dict[str, Callable[[], bool]] = {
     "kernels/_device.py:shared_memory": lambda: _device.shared_memory(GPU) > 0,
     "kernels/_triton.py:pdl_supported": lambda: _triton.pdl_supported(GPU),
     "kernels/attention/flash_backend.py:_major": lambda: flash_backend._major(GPU) is not None,
-    "kernels/attention/hopper_support.py:why_not_on": lambda: hopper_support.why_not_on(GPU) is None,
-    "kernels/decoder_layers_support.py:_why_not_on": lambda: decoder_layers_support.why_not_on(GPU) is None,
+    "kernels/gluon_support.py:why_not_on": lambda: gluon_support.why_not_on(GPU, lambda *_: None) is None,
     "kernels/linear.py:_shared_memory": lambda: linear._shared_memory(GPU) > 0,
     "parallel/peers.py:_obstacle": lambda: "NVIDIA" not in (peers._obstacle(GPU, 2) or ""),
 }
@@ -44,8 +43,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    monkeypatch.setattr(hopper_support.triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(hopper_support.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(gluon_support.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(gluon_support.triton, "__version__", "3.6.0")
     yield monkeypatch
     for one in cached:
         one.cache_clear()

@@ -10,6 +10,7 @@ import triton
 from pretended_gpu import GPU, OnGpu, compiled, launched, pretend
 
 from hf_paged.kernels import decoder_layers_support as support
+from hf_paged.kernels import gluon_support
 from hf_paged.kernels.decoder_layers.kernel import layers_kernel
 from hf_paged.models import one_launch
 from hf_paged.models.one_launch import OneLaunch, Rows
@@ -43,7 +44,7 @@ def step(one: OneLaunch, of: support.Decoder) -> dict[str, Any]:
 
 
 def main() -> dict[str, Any]:
-    support.TESTED_TRITON = (".".join(triton.__version__.split(".")[:2]),)
+    gluon_support.TESTED_TRITON = (".".join(triton.__version__.split(".")[:2]),)
     torch.cuda.is_available = lambda: True  # type: ignore[assignment]
     one_launch._is_captured = lambda device: False
     with OnGpu(), torch.inference_mode():

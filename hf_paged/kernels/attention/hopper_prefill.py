@@ -18,23 +18,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hf_paged.kernels._device import num_multiprocessors
+from hf_paged.kernels._gluon import barrier, load_box, reinterpret
 from hf_paged.kernels._triton import on_device_of, triton
 from hf_paged.kernels.attention._tile import LOG2_E
 from hf_paged.kernels.attention.hopper_support import BLOCK_M, packed_heads
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata, positively_scaled
 from hf_paged.kernels.compiling import noted
-
-# Names that differ between versions of Triton.
-_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 _BLOCK_M = gl.constexpr(BLOCK_M)
 _LANES = gl.constexpr(64)  # of a column of shared memory, the widest that TMA swizzles
@@ -195,7 +190,7 @@ def _load_tile(cache, ring, step, table_row, start, begin, end, kv_head, S: gl.c
         slot = gl.where(seen, block * BLOCK_SIZE + position % BLOCK_SIZE, _OUTSIDE)
         for chunk in gl.static_range(CHUNKS):
             part = ring.pages.index((stage * CHUNKS + chunk) * PAGES + page)
-            _load_box(cache, [slot, kv_head, chunk * _LANES], full, part)
+            load_box(cache, [slot, kv_head, chunk * _LANES], full, part)
 
 
 @gluon.jit
@@ -229,7 +224,7 @@ def _load_keys(q, k_cache, rows, ring, handover, S: gl.constexpr):
                     mbarrier.expect(handover.q_full, Q_BYTES)
                     for part in gl.static_range(2 * CHUNKS):
                         begins = [token + part // CHUNKS * HALF, bundle * PACKED, part % CHUNKS * _LANES]
-                        _load_box(q, begins, handover.q_full, handover.q_parts.index(part))
+                        load_box(q, begins, handover.q_full, handover.q_parts.index(part))
                 step += 1
             tiles += 1
     mbarrier.wait(handover.place_empty.index(tiles % 2), (tiles // 2 & 1) ^ 1)
@@ -290,7 +285,7 @@ def _silence_unseen(ring, step, start, begin, seq_len, S: gl.constexpr):
         if begins:
             _silence(ring.pages, stage, begin - start, begin % PAGE, PAGE, S)
         fence_async_shared()
-        _barrier()
+        barrier()
 
 
 @gluon.jit
@@ -490,7 +485,7 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def _ring(dtype: gl.constexpr, S: gl.constexpr):
     # A tile lies in shared memory as columns of 64 lanes, in which the slots of a page follow each other.
     tiles = gl.allocate_shared_memory(dtype, [S.stages, S.block_n, S.head_pad], gl.NVMMASharedLayout(128, 16, 2))
-    pages = _reinterpret(tiles, dtype, [S.stages * S.chunks * S.pages, S.page, 1, _LANES],
+    pages = reinterpret(tiles, dtype, [S.stages * S.chunks * S.pages, S.page, 1, _LANES],
                          gl.NVMMASharedLayout(128, 16, 3))
     return _Ring(tiles, pages, _barriers(S.stages, 1), _barriers(S.stages, 2))
 
@@ -506,13 +501,13 @@ def _hopper_prefill_kernel(
     keys = _ring(dtype, S)
     values = _ring(dtype, S)
     q_tiles = gl.allocate_shared_memory(dtype, [2, 64, S.head_pad], gl.NVMMASharedLayout(128, 16, 2))
-    q_parts = _reinterpret(q_tiles, dtype, [2 * S.chunks, 64 // S.packed, S.packed, _LANES],
+    q_parts = reinterpret(q_tiles, dtype, [2 * S.chunks, 64 // S.packed, S.packed, _LANES],
                            gl.NVMMASharedLayout(128, 16, 3))
     places = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     handover = _Handover(q_tiles, q_parts, _barriers(1, 1).index(0), _barriers(1, 2).index(0), places, _barriers(2, 1),
                          _barriers(2, 2), _barriers(2, 1))
     fence_async_shared()
-    _barrier()
+    barrier()
     rows = _Rows(query_start, seq_lens, block_table, slots, num_rows, num_items, table_stride, window)
     limits = (window, scale_log2, softcap_log2)
     gl.warp_specialize([

@@ -6,14 +6,10 @@ from functools import lru_cache
 
 import torch
 
-from hf_paged.kernels._device import compute_capability
-from hf_paged.kernels._triton import triton
+from hf_paged.kernels import gluon_support
 from hf_paged.kernels.attention.metadata import PagedMetadata
 
-# Gluon, in which the kernel is written, may change with any version of Triton: with these it was right and faster on a
-# GPU (benchmarks/prefill_tuning.py checks and times it).
-TESTED_TRITON = ("3.6",)
-# Largest head size at which it was timed. It is right up to 256.
+# Largest head size at which it was timed (benchmarks/prefill_tuning.py). It is right up to 256.
 MEASURED_HEAD_DIM = 128
 BLOCK_M = 128  # queries times packed heads of a tile: 64 for each of two warpgroups
 
@@ -26,18 +22,11 @@ def packed_heads(group: int) -> int:
 @lru_cache(maxsize=64)
 def why_not_on(device: torch.device) -> str | None:
     """Why the kernel cannot run on `device`; None where it can."""
-    if triton is None:
-        return "needs triton, which is not installed"
-    compiles = torch.cuda.is_available() and not triton.knobs.runtime.interpret
-    capability = compute_capability(device) if compiles else None
-    if capability is None:
-        return f"needs an NVIDIA GPU, not {str(device)!r}"
-    if capability[0] != 9:
-        return f"does not run on compute capability {capability[0]}.x"
-    version: str = triton.__version__
-    if not version.startswith(tuple(f"{tested}." for tested in TESTED_TRITON)):
-        return f"was tested with triton {' and '.join(TESTED_TRITON)}, not {version}"
-    return None
+    return gluon_support.why_not_on(device, _refusal)
+
+
+def _refusal(major: int, minor: int) -> str | None:
+    return None if major == 9 else f"does not run on compute capability {major}.x"
 
 
 def why_not_of(dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:

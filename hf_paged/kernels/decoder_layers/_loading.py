@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from hf_paged.kernels._gluon import load_box
 from hf_paged.kernels.decoder_layers._shares import LANES, PAGE, together, span
 
-# Its name differs between versions of Triton.
-_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _OUTSIDE = gl.constexpr(-(2**20))  # a slot outside of all memory, of which TMA makes zeros
 
 @gluon.jit
@@ -49,7 +48,7 @@ def _load_rows(weight, ring, step, base, first_row, ROWS: gl.constexpr, WIDTH: g
                     stage = _room(ring, step, S.depth, S)
                     full = ring.full.index(stage)
                     mbarrier.expect(full, BYTES)
-                    _load_box(weight, [line, 0, 0], full, ring.weights.index(stage))
+                    load_box(weight, [line, 0, 0], full, ring.weights.index(stage))
                     step += 1
     return step
 
@@ -77,7 +76,7 @@ def _load_positions(cache, ring, step, base, table_row, begin, end, kv_head, S: 
         slot = gl.where(position < end, base.to(gl.int32) + block * BLOCK_SIZE + position % BLOCK_SIZE, _OUTSIDE)
         for half in gl.static_range(2):
             part = ring.pages.index(stage * (2 * PAGES) + half * PAGES + page)
-            _load_box(cache, [slot, kv_head, half * LANES], full, part)
+            load_box(cache, [slot, kv_head, half * LANES], full, part)
 
 
 @gluon.jit

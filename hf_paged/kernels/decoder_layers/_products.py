@@ -12,7 +12,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra import libdevice
 
-from hf_paged.kernels.decoder_layers._shares import LANES, constexpr_function, together
+from hf_paged.kernels._gluon import constexpr_function
+from hf_paged.kernels.decoder_layers._shares import LANES, together
 from hf_paged.kernels.decoder_layers._words import places, take_hidden, take_piece, take_row, word
 
 

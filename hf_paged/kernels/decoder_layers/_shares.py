@@ -7,12 +7,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from hf_paged.kernels._triton import triton
+from hf_paged.kernels._gluon import constexpr_function
 from hf_paged.kernels.decoder_layers.shape import LINE, PAGE_POSITIONS, chunks_together
 
 LANES = gl.constexpr(LINE)
 PAGE = gl.constexpr(PAGE_POSITIONS)
-constexpr_function = getattr(gl, "constexpr_function", None) or triton.constexpr_function
 together = constexpr_function(chunks_together)
 
 

@@ -18,15 +18,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from hf_paged.kernels._gluon import barrier, reinterpret
 from hf_paged.kernels.compiling import noted
 from hf_paged.kernels.decoder_layers._attention import attend, join, rope_of, take_heads
 from hf_paged.kernels.decoder_layers._loading import load
 from hf_paged.kernels.decoder_layers._products import first_norm, multiply, norm, take_x
 from hf_paged.kernels.decoder_layers._shares import LANES, PAGE, row_of
 
-# Their names differ between versions of Triton.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 class _Ring(NamedTuple):
@@ -150,8 +148,8 @@ def layers_kernel(
     weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, LINES, 8, LANES], gl.NVMMASharedLayout(128, 16, 3))
     ring = _Ring(
         weights,
-        _reinterpret(weights, gl.bfloat16, [STAGES * POSITIONS // 8, PAGE, 1, LANES], gl.NVMMASharedLayout(128, 16, 3)),
-        _reinterpret(weights, gl.bfloat16, [STAGES * 2, POSITIONS, LANES], gl.NVMMASharedLayout(128, 16, 2)),
+        reinterpret(weights, gl.bfloat16, [STAGES * POSITIONS // 8, PAGE, 1, LANES], gl.NVMMASharedLayout(128, 16, 3)),
+        reinterpret(weights, gl.bfloat16, [STAGES * 2, POSITIONS, LANES], gl.NVMMASharedLayout(128, 16, 2)),
         _barriers(STAGES),
         _barriers(STAGES),
     )
@@ -167,7 +165,7 @@ def layers_kernel(
         gl.allocate_shared_memory(gl.bfloat16, [PIECES, COLUMNS, ROWS], plain),
         gl.allocate_shared_memory(gl.bfloat16, [2, 16, LANES], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])),
         rows,
-        _reinterpret(rows, gl.float32, [16, LANES], flat),
+        reinterpret(rows, gl.float32, [16, LANES], flat),
         (firsts, seconds),
     )
     # Rows of query heads that no group has stay zero.
@@ -186,7 +184,7 @@ def layers_kernel(
     table_row = block_table + gl.load(slots + row).to(gl.int64) * table_stride
     slot = gl.load(slot_mapping + row)
     fence_async_shared()
-    _barrier()
+    barrier()
     gl.warp_specialize([
         (_compute, (hidden, out, table, words, epoch, cos + at * 128, sin + at * 128, slot, length, final_norm, eps,
                     scale_log2, ring, memory, FIELDS, S)),

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import tempfile
 from typing import Any
 
 import triton
+from compiled_code import disassembled
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -40,14 +39,6 @@ def compiled(shape: HopperShape) -> Any:
         {(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "block_table")},
     )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 168})
-
-
-def disassembled(cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 for argument in sys.argv[1:]:

@@ -1,19 +1,17 @@
 """The prefill kernel for Hopper: where it runs, what it takes, what it compiles to; on such a GPU, against float64."""
 
-import json
-import os
 import random
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from compiled_code import lines_of
 from paged_cases import expected, make_case, random_rows, run_poisoned, worst_error
 
 import hf_paged
-from hf_paged.kernels.attention import backends, hopper_support
+from hf_paged.kernels import gluon_support
+from hf_paged.kernels.attention import backends
 from hf_paged.kernels.attention.backends import BACKENDS, resolve_backend
 from hf_paged.kernels.attention.hopper_support import BLOCK_M, packed_heads, takes, why_not_of, why_not_on
 from hf_paged.kernels.attention.prefill import FULL_TILE, paged_attention_prefill
@@ -29,8 +27,8 @@ def hopper(monkeypatch):
     why_not_on.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(hopper_support.triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(hopper_support.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(gluon_support.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(gluon_support.triton, "__version__", "3.6.0")
     yield monkeypatch
     why_not_on.cache_clear()
 
@@ -43,10 +41,10 @@ def test_it_runs_where_it_was_tested(hopper):
 @pytest.mark.parametrize(("owner", "name", "value", "reason"), [
     (torch.cuda, "get_device_capability", lambda device=None: (10, 0), "does not run on compute capability 10.x"),
     (torch.cuda, "get_device_capability", lambda device=None: (8, 0), "does not run on compute capability 8.x"),
-    (hopper_support.triton, "__version__", "3.60.0", "was tested with triton 3.6, not 3.60.0"),
-    (hopper_support.triton, "__version__", "3.7.1", "was tested with triton 3.6, not 3.7.1"),
-    (hopper_support.triton.knobs.runtime, "interpret", True, "needs an NVIDIA GPU, not 'cuda:0'"),
-    (hopper_support, "triton", None, "needs triton, which is not installed"),
+    (gluon_support.triton, "__version__", "3.60.0", "was tested with triton 3.6, not 3.60.0"),
+    (gluon_support.triton, "__version__", "3.7.1", "was tested with triton 3.6, not 3.7.1"),
+    (gluon_support.triton.knobs.runtime, "interpret", True, "needs an NVIDIA GPU, not 'cuda:0'"),
+    (gluon_support, "triton", None, "needs triton, which is not installed"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_elsewhere_the_plain_kernel_runs(hopper, owner, name, value, reason):
     hopper.setattr(owner, name, value)
@@ -120,11 +118,7 @@ def test_the_tensor_cores_run_on_while_others_compute():
         {"head_dim": 256, "block_n": 64, "stages": 2},
     ]
     script = Path(__file__).with_name("compile_hopper.py")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(hf_paged.__file__).parents[1])
-    out = subprocess.run([sys.executable, str(script), *map(json.dumps, shapes)], env=environment, text=True,
-                         capture_output=True, check=True, timeout=240).stdout
-    for shape, counts in zip(shapes, map(json.loads, out.splitlines()), strict=True):
+    for shape, counts in zip(shapes, lines_of(script, shapes, timeout=240), strict=True):
         waits = 16 if shape.get("has_window") else 12
         assert counts["WARPGROUP.DEPBAR"] == waits < counts["HGMMA"] / 4, shape
         assert counts["UTMALDG"] > 0 and counts["shared"] <= 227 << 10

@@ -1,14 +1,9 @@
 """The kernel for all layers, as far as it can be looked at without a GPU."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-import hf_paged
+from compiled_code import lines_of
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -22,11 +17,7 @@ SHAPES = [
 @pytest.mark.slow
 def test_it_fits_a_multiprocessor_and_keeps_all_in_registers():
     script = Path(__file__).with_name("compile_layers.py")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(hf_paged.__file__).parents[1])
-    out = subprocess.run([sys.executable, str(script), *map(json.dumps, SHAPES)], env=environment, text=True,
-                         capture_output=True, check=True, timeout=300).stdout
-    for shape, counts in zip(SHAPES, map(json.loads, out.splitlines()), strict=True):
+    for shape, counts in zip(SHAPES, lines_of(script, SHAPES, timeout=300), strict=True):
         assert counts["shared"] <= 227 << 10, shape
         written_to_memory = counts["STL"]
         assert written_to_memory <= 4 < min(counts["HMMA"], counts["UTMALDG"]), shape
