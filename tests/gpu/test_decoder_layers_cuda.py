@@ -267,8 +267,9 @@ def assert_same_choices(model, prompt, made, expected):
     assert (exact[made[at]] - exact[expected[at]]).abs() <= tolerance, (at, made[at], expected[at])
 
 
-@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"overlap": False}, {"block_size": 64}], ids=str)
-@pytest.mark.parametrize("shape", [{}, {"inner": 2048}], ids=str)
+@pytest.mark.parametrize(("shape", "options"), [
+    ({}, {}), ({}, {"enforce_eager": True}), ({}, {"overlap": False}), ({}, {"block_size": 64}), ({"inner": 2048}, {}),
+], ids=str)
 def test_an_engine_makes_the_tokens_that_it_makes_layer_by_layer(options, shape):
     """Alone, behind its own prompt in the cache, and as the last row of a batch."""
     from support import random_prompts
