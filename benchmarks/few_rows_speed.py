@@ -5,10 +5,10 @@
     python benchmarks/few_rows_speed.py --model tiny --cases 1x20 2x20+40 --new 8 --device cpu     # does it run?
 
 Random weights of Qwen3's shapes in bf16, greedy. 8x384+1500: the last of eight rows follows 1,500 tokens, which the
-others wait for. The prompts are in the prefix cache; a step's time is the difference of a call that makes `--new` tokens
-more to one that makes eight, the best of three of each. "By one launch" says whether the kernel took the step, which it
-does once it is compiled. "Equal" is the share of equal tokens: the two round in different ways, and random weights leave
-the tokens close to each other.
+others wait for. The prompts are in the prefix cache; a step's time is the difference of a call that makes `--new`
+tokens more to one that makes eight, the best of three of each. "By one launch" says whether the kernel took the step,
+which it does once it is compiled. "Equal" is the share of equal tokens: the two round in different ways, and random
+weights leave the tokens close to each other.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hf_paged import PagedGenerator
 
 FIRST = 8
 MOST_ROWS = 8
+CASES = "1x384", "2x384", "4x384", "8x384", "1x8000", "1x30000", "8x4000", "8x384+1500"
 PATIENCE_S = 100.0
 
 
@@ -45,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(QWEN3_SHAPES), default="0.6B")
     parser.add_argument("--cases", nargs="+", type=case_of, metavar="ROWSxLENGTH[+LONGEST]",
-                        default=[*map(case_of, "1x384 2x384 4x384 8x384 1x8000 1x30000 8x4000 8x384+1500".split())])
+                        default=list(map(case_of, CASES)))
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

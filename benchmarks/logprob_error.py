@@ -4,17 +4,19 @@
                                        [--out f.json]
     python benchmarks/logprob_error.py --lora float32        # rank-16 adapters of all linear layers, in this type
     python benchmarks/logprob_error.py --shared 6            # every 6 sequences share their first half
+    python benchmarks/logprob_error.py --sequences 8 --one-launch        # or 1, 2, 4: steps by one launch
 
 Random weights and tokens; with `--autocast` the weights stay fp32, and both compute under bf16 autocast. The first half
 of each sequence goes through (chunked) prefill, the second half through decode steps whose sampled token is replaced by
-the teacher's. The measure is |log p(next token) - fp32's|. With `--shared` decode steps alone count, and run with and
-without groups that read the shared half once.
+the teacher's. The measure is |log p(next token) - fp32's|. With `--shared` and `--one-launch` decode steps alone count,
+and run with and without it: groups that read the shared half once, one launch for all layers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +25,13 @@ from transformers import Qwen3ForCausalLM
 from workloads import QWEN3_SHAPES, qwen3
 
 from hf_paged import PagedConfig
-from hf_paged.models import StepContext, find_executor
+from hf_paged.models import ModelExecutor, StepContext, find_executor
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
+
+LAYER_BY_LAYER = "layer by layer"
+PATIENCE_S = 100.0
 
 
 def token_log_probs(logits: torch.Tensor, next_tokens: torch.Tensor) -> torch.Tensor:
@@ -41,15 +46,10 @@ def stock(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor, autocast: torch.dtype | None,
-          group_prefixes: bool = True) -> tuple[torch.Tensor, int]:
+def paged(executor: ModelExecutor, tokens: torch.Tensor, group_prefixes: bool = True) -> tuple[torch.Tensor, int]:
     """The same through scheduler and runner, nan where a prompt was cached; and the bytes that groups saved."""
     rows, length = tokens.shape
     half, config = length // 2, PagedConfig()
-    executor_class = find_executor(model)
-    assert executor_class is not None
-    executor = executor_class(model)
-    executor.autocast = autocast
     num_blocks = rows * -(-length // config.block_size) + 1
     scheduler = Scheduler(SchedulerConfig(block_size=config.block_size, num_blocks=num_blocks, max_num_seqs=rows,
                                           max_num_batched_tokens=4096, max_model_len=length,
@@ -88,9 +88,26 @@ def paged(model: Qwen3ForCausalLM, tokens: torch.Tensor, autocast: torch.dtype |
     while scheduler.num_waiting + scheduler.num_running:
         step["plan"] = plan = scheduler.schedule()
         scheduler.commit(plan, runner.launch(plan, [greedy] * len(plan.admitted)).wait())
-    executor.release()
+    del executor.hidden_states
     assert not result[:, half:].isnan().any()
     return result, runner.reads.num_saved_bytes
+
+
+def measured(model: Qwen3ForCausalLM, tokens: torch.Tensor, autocast: torch.dtype | None, one_launch: bool,
+             group_prefixes: bool) -> tuple[torch.Tensor, int]:
+    """`paged` of a model; by one launch once its kernel is compiled, which the first steps begin."""
+    executor_class = find_executor(model)
+    assert executor_class is not None
+    executor = executor_class(model, one_launch=one_launch)
+    executor.autocast = autocast
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        at_once = executor.runs_at_once(len(tokens))
+        found = paged(executor, tokens, group_prefixes)
+        if at_once or not one_launch:
+            executor.release()
+            return found
+        assert time.monotonic() < deadline, f"no kernel for {len(tokens)} rows"
 
 
 def with_adapters(model: Qwen3ForCausalLM, dtype: torch.dtype) -> None:
@@ -117,9 +134,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--lora", choices=["float32", "bfloat16"])
     parser.add_argument("--shared", type=int, default=1, help="sequences that share their first half")
+    parser.add_argument("--one-launch", action="store_true", help="of all layers, which takes 1, 2, 4 or 8 sequences")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    names = {"hf_paged bf16": True} if args.shared == 1 else {"hf_paged bf16": True, "without groups": False}
+    names = {"hf_paged bf16": True}  # with groups and one launch, where they are asked for?
+    if args.shared > 1 or args.one_launch:
+        names["without groups" if args.shared > 1 else LAYER_BY_LAYER] = False
     errors: dict[str, list[torch.Tensor]] = {name: [] for name in ("stock bf16", *names)}
     for seed in range(args.seeds):
         model = qwen3(args.model, torch.float32, args.device, seed)
@@ -129,7 +149,7 @@ def main() -> None:
         half = args.length // 2
         for first in range(0, args.sequences, args.shared):
             tokens[first : first + args.shared, :half] = tokens[first, :half].clone()
-        counted = slice(half if args.shared > 1 else 0, None)
+        counted = slice(half if len(names) > 1 else 0, None)
         if not args.autocast:  # the reference has the bf16 weights, so that only arithmetic differs
             model = model.to(torch.bfloat16).float()
         if args.lora:
@@ -144,7 +164,8 @@ def main() -> None:
             lower = stock(model, tokens)
         errors["stock bf16"].append((lower - exact)[:, counted].abs().flatten())
         for name, grouped in names.items():
-            ours, saved_bytes = paged(model, tokens, torch.bfloat16 if args.autocast else None, grouped)
+            ours, saved_bytes = measured(model, tokens, torch.bfloat16 if args.autocast else None,
+                                         args.one_launch and grouped, grouped)
             if args.device == "cuda":  # where groups are read as such
                 assert (saved_bytes > 0) == (grouped and args.shared > 1), (name, saved_bytes)
             errors[name].append((ours - exact)[:, counted].abs().flatten())
@@ -155,7 +176,7 @@ def main() -> None:
         figures[name] = {"tokens": everything.numel(), "mean": everything.mean().item(),
                          "p99": np.quantile(everything.cpu().numpy(), 0.99).item()}
         print(f"{name:14} {figures[name]}")
-    for name, most in {"stock bf16": 1.1, "without groups": 1.02}.items():
+    for name, most in {"stock bf16": 1.1, "without groups": 1.02, LAYER_BY_LAYER: 1.05}.items():
         if name in figures:
             mean, p99 = (figures["hf_paged bf16"][key] / figures[name][key] for key in ("mean", "p99"))
             print(f"ratio to {name}: mean {mean:.3f}, p99 {p99:.3f} (at most {most})")
