@@ -12,13 +12,13 @@ import torch
 
 from hf_paged.kernels import gluon_support
 from hf_paged.kernels._device import num_multiprocessors, shared_memory
-from hf_paged.kernels.decoder_layers.shape import HEAD_DIM, LINE, PROGRAMS, ROWS, SHARED_BYTES
+from hf_paged.kernels.decoder_layers.shape import HEAD_DIM, PROGRAMS, ROWS, SHARED_BYTES, kinds
 
 logger = logging.getLogger(__name__)
 
 # Of keys and values, for which some programs wait while others read theirs: more take longer than one launch saves.
 _MOST_IDLE_POSITIONS = 8192
-_MOST_UNITS = 2**31  # from the lowest weight or cache to the highest: the kernel counts in int32
+_MOST_UNITS = 2**31  # from the lowest weight of a kind, or cache, to the highest: the kernel counts in int32
 
 _refused: dict[torch.device, str] = {}
 
@@ -97,10 +97,8 @@ def are_alike(decoder: Decoder) -> bool:
 
 
 def are_near(decoder: Decoder) -> bool:
-    """Do weights, and caches, lie so near each other that the kernel can tell where?"""
-    caches = [t for layer in decoder.layers for t in layer[4:6] if t is not None]
-    weights = [t for layer in decoder.layers for t in layer[:4] if t is not None]
-    for tensors, unit in ((weights, 2 * LINE), (caches, 2 * caches[0].shape[2] * HEAD_DIM)):
+    """Do the layers' weights of a kind, and all caches, lie so near each other that the kernel can tell where?"""
+    for _, tensors, unit in kinds(decoder.layers):
         end = max(t.data_ptr() + t.numel() * t.element_size() for t in tensors)
         if end - min(t.data_ptr() for t in tensors) >= _MOST_UNITS * unit:
             return False

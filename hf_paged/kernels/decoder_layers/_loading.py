@@ -80,7 +80,7 @@ def _load_positions(cache, ring, step, base, table_row, begin, end, kv_head, S: 
 
 
 @gluon.jit
-def load(by_hidden, by_mixed, by_inner, cache, table, table_row, length, ring, FIELDS: gl.constexpr, S: gl.constexpr):
+def load(qkv, o, gate_up, down, cache, table, table_row, length, ring, FIELDS: gl.constexpr, S: gl.constexpr):
     """One warp: all that a program reads but once, in the order in which it is used."""
     program = gl.program_id(0)
     QKV_ROWS: gl.constexpr = S.qkv // 128
@@ -100,14 +100,14 @@ def load(by_hidden, by_mixed, by_inner, cache, table, table_row, length, ring, F
         if S.has_head_norms:
             _prefetch(gl.load(fields + 8), program, 256)
             _prefetch(gl.load(fields + 9), program, 256)
-        step = _load_rows(by_hidden, ring, step, gl.load(fields), program * QKV_ROWS, QKV_ROWS, S.hidden, False, S)
+        step = _load_rows(qkv, ring, step, gl.load(fields), program * QKV_ROWS, QKV_ROWS, S.hidden, False, S)
         keys = gl.load(fields + 4)
         values = gl.load(fields + 5)
         for at in range(begin, end, POSITIONS):
             _load_positions(cache, ring, step, keys, table_row, at, end, kv_head, S)
             _load_positions(cache, ring, step + 1, values, table_row, at, end, kv_head, S)
             step += 2
-        o, gate_up, down = gl.load(fields + 1), gl.load(fields + 2), gl.load(fields + 3)
-        step = _load_rows(by_mixed, ring, step, o, program * HIDDEN_ROWS, HIDDEN_ROWS, S.mixed, False, S)
-        step = _load_rows(by_hidden, ring, step, gate_up, program * INNER_ROWS, INNER_ROWS, S.hidden, True, S)
-        step = _load_rows(by_inner, ring, step, down, program * HIDDEN_ROWS, HIDDEN_ROWS, S.inner, False, S)
+        o_at, gate_up_at, down_at = gl.load(fields + 1), gl.load(fields + 2), gl.load(fields + 3)
+        step = _load_rows(o, ring, step, o_at, program * HIDDEN_ROWS, HIDDEN_ROWS, S.mixed, False, S)
+        step = _load_rows(gate_up, ring, step, gate_up_at, program * INNER_ROWS, INNER_ROWS, S.hidden, True, S)
+        step = _load_rows(down, ring, step, down_at, program * HIDDEN_ROWS, HIDDEN_ROWS, S.inner, False, S)

@@ -135,7 +135,7 @@ def _barriers(COUNT: gl.constexpr):
 @noted
 @gluon.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slots", "positions", "slot_mapping"])
 def layers_kernel(
-    by_hidden, by_mixed, by_inner, cache, hidden, out, table, words32, words64, epoch, cos, sin, final_norm, slots,
+    qkv, o, gate_up, down, cache, hidden, out, table, words32, words64, epoch, cos, sin, final_norm, slots,
     positions, slot_mapping, block_table, table_stride, eps, scale_log2, FIELDS: gl.constexpr, S: gl.constexpr,
 ):
     STAGES: gl.constexpr = S.stages
@@ -188,5 +188,5 @@ def layers_kernel(
     gl.warp_specialize([
         (_compute, (hidden, out, table, words, epoch, cos + at * 128, sin + at * 128, slot, length, final_norm, eps,
                     scale_log2, ring, memory, FIELDS, S)),
-        (load, (by_hidden, by_mixed, by_inner, cache, table, table_row, length, ring, FIELDS, S)),
+        (load, (qkv, o, gate_up, down, cache, table, table_row, length, ring, FIELDS, S)),
     ], [1], [40])

@@ -19,6 +19,7 @@ from hf_paged.kernels.decoder_layers.shape import (
     ROWS,
     LayerFields,
     LayersShape,
+    kinds,
 )
 
 _MOST = 2**31 - 1  # lines from the first: a descriptor then says nothing of what lies where
@@ -57,11 +58,9 @@ def check_layers(layers: list[LayerTensors]) -> None:
     heads = layers[0].o.shape[1] // HEAD_DIM
     if heads not in (4, 8, 16, 32, 64, 128) or heads % kv_heads or heads // kv_heads > 6:
         raise ValueError(f"heads={heads}: expected a power of two up to {PROGRAMS}, at most six for a KV head")
-    weights = [w for layer in layers for w in layer[:4]]
-    caches = [c for layer in layers for c in layer[4:6]]
     if any(t is not None and (t.dtype != torch.bfloat16 or not t.is_contiguous()) for layer in layers for t in layer):
         raise ValueError("layers: expected contiguous bfloat16 tensors")
-    for name, tensors, unit in (("weights", weights, 2 * LINE), ("caches", caches, 2 * kv_heads * HEAD_DIM)):
+    for name, tensors, unit in kinds(layers):
         lowest = min(t.data_ptr() for t in tensors)
         if lowest % 16 or any((t.data_ptr() - lowest) % unit for t in tensors):
             raise ValueError(f"{name}: expected all at multiples of {unit} bytes from the lowest")
@@ -92,13 +91,12 @@ class LayersPlan:
                                          block_size, first.q_norm is not None, rows)
         if not shape.has_room:
             raise ValueError(f"rows={rows}: expected one of {ROWS} for which shared memory has room")
-        weights = [w for layer in layers for w in layer[:4]]
-        caches = [c for layer in layers for c in layer[4:6]]
-        lines, cache = (min(tensors, key=torch.Tensor.data_ptr) for tensors in (weights, caches))
+        *lines, cache = (min(tensors, key=torch.Tensor.data_ptr) for _, tensors, _ in kinds(layers))
         slot = 2 * kv_heads * HEAD_DIM
         # The last layer once more, since a layer's norm is looked up in the one before.
         self.table = torch.tensor([
-            LayerFields(*((w.data_ptr() - lines.data_ptr()) // (2 * LINE) for w in layer[:4]),
+            LayerFields(*((w.data_ptr() - lowest.data_ptr()) // (2 * LINE)
+                          for w, lowest in zip(layer[:4], lines, strict=True)),
                         *((c.data_ptr() - cache.data_ptr()) // slot for c in layer[4:6]),
                         *(0 if norm is None else norm.data_ptr() for norm in layer[6:]),
                         *(c.data_ptr() for c in layer[4:6]))
@@ -110,8 +108,8 @@ class LayersPlan:
         self.final_norm, self.eps, self.scale = final_norm, eps, scale
         layout = gl.NVMMASharedLayout(128, 16, 3)
         # Eight rows from any line on: the outer dimension counts lines from the lowest weight, the middle one rows.
-        self.weights = [TensorDescriptor(lines, [_MOST, 8, LINE], [LINE, width, 1], [shape.lines, 8, LINE], layout)
-                        for width in (hidden, shape.mixed, inner)]
+        self.weights = [TensorDescriptor(lowest, [_MOST, 8, LINE], [LINE, lowest.shape[1], 1], [shape.lines, 8, LINE],
+                                         layout) for lowest in lines]
         self.cache = TensorDescriptor(cache, [_MOST, kv_heads, HEAD_DIM], [kv_heads * HEAD_DIM, HEAD_DIM, 1],
                                       [PAGE_POSITIONS, 1, LINE], layout)
 

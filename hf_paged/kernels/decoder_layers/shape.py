@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PROGRAMS = 128  # each of which has a multiprocessor to itself, since they wait for each other
 HEAD_DIM = 128
@@ -16,9 +17,9 @@ _OTHER_BYTES, _OTHER_ROW_BYTES = 14 << 10, 2 << 10  # of shared memory besides c
 
 
 class LayerFields(NamedTuple):
-    """Columns of the table of layers, int64: places in lines or slots from the lowest tensor on, or addresses."""
+    """Columns of the table of layers, int64: places from the lowest tensor of its kind on, or addresses."""
 
-    qkv: int  # line
+    qkv: int  # line, as of the other weights
     o: int
     gate_up: int
     down: int
@@ -30,6 +31,15 @@ class LayerFields(NamedTuple):
     k_norm: int
     k_cache: int
     v_cache: int
+
+
+def kinds(layers: Sequence[Any]) -> Iterator[tuple[str, list[Any], int]]:
+    """Tensors of layers (`LayerTensors`) whose places are told from the lowest one of them: name, tensors, bytes of a
+    unit. Kinds may lie terabytes apart: what was merged has other memory than what was not."""
+    for i, name in enumerate(("qkv", "o", "gate_up", "down")):
+        yield name, [layer[i] for layer in layers], 2 * LINE
+    caches = [cache for layer in layers for cache in layer[4:6]]
+    yield "caches", caches, 2 * caches[0].shape[2] * HEAD_DIM
 
 
 def chunks_together(rows: int, paired: bool) -> int:

@@ -27,7 +27,7 @@ def compiled(shape: LayersShape) -> Any:
     def box(*sizes: int) -> str:
         return f"tensordesc<bf16{[*sizes, 64]},{gl.NVMMASharedLayout(128, 16, 3)!r}>"
 
-    boxes = dict.fromkeys(("by_hidden", "by_mixed", "by_inner"), box(shape.lines, 8)) | {"cache": box(16, 1)}
+    boxes = dict.fromkeys(("qkv", "o", "gate_up", "down"), box(shape.lines, 8)) | {"cache": box(16, 1)}
     constants = {"S": shape, "FIELDS": len(LayerFields._fields)}
     names = layers_kernel.arg_names
     types = {name: "constexpr" if name in constants else {**TYPES, **boxes}.get(name, "*bf16") for name in names}
