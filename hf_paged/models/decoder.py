@@ -33,6 +33,7 @@ CONFIG_CONSTANTS = (
     "num_hidden_layers", "num_attention_heads", "sliding_window", "layer_types", "final_logit_softcapping", "is_causal",
     "use_bidirectional_attention", "_experts_implementation", "logits_scaling", "rope_parameters",
 )
+_SHAPES = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"
 
 
 class DecoderExecutor(ModelExecutor):
@@ -44,6 +45,7 @@ class DecoderExecutor(ModelExecutor):
         super().__init__(model, family.model_class, **techniques)
         self._family = family
         self._functions = functions_of(family.modeling)
+        self._spec: tuple[tuple, KVSpec] | None = None  # and what it was made of
         of_family(family)  # taken now, before anybody patches what he enabled
 
     @property
@@ -52,8 +54,17 @@ class DecoderExecutor(ModelExecutor):
         return self.model.model if self._family.wrapper is None else self.model.model.language_model
 
     def kv_spec(self) -> KVSpec:
-        config, weight = self.config, self.decoder.embed_tokens.weight
-        size, heads = self.group.size, config.num_attention_heads
+        # Asked for in every step, and a config takes microseconds for each of its fields.
+        config, decoder, size = self.config, self.decoder, self.group.size
+        weight, fields, renamed = decoder.embed_tokens.weight, vars(config), type(config).attribute_map
+        made_of = (weight.dtype, weight.device, self.autocast, size, len(decoder.layers),
+                   *[fields.get(renamed.get(name, name)) for name in _SHAPES])
+        if self._spec is None or self._spec[0] != made_of:
+            self._spec = made_of, self._read_spec(config, weight, size)
+        return self._spec[1]
+
+    def _read_spec(self, config: Any, weight: torch.Tensor, size: int) -> KVSpec:
+        heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = local_kv_heads(config.num_key_value_heads, size)
         return KVSpec(len(self._layers()), heads // size, kv_heads, head_dim, self.autocast or weight.dtype,

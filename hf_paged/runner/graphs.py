@@ -350,9 +350,14 @@ class StepGraphs:
     def _padded(self, run: partial, plan: StepPlan) -> tuple[int, partial, tuple[np.ndarray, ...]]:
         """Padded number of a step's decode rows, and what a graph of them runs and reads."""
         size = self.steps.decode_size(plan)
-        inputs, tiles = self.steps.decode_inputs(plan, size)
         # Guesses are rows of one sequence, of which a later one reads what an earlier one writes.
         at_once = plan.drafts is None and self._executor.may_run_at_once(size, plan.start[: plan.num_decode_rows])
+        if at_once and plan.groups is None:
+            alone = partial(run, tiles=None, at_once=True)
+            captured = self._captured.get(self._key(size, alone))
+            if captured is not None and captured.kept:  # it reads no plan of an attention kernel
+                return size, alone, (self.steps.decode_rows(plan, size),)
+        inputs, tiles = self.steps.decode_inputs(plan, size)
         return size, partial(run, tiles=tiles, at_once=at_once), inputs
 
     def _key(self, size: int, run: partial) -> tuple:
@@ -371,8 +376,9 @@ class StepGraphs:
         return self._captured[key]
 
     def _send(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> None:
+        """The first of what it reads, or all."""
         self._ready = None
-        for tensor, array in zip(captured.inputs, inputs, strict=True):
+        for tensor, array in zip(captured.inputs[: len(inputs)], inputs, strict=True):
             tensor.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
 
     def _replay(self, captured: Captured) -> Any:

@@ -145,16 +145,21 @@ class PaddedSteps:
         self.prompts(*inputs, stages=frozenset(), long=False, scored=(), named=False, tiles=None)
 
     def decode_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
-        """rows [2, size] int64 (slots, positions), and the attention's plan, which is for these tiles."""
-        count = plan.num_decode_rows
-        rows = np.empty((2, size), dtype=np.int64)
-        rows[0], rows[1] = self._state.padding_slot, -1
-        rows[0, :count], rows[1, :count] = plan.slots[:count], plan.start[:count]
+        """`decode_rows`, and the attention's plan, which is for these tiles."""
+        rows = self.decode_rows(plan, size)
         work = self._attention.split_plan(rows[1] + 1, rows[0], plan.groups)
         assert work is not None, "a backend that runs in graphs plans"
         if isinstance(work, GroupedPlan):
             return (rows, work.items, work.rows), GroupedTiles(work.num_parts, work.config)
         return (rows, work), None
+
+    def decode_rows(self, plan: StepPlan, size: int) -> np.ndarray:
+        """[2, size] int64: slots and positions of the decode rows, and of padding behind them."""
+        count = plan.num_decode_rows
+        rows = np.empty((2, size), dtype=np.int64)
+        rows[0], rows[1] = self._state.padding_slot, -1
+        rows[0, :count], rows[1, :count] = plan.slots[:count], plan.start[:count]
+        return rows
 
     def decode(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *,
                stages: frozenset[str], scored: tuple[str, ...], named: bool, with_logits: bool,

@@ -95,7 +95,7 @@ def uncaptured(monkeypatch):
 
     def send(self, captured, inputs):
         self._ready = None
-        for tensor, array in zip(captured.inputs, inputs, strict=True):
+        for tensor, array in zip(captured.inputs[: len(inputs)], inputs, strict=True):
             tensor.copy_(torch.from_numpy(array))
 
     def replay(self, captured):
@@ -566,13 +566,21 @@ def test_a_graph_that_was_captured_with_the_kernel_is_found_by_it(steps, monkeyp
             made = made._replace(kept=(kept,))
         return made
 
+    def send(self, captured, inputs):
+        sent.append((bool(captured.kept), len(inputs)))
+        own_send(self, captured, inputs)
+
+    sent, own_send = [], StepGraphs._send
     monkeypatch.setattr(StepGraphs, "_capture", capture)
+    monkeypatch.setattr(StepGraphs, "_send", send)
     with hf_paged.PagedGenerator(tiny_model(head_dim=128), num_blocks=50) as generator:
         generator.generate([[1, 2, 3]], max_new_tokens=6, do_sample=False)
         graphs = generator.engine._core.pool.runner.graphs
         found = {key[-1]: one for key, one in graphs._captured.items() if key[1] == "decode"}
         assert len(plans.rows) == 6 and found.keys() == {True} and found[True].kept == (kept,)
         assert sum(kind == "decode" for kind, _ in steps) == 5
+    # The first step is captured on all of its inputs; attention's plan is for nobody after that.
+    assert [count for has_kernel, count in sent if has_kernel] == [2, 1, 1, 1, 1]
 
 
 def test_a_graph_keeps_what_a_launch_reads(monkeypatch):
