@@ -3,12 +3,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 
 _TILE = 128
+
+
+class StepInputs(NamedTuple):
+    """What `step_inputs` finds, [T] each: token ids, positions (at least 0) and the slot mapping (-1: do not write),
+    int64. Of decode rows the tokens that attention sees and the slots once more, int32; None of prompts."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    seq_lens: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
 
 
 def step_inputs(
@@ -18,18 +31,15 @@ def step_inputs(
     positions: torch.Tensor,
     write_from: torch.Tensor | None,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> StepInputs:
     """Look up T tokens by slot and position.
 
     Args:
         tokens: ``[S, capacity]`` int32, each slot's token history.
         block_table: ``[S, max_blocks]`` int32.
         slots, positions: ``[T]`` int64; position -1 is padding: it reads as position 0 and is not written.
-        write_from: ``[T]`` int64, positions before it are not written; None: all are.
+        write_from: ``[T]`` int64, positions before it are not written; None: these are decode rows, which write all.
         block_size: tokens of a block.
-
-    Returns:
-        three ``[T]`` int64 tensors: token ids, positions (at least 0), and the slot mapping (-1: do not write).
     """
     runs = {"cuda": step_inputs_triton, "cpu": step_inputs_host}
     run = runs.get(tokens.device.type, step_inputs_reference)
@@ -43,13 +53,14 @@ def step_inputs_reference(
     positions: torch.Tensor,
     write_from: torch.Tensor | None,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> StepInputs:
     """:func:`step_inputs` in plain torch."""
     at = positions.clamp(min=0)
     blocks = block_table[slots, at // block_size].long()
     unwritten = positions < (0 if write_from is None else write_from.clamp(min=0))
     slot_mapping = (blocks * block_size + at % block_size).masked_fill_(unwritten, -1)
-    return tokens[slots, at].long(), at, slot_mapping
+    found = StepInputs(tokens[slots, at].long(), at, slot_mapping)
+    return found if write_from is not None else found._replace(seq_lens=(positions + 1).int(), slots=slots.int())
 
 
 def step_inputs_host(
@@ -59,19 +70,23 @@ def step_inputs_host(
     positions: torch.Tensor,
     write_from: torch.Tensor | None,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> StepInputs:
     """:func:`step_inputs` on a CPU, in numpy, whose calls take a fraction of torch's."""
     slot, position = slots.numpy(), positions.numpy()
     at = np.maximum(position, 0)
     mapping = block_table.numpy()[slot, at // block_size].astype(np.int64) * block_size + at % block_size
     mapping[position < (0 if write_from is None else np.maximum(write_from.numpy(), 0))] = -1
     ids = tokens.numpy()[slot, at].astype(np.int64)
-    return torch.from_numpy(ids), torch.from_numpy(at), torch.from_numpy(mapping)
+    found = StepInputs(*map(torch.from_numpy, (ids, at, mapping)))
+    if write_from is not None:
+        return found
+    rows = (position + 1).astype(np.int32), slot.astype(np.int32)
+    return StepInputs(*found[:3], *map(torch.from_numpy, rows))
 
 
 @jit(
     varying_ints=("num_tokens",),
-    varying_pointers=("slots", "positions", "write_from", "ids", "places", "slot_mapping"),
+    varying_pointers=("slots", "positions", "write_from", "ids", "places", "slot_mapping", "seq_lens", "lines"),
 )
 def _step_inputs_kernel(
     tokens,
@@ -82,10 +97,12 @@ def _step_inputs_kernel(
     ids,
     places,
     slot_mapping,
+    seq_lens,
+    lines,
     num_tokens,
     tokens_stride,
     table_stride,
-    HAS_WRITE_FROM: tl.constexpr,
+    ARE_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -95,7 +112,10 @@ def _step_inputs_kernel(
     position = tl.load(positions + token, mask=inside, other=0)
     at = tl.maximum(position, 0)
     written = position >= 0
-    if HAS_WRITE_FROM:
+    if ARE_ROWS:
+        tl.store(seq_lens + token, (position + 1).to(tl.int32), mask=inside)
+        tl.store(lines + token, slot.to(tl.int32), mask=inside)
+    else:
         written &= position >= tl.load(write_from + token, mask=inside, other=0)
     block = tl.load(block_table + slot * table_stride + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     token_id = tl.load(tokens + slot * tokens_stride + at, mask=inside, other=0)
@@ -111,12 +131,15 @@ def step_inputs_triton(
     positions: torch.Tensor,
     write_from: torch.Tensor | None,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> StepInputs:
     """:func:`step_inputs` as one Triton launch."""
     require_triton()
-    ids, places, slot_mapping = torch.empty(3, len(slots), dtype=torch.int64, device=tokens.device)
+    found = StepInputs(*torch.empty(3, len(slots), dtype=torch.int64, device=tokens.device))
+    if write_from is None:  # in memory of their own, whose alignment attention's kernels know
+        seq_lens, lines = (torch.empty(len(slots), dtype=torch.int32, device=tokens.device) for _ in range(2))
+        found = found._replace(seq_lens=seq_lens, slots=lines)
     if not len(slots):
-        return ids, places, slot_mapping
+        return found
     with on_device_of(tokens):
         _step_inputs_kernel[(triton.cdiv(len(slots), _TILE),)](
             tokens,
@@ -124,15 +147,14 @@ def step_inputs_triton(
             slots,
             positions,
             slots if write_from is None else write_from,
-            ids,
-            places,
-            slot_mapping,
+            *found[:3],
+            *(found[:2] if write_from is not None else found[3:]),
             len(slots),
             tokens.stride(0),
             block_table.stride(0),
-            HAS_WRITE_FROM=write_from is not None,
+            ARE_ROWS=write_from is None,
             BLOCK_SIZE=block_size,
             TILE=_TILE,
             num_warps=4,
         )
-    return ids, places, slot_mapping
+    return found

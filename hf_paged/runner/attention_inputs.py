@@ -12,6 +12,7 @@ from hf_paged.kernels.attention.grouped_work import GroupChoice, GroupedPlan, pl
 from hf_paged.kernels.attention.metadata import DecodeWork, GroupedWork, PagedMetadata, PromptWork
 from hf_paged.kernels.attention.prefill import FULL_TILE, SHORT_SEQUENCE
 from hf_paged.kernels.attention.prompt_work import PromptPlan, Prompts
+from hf_paged.kernels.step_inputs import StepInputs
 from hf_paged.kernels.upload import upload
 from hf_paged.models import KVSpec
 from hf_paged.runner.request_state import RequestState
@@ -123,12 +124,10 @@ class AttentionInputs:
             parts.append((first, last, self.backend.read_once(meta, self._state.block_size, width)))
         return parts
 
-    def decode_rows(self, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
-                    work: DecodeWork | GroupedWork) -> PagedMetadata:
-        """A captured step of one new token a row, at `positions` [R] of `slots` [R]; any length may come."""
-        starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=self._spec.device)
-        seq_lens = (positions + 1).to(torch.int32)
-        return self._metadata(starts, seq_lens, slots.to(torch.int32), slot_mapping, 1, self._max_model_len, work)
+    def decode_rows(self, starts: torch.Tensor, inputs: StepInputs, work: DecodeWork | GroupedWork) -> PagedMetadata:
+        """A captured step of R rows of one new token each; any length may come. `starts` counts them, [R + 1] int32."""
+        assert inputs.seq_lens is not None and inputs.slots is not None, "decode rows write all"
+        return self._metadata(starts, inputs.seq_lens, inputs.slots, inputs.slot_mapping, 1, self._max_model_len, work)
 
     def prompts(self, query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
                 slot_mapping: torch.Tensor, *, long: bool, work: PromptWork | None = None) -> PagedMetadata:

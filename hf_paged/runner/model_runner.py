@@ -332,7 +332,7 @@ class ModelRunner:
         query_start = np.zeros(len(num_new) + 1, dtype=np.int32)
         np.cumsum(num_new, out=query_start[1:])
         token_slots, token_positions, write_from = upload(plan.token_columns(), self.device)
-        input_ids, token_positions, slot_mapping = self.state.inputs(token_slots, token_positions, write_from)
+        input_ids, token_positions, slot_mapping, *_ = self.state.inputs(token_slots, token_positions, write_from)
 
         parts = self.attention.parts(plan, query_start, slot_mapping)
         adapters = self.state.adapters.of(token_slots) if self.state.adapters.any_named(plan.slots) else None

@@ -95,7 +95,9 @@ class PaddedSteps:
         num_slots = self._state.num_slots
         self.decode_sizes = np.array(decode_sizes(num_slots))
         # Shared by all graphs: one runs at a time, and leaves zeros.
-        self._arrivals = self._attention.arrivals(max(num_slots, MOST_GUESSING_ROWS))
+        most_rows = max(num_slots, MOST_GUESSING_ROWS)
+        self._arrivals = self._attention.arrivals(most_rows)
+        self._starts = torch.arange(most_rows + 1, dtype=torch.int32, device=self._device)
         self.num_slots = num_slots  # last: after an interrupt it is not what it was to be
 
     def decode_size(self, plan: StepPlan) -> int:
@@ -191,13 +193,14 @@ class PaddedSteps:
                        tiles: GroupedTiles | None, at_once: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states, and the rows' adapters where some row names one."""
         state, (slots, positions) = self._state, rows
-        input_ids, at, slot_mapping = state.inputs(slots, positions)
+        inputs = state.inputs(slots, positions)
         work: DecodeWork | GroupedWork = DecodeWork(items, self._arrivals)
         if parts is not None and tiles is not None:
             work = GroupedWork(items, parts, *tiles)
-        meta = self._attention.decode_rows(slots, positions, slot_mapping, work)
+        meta = self._attention.decode_rows(self._starts[: len(slots) + 1], inputs, work)
         adapters = state.adapters.of(slots) if named else None
-        return self._executor.hidden_states(input_ids, self._step(at, meta, adapters, at_once)), adapters
+        step = self._step(inputs.positions, meta, adapters, at_once)
+        return self._executor.hidden_states(inputs.ids, step), adapters
 
     def prompt_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
         """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64, and where prompts share
@@ -240,7 +243,7 @@ class PaddedSteps:
                       tiles: GroupedTiles | None) -> torch.Tensor:
         """Logits [rows, V] of the last tokens of prompts, or a rank's columns."""
         state, (slots, positions, write_from) = self._state, tokens
-        input_ids, at, slot_mapping = state.inputs(slots, positions, write_from)
+        input_ids, at, slot_mapping, *_ = state.inputs(slots, positions, write_from)
         small, shared = rows[:3].to(torch.int32), None
         if tiles is not None:
             items, parts, own_begin = work

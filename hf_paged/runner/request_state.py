@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.kernels.step_inputs import step_inputs
+from hf_paged.kernels.step_inputs import StepInputs, step_inputs
 from hf_paged.kernels.upload import upload
 from hf_paged.runner.adapter_slots import AdapterSlots
 from hf_paged.runner.sharded_sampling import ShardedSampling
@@ -217,8 +217,8 @@ class RequestState:
             self.block_table[packed[0], packed[1]] = packed[2].to(torch.int32)
 
     def inputs(self, slots: torch.Tensor, positions: torch.Tensor,
-               write_from: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids, positions and slot mapping of the tokens at ``positions`` [T] of ``slots`` [T] (see `step_inputs`)."""
+               write_from: torch.Tensor | None = None) -> StepInputs:
+        """Of the tokens at ``positions`` [T] of ``slots`` [T] (see `step_inputs`)."""
         return step_inputs(self.tokens, self.block_table, slots, positions, write_from, self.block_size)
 
     def _reserve_tokens(self, length: int) -> None:

@@ -31,14 +31,27 @@ def right(tokens, table, slots, positions, write_from, block_size):
 def test_every_token(run, num_tokens):
     tokens, table, slots, positions, write_from = case(num_tokens)
     found = run(tokens, table, slots, positions, write_from, 16)
-    assert torch.equal(torch.stack(found, 1), right(tokens, table, slots, positions, write_from, 16))
+    assert torch.equal(torch.stack(found[:3], 1), right(tokens, table, slots, positions, write_from, 16))
+    assert found.seq_lens is None and found.slots is None
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("num_tokens", [0, 1, 127, 128, 300])
+@pytest.mark.parametrize("run", [step_inputs, step_inputs_reference, step_inputs_host, step_inputs_triton])
+def test_decode_rows_write_all_and_see_what_lies_before_them(run, num_tokens):
+    tokens, table, slots, positions, _ = case(num_tokens)
     found = run(tokens, table, slots, positions, None, 16)
-    assert torch.equal(torch.stack(found, 1), right(tokens, table, slots, positions, torch.zeros_like(slots), 16))
+    assert torch.equal(torch.stack(found[:3], 1), right(tokens, table, slots, positions, torch.zeros_like(slots), 16))
+    assert found.seq_lens.dtype == found.slots.dtype == torch.int32
+    assert found.seq_lens.tolist() == [position + 1 for position in positions.tolist()]
+    assert found.slots.tolist() == slots.tolist()
 
 
 @pytest.mark.gpu
 def test_gpu_equals_reference():
     for num_tokens in (1, 1000):
         inputs = case(num_tokens, "cuda")
-        for found, expected in zip(step_inputs(*inputs, 16), step_inputs_reference(*inputs, 16), strict=True):
-            assert torch.equal(found, expected)
+        for write_from in (inputs[-1], None):
+            made, expected_of_all = (run(*inputs[:-1], write_from, 16) for run in (step_inputs, step_inputs_reference))
+            for found, expected in zip(made, expected_of_all, strict=True):
+                assert found is expected is None or torch.equal(found, expected)
