@@ -189,7 +189,7 @@ class Vllm(Engine):
     llm: Any = None
 
     def settings(self, workload: Workload, overrides: dict[str, Any]) -> Any:
-        return {"max_model_len": 8192} | limits(workload)  # else its own choices, for all workloads
+        return {"max_model_len": POSITIONS} | limits(workload)  # else its own choices, for all workloads
 
     def start(self, settings: Any) -> None:
         from vllm import LLM

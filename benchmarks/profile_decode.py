@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import defaultdict
+from itertools import islice
 from pathlib import Path
 
 import torch
+from gpu_trace import gpu_trace
 from model_arguments import add_model_arguments, open_generator
 from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationConfig
@@ -47,25 +48,15 @@ def main() -> None:
                 for _ in range(args.steps):
                     engine.advance([session])[0]
                 torch.cuda.synchronize()
-    kernels: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    spans = []
-    for event in trace.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels[event.name][0] += 1
-            kernels[event.name][1] += event.time_range.elapsed_us()
-            spans.append((event.time_range.start, event.time_range.end))
-    busy, end = 0.0, float("-inf")
-    for a, b in sorted(spans):
-        busy += max(0.0, b - max(a, end))
-        end = max(end, b)
-    first, last = min(a for a, _ in spans), max(b for _, b in spans)
+    seen = gpu_trace(trace)
     lines = [
         f"{args.checkpoint or f'Qwen3-{args.model}'} over {args.size}, batch {args.batch}, length {args.length}+: "
         f"{wall / args.steps * 1e3:.3f} ms a step "
         f"({args.batch * args.steps / wall:,.0f} tok/s), host CPU {host / args.steps * 1e3:.3f} ms a step; under the "
-        f"profiler GPU busy {busy / args.steps / 1e3:.3f} ms a step, idle {100 * (1 - busy / (last - first)):.1f} %"
+        f"profiler GPU busy {seen.busy_us / args.steps / 1e3:.3f} ms a step, idle "
+        f"{100 * (1 - seen.busy_us / seen.whole_us):.1f} %"
     ]
-    for name, (count, us) in sorted(kernels.items(), key=lambda item: -item[1][1])[:25]:
+    for name, (count, us) in islice(seen.kernels.items(), 25):
         lines.append(f"{us / args.steps:9.1f} us a step  {count / args.steps:6.1f} calls  {name[:100]}")
     print("\n".join(lines))
     if args.out:
