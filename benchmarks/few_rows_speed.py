@@ -61,7 +61,7 @@ def main() -> None:
                 found[one_launch] = measured(generator, prompts, args.new)
         (at_once, seconds, tokens), (_, layered, others) = found[True], found[False]
         equal = [a == b for ours, theirs in zip(tokens, others, strict=True) for a, b in zip(ours, theirs, strict=True)]
-        print(f"{args.model}, after {named(case)}: {1e3 * seconds:.3f} ms a step ({rows / seconds:,.0f} tok/s; by one "
+        print(f"{args.model}, {named(case)}: {1e3 * seconds:.3f} ms a step ({rows / seconds:,.0f} tok/s; by one "
               f"launch: {at_once}), layer by layer {1e3 * layered:.3f} ({rows / layered:,.0f} tok/s); equal "
               f"{sum(equal) / len(equal):.2f}", flush=True)
 
