@@ -101,7 +101,7 @@ def fake_plans(monkeypatch) -> Plans:
         return plans.compiled or run_dry
 
     monkeypatch.setattr(fused, "adjacent_memory", HostMemory)
-    for name, value in (("_why_not_on", lambda device: None), ("_refused", {}), ("takes", lambda *_: True),
+    for name, value in (("_why_not_on", lambda device: None), ("_refused", {}), ("why_not_of", lambda *_: None),
                         ("plan_of", plan_of)):
         monkeypatch.setattr(support, name, value)
     monkeypatch.setattr(one_launch, "compiled_ahead", compiled_ahead)

@@ -79,9 +79,11 @@ def pays_off(rows: int, lengths: np.ndarray) -> bool:
     return rows in ROWS and rows * int(lengths.max()) - int(lengths.sum()) <= _MOST_IDLE_POSITIONS
 
 
-def takes(dtype: torch.dtype, head_dim: int) -> bool:
-    """Does the kernel compute in this dtype, with heads of this size?"""
-    return dtype == torch.bfloat16 and head_dim == HEAD_DIM
+def why_not_of(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernel does not compute in this dtype, with heads of this size; None where it does."""
+    if dtype == torch.bfloat16 and head_dim == HEAD_DIM:
+        return None
+    return f"takes torch.bfloat16 and a head_dim of {HEAD_DIM}, not {dtype} and {head_dim}"
 
 
 def are_alike(decoder: Decoder) -> bool:

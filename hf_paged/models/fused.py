@@ -37,7 +37,7 @@ from hf_paged.models.linear_groups import LinearGroups
 from hf_paged.models.lora import Adapters, is_loaded, reads_tables
 from hf_paged.models.lora_rows import apply_layer
 from hf_paged.models.merged import MergedWeight, merge
-from hf_paged.models.one_launch import OneLaunch, Rows, decoder_of, is_plain
+from hf_paged.models.one_launch import OneLaunch, Rows, decoder_of, why_not
 from hf_paged.models.plain_linear import (
     RowProduct,
     all_columns,
@@ -281,11 +281,13 @@ class FusedExecutor(DecoderExecutor):
         if not (whole and self._wants_one_launch):
             return False
         spec = self.kv_spec()
-        if (reason := decoder_layers_support.why_not_on(spec.device)) is not None:
-            if spec.device.type == "cuda":
-                logger.info("hf_paged: steps of few rows run layer by layer: the kernel for all layers %s", reason)
+        if (of_device := decoder_layers_support.why_not_on(spec.device)) and spec.device.type != "cuda":
             return False
-        return decoder_layers_support.takes(spec.compute_dtype, spec.head_dim) and is_plain(*self._whole_decoder())
+        reason = of_device or decoder_layers_support.why_not_of(spec.compute_dtype, spec.head_dim)
+        reason = why_not(*self._whole_decoder()) if reason is None else f"the kernel for all layers {reason}"
+        if reason is not None:
+            logger.info("hf_paged: steps of few rows run layer by layer: %s", reason)
+        return reason is None
 
     def _whole_decoder(self) -> tuple[list[LayerParts], list[Projections], list[Projections | None], Any]:
         return self._parts_of_layers, self._qkv, self._gate_up, self.model.model.norm
@@ -295,7 +297,7 @@ class FusedExecutor(DecoderExecutor):
         assert self._rope.cos is not None and self._rope.sin is not None
         if self._one_launch is None or step.adapters is not None or (found := step.decode_rows) is None:
             return None
-        if not is_plain(*self._whole_decoder()):  # a caller's code runs between steps, and may have set a bias
+        if why_not(*self._whole_decoder()) is not None:  # a caller's code runs between steps, and may have set a bias
             return None
         slots, table = found
         caches = [step.kv_cache(i) for i in range(len(self._parts_of_layers))]

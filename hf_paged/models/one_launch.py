@@ -22,6 +22,8 @@ from hf_paged.models.plain_linear import RowProduct
 
 logger = logging.getLogger(__name__)
 
+_NOT_PLAIN, _BIASES = "linear layers have LoRA, or are not plain ones", "linear layers have biases"
+
 
 class Rows(NamedTuple):
     """What a step says of its R rows of one new token each, in the order in which the kernel takes it.
@@ -126,23 +128,22 @@ class OneLaunch:
             self._ready.discard(count)
 
 
-def is_plain(layers: Sequence[Any], qkv: Sequence[Any], gate_up: Sequence[Any], final_norm: Any) -> bool:
-    """Are these layers (`LayerParts`, `Projections`) what the kernel computes, whatever their tensors?"""
+def why_not(layers: Sequence[Any], qkv: Sequence[Any], gate_up: Sequence[Any], final_norm: Any) -> str | None:
+    """Why these layers (`LayerParts`, `Projections`) are not what the kernel computes, whatever their tensors."""
     norms = [norm for layer in layers for norm in (layer.input_norm, layer.post_norm, *(layer.head_norms or ()))]
     if len({norm.variance_epsilon for norm in (*norms, final_norm)}) > 1:
-        return False
-    options = {layer.options for layer in layers}
-    if options != {AttentionOptions(layers[0].options.scale)}:
-        return False
+        return "norms have several epsilons"
+    if {layer.options for layer in layers} != {AttentionOptions(layers[0].options.scale)}:
+        return "attention has a window, a softcap or sinks, or layers have several scales"
     if not all(inner is not None and layer.has_silu for layer, inner in zip(layers, gate_up, strict=True)):
-        return False
-    return (all(map(_is_merged_alone, (*qkv, *gate_up)))
-            and all(_is_weight_alone(layer.o_proj) and _is_weight_alone(layer.down_proj) for layer in layers))
+        return "layers have experts, or another activation than silu"
+    found = [*map(_of_merged, (*qkv, *gate_up)), *(_of_weight(p) for x in layers for p in (x.o_proj, x.down_proj))]
+    return next(filter(None, found), None)
 
 
 def decoder_of(layers: Sequence[Any], qkv: Sequence[Any], gate_up: Sequence[Any], final_norm: Any,
                caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Decoder:
-    """What the kernel reads, as it lies now, of layers that are plain (`is_plain`)."""
+    """What the kernel reads, as it lies now, of layers that the kernel computes (`why_not`)."""
     found = []
     for layer, heads, inner, cache in zip(layers, qkv, gate_up, caches, strict=True):
         head_norms = layer.head_norms or (None, None)
@@ -152,13 +153,18 @@ def decoder_of(layers: Sequence[Any], qkv: Sequence[Any], gate_up: Sequence[Any]
     return Decoder(tuple(found), final_norm.weight, final_norm.variance_epsilon, layers[0].options.scale)
 
 
-def _is_merged_alone(projections: Any) -> bool:
-    return (projections.weight is not None and projections.bias is None and projections.are_plain
-            and projections.lora is None)
+def _of_merged(projections: Any) -> str | None:
+    if projections.lora is not None or not projections.are_plain:
+        return _NOT_PLAIN
+    if projections.bias is not None or any(linear.bias is not None for linear in projections.linears):
+        return _BIASES
+    return "projections of one input are not merged" if projections.weight is None else None
 
 
-def _is_weight_alone(product: Any) -> bool:
-    return type(product) is RowProduct and product.is_plain and product.lora is None and product.module.bias is None
+def _of_weight(product: Any) -> str | None:
+    if type(product) is not RowProduct or product.lora is not None or not product.is_plain:
+        return _NOT_PLAIN
+    return None if product.module.bias is None else _BIASES
 
 
 def _fits(hidden: torch.Tensor, rows: Rows) -> bool:

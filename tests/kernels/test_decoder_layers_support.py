@@ -71,6 +71,12 @@ def test_where_it_failed_it_is_not_tried_again_and_that_is_said_once(gpu, caplog
     assert support.why_not_on(torch.device("cuda", 1)) is None
 
 
+def test_it_takes_one_dtype_and_one_size_of_heads():
+    assert support.why_not_of(torch.bfloat16, 128) is None
+    assert support.why_not_of(torch.float16, 128).endswith("a head_dim of 128, not torch.float16 and 128")
+    assert support.why_not_of(torch.bfloat16, 64).endswith("not torch.bfloat16 and 64")
+
+
 def test_it_pays_off_where_rows_have_use_for_even_shares():
     assert support.pays_off(1, np.array([130_000])) and support.pays_off(8, np.full(8, 30_000))
     assert support.pays_off(8, np.array([1, 2, 1000])) and not support.pays_off(8, np.array([1, 2, 3000]))

@@ -99,16 +99,28 @@ def another_scale(model):
     model.model.layers[0].self_attn.scaling *= 1.5
 
 
+def reason_in(caplog):
+    found = [record.args[-1] for record in caplog.records if "layer by layer" in record.msg]
+    assert found
+    return found[-1]
+
+
 CHANGES = [a_bias, another_epsilon, another_final_epsilon, another_scale]
 
 
+REASONS = dict(zip(CHANGES, ["biases", "several epsilons", "several epsilons", "several scales"], strict=True))
+
+
 @pytest.mark.parametrize("change", CHANGES)
-def test_layers_that_the_kernel_does_not_compute_run_one_by_one(plans, change):
+def test_layers_that_the_kernel_does_not_compute_run_one_by_one(plans, caplog, change):
+    """The log says why."""
+    caplog.set_level("INFO", "hf_paged")
     model = MODELS["qwen3"]()
     change(model)
     hf_paged.enable(model)
     model.generate(**batch([9]), max_new_tokens=4, do_sample=False)
     assert not executor_of(model).may_run_at_once(1, np.array([5])) and not plans.made
+    assert f"layer by layer: {reason_in(caplog)}" in caplog.text and REASONS[change] in reason_in(caplog)
 
 
 OPTIONS = [{"one_launch": False}, {"fused_kernels": False}, {"merge_weights": False}]
@@ -129,11 +141,14 @@ MAKES = {
 }
 
 
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_models_that_are_not_for_it(plans, make):
-    model = enabled(make)
+@pytest.mark.parametrize("what", MAKES)
+def test_models_that_are_not_for_it(plans, caplog, what):
+    """The log says why."""
+    caplog.set_level("INFO", "hf_paged")
+    model = enabled(MAKES[what])
     assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
     assert not executor_of(model).may_run_at_once(1, np.array([5])) and not plans.made
+    assert what in reason_in(caplog)
 
 
 @pytest.mark.parametrize("lengths", [[9, 12], [9, 17, 30, 4], [3, 4, 5, 6, 7, 8, 9, 10]], ids=len)
