@@ -22,9 +22,9 @@ import torch
 from workloads import QWEN3_SHAPES, qwen3
 
 from hf_paged import PagedGenerator
+from hf_paged.kernels.decoder_layers.shape import ROWS
 
 FIRST = 8
-MOST_ROWS = 8
 CASES = "1x384", "2x384", "4x384", "8x384", "1x8000", "1x30000", "8x4000", "8x384+1500"
 PATIENCE_S = 100.0
 
@@ -32,8 +32,9 @@ PATIENCE_S = 100.0
 def case_of(text: str) -> tuple[int, ...]:
     """The lengths of the rows' prompts."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:\+([1-9]\d*))?", text)
-    if found is None or (rows := int(found[1])) > MOST_ROWS:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected ROWSxLENGTH[+LONGEST], at most {MOST_ROWS} rows")
+    if found is None or (rows := int(found[1])) not in ROWS or (rows == 1 and found[3]):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected ROWSxLENGTH, or ROWSxLENGTH+LONGEST from two rows on, "
+                                         f"and as rows one of {ROWS}")
     return *[int(found[2])] * (rows - 1), int(found[3] or found[2])
 
 
@@ -57,7 +58,7 @@ def main() -> None:
         rows, found = len(case), {}
         prompts = [torch.randint(0, 10_000, (length,)).tolist() for length in case]
         for one_launch in (True, False):
-            with PagedGenerator(model, max_num_seqs=MOST_ROWS, one_launch=one_launch, **pool) as generator:
+            with PagedGenerator(model, max_num_seqs=ROWS[-1], one_launch=one_launch, **pool) as generator:
                 found[one_launch] = measured(generator, prompts, args.new)
         (at_once, seconds, tokens), (_, layered, others) = found[True], found[False]
         equal = [a == b for ours, theirs in zip(tokens, others, strict=True) for a, b in zip(ours, theirs, strict=True)]

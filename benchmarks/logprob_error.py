@@ -25,6 +25,8 @@ from transformers import Qwen3ForCausalLM
 from workloads import QWEN3_SHAPES, qwen3
 
 from hf_paged import PagedConfig
+from hf_paged.kernels.decoder_layers.shape import ROWS
+from hf_paged.kernels.decoder_layers_support import why_not_on
 from hf_paged.models import ModelExecutor, StepContext, find_executor
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.request_state import SlotParameters
@@ -137,6 +139,10 @@ def main() -> None:
     parser.add_argument("--one-launch", action="store_true", help="of all layers, which takes 1, 2, 4 or 8 sequences")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.one_launch and (args.sequences not in ROWS or args.shared > 1 or args.lora or args.autocast
+                            or why_not_on(torch.device(args.device, 0)) is not None):
+        parser.error(f"--one-launch: expected one of {ROWS} --sequences, no --shared, --lora or --autocast, and a GPU "
+                     "that has the kernel")
     names = {"hf_paged bf16": True}  # with groups and one launch, where they are asked for?
     if args.shared > 1 or args.one_launch:
         names["without groups" if args.shared > 1 else LAYER_BY_LAYER] = False

@@ -56,9 +56,9 @@ class DecoderExecutor(ModelExecutor):
     def kv_spec(self) -> KVSpec:
         # Asked for in every step, and a config takes microseconds for each of its fields.
         config, decoder, size = self.config, self.decoder, self.group.size
-        weight, fields, renamed = decoder.embed_tokens.weight, vars(config), type(config).attribute_map
+        weight, fields = decoder.embed_tokens.weight, vars(config)
         made_of = (weight.dtype, weight.device, self.autocast, size, len(decoder.layers),
-                   *[fields.get(renamed.get(name, name)) for name in _SHAPES])
+                   fields.get("_heterogeneity_spec"), *map(fields.get, _SHAPES))
         if self._spec is None or self._spec[0] != made_of:
             self._spec = made_of, self._read_spec(config, weight, size)
         return self._spec[1]

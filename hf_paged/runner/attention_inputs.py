@@ -50,6 +50,10 @@ class AttentionInputs:
                 return plan
         return self.plain_plan(seq_lens, slots)
 
+    def plan_nothing(self) -> None:
+        """In place of `split_plan`: each row reads all of its positions, whatever the kernel."""
+        self.saved_positions = 0
+
     def plain_plan(self, seq_lens: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
         """`split_plan` where nothing is shared, of rows that are no step's: nothing is noted of them."""
         spec = self._spec

@@ -69,6 +69,18 @@ class Part(NamedTuple):
     inputs: tuple[np.ndarray, ...]
 
 
+class Padded(NamedTuple):
+    """Decode rows as a graph of `size` rows takes them: what it runs and reads.
+
+    ``known``: the graph, where one was looked up for these inputs, which are not all that others of its size read.
+    """
+
+    size: int
+    run: partial
+    inputs: tuple[np.ndarray, ...]
+    known: Captured | None = None
+
+
 class StepGraphs:
     """Captures and replays steps. A graph is valid while nothing it points to has moved (see `check`).
 
@@ -188,11 +200,11 @@ class StepGraphs:
         if self._foreseen is not None and self.is_foreseen(plan):
             _, captured = self._foreseen
         else:
-            size, run, inputs = self._undrawn_graph(plan)
-            captured = self._get(size, run, inputs)
+            rows = self._undrawn_graph(plan)
+            captured = self._get(*rows)
             if captured is None:
                 return None
-            self._send(captured, inputs)
+            self._send(captured, rows.inputs)
         memory = self._memory(), self.num_dropped
         logits, rows = self._replay(captured)
         return Undrawn(captured.graph, rows, logits, decodes, memory)
@@ -204,18 +216,18 @@ class StepGraphs:
         """
         is_decode = len(plan.slots) == plan.num_decode_rows <= self.steps.decode_sizes[-1]
         if is_decode and self._memory() == self._memory_signature:
-            size, run, inputs = self._undrawn_graph(plan)
-            captured = self._captured.get(self._key(size, run))
+            rows = self._undrawn_graph(plan)
+            captured = self._present(rows)
             if captured is not None:
-                self._send(captured, inputs)
+                self._send(captured, rows.inputs)
                 self._foreseen = plan, captured
 
     def is_foreseen(self, plan: StepPlan) -> bool:
         """Has the device what `undrawn` of this plan reads?"""
         return self._foreseen is not None and self._foreseen[0] is plan
 
-    def _undrawn_graph(self, plan: StepPlan) -> tuple[int, partial, tuple[np.ndarray, ...]]:
-        """Rows of a graph of this step up to the logits, and what it runs and reads."""
+    def _undrawn_graph(self, plan: StepPlan) -> Padded:
+        """This step up to the logits."""
         named = self._state.adapters.any_named(plan.slots)
         return self._padded(partial(self.steps.undrawn, named=named), plan)
 
@@ -319,10 +331,10 @@ class StepGraphs:
         """Send what `logits` of this plan will read, behind the step that runs; nothing where it has no graph yet."""
         self._drop_if_moved()
         named = self._state.adapters.any_named(plan.slots)
-        size, run, inputs = self._padded(partial(self.steps.logits, named=named), plan)
-        captured = self._captured.get(self._key(size, run))
+        rows = self._padded(partial(self.steps.logits, named=named), plan)
+        captured = self._present(rows)
         if captured is not None:
-            self._send(captured, inputs)
+            self._send(captured, rows.inputs)
             self._ready = plan, captured
 
     def is_ready(self, plan: StepPlan) -> bool:
@@ -344,11 +356,10 @@ class StepGraphs:
             self._memory_signature = signature  # last: after an interrupt all of it comes again
 
     def _decode_graph(self, run: partial, plan: StepPlan) -> tuple[Captured | None, tuple[np.ndarray, ...]]:
-        size, run, inputs = self._padded(run, plan)
-        return self._get(size, run, inputs), inputs
+        rows = self._padded(run, plan)
+        return self._get(*rows), rows.inputs
 
-    def _padded(self, run: partial, plan: StepPlan) -> tuple[int, partial, tuple[np.ndarray, ...]]:
-        """Padded number of a step's decode rows, and what a graph of them runs and reads."""
+    def _padded(self, run: partial, plan: StepPlan) -> Padded:
         size = self.steps.decode_size(plan)
         # Guesses are rows of one sequence, of which a later one reads what an earlier one writes.
         at_once = plan.drafts is None and self._executor.may_run_at_once(size, plan.start[: plan.num_decode_rows])
@@ -356,9 +367,12 @@ class StepGraphs:
             alone = partial(run, tiles=None, at_once=True)
             captured = self._captured.get(self._key(size, alone))
             if captured is not None and captured.kept:  # it reads no plan of an attention kernel
-                return size, alone, (self.steps.decode_rows(plan, size),)
+                return Padded(size, alone, (self.steps.unplanned_rows(plan, size),), captured)
         inputs, tiles = self.steps.decode_inputs(plan, size)
-        return size, partial(run, tiles=tiles, at_once=at_once), inputs
+        return Padded(size, partial(run, tiles=tiles, at_once=at_once), inputs)
+
+    def _present(self, rows: Padded) -> Captured | None:
+        return rows.known or self._captured.get(self._key(rows.size, rows.run))
 
     def _key(self, size: int, run: partial) -> tuple:
         """What tells graphs apart, whether one launch computes all layers last: another once its kernel is there."""
@@ -366,8 +380,11 @@ class StepGraphs:
         others = (value for name, value in run.keywords.items() if name != "at_once")
         return size, run.func.__name__, *others, at_once
 
-    def _get(self, size: int, run: partial, inputs: tuple[np.ndarray, ...]) -> Captured | None:
+    def _get(self, size: int, run: partial, inputs: tuple[np.ndarray, ...],
+             known: Captured | None = None) -> Captured | None:
         """The graph of `run`, captured on a step's inputs where it is new; None where it cannot be had."""
+        if known is not None:  # another engine may meanwhile have found that the kernel for all layers fails
+            return known
         key = self._key(size, run)
         if key not in self._captured:
             captured = self._capture(run, inputs, f"{run.func.__name__} {size}")

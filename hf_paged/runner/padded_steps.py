@@ -147,16 +147,20 @@ class PaddedSteps:
         self.prompts(*inputs, stages=frozenset(), long=False, scored=(), named=False, tiles=None)
 
     def decode_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
-        """`decode_rows`, and the attention's plan, which is for these tiles."""
-        rows = self.decode_rows(plan, size)
+        """rows [2, size] int64 (slots, positions), and the attention's plan, which is for these tiles."""
+        rows = self._decode_rows(plan, size)
         work = self._attention.split_plan(rows[1] + 1, rows[0], plan.groups)
         assert work is not None, "a backend that runs in graphs plans"
         if isinstance(work, GroupedPlan):
             return (rows, work.items, work.rows), GroupedTiles(work.num_parts, work.config)
         return (rows, work), None
 
-    def decode_rows(self, plan: StepPlan, size: int) -> np.ndarray:
-        """[2, size] int64: slots and positions of the decode rows, and of padding behind them."""
+    def unplanned_rows(self, plan: StepPlan, size: int) -> np.ndarray:
+        """The rows of `decode_inputs`, of a step in which no attention kernel runs."""
+        self._attention.plan_nothing()
+        return self._decode_rows(plan, size)
+
+    def _decode_rows(self, plan: StepPlan, size: int) -> np.ndarray:
         count = plan.num_decode_rows
         rows = np.empty((2, size), dtype=np.int64)
         rows[0], rows[1] = self._state.padding_slot, -1

@@ -17,10 +17,11 @@ def test_a_line_for_each_case(monkeypatch, capsys):
 
 
 def test_the_last_row_may_follow_more():
-    assert case_of("1x384") == (384,) and case_of("3x20+40") == (20, 20, 40)
+    assert case_of("1x384") == (384,) and case_of("4x20+40") == (20, 20, 20, 40)
 
 
-@pytest.mark.parametrize("text", ["384", "0x384", "16x384", "2x", "x", "2x-3", "axb", "2x20+", "2x20+0"])
+@pytest.mark.parametrize("text", ["384", "0x384", "16x384", "2x", "x", "2x-3", "axb", "2x20+", "2x20+0", "3x20",
+                                  "1x20+40"])
 def test_a_case_that_is_none(text):
     with pytest.raises(argparse.ArgumentTypeError, match="expected ROWSxLENGTH"):
         case_of(text)

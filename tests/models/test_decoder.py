@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from family_models import VARIANTS, family_model
 from support import tiny_model
 
 from hf_paged.models import decoder, find_executor
@@ -29,14 +32,31 @@ def test_the_spec_follows_the_config(name):
     assert getattr(after, READ[name]) < getattr(before, READ[name])
 
 
-def test_the_spec_follows_a_field_by_its_other_name(monkeypatch):
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_every_familys_config_has_these_fields_under_these_names(variant):
+    model = family_model(variant)
+    config = executor_of(model).config
+    assert not {*decoder._SHAPES} & config.attribute_map.keys()
+    assert {*decoder._SHAPES} - {"head_dim"} <= vars(config).keys()
+    assert not any(isinstance(getattr(type(config), name, None), property) for name in decoder._SHAPES)
+
+
+def test_a_config_whose_layers_differ_is_noticed():
     model = tiny_model()
-    monkeypatch.setattr(type(model.config), "attribute_map", {"num_attention_heads": "n_head"})
-    model.config.n_head = 8
     executor = executor_of(model)
-    assert executor.kv_spec().num_heads == 8
-    model.config.n_head = 4
-    assert executor.kv_spec().num_heads == 4
+    executor.kv_spec()
+    model.config.per_layer_config = {0: {"num_key_value_heads": 1}}
+    with pytest.raises(AttributeError, match="num_key_value_heads"):
+        executor.kv_spec()
+
+
+def test_the_spec_follows_the_number_of_ranks():
+    model = tiny_model()
+    executor = executor_of(model)
+    whole = executor.kv_spec()
+    model.parallel_group = SimpleNamespace(size=2)
+    shared = executor.kv_spec()
+    assert (2 * shared.num_heads, 2 * shared.num_kv_heads) == (whole.num_heads, whole.num_kv_heads)
 
 
 def test_the_spec_follows_weights_layers_and_autocast():

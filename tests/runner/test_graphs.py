@@ -10,11 +10,12 @@ from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
 from functools import cache, partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from fake_plan import fake_plans
+from fake_plan import Plans, fake_plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_torch import PlannedTorch
@@ -26,6 +27,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.pace import Pace
 from hf_paged.engine.speculation import Speculation
 from hf_paged.kernels import compiling
+from hf_paged.kernels import decoder_layers_support as support
 from hf_paged.kernels.attention import grouped_prefill, prompt_work
 from hf_paged.kernels.attention.backends import TritonBackend
 from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
@@ -37,7 +39,7 @@ from hf_paged.runner import graphs as graphs_module
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.graphs import Captured, StepGraphs
 from hf_paged.runner.model_runner import ModelRunner
-from hf_paged.runner.padded_steps import Drawn
+from hf_paged.runner.padded_steps import Drawn, PaddedSteps
 from hf_paged.sampling.token_log_probs import PROCESSED
 from hf_paged.scheduler import Status
 
@@ -86,17 +88,12 @@ def uncaptured(monkeypatch):
         self._graphs.append(Uncaptured())
         return Captured(name, self._graphs[-1], tuple(torch.from_numpy(array.copy()) for array in inputs), run)
 
-    def get(self, size, run, inputs):
-        captured = own_get(self, size, run, inputs)
+    def get(self, size, run, inputs, *known):
+        captured = own_get(self, size, run, inputs, *known)
         if captured is not None:
             kind = {"decode": "decode", "masked": "masked"}.get(run.func.__name__, "prompt")
             replayed.append((kind, size))
         return captured
-
-    def send(self, captured, inputs):
-        self._ready = None
-        for tensor, array in zip(captured.inputs[: len(inputs)], inputs, strict=True):
-            tensor.copy_(torch.from_numpy(array))
 
     def replay(self, captured):
         # Graphs share their memory: the next replay overwrites these tokens.
@@ -121,8 +118,9 @@ def uncaptured(monkeypatch):
         self.graphs = graphs_of(self, options["max_num_batched_tokens"])
 
     monkeypatch.setattr(ModelRunner, "__init__", init)
-    for name, function in (("_capture", capture), ("_get", get), ("_send", send), ("_replay", replay)):
+    for name, function in (("_capture", capture), ("_get", get), ("_replay", replay)):
         monkeypatch.setattr(StepGraphs, name, function)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     return replayed
 
 
@@ -552,35 +550,118 @@ def test_a_step_is_captured_anew_once_its_kernel_is_there(steps, monkeypatch, st
         assert graphs._captured[before.pop()].graph is not graphs._captured[added.pop()].graph
 
 
-def test_a_graph_that_was_captured_with_the_kernel_is_found_by_it(steps, monkeypatch):
+class OneLaunch(NamedTuple):
+    """Steps by one launch, uncaptured: plans, and of whatever was sent its graph and how many of its inputs."""
+
+    plans: Plans
+    sent: list[tuple[Captured, int]]
+
+
+@pytest.fixture
+def one_launch(steps, monkeypatch):
     """The kernel was on the disk: it is there in the first step that wants it."""
-    plans = fake_plans(monkeypatch)
-    kept = torch.zeros(1)
-    own = StepGraphs._capture
+    plans, sent = fake_plans(monkeypatch), []
+    own_capture, own_send = StepGraphs._capture, StepGraphs._send
 
     def capture(self, run, inputs, name):
-        made = own(self, run, inputs, name)
+        made, launches = own_capture(self, run, inputs, name), len(plans.rows)
         if run.keywords.get("at_once"):
             with torch.no_grad():
                 run(*map(torch.from_numpy, inputs))  # as the run before the capture does
-            made = made._replace(kept=(kept,))
-        return made
+        return made._replace(kept=(torch.zeros(1),) if len(plans.rows) > launches else ())
 
     def send(self, captured, inputs):
-        sent.append((bool(captured.kept), len(inputs)))
         own_send(self, captured, inputs)
+        sent.append((captured, len(inputs)))
 
-    sent, own_send = [], StepGraphs._send
     monkeypatch.setattr(StepGraphs, "_capture", capture)
     monkeypatch.setattr(StepGraphs, "_send", send)
+    yield OneLaunch(plans, sent)
+    assert not any(plan.conflicts for plan in plans.made), "a row reads what another one writes"
+    assert all(captured.kept or count == len(captured.inputs) for captured, count in sent), "a stale plan of attention"
+
+
+def test_a_graph_that_was_captured_with_the_kernel_is_found_by_it(steps, one_launch):
     with hf_paged.PagedGenerator(tiny_model(head_dim=128), num_blocks=50) as generator:
         generator.generate([[1, 2, 3]], max_new_tokens=6, do_sample=False)
         graphs = generator.engine._core.pool.runner.graphs
         found = {key[-1]: one for key, one in graphs._captured.items() if key[1] == "decode"}
-        assert len(plans.rows) == 6 and found.keys() == {True} and found[True].kept == (kept,)
+        assert len(one_launch.plans.rows) == 6 and found.keys() == {True} and found[True].kept
         assert sum(kind == "decode" for kind, _ in steps) == 5
     # The first step is captured on all of its inputs; attention's plan is for nobody after that.
-    assert [count for has_kernel, count in sent if has_kernel] == [2, 1, 1, 1, 1]
+    assert [count for captured, count in one_launch.sent if captured.kept] == [2, 1, 1, 1, 1]
+
+
+def test_a_graph_without_the_launch_has_attentions_plan_sent(one_launch):
+    """Rows that name an adapter of the head alone: their layers are plain, and run one by one."""
+    peft = pytest.importorskip("peft")
+    model = tiny_model(head_dim=128)
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["lm_head"]), model, "a")
+    with hf_paged.PagedGenerator(model, num_blocks=50) as generator:
+        for names in ({}, {"adapter_names": ["a"]}):
+            one_launch.sent.clear()
+            generator.generate([[1, 2, 3]], max_new_tokens=6, do_sample=False, **names)
+        captured = generator.engine._core.pool.runner.graphs._captured
+        found = [(key[-1], bool(one.kept)) for key, one in captured.items() if key[1] == "decode"]
+        assert found == [(True, True), (True, False)]
+    assert sum(captured.name.startswith("decode") for captured, _ in one_launch.sent) == 5
+
+
+def test_a_kernel_that_fails_elsewhere_while_a_step_is_prepared(one_launch, monkeypatch):
+    """Another engine says so between two looks of this one."""
+    own, calls = PaddedSteps.unplanned_rows, []
+
+    def rows(self, plan, size):
+        calls.append(size)
+        if len(calls) == 2:
+            support.refuse(torch.device("cpu"), RuntimeError("no cooperative launch"))
+        return own(self, plan, size)
+
+    monkeypatch.setattr(PaddedSteps, "unplanned_rows", rows)
+    options = {"max_new_tokens": 8, "do_sample": False, "use_tqdm": False}
+    with hf_paged.PagedGenerator(tiny_model(head_dim=128), num_blocks=50, one_launch=False) as generator:
+        expected = generator.generate([[1, 2, 3]], **options)[0].token_ids
+    with hf_paged.PagedGenerator(tiny_model(head_dim=128), num_blocks=50) as generator:
+        assert generator.generate([[1, 2, 3]], **options)[0].token_ids == expected
+        captured = generator.engine._core.pool.runner.graphs._captured
+        assert len(calls) == 2 and {key[-1] for key in captured if key[1] == "decode"} == {True, False}
+
+
+def test_guesses_are_no_rows_of_one_launch(one_launch):
+    prompt = random_prompts([6])[0] * 4
+    with hf_paged.PagedGenerator(tiny_model(head_dim=128), num_blocks=50) as generator:
+        expected = generator.generate([prompt], max_new_tokens=30, do_sample=False)[0].token_ids
+        assert one_launch.plans.rows
+        made = generator.generate([prompt], max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=7)[0]
+        assert made.token_ids == expected and generator.engine.stats().num_draft_tokens
+
+
+@pytest.mark.interpreted
+def test_what_rows_share_is_counted_in_one_launch_as_layer_by_layer(one_launch, monkeypatch):
+    """Rows that share are read in groups; those that are left read all of their positions, and nothing is saved."""
+    monkeypatch.setattr("hf_paged.kernels.attention.grouped_decode.MIN_SAVED", 0)
+    backend = InterpretedGroups()
+    monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)
+    prompts = [random_prompts([100])[0] + [5 + i] for i in range(4)]
+    counted = []
+    for option in (True, False):
+        with hf_paged.PagedGenerator(tiny_model(head_dim=128), num_blocks=200, max_num_seqs=6,
+                                     one_launch=option) as generator:
+            engine, found = generator.engine, []
+            for rows in (1, 4):  # of which there are graphs from now on
+                generator.generate([[i, 2, 3] for i in range(rows)], max_new_tokens=3, do_sample=False, use_tqdm=False)
+            last = engine.stats().kv_bytes_read, engine.stats().kv_bytes_saved
+            for prompt, count in zip(prompts, (4, 4, 4, 12), strict=True):
+                engine.add_request(prompt, GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None))
+            while engine.has_unfinished():
+                engine.step()
+                stats = engine.stats()
+                now = stats.kv_bytes_read, stats.kv_bytes_saved
+                found.append((now[0] - last[0], now[1] - last[1]))
+                last = now
+        counted.append(found)
+    assert backend.grouped and one_launch.plans.rows and counted[0] == counted[1]
+    assert any(saved for _, saved in counted[0]) and not counted[0][-3][1]
 
 
 def test_a_graph_keeps_what_a_launch_reads(monkeypatch):

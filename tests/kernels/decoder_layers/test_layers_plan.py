@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from hf_paged.kernels.decoder_layers.plan import LayersPlan, LayerTensors, check_layers
+from hf_paged.kernels.decoder_layers.shape import LayerFields
 
 
 def layers(count=2, hidden=1024, inner=1024, heads=8, kv_heads=4, head_dim=128, block_size=16, dtype=torch.bfloat16,
@@ -36,6 +37,24 @@ def layers(count=2, hidden=1024, inner=1024, heads=8, kv_heads=4, head_dim=128, 
 def test_layers_that_it_takes():
     check_layers(layers())
     check_layers(layers(inner=1536, heads=16, block_size=64))
+
+
+def test_the_table_and_the_descriptors_say_where_everything_lies():
+    """Kinds lie in memory of their own; their widths differ."""
+    made = layers(3, hidden=1024, inner=1536, heads=16)
+    kinds = [[torch.empty_like(layer[i]) for layer in made] for i in (0, 3, 1, 2)]
+    qkv, down, o, gate_up = kinds
+    made = [LayerTensors(*weights, *layer[4:]) for *weights, layer in zip(qkv, o, gate_up, down, made, strict=True)]
+    plan = LayersPlan(made, made[0].input_norm, 1e-6, 1.0, 2)
+    assert [box.strides[1] for box in plan.weights] == [1024, 2048, 1024, 1536]
+    for layer, row in zip((*made, made[-1]), plan.table.tolist(), strict=True):
+        fields = LayerFields(*row)
+        for box, tensor, line in zip(plan.weights, layer[:4], fields[:4], strict=True):
+            assert box.base.data_ptr() + 128 * line == tensor.data_ptr()
+        for tensor, slot in zip(layer[4:6], fields[4:6], strict=True):
+            assert plan.cache.base.data_ptr() + 2 * 4 * 128 * slot == tensor.data_ptr()
+        addresses = [layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm, layer.keys, layer.values]
+        assert list(fields[6:]) == [tensor.data_ptr() for tensor in addresses]
 
 
 @pytest.mark.parametrize(("changed", "said"), [
