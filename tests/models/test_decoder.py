@@ -42,11 +42,14 @@ def test_every_familys_config_has_these_fields_under_these_names(variant):
 
 
 def test_a_config_whose_layers_differ_is_noticed():
+    """As by transformers, which refuses to say what holds for some layers."""
     model = tiny_model()
+    if not hasattr(type(model.config), "per_layer_config"):
+        pytest.skip("this version's configs know one value for all layers")
     executor = executor_of(model)
     executor.kv_spec()
     model.config.per_layer_config = {0: {"num_key_value_heads": 1}}
-    with pytest.raises(AttributeError, match="num_key_value_heads"):
+    with pytest.raises(Exception, match="num_key_value_heads.*per-layer"):
         executor.kv_spec()
 
 
