@@ -230,20 +230,19 @@ def random_model(inner=3072):
     return model.to("cuda", torch.bfloat16)
 
 
-def wait_for_the_kernel(generator):
-    """First calls begin to compile it, if it does not lie on the disk, for one, two and four rows."""
-    def call():
-        for rows in (1, 2, 4):
-            generator.generate([[i, 2, 3] for i in range(rows)], max_new_tokens=3, do_sample=False, use_tqdm=False)
-
-    call()
-    executor = generator.engine._core.pool.runner.executor
+def wait_for_the_kernel(engine, sizes, call):
+    """`call` of so many rows begins to compile it, if it does not lie on the disk."""
+    for rows in sizes:
+        call(rows)
+    executor = engine._core.pool.runner.executor
     assert executor.may_run_at_once(8, np.full(8, 3)), "the model is one for the kernel"
+    assert all(executor._one_launch._plans.get(rows) for rows in sizes), "a plan was refused: the log says why"
     deadline = time.monotonic() + 100
-    while not all(map(executor.runs_at_once, (1, 2, 4))):
-        assert time.monotonic() < deadline and support.why_not_on(GPU) is None
-        time.sleep(0.05)
-        call()  # a kernel that has come is taken once no request runs
+    for rows in sizes:
+        while not executor.runs_at_once(rows):
+            assert time.monotonic() < deadline and support.why_not_on(GPU) is None
+            time.sleep(0.05)
+            call(rows)  # a kernel that has come is taken once no request runs
 
 
 def is_used(generator):
@@ -280,8 +279,9 @@ def test_an_engine_makes_the_tokens_that_it_makes_layer_by_layer(options, shape)
         model = random_model(**shape)
         config = {"num_blocks": 200, "max_num_seqs": 4, **options}
         with hf_paged.PagedGenerator(model, one_launch=one_launch, **config) as generator:
-            if one_launch:
-                wait_for_the_kernel(generator)
+            if one_launch:  # two rows of the batch that is left go on layer by layer
+                wait_for_the_kernel(generator.engine, (1, 4), lambda rows, generator=generator: generator.generate(
+                    [[i, 2, 3] for i in range(rows)], max_new_tokens=3, do_sample=False, use_tqdm=False))
             settings = {"do_sample": False, "use_tqdm": False, "eos_token_id": None}
             alone = [generator.generate(prompts[:1], max_new_tokens=30, **settings)[0] for _ in range(2)]
             assert alone[0].num_cached_tokens == 0 < alone[1].num_cached_tokens
@@ -299,19 +299,18 @@ def test_an_enabled_model_whose_weights_change_and_whose_pool_grows():
     made = []
     for one_launch in (False, True):
         model = hf_paged.enable(random_model(), one_launch=one_launch, strict=True)
-        tokens = []
+        engine, tokens = hf_paged.get_engine(model), []
+        if one_launch:
+            wait_for_the_kernel(engine, (1,), lambda _, model=model: model.generate(
+                torch.tensor([[1, 2, 3]], device=GPU), max_new_tokens=3, do_sample=False))
         for length in (20, 20, 900):
             prompt = torch.tensor(random_prompts([length]), device=GPU)
             for _ in range(2):
                 tokens.append(model.generate(prompt, max_new_tokens=12, do_sample=False)[0, length:].tolist())
-                executor = hf_paged.get_engine(model)._executor
-                deadline = time.monotonic() + 100
-                while one_launch and not executor.runs_at_once and time.monotonic() < deadline:
-                    time.sleep(0.05)
             with torch.no_grad():
                 weight = model.model.layers[1].self_attn.o_proj.weight
                 weight.data = (weight * 1.5).clone()
-        assert not one_launch or executor.runs_at_once(1)
+            assert not one_launch or engine._executor.runs_at_once(1)
         made.append(tokens)
         hf_paged.disable(model)
     same = sum(a == b for a, b in zip(*made, strict=True))
