@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 import torch
+from layers_reference import row_of_layers
 from support import HostMemory
 
 from hf_paged.kernels import decoder_layers_support as support
@@ -27,8 +28,8 @@ class FakePlan:
         self.epoch += 1
         self.rows.append(len(hidden))
         self._look_for_conflicts(slots, positions, slot_mapping, block_table)
-        return torch.cat([
-            self._row(hidden[i : i + 1], cos[positions[i]], sin[positions[i]], block_table[slots[i]], int(positions[i]),
+        return torch.stack([
+            self._row(hidden[i], cos[positions[i]], sin[positions[i]], block_table[slots[i]], int(positions[i]),
                       int(slot_mapping[i])) for i in range(len(hidden))
         ])
 
@@ -41,36 +42,14 @@ class FakePlan:
             others = [slot for j, slot in enumerate(slot_mapping.tolist()) if j != i]
             self.conflicts += set(others).intersection(read.tolist())
 
-    def _norm(self, x, weight):
-        exact = x.float()
-        return weight * (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.decoder.eps)).to(x.dtype)
-
     def _row(self, x, cos, sin, line, position, slot):
-        for qkv, o, gate_up, down, keys, values, input_norm, post_norm, q_norm, k_norm in self.decoder.layers:
-            _, block_size, kv_heads, size = keys.shape
-            heads = o.shape[1] // size
-            made = (self._norm(x, input_norm) @ qkv.T).view(-1, size)
-            query, key, value = made.split((heads, kv_heads, kv_heads))
-            if q_norm is not None:
-                query, key = self._norm(query, q_norm), self._norm(key, k_norm)
-            query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
-            at = torch.arange(position)
-            places = line[at // block_size].long() * block_size + at % block_size
-            seen = [torch.cat([pool.view(-1, kv_heads, size)[places], new[None]])
-                    for pool, new in ((keys, key), (values, value))]
+        dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+        made = row_of_layers(self.decoder, x, cos, sin, line, max(position, 0), dtype,
+                             lambda t: t.to(x.dtype).to(dtype))
+        for (_, _, _, _, keys, values, *_), (key, value) in zip(self.decoder.layers, made.new, strict=True):
             if slot >= 0:
-                keys.view(-1, kv_heads, size)[slot], values.view(-1, kv_heads, size)[slot] = key, value
-            query = query.view(kv_heads, -1, size)
-            weights = (torch.einsum("kgd,pkd->kgp", query, seen[0]) * self.decoder.scale).softmax(-1)
-            x = x + torch.einsum("kgp,pkd->kgd", weights, seen[1]).reshape(1, -1) @ o.T
-            gate, up = (self._norm(x, post_norm) @ gate_up.T).chunk(2, dim=-1)
-            x = x + (torch.nn.functional.silu(gate) * up) @ down.T
-        return self._norm(x, self.final_norm)
-
-
-def _rotated(x, cos, sin):
-    half = x.shape[1] // 2
-    return x * cos + torch.cat([-x[:, half:], x[:, :half]], 1) * sin
+                keys.view(-1, *keys.shape[2:])[slot], values.view(-1, *values.shape[2:])[slot] = key, value
+        return made.hidden.to(x.dtype)
 
 
 class Plans:

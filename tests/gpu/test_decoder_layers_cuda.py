@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from layers_reference import row_of_layers
 
 import hf_paged
 from hf_paged.kernels import decoder_layers_support as support
@@ -76,33 +77,9 @@ class Case:
         """Hidden states, and the last layer's new key and value: in float64, or rounded as transformers rounds."""
         dtype = torch.float64 if exact else torch.float32
         rounded = (lambda t: t) if exact else (lambda t: t.bfloat16().float())
-
-        def norm(t, weight):
-            return rounded(weight.to(dtype) * rounded(t * torch.rsqrt((t * t).mean(-1, keepdim=True) + EPS)))
-
-        def turned(t):
-            half = torch.cat([-t[:, 64:], t[:, :64]], 1)
-            return rounded(rounded(t * self.cos[length].to(dtype)) + rounded(half * self.sin[length].to(dtype)))
-
-        x = hidden.to(dtype)
-        at = torch.arange(length, device=GPU)
-        places = self.table[self.lines[row]][at // self.block_size].long() * self.block_size + at % self.block_size
-        for qkv, o, gate_up, down, keys, values, input_norm, post_norm, q_norm, k_norm in self.decoder.layers:
-            heads, kv_heads = o.shape[1] // D, keys.shape[2]
-            made = rounded(qkv.to(dtype) @ norm(x, input_norm)).view(-1, D)
-            query, key, value = made.split((heads, kv_heads, kv_heads))
-            if q_norm is not None:
-                query, key = norm(query, q_norm), norm(key, k_norm)
-            query, key = turned(query), turned(key)
-            seen = [torch.cat([pool.reshape(-1, kv_heads, D)[places].to(dtype), new[None]])
-                    for pool, new in ((keys, key), (values, value))]
-            scores = torch.einsum("kgd,pkd->kgp", query.view(kv_heads, -1, D), seen[0]) * SCALE
-            mixed = rounded(torch.einsum("kgp,pkd->kgd", scores.softmax(-1), seen[1]).reshape(-1))
-            x = rounded(x + rounded(o.to(dtype) @ mixed))
-            gate, up = rounded(gate_up.to(dtype) @ norm(x, post_norm)).chunk(2)
-            inner = rounded(rounded(gate / (1 + torch.exp(-gate))) * up)
-            x = rounded(x + rounded(down.to(dtype) @ inner))
-        return norm(x, self.decoder.final_norm), key, value
+        made = row_of_layers(self.decoder, hidden, self.cos[length], self.sin[length], self.table[self.lines[row]],
+                             length, dtype, rounded)
+        return made.hidden, *made.new[-1]
 
 
 def error(found, expected):
