@@ -42,7 +42,7 @@ def test_layers_that_it_takes():
 def test_the_table_and_the_descriptors_say_where_everything_lies():
     """Kinds lie in memory of their own; their widths differ."""
     made = layers(3, hidden=1024, inner=1536, heads=16)
-    kinds = [[torch.empty_like(layer[i]) for layer in made] for i in (0, 3, 1, 2)]
+    kinds = [torch.empty(3, *made[0][i].shape, dtype=torch.bfloat16) for i in (0, 3, 1, 2)]
     qkv, down, o, gate_up = kinds
     made = [LayerTensors(*weights, *layer[4:]) for *weights, layer in zip(qkv, o, gate_up, down, made, strict=True)]
     plan = LayersPlan(made, made[0].input_norm, 1e-6, 1.0, 2)
