@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.one_launch and (args.sequences not in ROWS or args.shared > 1 or args.lora or args.autocast
-                            or why_not_on(torch.device(args.device, 0)) is not None):
+                            or why_not_on(torch.device(args.device)) is not None):
         parser.error(f"--one-launch: expected one of {ROWS} --sequences, no --shared, --lora or --autocast, and a GPU "
                      "that has the kernel")
     names = {"hf_paged bf16": True}  # with groups and one launch, where they are asked for?

@@ -295,7 +295,7 @@ JOINED = [
                     "half_added"),
     PackageMutation(CORE, "        if len(joining) == 1 and not self.requests:\n", "        if False:\n",
                     GRAPHS_TESTS, "sent_while"),
-    PackageMutation("runner/graphs.py", "            self._send(captured, rows.inputs)\n            self._ready",
+    PackageMutation("runner/graphs.py", "            self._send(captured, padded.inputs)\n            self._ready",
                     "            self._ready", GRAPHS_TESTS, "sent_while"),
     PackageMutation("engine/pace.py", "min(seconds, _FORGOTTEN * self._alone)", "seconds", "engine/test_pace.py",
                     "one_slow_step"),

@@ -117,8 +117,10 @@ def plan_of(decoder: Decoder, rows: int) -> Any:
     Raises:
         ValueError: the kernel does not take these layers, or not for so many rows.
     """
-    if not are_alike(decoder) or not are_near(decoder):
-        raise ValueError("decoder: expected layers of equal shapes that go together, and lie near each other")
+    if not are_alike(decoder):
+        raise ValueError("decoder: expected layers of equal shapes that go together")
+    if not are_near(decoder):
+        raise ValueError("decoder: expected the weights of a kind, and the caches, to lie near each other")
     if decoder.final_norm.dtype != torch.bfloat16 or not decoder.final_norm.is_contiguous():
         raise ValueError("final_norm: expected a contiguous bfloat16 tensor")
     from hf_paged.kernels.decoder_layers.plan import LayersPlan, LayerTensors

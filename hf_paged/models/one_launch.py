@@ -156,9 +156,10 @@ def decoder_of(layers: Sequence[Any], qkv: Sequence[Any], gate_up: Sequence[Any]
 def _of_merged(projections: Any) -> str | None:
     if projections.lora is not None or not projections.are_plain:
         return _NOT_PLAIN
-    if projections.bias is not None or any(linear.bias is not None for linear in projections.linears):
-        return _BIASES
-    return "projections of one input are not merged" if projections.weight is None else None
+    if projections.weight is not None:  # asked before every step that runs as it comes
+        return None if projections.bias is None else _BIASES
+    has_bias = any(linear.bias is not None for linear in projections.linears)
+    return _BIASES if has_bias else "projections of one input are not merged"
 
 
 def _of_weight(product: Any) -> str | None:

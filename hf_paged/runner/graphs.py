@@ -200,11 +200,11 @@ class StepGraphs:
         if self._foreseen is not None and self.is_foreseen(plan):
             _, captured = self._foreseen
         else:
-            rows = self._undrawn_graph(plan)
-            captured = self._get(*rows)
+            padded = self._undrawn_graph(plan)
+            captured = self._get(*padded)
             if captured is None:
                 return None
-            self._send(captured, rows.inputs)
+            self._send(captured, padded.inputs)
         memory = self._memory(), self.num_dropped
         logits, rows = self._replay(captured)
         return Undrawn(captured.graph, rows, logits, decodes, memory)
@@ -216,10 +216,10 @@ class StepGraphs:
         """
         is_decode = len(plan.slots) == plan.num_decode_rows <= self.steps.decode_sizes[-1]
         if is_decode and self._memory() == self._memory_signature:
-            rows = self._undrawn_graph(plan)
-            captured = self._present(rows)
+            padded = self._undrawn_graph(plan)
+            captured = self._present(padded)
             if captured is not None:
-                self._send(captured, rows.inputs)
+                self._send(captured, padded.inputs)
                 self._foreseen = plan, captured
 
     def is_foreseen(self, plan: StepPlan) -> bool:
@@ -331,10 +331,10 @@ class StepGraphs:
         """Send what `logits` of this plan will read, behind the step that runs; nothing where it has no graph yet."""
         self._drop_if_moved()
         named = self._state.adapters.any_named(plan.slots)
-        rows = self._padded(partial(self.steps.logits, named=named), plan)
-        captured = self._present(rows)
+        padded = self._padded(partial(self.steps.logits, named=named), plan)
+        captured = self._present(padded)
         if captured is not None:
-            self._send(captured, rows.inputs)
+            self._send(captured, padded.inputs)
             self._ready = plan, captured
 
     def is_ready(self, plan: StepPlan) -> bool:
@@ -356,8 +356,8 @@ class StepGraphs:
             self._memory_signature = signature  # last: after an interrupt all of it comes again
 
     def _decode_graph(self, run: partial, plan: StepPlan) -> tuple[Captured | None, tuple[np.ndarray, ...]]:
-        rows = self._padded(run, plan)
-        return self._get(*rows), rows.inputs
+        padded = self._padded(run, plan)
+        return self._get(*padded), padded.inputs
 
     def _padded(self, run: partial, plan: StepPlan) -> Padded:
         size = self.steps.decode_size(plan)
@@ -371,8 +371,8 @@ class StepGraphs:
         inputs, tiles = self.steps.decode_inputs(plan, size)
         return Padded(size, partial(run, tiles=tiles, at_once=at_once), inputs)
 
-    def _present(self, rows: Padded) -> Captured | None:
-        return rows.known or self._captured.get(self._key(rows.size, rows.run))
+    def _present(self, padded: Padded) -> Captured | None:
+        return padded.known or self._captured.get(self._key(padded.size, padded.run))
 
     def _key(self, size: int, run: partial) -> tuple:
         """What tells graphs apart, whether one launch computes all layers last: another once its kernel is there."""
