@@ -12,13 +12,12 @@ import torch
 
 from hf_paged.kernels import gluon_support
 from hf_paged.kernels._device import num_multiprocessors, shared_memory
-from hf_paged.kernels.decoder_layers.shape import HEAD_DIM, PROGRAMS, ROWS, SHARED_BYTES, kinds
+from hf_paged.kernels.decoder_layers.shape import HEAD_DIM, PROGRAMS, ROWS, SHARED_BYTES
 
 logger = logging.getLogger(__name__)
 
 # Of keys and values, for which some programs wait while others read theirs: more take longer than one launch saves.
 _MOST_IDLE_POSITIONS = 8192
-_MOST_UNITS = 2**31  # from the lowest weight of a kind, or cache, to the highest: the kernel counts in int32
 
 _refused: dict[torch.device, str] = {}
 
@@ -98,15 +97,6 @@ def are_alike(decoder: Decoder) -> bool:
                      *[(hidden,)] * 3, head_norm, head_norm)
 
 
-def are_near(decoder: Decoder) -> bool:
-    """Do the layers' weights of a kind, and all caches, lie so near each other that the kernel can tell where?"""
-    for _, tensors, unit in kinds(decoder.layers):
-        end = max(t.data_ptr() + t.numel() * t.element_size() for t in tensors)
-        if end - min(t.data_ptr() for t in tensors) >= _MOST_UNITS * unit:
-            return False
-    return True
-
-
 def _shapes(layer: tuple[torch.Tensor | None, ...]) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(None if t is None else tuple(t.shape) for t in layer)
 
@@ -119,8 +109,6 @@ def plan_of(decoder: Decoder, rows: int) -> Any:
     """
     if not are_alike(decoder):
         raise ValueError("decoder: expected layers of equal shapes that go together")
-    if not are_near(decoder):
-        raise ValueError("decoder: expected the weights of a kind, and the caches, to lie near each other")
     if decoder.final_norm.dtype != torch.bfloat16 or not decoder.final_norm.is_contiguous():
         raise ValueError("final_norm: expected a contiguous bfloat16 tensor")
     from hf_paged.kernels.decoder_layers.plan import LayersPlan, LayerTensors

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import layers_reference
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from layers_reference import row_of_layers
 import hf_paged
 from hf_paged.kernels import decoder_layers_support as support
 from hf_paged.kernels.decoder_layers_support import Decoder
+from hf_paged.models import virtual_memory
 
 GPU = torch.device("cuda", 0)
 pytestmark = [
@@ -129,6 +131,24 @@ def test_several_rows_of_other_lengths(shape, rows, options):
         assert_close(case, lengths[:rows])
 
 
+def test_layers_whose_tensors_lie_terabytes_apart():
+    """As CUDA's allocators place them now and then: here the last layer lies in addresses that the driver reserves."""
+    case = Case(*QWEN3, rows=2)
+    sizes = [tensor.nbytes for tensor in case.decoder.layers[-1][:6]]
+    memory = virtual_memory.reserve(case, GPU, len(sizes), max(sizes))
+    memory.back(max(sizes))
+    moved = [there[: size].view(torch.bfloat16).view(tensor.shape).copy_(tensor) for there, size, tensor in
+             zip(memory.tensors(max(sizes)), sizes, case.decoder.layers[-1], strict=False)]
+    layers = (*case.decoder.layers[:-1], (*moved, *case.decoder.layers[-1][6:]))
+    rows, lengths = case.normal(2, case.hidden), [700, 33]
+    slots = [case.slot(length, i) for i, length in enumerate(lengths)]
+    expected = case.run(rows, lengths, slots)
+    case.plan = support.plan_of(case.decoder._replace(layers=layers), 2)
+    assert torch.equal(case.run(rows, lengths, slots), expected)
+    starts = [tensor.data_ptr() for layer in layers for tensor in layer[:6]]
+    print(f"in {(max(starts) - min(starts)) / 2**40:.3f} TiB of addresses")
+
+
 def test_a_token_without_a_slot_is_not_written_and_padding_reads_nothing():
     case = Case(*SMALL)
     row, before = case.normal(1, case.hidden), case.pool.clone()
@@ -173,7 +193,8 @@ def test_a_graph_replays_the_launch_with_other_inputs():
 
 def test_two_plans_run_beside_each_other():
     """In a process of its own: were one launch to wait for programs that the other keeps out, none would ever end."""
-    paths = [str(Path(hf_paged.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(hf_paged.__file__).parents[1]), str(Path(layers_reference.__file__).parent),
+             os.environ.get("PYTHONPATH", "")]
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=120,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
     assert done.returncode == 0 and done.stdout.split()[-1:] == ["equal"], done.stdout + done.stderr

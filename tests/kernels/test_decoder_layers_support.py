@@ -114,22 +114,6 @@ def test_a_final_norm_of_another_size():
     assert not support.are_alike(decoder()._replace(final_norm=torch.empty(63, dtype=torch.bfloat16)))
 
 
-@pytest.mark.parametrize("field", range(6))
-def test_what_lies_too_far_from_the_rest_of_its_kind_is_not_taken(field):
-    """Kinds themselves may: merged weights have other memory than the others."""
-    found = decoder()
-    place = 1 << 46
-    layers = [list(layer) for layer in found.layers]
-    for i, tensor in enumerate(layers[0][:6]):
-        for layer in layers:
-            layer[i] = SimpleNamespace(shape=tensor.shape, numel=tensor.numel, element_size=tensor.element_size,
-                                       data_ptr=lambda at=place: at)
-        place += 1 << (44 if i < 4 else 12)  # caches are of one kind
-    assert support.are_near(found._replace(layers=tuple(map(tuple, layers))))
-    layers[1][field] = SimpleNamespace(**vars(layers[1][field]) | {"data_ptr": lambda: 1 << 45})
-    assert not support.are_near(found._replace(layers=tuple(map(tuple, layers))))
-
-
 @pytest.mark.parametrize("broken", [decoder(q_norm=(64,)), decoder()._replace(final_norm=torch.empty(64))])
 def test_a_plan_of_what_the_kernel_does_not_take_is_refused(broken):
     with pytest.raises(ValueError, match="expected"):

@@ -10,8 +10,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from hf_paged.kernels._gluon import load_box
 from hf_paged.kernels.decoder_layers._shares import LANES, PAGE, together, span
+from hf_paged.kernels.decoder_layers.shape import FAR_BITS
 
 _OUTSIDE = gl.constexpr(-(2**20))  # a slot outside of all memory, of which TMA makes zeros
+_FAR_LINES = gl.constexpr(1 << FAR_BITS - 7)
+_FAR_HEADS = gl.constexpr(1 << FAR_BITS - 8)  # a slot's heads are 256 bytes each
 
 @gluon.jit
 def _room(ring, step, DEPTH: gl.constexpr, S: gl.constexpr):
@@ -38,7 +41,8 @@ def _load_rows(weight, ring, step, base, first_row, ROWS: gl.constexpr, WIDTH: g
     TOGETHER: gl.constexpr = together(ROWS, PAIRED)
     HALVES: gl.constexpr = 2 if PAIRED else 1
     ROW_LINES: gl.constexpr = WIDTH // 64
-    first_line = base.to(gl.int32) + first_row * ROW_LINES
+    far = (base // _FAR_LINES).to(gl.int32)
+    first_line = (base % _FAR_LINES).to(gl.int32) + first_row * ROW_LINES
     for group in range((ROWS + 7) // 8 // TOGETHER):
         for piece in range(WIDTH // COLUMNS):
             for half in gl.static_range(HALVES):
@@ -48,7 +52,7 @@ def _load_rows(weight, ring, step, base, first_row, ROWS: gl.constexpr, WIDTH: g
                     stage = _room(ring, step, S.depth, S)
                     full = ring.full.index(stage)
                     mbarrier.expect(full, BYTES)
-                    load_box(weight, [line, 0, 0], full, ring.weights.index(stage))
+                    load_box(weight, [far, line, 0, 0], full, ring.boxes.index(stage))
                     step += 1
     return step
 
@@ -67,16 +71,19 @@ def _load_positions(cache, ring, step, base, table_row, begin, end, kv_head, S: 
     PAGES: gl.constexpr = S.positions // PAGE
     BYTES: gl.constexpr = S.columns * 16
     BLOCK_SIZE: gl.constexpr = S.block_size
+    FAR_SLOTS: gl.constexpr = _FAR_HEADS // S.kv_heads
+    far = (base // FAR_SLOTS).to(gl.int32)
+    first_slot = (base % FAR_SLOTS).to(gl.int32)
     stage = _room(ring, step, S.kv_depth, S)
     full = ring.full.index(stage)
     mbarrier.expect(full, BYTES)
     for page in gl.static_range(PAGES):
         position = begin + page * PAGE
         block = gl.load(table_row + position // BLOCK_SIZE, mask=position < end, other=0)
-        slot = gl.where(position < end, base.to(gl.int32) + block * BLOCK_SIZE + position % BLOCK_SIZE, _OUTSIDE)
+        slot = gl.where(position < end, first_slot + block * BLOCK_SIZE + position % BLOCK_SIZE, _OUTSIDE)
         for half in gl.static_range(2):
             part = ring.pages.index(stage * (2 * PAGES) + half * PAGES + page)
-            load_box(cache, [slot, kv_head, half * LANES], full, part)
+            load_box(cache, [far, slot, kv_head, half * LANES], full, part)
 
 
 @gluon.jit

@@ -31,7 +31,8 @@ class _Ring(NamedTuple):
     """Chunks in shared memory, in several views, and their barriers."""
 
     weights: Any  # [stages, lines, 8, 64]
-    pages: Any  # [stages * 2 * positions / 16, 16, 1, 64]
+    boxes: Any  # the same as TMA brings it, [stages, 1, lines, 8, 64]
+    pages: Any  # [stages * 2 * positions / 16, 1, 16, 1, 64]
     halves: Any  # of keys or values, [stages * 2, positions, 64]
     full: Any
     empty: Any
@@ -145,10 +146,12 @@ def layers_kernel(
     WIDE: gl.constexpr = S.widest // COLUMNS
     PIECES: gl.constexpr = S.hidden // COLUMNS
     ROWS: gl.constexpr = S.rows
+    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, LINES, 8, LANES], gl.NVMMASharedLayout(128, 16, 3))
     ring = _Ring(
         weights,
-        reinterpret(weights, gl.bfloat16, [STAGES * POSITIONS // 8, PAGE, 1, LANES], gl.NVMMASharedLayout(128, 16, 3)),
+        reinterpret(weights, gl.bfloat16, [STAGES, 1, LINES, 8, LANES], box),
+        reinterpret(weights, gl.bfloat16, [STAGES * POSITIONS // 8, 1, PAGE, 1, LANES], box),
         reinterpret(weights, gl.bfloat16, [STAGES * 2, POSITIONS, LANES], gl.NVMMASharedLayout(128, 16, 2)),
         _barriers(STAGES),
         _barriers(STAGES),

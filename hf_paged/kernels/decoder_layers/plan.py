@@ -12,6 +12,7 @@ from hf_paged.kernels._triton import on_device_of
 from hf_paged.kernels.attention._tile import LOG2_E
 from hf_paged.kernels.decoder_layers.kernel import layers_kernel
 from hf_paged.kernels.decoder_layers.shape import (
+    FAR_BITS,
     HEAD_DIM,
     LINE,
     PAGE_POSITIONS,
@@ -106,12 +107,12 @@ class LayersPlan:
         self.parts = torch.zeros(rows * shape.heads * shape.splits * (HEAD_DIM + 2), dtype=torch.int64, device=device)
         self.epoch = torch.ones(1, dtype=torch.int32, device=device)  # words of zeros are of no launch
         self.final_norm, self.eps, self.scale = final_norm, eps, scale
-        layout = gl.NVMMASharedLayout(128, 16, 3)
-        # Eight rows from any line on: the outer dimension counts lines from the lowest weight, the middle one rows.
-        self.weights = [TensorDescriptor(lowest, [_MOST, 8, LINE], [LINE, lowest.shape[1], 1], [shape.lines, 8, LINE],
-                                         layout) for lowest in lines]
-        self.cache = TensorDescriptor(cache, [_MOST, kv_heads, HEAD_DIM], [kv_heads * HEAD_DIM, HEAD_DIM, 1],
-                                      [PAGE_POSITIONS, 1, LINE], layout)
+        layout, far = gl.NVMMASharedLayout(128, 16, 4), 1 << FAR_BITS - 1
+        # Eight rows from any line on: the second dimension counts lines from the lowest weight, the third one rows.
+        self.weights = [TensorDescriptor(lowest, [_MOST, _MOST, 8, LINE], [far, LINE, lowest.shape[1], 1],
+                                         [1, shape.lines, 8, LINE], layout) for lowest in lines]
+        self.cache = TensorDescriptor(cache, [_MOST, _MOST, kv_heads, HEAD_DIM],
+                                      [far, kv_heads * HEAD_DIM, HEAD_DIM, 1], [1, PAGE_POSITIONS, 1, LINE], layout)
 
     def run(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor,
             positions: torch.Tensor, slot_mapping: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ PROGRAMS = 128  # each of which has a multiprocessor to itself, since they wait 
 HEAD_DIM = 128
 LINE = 64  # values of a line of shared memory, the widest that TMA swizzles: 128 bytes
 PAGE_POSITIONS = 16  # that one TMA copy brings
+FAR_BITS = 37  # TMA counts lines and slots in int32, so what lies further off has another coordinate: of 128 GiB each
 ROWS = (1, 2, 4, 8)  # of a step, one new token each
 _MOST_TOGETHER = 6  # chunks for which a product waits at the same time
 SHARED_BYTES = 227 << 10
@@ -35,7 +36,7 @@ class LayerFields(NamedTuple):
 
 def kinds(layers: Sequence[Any]) -> Iterator[tuple[str, list[Any], int]]:
     """Tensors of layers (`LayerTensors`) whose places are told from the lowest one of them: name, tensors, bytes of a
-    unit. Kinds may lie terabytes apart: what was merged has other memory than what was not."""
+    unit. They may lie terabytes apart: CUDA hands out addresses from ends of its range."""
     for i, name in enumerate(("qkv", "o", "gate_up", "down")):
         yield name, [layer[i] for layer in layers], 2 * LINE
     caches = [cache for layer in layers for cache in layer[4:6]]

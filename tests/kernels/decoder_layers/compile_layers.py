@@ -25,7 +25,7 @@ TYPES = {"table": "*i64", "words32": "*i32", "words64": "*i64", "epoch": "*i32",
 
 def compiled(shape: LayersShape) -> Any:
     def box(*sizes: int) -> str:
-        return f"tensordesc<bf16{[*sizes, 64]},{gl.NVMMASharedLayout(128, 16, 3)!r}>"
+        return f"tensordesc<bf16{[1, *sizes, 64]},{gl.NVMMASharedLayout(128, 16, 4)!r}>"
 
     boxes = dict.fromkeys(("qkv", "o", "gate_up", "down"), box(shape.lines, 8)) | {"cache": box(16, 1)}
     constants = {"S": shape, "FIELDS": len(LayerFields._fields)}
