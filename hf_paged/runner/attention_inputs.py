@@ -9,7 +9,7 @@ import torch
 
 from hf_paged.kernels.attention.backends import AttentionBackend
 from hf_paged.kernels.attention.grouped_work import GroupChoice, GroupedPlan, plan_groups
-from hf_paged.kernels.attention.metadata import DecodeWork, GroupedWork, PagedMetadata, PromptWork
+from hf_paged.kernels.attention.metadata import DecodeWork, GroupedWork, PagedMetadata, PromptWork, TileQueue
 from hf_paged.kernels.attention.prefill import FULL_TILE, SHORT_SEQUENCE
 from hf_paged.kernels.attention.prompt_work import PromptPlan, Prompts
 from hf_paged.kernels.step_inputs import StepInputs
@@ -118,7 +118,7 @@ class AttentionInputs:
             first, last = int(query_start[a]), int(query_start[b])
             from_zero = starts[a : b + 1] - first if first else starts[: b + 1]
             longest = int(plan.num_new_tokens[a:b].max()), int(seq_lens[a:b].max())
-            work: DecodeWork | GroupedWork | PromptWork | None
+            work: DecodeWork | GroupedWork | PromptWork | TileQueue | None
             if a < decodes:
                 work = self._work(seq_lens[a:b], plan.slots[a:b], plan.groups)
             else:
@@ -159,7 +159,7 @@ class AttentionInputs:
         return DecodeWork(upload(work, device), self.arrivals(len(slots)))
 
     def _prompt_work(self, plan: StepPlan, seq_lens: np.ndarray, max_query_len: int,
-                     max_seq_len: int) -> DecodeWork | GroupedWork | PromptWork | None:
+                     max_seq_len: int) -> DecodeWork | GroupedWork | PromptWork | TileQueue | None:
         if max_query_len == 1 and plan.prompt_groups is not None:  # all in the cache: the kernels of decode rows
             saved = self.saved_positions
             work = self._work(seq_lens, plan.slots[plan.num_decode_rows :], plan.prompt_groups)
@@ -167,13 +167,19 @@ class AttentionInputs:
             return work
         made = self.prompt_plan(plan, max_query_len, max_seq_len)
         if made is None:
-            return None
+            return self._tile_queue(plan.num_new_tokens[plan.num_decode_rows :], seq_lens)
         items, rows, own_begin = (upload(array, self._spec.device) for array in made[:3])
         return PromptWork(GroupedWork(items, rows, made.num_parts, made.kernel.config), own_begin)
 
+    def _tile_queue(self, num_new: np.ndarray, seq_lens: np.ndarray) -> TileQueue | None:
+        spec = self._spec
+        wants = self.backend.wants_queue(num_new, seq_lens, spec.num_heads, spec.num_kv_heads, spec.head_dim,
+                                         spec.cache_dtype, spec.device)
+        return TileQueue(torch.zeros(2, dtype=torch.int32, device=spec.device)) if wants else None
+
     def _metadata(self, query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
                   slot_mapping: torch.Tensor, max_query_len: int, max_seq_len: int,
-                  work: DecodeWork | GroupedWork | PromptWork | None = None) -> PagedMetadata:
+                  work: DecodeWork | GroupedWork | PromptWork | TileQueue | None = None) -> PagedMetadata:
         return PagedMetadata(
             query_start=query_start, seq_lens=seq_lens, block_table=self._state.block_table, slots=slots,
             slot_mapping=slot_mapping, max_query_len=max_query_len, max_seq_len=max_seq_len, work=work,

@@ -9,19 +9,22 @@ from functools import cache
 import numpy as np
 import torch
 
+from hf_paged.kernels._device import num_multiprocessors
 from hf_paged.kernels.attention import flash_backend, hopper_support
 from hf_paged.kernels.attention.decode import decode_cta_slots, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items
 from hf_paged.kernels.attention.grouped_decode import grouped_kernel_of, paged_attention_grouped
 from hf_paged.kernels.attention.grouped_prefill import hopper_rows, paged_attention_grouped_prefill, prompt_kernel_of
 from hf_paged.kernels.attention.grouped_work import GroupChoice, choose_groups
-from hf_paged.kernels.attention.hopper_support import takes, takes_rows
+from hf_paged.kernels.attention.hopper_support import packed_heads, takes, takes_rows, tile_tokens
 from hf_paged.kernels.attention.metadata import AttentionOptions, GroupedWork, PagedMetadata, PromptWork
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.attention.prompt_work import PromptKernel, PromptPlan, Prompts, plan_prompts
 from hf_paged.kernels.attention.reference import paged_attention_reference
+from hf_paged.kernels.attention.tile_shares import imbalance
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
+_UNEVEN = 1.15  # times as long as even shares would take: from here on a queue of tiles is faster, see docs/notebook.md
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -55,6 +58,11 @@ class AttentionBackend(ABC):
         ``share_of_layers``: in how many of all layers that saves anything.
         """
         return None
+
+    def wants_queue(self, num_new: np.ndarray, seq_lens: np.ndarray, num_heads: int, num_kv_heads: int, head_dim: int,
+                    dtype: torch.dtype, device: torch.device) -> bool:
+        """Are programs to take the tiles of rows of several new tokens from a `TileQueue`?"""
+        return False
 
     def read_once(self, meta: PagedMetadata, block_size: int, width: int) -> PagedMetadata:
         """The layout of an eager step with what all its layers would read of it again; ``width``: Hkv * D."""
@@ -138,9 +146,20 @@ class HopperBackend(TritonBackend):
                       device: torch.device) -> PromptKernel:
         kernel = super().prompt_kernel(prompts, num_heads, num_kv_heads, head_dim, dtype, device)
         group = num_heads // num_kv_heads
-        if head_dim > self.largest_head_dim or not takes_rows(dtype, head_dim, prompts.max_query_len, group):
+        if not self._takes_rows(dtype, head_dim, prompts.max_query_len, group):
             return kernel
         return kernel._replace(rows=hopper_rows(group, num_kv_heads, device))
+
+    def wants_queue(self, num_new: np.ndarray, seq_lens: np.ndarray, num_heads: int, num_kv_heads: int, head_dim: int,
+                    dtype: torch.dtype, device: torch.device) -> bool:
+        group = num_heads // num_kv_heads
+        if not self._takes_rows(dtype, head_dim, int(num_new.max()), group):
+            return False
+        bundles = num_heads // packed_heads(group)
+        return imbalance(num_new, seq_lens, tile_tokens(group), bundles, num_multiprocessors(device)) > _UNEVEN
+
+    def _takes_rows(self, dtype: torch.dtype, head_dim: int, max_query_len: int, group: int) -> bool:
+        return head_dim <= self.largest_head_dim and takes_rows(dtype, head_dim, max_query_len, group)
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:

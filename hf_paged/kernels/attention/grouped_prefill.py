@@ -16,7 +16,7 @@ from hf_paged.kernels.attention._parts import BEGIN, END, FIRST, PART, ROWS, SLO
 from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
 from hf_paged.kernels.attention.grouped_decode import grouped_config
 from hf_paged.kernels.attention.grouped_work import Kernel
-from hf_paged.kernels.attention.hopper_support import BLOCK_M, packed_heads
+from hf_paged.kernels.attention.hopper_support import packed_heads, tile_tokens
 from hf_paged.kernels.attention.metadata import (
     PART_FIELDS,
     ROW_FIELDS,
@@ -65,9 +65,8 @@ def prompt_kernel_of(num_heads: int, num_kv_heads: int, head_dim: int, dtype: to
 
 def hopper_rows(group: int, num_kv_heads: int, device: torch.device) -> RowPrograms:
     """The programs of `hopper_prefill` for `group` query heads of a KV head, one on each multiprocessor."""
-    packed = packed_heads(group)
     slots = max(1, num_multiprocessors(device) // num_kv_heads)
-    return RowPrograms(BLOCK_M // packed, slots, _HOPPER_COST * (group // packed), 1.0)
+    return RowPrograms(tile_tokens(group), slots, _HOPPER_COST * (group // packed_heads(group)), 1.0)
 
 
 @jit(varying_pointers=("items", "table"))

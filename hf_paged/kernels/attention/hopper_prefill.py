@@ -4,7 +4,7 @@
 The method is FlashAttention-3's (Shah et al. 2024, arXiv 2407.08608), over pages. Two warps load, one the queries and
 keys and one the values, a page at a time by TMA. Two warpgroups each have half of a tile's queries; one computes its
 softmax while the tensor cores work for the other one, and the scores of a tile while the values of the one before are
-summed up. Every program has its share of all tiles, so that loads go on while a result is written.
+summed up. Every program computes many tiles, so that loads go on while a result is written.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hf_paged.kernels._device import num_multiprocessors
 from hf_paged.kernels._gluon import barrier, load_box, reinterpret
 from hf_paged.kernels._triton import on_device_of, triton
 from hf_paged.kernels.attention._tile import LOG2_E
-from hf_paged.kernels.attention.hopper_support import BLOCK_M, packed_heads
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata, positively_scaled
+from hf_paged.kernels.attention.hopper_support import BLOCK_M, POSITIONS, packed_heads
+from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata, TileQueue, positively_scaled
 from hf_paged.kernels.compiling import noted
 
 _BLOCK_M = gl.constexpr(BLOCK_M)
@@ -52,6 +52,7 @@ class HopperShape:
     has_window: bool
     has_softcap: bool
     has_sinks: bool
+    has_queue: bool
 
     @property
     def head_pad(self) -> int:
@@ -96,6 +97,7 @@ class _Rows(NamedTuple):
     seq_lens: Any
     block_table: Any
     slots: Any
+    queue: Any  # `TileQueue.counters`, or None
     num_rows: Any
     num_items: Any  # at least the number of all tiles
     table_stride: Any
@@ -118,7 +120,7 @@ class _Handover(NamedTuple):
     q_parts: Any  # the same as [2 * chunks, 64 // packed, packed, lanes]
     q_full: Any
     q_empty: Any
-    places: Any  # [2, 4] int32: first token, its position, queries from there to the row's end, bundle
+    places: Any  # [2, 8] int32: first token, its position, queries from there to the row's end, bundle, row
     place_full: Any
     place_empty: Any
     turns: Any  # of the two warpgroups at the tensor cores
@@ -139,14 +141,33 @@ def _row_of_tile(query_start, tile, num_rows, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def _place(rows, turn, S: gl.constexpr):
-    """The program's turn-th tile: row, first token, its position, queries up to the row's end (<= 0: none), bundle."""
+def _item(rows, turn, S: gl.constexpr):
+    """What the program computes in its turn-th turn."""
+    PROGRAMS: gl.constexpr = S.programs
+    program = gl.program_id(0)
+    if S.has_queue:
+        item = program
+        if turn > 0:
+            item = PROGRAMS + gl.atomic_add(rows.queue, 1, sem="relaxed")  # any other empties L1
+    else:
+        # Dealt back and forth, so that every program gets long and short ones.
+        item = turn * PROGRAMS + gl.where(turn % 2 == 0, program, PROGRAMS - 1 - program)
+    return item
+
+
+@gluon.jit
+def _leave_queue(queue, S: gl.constexpr):
+    """The last program leaves it as it was, for the next launch."""
+    if gl.atomic_add(queue + 1, 1, sem="relaxed") == S.programs - 1:
+        gl.store(queue, 0)
+        gl.store(queue + 1, 0)
+
+
+@gluon.jit
+def _place(rows, item, S: gl.constexpr):
+    """A tile: row, first token, its position, queries up to the row's end (<= 0: none), bundle."""
     BLOCK_Q: gl.constexpr = S.block_q
     BUNDLES: gl.constexpr = S.bundles
-    PROGRAMS: gl.constexpr = S.programs
-    # Tiles are dealt back and forth, so that every program gets long and short ones.
-    program = gl.program_id(0)
-    item = turn * PROGRAMS + gl.where(turn % 2 == 0, program, PROGRAMS - 1 - program)
     tile = item // BUNDLES
     row = _row_of_tile(rows.query_start, tile, rows.num_rows, BLOCK_Q)
     first_token = gl.load(rows.query_start + row)
@@ -155,6 +176,28 @@ def _place(rows, turn, S: gl.constexpr):
     before = (gl.cdiv(count, BLOCK_Q) - 1 - (tile - (first_token // BLOCK_Q + row))) * BLOCK_Q
     left = gl.where((before >= 0) & (item < rows.num_items), count - before, 0)
     return row, first_token + before, gl.load(rows.seq_lens + row) - count + before, left, item % BUNDLES
+
+
+@gluon.jit
+def _next_place(rows, turn, S: gl.constexpr):
+    """The program's next tile with queries from its turn-th turn on, as `_place`, and the turn after that."""
+    item = _item(rows, turn, S)
+    row, token, position, left, bundle = _place(rows, item, S)
+    while (left <= 0) & (item < rows.num_items):
+        turn += 1
+        item = _item(rows, turn, S)
+        row, token, position, left, bundle = _place(rows, item, S)
+    return turn + 1, row, token, position, left, bundle
+
+
+@gluon.jit
+def _announce(handover, tiles, row, token, position, left, bundle):
+    """Say which one is the tiles-th tile; `left` <= 0: there is none."""
+    field = gl.arange(0, 8, gl.BlockedLayout([8], [32], [1], [0]))
+    mbarrier.wait(handover.place_empty.index(tiles % 2), (tiles // 2 & 1) ^ 1)
+    place = gl.where(field == 0, token, gl.where(field == 1, position, gl.where(field == 2, left, bundle)))
+    handover.places.index(tiles % 2).store(gl.where(field == 4, row, place))
+    mbarrier.arrive(handover.place_full.index(tiles % 2), count=1)
 
 
 @gluon.jit
@@ -202,51 +245,64 @@ def _load_keys(q, k_cache, rows, ring, handover, S: gl.constexpr):
     HALF: gl.constexpr = S.half
     BUNDLES_PER_HEAD: gl.constexpr = S.bundles_per_head
     Q_BYTES: gl.constexpr = _BLOCK_M * S.head_pad * 2
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    field = gl.arange(0, 4, layout)
     step = 0
     tiles = 0
-    for turn in range(gl.cdiv(rows.num_items, S.programs)):
-        row, token, position, left, bundle = _place(rows, turn, S)
-        if left > 0:
-            mbarrier.wait(handover.place_empty.index(tiles % 2), (tiles // 2 & 1) ^ 1)
-            place = gl.where(field == 0, token, gl.where(field == 1, position, gl.where(field == 2, left, bundle)))
-            handover.places.index(tiles % 2).store(place)
-            mbarrier.arrive(handover.place_full.index(tiles % 2), count=1)
-
-            begin, end, last, count = _span(position, left, rows.window, S)
-            table_row = rows.block_table + gl.load(rows.slots + row).to(gl.int64) * rows.table_stride
-            head = bundle // BUNDLES_PER_HEAD
-            for j in range(count):
-                _load_tile(k_cache, ring, step, table_row, last - j * BLOCK_N, begin, end, head, S)
-                if j == 0:
-                    mbarrier.wait(handover.q_empty, (tiles & 1) ^ 1)
-                    mbarrier.expect(handover.q_full, Q_BYTES)
-                    for part in gl.static_range(2 * CHUNKS):
-                        begins = [token + part // CHUNKS * HALF, bundle * PACKED, part % CHUNKS * _LANES]
-                        load_box(q, begins, handover.q_full, handover.q_parts.index(part))
-                step += 1
-            tiles += 1
-    mbarrier.wait(handover.place_empty.index(tiles % 2), (tiles // 2 & 1) ^ 1)
-    handover.places.index(tiles % 2).store(gl.full([4], -1, gl.int32, layout))
-    mbarrier.arrive(handover.place_full.index(tiles % 2), count=1)
+    turn, row, token, position, left, bundle = _next_place(rows, gl.to_tensor(0), S)
+    _announce(handover, 0, row, token, position, left, bundle)
+    while left > 0:
+        begin, end, last, count = _span(position, left, rows.window, S)
+        table_row = rows.block_table + gl.load(rows.slots + row).to(gl.int64) * rows.table_stride
+        head = bundle // BUNDLES_PER_HEAD
+        for j in range(count):
+            _load_tile(k_cache, ring, step, table_row, last - j * BLOCK_N, begin, end, head, S)
+            if j == 0:
+                mbarrier.wait(handover.q_empty, (tiles & 1) ^ 1)
+                mbarrier.expect(handover.q_full, Q_BYTES)
+                for part in gl.static_range(2 * CHUNKS):
+                    begins = [token + part // CHUNKS * HALF, bundle * PACKED, part % CHUNKS * _LANES]
+                    load_box(q, begins, handover.q_full, handover.q_parts.index(part))
+            step += 1
+        tiles += 1
+        turn, row, token, position, left, bundle = _next_place(rows, turn, S)
+        _announce(handover, tiles, row, token, position, left, bundle)
+    if S.has_queue:
+        _leave_queue(rows.queue, S)
 
 
 @gluon.jit
-def _load_values(v_cache, rows, ring, S: gl.constexpr):
+def _taken(handover, tiles, layout: gl.constexpr):
+    """The place of the tiles-th tile; whoever reads it does so once."""
+    mbarrier.wait(handover.place_full.index(tiles % 2), tiles // 2 & 1)
+    place = handover.places.index(tiles % 2).load(layout)
+    mbarrier.arrive(handover.place_empty.index(tiles % 2), count=1)
+    return place
+
+
+@gluon.jit
+def _field(place, NUMBER: gl.constexpr):
+    return gl.sum(gl.where(gl.arange(0, 8, place.type.layout) == NUMBER, place, 0), 0)
+
+
+@gluon.jit
+def _load_values(v_cache, rows, ring, handover, S: gl.constexpr):
     """One warp: loads the values of the same tiles."""
     BLOCK_N: gl.constexpr = S.block_n
     BUNDLES_PER_HEAD: gl.constexpr = S.bundles_per_head
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     step = 0
-    for turn in range(gl.cdiv(rows.num_items, S.programs)):
-        row, _token, position, left, bundle = _place(rows, turn, S)
-        if left > 0:
-            begin, end, last, count = _span(position, left, rows.window, S)
-            table_row = rows.block_table + gl.load(rows.slots + row).to(gl.int64) * rows.table_stride
-            head = bundle // BUNDLES_PER_HEAD
-            for j in range(count):
-                _load_tile(v_cache, ring, step, table_row, last - j * BLOCK_N, begin, end, head, S)
-                step += 1
+    tiles = 0
+    place = _taken(handover, 0, layout)
+    left = _field(place, 2)
+    while left > 0:
+        begin, end, last, count = _span(_field(place, 1), left, rows.window, S)
+        table_row = rows.block_table + gl.load(rows.slots + _field(place, 4)).to(gl.int64) * rows.table_stride
+        head = _field(place, 3) // BUNDLES_PER_HEAD
+        for j in range(count):
+            _load_tile(v_cache, ring, step, table_row, last - j * BLOCK_N, begin, end, head, S)
+            step += 1
+        tiles += 1
+        place = _taken(handover, tiles, layout)
+        left = _field(place, 2)
 
 
 @gluon.jit
@@ -376,8 +432,7 @@ def _consume(out, sinks, keys, values, handover, limits, HALF: gl.constexpr, S: 
     FIRST: gl.constexpr = 1 - HALF
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_PAD, 16])
-    place_layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    field = gl.arange(0, 4, place_layout)
+    place_layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     mine = handover.turns.index(HALF)
     theirs = handover.turns.index(FIRST)
     q = handover.q_tiles.index(HALF)
@@ -386,14 +441,12 @@ def _consume(out, sinks, keys, values, handover, limits, HALF: gl.constexpr, S: 
     step = 0  # tiles of keys so far
     tiles = 0
     order = 0  # turns so far
-    mbarrier.wait(handover.place_full.index(0), 0)
-    place = handover.places.index(0).load(place_layout)
-    mbarrier.arrive(handover.place_empty.index(0), count=1)
-    left = gl.sum(gl.where(field == 2, place, 0), 0)
+    place = _taken(handover, 0, place_layout)
+    left = _field(place, 2)
     while left > 0:
-        token = gl.sum(gl.where(field == 0, place, 0), 0)
-        tile_position = gl.sum(gl.where(field == 1, place, 0), 0)
-        bundle = gl.sum(gl.where(field == 3, place, 0), 0)
+        token = _field(place, 0)
+        tile_position = _field(place, 1)
+        bundle = _field(place, 3)
         seq_len = tile_position + left
         begin, _end, last, count = _span(tile_position, left, window, S)
 
@@ -443,16 +496,14 @@ def _consume(out, sinks, keys, values, handover, limits, HALF: gl.constexpr, S: 
         acc = warpgroup_mma(operand, values.tiles.index(v_stage), acc, is_async=True)
         # Meanwhile: which tile comes next.
         tiles += 1
-        mbarrier.wait(handover.place_full.index(tiles % 2), tiles // 2 & 1)
-        place = handover.places.index(tiles % 2).load(place_layout)
-        mbarrier.arrive(handover.place_empty.index(tiles % 2), count=1)
+        place = _taken(handover, tiles, place_layout)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(values.empty.index(v_stage), count=1)
 
         total = gl.convert_layout(total, gl.SliceLayout(1, acc_layout))
         result = (acc / gl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty)
         _store(out, result, token + HALF * QUERIES, left - HALF * QUERIES, bundle, S)
-        left = gl.sum(gl.where(field == 2, place, 0), 0)
+        left = _field(place, 2)
 
 
 @gluon.jit
@@ -492,10 +543,10 @@ def _ring(dtype: gl.constexpr, S: gl.constexpr):
 
 @noted
 @gluon.jit(do_not_specialize=["num_rows", "num_items", "table_stride", "window"],
-           do_not_specialize_on_alignment=["query_start", "seq_lens", "slots"])
+           do_not_specialize_on_alignment=["query_start", "seq_lens", "slots", "queue"])
 def _hopper_prefill_kernel(
-    q, k_cache, v_cache, out, query_start, seq_lens, block_table, slots, sinks, num_rows, num_items, table_stride,
-    window, scale_log2, softcap_log2, S: gl.constexpr,
+    q, k_cache, v_cache, out, query_start, seq_lens, block_table, slots, queue, sinks, num_rows, num_items,
+    table_stride, window, scale_log2, softcap_log2, S: gl.constexpr,
 ):
     dtype: gl.constexpr = out.dtype.element_ty
     keys = _ring(dtype, S)
@@ -503,18 +554,18 @@ def _hopper_prefill_kernel(
     q_tiles = gl.allocate_shared_memory(dtype, [2, 64, S.head_pad], gl.NVMMASharedLayout(128, 16, 2))
     q_parts = reinterpret(q_tiles, dtype, [2 * S.chunks, 64 // S.packed, S.packed, _LANES],
                            gl.NVMMASharedLayout(128, 16, 3))
-    places = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    places = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     handover = _Handover(q_tiles, q_parts, _barriers(1, 1).index(0), _barriers(1, 2).index(0), places, _barriers(2, 1),
-                         _barriers(2, 2), _barriers(2, 1))
+                         _barriers(2, 3), _barriers(2, 1))
     fence_async_shared()
     barrier()
-    rows = _Rows(query_start, seq_lens, block_table, slots, num_rows, num_items, table_stride, window)
+    rows = _Rows(query_start, seq_lens, block_table, slots, queue, num_rows, num_items, table_stride, window)
     limits = (window, scale_log2, softcap_log2)
     gl.warp_specialize([
         (_consume, (out, sinks, keys, values, handover, limits, 0, S)),
         (_consume, (out, sinks, keys, values, handover, limits, 1, S)),
         (_load_keys, (q, k_cache, rows, keys, handover, S)),
-        (_load_values, (v_cache, rows, values, S)),
+        (_load_values, (v_cache, rows, values, handover, S)),
     ], [4, 1, 1], [240, 24, 24])
 
 
@@ -526,7 +577,7 @@ class HopperConfig(NamedTuple):
 
 
 # By padded head_dim.
-_CONFIGS = {64: HopperConfig(128, 3), 128: HopperConfig(128, 2), 256: HopperConfig(64, 2)}
+_CONFIGS = {64: HopperConfig(POSITIONS, 3), 128: HopperConfig(POSITIONS, 2), 256: HopperConfig(64, 2)}
 
 
 def paged_attention_hopper(
@@ -553,11 +604,12 @@ def paged_attention_hopper(
         return out
     q, options = positively_scaled(q, options)
     config = config or _CONFIGS[max(64, triton.next_power_of_2(head_dim))]
+    queue = meta.work.counters if isinstance(meta.work, TileQueue) else None
     shape = HopperShape(
         query_heads=num_heads, kv_heads=num_kv_heads, packed=packed_heads(num_heads // num_kv_heads),
         head_dim=head_dim, block_size=block_size, block_n=config.block_n, stages=config.stages,
         programs=num_multiprocessors(q.device), has_window=options.window is not None,
-        has_softcap=options.softcap is not None, has_sinks=options.sinks is not None,
+        has_softcap=options.softcap is not None, has_sinks=options.sinks is not None, has_queue=queue is not None,
     )
     box = gl.NVMMASharedLayout(128, 16, 3)
     sizes, strides = [_SLOTS, num_kv_heads, head_dim], [num_kv_heads * head_dim, head_dim, 1]
@@ -569,8 +621,8 @@ def paged_attention_hopper(
     num_items = (num_tokens // shape.block_q + num_rows) * shape.bundles
     with on_device_of(q):
         _hopper_prefill_kernel[(shape.programs,)](
-            queries, keys, values, out, meta.query_start, meta.seq_lens, meta.block_table, meta.slots, options.sinks,
-            num_rows, num_items, meta.block_table.stride(0), options.window or 0, options.scale * LOG2_E,
+            queries, keys, values, out, meta.query_start, meta.seq_lens, meta.block_table, meta.slots, queue,
+            options.sinks, num_rows, num_items, meta.block_table.stride(0), options.window or 0, options.scale * LOG2_E,
             (options.softcap or 0.0) * LOG2_E, shape, num_warps=4, maxnreg=168,
         )
     return out

@@ -12,11 +12,17 @@ from hf_paged.kernels.attention.metadata import PagedMetadata
 # Largest head size at which it was timed (benchmarks/prefill_tuning.py). It is right up to 256.
 MEASURED_HEAD_DIM = 128
 BLOCK_M = 128  # queries times packed heads of a tile: 64 for each of two warpgroups
+POSITIONS = 128  # of a tile of keys, with heads of up to 128
 
 
 def packed_heads(group: int) -> int:
     """Query heads of a KV head that a tile holds, of `group`: a power of two, so that TMA brings them together."""
     return min(group & -group, 16)
+
+
+def tile_tokens(group: int) -> int:
+    """New tokens of a tile, with `group` query heads of a KV head."""
+    return BLOCK_M // packed_heads(group)
 
 
 @lru_cache(maxsize=64)
@@ -42,7 +48,7 @@ def why_not_of(dtype: torch.dtype, head_dim: int, block_size: int) -> str | None
 
 def takes_rows(dtype: torch.dtype, head_dim: int, max_query_len: int, group: int) -> bool:
     """Does the kernel take rows of up to as many new tokens, of a model whose tensors lie as they should?"""
-    return why_not_of(dtype, head_dim, 16) is None and max_query_len * packed_heads(group) >= BLOCK_M
+    return why_not_of(dtype, head_dim, 16) is None and max_query_len >= tile_tokens(group)
 
 
 def takes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata) -> bool:
@@ -50,7 +56,7 @@ def takes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: P
     num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
     return (
         why_not_of(q.dtype, head_dim, block_size) is None
-        and meta.max_query_len * packed_heads(q.shape[1] // num_kv_heads) >= BLOCK_M
+        and meta.max_query_len >= tile_tokens(q.shape[1] // num_kv_heads)
         # What TMA asks of addresses and strides (those of the caches are multiples of head_dim), and int32 slots.
         and not (q.data_ptr() | 2 * q.stride(0) | 2 * q.stride(1) | k_cache.data_ptr() | v_cache.data_ptr()) % 16
         and num_blocks * block_size < 2**31

@@ -127,6 +127,12 @@ class PromptWork(NamedTuple):
     own_begin: torch.Tensor  # [R] int32, where a row's own positions begin, a multiple of the block size
 
 
+class TileQueue(NamedTuple):
+    """Programs take the tiles of rows of several new tokens one by one, as they get done with the one before."""
+
+    counters: torch.Tensor  # [2] int32, all 0 and 0 again afterwards: tiles taken, programs that found none
+
+
 class PagedMetadata(NamedTuple):
     """One step's layout, on the device of the KV pool. R rows (sequences) bring T new tokens, packed row after row.
 
@@ -142,8 +148,9 @@ class PagedMetadata(NamedTuple):
     slot_mapping: torch.Tensor  # [T] int64, block_id * block_size + offset of each new token; -1: do not write it
     max_query_len: int
     max_seq_len: int
-    # Of rows of one new token: who computes what, None: all cut alike. Of others: what is read for several of them.
-    work: DecodeWork | GroupedWork | PromptWork | None = None
+    # Of rows of one new token: who computes what, None: all cut alike. Of others: what is read for several of them, or
+    # who computes what, None: every program has its share.
+    work: DecodeWork | GroupedWork | PromptWork | TileQueue | None = None
     host_rows: HostRows | None = None  # all of this as the torch backend reads it; None: it looks in every layer
 
     def read_on_host(self, block_size: int, width: int) -> HostRows:

@@ -1,6 +1,7 @@
 """The prefill kernel for Hopper: where it runs, what it takes, what it compiles to; on such a GPU, against float64."""
 
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hf_paged.kernels import gluon_support
 from hf_paged.kernels.attention import backends
 from hf_paged.kernels.attention.backends import BACKENDS, resolve_backend
 from hf_paged.kernels.attention.hopper_support import BLOCK_M, packed_heads, takes, why_not_of, why_not_on
+from hf_paged.kernels.attention.metadata import TileQueue
 from hf_paged.kernels.attention.prefill import FULL_TILE, paged_attention_prefill
 
 GPU = torch.device("cuda", 0)
@@ -114,7 +116,8 @@ def test_the_tensor_cores_run_on_while_others_compute():
     """ptxas waits for every product by itself where it cannot see which registers a product holds, and says so."""
     shapes = [
         {"head_dim": 64, "block_n": 128, "stages": 3}, {"head_dim": 128, "block_n": 128, "stages": 2},
-        {"head_dim": 128, "block_n": 128, "stages": 2, "has_window": True, "has_softcap": True, "has_sinks": True},
+        {"head_dim": 128, "block_n": 128, "stages": 2, "has_window": True, "has_softcap": True, "has_sinks": True,
+         "has_queue": False},
         {"head_dim": 256, "block_n": 64, "stages": 2},
     ]
     script = Path(__file__).with_name("compile_hopper.py")
@@ -170,6 +173,21 @@ def test_gpu_many_tiles_give_the_same_bits_every_time():
     first = close(case)
     for _ in range(20):
         assert torch.equal(BACKENDS["hopper"].run(*case[:5]), first)
+
+
+@here()
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"window": 300}], ids=str)
+def test_gpu_a_queue_of_tiles_changes_no_bit_and_is_empty_again(options):
+    """With fewer tiles than programs, and with more, one launch after the other."""
+    counters = torch.zeros(2, dtype=torch.int32, device="cuda")
+    for rows in ([(40, 70)], [(900, 900), (1, 1), (130, 2000), (65, 65), (700, 704)] * 3):
+        case = make_case(rows, seed=5, device="cuda", **CASE)
+        case = case._replace(options=replace(case.options, **options))
+        dealt, queued = close(case), case._replace(meta=case.meta._replace(work=TileQueue(counters)))
+        for _ in range(20):
+            assert torch.equal(close(queued), dealt)
+            assert counters.tolist() == [0, 0]
 
 
 @here()
