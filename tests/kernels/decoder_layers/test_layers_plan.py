@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from hf_paged.kernels.decoder_layers.plan import LayersPlan, LayerTensors, check_layers
-from hf_paged.kernels.decoder_layers.shape import LayerFields
+from hf_paged.kernels.decoder_layers.shape import FAR_BITS, LayerFields
 
 
 def layers(count=2, hidden=1024, inner=1024, heads=8, kv_heads=4, head_dim=128, block_size=16, dtype=torch.bfloat16,
@@ -46,7 +46,8 @@ def test_the_table_and_the_descriptors_say_where_everything_lies():
     qkv, down, o, gate_up = kinds
     made = [LayerTensors(*weights, *layer[4:]) for *weights, layer in zip(qkv, o, gate_up, down, made, strict=True)]
     plan = LayersPlan(made, made[0].input_norm, 1e-6, 1.0, 2)
-    assert [box.strides[1] for box in plan.weights] == [1024, 2048, 1024, 1536]
+    assert [box.strides for box in plan.weights] == [[2**36, 64, width, 1] for width in (1024, 2048, 1024, 1536)]
+    assert plan.cache.strides == [2**36, 4 * 128, 128, 1] and FAR_BITS == 37, "of two bytes each"
     for layer, row in zip((*made, made[-1]), plan.table.tolist(), strict=True):
         fields = LayerFields(*row)
         for box, tensor, line in zip(plan.weights, layer[:4], fields[:4], strict=True):
