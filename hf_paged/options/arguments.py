@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
+import operator
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,18 +49,16 @@ def token_ids(prompt_token_ids: Any, vocab_size: int, name: str = "prompt_token_
 
 def token_id_lists(prompts: Sequence[Any], vocab_size: int) -> list[list[int]] | None:
     """What `token_ids` makes of every prompt, looked at in one go; None: ask `token_ids` about each."""
-    if not all(type(prompt) in (list, tuple) and prompt for prompt in prompts):
+    if not prompts or not all(type(prompt) in (list, tuple) and prompt for prompt in prompts):
         return None
-    kinds: set[type] = set()
-    for prompt in prompts:
-        kinds.update(map(type, prompt))
-    if kinds != {int}:
+    if not all(operator.countOf(map(type, prompt), int) == len(prompt) for prompt in prompts):
         return None
     try:
-        ids = np.fromiter(itertools.chain.from_iterable(prompts), np.int64, sum(map(len, prompts)))
+        columns = [array("I", prompt) for prompt in prompts]  # of all that takes numbers the fastest; none is negative
     except OverflowError:
         return None
-    return list(map(list, prompts)) if ids.min() >= 0 and ids.max() < vocab_size else None
+    in_range = all(int(np.frombuffer(column, np.uintc).max()) < vocab_size for column in columns)
+    return list(map(list, prompts)) if in_range else None
 
 
 def base_seed(seed: int | None, default: int | None) -> int:

@@ -34,7 +34,7 @@ class Sequence:
 
     Args:
         request_id: Unique among the unfinished requests of a scheduler.
-        prompt_token_ids: At least one token id, each below 2**31.
+        prompt_token_ids: At least one token id, each below 2**31. The list is kept, and has to stay as it is.
         output_token_ids: What has been generated already.
         max_new_tokens: Generated tokens, those among them, after which the sequence ends with ``"length"``. With 0 it
             ends when its prompt is computed.
@@ -127,7 +127,7 @@ class Sequence:
         self.prefix_id = ROOT_PREFIX_ID  # of the last published block
         self.prefix_digest = ROOT_DIGEST
         self.block_hashes: list[tuple[bytes, bytes]] = []  # (content, digest) of leading full blocks, while waiting
-        self._prompt = list(prompt_token_ids)
+        self._prompt = prompt_token_ids
         self._output = list(output_token_ids)
         self._num_computed = 0
         self._table: RunningColumns | None = None

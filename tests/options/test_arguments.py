@@ -154,7 +154,9 @@ def test_prompts_checked_in_one_go_pass_as_each_alone(many):
 
 def test_plain_prompts_are_checked_in_one_go():
     assert token_id_lists([[1, 2], (3,)], 10) == [[1, 2], [3]]
-    for bad in ([[1], []], [[1], [10]], [[1], [-1]], [[2**70]], [[True]], [[1.0]], ["12"], []):
+    assert token_id_lists([[2**32 - 1]], 2**33) == [[2**32 - 1]]
+    for bad in ([[1], []], [[1], [10]], [[1], [-1]], [[2**32 + 1]], [[2**70]], [[True]], [[1, False]], [[1.0]], ["12"],
+                [[np.int64(1)]], []):
         assert token_id_lists(bad, 10) is None
 
 

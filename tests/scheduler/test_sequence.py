@@ -29,10 +29,9 @@ def test_tokens_read_the_same_waiting_running_and_finished():
     assert seq.num_computed_tokens == 6  # the last token's KV was never needed
 
 
-def test_token_lists_are_copies():
-    prompt = [1, 2]
-    seq = Sequence("a", prompt, max_new_tokens=1)
-    prompt.append(3)
+def test_token_lists_that_are_handed_out_are_copies():
+    seq = Sequence("a", [1, 2], max_new_tokens=1)
+    seq.prompt_token_ids.append(3)
     seq.token_ids.append(4)
     seq.output_token_ids.append(5)
     assert seq.token_ids == [1, 2]
