@@ -951,3 +951,8 @@ FROZEN_HEAP = [
 PACKAGE_MUTATIONS = [
     mutation for name, some in list(globals().items()) if name.isupper() and isinstance(some, list) for mutation in some
 ]
+    PackageMutation(CORE, "        if not self.requests:\n            self._pace.rest()\n",
+                    "        self.note_use()\n        if not self.requests:\n            self._pace.rest()\n",
+                    HEAP_TESTS, "once_the_device"),
+    PackageMutation(CORE, "                self.note_use()  # a look", "                pass  # a look", HEAP_TESTS,
+                    "once_the_device"),

@@ -148,7 +148,6 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request."""
         self.dirty = True
-        self._heap_hold.note(True)
         scheduler = self.scheduler_or_build()
         end = None if request.made is None else self._resumed_end(request)
         if end is None:
@@ -347,7 +346,6 @@ class EngineCore:
         waiting = [batch for batch in self.batches if batch.is_waiting]
         if self.is_idle and not waiting:
             return False
-        self.note_use()
         if not self.requests:
             self._pace.rest()
         if self.owes_requests:
@@ -392,6 +390,7 @@ class EngineCore:
                                     scheduler.num_preemptions - num_preempted, started, scheduled, time.perf_counter(),
                                     device_times.take())
                     self.observers.tell("launched", step)
+                self.note_use()  # a look at what a call has made takes a while: the device has work meanwhile
                 previous, self._in_flight = self._in_flight, launched
                 overlaps = launched is not None and self._overlaps(device)
                 if not overlaps:

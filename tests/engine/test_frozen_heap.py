@@ -103,6 +103,25 @@ def test_a_call_in_lockstep_does_as_well(model):
     assert watching.frozen == [True] * 4
 
 
+def test_the_heap_is_looked_at_once_the_device_has_work(monkeypatch):
+    seen, launch, commit = [], EngineCore._launch, EngineCore._commit
+
+    def look(name, own):
+        def looking(self, step, *others):
+            if step is not None:
+                seen.append((name, gc.get_freeze_count() > 0))
+            return own(self, step, *others)
+        return looking
+
+    monkeypatch.setattr(EngineCore, "_launch", look("launch", launch))
+    monkeypatch.setattr(EngineCore, "_commit", look("commit", commit))
+    with PagedGenerator(tiny_model(), config=PagedConfig(num_blocks=64)) as generator:
+        for _ in range(2):
+            seen.clear()
+            generator.generate(random_prompts([12, 9]), max_new_tokens=4)
+            assert seen == [("launch", False), ("commit", True), *[("launch", True), ("commit", True)] * 3]
+
+
 def test_garbage_of_before_is_collected_afterwards_and_garbage_of_during_at_once(model):
     before = Thing()
     old, seen = weakref.ref(before), []
