@@ -725,6 +725,7 @@ AWAITED = [
 ]
 
 OPTIONS, TOPS, ENDINGS = "engine/test_request_options.py", "sampling/top_log_probs.py", "engine/endings.py"
+SHARED = "options/test_request_options.py"
 
 ASKED_OF_REQUESTS = [  # besides a GenerationConfig
     PackageMutation("sampling/edit_reference.py", "scores - counts * each - once", "scores - counts * (each + once)",
@@ -740,6 +741,17 @@ ASKED_OF_REQUESTS = [  # besides a GenerationConfig
                     OPTIONS, "best_of_the_candidates"),
     PackageMutation("options/request_options.py", "timeout=_timeout(options.timeout)", "timeout=None", OPTIONS,
                     "hands_an_option"),
+    PackageMutation("options/request_options.py", "prompt_length if reads_prompt_length(merged) else None", "None",
+                    SHARED, "prompts_length"),
+    PackageMutation("options/request_options.py", ", id(options)\n", "\n", SHARED, "options_and_lengths"),
+    PackageMutation("options/request_options.py", "replace(settings, max_new_tokens=merged.max_new_tokens)", "settings",
+                    SHARED, "options_and_lengths"),
+    PackageMutation("options/request_options.py", " if merged.exponential_decay_length_penalty is None else merged", "",
+                    SHARED, "length_penalty"),
+    PackageMutation("options/settings.py", "(type(least) is not int or least > 0)", "False", SHARED, "prompts_length"),
+    PackageMutation("options/arguments.py", "            self._first[id(merged)] = first\n", "", SHARED, "read_once"),
+    PackageMutation("options/arguments.py", "(map(type, prompt), int) == len(prompt)", "(map(type, prompt), int) > 0",
+                    "options/test_arguments.py", "in_one_go"),
     PackageMutation(TOPS, "kept = filtered.where(rows.filtered[:, None], scaled)", "kept = scaled",
                     "sampling/test_top_log_probs.py", "without_edits"),
     PackageMutation(TOPS, "values[:, :1].float() + best[:, None]", "values[:, :1].float()",
@@ -946,13 +958,13 @@ FROZEN_HEAP = [
             self._core.note_use()""", """                self._deferred.pop()()
         finally:
             pass""", HEAP_TESTS, "call_in_lockstep"),
-]
-
-PACKAGE_MUTATIONS = [
-    mutation for name, some in list(globals().items()) if name.isupper() and isinstance(some, list) for mutation in some
-]
     PackageMutation(CORE, "        if not self.requests:\n            self._pace.rest()\n",
                     "        self.note_use()\n        if not self.requests:\n            self._pace.rest()\n",
                     HEAP_TESTS, "once_the_device"),
     PackageMutation(CORE, "                self.note_use()  # a look", "                pass  # a look", HEAP_TESTS,
                     "once_the_device"),
+]
+
+PACKAGE_MUTATIONS = [
+    mutation for name, some in list(globals().items()) if name.isupper() and isinstance(some, list) for mutation in some
+]

@@ -22,12 +22,12 @@ from hf_paged.options.prompts import prompt_ids, prompt_list
 from hf_paged.options.request_options import (
     PLAIN,
     RequestOptions,
+    SettingsReader,
     check_options,
     check_priority,
     scoring_only,
-    settings_with,
 )
-from hf_paged.options.settings import RequestSettings, settings_from_config
+from hf_paged.options.settings import RequestSettings
 from hf_paged.options.structured import Structured
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.sampling.sampler import derive_seed
@@ -163,6 +163,7 @@ class RequestMaker:
         template, keywords = split_keywords(given_keywords, call.chat_template_kwargs, prompts, engine.tokenizer,
                                             own_entries)
         merge = ConfigMerger(model, keywords, self._recent)
+        read = SettingsReader(merge, engine.num_logits)
         asked: list[Asked] = []
         for index, ids in enumerate(self._checked(prompts, template)):
             config = configs[index]
@@ -177,7 +178,7 @@ class RequestMaker:
                     raise form
                 merged = merge(config)
                 self._notices.look(merged, config, keywords, model.generation_config)
-                settings, wanted = self._settled(ids, merged, call, options[index], salts[index], adapter)
+                settings, wanted = self._settled(ids, merged, call, read, options[index], salts[index], adapter)
                 copies = wanted if most[index] is None else num_candidates(most[index], wanted, settings)
                 if most[index] is not None and settings.logprobs is None:
                     settings = replace(settings, logprobs=PROCESSED)
@@ -186,8 +187,8 @@ class RequestMaker:
                 before = self._before(ids, given[index][1], settings, copies)
                 first = 0 if own_seeds else len(asked)
                 names = copy_ids(request_ids[index], copies)
-                made = [replace(self._request(ids, settings, seeds[index], first + copy, before), autocast=autocast,
-                                request_id=names[copy], priority=priorities[index]) for copy in range(copies)]
+                made = [self._request(ids, settings, seeds[index], first + copy, before, autocast=autocast,
+                                      request_id=names[copy], priority=priorities[index]) for copy in range(copies)]
             except UnsupportedModelError:
                 raise
             except Exception as error:
@@ -196,7 +197,7 @@ class RequestMaker:
                         raise
                     if config is call.generation_config:  # raises what is wrong whatever the prompt
                         of_all = options[index] if options[index] is call.options else PLAIN
-                        self._settled([0], merge(config), call, of_all, None, None)
+                        self._settled([0], merge(config), call, read, of_all, None, None)
                 failed = call.failed(index, error, [] if isinstance(ids, Exception) else ids)
                 asked += [Asked(index, failed)] * _copies_of(config, keywords, model.generation_config)
             else:
@@ -242,11 +243,10 @@ class RequestMaker:
         check = self._engine.check_prompt
         return [f if isinstance(f, Exception) else _attempt(check, f, (TypeError, ValueError)) for f in forms]
 
-    def _settled(self, ids: list[int], merged: GenerationConfig, call: Call, options: RequestOptions, salt: Any,
-                 adapter: Any) -> tuple[RequestSettings, int]:
+    def _settled(self, ids: list[int], merged: GenerationConfig, call: Call, read: SettingsReader,
+                 options: RequestOptions, salt: Any, adapter: Any) -> tuple[RequestSettings, int]:
         """What one prompt runs with, and how many completions of it are wanted."""
-        settings = settings_from_config(merged, len(ids), self._engine.num_logits)
-        settings = settings_with(settings, options, self._engine.num_logits)
+        settings = read(merged, len(ids), options)
         if call.scores_only:
             settings = scoring_only(settings)
         if salt is not None:
@@ -268,12 +268,12 @@ class RequestMaker:
                              "own seed; for several ways on give its prompt_token_ids and output_token_ids")
         return self._engine.check_made(ids, made, settings)
 
-    def _request(self, ids: list[int], settings: RequestSettings, seed: Any, number: int,
-                 made: Made | None) -> NewRequest:
+    def _request(self, ids: list[int], settings: RequestSettings, seed: Any, number: int, made: Made | None,
+                 **others: Any) -> NewRequest:
         seed = derive_seed(base_seed(seed, self._engine.config.seed), number)
         if made is not None and made.seed is not None:
             seed = made.seed
-        return NewRequest(ids, settings, seed=seed, stop=self._engine.stop_rule(settings, ids), made=made)
+        return NewRequest(ids, settings, seed=seed, stop=self._engine.stop_rule(settings, ids), made=made, **others)
 
 
 def wanted(asked: list[Asked]) -> list[NewRequest]:

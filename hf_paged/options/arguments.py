@@ -119,7 +119,8 @@ class ConfigMerger:
     """`merge_config` for the configs of one call: those that differ in nothing but ``max_new_tokens`` merge once.
 
     Stock compares ``max_new_tokens`` with 0 and otherwise hands it through, so a positive one may be put into the
-    result of another. Where any of the code that says so is not transformers' own, every config is merged by itself.
+    result of another; configs that differ in nothing have one result. Where any of the code that says so is not
+    transformers' own, every config is merged by itself.
     """
 
     def __init__(self, model: Any, kwargs: dict[str, Any], recent: RecentMerges) -> None:
@@ -127,7 +128,8 @@ class ConfigMerger:
         self._kwargs = kwargs
         self._recent = recent
         self._by_id: dict[int, tuple[GenerationConfig | None, GenerationConfig]] = {}
-        self._by_others: dict[tuple, GenerationConfig] = {}  # by all fields but max_new_tokens
+        self._alike: dict[tuple, dict[int, GenerationConfig]] = {}  # by all fields but max_new_tokens, then by that
+        self._first: dict[int, GenerationConfig] = {}  # by id of a result that was made of another one, that
         self._may_share = _merges_as_stock(model) and GenerationConfig.__setattr__ is object.__setattr__
 
     def __call__(self, config: GenerationConfig | None) -> GenerationConfig:
@@ -138,16 +140,23 @@ class ConfigMerger:
 
     def _merge(self, config: GenerationConfig | None) -> GenerationConfig:
         key = self._others(config) if self._may_share else None
-        if key is None or key not in self._by_others:
-            merged = self._recent(self._model, config, self._kwargs)
-            if key is not None:
-                self._by_others[key] = merged
-            return merged
-        merged = copy.copy(self._by_others[key])
-        if "max_new_tokens" not in self._kwargs:
-            assert config is not None
-            merged.max_new_tokens = config.max_new_tokens
-        return merged
+        if key is None:
+            return self._recent(self._model, config, self._kwargs)
+        assert config is not None
+        count = 0 if "max_new_tokens" in self._kwargs else config.max_new_tokens
+        if key not in self._alike:
+            self._alike[key] = {count: self._recent(self._model, config, self._kwargs)}
+        alike = self._alike[key]
+        if count not in alike:
+            first = next(iter(alike.values()))
+            alike[count] = merged = copy.copy(first)
+            merged.max_new_tokens = count
+            self._first[id(merged)] = first
+        return alike[count]
+
+    def first_like(self, merged: GenerationConfig) -> GenerationConfig:
+        """The first of the results that says the same as this one but for a positive ``max_new_tokens``."""
+        return self._first.get(id(merged), merged)
 
     @staticmethod
     def _others(config: GenerationConfig | None) -> tuple | None:

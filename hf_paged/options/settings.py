@@ -211,6 +211,14 @@ def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_siz
     return settings
 
 
+def reads_prompt_length(config: GenerationConfig) -> bool:
+    """Do the settings of a merged config, if they are right, depend on the length of the prompt?"""
+    least = config.min_length
+    return config.max_new_tokens is None or (
+        config.min_new_tokens is None and least is not None and (type(least) is not int or least > 0)
+    )
+
+
 def _read(config: GenerationConfig, prompt_length: int, vocab_size: int) -> RequestSettings:
     if (option := unsupported_option(config)) is not None:
         raise UnsupportedOptionError(f"{option}; use model.generate for it")

@@ -15,6 +15,7 @@ from support import assert_idle, byte_tokenizer, random_prompts, stock_generate,
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hf_paged import PagedGenerator, UnsupportedOptionError
+from hf_paged.integration.requests import Call, wanted
 from hf_paged.options.chat_keywords import OURS, template_parameters
 
 TEMPLATE = """
@@ -295,6 +296,33 @@ def test_settings_that_no_table_holds_are_found_when_they_are_queued(generator, 
     made = generator.generate(PROMPTS, max_new_tokens=3, on_error="complete")
     assert [c.error for c in made] == [None, "ValueError: no room", None]
     assert_idle(generator.model)
+
+
+def test_each_prompt_runs_with_its_own_settings_as_in_a_call_of_its_own(generator):
+    """Equal configs, and ones that differ in their length, with options that are each prompt's own."""
+    own = {"logprobs": [False, "raw", True, False], "stop_token_ids": [[7], None, [7], [9]], "seed": [4, 5, 4, 4],
+           "cache_salt": ["a", None, "b", None], "priority": [1, 0, 2, 0], "request_ids": list("wxyz")}
+    prompts = [*PROMPTS, PROMPTS[0]]
+    for fields in ({"max_new_tokens": 3}, {"max_length": 40}, {"max_new_tokens": 30, "min_length": 22}):
+        configs = [GenerationConfig(do_sample=True, temperature=0.7, **fields) for _ in prompts]
+        if "max_new_tokens" in fields:
+            configs[1].max_new_tokens += 2
+        made = wanted(generator._maker.make(Call.of(prompts, configs, **own)))
+        for i, request in enumerate(made):
+            given = {name: values[i : i + 1] for name, values in own.items()}
+            assert [request] == wanted(generator._maker.make(Call.of(prompts[i : i + 1], configs[i : i + 1], **given)))
+        assert [request.settings.cache_salt == b"" for request in made] == [False, True, False, True]
+
+
+def test_what_a_caller_does_with_a_prompt_meanwhile_changes_nothing(generator):
+    prompt = list(PROMPTS[0])
+    outputs = generator.stream([prompt], max_new_tokens=4, do_sample=True, num_return_sequences=2, seed=0)
+    prompt.append(3)
+    made = [output.completion for _, output in outputs if output.completion is not None]
+    assert len(made) == 2
+    for completion in made:
+        assert completion.prompt_token_ids == PROMPTS[0]
+        completion.prompt_token_ids.append(3)
 
 
 # -- warnings ------------------------------------------

@@ -104,6 +104,18 @@ def test_configs_that_differ_in_their_length_only_merge_once(model, monkeypatch)
     made = [merge(GenerationConfig(max_new_tokens=n, do_sample=True)) for n in range(1, 9)]
     assert len(calls) == 1
     assert [config.max_new_tokens for config in made] == list(range(1, 9))
+    assert {id(merge.first_like(config)) for config in made} == {id(made[0])}
+    other = merge(GenerationConfig(max_new_tokens=1, do_sample=True, temperature=0.6))
+    assert merge.first_like(other) is other
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"max_new_tokens": 5}])
+def test_configs_that_say_the_same_have_one_result(model, kwargs):
+    merge = ConfigMerger(model, kwargs, RecentMerges())
+    made = [merge(GenerationConfig(max_new_tokens=n, temperature=t)) for t in (0.5, 0.6) for n in (3, 4, 3, 4)]
+    assert made[0] is made[2] and made[1] is made[3]
+    assert (made[0] is made[1]) == bool(kwargs), "the call's own length is that of all"
+    assert {id(config) for config in made[:4]}.isdisjoint(map(id, made[4:]))
 
 
 def test_calls_with_equal_settings_merge_once_whatever_becomes_of_their_lists(model, monkeypatch):
