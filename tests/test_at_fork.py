@@ -52,7 +52,7 @@ SAFE = {
     "hf_paged.integration.serving.http._Answer.refused": _SERVER,
     "hf_paged.integration.serving.http._Client._messages": _SERVER,
     "hf_paged.kernels.compiling.Kernel._reading": _CUDA,
-    "hf_paged.kernels.compile_process._places": _CUDA,
+    "hf_paged.kernels.compile_process._one_at_a_time": _CUDA,
     "hf_paged.kernels.compiling._begin_ahead": _CUDA,
     "hf_paged.kernels.compiling._lock": _CUDA,
     "hf_paged.kernels.compiling.compiled_ahead": "done before anybody else sees it",

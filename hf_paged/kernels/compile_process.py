@@ -16,12 +16,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hf_paged.kernels._device import num_cores
 from hf_paged.python_process import module_process
 
 _LIMIT_S = 300.0
-# What runs beside them is to keep most of the cores.
-_places = threading.BoundedSemaphore(max(1, num_cores() // 4))
+_one_at_a_time = threading.Lock()  # what runs beside them is to keep its cores
 
 
 class Request(NamedTuple):
@@ -69,7 +67,7 @@ def compile_elsewhere(compile: Callable[[], Any]) -> None:
     # No GPU: the process has no use for memory there.
     process = module_process(__name__, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     request = pickle.dumps(request_of(compile))
-    with _places:
+    with _one_at_a_time:
         subprocess.run(**process, input=request, check=True, timeout=_LIMIT_S, stdout=subprocess.DEVNULL,
                        stderr=subprocess.DEVNULL)
 

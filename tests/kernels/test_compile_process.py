@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import hf_paged
-from hf_paged.kernels import compile_process
 from hf_paged.kernels.compile_process import compile_elsewhere, request_of
 
 pytest.importorskip("triton.experimental.gluon")
@@ -76,29 +72,6 @@ def test_what_a_process_compiled_is_what_a_launch_looks_for(tmp_path):
                           capture_output=True, timeout=200, cwd=working_directory)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"warps": 2, "made here": [], "failed": True}
-
-
-def test_a_quarter_of_the_cores_compiles_at_the_same_time(monkeypatch):
-    """The others wait for a place; a process that fails gives its own back."""
-    running, most, lock, both = [], [], threading.Lock(), threading.Barrier(2, timeout=20)
-
-    def run(*_, input, **__):
-        with lock:
-            running.append(input)
-            most.append(len(running))
-        both.wait()
-        with lock:
-            running.remove(input)
-        if pickle.loads(input) == 3:
-            raise subprocess.CalledProcessError(1, "python")
-
-    monkeypatch.setattr(compile_process, "_places", threading.BoundedSemaphore(2))
-    monkeypatch.setattr(compile_process, "request_of", lambda number: number)
-    monkeypatch.setattr(subprocess, "run", run)
-    with ThreadPoolExecutor(6) as pool:
-        ends = [pool.submit(compile_elsewhere, number) for number in range(6)]
-    assert [isinstance(end.exception(), subprocess.CalledProcessError) for end in ends] == [n == 3 for n in range(6)]
-    assert max(most) == 2
 
 
 def test_another_versions_compiler_is_left_to_the_caller():
