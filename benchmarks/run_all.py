@@ -8,8 +8,9 @@
     python benchmarks/run_all.py --models tiny --device cpu --scale 0.02 --batches 4     # does it run? minutes: none
 
 A row is the median of `--runs` after `--warmup` runs in one process; `--budget` seconds a row trim them for slow
-engines. "ready" is from the model in memory (vLLM, nano-vllm: from their start) to the first token, given where an
-engine was started for a row; "first run" is the rate of the row's very first run. "of floor": see floors.py.
+engines. What the last of these has compiled in the background is waited for, and one more run takes it. "ready" is from
+the model in memory (vLLM, nano-vllm: from their start) to the first token, given where an engine was started for a row;
+"first run" is the rate of the row's very first run. "of floor": see floors.py.
 `--ab` repeats our rows with one technique off (techniques.py lists them), `--autocast` ours and stock's with fp32
 weights under bf16 autocast. What compiling kernels side by side brings is seen in processes of their own
 (first_token.py --one-by-one), and what guesses bring where text repeats (speculation_speed.py).
