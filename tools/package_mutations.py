@@ -400,11 +400,17 @@ WORK_TESTS, GROUPED_TESTS = (f"kernels/attention/test_grouped_{name}.py" for nam
 
 HOPPER, HOPPER_TESTS = "kernels/attention/hopper_support.py", "kernels/attention/test_hopper_prefill.py"
 
-# Which calls the kernel for Hopper gets.
+SHARES, SHARES_TESTS = "kernels/attention/tile_shares.py", "kernels/attention/test_tile_shares.py"
+
+# Which calls the kernel for Hopper gets, and which steps a queue of tiles.
 HOPPER_CALLS = [
     PackageMutation(HOPPER, "min(group & -group, 16)", "min(group, 16)", HOPPER_TESTS, "fill_a_tile"),
-    PackageMutation(HOPPER, "packed_heads(q.shape[1] // num_kv_heads) >= BLOCK_M", "1 > 0", HOPPER_TESTS,
-                    "fill_a_tile"),
+    PackageMutation(HOPPER, ">= tile_tokens(q.shape[1] // num_kv_heads)", "> 0", HOPPER_TESTS, "fill_a_tile"),
+    PackageMutation(SHARES, "costs[1::2, ::-1].copy()", "costs[1::2].copy()", SHARES_TESTS, "counts"),
+    PackageMutation(SHARES, "[row] // tokens + row", "[row] // tokens", SHARES_TESTS, "counts"),
+    PackageMutation(SHARES, "max(shares.mean(), costs.max())", "shares.mean()", SHARES_TESTS, "counts"),
+    PackageMutation("kernels/attention/backends.py", "> _UNEVEN", "> 0", SHARES_TESTS, "uneven"),
+    PackageMutation("runner/attention_inputs.py", " if wants else None", "", SHARES_TESTS, "eager_step"),
     PackageMutation("kernels/gluon_support.py", "tuple(f\"{tested}.\" for", "tuple(tested for", HOPPER_TESTS,
                     "elsewhere"),
     PackageMutation("kernels/_device.py", " or torch.version.hip", "", "kernels/test_device.py", "nvidia"),
@@ -473,7 +479,6 @@ AT_ONCE = [
     PackageMutation(SUPPORT, "(major, minor) != (9, 0)", "major != 9", SUPPORT_TESTS, "elsewhere"),
     PackageMutation(SUPPORT, "len(set(map(_shapes, decoder.layers))) > 1 or", "", SUPPORT_TESTS, "go_together"),
     PackageMutation(SUPPORT, "rows * int(lengths.max())", "int(lengths.max())", SUPPORT_TESTS, "even_shares"),
-    PackageMutation(SUPPORT, ">= _MOST_UNITS * unit", "< 0", SUPPORT_TESTS, "too_far"),
     PackageMutation(SUPPORT, "t.stride(), t.dtype)", "t.stride(), t.dtype)[1:]", SUPPORT_TESTS, "the_key"),
     PackageMutation("kernels/compiling.py", "if not _lies_on_disk(key, self._name):", "if True:",
                     "kernels/test_compiling.py", "on_the_disk"),
