@@ -111,9 +111,12 @@ class Ours(Engine):
 
     def settle(self) -> bool:
         one_launch = getattr(self.generator.engine._executor, "_one_launch", None)
-        coming = {} if one_launch is None else one_launch._compiled
+        if one_launch is None:
+            return False
+        coming = one_launch._compiled
         wait(coming.values(), timeout=PATIENCE_S)
-        return bool(coming.keys() - (one_launch._ready if coming else set()))  # the next run takes them
+        compiled = {rows for rows, one in coming.items() if one.done() and one.exception() is None}
+        return any(one_launch._plans.get(rows) for rows in compiled - one_launch._ready)  # the next run takes them
 
     def stats(self) -> dict[str, Any]:
         now = self.generator.engine.stats()

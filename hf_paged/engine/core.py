@@ -390,8 +390,8 @@ class EngineCore:
                                     scheduler.num_preemptions - num_preempted, started, scheduled, time.perf_counter(),
                                     device_times.take())
                     self.observers.tell("launched", step)
-                self.note_use()  # a look at what a call has made takes a while: the device has work meanwhile
                 previous, self._in_flight = self._in_flight, launched
+                self.note_use()  # a look at what a call has made takes a while: the device has work meanwhile
                 overlaps = launched is not None and self._overlaps(device)
                 if not overlaps:
                     self._commit(previous)

@@ -2,8 +2,8 @@
 
 The heap of torch and transformers has some 430,000 objects, which a full collection looks through in a fifth of a
 second and more. The GPU has nothing to do meanwhile. `gc.freeze` puts all of them aside when the first engine of the
-process becomes busy, and `gc.unfreeze` takes them back when the last one is idle; both only join lists. What is made
-in between is collected as ever.
+process has launched a step, and `gc.unfreeze` takes them back when the last one is idle; both only join lists. What is
+made in between is collected as ever.
 """
 
 from __future__ import annotations

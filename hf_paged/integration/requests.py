@@ -108,7 +108,8 @@ class Call:
             kind = next((kind for kind in kinds if isinstance(error, kind)), None)
             text = error_text(error) if kind is None else str(error)
             raise (kind or ValueError)(f"prompts[{index}]: {text}") from error
-        return Completion([], None, "error", ids, error=error_text(error))
+        # The prompt may be that of another copy, which runs.
+        return Completion([], None, "error", list(ids), error=error_text(error))
 
 
 class Asked(NamedTuple):

@@ -173,6 +173,8 @@ class AttentionInputs:
 
     def _tile_queue(self, num_new: np.ndarray, seq_lens: np.ndarray) -> TileQueue | None:
         spec = self._spec
+        if self._windows.keys() - {None}:  # what tiles of other layers see says nothing of theirs
+            return None
         wants = self.backend.wants_queue(num_new, seq_lens, spec.num_heads, spec.num_kv_heads, spec.head_dim,
                                          spec.cache_dtype, spec.device)
         return TileQueue(torch.zeros(2, dtype=torch.int32, device=spec.device)) if wants else None

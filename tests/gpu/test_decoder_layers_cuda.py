@@ -20,6 +20,7 @@ from layers_reference import row_of_layers
 
 import hf_paged
 from hf_paged.kernels import decoder_layers_support as support
+from hf_paged.kernels.decoder_layers.shape import FAR_BITS, kinds
 from hf_paged.kernels.decoder_layers_support import Decoder
 from hf_paged.models import virtual_memory
 
@@ -145,8 +146,9 @@ def test_layers_whose_tensors_lie_terabytes_apart():
     expected = case.run(rows, lengths, slots)
     case.plan = support.plan_of(case.decoder._replace(layers=layers), 2)
     assert torch.equal(case.run(rows, lengths, slots), expected)
-    starts = [tensor.data_ptr() for layer in layers for tensor in layer[:6]]
-    print(f"in {(max(starts) - min(starts)) / 2**40:.3f} TiB of addresses")
+    spans = [max(t.data_ptr() for t in tensors) - min(t.data_ptr() for t in tensors) for _, tensors, _ in kinds(layers)]
+    if min(spans) >> FAR_BITS == 0:  # right, but not what this is about
+        pytest.skip(f"the driver's addresses lie near torch's: {spans}")
 
 
 def test_a_token_without_a_slot_is_not_written_and_padding_reads_nothing():

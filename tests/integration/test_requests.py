@@ -325,6 +325,23 @@ def test_what_a_caller_does_with_a_prompt_meanwhile_changes_nothing(generator):
         completion.prompt_token_ids.append(3)
 
 
+def test_what_a_caller_does_with_the_prompt_of_a_refused_copy_changes_no_other_copy(generator):
+    """One of two copies finds its id in use; its completion comes before the other one's first step."""
+    configs = [GenerationConfig(max_new_tokens=4, do_sample=True, top_k=1, num_return_sequences=n) for n in (1, 2)]
+    prompts, made = [PROMPTS[0], PROMPTS[0]], {}
+    for change in (list.copy, list.clear):
+        outputs = generator.stream(prompts, configs, request_ids=["a#1", "a"], seed=0, on_error="complete")
+        ends = []
+        for _, output in outputs:
+            if output.completion is not None:
+                ends.append(output.completion)
+                if output.completion.finish_reason == "error":
+                    change(output.completion.prompt_token_ids)
+        assert [one.finish_reason for one in ends] == ["error", "length", "length"]
+        made[change] = [(one.token_ids, one.prompt_token_ids) for one in ends[1:]]
+    assert made[list.clear] == made[list.copy]
+
+
 # -- warnings ------------------------------------------
 
 

@@ -157,7 +157,10 @@ def _item(rows, turn, S: gl.constexpr):
 
 @gluon.jit
 def _leave_queue(queue, S: gl.constexpr):
-    """The last program leaves it as it was, for the next launch."""
+    """The last program leaves it as it was, for the next launch.
+
+    Every program comes here with the value of its last addition to the queue, which therefore has taken place.
+    """
     if gl.atomic_add(queue + 1, 1, sem="relaxed") == S.programs - 1:
         gl.store(queue, 0)
         gl.store(queue + 1, 0)

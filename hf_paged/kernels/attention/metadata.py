@@ -128,7 +128,10 @@ class PromptWork(NamedTuple):
 
 
 class TileQueue(NamedTuple):
-    """Programs take the tiles of rows of several new tokens one by one, as they get done with the one before."""
+    """Programs take the tiles of rows of several new tokens one by one, as they get done with the one before.
+
+    Of one launch at a time: those of a step's layers, one after the other.
+    """
 
     counters: torch.Tensor  # [2] int32, all 0 and 0 again afterwards: tiles taken, programs that found none
 

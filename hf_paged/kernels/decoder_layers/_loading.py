@@ -71,7 +71,7 @@ def _load_positions(cache, ring, step, base, table_row, begin, end, kv_head, S: 
     PAGES: gl.constexpr = S.positions // PAGE
     BYTES: gl.constexpr = S.columns * 16
     BLOCK_SIZE: gl.constexpr = S.block_size
-    FAR_SLOTS: gl.constexpr = _FAR_HEADS // S.kv_heads
+    FAR_SLOTS: gl.constexpr = _FAR_HEADS // S.kv_heads  # exact, since it is a power of two
     far = (base // FAR_SLOTS).to(gl.int32)
     first_slot = (base % FAR_SLOTS).to(gl.int32)
     stage = _room(ring, step, S.kv_depth, S)

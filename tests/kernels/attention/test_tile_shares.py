@@ -81,3 +81,7 @@ def test_an_eager_step_brings_its_prompts_the_queue_that_they_want(monkeypatch):
         assert isinstance(queue, TileQueue)
         assert queue.counters.dtype == torch.int32 and queue.counters.tolist() == [0, 0]
     assert first.counters.data_ptr() != second.counters.data_ptr()
+    attention.use_windows((None, None))
+    assert isinstance(step(UNEVEN)[1], TileQueue)
+    attention.use_windows((None, 512))
+    assert step(UNEVEN)[1] is None, "tiles of layers with a window see otherwise"
