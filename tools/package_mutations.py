@@ -730,7 +730,7 @@ AWAITED = [
 ]
 
 OPTIONS, TOPS, ENDINGS = "engine/test_request_options.py", "sampling/top_log_probs.py", "engine/endings.py"
-SHARED = "options/test_request_options.py"
+SHARED = "options/test_settings_reader.py"
 
 ASKED_OF_REQUESTS = [  # besides a GenerationConfig
     PackageMutation("sampling/edit_reference.py", "scores - counts * each - once", "scores - counts * (each + once)",
