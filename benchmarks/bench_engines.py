@@ -114,7 +114,8 @@ class Ours(Engine):
         if one_launch is None:
             return False
         coming = one_launch._compiled
-        wait(coming.values(), timeout=PATIENCE_S)
+        if wait(coming.values(), timeout=PATIENCE_S).not_done:
+            print(f"kernels are still being compiled after {PATIENCE_S:.0f} s: the row is without them", flush=True)
         compiled = {rows for rows, one in coming.items() if one.done() and one.exception() is None}
         return any(one_launch._plans.get(rows) for rows in compiled - one_launch._ready)  # the next run takes them
 

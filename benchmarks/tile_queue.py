@@ -9,16 +9,18 @@ FlashAttention-3 can be imported it runs beside them.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import numpy as np
 import torch
 from flash_attn_speed import OPTIONS, seconds
-from kernel_speed import BLOCK_SIZE, HEAD_DIM, KV_HEADS, L2_BYTES, Inputs
+from kernel_speed import BLOCK_SIZE, HEAD_DIM, KV_HEADS
+from prefill_tuning import make_inputs
 
-from hf_paged.kernels.attention import flash_backend
+from hf_paged.kernels.attention import flash_backend, hopper_support
 from hf_paged.kernels.attention.backends import BACKENDS
-from hf_paged.kernels.attention.metadata import PagedMetadata, TileQueue
+from hf_paged.kernels.attention.metadata import TileQueue
 
 # New tokens and all tokens of each row, query heads.
 CASES = {
@@ -34,36 +36,19 @@ CASES = {
 }
 
 
-def inputs_of(new: np.ndarray, lengths: np.ndarray, heads: int) -> Inputs:
-    """Rows whose last tokens are new, blocks scattered."""
-    kwargs = {"dtype": torch.bfloat16, "device": "cuda"}
-    blocks = -(-lengths // BLOCK_SIZE)
-    shape = (int(blocks.sum()) + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-    count = max(2, -(-L2_BYTES // (4 * shape[0] * BLOCK_SIZE * KV_HEADS * HEAD_DIM)))
-    caches = [(torch.randn(shape, **kwargs), torch.randn(shape, **kwargs)) for _ in range(count)]
-    order = (torch.randperm(shape[0] - 1, device="cuda") + 1).int()
-    table = torch.zeros(len(new), int(blocks.max()), dtype=torch.int32, device="cuda")
-    for line, ids in zip(table, order.split(blocks.tolist()), strict=True):
-        line[: len(ids)] = ids
-    starts = np.concatenate([[0], np.cumsum(new)])
-    total = int(starts[-1])
-    meta = PagedMetadata(
-        *(torch.tensor(array, dtype=torch.int32, device="cuda") for array in (starts, lengths)), table,
-        torch.arange(len(new), dtype=torch.int32, device="cuda"), torch.full((total,), -1, device="cuda"),
-        int(new.max()), int(lengths.max()),
-    )
-    return Inputs(torch.randn(total, heads, HEAD_DIM, **kwargs), caches, meta)
-
-
 def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("tile_queue.py needs a GPU")
     torch.manual_seed(0)
     device, hopper = torch.device("cuda", torch.cuda.current_device()), BACKENDS["hopper"]
+    if (reason := hopper_support.why_not_on(device)) is not None:  # another kernel would be timed twice
+        sys.exit(f"the prefill kernel for Hopper {reason}")
     shape = flash_backend.AttentionShape(torch.bfloat16, HEAD_DIM, BLOCK_SIZE)
     packages = [package for package in flash_backend.PACKAGES
                 if package.name == "flash-attn 3" and flash_backend.why_not(package, device, shape) is None]
     for name, (rows, heads) in CASES.items():
         new, lengths = np.array(rows).T
-        inputs = inputs_of(new, lengths, heads)
+        inputs = make_inputs(heads, HEAD_DIM, rows)
         queue = TileQueue(torch.zeros(2, dtype=torch.int32, device=device))
         metas = {"dealt": inputs.meta, "queue": inputs.meta._replace(work=queue)}
         flops = 4 * heads * HEAD_DIM * float(((lengths - new) * new + new * (new + 1) / 2).sum())

@@ -88,9 +88,12 @@ class AttentionInputs:
         """From now on layers have these windows, None: they see all positions."""
         self._windows = Counter(windows)
 
+    def _has_windows(self) -> bool:
+        return bool(self._windows.keys() - {None})
+
     def _share_of_layers(self, seq_lens: np.ndarray) -> float:
         """Of those layers that see every position of these rows: in others, prefixes are out of sight, or soon are."""
-        if not self._windows.keys() - {None}:
+        if not self._has_windows():
             return 1.0
         longest = int(seq_lens.max())
         seeing = sum(count for window, count in self._windows.items() if window is None or longest <= window)
@@ -173,7 +176,7 @@ class AttentionInputs:
 
     def _tile_queue(self, num_new: np.ndarray, seq_lens: np.ndarray) -> TileQueue | None:
         spec = self._spec
-        if self._windows.keys() - {None}:  # what tiles of other layers see says nothing of theirs
+        if self._has_windows():  # what tiles of other layers see says nothing of theirs
             return None
         wants = self.backend.wants_queue(num_new, seq_lens, spec.num_heads, spec.num_kv_heads, spec.head_dim,
                                          spec.cache_dtype, spec.device)
