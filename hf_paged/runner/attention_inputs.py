@@ -36,6 +36,19 @@ class AttentionInputs:
         """The counters of `DecodeWork` for as many rows."""
         return torch.zeros(num_rows * self._spec.num_kv_heads, dtype=torch.int32, device=self._spec.device)
 
+    def tile_queue(self) -> TileQueue:
+        """A new queue."""
+        return TileQueue(torch.zeros(2, dtype=torch.int32, device=self._spec.device))
+
+    def wants_queue(self, plan: StepPlan) -> bool:
+        """Are programs to take the tiles of the step's prompts from a queue, where nothing is read for several?"""
+        spec, rows = self._spec, slice(plan.num_decode_rows, None)
+        if self._has_windows():  # what tiles of other layers see says nothing of theirs
+            return False
+        num_new = plan.num_new_tokens[rows]
+        return self.backend.wants_queue(num_new, plan.start[rows] + num_new, spec.num_heads, spec.num_kv_heads,
+                                        spec.head_dim, spec.cache_dtype, spec.device)
+
     def split_plan(self, seq_lens: np.ndarray, slots: np.ndarray,
                    groups: PrefixGroups | None = None) -> np.ndarray | GroupedPlan | None:
         """How rows of one new token are cut; what groups of them share may be read once for several.
@@ -137,7 +150,8 @@ class AttentionInputs:
         return self._metadata(starts, inputs.seq_lens, inputs.slots, inputs.slot_mapping, 1, self._max_model_len, work)
 
     def prompts(self, query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
-                slot_mapping: torch.Tensor, *, long: bool, work: PromptWork | None = None) -> PagedMetadata:
+                slot_mapping: torch.Tensor, *, long: bool,
+                work: PromptWork | TileQueue | None = None) -> PagedMetadata:
         """A captured step of prompts, all int32; `long` as `is_long` says."""
         bounds = self._captured_bounds(len(slot_mapping), long)
         return self._metadata(query_start, seq_lens, slots, slot_mapping, *bounds, work)
@@ -170,17 +184,9 @@ class AttentionInputs:
             return work
         made = self.prompt_plan(plan, max_query_len, max_seq_len)
         if made is None:
-            return self._tile_queue(plan.num_new_tokens[plan.num_decode_rows :], seq_lens)
+            return self.tile_queue() if self.wants_queue(plan) else None
         items, rows, own_begin = (upload(array, self._spec.device) for array in made[:3])
         return PromptWork(GroupedWork(items, rows, made.num_parts, made.kernel.config), own_begin)
-
-    def _tile_queue(self, num_new: np.ndarray, seq_lens: np.ndarray) -> TileQueue | None:
-        spec = self._spec
-        if self._has_windows():  # what tiles of other layers see says nothing of theirs
-            return None
-        wants = self.backend.wants_queue(num_new, seq_lens, spec.num_heads, spec.num_kv_heads, spec.head_dim,
-                                         spec.cache_dtype, spec.device)
-        return TileQueue(torch.zeros(2, dtype=torch.int32, device=spec.device)) if wants else None
 
     def _metadata(self, query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
                   slot_mapping: torch.Tensor, max_query_len: int, max_seq_len: int,

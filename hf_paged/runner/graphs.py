@@ -1,7 +1,8 @@
 """Steps as CUDA graphs: which graphs a step replays, their capture, and when they are dropped.
 
-A graph of decode rows per padded number of rows, a graph of prompts per padded number of tokens; a step that holds both
-replays one of each, so that decoding never waits for the launches of a prompt. Captured lazily, all in one memory pool.
+A graph of decode rows per padded number of rows, a graph of prompts per padded number of tokens and class of rows; a
+step that holds both replays one of each, so that decoding never waits for the launches of a prompt, or one for both
+where the prompts are long enough. Captured lazily, all in one memory pool.
 Steps that bring log-probabilities, steps in which a row names an adapter, and steps whose rows, or whose prompts, share
 prefixes have graphs of their own. A step of decode rows that waits for masks of tokens is two graphs: up to the logits,
 and from there on. What graphs compute, and the arrays that they read, are in `padded_steps.py`.
@@ -26,11 +27,14 @@ from hf_paged.models.guards.inner_tensors import watched
 from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache
-from hf_paged.runner.padded_steps import PaddedSteps
+from hf_paged.runner.padded_steps import GroupedTiles, PaddedSteps
 from hf_paged.runner.request_state import RequestState
 from hf_paged.sampling.token_log_probs import NO_LOG_PROBS
 from hf_paged.sampling.token_mask import HostMasks
 from hf_paged.scheduler import StepPlan
+
+# Padded: decode rows, or tokens and rows of prompts, or decode rows and those two.
+Size = int | tuple[int, int] | tuple[int, int, int]
 
 
 class Undrawn(NamedTuple):
@@ -61,12 +65,24 @@ class Captured(NamedTuple):
     kept: tuple[torch.Tensor, ...] = ()
 
 
-class Part(NamedTuple):
-    """`rows` of a step, the graph that computes them, and what it is to read."""
+class Place(NamedTuple):
+    """Rows of a step, and the first of them among the rows that a graph computes."""
 
     rows: slice
+    first: int = 0
+
+    @property
+    def made(self) -> slice:
+        """Of what the graph makes."""
+        return slice(self.first, self.first + self.rows.stop - self.rows.start)
+
+
+class Part(NamedTuple):
+    """A graph that computes rows of a step, and what it is to read."""
+
     captured: Captured
     inputs: tuple[np.ndarray, ...]
+    places: tuple[Place, ...]
 
 
 class Padded(NamedTuple):
@@ -159,16 +175,21 @@ class StepGraphs:
         def prompts(slots: np.ndarray, long: bool, named: bool) -> partial:
             return partial(self.steps.prompts, stages=stages(slots), long=long, scored=scored, named=named)
 
-        parts = self._parts(plan, decode, prompts)
+        def mixed(slots: np.ndarray, long: bool, named: bool) -> partial:
+            return partial(self.steps.mixed, stages=stages(slots), long=long, scored=scored, named=named,
+                           with_logits=num_logits > 0)
+
+        parts = self._parts(plan, decode, prompts, mixed)
         if parts is None:
             return None
-        for rows, captured, inputs in parts:
+        for captured, inputs, places in parts:
             # Fetched before the next replay: a graph that was captured earlier may use the memory of these tokens.
             self._send(captured, inputs)
             drawn = self._replay(captured)
-            result[rows].copy_(drawn.tokens[: rows.stop - rows.start], non_blocking=True)
-            for kind, values in drawn.logprobs.items():
-                logprobs[kind][rows].copy_(values[: rows.stop - rows.start], non_blocking=True)
+            for place in places:
+                result[place.rows].copy_(drawn.tokens[place.made], non_blocking=True)
+                for kind, values in drawn.logprobs.items():
+                    logprobs[kind][place.rows].copy_(values[place.made], non_blocking=True)
             if drawn.logits is not None:
                 logits = drawn.logits[:num_logits].clone()
         return logits
@@ -185,9 +206,9 @@ class StepGraphs:
         if parts is None:
             return None
         made: list[torch.Tensor] = []
-        for rows, captured, inputs in parts:
+        for captured, inputs, (place,) in parts:
             self._send(captured, inputs)
-            made.append(self._replay(captured)[: rows.stop - rows.start].clone())  # the next replay overwrites it
+            made.append(self._replay(captured)[place.made].clone())  # the next replay overwrites it
         return made[0] if len(made) == 1 else torch.cat(made)
 
     def undrawn(self, plan: StepPlan) -> Undrawn | None:
@@ -281,11 +302,12 @@ class StepGraphs:
                 self._mask_stream.wait_stream(torch.cuda.current_stream(self._device))  # who had this memory before
         return self._mask_words
 
-    def _parts(self, plan: StepPlan, decode: Callable[..., partial],
-               prompts: Callable[..., partial]) -> list[Part] | None:
-        """The graphs of a step's decode rows and of its prompts; None where none holds it.
+    def _parts(self, plan: StepPlan, decode: Callable[..., partial], prompts: Callable[..., partial],
+               mixed: Callable[..., partial] | None = None) -> list[Part] | None:
+        """The graphs of a step's decode rows and of its prompts, or one of both; None where none holds it.
 
-        What is captured is ``decode(slots, named=...)`` and ``prompts(slots, long=..., named=...)``.
+        What is captured is ``decode(slots, named=...)`` and ``prompts(slots, long=..., named=...)``, or ``mixed`` with
+        the arguments of ``prompts``.
         """
         self._drop_if_moved()
         decodes, any_named = plan.num_decode_rows, self._state.adapters.any_named
@@ -293,23 +315,43 @@ class StepGraphs:
         prompt_size = self.steps.prompt_size(len(num_new), int(num_new.sum()))
         if prompt_size is None or (decodes and decodes > self.steps.sizes_of(plan)[-1]):
             return None
+        if decodes and mixed is not None and (size := self.steps.mixed_size(plan, prompt_size)):
+            part = self._mixed_part(plan, size, prompt_size, mixed)
+            if part is not None:
+                return [part]
         parts: list[Part] = []
-        inputs: tuple[np.ndarray, ...]
         if decodes:
             slots = plan.slots[:decodes]
             captured, inputs = self._decode_graph(decode(slots, named=any_named(slots)), plan)
             if captured is None:
                 return None
-            parts.append(Part(slice(0, decodes), captured, inputs))
+            parts.append(Part(captured, inputs, (Place(slice(0, decodes)),)))
         if prompt_size:
-            slots, (inputs, tiles) = plan.slots[decodes:], self.steps.prompt_inputs(plan, prompt_size)
-            long = self._attention.is_long((plan.start + plan.num_new_tokens)[decodes:])
-            run = partial(prompts(slots, long=long, named=any_named(slots)), tiles=tiles)
-            captured = self._get(prompt_size, run, inputs)
+            inputs, tiles = self.steps.prompt_inputs(plan, prompt_size)
+            run = self._of_prompts(prompts, plan, plan.slots[decodes:], tiles)
+            captured = self._get((prompt_size, len(inputs[1][0]) - 1), run, inputs)
             if captured is None:
                 return None
-            parts.append(Part(slice(decodes, len(plan.slots)), captured, inputs))
+            parts.append(Part(captured, inputs, (Place(slice(decodes, len(plan.slots))),)))
         return parts
+
+    def _mixed_part(self, plan: StepPlan, size: int, prompt_size: int, mixed: Callable[..., partial]) -> Part | None:
+        """The graph of a step's decode rows, padded to `size`, and of its prompts."""
+        decodes, (decode_inputs, decode_tiles) = plan.num_decode_rows, self.steps.decode_inputs(plan, size)
+        prompt_inputs, tiles = self.steps.prompt_inputs(plan, prompt_size)
+        run = partial(self._of_prompts(mixed, plan, plan.slots, tiles), decode_tiles=decode_tiles)
+        inputs = *decode_inputs, *prompt_inputs
+        captured = self._get((size, prompt_size, len(prompt_inputs[1][0]) - 1), run, inputs)
+        if captured is None:
+            return None
+        return Part(captured, inputs, (Place(slice(0, decodes)), Place(slice(decodes, len(plan.slots)), size)))
+
+    def _of_prompts(self, make: Callable[..., partial], plan: StepPlan, slots: np.ndarray,
+                    tiles: GroupedTiles | None) -> partial:
+        """What `make` makes for the prompts of a step, whose attention reads what is shared in `tiles`."""
+        long = self._attention.is_long((plan.start + plan.num_new_tokens)[plan.num_decode_rows :])
+        queued = tiles is None and self._attention.wants_queue(plan)
+        return partial(make(slots, long=long, named=self._state.adapters.any_named(slots)), queued=queued, tiles=tiles)
 
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
         """Replay a step of decode rows up to the logits [R, V]; None: no graph for it."""
@@ -374,20 +416,21 @@ class StepGraphs:
     def _present(self, padded: Padded) -> Captured | None:
         return padded.known or self._captured.get(self._key(padded.size, padded.run))
 
-    def _key(self, size: int, run: partial) -> tuple:
+    def _key(self, size: Size, run: partial) -> tuple:
         """What tells graphs apart, whether one launch computes all layers last: another once its kernel is there."""
-        at_once = run.keywords.get("at_once", False) and self._executor.runs_at_once(size)
+        at_once = isinstance(size, int) and run.keywords.get("at_once", False) and self._executor.runs_at_once(size)
         others = (value for name, value in run.keywords.items() if name != "at_once")
         return size, run.func.__name__, *others, at_once
 
-    def _get(self, size: int, run: partial, inputs: tuple[np.ndarray, ...],
+    def _get(self, size: Size, run: partial, inputs: tuple[np.ndarray, ...],
              known: Captured | None = None) -> Captured | None:
         """The graph of `run`, captured on a step's inputs where it is new; None where it cannot be had."""
         if known is not None:  # another engine may meanwhile have found that the kernel for all layers fails
             return known
         key = self._key(size, run)
         if key not in self._captured:
-            captured = self._capture(run, inputs, f"{run.func.__name__} {size}")
+            sizes = size if isinstance(size, tuple) else (size,)
+            captured = self._capture(run, inputs, f"{run.func.__name__} {' x '.join(map(str, sizes))}")
             key = self._key(size, run)  # the kernel for all layers may have come, or gone, in the run before
             self._captured.setdefault(key, captured)
         return self._captured[key]

@@ -15,8 +15,16 @@ import numpy as np
 import torch
 
 from hf_paged.kernels.attention.grouped_work import GroupedPlan
-from hf_paged.kernels.attention.metadata import DecodeWork, GroupedConfig, GroupedWork, PagedMetadata, PromptWork
+from hf_paged.kernels.attention.metadata import (
+    DecodeWork,
+    GroupedConfig,
+    GroupedWork,
+    PagedMetadata,
+    PromptWork,
+    TileQueue,
+)
 from hf_paged.kernels.attention.prompt_work import padded
+from hf_paged.kernels.step_inputs import StepInputs
 from hf_paged.kernels.upload import upload
 from hf_paged.models import ModelExecutor
 from hf_paged.runner.attention_inputs import AttentionInputs
@@ -34,6 +42,12 @@ _PROMPT_FLOPS = 17e12
 # Padding that costs more than this is not worth the launches that it saves.
 _WASTED_FLOPS = 5e12
 _MOST_PROMPT_ROWS = 256
+# Up to here a graph has a size of its own: the head's product with as many rows as it may have takes 1 % of a step.
+_FEW_PROMPT_ROWS = 32
+# From here on decode rows go with the prompts: their products cost next to nothing beside as many tokens. Shorter
+# prompts come and go in more sizes than are worth a graph for each number of decode rows.
+_MIXED_TOKENS = 1024
+_MIXED_ROWS = 64  # the number of decode rows is padded to a multiple of it there
 # Padded rows of steps with guesses, whose number changes from step to step: few sizes, since each is captured once.
 _GUESSING_SIZES = np.array(sorted([48, 96, *(1 << i for i in range(8))]))
 assert _GUESSING_SIZES[-1] == MOST_GUESSING_ROWS
@@ -97,6 +111,7 @@ class PaddedSteps:
         # Shared by all graphs: one runs at a time, and leaves zeros.
         most_rows = max(num_slots, MOST_GUESSING_ROWS)
         self._arrivals = self._attention.arrivals(most_rows)
+        self._queue = self._attention.tile_queue()
         self._starts = torch.arange(most_rows + 1, dtype=torch.int32, device=self._device)
         self.num_slots = num_slots  # last: after an interrupt it is not what it was to be
 
@@ -118,10 +133,21 @@ class PaddedSteps:
         # As many rows as tokens, at most.
         size = int(self.prompt_sizes[np.searchsorted(self.prompt_sizes, num_tokens)])
         wasted = 2.0 * self._num_parameters * (size - num_tokens)
-        return None if num_rows > self._prompt_rows(size) or wasted > _WASTED_FLOPS else size
+        return None if num_rows > self._most_prompt_rows(size) or wasted > _WASTED_FLOPS else size
 
-    def _prompt_rows(self, size: int) -> int:
+    def _most_prompt_rows(self, size: int) -> int:
         return min(size, self._state.num_slots, _MOST_PROMPT_ROWS)
+
+    def _prompt_rows(self, num_rows: int, size: int) -> int:
+        """Padded number of prompts, in so many tokens."""
+        most = self._most_prompt_rows(size)
+        return min(most, _FEW_PROMPT_ROWS) if num_rows <= _FEW_PROMPT_ROWS else most
+
+    def mixed_size(self, plan: StepPlan, prompt_size: int) -> int:
+        """Padded number of decode rows of a step that computes them together with its prompts; 0: each by itself."""
+        if prompt_size < _MIXED_TOKENS:
+            return 0
+        return min(-(-plan.num_decode_rows // _MIXED_ROWS) * _MIXED_ROWS, int(self.sizes_of(plan)[-1]))
 
     def coming(self, most_rows: int, most_tokens: int = 0) -> Iterator[Callable[[], object]]:
         """What graphs of up to so many decode rows and prompt tokens run, the smallest first, over padding alone."""
@@ -140,11 +166,12 @@ class PaddedSteps:
         self.decode(*inputs, stages=frozenset(), scored=(), named=False, with_logits=False, tiles=None)
 
     def _run_padding_tokens(self, size: int) -> None:
-        tokens, rows = np.empty((3, size), dtype=np.int64), np.zeros((6, self._prompt_rows(size) + 1), dtype=np.int64)
+        tokens = np.empty((3, size), dtype=np.int64)
+        rows = np.zeros((6, self._prompt_rows(1, size) + 1), dtype=np.int64)
         tokens[0], tokens[1], tokens[2] = self._state.padding_slot, -1, 0
         rows[1] = rows[4] = self._state.padding_slot
         inputs = [upload(array, self._device) for array in (tokens, rows)]
-        self.prompts(*inputs, stages=frozenset(), long=False, scored=(), named=False, tiles=None)
+        self.prompts(*inputs, stages=frozenset(), long=False, scored=(), named=False, queued=False, tiles=None)
 
     def decode_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
         """rows [2, size] int64 (slots, positions), and the attention's plan, which is for these tiles."""
@@ -196,15 +223,19 @@ class PaddedSteps:
     def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None, named: bool,
                        tiles: GroupedTiles | None, at_once: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states, and the rows' adapters where some row names one."""
-        state, (slots, positions) = self._state, rows
-        inputs = state.inputs(slots, positions)
+        inputs, meta = self._of_decode_rows(rows, items, parts, tiles)
+        adapters = self._state.adapters.of(rows[0]) if named else None
+        step = self._step(inputs.positions, meta.slot_mapping, [(0, len(inputs.ids), meta)], adapters, at_once)
+        return self._executor.hidden_states(inputs.ids, step), adapters
+
+    def _of_decode_rows(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None,
+                        tiles: GroupedTiles | None) -> tuple[StepInputs, PagedMetadata]:
+        slots, positions = rows
+        inputs = self._state.inputs(slots, positions)
         work: DecodeWork | GroupedWork = DecodeWork(items, self._arrivals)
         if parts is not None and tiles is not None:
             work = GroupedWork(items, parts, *tiles)
-        meta = self._attention.decode_rows(self._starts[: len(slots) + 1], inputs, work)
-        adapters = state.adapters.of(slots) if named else None
-        step = self._step(inputs.positions, meta, adapters, at_once)
-        return self._executor.hidden_states(inputs.ids, step), adapters
+        return inputs, self._attention.decode_rows(self._starts[: len(slots) + 1], inputs, work)
 
     def prompt_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
         """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64, and where prompts share
@@ -222,7 +253,7 @@ class PaddedSteps:
         real = plan.token_columns(plan.num_decode_rows)
         tokens[:, : real.shape[1]] = real
 
-        by_row = np.zeros((6, self._prompt_rows(size) + 1), dtype=np.int64)
+        by_row = np.zeros((6, self._prompt_rows(count, size) + 1), dtype=np.int64)
         starts, row_slots, seq_lens, last, sampled_slots, sampled_positions = by_row
         starts[1 : count + 1], starts[count + 1 :] = ends, ends[-1]
         row_slots[:] = sampled_slots[:] = padding
@@ -232,31 +263,61 @@ class PaddedSteps:
         shared = self._attention.captured_prompt_plan(plan, size)
         if shared is None:
             return (tokens, by_row), None
-        shared = padded(shared, size, self._prompt_rows(size))
+        shared = padded(shared, size, by_row.shape[1] - 1)
         tiles = GroupedTiles(shared.num_parts, shared.kernel.config)
         return (tokens, by_row, shared.items, shared.rows, shared.own_begin), tiles
 
     def prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *work: torch.Tensor, stages: frozenset[str],
-                long: bool, scored: tuple[str, ...], named: bool, tiles: GroupedTiles | None) -> Drawn:
-        """Tokens of prompts, from what `prompt_inputs` makes; ``long`` as `AttentionInputs.is_long` says."""
-        logits = self.prompt_logits(tokens, rows, *work, long=long, named=named, tiles=tiles)
+                long: bool, scored: tuple[str, ...], named: bool, queued: bool, tiles: GroupedTiles | None) -> Drawn:
+        """Tokens of prompts, from what `prompt_inputs` makes.
+
+        ``long`` and ``queued`` are what `AttentionInputs.is_long` and `wants_queue` say.
+        """
+        logits = self.prompt_logits(tokens, rows, *work, long=long, named=named, queued=queued, tiles=tiles)
         sampled_slots, sampled_positions = rows[4:, :-1]
         return self._draw(logits, sampled_slots, sampled_positions, stages, scored)
 
     def prompt_logits(self, tokens: torch.Tensor, rows: torch.Tensor, *work: torch.Tensor, long: bool, named: bool,
-                      tiles: GroupedTiles | None) -> torch.Tensor:
+                      queued: bool, tiles: GroupedTiles | None) -> torch.Tensor:
         """Logits [rows, V] of the last tokens of prompts, or a rank's columns."""
-        state, (slots, positions, write_from) = self._state, tokens
-        input_ids, at, slot_mapping, *_ = state.inputs(slots, positions, write_from)
-        small, shared = rows[:3].to(torch.int32), None
+        inputs, meta = self._of_prompts(tokens, rows, work, long, queued, tiles)
+        adapters = self._state.adapters.of(tokens[0]) if named else None
+        step = self._step(inputs.positions, meta.slot_mapping, [(0, len(inputs.ids), meta)], adapters)
+        hidden, last = self._executor.hidden_states(inputs.ids, step), rows[3, :-1]
+        return self._executor.shard_logits(hidden[last], None if adapters is None else adapters[last])
+
+    def mixed(self, rows: torch.Tensor, items: torch.Tensor, *arrays: torch.Tensor, stages: frozenset[str], long: bool,
+              scored: tuple[str, ...], named: bool, with_logits: bool, queued: bool, tiles: GroupedTiles | None,
+              decode_tiles: GroupedTiles | None) -> Drawn:
+        """Tokens of decode rows and of prompts behind them, which go through the layers together.
+
+        The arrays are those of `decode_inputs`, which are for ``decode_tiles``, and then those of `prompt_inputs`.
+        """
+        parts, (tokens, prompts, *work) = (None, arrays) if decode_tiles is None else (arrays[0], arrays[1:])
+        decoded, decode_meta = self._of_decode_rows(rows, items, parts, decode_tiles)
+        computed, prompt_meta = self._of_prompts(tokens, prompts, tuple(work), long, queued, tiles)
+        count = len(decoded.ids)
+        ids, positions, slot_mapping = (torch.cat(both) for both in zip(decoded[:3], computed[:3], strict=True))
+        adapters = self._state.adapters.of(torch.cat([rows[0], tokens[0]])) if named else None
+        cuts = [(0, count, decode_meta), (count, len(ids), prompt_meta)]
+        hidden = self._executor.hidden_states(ids, self._step(positions, slot_mapping, cuts, adapters))
+        last = torch.cat([torch.arange(count, device=self._device), count + prompts[3, :-1]])
+        logits = self._executor.shard_logits(hidden[last], None if adapters is None else adapters[last])
+        slots, places = torch.cat([rows[0], prompts[4, :-1]]), torch.cat([1 + rows[1], prompts[5, :-1]])
+        drawn = self._draw(logits, slots, places, stages, scored)
+        return drawn._replace(logits=logits) if with_logits else drawn
+
+    def _of_prompts(self, tokens: torch.Tensor, rows: torch.Tensor, work: tuple[torch.Tensor, ...], long: bool,
+                    queued: bool, tiles: GroupedTiles | None) -> tuple[StepInputs, PagedMetadata]:
+        slots, positions, write_from = tokens
+        inputs, small = self._state.inputs(slots, positions, write_from), rows[:3].to(torch.int32)
+        taken: PromptWork | TileQueue | None = self._queue if queued else None
         if tiles is not None:
             items, parts, own_begin = work
-            shared = PromptWork(GroupedWork(items, parts, *tiles), own_begin)
-        meta = self._attention.prompts(small[0], small[2, :-1], small[1, :-1], slot_mapping, long=long, work=shared)
-        adapters = state.adapters.of(slots) if named else None
-        hidden = self._executor.hidden_states(input_ids, self._step(at, meta, adapters))
-        last = rows[3, :-1]
-        return self._executor.shard_logits(hidden[last], None if adapters is None else adapters[last])
+            taken = PromptWork(GroupedWork(items, parts, *tiles), own_begin)
+        meta = self._attention.prompts(small[0], small[2, :-1], small[1, :-1], inputs.slot_mapping, long=long,
+                                       work=taken)
+        return inputs, meta
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
               scored: tuple[str, ...], masks: TokenMasks | None = None) -> Drawn:
@@ -264,7 +325,6 @@ class PaddedSteps:
                     for name in scored}
         return Drawn(self._state.sample(logits, slots, positions, stages, logprobs, masks), logprobs)
 
-    def _step(self, positions: torch.Tensor, meta: PagedMetadata, adapters: torch.Tensor | None,
-              at_once: bool = False) -> PagedStep:
-        parts = [(0, len(positions), meta)]
-        return PagedStep(positions, meta.slot_mapping, self._cache, parts, self._attention.backend, adapters, at_once)
+    def _step(self, positions: torch.Tensor, slot_mapping: torch.Tensor, parts: list[tuple[int, int, PagedMetadata]],
+              adapters: torch.Tensor | None, at_once: bool = False) -> PagedStep:
+        return PagedStep(positions, slot_mapping, self._cache, parts, self._attention.backend, adapters, at_once)

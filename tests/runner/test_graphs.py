@@ -32,10 +32,11 @@ from hf_paged.kernels.attention import grouped_prefill, prompt_work
 from hf_paged.kernels.attention.backends import TritonBackend
 from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
 from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill
-from hf_paged.kernels.attention.metadata import GroupedWork, PromptWork
+from hf_paged.kernels.attention.metadata import GroupedWork, PromptWork, TileQueue
 from hf_paged.kernels.attention.prompt_work import RowPrograms
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.runner import graphs as graphs_module
+from hf_paged.runner import padded_steps
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.graphs import Captured, StepGraphs
 from hf_paged.runner.model_runner import ModelRunner
@@ -91,8 +92,8 @@ def uncaptured(monkeypatch):
     def get(self, size, run, inputs, *known):
         captured = own_get(self, size, run, inputs, *known)
         if captured is not None:
-            kind = {"decode": "decode", "masked": "masked"}.get(run.func.__name__, "prompt")
-            replayed.append((kind, size))
+            kind = {"decode": "decode", "masked": "masked", "mixed": "mixed"}.get(run.func.__name__, "prompt")
+            replayed.append((kind, size[0] if kind == "prompt" and isinstance(size, tuple) else size))
         return captured
 
     def replay(self, captured):
@@ -148,6 +149,70 @@ def test_mixed_steps_replay_a_graph_of_each_kind_and_make_stocks_tokens(steps, o
     kinds = [kind for kind, _ in steps]
     assert ("decode", "prompt") in list(itertools.pairwise(kinds))
     assert {size for kind, size in steps if kind == "prompt"} <= {16, 32, 64, 128}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_decode_rows_beside_long_prompts_go_with_them_in_one_graph(steps, monkeypatch, overlap):
+    """Long are here 32 tokens on: shorter prompts have a graph beside that of the decode rows."""
+    monkeypatch.setattr(padded_steps, "_MIXED_TOKENS", 32)
+    monkeypatch.setattr(padded_steps, "_MIXED_ROWS", 2)
+    monkeypatch.setattr(padded_steps, "_FEW_PROMPT_ROWS", 2)
+    model = tiny_model()
+    prompts = random_prompts([5, 40, 17, 3, 60, 33, 1, 13, 14, 15, 50])
+    new_tokens = [12, 3, 9, 14, 5, 3, 11, 4, 4, 4, 6]
+    made = generate(model, prompts, new_tokens, max_num_seqs=8, max_num_batched_tokens=128, overlap=overlap)
+    for prompt, count, tokens in zip(prompts, new_tokens, made, strict=True):
+        output = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=count, eos_token_id=None,
+                                do_sample=False)
+        assert tokens == output[0, len(prompt) :].tolist()
+    mixed = {size for kind, size in steps if kind == "mixed"}
+    assert {rows for rows, _, _ in mixed} <= {2, 4, 6, 8} and {tokens for _, tokens, _ in mixed} <= {32, 64, 128}
+    assert {rows for _, _, rows in mixed} == {2, 8}, "graphs of few prompts, and of as many as there may be"
+    pairs = list(itertools.pairwise(steps))
+    assert all(size < 32 for (before, _), (kind, size) in pairs if (before, kind) == ("decode", "prompt"))
+
+
+def test_a_mixed_step_whose_graph_cannot_be_had_replays_two(steps, monkeypatch):
+    """Both parts are then what they would have been: here no memory is left for the larger graph."""
+    monkeypatch.setattr(padded_steps, "_MIXED_TOKENS", 1)
+    own = StepGraphs._capture
+    monkeypatch.setattr(StepGraphs, "_capture", lambda self, run, inputs, name: (
+        None if name.startswith("mixed") else own(self, run, inputs, name)))
+    model, prompts, new_tokens = tiny_model(), random_prompts([5, 40, 17, 3]), [12, 3, 9, 6]
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 128}
+    made = generate(model, prompts, new_tokens, **options)
+    kinds = [kind for kind, _ in steps]
+    assert ("decode", "prompt") in list(itertools.pairwise(kinds)) and "mixed" not in kinds
+    monkeypatch.setattr(StepGraphs, "_capture", own)
+    assert generate(model, prompts, new_tokens, **options) == made
+    assert "mixed" in [kind for kind, _ in steps]
+
+
+@pytest.mark.parametrize("rows_elsewhere", [0, 2])
+def test_prompts_of_graphs_take_tiles_from_one_queue_where_that_is_wanted(steps, monkeypatch, rows_elsewhere):
+    """The question is put for every step, and a graph is captured for each answer."""
+    asked, taken = [], []
+
+    class Queued(PlannedTorch):
+        def wants_queue(self, num_new, seq_lens, *_):
+            assert (num_new <= seq_lens).all()
+            asked.append(len(num_new) > 1)
+            return asked[-1]
+
+        def run(self, q, k_cache, v_cache, meta, options, out=None):
+            if meta.max_query_len > 1:
+                taken.append(meta.work)
+            return super().run(q, k_cache, v_cache, meta, options, out)
+
+    backend = Queued()
+    monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)
+    monkeypatch.setattr(padded_steps, "_MIXED_TOKENS", 1 if rows_elsewhere else 10_000)
+    prompts, new_tokens = random_prompts([5, 40, 17, 3, 60]), [9, 3, 9, 6, 2]
+    generate(tiny_model(), prompts, new_tokens, max_num_seqs=3, max_num_batched_tokens=128)
+    assert set(asked) == {False, True}
+    queues = {id(work) for work in taken if work is not None}
+    assert len(queues) == 1 and isinstance(next(filter(None, taken)), TileQueue)
+    assert [work is not None for work in taken[:: tiny_model().config.num_hidden_layers]] == asked
 
 
 @pytest.mark.interpreted
@@ -482,7 +547,7 @@ def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch)
             kinds.append({kind for kind, _ in replayed})
             assert made[0] == tokens
             torch.testing.assert_close(made[1], scores, rtol=1e-4, atol=1e-4)
-        captured = {part for key in generator.engine._core.pool.runner.graphs._captured for part in key
+        captured = {part for _, *key in generator.engine._core.pool.runner.graphs._captured for part in key
                     if isinstance(part, tuple)}
     assert kinds[:2] == [{"decode", "prompt"}] * 2
     assert "decode" in kinds[2]
@@ -780,14 +845,16 @@ def test_a_graph_that_an_error_in_the_end_of_its_capture_left_is_destroyed(graph
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 70), st.integers(1, 8)), min_size=1, max_size=8), st.integers(1, 4))
-def test_any_mix_equals_the_eager_steps(requests, max_num_seqs):
+@given(st.lists(st.tuples(st.integers(1, 70), st.integers(1, 8)), min_size=1, max_size=8), st.integers(1, 4),
+       st.sampled_from([1, 16, 32, 1024]))
+def test_any_mix_equals_the_eager_steps(requests, max_num_seqs, mixed_tokens):
     model = tiny_model()
     prompts, new_tokens = random_prompts([n for n, _ in requests]), [count for _, count in requests]
     options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 64}
     eager = generate(model, prompts, new_tokens, **options)
     with pytest.MonkeyPatch.context() as patch:
         replayed = uncaptured(patch)
+        patch.setattr(padded_steps, "_MIXED_TOKENS", mixed_tokens)
         assert generate(model, prompts, new_tokens, **options) == eager
     assert replayed
 

@@ -53,6 +53,7 @@ REQUESTS = [
     (PROMPTS[4], 6, {}, {"adapter_name": "one", "logprobs": 1}),
     (PROMPTS[2], 5, {"prompt_lookup_num_tokens": 5}, {"adapter_name": "__base__"}),
     (PROMPTS[0], 4, {}, {}),  # comes late, when no row waits for masks
+    (PROMPTS[4], 3, {}, {}),  # a step later, beside that one
 ]
 LATE = 18
 ROWS = random_prompts([19, 40, 19], seed=8)
@@ -84,7 +85,7 @@ EAGER, CAPTURED = kinds_of(model_runner), kinds_of(graphs)
 
 
 def test_the_kinds_of_steps_are_found():
-    assert {"_eagerly", "_hidden_states"} <= EAGER and {"decode", "prompts", "undrawn", "masked"} <= CAPTURED
+    assert {"_eagerly", "_hidden_states"} <= EAGER and {"decode", "prompts", "mixed", "undrawn", "masked"} <= CAPTURED
 
 
 @pytest.fixture
@@ -95,6 +96,7 @@ def model(monkeypatch):
     for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0), ("MOST_ELSEWHERE", 9.0)):
         monkeypatch.setattr(prompt_work, name, value)
     monkeypatch.setattr(grouped_prefill, "RowPrograms", lambda tokens, slots, *_: RowPrograms(tokens, slots, 50.0, 1.0))
+    monkeypatch.setattr("hf_paged.runner.padded_steps._MIXED_TOKENS", 1)
     backend = GroupedTorch()
     monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)
     monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
@@ -129,11 +131,11 @@ def run(model, at_step=lambda engine, step: None, **config):
         config = GenerationConfig(max_new_tokens=count, **({"eos_token_id": None} | given))
         ids[engine.add_request(prompt, config, **asked)] = number
 
-    for number in range(len(REQUESTS) - 1):
+    for number in range(len(REQUESTS) - 2):
         add(number)
     for step in itertools.count(1):
-        if step == LATE:
-            add(len(REQUESTS) - 1)
+        if LATE <= step <= LATE + 1:
+            add(len(REQUESTS) - 2 + step - LATE)
         elif step > LATE and not engine.has_unfinished():
             break
         rows.take()
