@@ -42,7 +42,7 @@ _REPLACED: dict[str, list[tuple[str, Callable[..., Any]]]] = {
     # Prompts that share a prefix read it row by row; rows that decode go on reading it once for several.
     "prompt_groups": [("hf_paged.kernels.attention.backends.TritonBackend.plan_prompts", lambda *_: None)],
     # Decode rows beside long prompts have a graph, and products, of their own.
-    "mixed_steps": [("hf_paged.runner.padded_steps.PaddedSteps.mixed_size", lambda *_: 0)],
+    "mixed_steps": [("hf_paged.runner.padded_steps.PaddedSteps.are_mixed", lambda *_: False)],
     # Tiles of prompts of unlike lengths are dealt to programs in place of taken from a queue.
     "tile_queue": [("hf_paged.kernels.attention.backends.HopperBackend.wants_queue", lambda *_: False)],
     # Products of few rows that come in parts are added up by a launch of their own, and not by the norm behind them.

@@ -47,7 +47,6 @@ _FEW_PROMPT_ROWS = 32
 # From here on decode rows go with the prompts: their products cost next to nothing beside as many tokens. Shorter
 # prompts come and go in more sizes than are worth a graph for each number of decode rows.
 _MIXED_TOKENS = 1024
-_MIXED_ROWS = 64  # the number of decode rows is padded to a multiple of it there
 # Padded rows of steps with guesses, whose number changes from step to step: few sizes, since each is captured once.
 _GUESSING_SIZES = np.array(sorted([48, 96, *(1 << i for i in range(8))]))
 assert _GUESSING_SIZES[-1] == MOST_GUESSING_ROWS
@@ -143,11 +142,10 @@ class PaddedSteps:
         most = self._most_prompt_rows(size)
         return min(most, _FEW_PROMPT_ROWS) if num_rows <= _FEW_PROMPT_ROWS else most
 
-    def mixed_size(self, plan: StepPlan, prompt_size: int) -> int:
-        """Padded number of decode rows of a step that computes them together with its prompts; 0: each by itself."""
-        if prompt_size < _MIXED_TOKENS:
-            return 0
-        return min(-(-plan.num_decode_rows // _MIXED_ROWS) * _MIXED_ROWS, int(self.sizes_of(plan)[-1]))
+    @staticmethod
+    def are_mixed(prompt_size: int) -> bool:
+        """Are decode rows computed together with prompts of so many padded tokens?"""
+        return prompt_size >= _MIXED_TOKENS
 
     def coming(self, most_rows: int, most_tokens: int = 0) -> Iterator[Callable[[], object]]:
         """What graphs of up to so many decode rows and prompt tokens run, the smallest first, over padding alone."""
