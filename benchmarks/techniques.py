@@ -41,6 +41,8 @@ def replaced(name: str) -> ExitStack:
 _REPLACED: dict[str, list[tuple[str, Callable[..., Any]]]] = {
     # Prompts that share a prefix read it row by row; rows that decode go on reading it once for several.
     "prompt_groups": [("hf_paged.kernels.attention.backends.TritonBackend.plan_prompts", lambda *_: None)],
+    # The last layer computes every token of a prompt, and not the last one alone.
+    "narrow_layer": [("hf_paged.models.fused.narrow_layer", lambda num_layers: num_layers)],
     # Decode rows beside long prompts have a graph, and products, of their own.
     "mixed_steps": [("hf_paged.runner.padded_steps.PaddedSteps.are_mixed", lambda *_: False)],
     # Tiles of prompts of unlike lengths are dealt to programs in place of taken from a queue.

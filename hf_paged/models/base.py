@@ -103,12 +103,20 @@ class StepContext(Protocol):
         """Of a step of few rows that decode, each the only new token of its sequence: their lines of the block table
         [T] int32, and that table [S, max_blocks] int32. None: of other steps."""
 
+    @property
+    def wanted(self) -> torch.Tensor | None:
+        """[W] int64, the tokens whose final hidden states are read; None: those of all."""
+
     def kv_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V pool of a layer."""
         ...
 
     def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         """query [T, Hq, D] over the pages, the step's own keys and values being in them -> [T, Hq, D]."""
+        ...
+
+    def attend_wanted(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        """`attend` of the tokens `wanted` alone: query [W, Hq, D] -> [W, Hq, D]."""
         ...
 
 
@@ -247,7 +255,7 @@ class ModelExecutor(ABC):
 
     @abstractmethod
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Token ids [T] int64 -> final normed hidden states [T, hidden_size]."""
+        """Token ids [T] int64 -> final normed hidden states [T, hidden_size], or [W, hidden_size] of `wanted` ones."""
 
     @abstractmethod
     def logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:

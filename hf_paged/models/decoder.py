@@ -153,7 +153,7 @@ class DecoderExecutor(ModelExecutor):
                 **{STEP_ARGUMENT: WindowedStep(step, self.windows())},
             )
         result: torch.Tensor = output.last_hidden_state[0]
-        return result
+        return result if step.wanted is None else result[step.wanted]
 
     def casting(self) -> AbstractContextManager:
         """torch's own autocast for modules that are called as they stand, where the calls that run now cast.

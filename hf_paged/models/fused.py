@@ -35,7 +35,7 @@ from hf_paged.models.guards.untouched import Untouched
 from hf_paged.models.layer_ops import FUSED
 from hf_paged.models.linear_groups import LinearGroups
 from hf_paged.models.lora import Adapters, is_loaded, reads_tables
-from hf_paged.models.lora_rows import apply_layer
+from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.models.merged import MergedWeight, merge
 from hf_paged.models.one_launch import OneLaunch, Rows, decoder_of, why_not
 from hf_paged.models.plain_linear import (
@@ -319,9 +319,7 @@ class FusedExecutor(DecoderExecutor):
                     return self.hidden_states_of_modules(input_ids, step)
                 self.refresh(None)
             self._look_up_parts()
-        rows = self.adapter_rows(step.adapters)
-        if rows is not None and self._adapters:
-            rows = rows.ordered()
+        rows = self._adapter_rows(step.adapters)
         delta = apply_layer(decoder.embed_tokens, input_ids, rows)
         if (normed_last := self._run_at_once(delta, step)) is not None:
             return normed_last
@@ -329,6 +327,7 @@ class FusedExecutor(DecoderExecutor):
         residual: torch.Tensor | None = None
         ranks = SINGLE  # over which delta has still to be added up
         lora: Delta | None = None  # which LoRA has still to add to it
+        wanted, narrow = step.wanted, narrow_layer(len(self._parts_of_layers))
         for i in self._different_layers() if is_dry() else range(len(self._parts_of_layers)):
             layer, qkv, gate_up = self._parts_of_layers[i], self._qkv[i], self._gate_up[i]
             normed, residual = self._add_norm(delta, ranks, residual, layer.input_norm, lora)
@@ -336,7 +335,11 @@ class FusedExecutor(DecoderExecutor):
             rest = (*_weights_and_epsilon(layer.head_norms), *tables, step.slot_mapping, *step.kv_cache(i))
             query = (ops.qk_norm_rope_store(product, *rest) if lora is None
                      else lora_qk_norm_rope_store_unchecked(product, lora, *rest))
-            mixed = step.attend(i, query, layer.options)
+            if wanted is None or i != narrow:
+                mixed = step.attend(i, query, layer.options)
+            else:
+                mixed = step.attend_wanted(i, query[wanted], layer.options)
+                residual, rows = residual[wanted], self._adapter_rows(_at(wanted, step.adapters))
             delta, ranks, lora = layer.o_proj(mixed.flatten(1), layer.o_linear, rows)
             normed, residual = self._add_norm(delta, ranks, residual, layer.post_norm, lora)
             if gate_up is None or layer.down_proj is None:
@@ -349,7 +352,12 @@ class FusedExecutor(DecoderExecutor):
                 gate, up = (product if lora is None else lora_expand_unchecked(product, *lora)).chunk(2, dim=-1)
                 hidden, shrunk = layer.mlp.act_fn(gate) * up, None
             delta, ranks, lora = layer.down_proj(hidden, layer.down_linear, rows, shrunk)
-        return self._add_norm(delta, ranks, residual, decoder.norm, lora)[0]
+        last = self._add_norm(delta, ranks, residual, decoder.norm, lora)[0]
+        return last if wanted is None or narrow < len(self._parts_of_layers) else last[wanted]
+
+    def _adapter_rows(self, adapters: torch.Tensor | None) -> AdapterRows | None:
+        rows = self.adapter_rows(adapters)
+        return rows.ordered() if rows is not None and self._adapters else rows
 
     def _different_layers(self) -> list[int]:
         """Of layers that launch the same kernels the first two, since what comes before counts, and the last."""
@@ -489,6 +497,16 @@ class FusedExecutor(DecoderExecutor):
         intact = merged is not None and merged.belongs_to(linears)
         weight = merged.current() if merged is not None and intact else None
         return Projections(linears, weight, all(map(is_plain_linear, linears)), self._ops, lora=lora)
+
+
+def narrow_layer(num_layers: int) -> int:
+    """From whose attention on only those tokens are computed whose final hidden states are read: of others later layers
+    need keys and values alone, and there is none behind the last."""
+    return num_layers - 1
+
+
+def _at(tokens: torch.Tensor, adapters: torch.Tensor | None) -> torch.Tensor | None:
+    return None if adapters is None else adapters[tokens]
 
 
 def _weights_and_epsilon(norms: tuple[Any, Any] | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:

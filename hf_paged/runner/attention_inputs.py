@@ -16,6 +16,7 @@ from hf_paged.kernels.step_inputs import StepInputs
 from hf_paged.kernels.upload import upload
 from hf_paged.models import KVSpec
 from hf_paged.runner.request_state import RequestState
+from hf_paged.runner.step_context import Ends, Parts
 from hf_paged.scheduler import StepPlan
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
@@ -120,14 +121,20 @@ class AttentionInputs:
             chosen = self._chosen = groups, num_rows, choice
         return chosen[2]
 
-    def parts(self, plan: StepPlan, query_start: np.ndarray,
-              slot_mapping: torch.Tensor) -> list[tuple[int, int, PagedMetadata]]:
-        """An eager step: decode rows and prefill rows are parts of their own, each with its own attention kernel."""
-        rows, decodes = len(plan.slots), plan.num_decode_rows
+    def parts(self, plan: StepPlan, query_start: np.ndarray, slot_mapping: torch.Tensor, *,
+              ends: bool) -> tuple[Parts, Ends | None]:
+        """An eager step: decode rows and prefill rows are parts of their own, each with its own attention kernel.
+
+        ``ends``: the last tokens of rows may be all that is read; they are where some row has more.
+        """
+        rows, decodes, device = len(plan.slots), plan.num_decode_rows, self._spec.device
         seq_lens = plan.start + plan.num_new_tokens
-        packed = np.concatenate([plan.slots, seq_lens, query_start], dtype=np.int32)
-        slots, lens, starts = upload(packed, self._spec.device).split((rows, rows, rows + 1))
-        parts = []
+        counts = np.arange(rows + 1)
+        packed = np.concatenate([plan.slots, seq_lens, query_start, counts], dtype=np.int32)
+        slots, lens, starts, singles = upload(packed, device).split((rows, rows, rows + 1, rows + 1))
+        ends = ends and int(query_start[-1]) > rows
+        parts: Parts = []
+        last_parts: Parts = []
         for a, b in ((0, decodes), (decodes, rows)):
             if a == b:
                 continue
@@ -139,10 +146,22 @@ class AttentionInputs:
                 work = self._work(seq_lens[a:b], plan.slots[a:b], plan.groups)
             else:
                 work = self._prompt_work(plan, seq_lens[a:b], *longest)
-            meta = self._metadata(from_zero, lens[a:b], slots[a:b], slot_mapping[first:last], *longest, work)
-            width = self._spec.num_kv_heads * self._spec.head_dim
-            parts.append((first, last, self.backend.read_once(meta, self._state.block_size, width)))
-        return parts
+            meta = self._read_once(self._metadata(from_zero, lens[a:b], slots[a:b], slot_mapping[first:last], *longest,
+                                                  work))
+            parts.append((first, last, meta))
+            if ends and longest[0] > 1:
+                alone = self.plain_plan(seq_lens[a:b], plan.slots[a:b])
+                work = None if alone is None else DecodeWork(upload(alone, device), self.arrivals(b - a))
+                meta = self._read_once(self._metadata(singles[: b - a + 1], lens[a:b], slots[a:b], slot_mapping[:0], 1,
+                                                      longest[1], work))
+            last_parts.append((a, b, meta))
+        if not ends:
+            return parts, None
+        return parts, Ends(upload(query_start[1:].astype(np.int64) - 1, device), last_parts)
+
+    def _read_once(self, meta: PagedMetadata) -> PagedMetadata:
+        spec = self._spec
+        return self.backend.read_once(meta, self._state.block_size, spec.num_kv_heads * spec.head_dim)
 
     def decode_rows(self, starts: torch.Tensor, inputs: StepInputs, work: DecodeWork | GroupedWork) -> PagedMetadata:
         """A captured step of R rows of one new token each; any length may come. `starts` counts them, [R + 1] int32."""
@@ -155,6 +174,11 @@ class AttentionInputs:
         """A captured step of prompts, all int32; `long` as `is_long` says."""
         bounds = self._captured_bounds(len(slot_mapping), long)
         return self._metadata(query_start, seq_lens, slots, slot_mapping, *bounds, work)
+
+    def last_tokens(self, starts: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
+                    work: DecodeWork) -> PagedMetadata:
+        """The last tokens of a captured step's prompts, each a row by itself. ``starts`` counts them, all int32."""
+        return self._metadata(starts, seq_lens, slots, slots[:0].long(), 1, self._max_model_len, work)
 
     def _captured_bounds(self, num_tokens: int, long: bool) -> tuple[int, int]:
         """Most new tokens and most tokens of a row of a graph's steps."""

@@ -84,7 +84,7 @@ class StepHandle(NamedTuple):
 
 class Computed(NamedTuple):
     """A step before its logits: ``hidden`` [T, hidden_size], where each row's tokens begin [R + 1], and
-    `StepContext.adapters`."""
+    `StepContext.adapters`; of all its tokens, or as if the last of each row were all."""
 
     hidden: torch.Tensor
     query_start: np.ndarray
@@ -177,7 +177,8 @@ class ModelRunner:
                 self._count_reads(plan)
                 return self._handle(result[first:], own, logits=logits)
         began = device_times.begin(self.device)
-        computed, logits = self._compiled(partial(self._eagerly, plan, first, result, logprobs), plan)
+        run = partial(self._eagerly, plan, first, result, logprobs, every_token=bool(wanted.prompt))
+        computed, logits = self._compiled(run, plan)
         self._count_reads(plan)
         device_times.end("eager", began)
         if not wanted.prompt:
@@ -188,10 +189,10 @@ class ModelRunner:
         device_times.end("prompt log-probabilities", began)
         return self._handle(result[first:], own, scored, wanted.prompt, logits)._replace(prompt_tops=tops)
 
-    def _eagerly(self, plan: StepPlan, first: int, result: torch.Tensor,
-                 logprobs: Mapping[str, torch.Tensor]) -> tuple[Computed, torch.Tensor | None]:
+    def _eagerly(self, plan: StepPlan, first: int, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor], *,
+                 every_token: bool) -> tuple[Computed, torch.Tensor | None]:
         """A step without graphs, and the logits of its first rows, if any; it comes to the same when it is repeated."""
-        computed = self._hidden_states(plan)
+        computed = self._hidden_states(plan, every_token=every_token)
         logits = self.executor.logits(*computed.at(slice(0, first))) if first else None
         self._sample(plan, computed, result, logprobs)
         return computed, logits
@@ -225,7 +226,7 @@ class ModelRunner:
             self._count_reads(plan)
         else:
             began = device_times.begin(self.device)
-            computed = self._compiled(partial(self._hidden_states, plan), plan)
+            computed = self._compiled(partial(self._hidden_states, plan, every_token=bool(spans)), plan)
             self._count_reads(plan)
             last = upload(computed.query_start[1:].astype(np.int64) - 1, self.device)
             every = self.executor.shard_logits(*computed.at(last))
@@ -281,7 +282,7 @@ class ModelRunner:
             self._count_reads(plan)
             return logits
         began = device_times.begin(self.device)
-        computed = self._compiled(partial(self._hidden_states, plan), plan)
+        computed = self._compiled(partial(self._hidden_states, plan, every_token=of_every_token), plan)
         self._count_reads(plan)
         if of_every_token:
             logits = self.executor.logits(computed.hidden, computed.adapters)
@@ -327,20 +328,26 @@ class ModelRunner:
             current.wait_stream(self._stream)
         self._stream = current
 
-    def _hidden_states(self, plan: StepPlan) -> Computed:
+    def _hidden_states(self, plan: StepPlan, *, every_token: bool) -> Computed:
+        """Hidden states of every token, or of the last of each row."""
         num_new = plan.num_new_tokens
         query_start = np.zeros(len(num_new) + 1, dtype=np.int32)
         np.cumsum(num_new, out=query_start[1:])
         token_slots, token_positions, write_from = upload(plan.token_columns(), self.device)
         input_ids, token_positions, slot_mapping, *_ = self.state.inputs(token_slots, token_positions, write_from)
 
-        parts = self.attention.parts(plan, query_start, slot_mapping)
+        parts, ends = self.attention.parts(plan, query_start, slot_mapping, ends=not every_token)
         adapters = self.state.adapters.of(token_slots) if self.state.adapters.any_named(plan.slots) else None
         # Of guesses, and of prompts that share a prefix, a later row reads what an earlier one writes.
         decodes_alone = plan.num_decode_rows == len(plan.slots) and plan.drafts is None
         at_once = decodes_alone and self.executor.may_run_at_once(len(num_new), plan.start)
-        step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters, at_once)
-        return Computed(self.executor.hidden_states(input_ids, step), query_start, adapters)
+        step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters, at_once,
+                         ends)
+        hidden = self.executor.hidden_states(input_ids, step)
+        if ends is None:
+            return Computed(hidden, query_start, adapters)
+        of_rows = None if adapters is None else adapters[ends.tokens]
+        return Computed(hidden, np.arange(len(query_start), dtype=np.int32), of_rows)
 
     def _count_reads(self, plan: StepPlan) -> None:
         """The step is enqueued."""

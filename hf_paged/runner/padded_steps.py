@@ -30,7 +30,7 @@ from hf_paged.models import ModelExecutor
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
-from hf_paged.runner.step_context import PagedStep
+from hf_paged.runner.step_context import Ends, PagedStep, Parts
 from hf_paged.sampling.token_mask import TokenMasks
 from hf_paged.sampling.top_log_probs import shape_of
 from hf_paged.scheduler import StepPlan
@@ -168,7 +168,9 @@ class PaddedSteps:
         rows = np.zeros((6, self._prompt_rows(1, size) + 1), dtype=np.int64)
         tokens[0], tokens[1], tokens[2] = self._state.padding_slot, -1, 0
         rows[1] = rows[4] = self._state.padding_slot
-        inputs = [upload(array, self._device) for array in (tokens, rows)]
+        alone = self._attention.plain_plan(rows[2, :-1], rows[1, :-1])
+        assert isinstance(alone, np.ndarray)
+        inputs = [upload(array, self._device) for array in (tokens, rows, alone)]
         self.prompts(*inputs, stages=frozenset(), long=False, scored=(), named=False, queued=False, tiles=None)
 
     def decode_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
@@ -236,8 +238,8 @@ class PaddedSteps:
         return inputs, self._attention.decode_rows(self._starts[: len(slots) + 1], inputs, work)
 
     def prompt_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
-        """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64, and where prompts share
-        prefixes the arrays of the attention's plan, which is for these tiles.
+        """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64, the attention's plan for the
+        rows' last tokens, and where prompts share prefixes the arrays of that for all tokens, which is for these tiles.
 
         A row's column has where its tokens begin, its slot, its length, the place of its last token, and the slot and
         position of the token that is sampled for it.
@@ -258,12 +260,14 @@ class PaddedSteps:
         row_slots[:count], seq_lens[:count], last[:count] = slots, start + num_new, ends - 1
         samples = np.flatnonzero(plan.samples[rows])
         sampled_slots[samples], sampled_positions[samples] = slots[samples], (start + num_new)[samples]
+        alone = self._attention.plain_plan(seq_lens[:-1], row_slots[:-1])
+        assert alone is not None, "a backend that runs in graphs plans"
         shared = self._attention.captured_prompt_plan(plan, size)
         if shared is None:
-            return (tokens, by_row), None
+            return (tokens, by_row, alone), None
         shared = padded(shared, size, by_row.shape[1] - 1)
         tiles = GroupedTiles(shared.num_parts, shared.kernel.config)
-        return (tokens, by_row, shared.items, shared.rows, shared.own_begin), tiles
+        return (tokens, by_row, alone, shared.items, shared.rows, shared.own_begin), tiles
 
     def prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *work: torch.Tensor, stages: frozenset[str],
                 long: bool, scored: tuple[str, ...], named: bool, queued: bool, tiles: GroupedTiles | None) -> Drawn:
@@ -278,11 +282,12 @@ class PaddedSteps:
     def prompt_logits(self, tokens: torch.Tensor, rows: torch.Tensor, *work: torch.Tensor, long: bool, named: bool,
                       queued: bool, tiles: GroupedTiles | None) -> torch.Tensor:
         """Logits [rows, V] of the last tokens of prompts, or a rank's columns."""
-        inputs, meta = self._of_prompts(tokens, rows, work, long, queued, tiles)
-        adapters = self._state.adapters.of(tokens[0]) if named else None
-        step = self._step(inputs.positions, meta.slot_mapping, [(0, len(inputs.ids), meta)], adapters)
-        hidden, last = self._executor.hidden_states(inputs.ids, step), rows[3, :-1]
-        return self._executor.shard_logits(hidden[last], None if adapters is None else adapters[last])
+        inputs, meta, ends = self._of_prompts(tokens, rows, work, long, queued, tiles)
+        adapters, count = self._state.adapters.of(tokens[0]) if named else None, len(rows[0]) - 1
+        last = Ends(rows[3, :-1], [(0, count, ends)])
+        step = self._step(inputs.positions, meta.slot_mapping, [(0, len(inputs.ids), meta)], adapters, ends=last)
+        hidden = self._executor.hidden_states(inputs.ids, step)
+        return self._executor.shard_logits(hidden, None if adapters is None else adapters[last.tokens])
 
     def mixed(self, rows: torch.Tensor, items: torch.Tensor, *arrays: torch.Tensor, stages: frozenset[str], long: bool,
               scored: tuple[str, ...], named: bool, with_logits: bool, queued: bool, tiles: GroupedTiles | None,
@@ -293,29 +298,33 @@ class PaddedSteps:
         """
         parts, (tokens, prompts, *work) = (None, arrays) if decode_tiles is None else (arrays[0], arrays[1:])
         decoded, decode_meta = self._of_decode_rows(rows, items, parts, decode_tiles)
-        computed, prompt_meta = self._of_prompts(tokens, prompts, tuple(work), long, queued, tiles)
-        count = len(decoded.ids)
+        computed, prompt_meta, ends = self._of_prompts(tokens, prompts, tuple(work), long, queued, tiles)
+        decodes, count = len(decoded.ids), len(prompts[0]) - 1
         ids, positions, slot_mapping = (torch.cat(both) for both in zip(decoded[:3], computed[:3], strict=True))
         adapters = self._state.adapters.of(torch.cat([rows[0], tokens[0]])) if named else None
-        cuts = [(0, count, decode_meta), (count, len(ids), prompt_meta)]
-        hidden = self._executor.hidden_states(ids, self._step(positions, slot_mapping, cuts, adapters))
-        last = torch.cat([torch.arange(count, device=self._device), count + prompts[3, :-1]])
-        logits = self._executor.shard_logits(hidden[last], None if adapters is None else adapters[last])
+        cuts = [(0, decodes, decode_meta), (decodes, len(ids), prompt_meta)]
+        last = Ends(torch.cat([torch.arange(decodes, device=self._device), decodes + prompts[3, :-1]]),
+                    [cuts[0], (decodes, decodes + count, ends)])
+        hidden = self._executor.hidden_states(ids, self._step(positions, slot_mapping, cuts, adapters, ends=last))
+        logits = self._executor.shard_logits(hidden, None if adapters is None else adapters[last.tokens])
         slots, places = torch.cat([rows[0], prompts[4, :-1]]), torch.cat([1 + rows[1], prompts[5, :-1]])
         drawn = self._draw(logits, slots, places, stages, scored)
         return drawn._replace(logits=logits) if with_logits else drawn
 
     def _of_prompts(self, tokens: torch.Tensor, rows: torch.Tensor, work: tuple[torch.Tensor, ...], long: bool,
-                    queued: bool, tiles: GroupedTiles | None) -> tuple[StepInputs, PagedMetadata]:
-        slots, positions, write_from = tokens
-        inputs, small = self._state.inputs(slots, positions, write_from), rows[:3].to(torch.int32)
+                    queued: bool, tiles: GroupedTiles | None) -> tuple[StepInputs, PagedMetadata, PagedMetadata]:
+        """What the layers read of prompts, and of their last tokens."""
+        (slots, positions, write_from), (alone, *shared) = tokens, work
+        inputs = self._state.inputs(slots, positions, write_from)
+        starts, row_slots, seq_lens = rows[:3].to(torch.int32)
         taken: PromptWork | TileQueue | None = self._queue if queued else None
         if tiles is not None:
-            items, parts, own_begin = work
+            items, parts, own_begin = shared
             taken = PromptWork(GroupedWork(items, parts, *tiles), own_begin)
-        meta = self._attention.prompts(small[0], small[2, :-1], small[1, :-1], inputs.slot_mapping, long=long,
-                                       work=taken)
-        return inputs, meta
+        of_rows = seq_lens[:-1], row_slots[:-1]
+        meta = self._attention.prompts(starts, *of_rows, inputs.slot_mapping, long=long, work=taken)
+        ends = self._attention.last_tokens(self._starts[: len(starts)], *of_rows, DecodeWork(alone, self._arrivals))
+        return inputs, meta, ends
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
               scored: tuple[str, ...], masks: TokenMasks | None = None) -> Drawn:
@@ -323,6 +332,6 @@ class PaddedSteps:
                     for name in scored}
         return Drawn(self._state.sample(logits, slots, positions, stages, logprobs, masks), logprobs)
 
-    def _step(self, positions: torch.Tensor, slot_mapping: torch.Tensor, parts: list[tuple[int, int, PagedMetadata]],
-              adapters: torch.Tensor | None, at_once: bool = False) -> PagedStep:
-        return PagedStep(positions, slot_mapping, self._cache, parts, self._attention.backend, adapters, at_once)
+    def _step(self, positions: torch.Tensor, slot_mapping: torch.Tensor, parts: Parts, adapters: torch.Tensor | None,
+              at_once: bool = False, ends: Ends | None = None) -> PagedStep:
+        return PagedStep(positions, slot_mapping, self._cache, parts, self._attention.backend, adapters, at_once, ends)

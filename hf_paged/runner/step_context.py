@@ -10,9 +10,20 @@ from hf_paged.kernels.attention.backends import AttentionBackend
 from hf_paged.kernels.attention.metadata import AttentionOptions, GroupedWork, PagedMetadata
 from hf_paged.runner.kv_cache import KVCache
 
+Parts = list[tuple[int, int, PagedMetadata]]
+
+
+class Ends(NamedTuple):
+    """The last token of each row: ``tokens`` [R] int64 of the step, and `PagedStep.parts` of these alone."""
+
+    tokens: torch.Tensor
+    parts: Parts
+
 
 class PagedStep(NamedTuple):
     """The `StepContext` of the runner. ``parts``: (first token, end, metadata) of rows that share a kernel.
+
+    ``ends``: of a step in which nothing else is read of the last layer; None: all tokens are.
 
     ``at_once``: one launch may compute all layers, as far as the plan of the step says: no row reads what another one
     writes, and the rows are worth it.
@@ -21,10 +32,11 @@ class PagedStep(NamedTuple):
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     cache: KVCache
-    parts: list[tuple[int, int, PagedMetadata]]
+    parts: Parts
     backend: AttentionBackend
     adapters: torch.Tensor | None = None
     at_once: bool = False
+    ends: Ends | None = None
 
     @property
     def decode_rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -38,11 +50,22 @@ class PagedStep(NamedTuple):
     def kv_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.cache.layers[layer]
 
+    @property
+    def wanted(self) -> torch.Tensor | None:
+        return None if self.ends is None else self.ends.tokens
+
     def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        return self._attend(self.parts, layer, query, options)
+
+    def attend_wanted(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        assert self.ends is not None
+        return self._attend(self.ends.parts, layer, query, options)
+
+    def _attend(self, parts: Parts, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         k_cache, v_cache = self.cache.layers[layer]
-        if len(self.parts) == 1:
-            return self.backend.run(query, k_cache, v_cache, self.parts[0][2], options)
+        if len(parts) == 1:
+            return self.backend.run(query, k_cache, v_cache, parts[0][2], options)
         mixed = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for first, last, meta in self.parts:
+        for first, last, meta in parts:
             self.backend.run(query[first:last], k_cache, v_cache, meta, options, mixed[first:last])
         return mixed
