@@ -128,7 +128,10 @@ class WeightsGuard:
     def _current_signature(self) -> tuple:
         # Buffers are left to the checksum: some RoPE modules write theirs in every forward.
         tensors = watched([*tensors_inside(self._executor.model)[0], *self._executor.plain_tensors()])
-        return tuple((t.data_ptr(), t.stride(), 0 if t.is_inference() else t._version) for t in tensors)
+        # Column by column: rows of a few hundred tensors take longer to make. Inference tensors have no version.
+        without = list(map(torch.Tensor.is_inference, tensors))
+        versions = [0 if none else t._version for t, none in zip(tensors, without, strict=True)]
+        return list(map(torch.Tensor.data_ptr, tensors)), list(map(torch.Tensor.stride, tensors)), versions
 
     def _tensors(self) -> list[torch.Tensor]:
         return _tensors_of(self._executor)
