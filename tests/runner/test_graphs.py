@@ -454,9 +454,9 @@ def test_a_dry_run_leaves_it_to_the_real_one_to_look_at_a_model_that_was_touched
         (run,) = graphs.steps.coming(1)
         with torch.no_grad():
             compiling._DryRun().run(run)
-            assert not graphs._executor._untouched.holds()
+            assert not graphs._executor._is_untouched()
             run()
-            assert graphs._executor._untouched.holds()
+            assert graphs._executor._is_untouched()
 
 
 def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch):
