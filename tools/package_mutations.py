@@ -208,7 +208,7 @@ UPDATES = [
 
 # Weights, own code and keys of the prefix cache.
 RECOGNITION = [
-    PackageMutation("runner/weights.py", "*buffers, *executor.plain_tensors()])", "*buffers])",
+    PackageMutation("runner/weights.py", "watched([*parameters, *executor.plain_tensors()])", "watched(parameters)",
                     "models/guards/test_plain_tensors.py", "changed_in_place"),
     PackageMutation(OWN_CODE, "        if table.holds():\n            return None\n",
                     "        return None\n", PATCHED_TESTS, "attention_of_torch"),
@@ -240,7 +240,7 @@ RECOGNITION = [
     PackageMutation("models/guards/capturing.py", "        _CODE is not None\n", "        False\n",
                     "models/guards/test_capturing.py", "auxiliary_loss"),
     PackageMutation("runner/weights.py", "    return watched([*parameters,",
-                    "    return list([t for t in parameters if type(t).__name__ != 'Int8Tensor'] + [", INNER_TESTS,
+                    "    return watched([t for t in parameters if type(t).__name__ != 'Int8Tensor'] + [", INNER_TESTS,
                     "dropped and data"),
     PackageMutation("models/guards/inner_tensors.py", "                found += inner_tensors(tensor) or [tensor]\n",
                     "                found.append(tensor)\n", INNER_TESTS, "dropped or look"),
