@@ -26,17 +26,19 @@ from hf_paged.kernels.lora_expand import Delta, lora_expand_unchecked
 from hf_paged.kernels.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
 from hf_paged.models.activations import SILU
 from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
+from hf_paged.models.aliases import aliases
 from hf_paged.models.base import KVSpec, Look, StepContext
 from hf_paged.models.copied_weights import CopiedLinears, CopiedWeights, copied_bytes
 from hf_paged.models.decoder import DecoderExecutor, plain_values
 from hf_paged.models.families import Family
+from hf_paged.models.guards.facts import tensors_inside
 from hf_paged.models.guards.remedies import DISAGREE
 from hf_paged.models.guards.untouched import Untouched
 from hf_paged.models.layer_ops import FUSED
 from hf_paged.models.linear_groups import LinearGroups
 from hf_paged.models.lora import Adapters, is_loaded, reads_tables
 from hf_paged.models.lora_rows import AdapterRows, apply_layer
-from hf_paged.models.merged import MergedWeight, merge
+from hf_paged.models.merged import MergedWeight, merge, places
 from hf_paged.models.one_launch import OneLaunch, Rows, decoder_of, why_not
 from hf_paged.models.plain_linear import (
     RowProduct,
@@ -95,14 +97,19 @@ class FusedExecutor(DecoderExecutor):
         self._gate_up: list[Projections | None] = []  # None: a block of experts
         self._parts_of_layers: list[LayerParts] = []
         self._parts_copies: dict[str, CopiedLinears] | None = None  # that they compute with
-        self._untouched = Untouched()
+        # What parts were looked up of: modules, what was read off them, and where the weights of linear layers lay.
+        self._untouched: Untouched | None = None
+        self._parts_look: tuple[Look, torch.dtype | None] | None = None
+        self._parts_merged: dict[str, MergedWeight] = {}
+        self._plain_linears: list[nn.Module] = []  # none where nothing is merged
+        self._places: list[list] = []
         self._adapters: Adapters | None = None  # None: not looked for yet
         self._joins = False  # may a product of few rows come to the norm behind it in parts?
         self._one_launch: OneLaunch | None = None  # None: the layers are not for it
 
     def prepare(self, max_model_len: int) -> None:
         spec, look = self.kv_spec(), self.look()
-        is_same = self._checked == (look, self.autocast) and self._untouched.holds()
+        is_same = self._parts_look == (look, self.autocast) and self._is_untouched()
         if not is_same or self._adapters is None or self._adapters:
             self._look_up_adapters(look)
         self._prepare_copies()
@@ -110,12 +117,14 @@ class FusedExecutor(DecoderExecutor):
             return
         self._check_weights(spec, look)
         self._rope.update(self.model.model.rotary_emb, max_model_len, spec.compute_dtype, spec.device)
-        if self._merge_weights:
+        is_same = is_same and self._parts_copies is self._copies() and self._places == self._places_now()
+        if self._merge_weights and not (is_same and self._are_all_merged()):
             self._merge(spec.device)
-        is_same = is_same and self._parts_copies is self._copies()
-        if not is_same or self._merged or self._adapters or not self._parts_of_layers:
+        is_same = is_same and self._parts_merged == self._merged
+        if not is_same or self._adapters:
             self._look_up_parts()
-        self._held = [alias for merged in self._merged.values() for alias in merged.memory()]
+            self._parts_look = look, self.autocast  # last: after an interrupt all is looked up again
+        self._held = aliases([weight for merged in self._merged.values() for weight in merged.weights], self._held)
         if self._one_launch is not None:
             self._one_launch.look_again()
 
@@ -143,7 +152,7 @@ class FusedExecutor(DecoderExecutor):
 
     def _drop_copies(self) -> None:
         if self._copied is not None:
-            self._copied = self._parts_copies = None
+            self._copied = self._parts_copies = self._parts_look = None
             self._qkv, self._gate_up, self._parts_of_layers = [], [], []  # which hold copies as well
 
     def _can_cast_by_copies(self) -> bool:
@@ -233,7 +242,7 @@ class FusedExecutor(DecoderExecutor):
                 return True
             if self._copied is None or not self._copied.fit(self._all_groups(), self.autocast):
                 return False
-        held = [*self._qkv, *filter(None, self._gate_up)]
+        held = self._projections_held()
         found = [projections for group in self._collect() for projections in group if projections]
         same = all(a.linears == b.linears and a.weight is b.weight and a.are_plain == b.are_plain
                    for a, b in zip(held, found, strict=False))
@@ -242,8 +251,8 @@ class FusedExecutor(DecoderExecutor):
 
     def let_go(self) -> None:
         self._qkv, self._gate_up, self._parts_of_layers, self._parts_copies = [], [], [], None
-        self._untouched = Untouched()
-        self._merged, self._held, self._groups = {}, [], None
+        self._untouched, self._parts_look, self._plain_linears, self._places = None, None, [], []
+        self._merged, self._parts_merged, self._held, self._groups = {}, {}, [], None
         if self._one_launch is not None:
             self._one_launch.let_go()
         if self._copied is not None and not self._copied.give_back():
@@ -263,18 +272,38 @@ class FusedExecutor(DecoderExecutor):
     def captured_tensors(self) -> list[torch.Tensor]:
         return [] if self._one_launch is None else self._one_launch.captured_tensors()
 
+    def _is_untouched(self) -> bool:
+        return self._untouched is not None and self._untouched.holds(self.model.model)
+
+    def _places_now(self) -> list[list]:
+        """Which parameters are the weights of plain linear layers, and where they lie; keeps none of them alive."""
+        weights: list[torch.Tensor] = [vars(linear)["_parameters"]["weight"] for linear in self._plain_linears]
+        return [list(map(id, weights)), *places(weights)]
+
+    def _are_all_merged(self) -> bool:
+        """Have all groups of layers a merged weight, or a copy?"""
+        return all(one.weight is not None for one in self._projections_held())
+
+    def _projections_held(self) -> list[Projections]:
+        return [*self._qkv, *filter(None, self._gate_up)]
+
     def _look_up_parts(self) -> None:
-        self._untouched = Untouched(self.model.model)
+        untouched = Untouched(self.model.model)
         whole = self.autocast is None and not self.group.is_parallel
         self._joins = whole and makes_parts(self.kv_spec().device)
+        groups = [of for i, layer in enumerate(self._layers()) for of in _groups(i, layer).values()]
+        plain = [linear for of in groups for linear in self._bases(of) if is_plain_linear(linear)]
+        self._plain_linears = plain if self._merged else []
+        self._places = self._places_now()  # first: what changes meanwhile is seen next time
         self._qkv, self._gate_up = self._collect()
         self._parts_of_layers = self._collect_parts()
-        self._parts_copies = self._copies()
+        self._parts_copies, self._parts_merged = self._copies(), dict(self._merged)
         device = self.kv_spec().device
         if not self._may_run_at_once(whole):
             self._one_launch = None
         elif self._one_launch is None or self._one_launch.device != device:
             self._one_launch = OneLaunch(device)
+        self._untouched = untouched  # last: after an interrupt all is looked up again
 
     def _may_run_at_once(self, whole: bool) -> bool:
         """`whole`: one device computes in the model's own dtype."""
@@ -311,7 +340,7 @@ class FusedExecutor(DecoderExecutor):
         decoder, ops, cos, sin = self.model.model, self._ops, self._rope.cos, self._rope.sin
         assert cos is not None and sin is not None, "prepare() comes first"
         # A streaming caller's code runs between steps. What kernels write here, copies, a dry run would not.
-        if not self._untouched.holds() and not is_dry():
+        if not self._is_untouched() and not is_dry():
             self._look_up_adapters(self.look())
             if self.autocast is not None:
                 self._prepare_copies()
@@ -437,7 +466,7 @@ class FusedExecutor(DecoderExecutor):
         copied = self._copies() or {}
         if not self._merged and self._groups is not None and copied.keys() == self._groups.by_name.keys():
             return  # nothing is left to merge
-        held = set(map(id, self.model.parameters()))
+        held = set(map(id, tensors_inside(self.model)[0]))
         self._merged = {key: merged for key, merged in self._merged.items() if merged.lies_in(held)}
         for i, layer in enumerate(self._layers()):
             linears = {key: self._bases(found) for key, found in _groups(i, layer).items()

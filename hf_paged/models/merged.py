@@ -7,6 +7,7 @@ and safetensors answer by dropping or refusing keys, and which offloading could 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,17 +16,20 @@ from torch import nn
 from hf_paged.models.adjacent import AdjacentMemory, are_adjacent
 from hf_paged.models.plain_linear import is_plain_product
 
+_STORAGE, _NBYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
+
 
 class MergedWeight:
     """The weights [n_i, k] of linear layers as one [sum n_i, k], for one GEMM in place of several.
 
-    Keeps the parameters, but none of the memory that they are moved away from.
+    Keeps the parameters (`weights`), but none of the memory that they are moved away from.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor], memory: AdjacentMemory) -> None:
         """Move `weights` to `pieces`, which are adjacent, and may be where they are."""
-        self._weights = list(weights)
-        self._places = [_place(piece) for piece in pieces]
+        self.weights = tuple(weights)
+        self._places = places(pieces)
         # Under inference mode the memory could not be written by an optimizer later.
         with torch.inference_mode(False), torch.no_grad():
             self._merged = memory.read_together(pieces)
@@ -37,22 +41,17 @@ class MergedWeight:
     def current(self) -> torch.Tensor | None:
         """The merged tensor, or None once one of the weights has other memory, or less than it needs.
 
-        It owns nothing: whoever reads it keeps the weights' memory meanwhile (`memory`).
+        It owns nothing: whoever reads it keeps the memory of its `weights` meanwhile.
         """
-        intact = all(_place(weight) == place for weight, place in zip(self._weights, self._places, strict=True))
-        return self._merged if intact else None
-
-    def memory(self) -> list[torch.Tensor]:
-        """Aliases of the weights, which keep what the merged tensor reads, whoever re-points a parameter."""
-        return [weight.detach() for weight in self._weights]
+        return self._merged if places(self.weights) == self._places else None
 
     def lies_in(self, parameters: Set[int]) -> bool:
         """Are all of the weights among a model's parameters, given by their ids? If not, they were replaced."""
-        return all(id(weight) in parameters for weight in self._weights)
+        return all(id(weight) in parameters for weight in self.weights)
 
     def belongs_to(self, linears: Sequence[nn.Module]) -> bool:
         """True while `linears` are plain layers that hold the very parameters that were merged."""
-        pairs = zip(linears, self._weights, strict=True)
+        pairs = zip(linears, self.weights, strict=True)
         return all(is_plain_product(linear) and linear.weight is weight for linear, weight in pairs)
 
 
@@ -64,17 +63,25 @@ def merge(groups: Sequence[Sequence[nn.Module]], memory: AdjacentMemory) -> list
     groups_of_weights = [_mergeable(linears) for linears in groups]
     moving = [weights for weights in groups_of_weights if weights and not are_adjacent(weights)]
     with torch.inference_mode(False), torch.no_grad():
-        places = iter(_places(moving, memory))
+        found = iter(_adjacent_places(moving, memory))
     merged: list[MergedWeight | None] = []
     for weights in groups_of_weights:
         pieces = None
         if weights:
-            pieces = [weight.data for weight in weights] if are_adjacent(weights) else next(places)
+            pieces = [weight.data for weight in weights] if are_adjacent(weights) else next(found)
         merged.append(MergedWeight(weights, pieces, memory) if pieces else None)
     return merged
 
 
-def _places(groups: list[list[nn.Parameter]], memory: AdjacentMemory) -> list[list[torch.Tensor] | None]:
+def places(tensors: Sequence[torch.Tensor]) -> list[list]:
+    """Where tensors lie, and as what; column by column: rows of a few hundred tensors take longer to make."""
+    return [
+        list(map(torch.Tensor.data_ptr, tensors)), list(map(torch.Tensor.stride, tensors)),
+        list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors)), list(map(_NBYTES, map(_STORAGE, tensors))),
+    ]
+
+
+def _adjacent_places(groups: list[list[nn.Parameter]], memory: AdjacentMemory) -> list[list[torch.Tensor] | None]:
     together = memory.place([weight for weights in groups for weight in weights])
     if together is None:
         return [memory.place(weights) for weights in groups]
@@ -93,10 +100,6 @@ def _mergeable(linears: Sequence[nn.Module]) -> list[nn.Parameter]:
         return []
     # One with an alias has to stay, or whoever holds the alias would go on writing to the old place.
     return weights if are_adjacent(weights) or not any(map(_has_alias, weights)) else []
-
-
-def _place(tensor: torch.Tensor) -> tuple:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.untyped_storage().nbytes()
 
 
 def _has_alias(tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,9 @@ import torch
 from hf_paged.kernels.compiling import compiled_together
 from hf_paged.kernels.upload import upload
 from hf_paged.models import ModelExecutor
+from hf_paged.models.aliases import aliases
 from hf_paged.models.captures import capture_lock, captures
+from hf_paged.models.guards.facts import tensors_inside
 from hf_paged.models.guards.inner_tensors import watched
 from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
@@ -35,6 +38,7 @@ from hf_paged.scheduler import StepPlan
 
 # Padded: decode rows, or tokens and rows of prompts, or decode rows and those two.
 Size = int | tuple[int, int] | tuple[int, int, int]
+_PLACE: tuple[Callable, ...] = torch.Tensor.data_ptr, attrgetter("shape"), torch.Tensor.stride  # all that graphs know
 
 
 class Undrawn(NamedTuple):
@@ -128,23 +132,24 @@ class StepGraphs:
 
     def check(self) -> None:
         """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""
-        signature = self._signature()
+        tensors = self._tensors()
+        signature = self._signature(tensors)
         if signature != self._model_signature:
             self.drop()
         self._model_signature = signature
-        self._held = [tensor.detach() for tensor in self._tensors()]
+        self._held = aliases(tensors, self._held)
 
     def is_current(self) -> bool:
         """False once a tensor of a module lies elsewhere, or another adapter is active, than at the last `check`."""
-        return self._model_signature == self._signature()
+        return self._model_signature == self._signature(self._tensors())
 
-    def _signature(self) -> tuple:
-        return tuple((tensor.data_ptr(), tensor.stride()) for tensor in self._tensors()), self._executor.state_key()
+    def _signature(self, tensors: list[torch.Tensor]) -> tuple:
+        # Column by column: rows of a few hundred tensors take longer to make.
+        return *(list(map(of, tensors)) for of in _PLACE), self._executor.state_key()
 
     def _tensors(self) -> list[torch.Tensor]:
-        model = self._executor.model
-        own = self._executor.own_tensors()
-        return watched([*model.parameters(), *model.buffers(), *self._executor.plain_tensors(), *own])
+        parameters, buffers = tensors_inside(self._executor.model)
+        return watched([*parameters, *buffers, *self._executor.plain_tensors(), *self._executor.own_tensors()])
 
     def let_go(self) -> None:
         """Keep the graphs, but none of the memory that they read, until `check` finds it all where it was."""

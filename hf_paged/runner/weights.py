@@ -55,7 +55,8 @@ class WeightsGuard:
 
     def begin(self, pool: BlockPool) -> None:
         """The engine was idle and becomes busy: distrust what is cached, and start the checksum."""
-        signature = self._current_signature()
+        tensors, buffers = _tensors_of(self._executor)
+        signature = _signature(tensors)
         pool.new_generation()
         if self._executor.group.any(signature != self._signature):
             pool.drop_older()
@@ -63,7 +64,7 @@ class WeightsGuard:
             if self._signature is not None:
                 self.found_change()
         self._signature = signature
-        self._pending = self.fresh()
+        self._pending = self._checksum([*tensors, *buffers])
 
     @property
     def latest(self) -> torch.Tensor | None:
@@ -72,7 +73,8 @@ class WeightsGuard:
 
     def fresh(self) -> torch.Tensor:
         """A checksum of the weights as they are now, [1] int64, maybe still on its way."""
-        return self._checksum(self._tensors())
+        tensors, buffers = _tensors_of(self._executor)
+        return self._checksum([*tensors, *buffers])
 
     def announce(self, pool: BlockPool | None, *, is_busy: bool) -> None:
         """The weights were written, and whoever did so says it: nothing has to be compared to know.
@@ -127,11 +129,7 @@ class WeightsGuard:
 
     def _current_signature(self) -> tuple:
         # Buffers are left to the checksum: some RoPE modules write theirs in every forward.
-        tensors = watched([*tensors_inside(self._executor.model)[0], *self._executor.plain_tensors()])
-        return tuple((t.data_ptr(), t.stride(), 0 if t.is_inference() else t._version) for t in tensors)
-
-    def _tensors(self) -> list[torch.Tensor]:
-        return _tensors_of(self._executor)
+        return _signature(_tensors_of(self._executor)[0])
 
 
 class ModelMark(NamedTuple):
@@ -153,12 +151,21 @@ class ModelMark(NamedTuple):
             return reason
         if executor.state_key() != self.state_key:
             return "its adapters or constants are others"
-        if int(ChecksumPlan()(_tensors_of(executor))) != int(self.checksum):
+        tensors, buffers = _tensors_of(executor)
+        if int(ChecksumPlan()([*tensors, *buffers])) != int(self.checksum):
             return "its weights changed"
         return None
 
 
-def _tensors_of(executor: ModelExecutor) -> list[torch.Tensor]:
+def _tensors_of(executor: ModelExecutor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Parameters and tensors that are plain attributes; buffers."""
     # Duplicates of buffers stay in: RoPE modules may make one an alias of another without changing what they compute.
     parameters, buffers = tensors_inside(executor.model)
-    return watched([*parameters, *buffers, *executor.plain_tensors()])
+    return watched([*parameters, *executor.plain_tensors()]), watched(buffers)
+
+
+def _signature(tensors: list[torch.Tensor]) -> tuple:
+    # Column by column: rows of a few hundred tensors take longer to make. Inference tensors have no version.
+    without = list(map(torch.Tensor.is_inference, tensors))
+    versions = [0 if none else t._version for t, none in zip(tensors, without, strict=True)]
+    return list(map(torch.Tensor.data_ptr, tensors)), list(map(torch.Tensor.stride, tensors)), versions

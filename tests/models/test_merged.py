@@ -17,6 +17,7 @@ import torch
 from support import HostMemory, assert_native_parity, random_prompts, stock_copy, stock_generate
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 import hf_paged
 from hf_paged.models import fused
@@ -298,6 +299,11 @@ def _new_module(model):
     attention.k_proj = tiny_model(5).model.layers[0].self_attn.k_proj
 
 
+def _another_decoder(model):
+    """Of the same config, so that nothing but its identity tells."""
+    model.model = Qwen3Model(model.config).to(DEVICE).eval()
+
+
 def _module_with_bias(model):
     old = q_proj(model)
     model.model.layers[0].self_attn.q_proj = nn.Linear(64, 64, device=DEVICE)
@@ -350,8 +356,9 @@ def _numpy_write(model):
 
 CHANGES = [
     _flat_after, _not_contiguous, _transposed_in_place, _replaced, _replaced_over_the_old_memory, _pointed_elsewhere,
-    _rows_exchanged_by_pointer, _modules_exchanged, _new_module, _module_with_bias, _bias_given, _assigned, _loaded,
-    _lora, _dora, _shared_between_layers, _shared_within_a_layer, _moved_to_shared_memory, _numpy_write,
+    _rows_exchanged_by_pointer, _modules_exchanged, _new_module, _another_decoder, _module_with_bias, _bias_given,
+    _assigned, _loaded, _lora, _dora, _shared_between_layers, _shared_within_a_layer, _moved_to_shared_memory,
+    _numpy_write,
 ]
 
 
@@ -397,6 +404,93 @@ def test_a_parameter_that_was_replaced_is_let_go(replace):
     assert_native_parity(model, **inputs(), max_new_tokens=4)
     gc.collect()
     assert old() is None and memory.expired()
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """What calls do besides comparing: grows by "merge" and "parts"."""
+    found = []
+    for name, kind in (("_merge", "merge"), ("_look_up_parts", "parts")):
+        own = getattr(fused.FusedExecutor, name)
+        monkeypatch.setattr(fused.FusedExecutor, name,
+                            lambda self, *args, own=own, kind=kind: found.append(kind) or own(self, *args))
+    return found
+
+
+def test_nothing_is_looked_up_again_while_all_weights_stay_where_they_are(looks):
+    model = used()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    looks.clear()
+    for _ in range(2):
+        _loss(model).backward()
+        optimizer.step()
+        assert_native_parity(model, **inputs(), max_new_tokens=4)
+    assert not looks
+    assert_merged(model)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_a_change_leads_to_is_what_a_look_at_everything_finds(change, looks):
+    """Of a model whose parts were looked up before it, and in the call after."""
+    model = used()
+    executor = hf_paged.get_engine(model)._executor
+    torch.manual_seed(1)
+    change(model)
+    for _ in range(2):
+        model.generate(**inputs(), max_new_tokens=2)
+        found = executor._qkv, executor._gate_up
+        executor._look_up_parts()
+        for ours, theirs in zip(found, (executor._qkv, executor._gate_up), strict=True):
+            assert [(p.linears, id(p.weight), p.are_plain) for p in ours] == [
+                (p.linears, id(p.weight), p.are_plain) for p in theirs]
+
+
+def test_a_parameter_that_comes_back_to_its_place_is_read_with_the_others_again():
+    model = used()
+    place = q_proj(model).weight.data
+    q_proj(model).weight.data = -2.0 * place
+    assert_native_parity(model, **inputs(), max_new_tokens=4)
+    assert merges(model)[0] is None
+    q_proj(model).weight.data = place
+    assert_native_parity(model, **inputs(), max_new_tokens=4)
+    assert_merged(model)
+
+
+def test_layers_that_are_replaced_between_two_steps_are_merged_by_the_next_call():
+    """The step after it only looks up what it has to read."""
+    model = used()
+    engine = hf_paged.get_engine(model)
+    old = weakref.ref(q_proj(model).weight)
+    for prompt in random_prompts([20, 9]):
+        engine.add_request(prompt, max_new_tokens=6)
+    engine.step()
+    ours, others = model.model.layers[0].self_attn, tiny_model(5).model.layers[0].self_attn
+    ours.q_proj, ours.k_proj, ours.v_proj = others.q_proj, others.k_proj, others.v_proj
+    del others
+    while engine.has_unfinished():
+        engine.step()
+    assert_native_parity(model, **inputs(), max_new_tokens=4)
+    assert_merged(model)
+    gc.collect()
+    assert old() is None
+
+
+@pytest.mark.parametrize("where", ["_merge", "_collect_parts"])
+def test_a_change_that_an_interrupted_call_saw_first_is_respected(where, monkeypatch):
+    model = used()
+    own = getattr(fused.FusedExecutor, where)
+
+    def interrupted(self, *args):
+        monkeypatch.setattr(fused.FusedExecutor, where, own)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fused.FusedExecutor, where, interrupted)
+    _bias_given(model)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(**inputs(), max_new_tokens=4)
+    assert_native_parity(model, **inputs(), max_new_tokens=4)
+    assert merges(model)[0] is None
 
 
 def test_weights_that_were_all_replaced_are_merged_anew():
@@ -631,6 +725,19 @@ def test_no_memory_of_a_merged_weight_goes_while_steps_may_read_it():
     _release(model)
     gc.collect()
     assert storage.expired()
+
+
+@on_cpu
+def test_memory_is_held_where_another_storage_came_to_its_address():
+    """As where a storage was resized, and the address lent to another."""
+    model = used()
+    weight = q_proj(model).weight
+    weight.data = torch.from_dlpack(weight.data)
+    assert_native_parity(model, **inputs(), max_new_tokens=4)
+    assert_merged(model)
+    storage = StorageWeakRef(weight.untyped_storage())
+    weight.data = weight.detach().clone()
+    assert not storage.expired()
 
 
 def test_a_merged_tensor_owns_no_memory():

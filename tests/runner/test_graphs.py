@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_torch import PlannedTorch
 from support import Interrupt, batch, byte_tokenizer, interrupted, random_prompts, stock_generate, tiny_model
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationConfig
 
 import hf_paged
@@ -518,9 +519,9 @@ def test_a_dry_run_leaves_it_to_the_real_one_to_look_at_a_model_that_was_touched
         (run,) = graphs.steps.coming(1)
         with torch.no_grad():
             compiling._DryRun().run(run)
-            assert not graphs._executor._untouched.holds()
+            assert not graphs._executor._is_untouched()
             run()
-            assert graphs._executor._untouched.holds()
+            assert graphs._executor._is_untouched()
 
 
 def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch):
@@ -766,6 +767,95 @@ def graphs():
         generator.generate([[1, 2, 3]], max_new_tokens=1, do_sample=False)
         runner = generator.engine._core.pool.runner
         yield graphs_of(runner, 256)
+
+
+def attention_of(model):
+    return model.model.layers[1].self_attn
+
+
+def pointed_elsewhere(model):
+    attention_of(model).o_proj.weight.data = attention_of(model).o_proj.weight.data.clone()
+
+
+def replaced(model):
+    attention_of(model).k_norm.weight = torch.nn.Parameter(attention_of(model).k_norm.weight.detach().clone())
+
+
+def another_layer(model):
+    model.model.layers[0].mlp.up_proj = copy.deepcopy(model.model.layers[0].mlp.up_proj)
+
+
+def another_buffer(model):
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.clone()
+
+
+def transposed(model):
+    attention_of(model).o_proj.weight.data = attention_of(model).o_proj.weight.data.t()
+
+
+def narrowed(model):
+    """As pruning by views does it: every tensor begins where it began, with the strides that it had."""
+    mlp = model.model.layers[0].mlp
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight.data = linear.weight.data[:64]
+    mlp.down_proj.weight.data = mlp.down_proj.weight.data[:, :64]
+
+
+def resized(model):
+    """As offloading does it; what has the old address meanwhile keeps it from coming back."""
+    storage = model.model.norm.weight.untyped_storage()
+    storage.resize_(0)
+    held = [torch.empty(64) for _ in range(64)]
+    storage.resize_(4 * 64)
+    del held
+
+
+def another_attribute(model):
+    attention_of(model).extra = attention_of(model).extra.clone()
+
+
+def another_constant(model):
+    attention_of(model).scaling *= 2.0
+
+
+@pytest.mark.parametrize("change", [pointed_elsewhere, replaced, another_layer, another_buffer, transposed, narrowed,
+                                    resized, another_attribute, another_constant], ids=lambda f: f.__name__)
+def test_graphs_go_once_a_tensor_of_the_model_is_another(graphs, change):
+    model = graphs._executor.model
+    attention_of(model).extra = torch.zeros(3)  # a module's own, neither a parameter nor a buffer
+    graphs.check()
+    graphs._captured["one"] = Captured("one", Uncaptured(), (), None)
+    graphs.check()
+    assert graphs.is_current() and not graphs.num_dropped
+    change(model)
+    assert not graphs.is_current()
+    graphs.check()
+    assert graphs.is_current() and graphs.num_dropped == 1
+
+
+def test_graphs_hold_what_they_read_until_they_are_checked(graphs):
+    """Whoever re-points a parameter; also where another storage has come to lie at the address of the one before."""
+    weight = attention_of(graphs._executor.model).o_proj.weight
+    graphs.check()
+    graphs.check()
+    first = StorageWeakRef(weight.untyped_storage())
+    weight.data = weight.data.clone()
+    assert not first.expired()
+    graphs.check()
+    assert first.expired()
+    address = weight.data_ptr()
+    weight.data = torch.from_dlpack(weight.data)
+    assert weight.data_ptr() == address and graphs.is_current()
+    graphs.check()
+    second = StorageWeakRef(weight.untyped_storage())
+    weight.data = weight.data.clone()
+    assert not second.expired()
+    graphs.let_go()
+    assert second.expired()
+    graphs.check()
+    third = StorageWeakRef(weight.untyped_storage())
+    weight.data = weight.data.clone()
+    assert not third.expired()
 
 
 @pytest.mark.parametrize(("fails_in", "error", "result"), [

@@ -9,10 +9,11 @@ from torch import nn
 
 
 class Untouched:
-    """What was looked up of some modules when this was made is so while it `holds`; parameters are read anew anyway."""
+    """What was looked up of the modules in a root when this was made is so while it `holds`; parameters aside."""
 
-    def __init__(self, *roots: nn.Module) -> None:
-        modules = [module for root in roots for module in root.modules()]
+    def __init__(self, root: nn.Module) -> None:
+        modules = list(root.modules())
+        self._root = root._modules  # which does not keep it alive
         self._spaces = list(map(vars, modules))
         self._children = [module._modules for module in modules if module._modules]
         self._inside = list(chain.from_iterable(map(dict.values, self._children)))
@@ -21,8 +22,10 @@ class Untouched:
         self._hooks = [*(module._forward_hooks for module in modules), *before]
         self._counts, self._replaced = self._count_hooks(), self._replaced_forwards()
 
-    def holds(self) -> bool:
-        """Nothing was put in place of a module or of its forward, and no hook came or went."""
+    def holds(self, root: nn.Module) -> bool:
+        """Is this the root, nothing was put in place of a module or of its forward, and no hook came or went?"""
+        if root._modules is not self._root:
+            return False
         inside = list(chain.from_iterable(map(dict.values, self._children)))
         return (
             len(inside) == len(self._inside) and all(map(operator.is_, inside, self._inside))

@@ -3,6 +3,7 @@
 import pytest
 from support import tiny_model
 from torch import nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from hf_paged.models.guards.untouched import Untouched
 
@@ -32,6 +33,7 @@ CHANGES = {
     "no module": lambda model: setattr(layer(model).mlp, "up_proj", None),
     "another layer": lambda model: model.model.layers.__setitem__(0, model.model.layers[1]),
     "fewer layers": lambda model: model.model.layers.pop(-1),
+    "another root": lambda model: setattr(model, "model", Qwen3Model(model.config)),
     "another norm": lambda model: setattr(model.model, "norm", nn.LayerNorm(64)),
 }
 
@@ -40,10 +42,10 @@ CHANGES = {
 def test_a_change_is_noticed(change):
     model = tiny_model()
     watch = Untouched(model.model)
-    assert watch.holds()
+    assert watch.holds(model.model)
     change(model)
-    assert not watch.holds()
-    assert Untouched(model.model).holds()
+    assert not watch.holds(model.model)
+    assert Untouched(model.model).holds(model.model)
 
 
 def test_a_hook_that_went_is_noticed_and_one_that_came_and_went_is_none():
@@ -52,6 +54,6 @@ def test_a_hook_that_went_is_noticed_and_one_that_came_and_went_is_none():
     watch = Untouched(model.model)
     other = layer(model).mlp.down_proj.register_forward_hook(hook)
     other.remove()
-    assert watch.holds()
+    assert watch.holds(model.model)
     handle.remove()
-    assert not watch.holds()
+    assert not watch.holds(model.model)
