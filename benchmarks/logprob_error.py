@@ -27,9 +27,10 @@ from workloads import QWEN3_SHAPES, qwen3
 from hf_paged import PagedConfig
 from hf_paged.kernels.decoder_layers.shape import ROWS
 from hf_paged.kernels.decoder_layers_support import why_not_on
-from hf_paged.models import ModelExecutor, StepContext, find_executor
+from hf_paged.models import ModelExecutor, find_executor
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.request_state import SlotParameters
+from hf_paged.runner.step_context import PagedStep
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
 
 LAYER_BY_LAYER = "layer by layer"
@@ -65,13 +66,16 @@ def paged(executor: ModelExecutor, tokens: torch.Tensor, group_prefixes: bool = 
     own_hidden_states = executor.hidden_states
     step: dict = {}
 
-    def hidden_states(input_ids: torch.Tensor, context: StepContext) -> torch.Tensor:
-        hidden = own_hidden_states(input_ids, context)
+    def hidden_states(input_ids: torch.Tensor, context: PagedStep) -> torch.Tensor:
+        """Scores all tokens, and those that are the last of a row as the step has them."""
+        every = own_hidden_states(input_ids, context._replace(ends=None))
+        hidden = every if context.ends is None else own_hidden_states(input_ids, context)
+        scored = every if context.ends is None else every.index_copy(0, context.ends.tokens, hidden)
         plan = step["plan"]
-        ends = np.cumsum(plan.num_new_tokens)
+        last = np.cumsum(plan.num_new_tokens)
         for i, sequence in enumerate(plan.sequences):
             row, start, count = int(sequence.request_id), int(plan.start[i]), int(plan.num_new_tokens[i])
-            own = hidden[ends[i] - count : ends[i]]
+            own = scored[last[i] - count : last[i]]
             result[row, start : start + count] = token_log_probs(
                 executor.logits(own), tokens[row, start + 1 : start + count + 1]
             )

@@ -141,7 +141,8 @@ def host_figures(generator: PagedGenerator, prompt: list[int], new: int) -> dict
 def print_host(generator: PagedGenerator, prompt: list[int], new: int) -> None:
     engine = generator.engine
     zeros = torch.zeros(engine.config.max_num_batched_tokens, generator.model.config.hidden_size)
-    engine._executor.hidden_states = lambda ids, step: zeros[: len(ids)]  # type: ignore[method-assign]
+    engine._executor.hidden_states = lambda ids, step: (  # type: ignore[method-assign]
+        zeros[: len(ids if step.wanted is None else step.wanted)])
     host_figures(generator, prompt[:1000], new)
     for length in (1000, len(prompt)):
         for _ in range(2):  # tables grow for the first one

@@ -436,7 +436,7 @@ class StepGraphs:
         key = self._key(size, run)
         if key not in self._captured:
             sizes = size if isinstance(size, tuple) else (size,)
-            captured = self._capture(run, inputs, f"{run.func.__name__} {' x '.join(map(str, sizes))}")
+            captured = self._capture(run, inputs, f"{run.func.__name__} {'x'.join(map(str, sizes))}")
             key = self._key(size, run)  # the kernel for all layers may have come, or gone, in the run before
             self._captured.setdefault(key, captured)
         return self._captured[key]

@@ -70,7 +70,8 @@ def long_engine(monkeypatch, **paged):
     settings = {"max_num_seqs": 8, "max_model_len": LONG + 1024, "num_blocks": 9000}
     generator = PagedGenerator(tiny_model(), **settings | paged)
     hidden = torch.zeros(CHUNK, generator.model.config.hidden_size)
-    monkeypatch.setattr(generator.engine._executor, "hidden_states", lambda ids, step: hidden[: len(ids)])
+    monkeypatch.setattr(generator.engine._executor, "hidden_states",
+                        lambda ids, step: hidden[: len(ids if step.wanted is None else step.wanted)])
     return generator, generator.engine
 
 

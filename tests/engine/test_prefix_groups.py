@@ -34,10 +34,10 @@ def plans(monkeypatch):
     """Of every step, what the runner computes; groups are looked at in those that decode."""
     seen, own = [], ModelRunner._hidden_states
 
-    def hidden_states(self, plan):
+    def hidden_states(self, plan, **options):
         if plan.num_decode_rows:
             seen.append(plan)
-        return own(self, plan)
+        return own(self, plan, **options)
 
     monkeypatch.setattr(ModelRunner, "_hidden_states", hidden_states)
     return seen

@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 from family_models import VARIANTS, family_model
-from support import HostMemory, assert_native_parity, batch, stock_generate, tiny_model
+from support import HostMemory, assert_native_parity, batch, random_prompts, stock_generate, tiny_model
+from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.models import families, find_executor
@@ -16,6 +17,7 @@ from hf_paged.models.fused import FusedExecutor
 from hf_paged.models.generic import GenericExecutor
 from hf_paged.models.layer_ops import FUSED as FUSED_OPS
 from hf_paged.models.plain_linear import RowProduct
+from hf_paged.models.projections import Projections
 
 FUSED = ["llama", "llama-3", "qwen3-moe", "qwen3-moe-mixed"]
 
@@ -149,3 +151,47 @@ def test_weights_changed_in_place_are_seen():
         model.model.layers[0].mlp.experts.down_proj.mul_(-1)
         model.model.layers[0].self_attn.k_proj.weight.mul_(0.5)
     assert not torch.equal(assert_native_parity(model, **inputs, max_new_tokens=8), before)
+
+
+@pytest.mark.parametrize(("options", "last"), [({}, 2), ({"prompt_logprobs": True}, 14)])
+def test_the_last_layer_computes_what_is_read_of_it(monkeypatch, options, last):
+    """The last token of each prompt, or all tokens where they are scored; of layers before it all are read."""
+    computed, own = [], Projections.silu_mul
+
+    def silu_mul(self, hidden, *args):
+        computed.append(len(hidden))
+        return own(self, hidden, *args)
+
+    monkeypatch.setattr(Projections, "silu_mul", silu_mul)
+    model = tiny_model()
+    with hf_paged.PagedGenerator(model, num_blocks=50) as generator:
+        made = generator.generate(random_prompts([9, 5]), max_new_tokens=3, do_sample=False, use_tqdm=False, **options)
+    layers = model.config.num_hidden_layers
+    assert computed == [*[14] * (layers - 1), last, *[2] * layers * 2]
+    for prompt, completion in zip(random_prompts([9, 5]), made, strict=True):
+        stock = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=3, do_sample=False)
+        assert completion.token_ids == stock[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_last_tokens_are_those_of_a_step_that_computes_all(variant):
+    """Rows that decode, a chunk in the middle of a prompt and one at its end; every family, also under adapters."""
+    model = family_model(variant)
+    with hf_paged.PagedGenerator(model, num_blocks=60, max_num_batched_tokens=24, max_num_seqs=8) as generator:
+        executor, compared = generator.engine._executor, []
+        own = executor.hidden_states
+
+        def hidden_states(ids, step):
+            if step.ends is None:
+                return own(ids, step)
+            every = own(ids, step._replace(ends=None))
+            alone = own(ids, step)
+            compared.append(len(alone))
+            torch.testing.assert_close(alone, every[step.ends.tokens], rtol=1e-4, atol=1e-5)
+            return alone
+
+        executor.hidden_states = hidden_states
+        configs = [GenerationConfig(max_new_tokens=n, do_sample=False, eos_token_id=None) for n in (4, 5, 3)]
+        generator.generate(random_prompts([9, 30, 14]), configs, use_tqdm=False)
+        del executor.hidden_states
+    assert len(compared) >= 2 and max(compared) >= 2
