@@ -23,7 +23,7 @@ def log_probs(model, prompt, made):
 def test_log_probs_are_as_exact_as_stocks():
     """First tokens and later ones, from graphs of decode rows and long prompts together, and of each alone."""
     shape = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "num_hidden_layers": 4, "vocab_size": 2048}
+             "num_key_value_heads": 2, "num_hidden_layers": 4, "vocab_size": 2048, "max_position_embeddings": 2048}
     exact = tiny_model(**shape).cuda().to(torch.bfloat16).float()
     lower = tiny_model(**shape).cuda().to(torch.bfloat16)
     lower.load_state_dict(exact.state_dict())
