@@ -44,7 +44,7 @@ _REPLACED: dict[str, list[tuple[str, Callable[..., Any]]]] = {
     # The last layer computes every token of a prompt, and not the last one alone.
     "narrow_layer": [("hf_paged.models.fused.narrow_layer", lambda num_layers: num_layers)],
     # Decode rows beside long prompts have a graph, and products, of their own.
-    "mixed_steps": [("hf_paged.runner.padded_steps.PaddedSteps.are_mixed", lambda *_: False)],
+    "mixed_steps": [("hf_paged.runner.padded_steps.PaddedSteps.mixed_size", lambda *_: 0)],
     # Tiles of prompts of unlike lengths are dealt to programs in place of taken from a queue.
     "tile_queue": [("hf_paged.kernels.attention.backends.HopperBackend.wants_queue", lambda *_: False)],
     # Products of few rows that come in parts are added up by a launch of their own, and not by the norm behind them.

@@ -115,8 +115,8 @@ class StepContext(Protocol):
         """query [T, Hq, D] over the pages, the step's own keys and values being in them -> [T, Hq, D]."""
         ...
 
-    def attend_wanted(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        """`attend` of the tokens `wanted` alone: query [W, Hq, D] -> [W, Hq, D]."""
+    def of_wanted(self) -> StepContext:
+        """The tokens `wanted` as a step of their own, whose keys and values are in the pages."""
         ...
 
 

@@ -367,7 +367,7 @@ class FusedExecutor(DecoderExecutor):
             if wanted is None or i != narrow:
                 mixed = step.attend(i, query, layer.options)
             else:
-                mixed = step.attend_wanted(i, query[wanted], layer.options)
+                mixed = step.of_wanted().attend(i, query[wanted], layer.options)
                 residual, rows = residual[wanted], self._adapter_rows(_at(wanted, step.adapters))
             delta, ranks, lora = layer.o_proj(mixed.flatten(1), layer.o_linear, rows)
             normed, residual = self._add_norm(delta, ranks, residual, layer.post_norm, lora)

@@ -125,7 +125,8 @@ class AttentionInputs:
               ends: bool) -> tuple[Parts, Ends | None]:
         """An eager step: decode rows and prefill rows are parts of their own, each with its own attention kernel.
 
-        ``ends``: the last tokens of rows may be all that is read; they are where some row has more.
+        ``ends``: the last tokens of rows may be all that is read; they are where some row has more, and no tile reads
+        for several rows what these share.
         """
         rows, decodes, device = len(plan.slots), plan.num_decode_rows, self._spec.device
         seq_lens = plan.start + plan.num_new_tokens
@@ -146,6 +147,7 @@ class AttentionInputs:
                 work = self._work(seq_lens[a:b], plan.slots[a:b], plan.groups)
             else:
                 work = self._prompt_work(plan, seq_lens[a:b], *longest)
+            ends = ends and not isinstance(work, PromptWork)
             meta = self._read_once(self._metadata(from_zero, lens[a:b], slots[a:b], slot_mapping[first:last], *longest,
                                                   work))
             parts.append((first, last, meta))

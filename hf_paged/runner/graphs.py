@@ -38,7 +38,7 @@ from hf_paged.scheduler import StepPlan
 
 # Padded: decode rows, or tokens and rows of prompts, or decode rows and those two.
 Size = int | tuple[int, int] | tuple[int, int, int]
-_PLACE: tuple[Callable, ...] = torch.Tensor.data_ptr, attrgetter("shape"), torch.Tensor.stride  # all that graphs know
+_PLACE: tuple[Callable, ...] = torch.Tensor.data_ptr, attrgetter("shape"), torch.Tensor.stride  # `Look` compares dtypes
 
 
 class Undrawn(NamedTuple):
@@ -320,8 +320,8 @@ class StepGraphs:
         prompt_size = self.steps.prompt_size(len(num_new), int(num_new.sum()))
         if prompt_size is None or (decodes and decodes > self.steps.sizes_of(plan)[-1]):
             return None
-        if decodes and mixed is not None and self.steps.are_mixed(prompt_size):
-            part = self._mixed_part(plan, prompt_size, mixed)
+        if mixed is not None and (size := self.steps.mixed_size(decodes, prompt_size)):
+            part = self._mixed_part(plan, size, prompt_size, mixed)
             if part is not None:
                 return [part]
         parts: list[Part] = []
@@ -340,10 +340,9 @@ class StepGraphs:
             parts.append(Part(captured, inputs, (Place(slice(decodes, len(plan.slots))),)))
         return parts
 
-    def _mixed_part(self, plan: StepPlan, prompt_size: int, mixed: Callable[..., partial]) -> Part | None:
-        """The graph of a step's decode rows and of its prompts."""
-        decodes, size = plan.num_decode_rows, self.steps.decode_size(plan)
-        decode_inputs, decode_tiles = self.steps.decode_inputs(plan, size)
+    def _mixed_part(self, plan: StepPlan, size: int, prompt_size: int, mixed: Callable[..., partial]) -> Part | None:
+        """The graph of a step's decode rows, padded to `size`, and of its prompts."""
+        decodes, (decode_inputs, decode_tiles) = plan.num_decode_rows, self.steps.decode_inputs(plan, size)
         prompt_inputs, tiles = self.steps.prompt_inputs(plan, prompt_size)
         run = partial(self._of_prompts(mixed, plan, plan.slots, tiles), decode_tiles=decode_tiles)
         inputs = *decode_inputs, *prompt_inputs

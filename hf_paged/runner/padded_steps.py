@@ -21,7 +21,6 @@ from hf_paged.kernels.attention.metadata import (
     GroupedWork,
     PagedMetadata,
     PromptWork,
-    TileQueue,
 )
 from hf_paged.kernels.attention.prompt_work import padded
 from hf_paged.kernels.step_inputs import StepInputs
@@ -79,6 +78,13 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
 
 
+def mixed_sizes(most_rows: int) -> list[int]:
+    """Padded numbers of decode rows that go with prompts: few, as there is a graph for each of them and each number of
+    tokens, and padding costs little beside prompts."""
+    sizes = {8, 16, *(size << i for size in (2, 3) for i in range(4, 16))}
+    return [size for size in sorted(sizes) if size < most_rows] + [most_rows]
+
+
 def prompt_sizes(num_parameters: int, max_num_batched_tokens: int) -> list[int]:
     """Padded numbers of prompt tokens, from 16 up to where the GPU takes longer than the host."""
     most = min(max_num_batched_tokens, max(128, int(_PROMPT_FLOPS / (2 * num_parameters))))
@@ -111,6 +117,7 @@ class PaddedSteps:
         most_rows = max(num_slots, MOST_GUESSING_ROWS)
         self._arrivals = self._attention.arrivals(most_rows)
         self._queue = self._attention.tile_queue()
+        self._mixed_sizes = np.array(mixed_sizes(most_rows))
         self._starts = torch.arange(most_rows + 1, dtype=torch.int32, device=self._device)
         self.num_slots = num_slots  # last: after an interrupt it is not what it was to be
 
@@ -142,10 +149,12 @@ class PaddedSteps:
         most = self._most_prompt_rows(size)
         return min(most, _FEW_PROMPT_ROWS) if num_rows <= _FEW_PROMPT_ROWS else most
 
-    @staticmethod
-    def are_mixed(prompt_size: int) -> bool:
-        """Are decode rows computed together with prompts of so many padded tokens?"""
-        return prompt_size >= _MIXED_TOKENS
+    def mixed_size(self, num_decode_rows: int, prompt_size: int) -> int:
+        """Padded number of decode rows that are computed together with so many padded tokens of prompts; 0: they are
+        not."""
+        if not num_decode_rows or prompt_size < _MIXED_TOKENS:
+            return 0
+        return int(self._mixed_sizes[np.searchsorted(self._mixed_sizes, num_decode_rows)])
 
     def coming(self, most_rows: int, most_tokens: int = 0) -> Iterator[Callable[[], object]]:
         """What graphs of up to so many decode rows and prompt tokens run, the smallest first, over padding alone."""
@@ -238,8 +247,8 @@ class PaddedSteps:
         return inputs, self._attention.decode_rows(self._starts[: len(slots) + 1], inputs, work)
 
     def prompt_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
-        """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64, the attention's plan for the
-        rows' last tokens, and where prompts share prefixes the arrays of that for all tokens, which is for these tiles.
+        """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64, and the attention's plan for
+        the rows' last tokens, or where prompts share prefixes the arrays of that for all tokens, for these tiles.
 
         A row's column has where its tokens begin, its slot, its length, the place of its last token, and the slot and
         position of the token that is sampled for it.
@@ -260,14 +269,14 @@ class PaddedSteps:
         row_slots[:count], seq_lens[:count], last[:count] = slots, start + num_new, ends - 1
         samples = np.flatnonzero(plan.samples[rows])
         sampled_slots[samples], sampled_positions[samples] = slots[samples], (start + num_new)[samples]
-        alone = self._attention.plain_plan(seq_lens[:-1], row_slots[:-1])
-        assert alone is not None, "a backend that runs in graphs plans"
         shared = self._attention.captured_prompt_plan(plan, size)
         if shared is None:
+            alone = self._attention.plain_plan(seq_lens[:-1], row_slots[:-1])
+            assert alone is not None, "a backend that runs in graphs plans"
             return (tokens, by_row, alone), None
         shared = padded(shared, size, by_row.shape[1] - 1)
         tiles = GroupedTiles(shared.num_parts, shared.kernel.config)
-        return (tokens, by_row, alone, shared.items, shared.rows, shared.own_begin), tiles
+        return (tokens, by_row, shared.items, shared.rows, shared.own_begin), tiles
 
     def prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *work: torch.Tensor, stages: frozenset[str],
                 long: bool, scored: tuple[str, ...], named: bool, queued: bool, tiles: GroupedTiles | None) -> Drawn:
@@ -283,11 +292,8 @@ class PaddedSteps:
                       queued: bool, tiles: GroupedTiles | None) -> torch.Tensor:
         """Logits [rows, V] of the last tokens of prompts, or a rank's columns."""
         inputs, meta, ends = self._of_prompts(tokens, rows, work, long, queued, tiles)
-        adapters, count = self._state.adapters.of(tokens[0]) if named else None, len(rows[0]) - 1
-        last = Ends(rows[3, :-1], [(0, count, ends)])
-        step = self._step(inputs.positions, meta.slot_mapping, [(0, len(inputs.ids), meta)], adapters, ends=last)
-        hidden = self._executor.hidden_states(inputs.ids, step)
-        return self._executor.shard_logits(hidden, None if adapters is None else adapters[last.tokens])
+        slots, last = tokens[0], rows[3, :-1]
+        return self._logits_of(inputs, [meta], last, None if ends is None else [ends], slots if named else None)
 
     def mixed(self, rows: torch.Tensor, items: torch.Tensor, *arrays: torch.Tensor, stages: frozenset[str], long: bool,
               scored: tuple[str, ...], named: bool, with_logits: bool, queued: bool, tiles: GroupedTiles | None,
@@ -299,32 +305,44 @@ class PaddedSteps:
         parts, (tokens, prompts, *work) = (None, arrays) if decode_tiles is None else (arrays[0], arrays[1:])
         decoded, decode_meta = self._of_decode_rows(rows, items, parts, decode_tiles)
         computed, prompt_meta, ends = self._of_prompts(tokens, prompts, tuple(work), long, queued, tiles)
-        decodes, count = len(decoded.ids), len(prompts[0]) - 1
-        ids, positions, slot_mapping = (torch.cat(both) for both in zip(decoded[:3], computed[:3], strict=True))
-        adapters = self._state.adapters.of(torch.cat([rows[0], tokens[0]])) if named else None
-        cuts = [(0, decodes, decode_meta), (decodes, len(ids), prompt_meta)]
-        last = Ends(torch.cat([torch.arange(decodes, device=self._device), decodes + prompts[3, :-1]]),
-                    [cuts[0], (decodes, decodes + count, ends)])
-        hidden = self._executor.hidden_states(ids, self._step(positions, slot_mapping, cuts, adapters, ends=last))
-        logits = self._executor.shard_logits(hidden, None if adapters is None else adapters[last.tokens])
+        inputs = StepInputs(*(torch.cat(both) for both in zip(decoded[:3], computed[:3], strict=True)))
+        count = len(decoded.ids)
+        last = torch.cat([torch.arange(count, device=self._device), count + prompts[3, :-1]])
+        logits = self._logits_of(inputs, [decode_meta, prompt_meta], last,
+                                 None if ends is None else [decode_meta, ends],
+                                 torch.cat([rows[0], tokens[0]]) if named else None)
         slots, places = torch.cat([rows[0], prompts[4, :-1]]), torch.cat([1 + rows[1], prompts[5, :-1]])
         drawn = self._draw(logits, slots, places, stages, scored)
         return drawn._replace(logits=logits) if with_logits else drawn
 
     def _of_prompts(self, tokens: torch.Tensor, rows: torch.Tensor, work: tuple[torch.Tensor, ...], long: bool,
-                    queued: bool, tiles: GroupedTiles | None) -> tuple[StepInputs, PagedMetadata, PagedMetadata]:
-        """What the layers read of prompts, and of their last tokens."""
-        (slots, positions, write_from), (alone, *shared) = tokens, work
+                    queued: bool, tiles: GroupedTiles | None) -> tuple[StepInputs, PagedMetadata, PagedMetadata | None]:
+        """What the layers read of prompts, and of their last tokens alone, where no tile reads for several rows."""
+        slots, positions, write_from = tokens
         inputs = self._state.inputs(slots, positions, write_from)
         starts, row_slots, seq_lens = rows[:3].to(torch.int32)
-        taken: PromptWork | TileQueue | None = self._queue if queued else None
-        if tiles is not None:
-            items, parts, own_begin = shared
-            taken = PromptWork(GroupedWork(items, parts, *tiles), own_begin)
         of_rows = seq_lens[:-1], row_slots[:-1]
-        meta = self._attention.prompts(starts, *of_rows, inputs.slot_mapping, long=long, work=taken)
+        if tiles is not None:
+            items, parts, own_begin = work
+            shared = PromptWork(GroupedWork(items, parts, *tiles), own_begin)
+            return inputs, self._attention.prompts(starts, *of_rows, inputs.slot_mapping, long=long, work=shared), None
+        queue, (alone,) = self._queue if queued else None, work
+        meta = self._attention.prompts(starts, *of_rows, inputs.slot_mapping, long=long, work=queue)
         ends = self._attention.last_tokens(self._starts[: len(starts)], *of_rows, DecodeWork(alone, self._arrivals))
         return inputs, meta, ends
+
+    def _logits_of(self, inputs: StepInputs, parts: list[PagedMetadata], last: torch.Tensor,
+                   ends: list[PagedMetadata] | None, named_slots: torch.Tensor | None) -> torch.Tensor:
+        """Logits of the ``last`` tokens of all rows, for which ``ends`` is the layout; ``named_slots``: of each token,
+        where a row names an adapter."""
+        adapters = None if named_slots is None else self._state.adapters.of(named_slots)
+        read = None if ends is None else Ends(last, _cuts(ends, [len(meta.slots) for meta in ends]))
+        cuts = _cuts(parts, [len(meta.slot_mapping) for meta in parts])
+        hidden = self._executor.hidden_states(
+            inputs.ids, self._step(inputs.positions, inputs.slot_mapping, cuts, adapters, ends=read))
+        if read is None:
+            hidden = hidden[last]
+        return self._executor.shard_logits(hidden, None if adapters is None else adapters[last])
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
               scored: tuple[str, ...], masks: TokenMasks | None = None) -> Drawn:
@@ -335,3 +353,9 @@ class PaddedSteps:
     def _step(self, positions: torch.Tensor, slot_mapping: torch.Tensor, parts: Parts, adapters: torch.Tensor | None,
               at_once: bool = False, ends: Ends | None = None) -> PagedStep:
         return PagedStep(positions, slot_mapping, self._cache, parts, self._attention.backend, adapters, at_once, ends)
+
+
+def _cuts(layouts: list[PagedMetadata], counts: list[int]) -> Parts:
+    """`PagedStep.parts` of so many tokens each, one behind the other."""
+    ends = np.cumsum(counts).tolist()
+    return [(end - count, end, meta) for meta, count, end in zip(layouts, counts, ends, strict=True)]

@@ -54,18 +54,15 @@ class PagedStep(NamedTuple):
     def wanted(self) -> torch.Tensor | None:
         return None if self.ends is None else self.ends.tokens
 
-    def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        return self._attend(self.parts, layer, query, options)
-
-    def attend_wanted(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    def of_wanted(self) -> PagedStep:
         assert self.ends is not None
-        return self._attend(self.ends.parts, layer, query, options)
+        return self._replace(parts=self.ends.parts, ends=None)
 
-    def _attend(self, parts: Parts, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         k_cache, v_cache = self.cache.layers[layer]
-        if len(parts) == 1:
-            return self.backend.run(query, k_cache, v_cache, parts[0][2], options)
+        if len(self.parts) == 1:
+            return self.backend.run(query, k_cache, v_cache, self.parts[0][2], options)
         mixed = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for first, last, meta in parts:
+        for first, last, meta in self.parts:
             self.backend.run(query[first:last], k_cache, v_cache, meta, options, mixed[first:last])
         return mixed

@@ -12,6 +12,7 @@ import hf_paged
 from hf_paged.engine.frozen_heap import FrozenHeap
 from hf_paged.kernels.attention.backends import HopperBackend, TritonBackend
 from hf_paged.models import fused
+from hf_paged.runner.padded_steps import PaddedSteps
 
 FOUND = techniques.switches()
 REPLACED = [name for name, overrides in FOUND.items() if techniques.WITHOUT in overrides]
@@ -37,12 +38,22 @@ def test_what_has_no_field_is_off_inside_of_its_context_alone():
     with techniques.replaced("frozen_heap"):
         assert FrozenHeap.may_freeze is not may_freeze and not FrozenHeap().may_freeze()
     assert FrozenHeap.may_freeze is may_freeze
+    before = _replaceable()
+    with techniques.replaced("mixed_steps"):
+        assert PaddedSteps.mixed_size(None, 64, 8192) == 0
+    with techniques.replaced("tile_queue"):
+        assert HopperBackend(measured_only=True).wants_queue(*[None] * 7) is False
+    with techniques.replaced("narrow_layer"):
+        assert fused.narrow_layer(28) == 28
+    assert _replaceable() == before and fused.narrow_layer(28) == 27
     assert TritonBackend.plan_prompts is own and fused.makes_parts(torch.device("cuda"))
-    assert set(REPLACED) == {"prompt_groups", "joined_norms", "frozen_heap"}
+    assert set(REPLACED) == {"prompt_groups", "joined_norms", "frozen_heap", "mixed_steps", "tile_queue",
+                             "narrow_layer"}
 
 
 def _replaceable():
-    return TritonBackend.plan_prompts, fused.makes_parts, FrozenHeap.may_freeze
+    return (TritonBackend.plan_prompts, fused.makes_parts, FrozenHeap.may_freeze, PaddedSteps.mixed_size,
+            HopperBackend.wants_queue, fused.narrow_layer)
 
 
 @pytest.mark.parametrize("name", REPLACED)

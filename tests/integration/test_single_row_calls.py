@@ -60,7 +60,8 @@ def test_layers_and_tokens_make_fewer_calls_than_stocks_and_a_short_call_no_more
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_step_is_laid_out_once_and_the_model_compared_once(rows, monkeypatch):
-    """However many layers there are; without a caller's code in between, later steps compare nothing."""
+    """However many layers there are, and a prompt once more for its last token, of which the last layer is computed;
+    without a caller's code in between, later steps compare nothing."""
     laid_out, compared = Counter(), Counter()
     own_rows, own_hold = metadata.HostRows, Facts.hold
 
@@ -81,6 +82,6 @@ def test_a_step_is_laid_out_once_and_the_model_compared_once(rows, monkeypatch):
         laid_out.clear()
         compared.clear()
         model.generate(ids, max_new_tokens=new_tokens, do_sample=False)
-        assert laid_out["step"] == new_tokens
+        assert laid_out["step"] == new_tokens + 1
         found.append(compared["call"])
     assert found[1] == found[2] <= 2

@@ -166,7 +166,7 @@ def test_decode_rows_beside_long_prompts_go_with_them_in_one_graph(steps, monkey
                                 do_sample=False)
         assert tokens == output[0, len(prompt) :].tolist()
     mixed = {size for kind, size in steps if kind == "mixed"}
-    assert {rows for rows, _, _ in mixed} <= {1, 2, 4, 8} and {tokens for _, tokens, _ in mixed} <= {32, 64, 128}
+    assert {rows for rows, _, _ in mixed} == {8} and {tokens for _, tokens, _ in mixed} <= {32, 64, 128}
     assert {rows for _, _, rows in mixed} == {2, 8}, "graphs of few prompts, and of as many as there may be"
     pairs = list(itertools.pairwise(steps))
     assert all(size < 32 for (before, _), (kind, size) in pairs if (before, kind) == ("decode", "prompt"))
@@ -186,6 +186,49 @@ def test_a_mixed_step_whose_graph_cannot_be_had_replays_two(steps, monkeypatch):
     monkeypatch.setattr(StepGraphs, "_capture", own)
     assert generate(model, prompts, new_tokens, **options) == made
     assert "mixed" in [kind for kind, _ in steps]
+
+
+def test_a_decode_row_is_edited_beside_prompts_that_are_not(steps, monkeypatch):
+    """The graph of both is told of the settings of both."""
+    model, prompts, made = tiny_model(), random_prompts([20, 40, 30, 17, 60]), []
+    edits = [{"sequence_bias": [[[5], 1000.0]]}, {}, {}, {}, {}]
+    for tokens in (1, 10_000):
+        monkeypatch.setattr(padded_steps, "_MIXED_TOKENS", tokens)
+        with hf_paged.PagedGenerator(model, num_blocks=200, max_num_seqs=2, max_num_batched_tokens=64) as generator:
+            configs = [GenerationConfig(max_new_tokens=n, do_sample=False, eos_token_id=None, **edit)
+                       for n, edit in zip([20, 2, 2, 2, 2], edits, strict=True)]
+            made.append([c.token_ids for c in generator.generate(prompts, configs, use_tqdm=False)])
+    assert made[0] == made[1] and set(made[0][0]) == {5}
+    assert {"mixed", "decode"} <= {kind for kind, _ in steps}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mode", ["mixed", "apart", "eager"])
+def test_last_tokens_are_read_by_a_plan_of_their_own(steps, monkeypatch, mode):
+    """In the last layer, by the kernel of decode rows, which reads what its plan says and nothing else."""
+    backend, planned = TritonBackend(), []
+    own = backend.run
+
+    def run(q, k_cache, v_cache, meta, options, out=None):
+        planned.append((meta.max_query_len > 1, len(q)))
+        return own(q, k_cache, v_cache, meta, options, out)
+
+    monkeypatch.setattr(backend, "run", run)
+    monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)
+    monkeypatch.setattr(padded_steps, "_MIXED_TOKENS", 1 if mode == "mixed" else 10_000)
+    monkeypatch.setattr(f"{__name__}.graphs_of", lambda runner, most: StepGraphs(
+        runner.executor, runner.cache, runner.state, runner.attention, most))
+    if mode == "eager":
+        monkeypatch.setattr(StepGraphs, "launch", lambda *_, **__: None)
+    model, prompts = tiny_model(head_dim=32), random_prompts([5, 40, 17])
+    made = generate(model, prompts, [4, 2, 3], max_num_seqs=2, max_num_batched_tokens=64)
+    for prompt, count, tokens in zip(prompts, [4, 2, 3], made, strict=True):
+        output = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=count, eos_token_id=None,
+                                do_sample=False)
+        assert tokens == output[0, len(prompt) :].tolist()
+    of_prompts = sum(many for many, _ in planned)
+    layers = model.config.num_hidden_layers
+    assert of_prompts and of_prompts % (layers - 1) == 0, "in all layers but the last"
 
 
 @pytest.mark.parametrize("rows_elsewhere", [0, 2])
@@ -1069,9 +1112,10 @@ def test_rows_of_stocks_loop_and_requests_replay_one_graph(steps, num_beams, log
     assert {("decode", size) for size in joined} <= set(steps)
 
 
-@pytest.mark.parametrize("logprobs", [False, True])
-def test_steps_in_which_rows_name_adapters_have_graphs_of_their_own(steps, logprobs):
+@pytest.mark.parametrize(("logprobs", "mixed_tokens"), [(False, 1024), (True, 1024), (False, 1)])
+def test_steps_in_which_rows_name_adapters_have_graphs_of_their_own(steps, monkeypatch, logprobs, mixed_tokens):
     """They read each row's adapter from its slot, so one graph serves any mix; others are what they were."""
+    monkeypatch.setattr(padded_steps, "_MIXED_TOKENS", mixed_tokens)
     pytest.importorskip("peft", reason="an extra of the test environment")
     from lora_models import with_adapter
 

@@ -11,7 +11,7 @@ from support import tiny_model
 
 import hf_paged
 from hf_paged.runner.attention_inputs import AttentionInputs
-from hf_paged.runner.padded_steps import PaddedSteps, decode_sizes, prompt_sizes
+from hf_paged.runner.padded_steps import PaddedSteps, decode_sizes, mixed_sizes, prompt_sizes
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1024])
@@ -22,6 +22,15 @@ def test_decode_sizes_pad_little_and_end_with_the_most(most):
     for count in range(9, most + 1):
         padded = sizes[np.searchsorted(sizes, count)]
         assert padded - count < max(8, 0.13 * padded), count
+
+
+@pytest.mark.parametrize("most", [1, 8, 100, 256, 1024])
+def test_few_sizes_hold_the_decode_rows_that_go_with_prompts(most):
+    sizes = mixed_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most
+    assert len(sizes) <= 2 * np.log2(max(most, 2))
+    for count in range(1, most + 1):
+        assert count <= sizes[np.searchsorted(sizes, count)] < max(9, 2 * count), count
 
 
 def test_prompt_sizes_shrink_with_the_model():

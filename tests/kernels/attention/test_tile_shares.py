@@ -72,7 +72,7 @@ def test_an_eager_step_brings_its_prompts_the_queue_that_they_want(monkeypatch):
         plan = SimpleNamespace(slots=np.arange(len(num_new)), num_decode_rows=1, start=seq_lens - num_new,
                                num_new_tokens=num_new, groups=None, prompt_groups=None)
         starts = np.concatenate([[0], np.cumsum(num_new)])
-        parts = attention.parts(plan, starts, torch.zeros(starts[-1], dtype=torch.int64))
+        parts, _ = attention.parts(plan, starts, torch.zeros(starts[-1], dtype=torch.int64), ends=False)
         return [meta.work for _, _, meta in parts]
 
     (no_queue, first), (_, second), (_, even) = step(UNEVEN), step(UNEVEN), step([(2112, 2112)] * 4)
