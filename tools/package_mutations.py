@@ -441,6 +441,8 @@ HOPPER_CALLS = [
                     "eager_step"),
     PackageMutation("runner/graphs.py", "queued = tiles is None and self._attention.wants_queue(plan)",
                     "queued = False", GRAPHS_TESTS, "one_queue"),
+    PackageMutation(PADDED, " and self._attention.may_queue():", " and False:", "runner/test_padded_steps.py",
+                    "what_comes"),
     PackageMutation("runner/graphs.py", "Place(slice(decodes, len(plan.slots)), size)))",
                     "Place(slice(decodes, len(plan.slots)), decodes)))", GRAPHS_TESTS, "in_one_graph"),
     PackageMutation("runner/graphs.py", "self._of_prompts(mixed, plan, plan.slots, tiles)",

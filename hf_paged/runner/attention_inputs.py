@@ -41,11 +41,16 @@ class AttentionInputs:
         """A new queue."""
         return TileQueue(torch.zeros(2, dtype=torch.int32, device=self._spec.device))
 
+    def may_queue(self) -> bool:
+        """May there be prompts whose tiles are taken from a queue?"""
+        # With windows, what tiles of one layer see says nothing of those of another.
+        return self.backend.has_queue and not self._has_windows()
+
     def wants_queue(self, plan: StepPlan) -> bool:
         """Are programs to take the tiles of the step's prompts from a queue, where nothing is read for several?"""
-        spec, rows = self._spec, slice(plan.num_decode_rows, None)
-        if self._has_windows():  # what tiles of other layers see says nothing of theirs
+        if not self.may_queue():
             return False
+        spec, rows = self._spec, slice(plan.num_decode_rows, None)
         num_new = plan.num_new_tokens[rows]
         return self.backend.wants_queue(num_new, plan.start[rows] + num_new, spec.num_heads, spec.num_kv_heads,
                                         spec.head_dim, spec.cache_dtype, spec.device)

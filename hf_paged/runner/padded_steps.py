@@ -1,4 +1,4 @@
-"""Steps as graphs hold them: decode rows, or prompts, padded to one of few sizes.
+"""Steps as graphs hold them: decode rows, prompts, or both together, padded to one of few sizes.
 
 Here is what they read, as arrays on the host, and what they compute, from token ids to sampled tokens or logits.
 Padding rows have length 0 and a slot of their own.
@@ -159,10 +159,12 @@ class PaddedSteps:
     def coming(self, most_rows: int, most_tokens: int = 0) -> Iterator[Callable[[], object]]:
         """What graphs of up to so many decode rows and prompt tokens run, the smallest first, over padding alone."""
         for num_rows, num_tokens in zip_longest(self.decode_sizes, self.prompt_sizes, fillvalue=0):
+            if 0 < num_tokens <= most_tokens:  # first: of these kernels one may take the compiler the longest
+                yield partial(self._run_padding_tokens, num_tokens, queued=False)
+                if num_tokens == self.prompt_sizes[0] and self._attention.may_queue():
+                    yield partial(self._run_padding_tokens, num_tokens, queued=True)
             if 0 < num_rows <= most_rows:
                 yield partial(self._run_padding_rows, num_rows)
-            if 0 < num_tokens <= most_tokens:
-                yield partial(self._run_padding_tokens, num_tokens)
 
     def _run_padding_rows(self, size: int) -> None:
         rows = np.empty((2, size), dtype=np.int64)
@@ -172,7 +174,7 @@ class PaddedSteps:
         inputs = [upload(array, self._device) for array in (rows, work)]
         self.decode(*inputs, stages=frozenset(), scored=(), named=False, with_logits=False, tiles=None)
 
-    def _run_padding_tokens(self, size: int) -> None:
+    def _run_padding_tokens(self, size: int, *, queued: bool) -> None:
         tokens = np.empty((3, size), dtype=np.int64)
         rows = np.zeros((6, self._prompt_rows(1, size) + 1), dtype=np.int64)
         tokens[0], tokens[1], tokens[2] = self._state.padding_slot, -1, 0
@@ -180,7 +182,7 @@ class PaddedSteps:
         alone = self._attention.plain_plan(rows[2, :-1], rows[1, :-1])
         assert isinstance(alone, np.ndarray)
         inputs = [upload(array, self._device) for array in (tokens, rows, alone)]
-        self.prompts(*inputs, stages=frozenset(), long=False, scored=(), named=False, queued=False, tiles=None)
+        self.prompts(*inputs, stages=frozenset(), long=False, scored=(), named=False, queued=queued, tiles=None)
 
     def decode_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
         """rows [2, size] int64 (slots, positions), and the attention's plan, which is for these tiles."""

@@ -46,7 +46,7 @@ def main() -> dict[str, object]:
                              max_model_len=256, max_num_batched_tokens=TOKENS, attention_backend="triton")
         runner.prepare()
         steps = PaddedSteps(executor, runner.cache, runner.state, runner.attention, TOKENS)
-        first = partial(steps._run_padding_tokens, 16)
+        first = partial(steps._run_padding_tokens, 16, queued=False)
         compiled_together(first, coming(steps))
         finish()
         behind = [name for name, *_ in compiled]

@@ -237,6 +237,8 @@ def test_prompts_of_graphs_take_tiles_from_one_queue_where_that_is_wanted(steps,
     asked, taken = [], []
 
     class Queued(PlannedTorch):
+        has_queue = True
+
         def wants_queue(self, num_new, seq_lens, *_):
             assert (num_new <= seq_lens).all()
             asked.append(len(num_new) > 1)

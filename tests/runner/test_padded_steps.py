@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from planned_torch import PlannedTorch
 from support import tiny_model
 
@@ -70,3 +71,19 @@ def test_prompts_get_a_graph_where_its_padding_is_worth_it(steps):
     steps._num_parameters = 20_000_000_000
     assert steps.prompt_size(1, 100) == 128
     assert steps.prompt_size(1, 130) is None, "126 padding tokens of 20B parameters are 5 TFLOP"
+
+
+@pytest.mark.parametrize("may_queue", [False, True])
+def test_what_comes_begins_with_prompts_and_has_every_kernel_of_them(steps, monkeypatch, may_queue):
+    """One of these takes the compiler the longest; the one that takes tiles from a queue is another."""
+    monkeypatch.setattr(steps._attention.backend, "has_queue", may_queue)
+    coming = list(steps.coming(8, 64))
+    found = [(run.func.__name__, *run.args, run.keywords.get("queued")) for run in coming]
+    prompts = [("_run_padding_tokens", 16, False), ("_run_padding_tokens", 16, True)][: 1 + may_queue]
+    assert found[: len(prompts) + 1] == [*prompts, ("_run_padding_rows", 1, None)]
+    assert [of for of in found if of[-1]] == prompts[1:]
+    with torch.no_grad():
+        for run in coming:
+            run()
+    steps._attention.use_windows((None, 8))
+    assert not any(run.keywords.get("queued") for run in steps.coming(8, 64))

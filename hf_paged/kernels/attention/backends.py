@@ -35,11 +35,13 @@ class AttentionBackend(ABC):
         name: what a config calls it.
         waits: reads on the host what lies on the device, so no CUDA graph can hold it.
         knows_pool_size: its launches hold the number of blocks, so no CUDA graph of it outlives the pool's growth.
+        has_queue: `wants_queue` may say yes.
     """
 
     name: str
     waits = False
     knows_pool_size = False
+    has_queue = False
 
     @abstractmethod
     def plan(self, seq_lens: np.ndarray, slots: np.ndarray, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
@@ -138,6 +140,7 @@ class HopperBackend(TritonBackend):
     """
 
     name = "hopper"
+    has_queue = True
 
     def __init__(self, *, measured_only: bool = False) -> None:
         self.largest_head_dim = hopper_support.MEASURED_HEAD_DIM if measured_only else 256
