@@ -20,15 +20,27 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the pretended GPU would hide the real one")
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def looked_at(tmp_path_factory, backend):
     script, root = Path(__file__).with_name("coming_script.py"), Path(hf_paged.__file__).parent.parent
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [str(root), str(script.parent.parent / "kernels"), environment.get("PYTHONPATH", "")]
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, script, backend]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return looked_at(tmp_path_factory, "triton")
+
+
+def test_both_kernels_of_prompts_on_hopper_are_compiled_ahead(tmp_path_factory):
+    """Which deals tiles and which takes them from a queue; the first batch of unlike prompts waits for neither."""
+    found = looked_at(tmp_path_factory, "hopper")
+    assert found["behind"].count("_hopper_prefill_kernel") == 2 and "_hopper_prefill_kernel" in found["alone"]
+    assert found["missed"] == [] and found["together"] == found["alone"]
 
 
 def test_a_step_launches_the_same_whether_its_kernels_were_compiled_or_not(found):
