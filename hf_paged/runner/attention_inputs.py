@@ -157,10 +157,8 @@ class AttentionInputs:
                                                   work))
             parts.append((first, last, meta))
             if ends and longest[0] > 1:
-                alone = self.plain_plan(seq_lens[a:b], plan.slots[a:b])
-                work = None if alone is None else DecodeWork(upload(alone, device), self.arrivals(b - a))
-                meta = self._read_once(self._metadata(singles[: b - a + 1], lens[a:b], slots[a:b], slot_mapping[:0], 1,
-                                                      longest[1], work))
+                alone = self._row_by_row(self.plain_plan(seq_lens[a:b], plan.slots[a:b]), b - a)
+                meta = self._read_once(self.last_tokens(singles[: b - a + 1], lens[a:b], slots[a:b], alone, longest[1]))
             last_parts.append((a, b, meta))
         if not ends:
             return parts, None
@@ -182,10 +180,14 @@ class AttentionInputs:
         bounds = self._captured_bounds(len(slot_mapping), long)
         return self._metadata(query_start, seq_lens, slots, slot_mapping, *bounds, work)
 
-    def last_tokens(self, starts: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
-                    work: DecodeWork) -> PagedMetadata:
-        """The last tokens of a captured step's prompts, each a row by itself. ``starts`` counts them, all int32."""
-        return self._metadata(starts, seq_lens, slots, slots[:0].long(), 1, self._max_model_len, work)
+    def last_tokens(self, starts: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor, work: DecodeWork | None,
+                    max_seq_len: int | None = None) -> PagedMetadata:
+        """The last tokens of a step's prompts, each a row by itself. ``starts`` counts them, all int32.
+
+        ``max_seq_len`` as in `PagedMetadata`, None: of a captured step, in which any length may come.
+        """
+        longest = self._max_model_len if max_seq_len is None else max_seq_len
+        return self._metadata(starts, seq_lens, slots, slots[:0].long(), 1, longest, work)
 
     def _captured_bounds(self, num_tokens: int, long: bool) -> tuple[int, int]:
         """Most new tokens and most tokens of a row of a graph's steps."""
@@ -200,11 +202,13 @@ class AttentionInputs:
     def _work(self, seq_lens: np.ndarray, slots: np.ndarray,
               groups: PrefixGroups | None) -> DecodeWork | GroupedWork | None:
         device, work = self._spec.device, self.split_plan(seq_lens, slots, groups)
-        if work is None:
-            return None
         if isinstance(work, GroupedPlan):
             return GroupedWork(upload(work.items, device), upload(work.rows, device), work.num_parts, work.config)
-        return DecodeWork(upload(work, device), self.arrivals(len(slots)))
+        return self._row_by_row(work, len(slots))
+
+    def _row_by_row(self, items: np.ndarray | None, num_rows: int) -> DecodeWork | None:
+        """Of an eager step; None where the backend runs without a plan."""
+        return None if items is None else DecodeWork(upload(items, self._spec.device), self.arrivals(num_rows))
 
     def _prompt_work(self, plan: StepPlan, seq_lens: np.ndarray, max_query_len: int,
                      max_seq_len: int) -> DecodeWork | GroupedWork | PromptWork | TileQueue | None:

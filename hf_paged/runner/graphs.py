@@ -320,8 +320,9 @@ class StepGraphs:
         prompt_size = self.steps.prompt_size(len(num_new), int(num_new.sum()))
         if prompt_size is None or (decodes and decodes > self.steps.sizes_of(plan)[-1]):
             return None
+        prompt_inputs, tiles = self.steps.prompt_inputs(plan, prompt_size) if prompt_size else ((), None)
         if mixed is not None and (size := self.steps.mixed_size(decodes, prompt_size)):
-            part = self._mixed_part(plan, size, prompt_size, mixed)
+            part = self._mixed_part(plan, size, mixed, prompt_inputs, tiles)
             if part is not None:
                 return [part]
         parts: list[Part] = []
@@ -332,21 +333,20 @@ class StepGraphs:
                 return None
             parts.append(Part(captured, inputs, (Place(slice(0, decodes)),)))
         if prompt_size:
-            inputs, tiles = self.steps.prompt_inputs(plan, prompt_size)
             run = self._of_prompts(prompts, plan, plan.slots[decodes:], tiles)
-            captured = self._get((prompt_size, len(inputs[1][0]) - 1), run, inputs)
+            captured = self._get((prompt_size, len(prompt_inputs[1][0]) - 1), run, prompt_inputs)
             if captured is None:
                 return None
-            parts.append(Part(captured, inputs, (Place(slice(decodes, len(plan.slots))),)))
+            parts.append(Part(captured, prompt_inputs, (Place(slice(decodes, len(plan.slots))),)))
         return parts
 
-    def _mixed_part(self, plan: StepPlan, size: int, prompt_size: int, mixed: Callable[..., partial]) -> Part | None:
+    def _mixed_part(self, plan: StepPlan, size: int, mixed: Callable[..., partial],
+                    prompt_inputs: tuple[np.ndarray, ...], tiles: GroupedTiles | None) -> Part | None:
         """The graph of a step's decode rows, padded to `size`, and of its prompts."""
         decodes, (decode_inputs, decode_tiles) = plan.num_decode_rows, self.steps.decode_inputs(plan, size)
-        prompt_inputs, tiles = self.steps.prompt_inputs(plan, prompt_size)
         run = partial(self._of_prompts(mixed, plan, plan.slots, tiles), decode_tiles=decode_tiles)
         inputs = *decode_inputs, *prompt_inputs
-        captured = self._get((size, prompt_size, len(prompt_inputs[1][0]) - 1), run, inputs)
+        captured = self._get((size, len(prompt_inputs[0][0]), len(prompt_inputs[1][0]) - 1), run, inputs)
         if captured is None:
             return None
         return Part(captured, inputs, (Place(slice(0, decodes)), Place(slice(decodes, len(plan.slots)), size)))
