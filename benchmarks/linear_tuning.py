@@ -154,7 +154,7 @@ class Step:
             normed, residual = _add_norm(delta, residual, self.norms[2 * i])
             k_cache, v_cache = self.caches[i]
             query = qk_norm_rope_store(
-                product(normed, weights["qkv"]), self.head_norm, self.head_norm, EPS, self.cos, self.sin,
+                row_product(normed, weights["qkv"]), self.head_norm, self.head_norm, EPS, self.cos, self.sin,
                 self.positions, self.meta.slot_mapping, k_cache, v_cache,
             )
             query = paged_attention_decode(query, k_cache, v_cache, self.meta, AttentionOptions(HEAD_DIM**-0.5))
@@ -194,8 +194,8 @@ VARIANTS = [
     Variant("linear", linear, False),
     Variant("linear + PDL", linear, True),
     Variant("linear + PDL, silu fused", linear, True, True),
-    Variant("linear + PDL, silu fused, parts to the norms", linear, True, True, True),
-    Variant("linear + PDL, silu fused, parts to the norms, no prefetch", linear, True, True, True, prefetch=0),
+    Variant("linear + PDL, silu fused, parts to who reads them", linear, True, True, True),
+    Variant("linear + PDL, silu fused, parts to who reads them, no prefetch", linear, True, True, True, prefetch=0),
 ]
 
 

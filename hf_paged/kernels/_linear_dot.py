@@ -107,7 +107,7 @@ def dot_linear(
 ) -> torch.Tensor:
     """One launch, or two with split_k: ``[T, N]``, T at most MAX_ROWS."""
     parts = _dot(x, weight, bias, config)
-    return parts if parts.dim() == 2 else _joined(parts, bias, x.dtype)
+    return parts if parts.dim() == 2 else joined_dot_parts(parts, bias, x.dtype)
 
 
 def dot_parts(x: torch.Tensor, weight: torch.Tensor, config: DotConfig) -> torch.Tensor:
@@ -157,7 +157,8 @@ def _dot(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, confi
     return out
 
 
-def _joined(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def joined_dot_parts(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """The sums of :func:`dot_parts` [S, T, N] added up, with a bias [N], and rounded once: ``[T, N]``."""
     splits, num_rows, num_outputs = parts.shape
     out = torch.empty(num_rows, num_outputs, dtype=dtype, device=parts.device)
     if out.numel() == 0:

@@ -17,6 +17,7 @@ from hf_paged.kernels._triton import (
     triton,
 )
 from hf_paged.kernels.add_rms_norm import add_rms_norm_reference, normed_row
+from hf_paged.kernels.linear import joined_reference
 
 
 def join_add_rms_norm(
@@ -57,10 +58,7 @@ def join_add_rms_norm_reference(
     parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`join_add_rms_norm` in plain torch."""
-    total = torch.zeros_like(parts[0])
-    for part in parts:
-        total += part
-    return add_rms_norm_reference(total.to(residual.dtype), residual, weight, eps)
+    return add_rms_norm_reference(joined_reference(parts, residual.dtype), residual, weight, eps)
 
 
 @jit()

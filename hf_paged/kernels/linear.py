@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hf_paged.kernels._device import compute_capability, shared_memory
 from hf_paged.kernels._dot_silu import dot_silu
 from hf_paged.kernels._gemv import GemvConfig, gemv
-from hf_paged.kernels._linear_dot import DotConfig, dot_linear, dot_parts
+from hf_paged.kernels._linear_dot import DotConfig, dot_linear, dot_parts, joined_dot_parts
 from hf_paged.kernels._triton import triton
 from hf_paged.kernels.silu_mul import silu_mul_unchecked
 
@@ -77,6 +77,23 @@ def linear_parts_unchecked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
     """:func:`linear_parts` for tensors that are known to be as it says."""
     config = choose_config(x, weight)
     return dot_parts(x, weight, config) if isinstance(config, DotConfig) else linear_unchecked(x, weight)
+
+
+def joined(product: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What :func:`linear` gives in `dtype`, of what :func:`linear_parts` gave."""
+    if product.is_cuda and product.dim() == 3:
+        return joined_dot_parts(product, None, dtype)
+    return joined_reference(product, dtype)
+
+
+def joined_reference(product: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """:func:`joined` in plain torch."""
+    if product.dim() == 2:
+        return product
+    total = torch.zeros_like(product[0])
+    for part in product:
+        total += part
+    return total.to(dtype)
 
 
 def makes_parts(device: torch.device) -> bool:

@@ -22,6 +22,7 @@ from hf_paged.kernels._triton import (
     triton,
 )
 from hf_paged.kernels.add_rms_norm import rms_norm_reference
+from hf_paged.kernels.linear import joined, joined_reference
 from hf_paged.kernels.store_kv import store_kv_reference
 
 _TILE_ELEMENTS, _MANY_TOKENS = 1024, 512
@@ -44,7 +45,8 @@ def qk_norm_rope_store(
 
     Args:
         qkv: ``[T, (Hq + 2 * Hkv) * D]``, per token its query heads, key heads, value heads, with D even; rows may be
-            strided, the last dim is contiguous. It has the caches' dtype.
+            strided, the last dim is contiguous. It has the caches' dtype. Or float32 ``[S, T, (Hq + 2 * Hkv) * D]``,
+            contiguous, see :func:`~hf_paged.kernels.linear.linear_parts`: parts are added up in order and rounded once.
         q_weight, k_weight: ``[D]``, the weights of the per-head RMSNorms; both None: no norms.
         eps: of both norms.
         cos, sin: ``[P, D]``, a row per position; rows may be strided. They and the weights are of the caches' dtype,
@@ -82,6 +84,7 @@ def qk_norm_rope_store_unchecked(
     """:func:`qk_norm_rope_store` for tensors that are known to be as it says; the tables also from `step_tables`."""
     rest = slot_mapping, k_cache, v_cache
     if positions is None or not qkv.is_cuda:
+        qkv = joined(qkv, k_cache.dtype)
         return qk_norm_rope_store_host(qkv, q_weight, k_weight, eps, cos, sin, positions, *rest)
     return qk_norm_rope_store_triton(qkv, q_weight, k_weight, eps, cos, sin, positions, *rest)
 
@@ -107,6 +110,7 @@ def qk_norm_rope_store_reference(
     store: Callable[..., None] = store_kv_reference,
 ) -> torch.Tensor:
     """:func:`qk_norm_rope_store` in plain torch; `store` as :func:`~hf_paged.kernels.store_kv.store_kv`."""
+    qkv = joined_reference(qkv, k_cache.dtype)
     kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.unflatten(1, (-1, head_dim))
     query, key, value = heads.tensor_split((heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads), dim=1)
@@ -123,6 +127,17 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+@jit()
+def _half_of_heads(at, inside, part_stride, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """Values of qkv, or where it comes in parts their sums, rounded."""
+    if PARTS == 0:
+        return tl.load(at, mask=inside, other=0.0)
+    total = tl.zeros(at.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(at + part * part_stride.to(tl.int64), mask=inside, other=0.0)
+    return total.to(dtype)
+
+
 @jit(varying_pointers=("positions", "slot_mapping"))
 def _qk_norm_rope_store_kernel(
     qkv,
@@ -136,9 +151,11 @@ def _qk_norm_rope_store_kernel(
     v_cache,
     query,
     eps,
+    part_stride,
     qkv_stride,
     cos_stride,
     sin_stride,
+    PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -151,6 +168,7 @@ def _qk_norm_rope_store_kernel(
         prefetch_vector(q_weight, HEAD_DIM * q_weight.dtype.element_ty.primitive_bitwidth // 8)
         prefetch_vector(k_weight, HEAD_DIM * k_weight.dtype.element_ty.primitive_bitwidth // 8)
     after_previous_kernel(PDL)
+    dtype: tl.constexpr = query.dtype.element_ty
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_TILES: tl.constexpr = (HEADS + TILE_HEADS - 1) // TILE_HEADS
     KV_TILES: tl.constexpr = (KV_HEADS + TILE_HEADS - 1) // TILE_HEADS
@@ -164,8 +182,8 @@ def _qk_norm_rope_store_kernel(
         head = tile * TILE_HEADS + tl.arange(0, TILE_HEADS)
         inside = (head < HEADS)[:, None] & live[None, :]
         offset = head[:, None] * HEAD_DIM + lane[None, :]
-        first = tl.load(row + offset, mask=inside, other=0.0)
-        second = tl.load(row + HALF + offset, mask=inside, other=0.0)
+        first = _half_of_heads(row + offset, inside, part_stride, PARTS, dtype)
+        second = _half_of_heads(row + HALF + offset, inside, part_stride, PARTS, dtype)
         w1, w2 = halves(q_weight, lane, live, HALF) if HAS_NORMS else (None, None)
         cos1, cos2 = halves(cos + position * cos_stride, lane, live, HALF)
         sin1, sin2 = halves(sin + position * sin_stride, lane, live, HALF)
@@ -182,8 +200,8 @@ def _qk_norm_rope_store_kernel(
             at = slot * (KV_HEADS * HEAD_DIM) + offset
             if tile < Q_TILES + KV_TILES:
                 row += HEADS * HEAD_DIM
-                first = tl.load(row + offset, mask=inside, other=0.0)
-                second = tl.load(row + HALF + offset, mask=inside, other=0.0)
+                first = _half_of_heads(row + offset, inside, part_stride, PARTS, dtype)
+                second = _half_of_heads(row + HALF + offset, inside, part_stride, PARTS, dtype)
                 w1, w2 = halves(k_weight, lane, live, HALF) if HAS_NORMS else (None, None)
                 cos1, cos2 = halves(cos + position * cos_stride, lane, live, HALF)
                 sin1, sin2 = halves(sin + position * sin_stride, lane, live, HALF)
@@ -193,8 +211,10 @@ def _qk_norm_rope_store_kernel(
                 tl.store(k_cache + HALF + at, second, mask=inside)
             else:
                 row += (HEADS + KV_HEADS) * HEAD_DIM
-                tl.store(v_cache + at, tl.load(row + offset, mask=inside), mask=inside)
-                tl.store(v_cache + HALF + at, tl.load(row + HALF + offset, mask=inside), mask=inside)
+                first = _half_of_heads(row + offset, inside, part_stride, PARTS, dtype)
+                second = _half_of_heads(row + HALF + offset, inside, part_stride, PARTS, dtype)
+                tl.store(v_cache + at, first, mask=inside)
+                tl.store(v_cache + HALF + at, second, mask=inside)
 
 
 def qk_norm_rope_store_triton(
@@ -211,14 +231,16 @@ def qk_norm_rope_store_triton(
 ) -> torch.Tensor:
     """:func:`qk_norm_rope_store` as one Triton launch. Of few tokens a program has one, and some heads of q, k or v."""
     require_triton()
-    num_tokens = qkv.shape[0]
+    num_tokens, width = qkv.shape[-2:]
     if num_tokens >= _MANY_TOKENS:
+        qkv = joined(qkv, k_cache.dtype)
         return qk_norm_rope_store_many(
             qkv, q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache
         )
+    num_parts = len(qkv) if qkv.dim() == 3 else 0
     kv_heads, head_dim = k_cache.shape[2:]
-    num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    num_heads = width // head_dim - 2 * kv_heads
+    query = torch.empty(num_tokens, num_heads, head_dim, dtype=k_cache.dtype, device=qkv.device)
     if num_tokens == 0:
         return query
     half_pad = triton.next_power_of_2(head_dim // 2)
@@ -237,9 +259,11 @@ def qk_norm_rope_store_triton(
             v_cache,
             query,
             eps,
-            qkv.stride(0),
+            qkv.stride(0) if num_parts else 0,
+            qkv.stride(-2),
             cos.stride(0),
             sin.stride(0),
+            PARTS=num_parts,
             HEADS=num_heads,
             KV_HEADS=kv_heads,
             HEAD_DIM=head_dim,
@@ -266,12 +290,12 @@ def _check(
 ) -> None:
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight and k_weight: expected two tensors or None twice")
-    dtype = qkv.dtype
+    dtype, in_parts = k_cache.dtype, qkv.dim() == 3
     check_tensors(
-        Expected("qkv", qkv, (None, None), dtype),
         Expected("k_cache", k_cache, (None, None, None, None), dtype, contiguous=True),
+        Expected("qkv", qkv, (None,) * (2 + in_parts), torch.float32 if in_parts else dtype, contiguous=in_parts),
     )
-    (tokens, width), (kv_heads, head_dim) = qkv.shape, k_cache.shape[2:]
+    (tokens, width), (kv_heads, head_dim) = qkv.shape[-2:], k_cache.shape[2:]
     if head_dim % 2 or width % head_dim or width <= 2 * kv_heads * head_dim:
         raise ValueError(
             f"qkv: [{tokens}, {width}]; expected [T, (Hq + 2 * Hkv) * D] with Hkv = {kv_heads} and D = {head_dim}, even"

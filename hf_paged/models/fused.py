@@ -55,6 +55,7 @@ from hf_paged.parallel.group import SINGLE, ParallelGroup
 logger = logging.getLogger(__name__)
 
 QKV = ("q_proj", "k_proj", "v_proj")
+QKV_GROUP = ".qkv"  # ends the name of these in a layer
 GATE_UP = ("gate_proj", "up_proj")
 HEAD = "lm_head"
 
@@ -481,7 +482,7 @@ class FusedExecutor(DecoderExecutor):
             {key: self._projections(key, linears) for key, linears in _groups(i, layer).items()}
             for i, layer in enumerate(self._layers())
         ]
-        return [of[f"{i}.qkv"] for i, of in enumerate(found)], [of.get(f"{i}.mlp") for i, of in enumerate(found)]
+        return [of[f"{i}{QKV_GROUP}"] for i, of in enumerate(found)], [of.get(f"{i}.mlp") for i, of in enumerate(found)]
 
     def _collect_parts(self) -> list[LayerParts]:
         """What else every layer is made of now."""
@@ -521,11 +522,13 @@ class FusedExecutor(DecoderExecutor):
         lora = self._adapters.group(linears) if self._adapters else None
         linears = self._bases(linears)
         if self._copied is not None and (copied := self._copied.by_name.get(key)) is not None:
-            return Projections(linears, copied.weight, True, self._ops, copied.bias, lora)
+            return Projections(linears, copied.weight, True, self._ops, self._ops.linear, copied.bias, lora)
         merged = self._merged.get(key)
         intact = merged is not None and merged.belongs_to(linears)
         weight = merged.current() if merged is not None and intact else None
-        return Projections(linears, weight, all(map(is_plain_linear, linears)), self._ops, lora=lora)
+        in_parts = self._joins and lora is None and key.endswith(QKV_GROUP)  # which the head norms add up
+        linear = self._ops.linear_parts if in_parts else self._ops.linear
+        return Projections(linears, weight, all(map(is_plain_linear, linears)), self._ops, linear, lora=lora)
 
 
 def narrow_layer(num_layers: int) -> int:
@@ -547,7 +550,7 @@ def _weights_and_epsilon(norms: tuple[Any, Any] | None) -> tuple[torch.Tensor | 
 
 def _groups(i: int, layer: Any) -> dict[str, tuple[nn.Module, ...]]:
     """The linear layers of a decoder layer that have the same input; experts are none."""
-    groups = {f"{i}.qkv": tuple(getattr(layer.self_attn, name) for name in QKV)}
+    groups = {f"{i}{QKV_GROUP}": tuple(getattr(layer.self_attn, name) for name in QKV)}
     if not _has_experts(layer.mlp):
         groups[f"{i}.mlp"] = tuple(getattr(layer.mlp, name) for name in GATE_UP)
     return groups

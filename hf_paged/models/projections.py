@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,18 +23,20 @@ _FEW_ROWS = 8
 class Projections(NamedTuple):
     """Linear layers over the same input, looked at before, and their merged weight where there is one.
 
-    With `lora`, where who reads their product adds to it, the layers are those inside.
+    With `lora`, where who reads their product adds to it, the layers are those inside. `linear`: of the merged weight;
+    it may give parts to be added up (`linear_parts`) where who reads the product does so.
     """
 
     linears: tuple[nn.Module, ...]
     weight: torch.Tensor | None
     are_plain: bool
     ops: LayerOps
+    linear: Callable[..., torch.Tensor]
     bias: torch.Tensor | None = None  # of a merged weight
     lora: AdaptedLayers | None = None
 
     def __call__(self, hidden: torch.Tensor, rows: AdapterRows | None) -> tuple[torch.Tensor, Delta | None]:
-        """[T, k] -> [T, sum of outputs], and what LoRA has still to add to it.
+        """[T, k] -> [T, sum of outputs], or parts of it, and what LoRA has still to add to it.
 
         `rows`: which adapters each row uses, None: active ones.
         """
@@ -53,7 +56,7 @@ class Projections(NamedTuple):
 
     def _product(self, hidden: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
         if self.weight is not None:
-            return self.ops.linear(hidden, self.weight, self.bias)
+            return self.linear(hidden, self.weight, self.bias)
         if self.are_plain and hidden.device.type == "cpu":
             if len(hidden) > _FEW_ROWS and all(linear.bias is None for linear in self.linears):
                 return _side_by_side(hidden, [linear.weight for linear in self.linears])

@@ -119,6 +119,43 @@ def test_dtypes_of_autocast(run, device, dtype, head_dim, kinds):
     case.check(run)
 
 
+def in_parts(case, number):
+    """Sums whose total depends on the order, and has bits that are rounded away once; the case's qkv is that total."""
+    g = torch.Generator().manual_seed(number)
+    large = torch.randn(number, *case.qkv.shape, generator=g) * 300
+    large[-1] -= large[:-1].sum(0)
+    parts = large.to(case.qkv.device)
+    whole = torch.zeros_like(parts[0])
+    for part in parts:
+        whole += part
+    assert not torch.equal(whole, sum(parts.flip(0)))
+    case.qkv = whole.to(case.qkv.dtype)
+    return parts
+
+
+@pytest.mark.parametrize(("run", "device", "dtype", "head_dim", "number"), every_pair(
+    runs(*FUNCTIONS[:3]), [32, 80, 128], [3, 4, 8]))
+@pytest.mark.parametrize("norms", [True, False])
+def test_a_product_in_parts_is_added_up_in_order_and_rounded_once(run, device, dtype, head_dim, number, norms):
+    case = Case(head_dim, device, dtype, head_dim, 6, 3)
+    if not norms:
+        case.q_weight = case.k_weight = None
+    parts = in_parts(case, number)
+    whole = case.run(run)
+    for one, other in zip(case.run(lambda qkv, *rest: run(parts, *rest)), whole, strict=True):
+        assert_equal(one, other)
+
+
+@pytest.mark.parametrize(("run", "device", "dtype"), runs(*FUNCTIONS[:3]))
+def test_many_tokens_in_parts(run, device, dtype, monkeypatch):
+    monkeypatch.setattr(module, "_MANY_TOKENS", 5)
+    case = Case(7, device, dtype, 64, 4, 2)
+    parts = in_parts(case, 3)
+    whole = case.run(run)
+    for one, other in zip(case.run(lambda qkv, *rest: run(parts, *rest)), whole, strict=True):
+        assert_equal(one, other)
+
+
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
 def test_many_tokens(run, device, dtype):
     Case(8, device, dtype, 32, 5, 2, tokens=515, block_size=176).check(run)
@@ -265,6 +302,9 @@ def test_bad_arguments():
         ("qkv", case.qkv[:, :-1], "qkv: "),
         ("qkv", case.qkv[:, : 4 * 64], "qkv: "),
         ("qkv", case.qkv.t().contiguous().t(), "qkv: .* strides .* last dim contiguous"),
+        ("qkv", case.qkv[None].half(), "qkv: torch.float16 .* expected torch.float32"),
+        ("qkv", torch.stack([case.qkv, case.qkv], -1).movedim(-1, 0), "qkv: .* expected torch.float32 .* contiguous"),
+        ("qkv", case.qkv[None, None], "qkv: "),
         ("q_weight", case.q_weight[:-1], "q_weight"),
         ("q_weight", None, "None twice"),
         ("k_weight", case.k_weight.half(), "k_weight: torch.float16"),

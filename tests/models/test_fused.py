@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,19 +77,22 @@ def in_two_parts(calls):
 
 
 @pytest.mark.parametrize("make", [tiny_model, partial(family_model, "llama")], ids=["qwen3", "llama"])
-def test_products_in_parts_are_added_up_by_the_norm_behind_them(make, monkeypatch):
+def test_products_in_parts_are_added_up_by_who_reads_them(make, monkeypatch):
+    """The product of q, k and v where it has a merged weight, which these do on a CPU that is told to merge."""
     calls = []
+    monkeypatch.setattr(fused_executor, "adjacent_memory", HostMemory)
     monkeypatch.setattr(fused_executor, "makes_parts", lambda device: True)
     monkeypatch.setattr(fused_executor, "FUSED", FUSED_OPS._replace(linear_parts=in_two_parts(calls)))
     model = hf_paged.enable(make(), strict=True)
     executor = hf_paged.get_engine(model)._executor
     executor._ops = fused_executor.FUSED
     assert_native_parity(model, **batch([9, 4]), max_new_tokens=6)
-    assert len(calls) == 6 * 2 * len(model.model.layers)
+    assert len(calls) == 6 * 3 * len(model.model.layers)
 
 
 def test_what_goes_on_with_a_product_takes_it_whole_and_not_in_parts(monkeypatch):
     """LoRA's kernels add to it, biases come in the product, and modules are called as they stand."""
+    monkeypatch.setattr(fused_executor, "adjacent_memory", HostMemory)
     monkeypatch.setattr(fused_executor, "makes_parts", lambda device: True)
     model = hf_paged.enable(tiny_model(), strict=True)
     model.generate(**batch([5]), max_new_tokens=2)
@@ -99,6 +103,14 @@ def test_what_goes_on_with_a_product_takes_it_whole_and_not_in_parts(monkeypatch
     assert executor._row_linear(plain._replace(is_plain=False)) is FUSED_OPS.linear
     assert executor._row_linear(None) is FUSED_OPS.linear
     assert all(layer.o_linear is FUSED_OPS.linear_parts for layer in executor._parts_of_layers)
+    assert all(heads.linear is FUSED_OPS.linear_parts for heads in executor._qkv)
+    assert all(inner.linear is FUSED_OPS.linear for inner in executor._gate_up)
+
+    layer, key = model.model.layers[0].self_attn, "0.qkv"
+    linears = (layer.q_proj, layer.k_proj, layer.v_proj)
+    adapters = SimpleNamespace(group=lambda of: object(), base=lambda linear: linear, __bool__=lambda self: True)
+    monkeypatch.setattr(executor, "_adapters", adapters)
+    assert executor._projections(key, linears).linear is FUSED_OPS.linear
 
 
 # Modules of the fused families' names that compute something else: layers without RoPE, multipliers, scaled queries.
