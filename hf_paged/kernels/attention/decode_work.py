@@ -15,13 +15,15 @@ from hf_paged.kernels.attention.metadata import ITEM_FIELDS, DecodeWork, PagedMe
 MAX_SPLITS = 64
 # A shorter split costs more in its start and its part of the joining than it gains.
 MIN_SPLIT = 64
+# Joining splits takes as long as reading so many positions (H200, 12 to 32 rows of 256 to 4,096, docs/notebook.md).
+JOINING = 200
 
 
 def split_length(lengths: np.ndarray, cta_slots: int) -> int:
     """Length to cut rows of ``lengths`` [R] to, for `cta_slots` splits that run at the same time.
 
-    Few rows become at most `cta_slots` splits, as short as that allows; of many rows, only those longer than a CTA
-    slot's share of the whole are cut.
+    Few rows become at most `cta_slots` splits, as short as that allows, or stay whole where that would shorten the
+    longest by less than the joining takes; of many rows, only those longer than a CTA slot's share of the whole are cut.
     """
     lengths = np.maximum(lengths, 1)  # an empty row takes a CTA slot, too
     share = max(MIN_SPLIT, -(-int(lengths.sum()) // cta_slots))
@@ -34,7 +36,9 @@ def split_length(lengths: np.ndarray, cta_slots: int) -> int:
             high = middle
         else:
             low = middle + 1
-    return low
+    longest = int(lengths.max())
+    piece = -(-longest // -(-longest // low))
+    return low if longest - piece >= JOINING else longest
 
 
 def num_items(num_rows: int, cta_slots: int) -> int:

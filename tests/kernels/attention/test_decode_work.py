@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from paged_cases import expected, make_case, run_poisoned, worst_error
 
 from hf_paged.kernels.attention.decode import DecodeConfig, paged_attention_decode
-from hf_paged.kernels.attention.decode_work import MAX_SPLITS, MIN_SPLIT, even_work, num_items, plan_items, split_length
+from hf_paged.kernels.attention.decode_work import (
+    JOINING,
+    MAX_SPLITS,
+    MIN_SPLIT,
+    even_work,
+    num_items,
+    plan_items,
+    split_length,
+)
 from hf_paged.kernels.attention.metadata import DecodeWork
 
 LENGTHS = st.lists(st.one_of(st.just(0), st.integers(1, 300), st.integers(1, 40000)), min_size=1, max_size=64)
@@ -58,8 +66,19 @@ def test_few_rows_run_at_the_same_time_in_splits_as_short_as_that_allows(lengths
     lengths = np.maximum(np.array(lengths), 1)
     split = split_length(lengths, cta_slots)
     assert (-(-lengths // split)).sum() <= cta_slots
-    share = -(-lengths.sum() // cta_slots)
-    assert split == MIN_SPLIT or split <= share or (-(-lengths // (split - 1))).sum() > cta_slots
+    share, longest = -(-lengths.sum() // cta_slots), lengths.max()
+    if split < longest:
+        assert longest - -(-longest // -(-longest // split)) >= JOINING
+        assert split == MIN_SPLIT or split <= share or (-(-lengths // (split - 1))).sum() > cta_slots
+
+
+def test_rows_stay_whole_where_cutting_saves_less_than_joining_takes():
+    for lengths in ([384] * 32, [256] * 16, [100, 90, 250]):
+        assert plan(lengths)[:, 2].max() == 1
+    for lengths in ([640] * 32, [384] * 16, [100] * 31 + [700]):
+        assert plan(lengths)[:, 2].max() > 1
+    whole, cut = 4 * MIN_SPLIT, 4 * MIN_SPLIT + 4  # in pieces of 64, or of 52
+    assert whole - 64 < JOINING <= cut - 52 and plan([whole])[0, 2] == 1 < plan([cut])[0, 2]
 
 
 def test_plan_cuts_long_rows_and_leaves_short_ones():
