@@ -6,7 +6,7 @@ Padding rows have length 0 and a slot of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
@@ -92,6 +92,16 @@ def prompt_sizes(num_parameters: int, max_num_batched_tokens: int) -> list[int]:
     return [size for size in sizes if size <= most]
 
 
+def far_apart(sizes: Sequence[int]) -> list[int]:
+    """The first, the last, the one in the middle, those in the middle of the halves, and so on."""
+    found, spans = list(dict.fromkeys((*sizes[:1], *sizes[-1:]))), [(0, len(sizes) - 1)]
+    for low, high in spans:
+        if (middle := (low + high) // 2) > low:
+            found.append(sizes[middle])
+            spans += (low, middle), (middle, high)
+    return found
+
+
 class PaddedSteps:
     """The steps of one runner that graphs may hold.
 
@@ -157,13 +167,18 @@ class PaddedSteps:
         return int(self._mixed_sizes[np.searchsorted(self._mixed_sizes, num_decode_rows)])
 
     def coming(self, most_rows: int, most_tokens: int = 0) -> Iterator[Callable[[], object]]:
-        """What graphs of up to so many decode rows and prompt tokens run, the smallest first, over padding alone."""
-        for num_rows, num_tokens in zip_longest(self.decode_sizes, self.prompt_sizes, fillvalue=0):
+        """What graphs of up to so many decode rows and prompt tokens run, over padding alone.
+
+        Prompts the smallest first. Decode rows far from those before: neighbours mostly run the same kernels, and who
+        waits for a kernel may not wait for all of these.
+        """
+        decode_sizes = far_apart([int(size) for size in self.decode_sizes if size <= most_rows])
+        for num_rows, num_tokens in zip_longest(decode_sizes, self.prompt_sizes, fillvalue=0):
             if 0 < num_tokens <= most_tokens:  # first: of these kernels one may take the compiler the longest
                 yield partial(self._run_padding_tokens, num_tokens, queued=False)
                 if num_tokens == self.prompt_sizes[0] and self._attention.may_queue():
                     yield partial(self._run_padding_tokens, num_tokens, queued=True)
-            if 0 < num_rows <= most_rows:
+            if num_rows:
                 yield partial(self._run_padding_rows, num_rows)
 
     def _run_padding_rows(self, size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from support import tiny_model
 
 import hf_paged
 from hf_paged.runner.attention_inputs import AttentionInputs
-from hf_paged.runner.padded_steps import PaddedSteps, decode_sizes, mixed_sizes, prompt_sizes
+from hf_paged.runner.padded_steps import PaddedSteps, decode_sizes, far_apart, mixed_sizes, prompt_sizes
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1024])
@@ -71,6 +72,23 @@ def test_prompts_get_a_graph_where_its_padding_is_worth_it(steps):
     steps._num_parameters = 20_000_000_000
     assert steps.prompt_size(1, 100) == 128
     assert steps.prompt_size(1, 130) is None, "126 padding tokens of 20B parameters are 5 TFLOP"
+
+
+def test_sizes_far_apart():
+    assert [far_apart(range(n)) for n in range(6)] == [[], [0], [0, 1], [0, 2, 1], [0, 3, 1, 2], [0, 4, 2, 1, 3]]
+    for n in range(200):
+        found = far_apart(range(n))
+        assert sorted(found) == list(range(n))
+        # After 2 ** k + 1 of them no more than n / 2 ** k that follow each other are left.
+        for k in range(n.bit_length()):
+            taken = sorted(found[: 2**k + 1])
+            assert all(b - a <= -(-n // 2**k) for a, b in pairwise(taken))
+
+
+def test_decode_rows_that_come_are_far_apart_and_no_more_than_wanted(steps):
+    rows = [run.args[0] for run in steps.coming(8, 64) if run.func.__name__ == "_run_padding_rows"]
+    assert rows == [1, 8, 2, 4] and steps.decode_sizes.tolist()[:4] == [1, 2, 4, 8]
+    assert [run.args[0] for run in steps.coming(3)] == [1, 2]
 
 
 @pytest.mark.parametrize("may_queue", [False, True])

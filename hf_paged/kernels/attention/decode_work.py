@@ -15,8 +15,9 @@ from hf_paged.kernels.attention.metadata import ITEM_FIELDS, DecodeWork, PagedMe
 MAX_SPLITS = 64
 # A shorter split costs more in its start and its part of the joining than it gains.
 MIN_SPLIT = 64
-# Joining splits takes as long as reading so many positions (H200, 12 to 32 rows of 256 to 4,096, docs/notebook.md).
-JOINING = 200
+# Joining splits takes as long as shortening the longest by so many positions saves where there are as many rows as CTA
+# slots; fewer rows leave more of the memory's speed to each (H200, 1 to 32 rows of 256 to 4,096, docs/notebook.md).
+JOINING = 420
 
 
 def split_length(lengths: np.ndarray, cta_slots: int) -> int:
@@ -38,7 +39,7 @@ def split_length(lengths: np.ndarray, cta_slots: int) -> int:
             low = middle + 1
     longest = int(lengths.max())
     piece = -(-longest // -(-longest // low))
-    return low if longest - piece >= JOINING else longest
+    return low if (longest - piece) * cta_slots >= JOINING * len(lengths) else longest
 
 
 def num_items(num_rows: int, cta_slots: int) -> int:

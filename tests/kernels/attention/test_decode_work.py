@@ -68,17 +68,18 @@ def test_few_rows_run_at_the_same_time_in_splits_as_short_as_that_allows(lengths
     assert (-(-lengths // split)).sum() <= cta_slots
     share, longest = -(-lengths.sum() // cta_slots), lengths.max()
     if split < longest:
-        assert longest - -(-longest // -(-longest // split)) >= JOINING
+        assert (longest - -(-longest // -(-longest // split))) * cta_slots >= JOINING * len(lengths)
         assert split == MIN_SPLIT or split <= share or (-(-lengths // (split - 1))).sum() > cta_slots
 
 
 def test_rows_stay_whole_where_cutting_saves_less_than_joining_takes():
-    for lengths in ([384] * 32, [256] * 16, [100, 90, 250]):
+    for lengths in ([384] * 32, [256] * 24, [150] * 16):
         assert plan(lengths)[:, 2].max() == 1
-    for lengths in ([640] * 32, [384] * 16, [100] * 31 + [700]):
+    for lengths in ([640] * 32, [384] * 24, [384] * 16, [100] * 31 + [700], [256], [256] * 8):
         assert plan(lengths)[:, 2].max() > 1
-    whole, cut = 4 * MIN_SPLIT, 4 * MIN_SPLIT + 4  # in pieces of 64, or of 52
-    assert whole - 64 < JOINING <= cut - 52 and plan([whole])[0, 2] == 1 < plan([cut])[0, 2]
+    # 33 rows of 66 slots, in two pieces each.
+    assert JOINING // 2 == 210
+    assert plan([420] * 33)[0, 2] == 2 > plan([419] * 33)[0, 2]
 
 
 def test_plan_cuts_long_rows_and_leaves_short_ones():
