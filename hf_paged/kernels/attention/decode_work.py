@@ -23,8 +23,8 @@ JOINING = 420
 def split_length(lengths: np.ndarray, cta_slots: int) -> int:
     """Length to cut rows of ``lengths`` [R] to, for `cta_slots` splits that run at the same time.
 
-    Few rows become at most `cta_slots` splits, as short as that allows, or stay whole where that would shorten the
-    longest by less than the joining takes; of many rows, only those longer than a CTA slot's share of the whole are cut.
+    Few rows become at most `cta_slots` splits, as short as that allows, or stay whole where joining them would take
+    longer than cutting saves; of many rows, only those longer than a CTA slot's share of the whole are cut.
     """
     lengths = np.maximum(lengths, 1)  # an empty row takes a CTA slot, too
     share = max(MIN_SPLIT, -(-int(lengths.sum()) // cta_slots))
