@@ -47,7 +47,8 @@ _REPLACED: dict[str, list[tuple[str, Callable[..., Any]]]] = {
     "mixed_steps": [("hf_paged.runner.padded_steps.PaddedSteps.mixed_size", lambda *_: 0)],
     # Tiles of prompts of unlike lengths are dealt to programs in place of taken from a queue.
     "tile_queue": [("hf_paged.kernels.attention.backends.HopperBackend.wants_queue", lambda *_: False)],
-    # Products of few rows that come in parts are added up by a launch of their own, and not by the norm behind them.
+    # Products of few rows that come in parts are added up by a launch of their own, and not by the kernel behind them
+    # (a norm; behind q, k and v that of head norms and RoPE).
     "joined_norms": [("hf_paged.models.fused.makes_parts", lambda _: False)],
     # Full garbage collections look through the heap of torch and transformers while requests run.
     "frozen_heap": [("hf_paged.engine.frozen_heap.FrozenHeap.may_freeze", lambda _: False)],

@@ -618,20 +618,12 @@ LORA_LAYERS = [
                     LORA_TESTS, "another_activation and tables"),
 ]
 
-# Few rows: products that come to the norm behind them in parts.
+# Few rows: products that come in parts to the kernel behind them, rows that stay whole, sizes compiled ahead.
 FEW_ROWS = [
     PackageMutation("kernels/join_add_rms_norm.py", "total.to(dtype).to(tl.float32) + before", "total + before",
                     "kernels/test_join_add_rms_norm.py", "same_bits"),
     PackageMutation("models/fused.py", "product.is_plain and product.lora is None", "product.is_plain",
                     "models/test_fused.py", "in_parts"),
-]
-
-# Prompts: many tokens, many rows.
-MANY_TOKENS = [
-    PackageMutation("kernels/_qk_norm_rope_many.py", "written = inside & (slot >= 0)", "written = inside",
-                    "kernels/test_qk_norm_rope_store.py", "many and no_token_has_a_slot"),
-    PackageMutation("kernels/_qk_norm_rope_many.py", "head = tile * TILE + line % SIDE", "head = tile * TILE",
-                    "kernels/test_qk_norm_rope_store.py", "many and norm_rotation"),
     PackageMutation("kernels/qk_norm_rope_store.py", "return total.to(dtype)", "return total",
                     "kernels/test_qk_norm_rope_store.py", "in_order_and_rounded_once"),
     PackageMutation("kernels/qk_norm_rope_store.py", "for part in tl.static_range(PARTS):",
@@ -641,15 +633,28 @@ MANY_TOKENS = [
                     "models/test_fused.py", "what_goes_on"),
     PackageMutation("models/fused.py", "lora is None and key.endswith(QKV_GROUP)", "lora is None",
                     "models/test_fused.py", "what_goes_on"),
+    PackageMutation("kernels/attention/decode_work.py", "low if saved * cta_slots >= JOINING * sharing else longest",
+                    "low", "kernels/attention/test_decode_work.py", "stay_whole"),
+    PackageMutation("kernels/attention/decode_work.py", "sharing = lengths.sum() / longest", "sharing = 1",
+                    "kernels/attention/test_decode_work.py", "stay_whole"),
+    PackageMutation("kernels/attention/decode_work.py", "sharing = lengths.sum() / longest", "sharing = len(lengths)",
+                    "kernels/attention/test_decode_work.py", "unlike_lengths"),
     PackageMutation("kernels/attention/decode_work.py",
-                    "low if (longest - piece) * cta_slots >= JOINING * len(lengths) else longest", "low",
-                    "kernels/attention/test_decode_work.py", "stay_whole"),
-    PackageMutation("kernels/attention/decode_work.py", ">= JOINING * len(lengths) else", ">= JOINING else",
-                    "kernels/attention/test_decode_work.py", "stay_whole"),
+                    "longest - int((-(-lengths // num_splits(lengths, low))).max())",
+                    "longest - -(-longest // -(-longest // low))", "kernels/attention/test_decode_work.py",
+                    "unlike_lengths"),
     PackageMutation(PADDED, "spans += (low, middle), (middle, high)", "spans += ((low, middle),)",
                     "runner/test_padded_steps.py", "far_apart"),
     PackageMutation(PADDED, "for size in self.decode_sizes if size <= most_rows", "for size in self.decode_sizes",
                     "runner/test_padded_steps.py", "far_apart_and_no_more"),
+]
+
+# Prompts: many tokens, many rows.
+MANY_TOKENS = [
+    PackageMutation("kernels/_qk_norm_rope_many.py", "written = inside & (slot >= 0)", "written = inside",
+                    "kernels/test_qk_norm_rope_store.py", "many and no_token_has_a_slot"),
+    PackageMutation("kernels/_qk_norm_rope_many.py", "head = tile * TILE + line % SIDE", "head = tile * TILE",
+                    "kernels/test_qk_norm_rope_store.py", "many and norm_rotation"),
     PackageMutation("kernels/qk_norm_rope_store.py", "if num_tokens >= _MANY_TOKENS:", "if False:",
                     "kernels/test_qk_norm_rope_store.py", "only_many_tokens"),
     PackageMutation("kernels/add_rms_norm.py", 'PREFETCH=options["PDL"] and num_rows < _MANY_ROWS',
@@ -892,6 +897,12 @@ MISSING_KERNELS = [
                     COMPILING_TESTS, "in_threads"),
     PackageMutation("models/fused.py", "if not self._is_untouched() and not is_dry():",
                     "if not self._is_untouched():", GRAPHS_TESTS, "it_to_the_real_one"),
+    PackageMutation(COMPILING, "self.pool.submit(lambda: with_launcher(compile()))", "self.pool.submit(compile)",
+                    COMPILING_TESTS, "what_launches"),
+    PackageMutation(COMPILING, "finalize(with_launcher(compile()))", "finalize(compile())", COMPILING_TESTS,
+                    "what_launches"),
+    PackageMutation("kernels/weights_checksum.py", "        compiling.with_launcher(kernel)\n", "",
+                    "kernels/test_weights_checksum.py", "beforehand"),
     PackageMutation(COMPILING, "driver.active.get_current_device(), key  #", "0, key  #", COMPILING_TESTS,
                     "under_way_for_one_device"),
     PackageMutation(COMPILING, "        _thread.dry_run = None\n", "        pass\n", COMPILING_TESTS,

@@ -83,7 +83,7 @@ class _DryRun:
         place = driver.active.get_current_device(), key  # a compiled kernel is loaded to one device
         with _lock:
             if (variant := _under_way.get(place)) is None:
-                future = self.pool.submit(compile)
+                future = self.pool.submit(lambda: with_launcher(compile()))
                 variant = _under_way[place] = FutureKernel(*at_end, future)
                 future.add_done_callback(lambda _: _arrived(place))
             return variant
@@ -145,11 +145,22 @@ def _compile_ahead(future: Future[object], compile: Callable[[], Any], finalize:
     with suppress(Exception):  # then this thread does it
         compile_elsewhere(compile)
     try:
-        finalize(compile())
+        finalize(with_launcher(compile()))
     except BaseException as error:
         future.set_exception(error.with_traceback(None))
     else:
         future.set_result(None)
+
+
+def with_launcher(kernel: Any) -> Any:
+    """A compiled kernel, for whose launch Triton needs no C compiler any more.
+
+    Up to 3.6 it has one make a function for each signature at the first launch, which takes 0.2 s, and keeps it on the
+    disk. Later versions have one function for all.
+    """
+    with suppress(Exception):  # the launch says what there is to say
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel
 
 
 def _lies_on_disk(key: str, name: str) -> bool:

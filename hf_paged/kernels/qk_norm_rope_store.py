@@ -46,7 +46,8 @@ def qk_norm_rope_store(
     Args:
         qkv: ``[T, (Hq + 2 * Hkv) * D]``, per token its query heads, key heads, value heads, with D even; rows may be
             strided, the last dim is contiguous. It has the caches' dtype. Or float32 ``[S, T, (Hq + 2 * Hkv) * D]``,
-            contiguous, see :func:`~hf_paged.kernels.linear.linear_parts`: parts are added up in order and rounded once.
+            contiguous, S at least 1, see :func:`~hf_paged.kernels.linear.linear_parts`: parts are added up in order
+            and rounded once.
         q_weight, k_weight: ``[D]``, the weights of the per-head RMSNorms; both None: no norms.
         eps: of both norms.
         cos, sin: ``[P, D]``, a row per position; rows may be strided. They and the weights are of the caches' dtype,
@@ -295,6 +296,8 @@ def _check(
         Expected("k_cache", k_cache, (None, None, None, None), dtype, contiguous=True),
         Expected("qkv", qkv, (None,) * (2 + in_parts), torch.float32 if in_parts else dtype, contiguous=in_parts),
     )
+    if in_parts and len(qkv) == 0:
+        raise ValueError(f"qkv: {list(qkv.shape)}; expected [S, T, (Hq + 2 * Hkv) * D] with S at least 1, or no parts")
     (tokens, width), (kv_heads, head_dim) = qkv.shape[-2:], k_cache.shape[2:]
     if head_dim % 2 or width % head_dim or width <= 2 * kv_heads * head_dim:
         raise ValueError(

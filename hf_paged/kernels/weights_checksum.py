@@ -95,7 +95,8 @@ def _begin_anew() -> None:
 def _warm_up(device: int) -> None:
     wait([compiling.prepare_triton()])
     with torch.cuda.device(device):
-        _checksum_kernel.warmup(torch.int64, torch.int64, TILE=TILE_WORDS, num_warps=4, grid=(1,))
+        kernel = _checksum_kernel.warmup(torch.int64, torch.int64, TILE=TILE_WORDS, num_warps=4, grid=(1,))
+        compiling.with_launcher(kernel)
 
 
 def weights_checksum_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -105,7 +105,7 @@ class FusedExecutor(DecoderExecutor):
         self._plain_linears: list[nn.Module] = []  # none where nothing is merged
         self._places: list[list] = []
         self._adapters: Adapters | None = None  # None: not looked for yet
-        self._joins = False  # may a product of few rows come to the norm behind it in parts?
+        self._joins = False  # may a product of few rows come to the kernel behind it in parts?
         self._one_launch: OneLaunch | None = None  # None: the layers are not for it
 
     def prepare(self, max_model_len: int) -> None:
@@ -526,7 +526,7 @@ class FusedExecutor(DecoderExecutor):
         merged = self._merged.get(key)
         intact = merged is not None and merged.belongs_to(linears)
         weight = merged.current() if merged is not None and intact else None
-        in_parts = self._joins and lora is None and key.endswith(QKV_GROUP)  # which the head norms add up
+        in_parts = self._joins and lora is None and key.endswith(QKV_GROUP)  # which the kernel behind it adds up
         linear = self._ops.linear_parts if in_parts else self._ops.linear
         return Projections(linears, weight, all(map(is_plain_linear, linears)), self._ops, linear, lora=lora)
 

@@ -169,17 +169,17 @@ class PaddedSteps:
     def coming(self, most_rows: int, most_tokens: int = 0) -> Iterator[Callable[[], object]]:
         """What graphs of up to so many decode rows and prompt tokens run, over padding alone.
 
-        Prompts the smallest first. Decode rows far from those before: neighbours mostly run the same kernels, and who
-        waits for a kernel may not wait for all of these.
+        Decode rows before prompts, which have fewer kernels, and far from those before: neighbours mostly run the same
+        kernels, and who waits for a kernel may not wait for all of these. Prompts the smallest first.
         """
         decode_sizes = far_apart([int(size) for size in self.decode_sizes if size <= most_rows])
         for num_rows, num_tokens in zip_longest(decode_sizes, self.prompt_sizes, fillvalue=0):
-            if 0 < num_tokens <= most_tokens:  # first: of these kernels one may take the compiler the longest
+            if num_rows:
+                yield partial(self._run_padding_rows, num_rows)
+            if 0 < num_tokens <= most_tokens:
                 yield partial(self._run_padding_tokens, num_tokens, queued=False)
                 if num_tokens == self.prompt_sizes[0] and self._attention.may_queue():
                     yield partial(self._run_padding_tokens, num_tokens, queued=True)
-            if num_rows:
-                yield partial(self._run_padding_rows, num_rows)
 
     def _run_padding_rows(self, size: int) -> None:
         rows = np.empty((2, size), dtype=np.int64)

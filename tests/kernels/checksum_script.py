@@ -6,7 +6,7 @@ import json
 import threading
 
 import torch
-from pretended_gpu import GPU, OnGpu, compile_nothing, compiled, launched, pretend
+from pretended_gpu import GPU, OnGpu, compile_nothing, compiled, launched, launchers, pretend
 
 from hf_paged.kernels.weights_checksum import ChecksumPlan, begin_early
 
@@ -19,7 +19,8 @@ def main() -> dict[str, object]:
     early = [(name, thread.rpartition("_")[0]) for name, thread, _ in compiled]
     with OnGpu():
         ChecksumPlan().launch([torch.zeros(1000), torch.zeros(7, dtype=torch.float16)])
-    return {"early": early, "in the call": compiled[len(early) :], "launched": launched}
+    return {"early": early, "launchers": [name for name, _ in launchers], "in the call": compiled[len(early) :],
+            "launched": launched}
 
 
 if __name__ == "__main__":

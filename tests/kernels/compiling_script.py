@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from pretended_gpu import GPU, Driver, compile_nothing, compiled, launched, pretend
+from pretended_gpu import GPU, Driver, compile_nothing, compiled, launched, launchers, pretend
 
 from hf_paged.kernels import compiling, weights_checksum
 from hf_paged.kernels._triton import jit
@@ -66,7 +66,7 @@ class Work:
 
 def seen(work: Callable[[], Any], **options: Any) -> dict[str, Any]:
     """What came of compiling `work` together."""
-    del launched[:], compiled[:]
+    del launched[:], compiled[:], launchers[:]
     error = result = None
     try:
         result = compiled_together(work, **options)
@@ -76,7 +76,7 @@ def seen(work: Callable[[], Any], **options: Any) -> dict[str, Any]:
         if thread.name.startswith("hf_paged-compile"):
             thread.join()
     return {"result": result, "error": error, "launched": list(launched), "compiled": list(compiled),
-            "calls": len(getattr(work, "began_as_zeros", ()))}
+            "launchers": list(launchers), "calls": len(getattr(work, "began_as_zeros", ()))}
 
 
 def launches() -> dict[str, Any]:
@@ -181,7 +181,7 @@ def disk() -> dict[str, Any]:
 def ahead() -> dict[str, Any]:
     """Kernels that somebody has compiled, and does not wait for."""
     def of(work: Work) -> dict[str, Any]:
-        del launched[:], compiled[:]
+        del launched[:], compiled[:], launchers[:]
         future = compiled_ahead(work)
         at_once = future.done()
         is_shared = at_once or compiled_ahead(work) is future
@@ -189,7 +189,8 @@ def ahead() -> dict[str, Any]:
         while error is None and not (further := compiled_ahead(work)).done():  # one kernel after the other
             error = further.exception(timeout=200)
         return {"at once": at_once, "shared": is_shared, "error": type(error).__name__ if error else None,
-                "launched": list(launched), "compiled": list(compiled), "calls": len(work.began_as_zeros)}
+                "launched": list(launched), "compiled": list(compiled),
+                "launchers": list(launchers), "calls": len(work.began_as_zeros)}
 
     found = {"missing": of(Work(twice, plus_one)), "then": seen(Work(twice, plus_one)), "known": of(Work(twice))}
     for kernel in (twice, plus_one):

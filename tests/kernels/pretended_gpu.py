@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 launched: list[str] = []  # names of kernels
 compiled: list[tuple[str, str, bool]] = []  # names of kernels and of the threads that compiled them; from the disk?
+launchers: list[tuple[str, str]] = []  # names of kernels and of the threads that made what launches them
 
 
 class Driver:
@@ -35,6 +36,7 @@ class Driver:
 
     @staticmethod
     def launcher_cls(src: Any, metadata: Any) -> Any:
+        launchers.append((src.fn.__name__, threading.current_thread().name))
         return lambda *args, **kwargs: launched.append(src.fn.__name__)
 
     def get_current_target(self) -> GPUTarget:
@@ -75,7 +77,7 @@ def compile_nothing(seconds: float = 0.0, after: threading.Event | None = None) 
         assert after is None or after.wait(timeout=240)
         name = src.fn.__name__
         compiled.append((name, threading.current_thread().name, False))
-        return Compiled(run=lambda *args: launched.append(name), function=0, packed_metadata=())
+        return Compiled(run=lambda *args: launched.append(name), function=0, packed_metadata=(), src=src, metadata=None)
 
     triton.compiler.compile = compile
     own = JITFunction.create_binder

@@ -155,6 +155,17 @@ def test_a_later_process_finds_on_the_disk_what_threads_compiled(found):
     assert case["anew"] == [["twice", "MainThread", True], ["plus_one", "MainThread", True]]
 
 
+@pytest.mark.parametrize("case", [("disk",), ("ahead", "missing")], ids=str)
+def test_what_launches_a_kernel_is_made_where_the_kernel_is_compiled(found, case):
+    """Triton 3.6 calls a C compiler for it, for which the thread that launches would wait, kernel by kernel."""
+    name, *keys = case
+    made = found(name)
+    for key in keys:
+        made = made[key]
+    in_threads = [kernel for kernel, thread in made["launchers"] if thread.startswith("hf_paged-compile")]
+    assert sorted(in_threads) == ["plus_one", "twice"]
+
+
 def test_a_kernel_of_another_compiler_may_be_noted(found):
     case = found("others")["noted"]
     assert (threads_of(case), case["launched"]) == ({"hf_paged-compile"}, ["another_librarys"])

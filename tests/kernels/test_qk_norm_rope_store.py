@@ -305,6 +305,7 @@ def test_bad_arguments():
         ("qkv", case.qkv[None].half(), "qkv: torch.float16 .* expected torch.float32"),
         ("qkv", torch.stack([case.qkv, case.qkv], -1).movedim(-1, 0), "qkv: .* expected torch.float32 .* contiguous"),
         ("qkv", case.qkv[None, None], "qkv: "),
+        ("qkv", case.qkv[None][:0], r"qkv: \[0, .*expected .* S at least 1"),
         ("q_weight", case.q_weight[:-1], "q_weight"),
         ("q_weight", None, "None twice"),
         ("k_weight", case.k_weight.half(), "k_weight: torch.float16"),

@@ -108,7 +108,7 @@ def test_what_goes_on_with_a_product_takes_it_whole_and_not_in_parts(monkeypatch
 
     layer, key = model.model.layers[0].self_attn, "0.qkv"
     linears = (layer.q_proj, layer.k_proj, layer.v_proj)
-    adapters = SimpleNamespace(group=lambda of: object(), base=lambda linear: linear, __bool__=lambda self: True)
+    adapters = SimpleNamespace(group=lambda of: object(), base=lambda linear: linear)
     monkeypatch.setattr(executor, "_adapters", adapters)
     assert executor._projections(key, linears).linear is FUSED_OPS.linear
 

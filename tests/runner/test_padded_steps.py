@@ -92,13 +92,13 @@ def test_decode_rows_that_come_are_far_apart_and_no_more_than_wanted(steps):
 
 
 @pytest.mark.parametrize("may_queue", [False, True])
-def test_what_comes_begins_with_prompts_and_has_every_kernel_of_them(steps, monkeypatch, may_queue):
-    """One of these takes the compiler the longest; the one that takes tiles from a queue is another."""
+def test_what_comes_begins_with_a_row_and_has_every_kernel_of_prompts(steps, monkeypatch, may_queue):
+    """The one that takes tiles from a queue is another than the one that is dealt them."""
     monkeypatch.setattr(steps._attention.backend, "has_queue", may_queue)
     coming = list(steps.coming(8, 64))
     found = [(run.func.__name__, *run.args, run.keywords.get("queued")) for run in coming]
     prompts = [("_run_padding_tokens", 16, False), ("_run_padding_tokens", 16, True)][: 1 + may_queue]
-    assert found[: len(prompts) + 1] == [*prompts, ("_run_padding_rows", 1, None)]
+    assert found[: len(prompts) + 1] == [("_run_padding_rows", 1, None), *prompts]
     assert [of for of in found if of[-1]] == prompts[1:]
     with torch.no_grad():
         for run in coming:

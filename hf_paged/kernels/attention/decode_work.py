@@ -15,8 +15,8 @@ from hf_paged.kernels.attention.metadata import ITEM_FIELDS, DecodeWork, PagedMe
 MAX_SPLITS = 64
 # A shorter split costs more in its start and its part of the joining than it gains.
 MIN_SPLIT = 64
-# Joining splits takes as long as shortening the longest by so many positions saves where there are as many rows as CTA
-# slots; fewer rows leave more of the memory's speed to each (H200, 1 to 32 rows of 256 to 4,096, docs/notebook.md).
+# Joining splits takes as long as shortening the longest by so many positions saves where as many rows as there are CTA
+# slots are as long; fewer leave more of the memory's speed to each (docs/notebook.md, "Sixteen and 32 rows").
 JOINING = 420
 
 
@@ -38,8 +38,14 @@ def split_length(lengths: np.ndarray, cta_slots: int) -> int:
         else:
             low = middle + 1
     longest = int(lengths.max())
-    piece = -(-longest // -(-longest // low))
-    return low if (longest - piece) * cta_slots >= JOINING * len(lengths) else longest
+    saved = longest - int((-(-lengths // num_splits(lengths, low))).max())
+    sharing = lengths.sum() / longest  # rows of the longest's length that read as much
+    return low if saved * cta_slots >= JOINING * sharing else longest
+
+
+def num_splits(lengths: np.ndarray, longest: int) -> np.ndarray:
+    """Of rows of ``lengths`` [R] in splits of at most `longest` positions, or in as many as a row may have."""
+    return np.clip(-(-lengths // longest), 1, MAX_SPLITS)
 
 
 def num_items(num_rows: int, cta_slots: int) -> int:
@@ -55,7 +61,7 @@ def plan_items(seq_lens: np.ndarray, slots: np.ndarray, cta_slots: int) -> np.nd
         cta_slots: splits of one KV head that run at the same time.
     """
     lengths = seq_lens.astype(np.int64)
-    splits = np.clip(-(-lengths // split_length(lengths, cta_slots)), 1, MAX_SPLITS)
+    splits = num_splits(lengths, split_length(lengths, cta_slots))
     order = np.argsort(lengths // -splits, kind="stable")
     counts = splits[order]
     row = np.repeat(order, counts)

@@ -63,12 +63,15 @@ def test_plan_starts_with_the_longest_pieces_and_cuts_no_shorter_than_worth_it(l
 @settings(max_examples=200, deadline=None)
 @given(LENGTHS, st.sampled_from([64, 66, 200]))
 def test_few_rows_run_at_the_same_time_in_splits_as_short_as_that_allows(lengths, cta_slots):
+    items = plan(lengths, cta_slots)
+    used = items[items[:, 0] >= 0]
     lengths = np.maximum(np.array(lengths), 1)
     split = split_length(lengths, cta_slots)
     assert (-(-lengths // split)).sum() <= cta_slots
     share, longest = -(-lengths.sum() // cta_slots), lengths.max()
     if split < longest:
-        assert (longest - -(-longest // -(-longest // split))) * cta_slots >= JOINING * len(lengths)
+        longest_split = (-(-used[:, 3] // used[:, 2])).max()
+        assert (longest - longest_split) * cta_slots >= JOINING * lengths.sum() / longest
         assert split == MIN_SPLIT or split <= share or (-(-lengths // (split - 1))).sum() > cta_slots
 
 
@@ -80,6 +83,13 @@ def test_rows_stay_whole_where_cutting_saves_less_than_joining_takes():
     # 33 rows of 66 slots, in two pieces each.
     assert JOINING // 2 == 210
     assert plan([420] * 33)[0, 2] == 2 > plan([419] * 33)[0, 2]
+
+
+def test_rows_of_unlike_lengths_are_cut_for_what_that_saves_of_the_longest_split_of_all():
+    for lengths in ([500] + [320] * 40, [384] * 16 + [0] * 16, [790] + [450] * 20):
+        assert plan(lengths)[:, 2].max() > 1, "shorter rows, or padding, leave the memory to the longest one"
+    for lengths in ([400] + [320] * 40, [420] + [330] * 40):
+        assert plan(lengths)[:, 2].max() == 1, "rows that stay whole are nearly as long as the longest"
 
 
 def test_plan_cuts_long_rows_and_leaves_short_ones():
