@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
+from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -153,14 +154,25 @@ def _compile_ahead(future: Future[object], compile: Callable[[], Any], finalize:
 
 
 def with_launcher(kernel: Any) -> Any:
-    """A compiled kernel, for whose launch Triton needs no C compiler any more.
+    """A compiled kernel, once Triton's cache on the disk has what launches it.
 
-    Up to 3.6 it has one make a function for each signature at the first launch, which takes 0.2 s, and keeps it on the
-    disk. Later versions have one function for all.
+    In 3.6 that is a module for each signature, which a C compiler makes at the first launch (0.2 s). Triton's own code
+    makes it here, but does not load it: all these modules have one name, so that of two threads that load one each, one
+    may get the other's functions.
     """
-    with suppress(Exception):  # the launch says what there is to say
-        driver.active.launcher_cls(kernel.src, kernel.metadata)
+    with suppress(Exception):  # the launch says what there is to say; another version makes it otherwise, or not at all
+        initialize = driver.active.launcher_cls.__init__
+        make = initialize.__globals__["compile_module_from_src"]
+        if "_load_module_from_path" in make.__code__.co_names:
+            make = _with_globals(make, _load_module_from_path=lambda name, path: None)
+            _with_globals(initialize, compile_module_from_src=make)(SimpleNamespace(), kernel.src, kernel.metadata)
     return kernel
+
+
+def _with_globals(function: Any, **names: Any) -> Any:
+    """The same function, but for what its module calls so."""
+    return FunctionType(function.__code__, function.__globals__ | names, function.__name__, function.__defaults__,
+                        function.__closure__)
 
 
 def _lies_on_disk(key: str, name: str) -> bool:

@@ -169,8 +169,8 @@ class PaddedSteps:
     def coming(self, most_rows: int, most_tokens: int = 0) -> Iterator[Callable[[], object]]:
         """What graphs of up to so many decode rows and prompt tokens run, over padding alone.
 
-        Decode rows before prompts, which have fewer kernels, and far from those before: neighbours mostly run the same
-        kernels, and who waits for a kernel may not wait for all of these. Prompts the smallest first.
+        In turn, decode rows first. These far from those before: neighbours mostly run the same kernels, and who waits
+        for a kernel may not wait for all of them. Prompts the smallest first.
         """
         decode_sizes = far_apart([int(size) for size in self.decode_sizes if size <= most_rows])
         for num_rows, num_tokens in zip_longest(decode_sizes, self.prompt_sizes, fillvalue=0):

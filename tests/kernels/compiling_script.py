@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from pretended_gpu import GPU, Driver, compile_nothing, compiled, launched, launchers, pretend
+from pretended_gpu import GPU, Driver, compile_nothing, compiled, launched, loaded, made, no_c_compiler_in, pretend
 
 from hf_paged.kernels import compiling, weights_checksum
 from hf_paged.kernels._triton import jit
@@ -66,7 +66,7 @@ class Work:
 
 def seen(work: Callable[[], Any], **options: Any) -> dict[str, Any]:
     """What came of compiling `work` together."""
-    del launched[:], compiled[:], launchers[:]
+    del launched[:], compiled[:], made[:], loaded[:]
     error = result = None
     try:
         result = compiled_together(work, **options)
@@ -76,7 +76,7 @@ def seen(work: Callable[[], Any], **options: Any) -> dict[str, Any]:
         if thread.name.startswith("hf_paged-compile"):
             thread.join()
     return {"result": result, "error": error, "launched": list(launched), "compiled": list(compiled),
-            "launchers": list(launchers), "calls": len(getattr(work, "began_as_zeros", ()))}
+            "made": list(made), "loaded": list(loaded), "calls": len(getattr(work, "began_as_zeros", ()))}
 
 
 def launches() -> dict[str, Any]:
@@ -181,7 +181,7 @@ def disk() -> dict[str, Any]:
 def ahead() -> dict[str, Any]:
     """Kernels that somebody has compiled, and does not wait for."""
     def of(work: Work) -> dict[str, Any]:
-        del launched[:], compiled[:], launchers[:]
+        del launched[:], compiled[:], made[:], loaded[:]
         future = compiled_ahead(work)
         at_once = future.done()
         is_shared = at_once or compiled_ahead(work) is future
@@ -190,7 +190,7 @@ def ahead() -> dict[str, Any]:
             error = further.exception(timeout=200)
         return {"at once": at_once, "shared": is_shared, "error": type(error).__name__ if error else None,
                 "launched": list(launched), "compiled": list(compiled),
-                "launchers": list(launchers), "calls": len(work.began_as_zeros)}
+                "made": list(made), "loaded": list(loaded), "calls": len(work.began_as_zeros)}
 
     found = {"missing": of(Work(twice, plus_one)), "then": seen(Work(twice, plus_one)), "known": of(Work(twice))}
     for kernel in (twice, plus_one):
@@ -203,10 +203,19 @@ def ahead() -> dict[str, Any]:
     return found
 
 
+def no_c_compiler() -> dict[str, Any]:
+    """For those who compile; whoever launches has one."""
+    no_c_compiler_in.append("hf_paged-compile")
+    found = seen(Work(twice, plus_one))
+    error = compiled_ahead(Work(jit()(another_librarys.fn))).exception(timeout=200)
+    return {**found, "ahead": type(error).__name__ if error else None, "tried": list(made)}
+
+
 if __name__ == "__main__":
     pretend()
-    if sys.argv[1] not in ("disk", "failures", "ahead"):
+    if sys.argv[1] not in ("disk", "failures", "ahead", "no_c_compiler"):
         compile_nothing({"later": 0.1, "devices": 0.5}.get(sys.argv[1], 0.0))
     cases = {"launches": launches, "zeros": zeros, "failures": failures, "others": others, "later": later,
-             "nested": nested, "disk": disk, "devices": devices, "hook": hook, "fork": fork, "ahead": ahead}
+             "nested": nested, "disk": disk, "devices": devices, "hook": hook, "fork": fork, "ahead": ahead,
+             "no_c_compiler": no_c_compiler}
     print(json.dumps(cases[sys.argv[1]]()))

@@ -156,14 +156,23 @@ def test_a_later_process_finds_on_the_disk_what_threads_compiled(found):
 
 
 @pytest.mark.parametrize("case", [("disk",), ("ahead", "missing")], ids=str)
-def test_what_launches_a_kernel_is_made_where_the_kernel_is_compiled(found, case):
-    """Triton 3.6 calls a C compiler for it, for which the thread that launches would wait, kernel by kernel."""
+def test_what_launches_a_kernel_is_made_by_threads_and_loaded_by_none_of_them(found, case):
+    """Triton 3.6 has a C compiler make it, for which a launch would wait; loaded, one would take another's place."""
     name, *keys = case
-    made = found(name)
+    seen = found(name)
     for key in keys:
-        made = made[key]
-    in_threads = [kernel for kernel, thread in made["launchers"] if thread.startswith("hf_paged-compile")]
-    assert sorted(in_threads) == ["plus_one", "twice"]
+        seen = seen[key]
+    made, loaded = ([kernel for kernel, thread in seen[what] if thread.startswith("hf_paged-compile")]
+                    for what in ("made", "loaded"))
+    assert (sorted(made), loaded) == (["plus_one", "twice"], [])
+
+
+def test_who_compiles_needs_no_c_compiler(found):
+    case = found("no_c_compiler")
+    assert (case["result"], case["error"], case["launched"]) == ("done", None, ["twice", "plus_one"])
+    assert case["ahead"] is None
+    tried = [kernel for kernel, thread in case["tried"] if thread.startswith("hf_paged-compile")]
+    assert sorted(tried) == ["another_librarys", "plus_one", "twice"]
 
 
 def test_a_kernel_of_another_compiler_may_be_noted(found):

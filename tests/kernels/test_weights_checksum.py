@@ -187,5 +187,5 @@ def test_the_kernel_that_a_thread_compiles_beforehand_is_the_one_that_a_call_lau
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found == {"early": [["_checksum_kernel", "hf_paged-compile"]], "launchers": ["_checksum_kernel"],
-                     "in the call": [], "launched": ["_checksum_kernel"]}
+    assert found == {"early": [["_checksum_kernel", "hf_paged-compile"]] * 2, "in the call": [],
+                     "launched": ["_checksum_kernel"]}

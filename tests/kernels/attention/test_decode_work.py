@@ -1,5 +1,7 @@
 """The plan of a decode step covers every position once, is balanced and fits the fixed number of items."""
 
+from bisect import bisect_left
+
 import numpy as np
 import pytest
 import torch
@@ -69,6 +71,11 @@ def test_few_rows_run_at_the_same_time_in_splits_as_short_as_that_allows(lengths
     split = split_length(lengths, cta_slots)
     assert (-(-lengths // split)).sum() <= cta_slots
     share, longest = -(-lengths.sum() // cta_slots), lengths.max()
+    shortest = MIN_SPLIT + bisect_left(range(MIN_SPLIT, longest), True,
+                                       key=lambda piece: (-(-lengths // piece)).sum() <= cta_slots)
+    if split == longest > shortest:
+        piece = (-(-lengths // np.minimum(-(-lengths // shortest), MAX_SPLITS))).max()
+        assert (longest - piece) * cta_slots < JOINING * lengths.sum() / longest
     if split < longest:
         longest_split = (-(-used[:, 3] // used[:, 2])).max()
         assert (longest - longest_split) * cta_slots >= JOINING * lengths.sum() / longest
