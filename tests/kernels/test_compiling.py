@@ -155,16 +155,12 @@ def test_a_later_process_finds_on_the_disk_what_threads_compiled(found):
     assert case["anew"] == [["twice", "MainThread", True], ["plus_one", "MainThread", True]]
 
 
-@pytest.mark.parametrize("case", [("disk",), ("ahead", "missing")], ids=str)
-def test_what_launches_a_kernel_is_made_by_threads_and_loaded_by_none_of_them(found, case):
+def test_what_launches_a_kernel_is_made_by_threads_and_loaded_by_none_of_them(found):
     """Triton 3.6 has a C compiler make it, for which a launch would wait; loaded, one would take another's place."""
-    name, *keys = case
-    seen = found(name)
-    for key in keys:
-        seen = seen[key]
-    made, loaded = ([kernel for kernel, thread in seen[what] if thread.startswith("hf_paged-compile")]
-                    for what in ("made", "loaded"))
-    assert (sorted(made), loaded) == (["plus_one", "twice"], [])
+    for case in (found("disk"), found("ahead")["missing"]):
+        made, loaded = ([kernel for kernel, thread in case[what] if thread.startswith("hf_paged-compile")]
+                        for what in ("made", "loaded"))
+        assert (sorted(made), loaded) == (["plus_one", "twice"], [])
 
 
 def test_who_compiles_needs_no_c_compiler(found):

@@ -45,7 +45,7 @@ def split_length(lengths: np.ndarray, cta_slots: int) -> int:
 
 def num_splits(lengths: np.ndarray, longest: int) -> np.ndarray:
     """Of rows of ``lengths`` [R] in splits of at most `longest` positions, or in as many as a row may have."""
-    return np.clip(-(-lengths // longest), 1, MAX_SPLITS)
+    return np.minimum(np.maximum(-(-lengths // longest), 1), MAX_SPLITS)  # np.clip takes twice as long
 
 
 def num_items(num_rows: int, cta_slots: int) -> int:
