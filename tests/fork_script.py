@@ -304,7 +304,7 @@ def locks():
     paged_calls = importlib.import_module("hf_paged.models.paged_calls")
     cache = model.generate(**INPUTS, max_new_tokens=2, return_dict_in_generate=True).past_key_values
     replica = Replica(model)
-    enable, explain = (importlib.import_module(f"hf_paged.integration.{name}") for name in ("enable", "explain"))
+    hooks, explain = (importlib.import_module(f"hf_paged.integration.{name}") for name in ("hooks", "explain"))
     everywhere, registry = (importlib.import_module(f"hf_paged.{name}")
                             for name in ("engine.everywhere", "monitoring.registry"))
     driver = Driver(hf_paged.get_engine(model))
@@ -317,7 +317,7 @@ def locks():
         "hf_paged.engine.frozen_heap.FrozenHeap._lock": lambda: heap._lock,
         "hf_paged.monitoring.registry._lock": lambda: registry._lock,
         "hf_paged.tracing.trace_file.TraceFile._lock": lambda: file._lock,
-        "hf_paged.integration.enable._swapping": lambda: enable._swapping,
+        "hf_paged.integration.hooks.lock": lambda: hooks.lock,
         "hf_paged.integration.explain._one_at_a_time": lambda: explain._one_at_a_time,
         "hf_paged.integration.install._enabling_one": lambda: install._enabling_one,
         "hf_paged.integration.late_cache._Call.computing": lambda: cache._call.computing,

@@ -19,7 +19,8 @@ class PackageMutation(NamedTuple):
 
 
 GENERATE, INPUTS, LOCKSTEP = (f"integration/{name}.py" for name in ("generate", "inputs", "stock_loop"))
-PATHS, EXPLAIN, ENABLE = (f"integration/{name}.py" for name in ("paths", "explain", "enable"))
+ENABLE_TESTS = "integration/test_enable.py"
+PATHS, EXPLAIN, HOOKS = (f"integration/{name}.py" for name in ("paths", "explain", "hooks"))
 PATHS_TESTS, WARNING_TESTS, EXPLAIN_TESTS = (
     f"integration/test_{name}.py" for name in ("paths", "fallback", "explain")
 )
@@ -65,9 +66,7 @@ WHICH_PATH = [
     PackageMutation(LOCKSTEP, "        refusal = call if isinstance(call, Reason) else engine.lockstep_reason(",
                     "        refusal = call if isinstance(call, Reason) else (lambda *_: None)(", EXPLAIN_TESTS,
                     "inputs"),
-    PackageMutation(ENABLE, "            causal_lm.__class__ = stock\n", "            pass\n", EXPLAIN_TESTS,
-                    "nothing_runs"),
-    PackageMutation(ENABLE, '            model_kwargs[CACHE_NAME] = copy.copy(given)\n', "            pass\n",
+    PackageMutation(HOOKS, '            model_kwargs[CACHE_NAME] = copy.copy(given)\n', "            pass\n",
                     EXPLAIN_TESTS, "no_mark"),
     PackageMutation(EXPLAIN, "            warnings.simplefilter(\"ignore\")\n", "            pass\n", EXPLAIN_TESTS,
                     "nothing_runs"),
@@ -76,6 +75,12 @@ WHICH_PATH = [
 ]
 # How `model.generate` and continuous batching reach the engine.
 INTEGRATION = [
+    PackageMutation(HOOKS, "        if ENGINES or _holders:\n", "        if True:\n", ENABLE_TESTS, "puts_them_back"),
+    PackageMutation(HOOKS, "if name in _placed and _placed[name][1] in chain_of(current):", "if False:", ENABLE_TESTS,
+                    "wraps_after_enable"),
+    PackageMutation(HOOKS, "model if is_custom else view_of(", "view_of(", ENABLE_TESTS, "itself"),
+    PackageMutation("integration/view.py", "(operator.getitem, ([model_of(self)], 0))",
+                    "object.__reduce_ex__(self, protocol)", ENABLE_TESTS, "processor_that_holds"),
     PackageMutation(GENERATE, "    if edits.no_repeat_ngram_size:\n", "    if False:\n", OPTIONS_TESTS,
                     "ngrams_of_the_left_padding"),
     PackageMutation(GENERATE, "if width > 1 and settings.edits.forced_bos_token_id is not None:",
@@ -748,8 +753,6 @@ SHARDED = [
                     "if self._facts is not None:", REPLICA_TESTS, "changes_in_the_replica"),
     PackageMutation(FACTS, "[{key: _frozen(hook) for key, hook in hooks.items()} for hooks in _lasting_hooks(",
                     "[dict(hooks) for hooks in _lasting_hooks(", REPLICA_TESTS, "alive"),
-    PackageMutation(ENABLE, "stock._orig_cls_mro_index + 1", "stock._orig_cls_mro_index", REPLICA_TESTS,
-                    "either_order"),
 ]
 
 # Outputs of a form.

@@ -31,6 +31,7 @@ from hf_paged.integration.late_cache import LateCache
 from hf_paged.integration.stock_loop import SET_PAD, assisted_decoding, is_lookup, run_or_fall_back
 from hf_paged.integration.stock_pieces import EndOfCall, settled_config, stops_of
 from hf_paged.integration.structured_calls import Form, split_forms, tell_eos
+from hf_paged.integration.view import model_of
 from hf_paged.options.arguments import base_seed
 from hf_paged.options.settings import RequestSettings, options_beyond_tokens, settings_from_config, token_id_tuple
 from hf_paged.sampling.edits import Edits
@@ -46,53 +47,57 @@ class NativeCall(NamedTuple):
 
 
 def sample_method(stock: Any) -> Callable:
-    """`_sample` of the enabled subclass of `stock`: on the engine, or stock's where the call asks for more."""
+    """`_sample` of a view of a `stock` model: on the engine, or stock's where the call asks for more."""
 
     @functools.wraps(stock._sample)  # generate reads the signature
     def _sample(self: Any, input_ids: torch.LongTensor, logits_processor: Any, stopping_criteria: Any,
                 generation_config: GenerationConfig, synced_gpus: bool = False, streamer: Any = None,
                 **model_kwargs: Any) -> Any:
-        engine = engine_of(self)
+        model = model_of(self)
+        engine = engine_of(model)
         tell_eos(logits_processor, stopping_criteria, draws=True)
-        in_stock = functools.partial(
-            stock._sample, self, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
-            generation_config=generation_config, synced_gpus=synced_gpus,
-        )
+
+        def loop(receiver: Any, *, synced_gpus: bool = synced_gpus, **kwargs: Any) -> Any:
+            return stock._sample(receiver, input_ids, logits_processor=logits_processor,
+                                 stopping_criteria=stopping_criteria, generation_config=generation_config,
+                                 synced_gpus=synced_gpus, **kwargs)
+
         if engine is None or in_fallback(engine):
             with quiet_fallbacks(engine):
-                return in_stock(streamer=streamer, **model_kwargs)
-        call = _recognised(engine, self, input_ids, logits_processor, stopping_criteria, generation_config,
+                return loop(model, streamer=streamer, **model_kwargs)
+        call = _recognised(engine, model, input_ids, logits_processor, stopping_criteria, generation_config,
                            synced_gpus, model_kwargs)
         if isinstance(call, Reason):
-            return run_or_fall_back(engine, self, functools.partial(in_stock, streamer=streamer), call, input_ids,
+            return run_or_fall_back(engine, model, functools.partial(loop, streamer=streamer), call, input_ids,
                                     stopping_criteria, generation_config, synced_gpus, model_kwargs)
-        return _carry_out(engine, self, call, functools.partial(in_stock, **model_kwargs), input_ids,
+        return _carry_out(engine, model, call, functools.partial(loop, model, **model_kwargs), input_ids,
                           stopping_criteria, generation_config, streamer, model_kwargs)
 
     return _sample
 
 
 def assisted_method(stock: Any) -> Callable:
-    """`_assisted_decoding` of the enabled subclass of `stock`: prompt lookup on the engine, which guesses by itself."""
+    """`_assisted_decoding` of a view of a `stock` model: prompt lookup on the engine, which guesses by itself."""
 
     @functools.wraps(stock._assisted_decoding)  # generate reads the signature
     def _assisted_decoding(self: Any, input_ids: torch.LongTensor, logits_processor: Any, stopping_criteria: Any,
                            generation_config: GenerationConfig, synced_gpus: bool = False, streamer: Any = None,
                            **kwargs: Any) -> Any:
-        engine, call, why = engine_of(self), None, None
+        model, call, why = model_of(self), None, None
+        engine = engine_of(model)
         in_stock = functools.partial(
-            stock._assisted_decoding, self, input_ids, logits_processor=logits_processor,
+            stock._assisted_decoding, model, input_ids, logits_processor=logits_processor,
             stopping_criteria=stopping_criteria, generation_config=generation_config, synced_gpus=synced_gpus, **kwargs,
         )
         model_kwargs = {name: value for name, value in kwargs.items() if name not in _OF_ASSISTANTS}
         if engine is not None and not in_fallback(engine) and is_lookup(stock, generation_config, kwargs):
-            call = _recognised(engine, self, input_ids, logits_processor, stopping_criteria, generation_config,
+            call = _recognised(engine, model, input_ids, logits_processor, stopping_criteria, generation_config,
                                synced_gpus, model_kwargs)
             why = call if isinstance(call, Reason) else _meets_drafts(call)
         if engine is None or call is None or isinstance(call, Reason) or why is not None:
-            return assisted_decoding(engine, stock._assisted_decoding, self, input_ids, logits_processor,
+            return assisted_decoding(engine, stock._assisted_decoding, model, input_ids, logits_processor,
                                      stopping_criteria, generation_config, synced_gpus, streamer, why=why, **kwargs)
-        return _carry_out(engine, self, call, in_stock, input_ids, stopping_criteria, generation_config, streamer,
+        return _carry_out(engine, model, call, in_stock, input_ids, stopping_criteria, generation_config, streamer,
                           model_kwargs)
 
     return _assisted_decoding

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
-
-from transformers import GenerationMixin
 
 from hf_paged import at_fork
 from hf_paged.config import PagedConfig
 from hf_paged.errors import FallbackWarning
-from hf_paged.integration import fallback
+from hf_paged.integration import fallback, hooks
 from hf_paged.integration.enable import disable, enable, is_enabled, merged_config, unsupported_class
 from hf_paged.integration.paths import asked
 from hf_paged.options.notices import level_of_caller
 
-HOOKED = ("generate", "generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
-
-_MISSING = object()  # the method is inherited by GenerationMixin, not its own
-_replaced: dict[str, tuple[Any, Callable]] = {}  # what stood in GenerationMixin, and what stands there now
 _config = PagedConfig()
 # Enabled here once: a later `disable` of one is the user's wish.
 _enabled: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -34,7 +26,7 @@ def install(config: PagedConfig | None = None, **overrides: Any) -> None:
     """From now on a supported model is enabled at its first `generate`, `generate_batch` or
     `init_continuous_batching`, wherever it and its caller came from (`transformers serve`, pipelines, TRL, lm-eval).
 
-    Only these methods of `GenerationMixin` are replaced. Models that hf_paged does not support stay stock's: a
+    Only these methods of `GenerationMixin` are hooked. Models that hf_paged does not support stay stock's: a
     `FallbackWarning` names each such class once. A model that is disabled afterwards stays disabled. Installing again
     changes the config of models to come.
 
@@ -47,11 +39,9 @@ def install(config: PagedConfig | None = None, **overrides: Any) -> None:
     """
     global _config
     _config = merged_config(config, overrides)
-    for name in HOOKED:
-        if name not in _replaced:
-            hook = _enabling(name, getattr(GenerationMixin, name))
-            _replaced[name] = GenerationMixin.__dict__.get(name, _MISSING), hook
-            setattr(GenerationMixin, name, hook)
+    if not is_installed():
+        hooks.before_first_call.append(enable_once)
+        hooks.hold()
 
 
 def uninstall() -> None:
@@ -60,15 +50,11 @@ def uninstall() -> None:
     Raises:
         RuntimeError: one of the methods was replaced after `install`; undo that first.
     """
-    for name, (_, hook) in _replaced.items():
-        if GenerationMixin.__dict__.get(name) is not hook:
+    if is_installed():
+        if (name := hooks.replaced()) is not None:
             raise RuntimeError(f"uninstall: GenerationMixin.{name} was replaced after install; undo that first")
-    for name, (original, _) in _replaced.items():
-        if original is _MISSING:
-            delattr(GenerationMixin, name)
-        else:
-            setattr(GenerationMixin, name, original)
-    _replaced.clear()
+        hooks.before_first_call.remove(enable_once)
+        hooks.release()
     for model in list(_enabled):
         disable(model)
     _enabled.clear()
@@ -77,34 +63,23 @@ def uninstall() -> None:
 
 def is_installed() -> bool:
     """True between `install` and `uninstall`."""
-    return bool(_replaced)
+    return enable_once in hooks.before_first_call
 
 
-def enable_once(model: Any) -> bool:
-    """Enable a model that is supported and was not enabled here before; True if this call or another thread did it."""
+def enable_once(model: Any) -> None:
+    """Enable a model that is supported and was not enabled here before."""
     if model in _enabled or is_enabled(model) or fallback.fallback_engines() or asked() is not None:
-        return False  # inside a fallback: a draft model belongs to the stock call that runs it
+        return  # inside a fallback: a draft model belongs to the stock call that runs it
     if (reason := unsupported_class(model)) is not None:
         if type(model) not in _named:
             _named.add(type(model))
             text = f"hf_paged: {reason.with_remedy}"
             warnings.warn(text, FallbackWarning, stacklevel=level_of_caller())
-        return False
+        return
     with _enabling_one:
         if model not in _enabled:
             enable(model, _config)
             _enabled.add(model)
-    return True
-
-
-def _enabling(name: str, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if enable_once(self):
-            return getattr(self, name)(*args, **kwargs)
-        return original(self, *args, **kwargs)
-
-    return method
 
 
 @at_fork.in_child

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +22,14 @@ from hf_paged.errors import Reason
 from hf_paged.integration import paths, ranks
 from hf_paged.integration.cache_name import CACHE_NAME
 from hf_paged.integration.call_context import salt_of_call, seed_of_call
+from hf_paged.integration.engines import engine_of
 from hf_paged.integration.fallback import fall_back, in_fallback, quiet_fallbacks, unreadable
 from hf_paged.integration.inputs import check_token_ids, input_reasons, paged_prompts
 from hf_paged.integration.late_cache import LateCache
 from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.integration.stock_pieces import NO_LENGTH
 from hf_paged.integration.structured_calls import tell_eos
+from hf_paged.integration.view import model_of, view_of
 from hf_paged.models.guards.at_home import is_method_of_mixin
 from hf_paged.options.settings import LEAVE_OUT, options_beyond_tokens, stock_only_options
 
@@ -46,7 +48,7 @@ class LockstepCall(NamedTuple):
 def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, input_ids: torch.Tensor,
                      stopping_criteria: Any, config: GenerationConfig, synced_gpus: bool,
                      model_kwargs: dict[str, Any]) -> Any:
-    """`method(**model_kwargs)`, one of stock's decoding methods, over paged forwards or, announced, as it is.
+    """`method(model, **model_kwargs)`, one of stock's decoding loops, over paged forwards or, announced, as it is.
 
     `why` the engine does not pick the tokens itself.
     """
@@ -55,7 +57,7 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
         return paths.new_tokens(result, input_ids.shape[1], stopping_criteria, config)
 
     def in_stock(reason: Reason) -> Any:
-        return fall_back(engine, reason, lambda: method(**model_kwargs), num_tokens)
+        return fall_back(engine, reason, lambda: method(model, **model_kwargs), num_tokens)
 
     try:
         call = recognise(engine, input_ids, stopping_criteria, config, synced_gpus, model_kwargs)
@@ -96,7 +98,8 @@ def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, inp
     check_token_ids(input_ids, engine.vocab_size)
     cache = PagedCache(batch, input_ids.shape[1], model.config.get_text_config(decoder=True).num_hidden_layers)
     with _seeded(engine, input_ids.device, model.device):
-        result = method(**(model_kwargs | {CACHE_NAME: cache, "use_cache": True, "synced_gpus": False}))
+        result = method(view_of(model, _paged_forwards),
+                        **(model_kwargs | {CACHE_NAME: cache, "use_cache": True, "synced_gpus": False}))
     if isinstance(result, ModelOutput) and result.get(CACHE_NAME) is cache:
         if config.use_cache is False:
             return type(result)(**{name: value for name, value in result.items() if value is not cache})
@@ -147,24 +150,49 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
     return LockstepCall(prompts, max_new_tokens, autocast, adapters)
 
 
+def _paged_forwards(stock: Any) -> dict[str, Callable]:
+    """The method of a view by which stock's loops compute."""
+
+    @wraps(stock.__call__)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """A paged forward; the model's own for calls without a cache of the engine's."""
+        cache = kwargs.get(CACHE_NAME)
+        if isinstance(cache, PagedCache):
+            return cache.forward(kwargs["input_ids"], kwargs.get("logits_to_keep", 0))
+        return model_of(self)(*args, **kwargs)
+
+    return {"__call__": __call__}
+
+
+def beam_search_method(stock: Any) -> Callable:
+    """`_beam_search` of a view of a `stock` model: stock's over paged forwards."""
+
+    @wraps(stock._beam_search)  # generate reads the signature
+    def _beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = model_of(self)
+        return beam_search(engine_of(model), stock._beam_search, model, *args, **kwargs)
+
+    return _beam_search
+
+
 def beam_search(engine: Engine | None, stock: Callable, model: Any, input_ids: torch.Tensor, logits_processor: Any,
                 stopping_criteria: Any, generation_config: GenerationConfig, synced_gpus: bool = False,
                 **model_kwargs: Any) -> Any:
     """`GenerationMixin._beam_search` over paged forwards."""
     tell_eos(logits_processor, stopping_criteria)
 
-    def method(*, synced_gpus: bool = synced_gpus, **kwargs: Any) -> Any:
-        return stock(model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+    def method(receiver: Any, *, synced_gpus: bool = synced_gpus, **kwargs: Any) -> Any:
+        return stock(receiver, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                      generation_config=generation_config, synced_gpus=synced_gpus, **kwargs)
 
     if engine is None or in_fallback(engine):
         with quiet_fallbacks(engine):
-            return method(**model_kwargs)
+            return method(model, **model_kwargs)
     if not is_method_of_mixin("_beam_search", stock) or hasattr(model, "_reorder_cache"):
         reason = Reason("{} has a beam search of its own", type(model).__name__,
                         remedy="The model's class replaces stock's beam search, so it runs as it is.")
         return fall_back(
-            engine, reason, lambda: method(**model_kwargs),
+            engine, reason, lambda: method(model, **model_kwargs),
             lambda result: paths.new_tokens(result, input_ids.shape[1], stopping_criteria, generation_config),
         )
     return run_or_fall_back(engine, model, method, _beyond_sampling(generation_config, "beam search"), input_ids,
@@ -182,22 +210,22 @@ def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_
     """
     tell_eos(logits_processor, stopping_criteria)
 
-    def method(*, synced_gpus: bool = synced_gpus, **kwargs: Any) -> Any:
-        return stock(model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+    def method(receiver: Any, *, synced_gpus: bool = synced_gpus, **kwargs: Any) -> Any:
+        return stock(receiver, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                      generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer,
                      inputs_tensor=inputs_tensor, assistant_model=assistant_model,
                      assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer, **kwargs)
 
     if engine is None or in_fallback(engine):
         with quiet_fallbacks(engine):
-            return method(**model_kwargs)
+            return method(model, **model_kwargs)
     drafted_by_a_model = assistant_model is not None or generation_config.assistant_early_exit is not None
     own = is_method_of_mixin("_assisted_decoding", stock)
     if drafted_by_a_model or not generation_config.prompt_lookup_num_tokens or not own:
         reason = Reason("assisted decoding is not carried out by the paged engine",
                         remedy="Drafts of another model run in stock. Leave `assistant_model` away.")
         return fall_back(
-            engine, reason, lambda: method(**model_kwargs),
+            engine, reason, lambda: method(model, **model_kwargs),
             lambda result: paths.new_tokens(result, input_ids.shape[1], stopping_criteria, generation_config),
         )
     why = why or _beyond_sampling(generation_config, "prompt lookup")

@@ -72,14 +72,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def plain_class(kind: type) -> type:
-    """The class that `kind` was before `hf_paged.enable` and `fully_shard` derived others from it."""
-    while True:
-        if "_hf_paged_stock_class" in vars(kind):
-            kind = vars(kind)["_hf_paged_stock_class"]
-        elif len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed."):
-            kind = kind.__bases__[1]
-        else:
-            return kind
+    """The class that `kind` was before `fully_shard` derived others from it."""
+    while len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed."):
+        kind = kind.__bases__[1]
+    return kind
 
 
 def is_hook(hook: Any) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import inspect
 import io
 import json
 import pickle
+import sys
 import warnings
 import weakref
 
@@ -24,11 +27,37 @@ from support import (
     tiny_model,
 )
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM, Qwen3Model
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+    StoppingCriteria,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.continuous_batching import ContinuousMixin
 
 import hf_paged
 from hf_paged import FallbackWarning, UnsupportedModelError
+from hf_paged.integration import hooks
+from hf_paged.integration.engines import ENGINES
 from hf_paged.runner.request_state import FIRST_TOKEN_CAPACITY
+
+
+@pytest.fixture
+def no_other_enabled_model(monkeypatch):
+    """Models of other test modules, which may be enabled for all of the session, keep transformers' methods hooked."""
+    gc.collect()
+    enabled = dict(ENGINES)
+    ENGINES.clear()
+    hooks.put_back_if_unused()
+    yield
+    ENGINES.update(enabled)
+    if enabled:
+        hooks.place()
 
 
 def logits(model, seed=1):
@@ -47,8 +76,7 @@ def test_enable_returns_the_very_object_and_disable_restores_it():
     assert hf_paged.is_enabled(model)
     assert set(vars(model)) == attributes
     assert isinstance(model, Qwen3ForCausalLM)
-    assert (type(model).__name__, type(model).__module__) == ("Qwen3ForCausalLM", Qwen3ForCausalLM.__module__)
-    assert type(model).__qualname__ == "Qwen3ForCausalLM"
+    assert type(model) is Qwen3ForCausalLM
     assert type(model).forward is forward
     assert torch.equal(logits(model), before)
     model.generate(**batch([20, 7]), max_new_tokens=5)
@@ -120,9 +148,8 @@ def test_enable_disable_round_and_round():
         assert type(model) is Qwen3ForCausalLM
 
 
-def test_two_models_have_two_engines_and_one_class():
+def test_two_models_have_two_engines():
     first, second = hf_paged.enable(tiny_model(0), strict=True), hf_paged.enable(tiny_model(1), strict=True)
-    assert type(first) is type(second)
     assert hf_paged.get_engine(first) is not hf_paged.get_engine(second)
     assert_native_parity(first, **batch([20, 7]), max_new_tokens=5)
     assert_native_parity(second, **batch([20, 7]), max_new_tokens=5)
@@ -217,32 +244,211 @@ def test_a_subclass_with_its_own_forward_goes_to_stock():
 
 def test_a_subclass_that_leaves_generation_alone_is_native():
     model = hf_paged.enable(_of_class(Renamed), strict=True)
-    assert (type(model).__name__, type(model).__module__) == ("Renamed", __name__)
+    assert type(model) is Renamed
     assert model.greet() == "hello"
     assert_native_parity(model, **batch([20, 7]), max_new_tokens=8)
     hf_paged.disable(model)
     assert type(model) is Renamed
 
 
-def test_a_class_swapped_again_after_enable_is_not_undone():
-    """FSDP2's `fully_shard` makes a class of its own from the enabled one."""
-    model = hf_paged.enable(tiny_model())
-    enabled_class = type(model)
-    model.__class__ = type("FSDPQwen3ForCausalLM", (nn.Module, enabled_class)[1:], {})
-    with pytest.raises(RuntimeError, match="disable"):
-        hf_paged.disable(model)
-    assert hf_paged.is_enabled(model)
-    model.__class__ = enabled_class
+def test_a_class_that_another_program_derives_after_enable_stays():
+    """As FSDP2's `fully_shard` and pyvene do."""
+    model, inputs = hf_paged.enable(tiny_model(), strict=True), batch([20, 7])
+    expected = assert_native_parity(model, **inputs, max_new_tokens=5)
+    model.__class__ = derived = type("DerivedQwen3ForCausalLM", (Qwen3ForCausalLM,), {})
+    assert_native_tokens(model, expected, inputs, max_new_tokens=5)
     hf_paged.disable(model)
-    assert type(model) is Qwen3ForCausalLM
+    assert type(model) is derived and not hf_paged.is_enabled(model)
 
 
-def test_a_class_made_from_the_enabled_one_works_as_stock_where_it_has_no_engine():
-    enabled = hf_paged.enable(tiny_model())
-    other = tiny_model(1)
-    expected = other.generate(**batch([20, 7]), max_new_tokens=5)
-    other.__class__ = type(enabled)
-    assert_same_tensor(other.generate(**batch([20, 7]), max_new_tokens=5), expected)
+# -- the class ------------------------------------------
+
+SHORT = batch([20, 7])
+
+
+def _lockstep(model):
+    model.generate(**SHORT, max_new_tokens=3, output_scores=True, return_dict_in_generate=True)
+
+
+ENTRIES = {
+    "enable": lambda model: None,
+    "generate": lambda model: model.generate(**SHORT, max_new_tokens=3),
+    "lockstep": _lockstep,
+    "beams": lambda model: model.generate(**SHORT, max_new_tokens=3, num_beams=2),
+    "prompt lookup": lambda model: model.generate(**batch([9]), max_new_tokens=3, prompt_lookup_num_tokens=2),
+    "explain": lambda model: hf_paged.explain(model, max_new_tokens=3),
+    "PagedGenerator": lambda model: hf_paged.PagedGenerator(hf_paged.disable(model)).generate(
+        [[5, 6]], max_new_tokens=3),
+    "generate_batch": lambda model: model.generate_batch([[5, 6]], GenerationConfig(max_new_tokens=3)),
+    "weight_update": lambda model: hf_paged.weight_update(model).__enter__() and None,
+}
+
+
+@pytest.fixture
+def installed():
+    hf_paged.install()
+    yield
+    hf_paged.uninstall()
+
+
+def assert_class_is_stocks(model, cls=Qwen3ForCausalLM):
+    assert type(model) is cls and model.__class__ is cls
+    assert {cls: "found"}[type(model)] == "found"
+    assert pickle.loads(pickle.dumps(type(model))) is cls
+    made = type(model)(tiny_config())
+    assert type(made) is cls and not hf_paged.is_enabled(made)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_enabled_model_keeps_its_class(entry):
+    model = hf_paged.enable(tiny_model())
+    before = dict(vars(Qwen3ForCausalLM))
+    ENTRIES[entry](model)
+    assert_class_is_stocks(model)
+    assert dict(vars(Qwen3ForCausalLM)) == before
+    hf_paged.disable(model)
+    assert_class_is_stocks(model)
+
+
+@pytest.mark.parametrize("entry", sorted(ENTRIES.keys() - {"enable", "weight_update"}))
+def test_a_model_that_install_enables_keeps_its_class(entry, installed):
+    model = tiny_model()
+    ENTRIES[entry](model)
+    assert_class_is_stocks(model)
+
+
+def test_the_class_is_stocks_also_during_a_call():
+    """For processors, criteria and streamers, and for other threads, which run at the same time."""
+    model, seen = hf_paged.enable(tiny_model()), []
+
+    def look(*_):
+        seen.append((type(model), dict(vars(Qwen3ForCausalLM)) == before))
+        return False
+
+    before = dict(vars(Qwen3ForCausalLM))
+    criterion = type("Looking", (StoppingCriteria,), {"__call__": lambda self, ids, scores: torch.full(
+        (len(ids),), look())})()
+    model.generate(**SHORT, max_new_tokens=3, stopping_criteria=[criterion])
+    assert seen == [(Qwen3ForCausalLM, True)] * 3
+
+
+def test_another_programs_loop_gets_the_model_itself():
+    model, seen = hf_paged.enable(tiny_model()), []
+
+    def loop(model, input_ids, **kwargs):
+        seen.append(model)
+        return input_ids
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        model.generate(**SHORT, custom_generate=loop)
+    assert [found is model for found in seen] == [True]
+
+
+def test_a_processor_that_holds_the_model_copies_and_pickles_a_stock_model():
+    """Stock's processor of `guidance_scale` is made with the `self` of `generate`."""
+    model, made = hf_paged.enable(tiny_model()), []
+    stocks = UnbatchedClassifierFreeGuidanceLogitsProcessor.__call__
+
+    def call(processor, ids, scores):
+        if not made:
+            made.extend([copy.deepcopy(processor.model), pickle.loads(pickle.dumps(processor.model))])
+        return stocks(processor, ids, scores)
+
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore", FallbackWarning)
+        patch.setattr(UnbatchedClassifierFreeGuidanceLogitsProcessor, "__call__", call)
+        model.generate(**batch([9]), max_new_tokens=2, guidance_scale=1.5)
+    assert [type(copied) for copied in made] == [Qwen3ForCausalLM] * 2
+    assert all(torch.equal(logits(copied), logits(model)) for copied in made)
+
+
+def _mixin():
+    return {name: value for name, value in vars(GenerationMixin).items() if not name.startswith("__")}
+
+
+def test_only_the_hooked_methods_of_the_mixin_are_replaced_and_the_last_disable_puts_them_back(no_other_enabled_model):
+    before = _mixin()
+    first, second = hf_paged.enable(tiny_model(0)), hf_paged.enable(tiny_model(1))
+    changed = {name for name, value in _mixin().items() if before.get(name) is not value}
+    assert changed == set(hooks._HOOKS)
+    for name in changed:
+        assert inspect.signature(getattr(first, name)) == inspect.signature(before.get(
+            name, getattr(ContinuousMixin, name, None)).__get__(first))
+    hf_paged.disable(first)
+    assert _mixin()["generate"] is not before["generate"]
+    hf_paged.disable(second)
+    assert _mixin() == before
+    hf_paged.explain(second, max_new_tokens=3)
+    assert _mixin() == before
+
+
+def test_a_method_that_another_program_wraps_after_enable_is_kept_until_that_is_undone(no_other_enabled_model):
+    before, calls = _mixin(), []
+    model = hf_paged.enable(tiny_model(), strict=True)
+    expected = assert_native_parity(model, **SHORT, max_new_tokens=5)
+    hooked = GenerationMixin.generate
+
+    @functools.wraps(hooked)
+    def wrapper(self, *args, **kwargs):
+        calls.append(type(self))
+        return hooked(self, *args, **kwargs)
+
+    GenerationMixin.generate = wrapper
+    try:
+        assert_native_tokens(model, expected, SHORT, max_new_tokens=5)
+        hf_paged.disable(model)
+        assert GenerationMixin.generate is wrapper
+        assert_same_tensor(model.generate(**SHORT, max_new_tokens=5), expected)
+        assert_native_tokens(hf_paged.enable(model, strict=True), expected, SHORT, max_new_tokens=5)
+        assert GenerationMixin.generate is wrapper  # the hook inside is not placed twice
+        assert calls == [Qwen3ForCausalLM] * 3
+    finally:
+        GenerationMixin.generate = hooked
+    hf_paged.disable(model)
+    assert _mixin() == before
+
+
+class OwnGenerate(Qwen3ForCausalLM):
+    """Has a `generate` and a decoding method of its own, which call those that it inherits."""
+
+    def generate(self, *args, extra=0, **kwargs):
+        return super().generate(*args, **kwargs) + extra
+
+    def _sample(self, *args, **kwargs):
+        self.sampled = type(self)
+        return super()._sample(*args, **kwargs)
+
+
+def test_a_subclass_with_its_own_generate_and_decoding_method_runs_as_in_stock():
+    model = _of_class(OwnGenerate)
+    expected = model.generate(**SHORT, max_new_tokens=5, extra=3)
+    del model.sampled
+    hf_paged.enable(model)
+    with pytest.warns(FallbackWarning, match=r"OwnGenerate\._sample is not transformers' own"):
+        actual = model.generate(**SHORT, max_new_tokens=5, extra=3)
+    assert_same_tensor(actual, expected)
+    assert model.sampled is OwnGenerate
+    assert_class_is_stocks(model, OwnGenerate)
+
+
+def test_other_models_of_the_class_pay_a_look_up_alone():
+    """A call of a model that is not enabled runs nothing of hf_paged's but the hook."""
+    hf_paged.enable(tiny_model())
+    other, ran = tiny_model(1), set()
+
+    def note(frame, event, _):
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and module.startswith("hf_paged"):
+            ran.add((module, frame.f_code.co_name))
+
+    sys.setprofile(note)
+    try:
+        other.generate(**batch([5]), max_new_tokens=2)
+        other(**batch([5]))
+    finally:
+        sys.setprofile(None)
+    assert {name for _, name in ran} == {"generate_", "_of_first_call", "_of_call", "model_of", "engine_of", "asked"}
 
 
 # -- copies and checkpoints ------------------------------------------
@@ -508,9 +714,10 @@ def test_fsdp2_after_enable(process_group):
     hf_paged.enable(model)
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     fully_shard(model, mesh=mesh)
+    sharded = type(model)
     assert_native_tokens(model, expected, inputs, max_new_tokens=6)
-    with pytest.raises(RuntimeError, match="disable"):
-        hf_paged.disable(model)
+    hf_paged.disable(model)
+    assert type(model) is sharded and not hf_paged.is_enabled(model)
 
 
 def test_stock_generate_of_the_oracle_does_not_use_the_engine():
@@ -595,7 +802,7 @@ def test_a_model_taken_apart_while_enabled_still_works_as_stock_and_can_be_disab
     assert all(torch.equal(p, w) for p, w in zip(layers.parameters(), weights, strict=True))
 
 
-def test_disable_gives_the_class_back_even_where_the_engine_fails(monkeypatch):
+def test_disable_ends_even_where_the_engine_fails(monkeypatch):
     model = hf_paged.enable(tiny_model())
     model.generate(**batch([20, 7]), max_new_tokens=3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import threading
 import time
@@ -13,19 +14,23 @@ from support import assert_same_tensor, batch, random_prompts, stock_generate, t
 from transformers import GenerationConfig, GenerationMixin, GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM, pipeline
 
 import hf_paged
+from hf_paged.integration import hooks
 from hf_paged.integration import install as install_module
 
 INPUTS = batch([9, 4])
-METHODS = {name: (getattr(GenerationMixin, name), name in vars(GenerationMixin)) for name in install_module.HOOKED}
 
 
 @pytest.fixture(autouse=True)
 def _uninstalled():
+    """Models that other modules enabled for all of the session may keep the hooks, which then are as before."""
+    gc.collect()
+    hooks.put_back_if_unused()
+    before = dict(vars(GenerationMixin))
     yield
     hf_paged.uninstall()
-    for name, (method, is_own) in METHODS.items():
-        assert getattr(GenerationMixin, name) is method
-        assert (name in vars(GenerationMixin)) == is_own
+    gc.collect()
+    hooks.put_back_if_unused()
+    assert dict(vars(GenerationMixin)) == before
 
 
 def test_models_are_enabled_when_they_first_generate_and_disabled_by_uninstall(trained_path):
@@ -35,7 +40,8 @@ def test_models_are_enabled_when_they_first_generate_and_disabled_by_uninstall(t
     hf_paged.install(num_blocks=50)  # again: the config of models to come
     assert hf_paged.is_installed()
     assert not hf_paged.is_enabled(before)
-    assert inspect.signature(before.generate) == inspect.signature(METHODS["generate"][0].__get__(before))
+    stock = inspect.unwrap(GenerationMixin.generate).__get__(before)
+    assert inspect.signature(before.generate) == inspect.signature(stock)
     loaded = Qwen3ForCausalLM.from_pretrained(trained_path)
     for model in (before, loaded):
         output = model.generate(**INPUTS, max_new_tokens=6)

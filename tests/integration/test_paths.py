@@ -22,6 +22,8 @@ from transformers import (
     LogitsProcessorList,
     StoppingCriteria,
 )
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 import hf_paged
 from hf_paged import at_fork
@@ -124,8 +126,8 @@ def test_a_custom_generate_function(shown):
     assert (num_calls(model), calls_of(model)["stock"].num_tokens) == ({"stock": 1}, 9)
 
 
-def test_a_custom_generate_of_a_folder(tmp_path):
-    """As transformers fetches decoding methods that it moved to the Hub."""
+def test_a_custom_generate_of_a_folder(tmp_path, monkeypatch):
+    """Named by the caller, and as transformers fetches decoding methods that it moved to the Hub."""
     (tmp_path / "custom_generate").mkdir()
     (tmp_path / "custom_generate" / "generate.py").write_text(
         "import torch\n\n\ndef generate(model, input_ids, **kwargs):\n"
@@ -136,8 +138,8 @@ def test_a_custom_generate_of_a_folder(tmp_path):
     explained = hf_paged.explain(model, **asked)
     assert model.generate(**asked).shape == (3, 22)
     assert (explained.path, num_calls(model), calls_of(model)["stock"].num_tokens) == ("stock", {"stock": 1}, 6)
-    loaded = model.load_custom_generate(str(tmp_path), trust_remote_code=True)
-    assert loaded(model=model, input_ids=INPUTS["input_ids"]).shape == (3, 22)
+    monkeypatch.setitem(GENERATION_MODES_MAPPING, GenerationMode.DOLA_GENERATION, str(tmp_path))
+    assert model.generate(**INPUTS, dola_layers="low", trust_remote_code=True).shape == (3, 22)
     assert (num_calls(model), calls_of(model)["stock"].num_tokens) == ({"stock": 2}, 12)
 
 

@@ -107,7 +107,8 @@ def test_every_link_of_a_page_leads_somewhere(page):
 
 # Files of the walk that a greedy call of a Qwen3 on a CPU passes by: other paths, other families, CUDA, other callers.
 PASSED_BY = {
-    "integration/stock_loop.py", "models/generic.py", "kernels/attention/decode.py", "kernels/attention/prefill.py",
+    "integration/enable.py", "integration/stock_loop.py", "models/generic.py", "kernels/attention/decode.py",
+    "kernels/attention/prefill.py",
     "sampling/sample_tokens.py", "engine/stopping.py", "options/arguments.py", "integration/requests.py",
     "integration/pretrained.py", "engine/lockstep.py", "integration/explain.py", "runner/graphs.py",
     "models/virtual_memory.py", "kernels/attention/grouped_decode.py", "integration/async_calls.py",

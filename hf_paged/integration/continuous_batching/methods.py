@@ -32,31 +32,18 @@ from hf_paged.options.notices import level_of_caller
 logger = logging.getLogger(__name__)
 
 
-def overrides(stock: Any) -> dict[str, Callable]:
-    """The continuous batching methods for a subclass of `stock`, by name, with stock's signatures."""
-
-    def method(name: str, function: Callable) -> Callable:
-        @functools.wraps(getattr(stock, name))
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return function(stock, self, *args, **kwargs)
-
-        return call
-
-    return {name: method(name, function) for name, function in _METHODS.items()}
-
-
-def _init_continuous_batching(stock: Any, model: Any, generation_config: GenerationConfig | None = None,
+def _init_continuous_batching(original: Callable, model: Any, generation_config: GenerationConfig | None = None,
                               continuous_batching_config: ContinuousBatchingConfig | None = None,
                               workload_hints: Any = None) -> Any:
     engine = _native_engine(model)
     if engine is None:
-        return stock.init_continuous_batching(model, generation_config, continuous_batching_config, workload_hints)
+        return original(model, generation_config, continuous_batching_config, workload_hints)
     config = batching_config(model, generation_config, {})
     batching = _batching(generation_config or model.generation_config, continuous_batching_config)
     if (reason := _stock_reason(model, engine, config, batching)) is not None:
         fallback.announce_fallback(engine, reason)
         with fallback.quiet_fallbacks(engine):
-            return stock.init_continuous_batching(model, config, batching, workload_hints)
+            return original(model, config, batching, workload_hints)
     _resize(model, engine, batching)
     kept = KEPT.get(model)
     if kept is not None and not kept.is_running():
@@ -65,15 +52,16 @@ def _init_continuous_batching(stock: Any, model: Any, generation_config: Generat
     return PagedBatchingManager(model, config, batching)
 
 
-def _destroy_cached_manager(stock: Any, model: Any) -> None:
+def destroy_cached_manager(original: Callable, model: Any) -> None:
+    """End the manager that a model keeps between sessions."""
     if (kept := KEPT.pop(model, None)) is not None:
         kept.destroy()
-    stock.destroy_cached_continuous_batching_manager(model)
+    original(model)
 
 
 @contextmanager
-def _manager_context(stock: Any, model: Any, generation_config: GenerationConfig | None = None, block: bool = True,
-                     timeout: float | None = None,
+def _manager_context(original: Callable, model: Any, generation_config: GenerationConfig | None = None,
+                     block: bool = True, timeout: float | None = None,
                      continuous_batching_config: ContinuousBatchingConfig | None = None,
                      persistent_manager: bool = False, warmup: bool = True,
                      workload_hints: Any = None) -> Iterator[Any]:
@@ -96,12 +84,13 @@ def _manager_context(stock: Any, model: Any, generation_config: GenerationConfig
             manager.destroy()
 
 
-def _generate_batch(stock: Any, model: Any, inputs: list[Any], generation_config: GenerationConfig | None = None,
+def _generate_batch(original: Callable, model: Any, inputs: list[Any],
+                    generation_config: GenerationConfig | None = None,
                     continuous_batching_config: ContinuousBatchingConfig | None = None,
                     record_timestamps: bool = False, progress_bar: bool = False, persistent_manager: bool = False,
                     warmup: bool = True, **kwargs: Any) -> dict[str, GenerationOutput]:
     engine = _native_engine(model)
-    in_stock = functools.partial(stock.generate_batch, model, inputs, record_timestamps=record_timestamps,
+    in_stock = functools.partial(original, model, inputs, record_timestamps=record_timestamps,
                                  progress_bar=progress_bar, persistent_manager=persistent_manager,
                                  warmup=warmup)
     if engine is None:
@@ -134,9 +123,9 @@ def _num_tokens(outputs: dict[str, GenerationOutput]) -> int:
     return sum(len(output.generated_tokens) for output in outputs.values())
 
 
-_METHODS: dict[str, Callable] = {
+# What stands for transformers' methods, by name; each gets transformers' own and a model.
+METHODS: dict[str, Callable] = {
     "init_continuous_batching": _init_continuous_batching,
-    "destroy_cached_continuous_batching_manager": _destroy_cached_manager,
     "continuous_batching_context_manager": _manager_context,
     "generate_batch": _generate_batch,
 }

@@ -1,0 +1,200 @@
+"""Hooks of transformers' methods: what stands in `GenerationMixin` while some model is enabled.
+
+A hook looks up whether *this object* is enabled; every other object runs what stood there before. The classes of
+models, and every other method, stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+
+from hf_paged import at_fork
+from hf_paged.engine.engine import Engine
+from hf_paged.integration import fallback, generate, paths, stock_loop
+from hf_paged.integration.cache_name import CACHE_NAME
+from hf_paged.integration.continuous_batching.methods import METHODS, destroy_cached_manager
+from hf_paged.integration.engines import ENGINES, engine_of
+from hf_paged.integration.structured_calls import with_structure
+from hf_paged.integration.view import model_of, view_of
+from hf_paged.models.guards.at_home import chain_of
+from hf_paged.options.settings import option_reason
+
+lock = threading.RLock()  # models are enabled and disabled, and methods replaced, by one thread at a time
+_holders = 0  # of `hold`
+_MISSING = object()  # the method is inherited by GenerationMixin, not its own
+_placed: dict[str, tuple[Any, Callable]] = {}  # by name: what stood in GenerationMixin, and the hook
+before_first_call: list[Callable[[Any], None]] = []  # what `install` does with the model of each hooked call
+
+
+def place() -> None:
+    """Place the hooks that do not stand in `GenerationMixin`; a hook that another function wraps does."""
+    with lock:
+        for name, make in _HOOKS.items():
+            current = getattr(GenerationMixin, name)
+            if name in _placed and _placed[name][1] in chain_of(current):
+                continue
+            hook = make(current)
+            _placed[name] = GenerationMixin.__dict__.get(name, _MISSING), hook
+            setattr(GenerationMixin, name, hook)
+
+
+def put_back_if_unused() -> None:
+    """Put the methods back if no model is enabled and nothing else holds the hooks.
+
+    A hook that another program replaced or wrapped stays where it is, and calls what stood there before.
+    """
+    with lock:
+        if ENGINES or _holders:
+            return
+        for name, (original, hook) in list(_placed.items()):
+            if GenerationMixin.__dict__.get(name) is not hook:
+                continue
+            if original is _MISSING:
+                delattr(GenerationMixin, name)
+            else:
+                setattr(GenerationMixin, name, original)
+            del _placed[name]
+
+
+def replaced() -> str | None:
+    """The first hooked method that another program replaced or wrapped since, or None."""
+    return next((name for name, (_, hook) in _placed.items() if GenerationMixin.__dict__.get(name) is not hook), None)
+
+
+def hold() -> None:
+    """Place the hooks, and keep them placed until as many calls of `release`."""
+    global _holders
+    with lock:
+        _holders += 1
+        place()
+
+
+def release() -> None:
+    """End what one `hold` began."""
+    global _holders
+    with lock:
+        _holders -= 1
+        put_back_if_unused()
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Keep the hooks placed in here."""
+    hold()
+    try:
+        yield
+    finally:
+        release()
+
+
+def _generate_hook(original: Callable) -> Callable:
+    """`generate`: stock's over a view of the model, with the warning where it never comes to a decoding method."""
+
+    @functools.wraps(original)
+    def generate_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model, engine = _of_first_call(self)
+        if engine is None:
+            return original(model, *args, **kwargs)
+        if (structured := kwargs.pop("structured", None)) is not None:
+            kwargs["logits_processor"] = _structured(model, engine, structured, args, kwargs)
+        is_custom = kwargs.get("custom_generate") is not None  # another program's loop, which gets the model itself
+        call = functools.partial(original, model if is_custom else view_of(model, _decoding_methods), *args, **kwargs)
+        with paths.answered():
+            if fallback.in_fallback(engine):
+                return call()
+            for name, values in (("custom_generate", None), ("cache_implementation", ("paged",))):
+                value = kwargs.get(name)
+                if value is not None and (values is None or value in values):
+                    ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+                    return fallback.fall_back(engine, option_reason(name, value), call, _after_the_prompt(model, ids))
+            return call()
+        return None
+
+    return generate_
+
+
+def _batching_hook(function: Callable, looks_up: Callable, original: Callable) -> Callable:
+    """A method of continuous batching: `function(original, model, ...)` for models that `looks_up` finds enabled."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model, engine = looks_up(self)
+        return original(model, *args, **kwargs) if engine is None else function(original, model, *args, **kwargs)
+
+    return method
+
+
+def _of_call(self: Any) -> tuple[Any, Engine | None]:
+    """The model of a call and its engine; None if it is not enabled."""
+    model = model_of(self)
+    return model, engine_of(model)
+
+
+def _of_first_call(self: Any) -> tuple[Any, Engine | None]:
+    """`_of_call`, after `install` had the chance to enable the model."""
+    for prepare in before_first_call:
+        prepare(model_of(self))
+    return _of_call(self)
+
+
+def _decoding_methods(stock: Any) -> dict[str, Callable]:
+    """The methods of a view that stock generate gets at by the class of `self`."""
+    return {
+        "_sample": generate.sample_method(stock),
+        "_beam_search": stock_loop.beam_search_method(stock),
+        "_assisted_decoding": generate.assisted_method(stock),
+        "_prepare_cache_for_generation": _no_cache_for_a_question(stock),
+    }
+
+
+def _structured(model: Any, engine: Engine, structured: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The logits processors of a call of `generate` with these arguments."""
+    inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids", kwargs.get("inputs_embeds")))
+    num_prompts = len(inputs) if isinstance(inputs, torch.Tensor) else 1
+    tokenizer = kwargs.get("tokenizer")
+    if tokenizer is None and engine.tokenizer is None:
+        raise ValueError(f"structured={structured!r:.200}: expected tokenizer= beside it, by which texts become tokens")
+    return with_structure(engine, num_prompts, structured, tokenizer, kwargs.get("logits_processor"))
+
+
+def _after_the_prompt(model: Any, ids: Any) -> Callable[[Any], int]:
+    """Counts the tokens that somebody's own decoding returned after these prompts; what is padding, nobody knows."""
+    width = ids.shape[-1] if isinstance(ids, torch.Tensor) else 0
+    return lambda result: paths.new_tokens(result, width, (), model.generation_config)
+
+
+def _no_cache_for_a_question(stock: Any) -> Callable:
+    @functools.wraps(stock._prepare_cache_for_generation)
+    def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any,
+                                      **kwargs: Any) -> Any:
+        """Stock's, but a call that is only asked about allocates no cache and leaves no mark on the caller's."""
+        if paths.asked() is not None:
+            if (given := model_kwargs.get(CACHE_NAME)) is None:
+                return None
+            model_kwargs[CACHE_NAME] = copy.copy(given)
+        return stock._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
+
+    return _prepare_cache_for_generation
+
+
+# By name, what makes the hook of a method out of what stands there.
+_HOOKS: dict[str, Callable[[Callable], Callable]] = {
+    "generate": _generate_hook,
+    **{name: functools.partial(_batching_hook, function, _of_first_call) for name, function in METHODS.items()},
+    "destroy_cached_continuous_batching_manager": functools.partial(_batching_hook, destroy_cached_manager, _of_call),
+}
+
+
+@at_fork.in_child
+def _renew_in_child() -> None:
+    """The thread that was replacing methods when another one forked does not exist in the child."""
+    global lock
+    lock = at_fork.renewed(lock)

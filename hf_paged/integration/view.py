@@ -1,0 +1,49 @@
+"""View of a model: an object with the model's own state and some methods of ours in front of those of its class.
+
+Stock `generate` looks its decoding methods up at `type(self)`, and stock's loop calls `self`. Both are handed a view as
+`self`, so that the model's class, and every method of it, stay stock's. A view lives as long as the call that it was
+made for.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+_MODEL = "_hf_paged_model"  # a slot, not an attribute: views and models share the dictionary of attributes
+
+
+def view_of(model: Any, methods: Callable[[Any], dict[str, Callable]]) -> Any:
+    """A view of a model. Attributes that are set on the view are set on the model.
+
+    Args:
+        model: a module.
+        methods: of a class (the model's, on which stock's methods are looked up), methods of the view by name. It is
+            called once a class.
+    """
+    stock: Any = type(model)
+    view: Any = object.__new__(_view_class(stock, methods))
+    object.__setattr__(view, _MODEL, model)
+    object.__setattr__(view, "__dict__", vars(model))
+    return view
+
+
+def model_of(view: Any) -> Any:
+    """The model of a view; anything else as it is."""
+    return getattr(view, _MODEL) if _MODEL in vars(type(view)) else view
+
+
+@functools.cache
+def _view_class(stock: Any, methods: Callable[[Any], dict[str, Callable]]) -> type:
+    """Class of the views of models of the class `stock`, with its name, which error messages contain."""
+    namespace: dict[str, Any] = {
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__slots__": (_MODEL,),
+        # What stock hands on (a processor that holds the model, say) calls, copies and pickles the model.
+        "__call__": lambda self, *args, **kwargs: model_of(self)(*args, **kwargs),
+        "__reduce_ex__": lambda self, protocol: (operator.getitem, ([model_of(self)], 0)),
+    }
+    return type(stock.__name__, (stock,), namespace | methods(stock))
