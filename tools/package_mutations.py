@@ -753,7 +753,7 @@ SHARDED = [
 ]
 
 # Outputs of a form.
-GRAMMARS, FORMED, FORMED_TESTS = "engine/grammars.py", "integration/structured_calls.py", "engine/test_structured.py"
+GRAMMARS, FORMED, FORMED_TESTS = "engine/matchers.py", "integration/structured_calls.py", "engine/test_structured.py"
 STRUCTURED = [
     PackageMutation("sampling/token_mask.py", "        token = first + column\n", "        token = column\n",
                     "sampling/test_token_mask.py", "kernel"),
@@ -780,7 +780,7 @@ STRUCTURED = [
                     GRAPHS_TESTS, "interrupt_while_lines"),
     PackageMutation("runner/graphs.py", "            lines[: step.num_rows] = masks.lines\n", "            pass\n",
                     "runner/test_graphs.py", "graph_of_their_own"),
-    PackageMutation(GRAMMARS, "[token for token in own if token in eos] or list(eos) or own", "own",
+    PackageMutation(GRAMMARS, "[token for token in eos if token in known] or list(eos) or own", "own",
                     "engine/test_grammars.py", "which_tokens_end"),
     PackageMutation(FORMED, "        if not stops or not {*stops} <= {*eos} or", "        if",
                     "integration/test_structured_calls.py", "not_certain"),

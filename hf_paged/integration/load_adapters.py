@@ -37,7 +37,7 @@ def load_adapter(model: Any, name: str, path: str) -> None:
         warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")  # of the adapters before this one
         peft.inject_adapter_in_model(config, model, name)
     model._hf_peft_config_loaded = True  # which transformers' own methods of adapters look at
-    found = peft.set_peft_model_state_dict(model, weights, adapter_name=name)
+    found: Any = peft.set_peft_model_state_dict(model, weights, adapter_name=name)
     if unknown := list(found.unexpected_keys):
         raise ValueError(f"adapter {name!r} of {path!r}: its tensor {unknown[0]!r} has no place in this "
                          f"{type(model).__name__}; expected an adapter of this model")
