@@ -27,6 +27,7 @@ from hf_paged.integration.install import enable_once
 from hf_paged.integration.serving.adapters import checking_pin, listing, loading, refuse_adapter, resolving
 from hf_paged.integration.serving.answers import Answer
 from hf_paged.integration.serving.calls import CURRENT, GeneratesFor, RefusedRequestError, ServedCall, tokens_only
+from hf_paged.integration.serving.ending import OpenAnswers, ending_server
 from hf_paged.integration.serving.errors import reading_error, settings_of
 from hf_paged.integration.serving.fields import CHAT, RESPONSES, TEXT, read_body
 from hf_paged.integration.serving.forms import compiled_form
@@ -45,6 +46,7 @@ def install_serving(adapters: dict[str, str] | None = None) -> None:
     """
     if _replaced:
         return
+    import uvicorn
     from transformers.cli.serving import server
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
@@ -52,7 +54,10 @@ def install_serving(adapters: dict[str, str] | None = None) -> None:
     from transformers.cli.serving.response import ResponseHandler
     from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, GenerateManager
 
-    _replace(server, "build_server", _building)
+    answers = OpenAnswers()
+    _replace(server, "build_server", functools.partial(_building, answers))
+    _replaced.append((uvicorn, "Server", uvicorn.Server))
+    setattr(uvicorn, "Server", ending_server(uvicorn.Server, answers))  # noqa: B010  # mypy takes it for a type
     _replace(ModelManager, "_validate_args", functools.partial(checking_pin, adapters or {}))
     _replace(ModelManager, "_load_model", functools.partial(loading, adapters or {}))
     lists = "list_models" if hasattr(ModelManager, "list_models") else "get_gen_models"  # which 5.23 has
@@ -86,12 +91,12 @@ def _replace(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Non
     _replaced.append((owner, name, stored))
 
 
-def _building(stock: Callable) -> Callable:
+def _building(answers: OpenAnswers, stock: Callable) -> Callable:
     def build_server(*args: Any, **kwargs: Any) -> Any:
         from hf_paged.integration.serving.http import furnish
 
         app = stock(*args, **kwargs)
-        furnish(app)
+        furnish(app, answers)
         return app
 
     return build_server
