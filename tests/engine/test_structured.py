@@ -492,3 +492,49 @@ def test_a_form_that_no_output_has_is_refused_before_anything_runs(generator, fo
 def test_a_form_that_needs_itself_in_some_outputs_only_is_none_of_those(generator, form):
     [one] = generator.generate(PROMPTS[:1], structured=form, **GREEDY)
     assert one.finish_reason in ("eos", "length") and one.token_ids
+
+
+def special_generator():
+    """Of a model over bytes and two special tokens, either of which may end an output."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<eos>", "pad_token": "<pad>"})
+    return PagedGenerator(tiny_model(vocab_size=258, eos_token_id=256), tokenizer)
+
+
+def test_outputs_end_by_the_eos_of_the_moment():
+    """Of the tokenizer, of the model's generation config and of the call, whichever was changed after a first call."""
+    form, ids = {"regex": '"[a-z]{3}"'}, torch.tensor(PROMPTS[:1])
+    with special_generator() as generator:
+        model, tokenizer = generator.model, generator.tokenizer
+
+        def ends(**options):
+            [one] = generator.generate(PROMPTS[:1], structured=form, max_new_tokens=20, use_tqdm=False, **options)
+            rows = model.generate(ids, structured=form, tokenizer=tokenizer, max_new_tokens=20, **options)
+            assert rows[0, ids.shape[1] :].tolist() == one.token_ids
+            generator.engine.add_request(PROMPTS[0], GenerationConfig(max_new_tokens=20, **options), structured=form)
+            [again] = [output.completion for output in drained(generator.engine) if output.completion]
+            assert again.token_ids == one.token_ids and len(one.token_ids) == 6
+            return one.token_ids[-1], one.finish_reason
+
+        assert ends() == (256, "eos")
+        tokenizer.eos_token = "<pad>"
+        assert ends() == (256, "eos")  # which the model's generation config still says
+        assert ends(eos_token_id=257) == (257, "eos")
+        model.generation_config.eos_token_id = 257
+        assert ends() == (257, "eos")
+        tokenizer.eos_token = "<eos>"
+        assert ends() == (257, "eos")
+        model.generation_config.eos_token_id = [256, 257]
+        assert ends()[1] == "eos"
+        letter = TOKENIZER("a")["input_ids"][0]
+        assert ends(eos_token_id=letter)[0] == letter
+
+
+def test_tokens_that_are_added_to_a_tokenizer_in_place_may_stand_in_outputs():
+    tokenizer = byte_tokenizer()
+    with PagedGenerator(tiny_model(vocab_size=258), tokenizer) as generator:
+        options = {"structured": {"choice": ["zebra"]}, "max_new_tokens": 9, "eos_token_id": -1, "use_tqdm": False}
+        [before] = generator.generate(PROMPTS[:1], sequence_bias={(256,): 90.0}, **options)
+        tokenizer.add_tokens(["zebra"])
+        [after] = generator.generate(PROMPTS[:1], sequence_bias={(256,): 90.0}, **options)
+    assert (before.text, after.text, len(before.token_ids), after.token_ids) == ("zebra", "zebra", 5, [256])
