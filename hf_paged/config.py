@@ -49,6 +49,10 @@ class PagedConfig:
             it, too, before it raises.
         speculation: requests with ``prompt_lookup_num_tokens`` guess at tokens that stood before. False: none does. The
             tokens are the same.
+        structured_max_seconds: seconds that a form of outputs (`structured`) may take to compile, of a process of its
+            own; waiting for a place does not count. A form that takes longer is refused.
+        structured_max_bytes: size of a form's text, UTF-8 (a schema as JSON, a list of choices as JSON). A larger one
+            is refused.
         overlap: schedule step n + 1 while step n runs. None: on CUDA yes, on a CPU (where it gains nothing) no.
 
     Raises:
@@ -74,6 +78,8 @@ class PagedConfig:
     on_weight_change: str = "recompute"
     gather_timeout: float = 600.0
     speculation: bool = True
+    structured_max_seconds: float = 10.0
+    structured_max_bytes: int = 1 << 18
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
@@ -101,9 +107,11 @@ class PagedConfig:
             _require_one_of(self, name, (True, False))
         _require_one_of(self, "all_reduce", ALL_REDUCES)
         _require_one_of(self, "on_weight_change", ON_WEIGHT_CHANGE)
-        seconds = self.gather_timeout
-        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0.0 < seconds < float("inf"):
-            raise ValueError(f"gather_timeout={seconds!r}: expected a positive number of seconds")
+        require_int("structured_max_bytes", self.structured_max_bytes, 1)
+        for name in ("gather_timeout", "structured_max_seconds"):
+            seconds = getattr(self, name)
+            if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0.0 < seconds < float("inf"):
+                raise ValueError(f"{name}={seconds!r}: expected a positive number of seconds")
         _require_one_of(self, "overlap", (None, True, False))
 
 

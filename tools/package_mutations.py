@@ -756,7 +756,7 @@ SHARDED = [
 ]
 
 # Outputs of a form.
-GRAMMARS, FORMED, FORMED_TESTS = "engine/grammars.py", "integration/structured_calls.py", "engine/test_structured.py"
+GRAMMARS, FORMED, FORMED_TESTS = "engine/matchers.py", "integration/structured_calls.py", "engine/test_structured.py"
 STRUCTURED = [
     PackageMutation("sampling/token_mask.py", "        token = first + column\n", "        token = column\n",
                     "sampling/test_token_mask.py", "kernel"),
@@ -783,7 +783,7 @@ STRUCTURED = [
                     GRAPHS_TESTS, "interrupt_while_lines"),
     PackageMutation("runner/graphs.py", "            lines[: step.num_rows] = masks.lines\n", "            pass\n",
                     "runner/test_graphs.py", "graph_of_their_own"),
-    PackageMutation(GRAMMARS, "[token for token in own if token in eos] or list(eos) or own", "own",
+    PackageMutation(GRAMMARS, "[token for token in eos if token in known] or list(eos) or own", "own",
                     "engine/test_grammars.py", "which_tokens_end"),
     PackageMutation(FORMED, "        if not stops or not {*stops} <= {*eos} or", "        if",
                     "integration/test_structured_calls.py", "not_certain"),
@@ -791,6 +791,21 @@ STRUCTURED = [
                     "integration/test_structured_calls.py", "not_certain"),
     PackageMutation("integration/serving/forms.py", "    if names and wishes.has_tools:\n", "    if False:\n",
                     "integration/serving/test_fields.py", "go_together"),
+    PackageMutation("engine/form_queue.py", "if not self._fresh or len(slow) < 2:", "if not self._fresh or not slow:",
+                    "engine/test_form_queue.py", "always_goes_on"),
+    PackageMutation("engine/form_compiler.py", "(kind == _REPEAT and parts[1] > 0)", "kind == _REPEAT", FORMED_TESTS,
+                    "in_some_outputs_only"),
+    PackageMutation("engine/grammars.py", 'getattr(tokenizer, "eos_token_id", None), special', "None",
+                    "engine/test_grammars.py", "eos_changes"),
+    PackageMutation("engine/grammars.py", "if all(other.cancelled() for other in compilation.waiters):", "if True:",
+                    "engine/test_form_compilers.py", "no_caller_waits"),
+    PackageMutation("engine/grammars.py", "            compilation = self._open.get(key)\n",
+                    "            compilation = None\n", "engine/test_form_compilers.py", "compiled_once"),
+    PackageMutation(CORE, " - self._num_taken(request.sequence)", "", FORMED_TESTS, "hands_out_no_token"),
+    PackageMutation("integration/serving/ending.py", "            if self.should_exit:\n", "            if False:\n",
+                    "integration/serving/test_ending.py", "second_signal"),
+    PackageMutation("integration/load_adapters.py", "active.get(id(layer), [])", "[name]",
+                    "integration/test_load_adapters.py", "none_is_active"),
 ]
 
 # What watches an engine, and calls that are awaited.

@@ -85,8 +85,9 @@ class EngineCore:
         self._any_stream = self._any_stop = self._any_logprobs = self._any_adapter = self._any_grammar = False
         self._deadlines: dict[str, float] = {}  # of unfinished requests, by `time.monotonic`; the first of them
         self._next_deadline = math.inf
-        self.grammars = Grammars(executor.num_logits)
+        self.grammars = Grammars(executor.num_logits, config)
         self._masks: MaskMaker | None = None
+        self._committing: tuple[StepPlan, np.ndarray] | None = None  # and the rows whose tokens were taken
         self._pending: form_rows.PendingMasks | None = None  # of the step in flight, whose tokens are not drawn yet
         self._waited: tuple[float, float] | None = None  # for the step in flight, where observers are to know when
         self.speculation = Speculation()
@@ -640,6 +641,7 @@ class EngineCore:
             self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
         stopped = self._stopped(plan, tokens) if self._any_stop else {}
         result = self.scheduler.commit(plan, tokens, [row for row, _ in stopped.values()])
+        self._committing = plan, result.accepted
         for sequence in result.finished:
             request = self.requests.get(sequence.request_id)
             if sequence.finish_reason == "error" and request is not None and request.sequence is sequence:
@@ -667,6 +669,7 @@ class EngineCore:
             request = self.requests.get(sequence.request_id)
             if request is not None and request.sequence is sequence:
                 self.finish(request)
+        self._committing = None
         if self.observers:
             self.observers.tell("delivered", plan)
 
@@ -752,11 +755,20 @@ class EngineCore:
             return  # of a sharded model, and on its way to the other ranks already
         logger.warning("hf_paged: request %s ends: %r", request.sequence.request_id, error, exc_info=error)
         request.error, request.text = f"this request failed: {error!r}", None
+        kept = request.sequence.num_output_tokens - self._num_taken(request.sequence)
+        request.num_kept = max(kept, request.num_emitted)
         if self._executor.group.is_parallel:  # to be ended on every rank
             self.failed_here.append(request.sequence.request_id)
             return
         self.scheduler.finish(request.sequence, "error")
         self.finish(request)
+
+    def _num_taken(self, sequence: Sequence) -> int:
+        """Tokens that the commit under way has given to a sequence."""
+        if self._committing is None:
+            return 0
+        plan, rows = self._committing
+        return sum(plan.sequences[row] is sequence for row in rows.tolist())
 
     def finish(self, request: Request) -> None:
         """Deliver the completion of a request that the scheduler ended."""
@@ -941,7 +953,7 @@ class EngineCore:
             return
         if self._executor.group.is_parallel:
             raise EngineClosedError("a step of a sharded model was interrupted: expected a new PagedGenerator")
-        self._in_flight = self._pending = self._waited = None
+        self._in_flight = self._pending = self._waited = self._committing = None
         self._masks = None  # a thread may still write to its buffer
         self._guard.forget()
         self._lose_rows()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -34,8 +36,9 @@ from hf_paged.engine.commands import (
 )
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.fair_lock import FairLock
-from hf_paged.engine.grammars import XGrammar
+from hf_paged.engine.grammars import NO_TOKENIZER
 from hf_paged.engine.lockstep import LockstepBatch
+from hf_paged.engine.matchers import XGrammar
 from hf_paged.engine.observer import Observer
 from hf_paged.engine.session import NewRequest, Session, is_copy
 from hf_paged.engine.stopping import CachedStopStrings, StopRule, deadline_after
@@ -999,11 +1002,21 @@ class Engine:
 
     def grammar_of(self, structured: Structured, tokenizer: Any = None) -> XGrammar:
         """The grammar of a form, for this tokenizer (None: the engine's); raises what `Grammars.compile` raises."""
+        return self._core.grammars.compile(structured, self._tokenizer_of_grammars(tokenizer))
+
+    def begin_grammar(self, structured: Structured, tokenizer: Any = None) -> Future[XGrammar]:
+        """`grammar_of` for callers that do something else meanwhile; see `Grammars.begin`."""
+        tokenizer = self._tokenizer_of_grammars(tokenizer)
+        if tokenizer is None:
+            raise ValueError(NO_TOKENIZER)
+        return self._core.grammars.begin(structured, tokenizer)
+
+    def _tokenizer_of_grammars(self, given: Any) -> Any:
         own = self.tokenizer
-        if tokenizer is not None and own is not tokenizer and self.group.is_parallel:
+        if given is not None and own is not given and self.group.is_parallel:
             raise ValueError("tokenizer: expected the engine's (PagedGenerator.tokenizer), whose vocabulary all ranks "
                              "of the model have")
-        return self._core.grammars.compile(structured, own if tokenizer is None else tokenizer)
+        return own if given is None else given
 
     def check_adapter(self, adapter_name: Any) -> str:
         """The name of an adapter that requests can run with now, or ValueError / TypeError naming what is wrong."""
@@ -1060,6 +1073,12 @@ class Engine:
             return Reason("{} blocks are needed, and the KV pool holds {}", blocks, most,
                           remedy="Raise `num_blocks` or `gpu_memory_utilization`, or ask for fewer tokens.")
         return None
+
+    def longest(self, length: int) -> float:
+        """Tokens that a sequence may have; infinite where the model is made for one of this length, and stock alone
+        computes it: its frequencies depend on the longest row of a batch."""
+        changes = self._executor.max_length(length + 1) <= length
+        return math.inf if changes else self._core.pool.max_model_len
 
     def room(self, prompt_length: int) -> int:
         """The most new tokens that `too_long` allows after a prompt of this length; below 1 where it has no room."""

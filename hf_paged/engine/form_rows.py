@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 
-from hf_paged.engine.grammars import Matcher
 from hf_paged.engine.log_probs import Attempt
 from hf_paged.engine.mask_maker import MaskMaker
+from hf_paged.engine.matchers import Matcher
 from hf_paged.engine.session import Request
 from hf_paged.sampling.token_mask import HostMasks
 from hf_paged.scheduler import StepPlan

@@ -1,170 +1,256 @@
-"""Grammars of structured output: compiled by xgrammar for a tokenizer, and followed token by token."""
+"""Grammars of structured output, compiled by xgrammar for a tokenizer."""
 
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple, Protocol
+import logging
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
 
-import torch
-
+from hf_paged import at_fork
+from hf_paged.config import PagedConfig
+from hf_paged.engine.form_compiler import compile_form, said
+from hf_paged.engine.form_compilers import COMPILERS, Vocabulary
+from hf_paged.engine.matchers import XGrammar
 from hf_paged.engine.stopping import tokenizer_traits
-from hf_paged.kernels._device import num_cores
-from hf_paged.options.structured import STRUCTURAL_TAG, Structured, choices_as_grammar
+from hf_paged.options.structured import FormError, Structured, check_size
 
-_CACHED_BYTES = 256 << 20  # of compiled grammars, per tokenizer
-THREADS = max(1, min(12, num_cores() * 3 // 4))  # of xgrammar: more take longer to start than they save
+logger = logging.getLogger(__name__)
+
+_REFUSED_S, _MOST_REFUSED = 60.0, 100  # how long it is remembered that a form is refused, and of how many forms
+_CACHED_BYTES = 256 << 20  # of compiled grammars, per engine
 INSTALL = "Install it with `pip install hf-paged[structured]`, or `pip install xgrammar`."
+NO_TOKENIZER = ("structured: expected an engine with a tokenizer, by which a grammar's texts become tokens; give "
+                "tokenizer= to PagedGenerator or model.generate")
+_EXPECTED = "expected what xgrammar can make a grammar of"
 
 
-class Matcher(Protocol):
-    """Where one output is in its grammar."""
+class _Key(NamedTuple):
+    """Of a compiled form: the number of its vocabulary, and the form."""
 
-    @property
-    def is_over(self) -> bool:
-        """Has the output ended: by a stop token, or because nothing can follow and there is no stop token?"""
-
-    def accept(self, token: int) -> bool:
-        """Go on by a token; False, going nowhere, where the grammar does not allow it."""
-
-    def fill(self, words: torch.Tensor) -> None:
-        """Write which tokens may follow to ``words`` [W] int32 on the CPU (see `TokenMasks`)."""
+    vocabulary: int
+    structured: Structured
 
 
-class Grammar(Protocol):
-    """A compiled grammar, which any number of outputs may follow."""
+class _Compilation:
+    """A form that is being compiled, and all who wait for it."""
 
-    def matcher(self, eos: tuple[int, ...]) -> Matcher:
-        """At the begin of an output that ends at one of ``eos``."""
-
-
-class XGrammar:
-    """A grammar of xgrammar.
-
-    Args:
-        compiled: a `xgrammar.CompiledGrammar`.
-        keeps_stop_tokens: a complete output may be followed by the stop tokens that the grammar was compiled with, and
-            by no others; otherwise by those of them that end the request, or else by all that do.
-    """
-
-    def __init__(self, compiled: Any, *, keeps_stop_tokens: bool = False) -> None:
-        self._compiled = compiled
-        self._keeps_stop_tokens = keeps_stop_tokens
-
-    def matcher(self, eos: tuple[int, ...]) -> XGrammarMatcher:
-        from xgrammar import GrammarMatcher
-
-        own, num_tokens = self._compiled.tokenizer_info.stop_token_ids, self._compiled.tokenizer_info.vocab_size
-        eos = tuple(token for token in eos if 0 <= token < num_tokens)  # others never come
-        stops = own if self._keeps_stop_tokens else [token for token in own if token in eos] or list(eos) or own
-        return XGrammarMatcher(GrammarMatcher(self._compiled, override_stop_tokens=list(stops) or None), bool(stops),
-                               -(-num_tokens // 32))
-
-
-class XGrammarMatcher:
-    """`Matcher` of an `XGrammar`.
-
-    Attributes:
-        inner: the `xgrammar.GrammarMatcher`.
-    """
-
-    def __init__(self, inner: Any, has_stops: bool, num_words: int) -> None:
-        self.inner = inner
-        self._has_stops, self._num_words = has_stops, num_words
-        self.is_over = False
-
-    def accept(self, token: int) -> bool:
-        if self.is_over or not self.inner.accept_token(token):
-            return False
-        self.is_over = self.inner.is_terminated() if self._has_stops else self._is_at_end()
-        return True
-
-    def fill(self, words: torch.Tensor) -> None:
-        self.inner.fill_next_token_bitmask(words[None])
-
-    def fork(self) -> XGrammarMatcher:
-        """Another one, at the same place."""
-        copy = XGrammarMatcher(self.inner.fork(), self._has_stops, self._num_words)
-        copy.is_over = self.is_over
-        return copy
-
-    def _is_at_end(self) -> bool:
-        words = torch.empty(self._num_words, dtype=torch.int32, device="cpu")
-        self.fill(words)
-        return not words.any()
-
-
-class _Compiler(NamedTuple):
-    """xgrammar's TokenizerInfo of a vocabulary, and its GrammarCompiler."""
-
-    info: Any
-    compiler: Any
+    def __init__(self) -> None:
+        self.waiters: list[Future[XGrammar]] = []
+        self.number: int | None = None  # of `FormCompilers`; None: it is compiled in this process
 
 
 class Grammars:
-    """Compiles forms of outputs, for the last tokenizer that was given.
+    """Compiles forms of outputs, for the last tokenizer that was given. Any thread may use it.
+
+    Forms are compiled in processes of their own, each once, however many ask at the same time, and kept as long as
+    there is room: one that is kept does not wait for others.
 
     Args:
         num_logits: of a token: masks have as many bits.
+        config: has the limits of forms.
     """
 
-    def __init__(self, num_logits: int) -> None:
+    def __init__(self, num_logits: int, config: PagedConfig) -> None:
         self._num_logits = num_logits
-        self._made: tuple[tuple, Any, _Compiler] | None = None  # of the tokenizer with these traits
-        self._shared: tuple[str, _Compiler] | None = None  # of another rank's vocabulary
+        self._config = config
+        self._lock = threading.RLock()
+        self._reading = threading.RLock()  # while a vocabulary is read, which takes a while
+        self._made: tuple[tuple, Any, _Vocabulary] | None = None  # of the tokenizer with these traits
+        self._shared: tuple[str, _Vocabulary] | None = None  # of another rank's vocabulary
+        self._known: OrderedDict[_Key, XGrammar] = OrderedDict()  # the last one was used last
+        self._refused: OrderedDict[_Key, tuple[str, float]] = OrderedDict()  # why, and when by `time.monotonic`
+        self._open: dict[_Key, _Compilation] = {}
+        at_fork.register(self)
 
     def compile(self, structured: Structured, tokenizer: Any) -> XGrammar:
-        """The grammar of a form; equal forms are compiled once, as long as there is room.
+        """The grammar of a form; waits for it.
 
         Raises:
             ImportError: xgrammar is not installed.
-            ValueError: there is no tokenizer, or xgrammar cannot make a grammar of this.
+            FormError: xgrammar cannot make a grammar of this; no text has the form, or no tokens make one; a limit of
+                the config is reached.
+            ValueError: there is no tokenizer, or xgrammar cannot read it.
         """
-        compiler = self._of(tokenizer).compiler
-        kind, text, any_whitespace = structured
+        if tokenizer is None:  # another rank has compiled it: what that can, this one can
+            return self._compile_here(structured, self._of(None))
+        waiter = self.begin(structured, tokenizer)
         try:
-            if kind == "json_schema":
-                compiled = compiler.compile_json_schema(text, any_whitespace=any_whitespace)
-            elif kind == "regex":
-                compiled = compiler.compile_regex(text)
-            elif kind == STRUCTURAL_TAG:
-                compiled = compiler.compile_structural_tag(text)
-            else:
-                compiled = compiler.compile_grammar(text if kind == "grammar" else choices_as_grammar(json.loads(text)))
-        except Exception as error:  # RuntimeError of its C++, and what its Python raises before
-            raise ValueError(f"structured={{{kind!r}: {text!r:.200}}}: {_said(error)}; expected what xgrammar can make "
-                             "a grammar of") from error
-        return XGrammar(compiled)
+            return waiter.result()
+        except BaseException:
+            waiter.cancel()
+            raise
+
+    def begin(self, structured: Structured, tokenizer: Any) -> Future[XGrammar]:
+        """As `compile`, which raises what the future does not; where all who wait cancel, compiling ends."""
+        check_size(structured, self._config.structured_max_bytes)
+        vocabulary = self._of(tokenizer)
+        key, waiter = _Key(vocabulary.number, structured), Future[XGrammar]()
+        with self._lock:
+            if (known := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                waiter.set_result(known)
+                return waiter
+            if (refused := self._refused.get(key)) is not None and time.monotonic() - refused[1] < _REFUSED_S:
+                waiter.set_exception(FormError(structured, refused[0]))
+                return waiter
+            compilation = self._open.get(key)
+            if compilation is None:
+                compilation = self._open[key] = _Compilation()
+                self._start(key, compilation, vocabulary)
+            compilation.waiters.append(waiter)
+        waiter.add_done_callback(partial(self._leave, key, compilation))
+        return waiter
 
     def vocabulary(self, tokenizer: Any) -> str:
         """What other ranks need of the tokenizer (`share`)."""
-        return self._of(tokenizer).info.serialize_json()
+        vocabulary = self._of(tokenizer)
+        return json.dumps([sorted(vocabulary.special), vocabulary.serialized()])
 
     def share(self, vocabulary: str) -> None:
         """Compile for this vocabulary where no tokenizer is given."""
         xgrammar = import_xgrammar()
         if self._shared is None or self._shared[0] != vocabulary:
-            self._shared = vocabulary, _compiler_of(xgrammar, xgrammar.TokenizerInfo.deserialize_json(vocabulary))
+            special, serialized = json.loads(vocabulary)
+            info = xgrammar.TokenizerInfo.deserialize_json(serialized)
+            self._shared = vocabulary, _Vocabulary(xgrammar, info, frozenset(special))
 
     def has_shared(self, vocabulary: str) -> bool:
         """Was `share` called with this one last?"""
         return self._shared is not None and self._shared[0] == vocabulary
 
-    def _of(self, tokenizer: Any) -> _Compiler:
+    def after_fork_in_child(self) -> None:
+        """What waits, and what answers, are threads of the parent."""
+        self._lock, self._reading = at_fork.renewed(self._lock), at_fork.renewed(self._reading)
+        self._open = {}
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _start(self, key: _Key, compilation: _Compilation, vocabulary: _Vocabulary) -> None:
+        answer = partial(self._answer, key, compilation, vocabulary)
+        seconds = self._config.structured_max_seconds
+        try:
+            compilation.number = COMPILERS.compile(vocabulary, key.structured, seconds, answer)
+        except OSError:
+            answer("quick", None)
+
+    def _answer(self, key: _Key, compilation: _Compilation, vocabulary: _Vocabulary, what: str, more: Any) -> None:
+        if what == "lost":
+            logger.warning("hf_paged: the process that compiles grammars ended (%s); this one compiles in its place",
+                           more)
+        if what in ("quick", "compiled", "lost"):
+            threading.Thread(target=self._finish, args=(key, compilation, vocabulary, more if what == "compiled"
+                                                        else None), daemon=True, name="hf_paged form").start()
+            return
+        limit = f"structured_max_seconds={self._config.structured_max_seconds:g}"
+        why = {"refused": f"{more}; {_EXPECTED}", "broke": f"compiling it failed: {more}; expected a smaller form",
+               "late": f"compiling it took more than {limit} (PagedConfig); expected a form that is compiled within "
+                       "that time"}
+        self._settle(key, compilation, None, why[what])
+
+    def _finish(self, key: _Key, compilation: _Compilation, vocabulary: _Vocabulary, serialized: str | None) -> None:
+        """In a thread: make the grammar that is known to compile fast, or that another process has compiled."""
+        try:
+            grammar = self._grammar(key.structured, vocabulary, serialized)
+        except Exception as error:
+            self._settle(key, compilation, None, error.why if isinstance(error, FormError) else said(error))
+        else:
+            self._settle(key, compilation, grammar, "")
+
+    def _grammar(self, structured: Structured, vocabulary: _Vocabulary, serialized: str | None = None) -> XGrammar:
+        xgrammar = import_xgrammar()
+        try:
+            if serialized is None:
+                compiled = compile_form(xgrammar, vocabulary.compiler, structured)
+            else:
+                compiled = xgrammar.CompiledGrammar.deserialize_json(serialized, vocabulary.info)
+        except Exception as error:  # RuntimeError of its C++, and what its Python raises before
+            raise FormError(structured, f"{said(error)}; {_EXPECTED}") from error
+        grammar = XGrammar(compiled, special=vocabulary.special)
+        if not grammar.may_begin():
+            raise FormError(structured, "no token of the vocabulary can begin it; expected a form whose texts the "
+                                        "tokenizer can make")
+        return grammar
+
+    def _compile_here(self, structured: Structured, vocabulary: _Vocabulary) -> XGrammar:
+        key = _Key(vocabulary.number, structured)
+        if (known := self._known.get(key)) is None:
+            known = self._grammar(structured, vocabulary)
+            self._keep(key, known)
+        return known
+
+    def _settle(self, key: _Key, compilation: _Compilation, grammar: XGrammar | None, why: str) -> None:
+        """Give all who wait what came of it."""
+        with self._lock:
+            if self._open.get(key) is compilation:
+                del self._open[key]
+            if grammar is not None:
+                self._keep(key, grammar)
+            else:
+                self._refused[key] = why, time.monotonic()
+                self._refused.move_to_end(key)
+                if len(self._refused) > _MOST_REFUSED:
+                    self._refused.popitem(last=False)
+        for waiter in compilation.waiters:
+            if not waiter.set_running_or_notify_cancel():
+                continue
+            if grammar is not None:
+                waiter.set_result(grammar)
+            else:
+                waiter.set_exception(FormError(key.structured, why))
+
+    def _keep(self, key: _Key, grammar: XGrammar) -> None:
+        with self._lock:
+            self._known[key] = grammar
+            while len(self._known) > 1 and sum(known.nbytes for known in self._known.values()) > _CACHED_BYTES:
+                self._known.popitem(last=False)
+
+    def _leave(self, key: _Key, compilation: _Compilation, waiter: Future[XGrammar]) -> None:
+        """One who waited does not any more."""
+        with self._lock:
+            if not waiter.cancelled() or self._open.get(key) is not compilation:
+                return
+            if all(other.cancelled() for other in compilation.waiters):
+                del self._open[key]
+                if compilation.number is not None:
+                    COMPILERS.cancel(compilation.number)
+
+    def _of(self, tokenizer: Any) -> _Vocabulary:
         xgrammar = import_xgrammar()
         if tokenizer is None:
             if self._shared is None:
-                raise ValueError("structured: expected an engine with a tokenizer, by which a grammar's texts become "
-                                 "tokens; give tokenizer= to PagedGenerator or model.generate")
+                raise ValueError(NO_TOKENIZER)
             return self._shared[1]
-        traits, made = tokenizer_traits(tokenizer), self._made
-        if made is None or made[0] != traits:
-            try:
-                info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self._num_logits)
-            except Exception as error:
-                raise ValueError(f"structured: xgrammar cannot read this {type(tokenizer).__name__} ({_said(error)}); "
-                                 "expected a tokenizer of transformers") from error
-            made = self._made = traits, tokenizer, _compiler_of(xgrammar, info)
+        special = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        traits = tokenizer_traits(tokenizer), getattr(tokenizer, "eos_token_id", None), special
+        with self._reading:
+            made = self._made
+            if made is None or made[0] != traits:
+                made = self._made = traits, tokenizer, self._read(xgrammar, tokenizer, special)
         return made[2]
+
+    def _read(self, xgrammar: Any, tokenizer: Any, special: frozenset[int]) -> _Vocabulary:
+        with suppress(OSError):
+            COMPILERS.start()  # meanwhile
+        try:
+            info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self._num_logits)
+        except Exception as error:
+            raise ValueError(f"structured: xgrammar cannot read this {type(tokenizer).__name__} ({said(error)}); "
+                             "expected a tokenizer of transformers") from error
+        return _Vocabulary(xgrammar, info, special)
+
+
+class _Vocabulary(Vocabulary):
+    """``special``: the special tokens of the tokenizer."""
+
+    def __init__(self, xgrammar: Any, info: Any, special: frozenset[int]) -> None:
+        super().__init__(xgrammar, info)
+        self.special = special
 
 
 def import_xgrammar() -> Any:
@@ -174,14 +260,3 @@ def import_xgrammar() -> Any:
     except ImportError as error:
         raise ImportError(f"structured output needs the package xgrammar ({error}). {INSTALL}") from error
     return xgrammar
-
-
-def _compiler_of(xgrammar: Any, info: Any) -> _Compiler:
-    limits = {"max_threads": THREADS, "cache_limit_bytes": _CACHED_BYTES}
-    return _Compiler(info, xgrammar.GrammarCompiler(info, **limits))
-
-
-def _said(error: Exception) -> str:
-    """A message of xgrammar without its time and place in its C++."""
-    text = " ".join(str(error).split())
-    return text.partition(".cc:")[2].partition(": ")[2] or text

@@ -14,7 +14,7 @@ import torch
 
 from hf_paged.engine.detokenizer import TextStream
 from hf_paged.engine.endings import PLAIN_ENDING, CutText, Ending
-from hf_paged.engine.grammars import Grammar, Matcher
+from hf_paged.engine.matchers import Grammar, Matcher
 from hf_paged.engine.stopping import StopRule
 from hf_paged.options.continued import Made
 from hf_paged.options.settings import RequestSettings
@@ -80,6 +80,7 @@ class Request:
     went_on: bool | Exception | None = None  # did it already accept the token that is committed next? None: not asked
     num_emitted: int = 0  # of the output, that among it
     error: str | None = None
+    num_kept: int | None = None  # output tokens before the step in which the request failed; None: it did not
     logprobs: list[float | None] | None = None  # of the committed output, where asked for
     logprobs_kind: str | None = None  # which ones
     prompt_logprobs: list[float | None] | None = None  # None in it: not known yet, and for the first token for good
@@ -141,7 +142,8 @@ class Request:
             output_token_ids=made,
             adapter=old.adapter,
         )
-        self.error, self.version_runs = None, first_of(self.version_runs, count)
+        self.error = self.num_kept = None
+        self.version_runs = first_of(self.version_runs, count)
         self.logprobs = None if self.logprobs is None else self.logprobs[:count]
         self.top_logprobs = self.top_logprobs[:count]
         self.prompt_logprobs = None if self.prompt_logprobs is None else [None] * len(self.prompt_logprobs)
@@ -210,8 +212,8 @@ class Request:
 
     def emit(self, position: int, token: int, runs: tuple[VersionRun, ...]) -> None:
         """Hand a committed token of the sequence, and its version of the weights, to a session that streams."""
-        if self.sequence.finish_reason is not None:
-            return  # part of the completion's own output
+        if self.sequence.finish_reason is not None or self.error is not None:
+            return  # part of the completion's own output, or of no output
         index = position - self.sequence.num_prompt_tokens
         text = self.text.push([token]) if self.text else None
         logprobs = None if self.logprobs is None else self.logprobs[index : index + 1]
@@ -221,11 +223,19 @@ class Request:
         self.session.hand_out(self, output, self.num_emitted + 1)
         self.num_emitted += 1
 
+    def _drop_failed(self) -> None:
+        """What is said of tokens that the output does not have."""
+        if self.num_kept is not None:
+            self.logprobs = None if self.logprobs is None else self.logprobs[: self.num_kept]
+            self.top_logprobs = self.top_logprobs[: self.num_kept]
+            self.version_runs = first_of(self.version_runs, self.num_kept)
+
     def completed(self, tokenizer: Any, version: int) -> StepOutput:
         """The last output, of a sequence that the scheduler ended while the weights were those of this version."""
         sequence = self.sequence
         self.end_version_run(version)
-        token_ids = list(sequence.output_token_ids)
+        self._drop_failed()
+        token_ids = list(sequence.output_token_ids)[: self.num_kept]
         fresh = token_ids[self.num_emitted :]
         reason = "error" if self.error is not None else sequence.finish_reason or "abort"
         error = self.error

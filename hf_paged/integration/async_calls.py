@@ -46,6 +46,9 @@ class AsyncCalls:
         if not isinstance(seed, (list, tuple)):  # drawn here: in the order in which calls are made
             seed = base_seed(seed, self._engine.config.seed)
         call = replace(call, seed=seed)
+        if call.structured is not None:  # else as many threads as there are wait for slow ones
+            begun = await asyncio.to_thread(self._maker.begin_forms, call.structured)
+            await asyncio.gather(*map(asyncio.wrap_future, begun), return_exceptions=True)
         return await asyncio.to_thread(_under_this_autocast(self._engine), lambda: self._maker.make(call))
 
     async def _run(self, call: Call, asked: list[Asked], *,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from hf_paged.options.request_options import (
     scoring_only,
 )
 from hf_paged.options.settings import RequestSettings
-from hf_paged.options.structured import Structured
+from hf_paged.options.structured import Structured, read_structured
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.sampling.sampler import derive_seed
 from hf_paged.sampling.token_log_probs import PROCESSED
@@ -233,7 +234,22 @@ class RequestMaker:
         given, check = one_per_prompt("structured", structured, count), self._engine.check_structured
         if not isinstance(structured, (list, tuple)) or isinstance(structured, Structured):
             return [check(structured)] * count
-        return [None if one is None else _attempt(check, one, (TypeError, ValueError)) for one in given]
+        begun = self.begin_forms(structured)  # side by side
+        try:
+            return [None if one is None else _attempt(check, one, (TypeError, ValueError)) for one in given]
+        finally:
+            for waiter in begun:
+                waiter.cancel()
+
+    def begin_forms(self, structured: Any) -> list[Future[Any]]:
+        """Have the forms of a call compiled; what is wrong with one is said by `make`."""
+        is_one = not isinstance(structured, (list, tuple)) or isinstance(structured, Structured)
+        begun = []
+        for one in [structured] if is_one else structured:
+            with suppress(TypeError, ValueError, ImportError):
+                if (read := read_structured(one)) is not None:
+                    begun.append(self._engine.begin_grammar(read))
+        return begun
 
     def _checked(self, prompts: list[Any], template: dict[str, Any]) -> list[list[int] | Exception]:
         """Each prompt's token ids, or what is wrong with it."""

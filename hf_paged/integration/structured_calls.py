@@ -16,8 +16,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.grammars import Grammar, Matcher, XGrammar
 from hf_paged.engine.mask_maker import MaskMaker
+from hf_paged.engine.matchers import Grammar, Matcher, XGrammar
 from hf_paged.engine.outlines_guide import OutlinesIndex
 from hf_paged.engine.session import BARRED
 from hf_paged.errors import Reason
@@ -103,18 +103,22 @@ def with_structure(engine: Engine, num_prompts: int, structured: Any, tokenizer:
 
     Args:
         num_prompts: rows of the call's inputs.
+        structured: what the caller gave; or a `Form`, whose grammar is there.
         tokenizer: of the call; None: the engine's, if it has one.
 
     Raises:
         ValueError, TypeError, ImportError: as of `Engine.add_request`.
     """
-    given = structured if isinstance(structured, (list, tuple)) and not isinstance(structured, Structured) else [
-        structured] * num_prompts
+    is_one = not isinstance(structured, (list, tuple)) or isinstance(structured, (Structured, Form))
+    given = [structured] * num_prompts if is_one else structured
     if len(given) != num_prompts:
         raise ValueError(f"structured: a list of {len(given)} for {num_prompts} prompts; expected one, or one per "
                          "prompt")
     forms = []
     for one in given:
+        if isinstance(one, Form):
+            forms.append(one)
+            continue
         read = read_structured(one)
         forms.append(NO_FORM if read is None else Form(read, engine.grammar_of(read, tokenizer)))
     return LogitsProcessorList([*(processors or ()), StructuredProcessor(forms)])

@@ -15,6 +15,18 @@ _COMPACT = "any_whitespace"
 STRUCTURAL_TAG = "structural_tag"
 
 
+class FormError(ValueError):
+    """A form of outputs cannot be had.
+
+    Attributes:
+        why: what is wrong with it, and what is accepted, without the form itself.
+    """
+
+    def __init__(self, structured: Structured, why: str) -> None:
+        super().__init__(f"structured={{{structured.kind!r}: {structured.text!r:.200}}}: {why}")
+        self.why = why
+
+
 class Structured(NamedTuple):
     """The form of an output: one of `KINDS`, or `STRUCTURAL_TAG`, and its text (a JSON text, but for regex and
     grammar). Equal forms have equal texts. ``any_whitespace``: JSON may have it wherever JSON allows it; otherwise a
@@ -23,6 +35,14 @@ class Structured(NamedTuple):
     kind: str
     text: str
     any_whitespace: bool = True
+
+
+def check_size(structured: Structured, most: int) -> None:
+    """FormError for a form whose text has more than ``most`` bytes."""
+    size = len(structured.text.encode("utf-8", "surrogatepass"))
+    if size > most:
+        raise FormError(structured, f"it has {size:,} bytes; expected at most structured_max_bytes={most:,} "
+                                    "(PagedConfig)")
 
 
 def read_structured(structured: Any) -> Structured | None:

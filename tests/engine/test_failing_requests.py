@@ -21,7 +21,7 @@ import hf_paged
 from hf_paged.engine import core, detokenizer, endings, log_probs, session, stopping
 from hf_paged.engine.detokenizer import TextStream
 from hf_paged.engine.endings import Ending
-from hf_paged.engine.grammars import Grammar, Matcher
+from hf_paged.engine.matchers import Grammar, Matcher
 from hf_paged.engine.session import NewRequest, Request, Session
 from hf_paged.engine.stopping import StopRule, TextStopRule
 from hf_paged.integration.continuous_batching.requests import BatchedRequest
@@ -125,6 +125,8 @@ def run(engine, before_steps=lambda ids: nullcontext(), interrupt_at=None, cuts=
                 emitted[output.request_id] += output.new_token_ids
                 if output.completion is not None:
                     made[output.request_id] = output.completion
+                    if (output.completion.error or "").startswith("this request failed: "):  # in a step of its own
+                        assert output.new_token_ids == []
     return [made[i] for i in ids], [emitted[i] for i in ids], calls
 
 

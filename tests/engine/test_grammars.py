@@ -8,7 +8,12 @@ import pickle
 import pytest
 import torch
 from support import byte_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
+from hf_paged.config import PagedConfig
 from hf_paged.engine.grammars import Grammars
 from hf_paged.options.structured import Structured, read_structured
 
@@ -16,7 +21,7 @@ from hf_paged.options.structured import Structured, read_structured
 @pytest.fixture
 def grammars():
     pytest.importorskip("xgrammar", reason="of the extra `structured`")
-    return Grammars(300)
+    return Grammars(300, PagedConfig())
 
 
 def ids_of(text: str) -> list[int]:
@@ -114,7 +119,7 @@ def test_equal_forms_are_compiled_once_and_another_tokenizer_anew(grammars, monk
 def test_a_vocabulary_that_another_rank_sent(grammars):
     tokenizer = byte_tokenizer()
     vocabulary = pickle.loads(pickle.dumps(grammars.vocabulary(tokenizer)))
-    other = Grammars(300)
+    other = Grammars(300, PagedConfig())
     with pytest.raises(ValueError, match="expected an engine with a tokenizer"):
         other.compile(Structured("regex", "ab"), None)
     other.share(vocabulary)
@@ -133,9 +138,52 @@ def test_without_xgrammar_the_error_says_what_to_install(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r"pip install hf-paged\[structured\]"):
-        Grammars(300).compile(Structured("regex", "a"), byte_tokenizer())
+        Grammars(300, PagedConfig()).compile(Structured("regex", "a"), byte_tokenizer())
 
 
 def test_a_tokenizer_that_xgrammar_does_not_know(grammars):
     with pytest.raises(ValueError, match="xgrammar cannot read this Odd"):
         grammars.compile(Structured("regex", "a"), type("Odd", (), {"get_vocab": dict})())
+
+
+def test_a_form_that_no_token_can_begin_is_refused(grammars):
+    letters = Tokenizer(BPE({"a": 0, "b": 1}, []))
+    letters.decoder = ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters)
+    for text, fits in (("a|c", True), ("c", False)):
+        if fits:
+            assert allowed(grammars.compile(Structured("regex", text), tokenizer).matcher(())) == {0}
+        else:
+            with pytest.raises(ValueError, match="no token of the vocabulary can begin it"):
+                grammars.compile(Structured("regex", text), tokenizer)
+
+
+def special_tokenizer():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<eos>", "pad_token": "<pad>"})
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257)
+    return tokenizer
+
+
+def ends_of(grammars, tokenizer, eos):
+    """Special tokens that may follow in the middle of a text, and at its end."""
+    matcher = grammars.compile(Structured("regex", '"[^"]*"'), tokenizer).matcher(eos)
+    assert matcher.accept(*ids_of('"'))
+    before = allowed(matcher) & {256, 257}
+    assert matcher.accept(*ids_of('"'))
+    return before, allowed(matcher)
+
+
+def test_a_tokenizer_whose_eos_changes_ends_outputs_as_it_is_now(grammars):
+    tokenizer = special_tokenizer()
+    assert ends_of(grammars, tokenizer, ()) == ({257}, {256})
+    tokenizer.eos_token = "<pad>"  # the same vocabulary, as long as before
+    assert ends_of(grammars, tokenizer, ()) == ({256}, {257})
+    assert ends_of(grammars, tokenizer, (256,)) == ({257}, {256})  # a generation config of its own
+
+
+def test_no_special_eos_of_the_request_stands_inside_of_an_output(grammars):
+    """It would end the output there, in the middle of its form; any of them may come where the form is complete."""
+    tokenizer = special_tokenizer()
+    assert ends_of(grammars, tokenizer, (256, 257)) == (set(), {256, 257})
+    assert ends_of(grammars, tokenizer, (257,)) == ({256}, {257})

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import byte_tokenizer
 
+from hf_paged.config import PagedConfig
 from hf_paged.engine.grammars import Grammars
 from hf_paged.engine.mask_maker import MaskMaker
 from hf_paged.options.structured import Structured
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def grammars():
     pytest.importorskip("xgrammar", reason="of the extra `structured`")
-    return Grammars(300)
+    return Grammars(300, PagedConfig())
 
 
 def test_masks_of_some_rows_and_of_growing_batches(grammars):

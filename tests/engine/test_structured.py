@@ -4,6 +4,7 @@ whatever happens to the requests on their way."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 
@@ -18,8 +19,8 @@ import hf_paged
 from hf_paged import PagedGenerator
 from hf_paged.engine import mask_maker
 from hf_paged.engine.core import EngineCore
-from hf_paged.engine.grammars import XGrammarMatcher
 from hf_paged.engine.mask_maker import MaskMaker
+from hf_paged.engine.matchers import XGrammarMatcher
 
 xgrammar = pytest.importorskip("xgrammar", reason="of the extra `structured`")
 from xgrammar.contrib.hf import LogitsProcessor  # noqa: E402
@@ -365,7 +366,7 @@ def test_masks_wait_for_tokens_and_not_for_their_commit(monkeypatch, overlap):
 
 @pytest.mark.parametrize("fails", [False, RuntimeError("no memory for its state")])
 def test_a_matcher_that_refuses_a_token_ends_its_own_request(monkeypatch, fails):
-    """With the tokens up to this one, however steps overlap; also where it raises."""
+    """With the tokens before this one, however steps overlap; also where it raises."""
     prompts, forms, accept = PROMPTS[:3], [FORMS[3], FORMS[0], None], XGrammarMatcher.accept
     made = []
     for overlap in (False, True):
@@ -386,7 +387,7 @@ def test_a_matcher_that_refuses_a_token_ends_its_own_request(monkeypatch, fails)
             monkeypatch.setattr(XGrammarMatcher, "accept", accept)
             assert_idle(generator.model)
         bad, *others = made[-1]
-        assert bad.finish_reason == "error" and bad.token_ids == expected[0].token_ids[:4]
+        assert bad.finish_reason == "error" and bad.token_ids == expected[0].token_ids[:3]
         assert (str(fails) if fails else "does not allow token") in bad.error
         assert [one.token_ids for one in others] == [one.token_ids for one in expected[1:]]
     assert made[0][0].error == made[1][0].error
@@ -450,3 +451,90 @@ def run_in_any_order(actions, overlap, num_blocks):
         assert one.token_ids == expected, (asked[request_id], one)
     stats = engine.stats()
     assert stats.num_free_blocks == max(stats.num_blocks - 1, 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"logprobs": 2}], ids=str)
+def test_a_request_that_fails_hands_out_no_token_of_the_failing_step(generator, options):
+    """Whatever fails: what the output has is what its form allows, with finite log-probabilities of all of it."""
+    digits, letters = (TOKENIZER(text)["input_ids"] for text in ("0123456789", "abcdefghijklmnopqrstuvwxyz"))
+    form = {"regex": "[a-z]{4}[0-9]{4}"}
+    settings = {**GREEDY, "structured": form, "suppress_tokens": digits, **options}
+    [one] = generator.generate(PROMPTS[:1], **settings)
+    assert one.finish_reason == "error" and "bar all that the grammar allows" in one.error
+    assert len(one.token_ids) == 4 and {*one.token_ids} <= {*letters}
+    assert one.logprobs is None or (len(one.logprobs) == 4 and all(map(math.isfinite, one.logprobs)))
+    streamed = [output for _, output in generator.stream(PROMPTS[:1], **{k: settings[k] for k in settings
+                                                                         if k != "use_tqdm"})]
+    assert [token for output in streamed for token in output.new_token_ids] == streamed[-1].completion.token_ids
+    assert len(streamed[-1].completion.token_ids) == 4
+
+
+@pytest.mark.parametrize("form", [
+    {"json_schema": {"$ref": "#"}}, {"grammar": "root ::= root"}, {"grammar": 'root ::= "a" root'},
+    {"grammar": 'root ::= a\na ::= b "x"\nb ::= a "y"'}, {"grammar": 'root ::= a{1,3}\na ::= a "x"'},
+    {"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
+    {"json_schema": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
+], ids=str)
+def test_a_form_that_no_output_has_is_refused_before_anything_runs(generator, form):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no output that ends has this form"):
+            generator.generate(PROMPTS[:1], structured=form, **GREEDY)
+    with pytest.raises(ValueError, match="no output that ends has this form"):
+        generator.model.generate(torch.tensor(PROMPTS[:1]), structured=form, tokenizer=TOKENIZER, max_new_tokens=2)
+    assert generator.engine.stats().num_steps == 0
+
+
+@pytest.mark.parametrize("form", [
+    {"grammar": 'root ::= root "x" | "y"'}, {"grammar": 'root ::= a{0,3} "z"\na ::= a "x"'},
+    {"json_schema": {"type": "array", "items": {"$ref": "#"}}},
+    {"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}}},
+], ids=str)
+def test_a_form_that_needs_itself_in_some_outputs_only_is_none_of_those(generator, form):
+    [one] = generator.generate(PROMPTS[:1], structured=form, **GREEDY)
+    assert one.finish_reason in ("eos", "length") and one.token_ids
+
+
+def special_generator():
+    """Of a model over bytes and two special tokens, either of which may end an output."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<eos>", "pad_token": "<pad>"})
+    return PagedGenerator(tiny_model(vocab_size=258, eos_token_id=256), tokenizer)
+
+
+def test_outputs_end_by_the_eos_of_the_moment():
+    """Of the tokenizer, of the model's generation config and of the call, whichever was changed after a first call."""
+    form, ids = {"regex": '"[a-z]{3}"'}, torch.tensor(PROMPTS[:1])
+    with special_generator() as generator:
+        model, tokenizer = generator.model, generator.tokenizer
+
+        def ends(**options):
+            [one] = generator.generate(PROMPTS[:1], structured=form, max_new_tokens=20, use_tqdm=False, **options)
+            rows = model.generate(ids, structured=form, tokenizer=tokenizer, max_new_tokens=20, **options)
+            assert rows[0, ids.shape[1] :].tolist() == one.token_ids
+            generator.engine.add_request(PROMPTS[0], GenerationConfig(max_new_tokens=20, **options), structured=form)
+            [again] = [output.completion for output in drained(generator.engine) if output.completion]
+            assert again.token_ids == one.token_ids and len(one.token_ids) == 6
+            return one.token_ids[-1], one.finish_reason
+
+        assert ends() == (256, "eos")
+        tokenizer.eos_token = "<pad>"
+        assert ends() == (256, "eos")  # which the model's generation config still says
+        assert ends(eos_token_id=257) == (257, "eos")
+        model.generation_config.eos_token_id = 257
+        assert ends() == (257, "eos")
+        tokenizer.eos_token = "<eos>"
+        assert ends() == (257, "eos")
+        model.generation_config.eos_token_id = [256, 257]
+        assert ends()[1] == "eos"
+        letter = TOKENIZER("a")["input_ids"][0]
+        assert ends(eos_token_id=letter)[0] == letter
+
+
+def test_tokens_that_are_added_to_a_tokenizer_in_place_may_stand_in_outputs():
+    tokenizer = byte_tokenizer()
+    with PagedGenerator(tiny_model(vocab_size=258), tokenizer) as generator:
+        options = {"structured": {"choice": ["zebra"]}, "max_new_tokens": 9, "eos_token_id": -1, "use_tqdm": False}
+        [before] = generator.generate(PROMPTS[:1], sequence_bias={(256,): 90.0}, **options)
+        tokenizer.add_tokens(["zebra"])
+        [after] = generator.generate(PROMPTS[:1], sequence_bias={(256,): 90.0}, **options)
+    assert (before.text, after.text, len(before.token_ids), after.token_ids) == ("zebra", "zebra", 5, [256])

@@ -22,9 +22,9 @@ from hf_paged.integration.continuous_batching.board import RequestBoard
 from hf_paged.integration.continuous_batching.requests import BatchedRequest
 from hf_paged.integration.continuous_batching.worker import BatchingWorker
 from hf_paged.integration.engines import engine_of
+from hf_paged.integration.structured_calls import NO_FORM, Form
 from hf_paged.options.arguments import base_seed, num_copies, salt_digest
 from hf_paged.options.request_options import PLAIN, RequestOptions
-from hf_paged.options.structured import Structured
 from hf_paged.sampling.sampler import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Own(NamedTuple):
     tokenizer: Any = None
     seed: int | None = None  # None: as the manager draws them
     asked: RequestOptions = PLAIN  # besides what the manager was made for
-    structured: Structured | None = None  # the form of the output; needs the tokenizer
+    form: Form = NO_FORM  # of the output
 
 
 _NOTHING_OWN = Own()
@@ -252,7 +252,7 @@ class PagedBatchingManager:
                 asked = asked._replace(logprobs=True)
             request = BatchedRequest(request_id, prompt, max_new_tokens, eos_token_id, streaming, record_timestamps,
                                      options, config, asked=asked, cache_salt=salt, adapter_name=adapter_name,
-                                     least_room=own.least_room, tokenizer=own.tokenizer, structured=own.structured)
+                                     least_room=own.least_room, tokenizer=own.tokenizer, form=own.form)
             requests = request.copies(copies)
             self.board.check_ids(requests)
             for one in requests:

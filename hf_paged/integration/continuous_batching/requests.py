@@ -20,6 +20,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.stopping import StopRule, TextStopRule, deadline_after
 from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.integration.fallback import value_reason
+from hf_paged.integration.structured_calls import NO_FORM, Form
 from hf_paged.options.arguments import check_is_config, described
 from hf_paged.options.request_options import PLAIN, RequestOptions, settings_with
 from hf_paged.options.settings import (
@@ -28,7 +29,6 @@ from hf_paged.options.settings import (
     token_id_tuple,
     unsupported_option,
 )
-from hf_paged.options.structured import Structured
 
 # Options of how the cache is kept: continuous batching keeps its own, whatever their values.
 CACHE_OPTIONS = ("use_cache", "cache_implementation")
@@ -78,7 +78,7 @@ class BatchedRequest:
     adapter_name: str | None = None
     least_room: int = 0  # of new tokens: one that asks for more than there is room for is refused below this, else cut
     tokenizer: Any = None  # stop strings are looked for in the text that it makes; None: by the engine's tokenizer
-    structured: Structured | None = None  # the form of the output, of texts of this tokenizer
+    form: Form = NO_FORM  # of the output, of texts of this tokenizer
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)  # of `tokens`, where wanted; and the likeliest
     top_logprobs: list[dict[int, float] | None] = dataclasses.field(default_factory=list)
@@ -202,7 +202,7 @@ def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings
     adapter = None if request.adapter_name is None else engine.check_adapter(request.adapter_name)
     settings = settings_with(settings, request.asked, engine.num_logits)
     return dataclasses.replace(settings, cache_salt=request.cache_salt, adapter_name=adapter,
-                               structured=request.structured)
+                               structured=request.form.structured)
 
 
 def stop_rule(engine: Engine, settings: RequestSettings, request: BatchedRequest) -> StopRule | None:

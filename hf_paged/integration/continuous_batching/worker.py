@@ -101,9 +101,8 @@ class BatchingWorker:
                 session = streams if request.needs_tokens else others
                 request.start()
                 stop = stop_rule(self._engine, settings, request)
-                form = settings.structured
-                grammar = None if form is None else self._engine.grammar_of(form, request.tokenizer)
-                new = NewRequest(prompt, settings, seed=request.seed, stop=stop, grammar=grammar, autocast=autocast)
+                new = NewRequest(prompt, settings, seed=request.seed, stop=stop, grammar=request.form.grammar,
+                                 autocast=autocast)
                 engine_id = self._engine.add(session, new)
                 self._running[engine_id] = request, session
             except Exception as error:

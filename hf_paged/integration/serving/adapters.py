@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub.errors import CacheNotFound
 
 from hf_paged.integration.adapter_rows import adapter_names
+from hf_paged.integration.load_adapters import load_adapter
 from hf_paged.integration.serving.calls import RefusedRequestError, ServedCall
 
 OPTION = "--adapter"
@@ -48,9 +49,7 @@ def loading(adapters: dict[str, str], stock: Callable) -> Callable:
     def _load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = stock(self, *args, **kwargs)
         for name, path in adapters.items():
-            model.load_adapter(path, adapter_name=name)
-        if adapters:
-            model.set_adapter([])
+            load_adapter(model, name, path)
         return model
 
     return _load_model

@@ -20,6 +20,7 @@ from hf_paged.integration.call_context import call_salt
 from hf_paged.integration.serving.errors import settings_error
 from hf_paged.integration.serving.wishes import Wishes
 from hf_paged.integration.stock_pieces import CallEndedError, EndOfCall
+from hf_paged.integration.structured_calls import NO_FORM
 from hf_paged.options.arguments import merge_config, salt_digest
 from hf_paged.options.settings import settings_from_config
 from hf_paged.sampling.sampler import derive_seed
@@ -48,7 +49,7 @@ class ServedCall:
         settings: the generation settings of its body, as reasons name them.
         wishes: what its body asks for.
         adapter_name: of the LoRA adapter that its `model` field names; None: it names the model.
-        tokenizer: of the model, once that is known.
+        form: that the answer has to have, once the grammar is there.
     """
 
     def __init__(self, cache_salt: str | None = None, on_enabled: Callable[[], None] = lambda: None) -> None:
@@ -59,7 +60,7 @@ class ServedCall:
         self.settings = "generation settings"
         self.wishes = Wishes()
         self.adapter_name: str | None = None
-        self.tokenizer: Any = None
+        self.form = NO_FORM
         self.refusal: str | None = None
         self._loop = asyncio.get_running_loop()
         self._settled = asyncio.Event()
@@ -131,8 +132,8 @@ class GeneratesFor:
             _check(generation_config=generation_config, **kwargs)
             if streamer is not None:
                 streamer = _BeginsWithAToken(streamer, call)
-            if call.wishes.structured is not None:
-                kwargs = {"tokenizer": call.tokenizer, **kwargs, "structured": call.wishes.structured}
+            if call.form is not NO_FORM:
+                kwargs["structured"] = call.form
             if call.wishes.seed is not None:
                 torch.manual_seed(derive_seed(call.wishes.seed, self._index))
             with call_salt(salt_digest(call.cache_salt)), self._adapter(kwargs, generation_config):

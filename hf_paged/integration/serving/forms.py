@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
+from hf_paged.integration.enable import get_engine, is_enabled
+from hf_paged.integration.install import enable_once
 from hf_paged.integration.serving.calls import RefusedRequestError
 from hf_paged.integration.serving.wishes import Wishes
-from hf_paged.options.structured import STRUCTURAL_TAG, Structured, read_structured
+from hf_paged.integration.structured_calls import NO_FORM, Form
+from hf_paged.options.structured import STRUCTURAL_TAG, FormError, Structured, read_structured
 
 _SPECIAL = frozenset("\\.^$*+?{}[]|()")  # of a regular expression
 _OF_SCHEMA = frozenset({"name", "schema", "strict", "description"})
@@ -157,17 +162,29 @@ def ask_for_calls(wishes: Wishes, template: dict[str, Any] | None) -> None:
     wishes.form_fields = ["tools"]
 
 
-def check_compiles(wishes: Wishes, compile_form: Callable[[Structured], Any]) -> None:
-    """RefusedRequestError where `compile_form` cannot make a grammar of the wished form."""
-    if wishes.structured is None:
-        return
-    name = wishes.form_fields[0]
+async def compiled_form(wishes: Wishes, model: Any, tokenizer: Any) -> Form:
+    """The wished form with its grammar, which is compiled while other requests run.
+
+    Raises:
+        RefusedRequestError: no grammar can be made of it.
+    """
+    structured = wishes.structured
+    if structured is None:
+        return NO_FORM
     try:
-        compile_form(wishes.structured)
+        # In a thread: a first form has the vocabulary read, which takes a while.
+        grammar = await asyncio.to_thread(_begin, structured, model, tokenizer)
+        return Form(structured, await asyncio.wrap_future(grammar))
     except (ValueError, TypeError, ImportError) as error:
-        text = str(error)
-        said = text.partition("}: ")[2] if text.startswith("structured={") else text
-        raise RefusedRequestError(f"{name}: {said or text}") from error
+        why = error.why if isinstance(error, FormError) else str(error)
+        raise RefusedRequestError(f"{wishes.form_fields[0]}: {why}") from error
+
+
+def _begin(structured: Structured, model: Any, tokenizer: Any) -> Future[Any]:
+    enable_once(model)
+    if not is_enabled(model):
+        raise ValueError("expected it left out, since hf_paged does not run this model")
+    return get_engine(model).begin_grammar(structured, tokenizer)
 
 
 def _kind_of(value: Any, known: set[str]) -> str:

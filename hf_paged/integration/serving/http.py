@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
 from hf_paged.integration.serving.calls import CURRENT, ServedCall
+from hf_paged.integration.serving.ending import REASON, OpenAnswers
 from hf_paged.integration.serving.errors import error_body
 from hf_paged.integration.serving.metrics import ServedMetrics
 
 
-def furnish(app: Any) -> None:
-    """Give transformers' FastAPI app, before its first request, our middleware and our way to report errors."""
+def furnish(app: Any, answers: OpenAnswers) -> None:
+    """Give transformers' FastAPI app, before its first request, our middleware and our way to report errors.
+
+    Args:
+        answers: those under way, which end with the server.
+    """
     from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException
 
@@ -31,7 +37,7 @@ def furnish(app: Any) -> None:
     app.add_exception_handler(RequestValidationError, unreadable)
     metrics = ServedMetrics()
     app.add_route("/metrics", metrics.answer, include_in_schema=False)
-    app.add_middleware(EndsWithItsClient, metrics=metrics)
+    app.add_middleware(EndsWithItsClient, metrics=metrics, answers=answers)
 
 
 def cache_salt_of(headers: Headers) -> str | None:
@@ -50,31 +56,39 @@ class EndsWithItsClient:
     """ASGI middleware: a POST is cancelled when its client leaves, and whatever it started in the engine ends with it.
 
     A streamed answer does not start before its first token, so that a request that cannot be carried out still gets a
-    status and a reason of its own.
+    status and a reason of its own. Where the server is told to stop, an answer under way ends with that reason.
     """
 
-    def __init__(self, app: Any, metrics: ServedMetrics) -> None:
+    def __init__(self, app: Any, metrics: ServedMetrics, answers: OpenAnswers) -> None:
         self._app = app
         self._metrics = metrics
+        self._answers = answers
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
+        with self._answers.one() as ends:
+            await self._answer(ends, scope, receive, send)
+
+    async def _answer(self, ends: asyncio.Event, scope: Any, receive: Any, send: Any) -> None:
         self._metrics.watch()
         call = ServedCall(cache_salt_of(Headers(scope=scope)), self._metrics.watch)
         client, answer = _Client(receive), _Answer(call, send)
         token = CURRENT.set(call)
         app = asyncio.ensure_future(self._app(scope, client.receive, answer.send))  # copies the context
         CURRENT.reset(token)
-        watches = [asyncio.ensure_future(watch()) for watch in (client.left, answer.refused.wait)]
+        watches = [asyncio.ensure_future(watch()) for watch in (client.left, answer.refused.wait, ends.wait)]
         try:
             await asyncio.wait((app, *watches), return_when=asyncio.FIRST_COMPLETED)
+            is_cut = ends.is_set() and not answer.is_complete and not watches[0].done()
             if not app.done() and answer.is_complete and not answer.refused.is_set():
                 await asyncio.wait((app,))  # what it does after its answer is not the client's business
             if not app.done():
                 app.cancel()
                 await asyncio.wait((app,))
+                if is_cut:
+                    await answer.cut()
             if not app.cancelled():
                 app.result()
         finally:
@@ -112,14 +126,28 @@ class _Answer:
         self._send = send
         self.is_complete = False
         self.refused = asyncio.Event()
+        self._begun: list[tuple[bytes, bytes]] | None = None  # the headers that were sent
 
     async def send(self, message: Any) -> None:
         starts = message["type"] == "http.response.start" and self._call.streams
         if starts and (reason := await self._call.verdict()) is not None:
             await self._refuse(reason, message["headers"])
         await self._send(message)
+        if message["type"] == "http.response.start":
+            self._begun = message["headers"]
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.is_complete = True
+
+    async def cut(self) -> None:
+        """End it, since the server ends; the app is cancelled."""
+        body = error_body(REASON, 503)
+        if self._begun is None:
+            whole = JSONResponse(body, 503)
+            await self._send({"type": "http.response.start", "status": 503, "headers": whole.raw_headers})
+            await self._send({"type": "http.response.body", "body": whole.body})
+        elif any(name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+                 for name, value in self._begun):
+            await self._send({"type": "http.response.body", "body": f"data: {json.dumps(body)}\n\n".encode()})
 
     async def _refuse(self, reason: str, headers: list[tuple[bytes, bytes]]) -> None:
         """Answer in the app's place, which is cancelled then."""

@@ -72,7 +72,7 @@ class ServedRequests:
             return request_id
         seed = None if wishes.seed is None else derive_seed(wishes.seed, self._index)
         own = Own(self._settings, LEAST_ROOM, getattr(self._processor, "tokenizer", self._processor), seed,
-                  wishes.options(), wishes.structured)
+                  wishes.options(), self.call.form)
         with requests_with(own):
             made = manager.add_request(input_ids, request_id, streaming=streaming, cache_salt=self.call.cache_salt,
                                        adapter_name=self.call.adapter_name, **lengths)

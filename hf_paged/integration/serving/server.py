@@ -27,13 +27,12 @@ from hf_paged.integration.install import enable_once
 from hf_paged.integration.serving.adapters import checking_pin, listing, loading, refuse_adapter, resolving
 from hf_paged.integration.serving.answers import Answer
 from hf_paged.integration.serving.calls import CURRENT, GeneratesFor, RefusedRequestError, ServedCall, tokens_only
+from hf_paged.integration.serving.ending import OpenAnswers, ending_server
 from hf_paged.integration.serving.errors import reading_error, settings_of
 from hf_paged.integration.serving.fields import CHAT, RESPONSES, TEXT, read_body
-from hf_paged.integration.serving.forms import check_compiles
+from hf_paged.integration.serving.forms import compiled_form
 from hf_paged.integration.serving.requests import ServedRequests
-from hf_paged.integration.serving.templates import check_for_model, check_parts
-from hf_paged.integration.serving.wishes import Wishes
-from hf_paged.options.structured import Structured
+from hf_paged.integration.serving.templates import check_for_model, check_length, check_parts
 
 _replaced: list[tuple[Any, str, Any]] = []  # owner, name and what stood there
 
@@ -47,6 +46,7 @@ def install_serving(adapters: dict[str, str] | None = None) -> None:
     """
     if _replaced:
         return
+    import uvicorn
     from transformers.cli.serving import server
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
@@ -54,7 +54,10 @@ def install_serving(adapters: dict[str, str] | None = None) -> None:
     from transformers.cli.serving.response import ResponseHandler
     from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, GenerateManager
 
-    _replace(server, "build_server", _building)
+    answers = OpenAnswers()
+    _replace(server, "build_server", functools.partial(_building, answers))
+    _replaced.append((uvicorn, "Server", uvicorn.Server))
+    setattr(uvicorn, "Server", ending_server(uvicorn.Server, answers))  # noqa: B010  # mypy takes it for a type
     _replace(ModelManager, "_validate_args", functools.partial(checking_pin, adapters or {}))
     _replace(ModelManager, "_load_model", functools.partial(loading, adapters or {}))
     lists = "list_models" if hasattr(ModelManager, "list_models") else "get_gen_models"  # which 5.23 has
@@ -88,12 +91,12 @@ def _replace(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Non
     _replaced.append((owner, name, stored))
 
 
-def _building(stock: Callable) -> Callable:
+def _building(answers: OpenAnswers, stock: Callable) -> Callable:
     def build_server(*args: Any, **kwargs: Any) -> Any:
         from hf_paged.integration.serving.http import furnish
 
         app = stock(*args, **kwargs)
-        furnish(app)
+        furnish(app, answers)
         return app
 
     return build_server
@@ -108,8 +111,8 @@ def _answering(endpoint: str, stock: Callable) -> Callable:
         try:
             call.wishes = read_body(endpoint, body)
             _check_fields(body)
-            await _compile_early(self.model_manager, call.wishes)
-            return await stock(self, call.wishes.for_transformers(), *args, **kwargs)
+            answer = await stock(self, call.wishes.for_transformers(), *args, **kwargs)
+            return await answer if inspect.isawaitable(answer) else answer  # a stream that `_checking` prepares
         except HTTPException:
             raise
         except RefusedRequestError as error:
@@ -207,35 +210,19 @@ def _answer(given: dict[str, Any]) -> Answer:
 
 
 def _checking(stock: Callable) -> Callable:
+    """Of the methods that make an answer: first what is known only now, without holding other requests up."""
     arguments = inspect.signature(stock)
 
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+    async def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         given, call = arguments.bind(self, *args, **kwargs).arguments, ServedCall.current()
-        check_for_model(call.wishes, given["processor"], given["model"], getattr(self, "chat_template_kwargs", None))
-        call.tokenizer = getattr(given["processor"], "tokenizer", given["processor"])
-        check_compiles(call.wishes, functools.partial(_grammar_of, given["model"], call.tokenizer))
-        return stock(self, *args, **kwargs)
+        model, processor = given["model"], given["processor"]
+        check_for_model(call.wishes, processor, model, getattr(self, "chat_template_kwargs", None))
+        check_length(model, given["inputs"])
+        call.form = await compiled_form(call.wishes, model, getattr(processor, "tokenizer", processor))
+        answer = stock(self, *args, **kwargs)
+        return await answer if inspect.isawaitable(answer) else answer
 
     return checked
-
-
-def _grammar_of(model: Any, tokenizer: Any, structured: Structured) -> Any:
-    enable_once(model)
-    if not is_enabled(model):
-        raise ValueError("expected it left out, since hf_paged does not run this model")
-    return get_engine(model).grammar_of(structured, tokenizer)
-
-
-async def _compile_early(manager: Any, wishes: Wishes) -> None:
-    """Make the wished grammar off the event loop, where the model is in memory; what is wrong is said later."""
-    if wishes.structured is None:
-        return
-    for timed in list(getattr(manager, "loaded_models", {}).values()):
-        model, processor = timed.model, timed.processor
-        if model is not None and is_enabled(model):
-            tokenizer = getattr(processor, "tokenizer", processor)
-            with suppress(ValueError, ImportError):
-                await asyncio.to_thread(_grammar_of, model, tokenizer, wishes.structured)
 
 
 def _starting(stock: Callable) -> Callable:

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import processing_utils
 
+from hf_paged.integration.enable import get_engine, is_enabled
+from hf_paged.integration.install import enable_once
 from hf_paged.integration.serving.calls import RefusedRequestError
 from hf_paged.integration.serving.forms import ask_for_calls
 from hf_paged.integration.serving.wishes import Wishes
@@ -47,6 +49,19 @@ def check_for_model(wishes: Wishes, processor: Any, model: Any, of_server: Mappi
                                   "model's chat template does not refer to it")
     if wishes.has_tools:
         _check_tools(wishes, known, processor, model)
+
+
+def check_length(model: Any, inputs: Any) -> None:
+    """RefusedRequestError for a prompt behind which the model has no room for an answer."""
+    enable_once(model)
+    if not is_enabled(model):
+        return
+    ids = inputs["input_ids"]
+    length = len(ids) if isinstance(ids, list) else ids.shape[-1]
+    most = get_engine(model).longest(length)
+    if length >= most:
+        raise RefusedRequestError(f"the prompt has {length:,} tokens: expected at most {most - 1:,}, since prompt and "
+                                  f"answer together may have {most:,} (max_model_len)")
 
 
 def check_parts(messages: Any, kind: str) -> None:

@@ -173,13 +173,12 @@ def ask_text(server, prompt, stream=False, **fields):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("times", [40, 14], ids=["no room", "too little room"])
-def test_what_has_no_room_is_served_as_stock_serves_it(small, stock, trained_tokenizer, stream, times):
-    """A prompt beyond the positions that the engine has, or one that leaves too few for what it asks for."""
-    prompt = "count from 3 to 7 " * times
+def test_what_has_too_little_room_is_served_as_stock_serves_it(small, stock, trained_tokenizer, stream):
+    """A prompt that leaves fewer positions than it asks for."""
+    prompt = "count from 3 to 7 " * 14
     ids = trained_tokenizer(prompt, return_tensors="pt")
     length = ids["input_ids"].shape[1]
-    assert (length > POSITIONS) == (times == 40)
+    assert POSITIONS - NEW < length < POSITIONS
     made = stock.generate(**ids, max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0)[0, length:]
     expected = trained_tokenizer.decode(made, skip_special_tokens=True)
     config = json.dumps({"max_new_tokens": NEW, "eos_token_id": -1, "pad_token_id": 0})
@@ -187,6 +186,17 @@ def test_what_has_no_room_is_served_as_stock_serves_it(small, stock, trained_tok
     assert (text, reason, count) == (expected, "length", NEW)
     assert small.settles()
     assert small.health() == 200
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_what_has_no_room_at_all_is_refused(small, trained_tokenizer, stream):
+    """A prompt that fills the positions of the engine, or more."""
+    prompt = "count from 3 to 7 " * 40
+    length = len(trained_tokenizer(prompt)["input_ids"])
+    status, said = small.post(TEXT, json.dumps({"prompt": prompt, "stream": stream, "max_tokens": 1}).encode())
+    assert status == 400
+    assert f"the prompt has {length:,} tokens: expected at most {POSITIONS - 1:,}" in said["error"]["message"]
+    assert small.settles() and small.health() == 200
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

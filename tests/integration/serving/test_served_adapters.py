@@ -36,7 +36,7 @@ def stock(trained_path, tmp_path_factory):
 
 
 @pytest.fixture(params=[False, True], ids=["generate", "continuous"])
-def server(request, trained_path, stock, any_peft):
+def server(request, trained_path, stock):
     hf_paged.install()
     install_serving(stock[1])
     try:
@@ -114,8 +114,7 @@ def test_adapters_are_listed(server):
 def test_an_adapter_that_is_deleted_while_the_server_runs(server, expected):
     """Its name is unknown from then on; requests of others go on."""
     assert ask(server, "red") == expected["red"]
-    server.model.delete_adapter("red")
-    server.model.set_adapter([])
+    server.engine().delete_adapter("red")
     with pytest.raises(openai.BadRequestError, match="requested 'red'"):
         ask(server, "red")
     assert ask(server, "blue") == expected["blue"]

@@ -161,5 +161,6 @@ def test_module_runs_transformers_command_line(monkeypatch, trained_path):
     assert done.value.code in (0, None)
     assert ran == [(8123, True)]
     assert not hf_paged.is_installed()
-    assert not [t for t in threading.enumerate() if t.name.startswith("hf_paged")]
+    others = ("hf_paged forms",)  # which belong to the process, as soon as a form was compiled in it
+    assert not [t for t in threading.enumerate() if t.name.startswith("hf_paged") and t.name not in others]
     assert "generate_batch" not in vars(GenerationMixin)

@@ -1,0 +1,92 @@
+"""What xgrammar makes of a form of outputs, in this process, and whether any output has the form.
+
+Imports neither torch nor transformers: a process that only compiles starts without them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hf_paged.options.structured import STRUCTURAL_TAG, Structured, choices_as_grammar
+
+# Types of expressions in xgrammar's serialized grammars of this layout.
+_LAYOUT = "v16"
+_RULE, _SEQUENCE, _CHOICES, _REPEAT = 4, 5, 6, 8
+
+
+def compile_form(xgrammar: Any, compiler: Any, structured: Structured) -> Any:
+    """An `xgrammar.CompiledGrammar`.
+
+    Args:
+        xgrammar: the package.
+        compiler: its `GrammarCompiler` for the vocabulary.
+
+    Raises:
+        ValueError: no text at all has the form.
+        RuntimeError, UnicodeEncodeError: of xgrammar, which cannot make a grammar of the form.
+    """
+    kind, text, any_whitespace = structured
+    if kind == "json_schema":
+        _check_has_text(xgrammar.Grammar.from_json_schema(text, any_whitespace=any_whitespace))
+        return compiler.compile_json_schema(text, any_whitespace=any_whitespace)
+    if kind == "regex":
+        return compiler.compile_regex(text)
+    if kind == STRUCTURAL_TAG:
+        _check_has_text(xgrammar.Grammar.from_structural_tag(text))
+        return compiler.compile_structural_tag(text)
+    grammar = text if kind == "grammar" else choices_as_grammar(json.loads(text))
+    if kind == "grammar":
+        _check_has_text(xgrammar.Grammar.from_ebnf(grammar))
+    return compiler.compile_grammar(grammar)
+
+
+def said(error: BaseException) -> str:
+    """A message of xgrammar without its time and place in its C++."""
+    text = " ".join(str(error).split())
+    return text.partition(".cc:")[2].partition(": ")[2] or text or type(error).__name__
+
+
+def _check_has_text(grammar: Any) -> None:
+    if not has_text(grammar.serialize_json()):
+        raise ValueError("no output that ends has this form, since a rule or schema needs itself inside of itself")
+
+
+def has_text(serialized: str) -> bool:
+    """Does a grammar that xgrammar has serialized produce any finite text?
+
+    A rule does if one of its choices needs only rules that do. A grammar of another layout, or with expressions of
+    other types than above, counts as one that does.
+    """
+    try:
+        made = json.loads(serialized)
+        if made["__VERSION__"] != _LAYOUT:
+            return True
+        data, bodies = made["grammar_expr_data"], [rule[1] for rule in made["rules"]]
+        needs: list[int] = []  # of each expression: how many of those that it waits for have to produce a text first
+        waiting: dict[int, list[int]] = {}
+        for number, at in enumerate(made["grammar_expr_indptr"]):
+            count, parts = _needed(data[at], data[at + 2 : at + 2 + data[at + 1]], bodies)
+            needs.append(count)
+            for part in parts:
+                waiting.setdefault(part, []).append(number)
+        found = [number for number, count in enumerate(needs) if count == 0]
+        for number in found:
+            for other in waiting.get(number, ()):
+                needs[other] -= 1
+                if needs[other] == 0:
+                    found.append(other)
+        return bodies[made["root_rule_id"]] in set(found)
+    except (ValueError, KeyError, IndexError, TypeError):
+        return True
+
+
+def _needed(kind: int, parts: list[int], bodies: list[int]) -> tuple[int, list[int]]:
+    """How many of which other expressions have to produce a text for this one to do so."""
+    if kind == _SEQUENCE:
+        return len(parts), parts
+    if kind == _CHOICES:
+        return 1, parts
+    if kind == _RULE or (kind == _REPEAT and parts[1] > 0):
+        return 1, [bodies[parts[0]]]
+    return 0, []

@@ -1,0 +1,190 @@
+"""A process that compiles forms of outputs, each in a child of its own that can be ended at any time.
+
+What compiles is C++ of xgrammar, which nothing stops from within, may need any amount of memory, and breaks where a
+form makes it recurse too deeply. Run by `FormCompilers`; it ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import signal
+import sys
+import time
+import types
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from hf_paged.engine.form_compiler import compile_form, said
+from hf_paged.engine.form_queue import FormQueue, Job
+from hf_paged.options.structured import Structured
+
+# A form that compiles faster is compiled once more by the process that asked, which takes less time than to send it.
+QUICK_S = 0.5
+MEMORY_BYTES = 2 << 30  # of one compilation
+_STACK_BYTES = 4 << 20  # half of what threads have, so that a form which fits here fits there
+
+
+def load_xgrammar() -> Any:
+    """The part of the package that compiles, without torch and transformers, which take seconds to import."""
+    spec = importlib.util.find_spec("xgrammar")
+    assert spec is not None and spec.submodule_search_locations is not None
+    package = types.ModuleType("xgrammar")
+    package.__path__ = list(spec.submodule_search_locations)
+    stand_in: Any = types.ModuleType("transformers")  # whose classes the package looks at where it reads tokenizers
+    stand_in.PreTrainedTokenizerBase = stand_in.PreTrainedTokenizerFast = type("Tokenizer", (), {})
+    sys.modules.update({"torch": None, "transformers": stand_in, "xgrammar": package})  # type: ignore[dict-item]
+    try:
+        importlib.import_module("xgrammar.load_binding")
+        for name in ("grammar", "tokenizer_info", "compiler"):
+            vars(package).update(vars(importlib.import_module(f"xgrammar.{name}")))
+    except Exception:  # of another version, which needs more
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("torch", "transformers", "xgrammar")]:
+            del sys.modules[name]
+        return importlib.import_module("xgrammar")
+    return package
+
+
+class FormServer:
+    """Reads commands and writes answers, as (number of the job, what happened, more about it).
+
+    Commands are ``("vocabulary", number, serialized TokenizerInfo)``, ``("forget", number)``, which no job needs then,
+    ``("compile", number, vocabulary, form, seconds)`` and ``("cancel", number)``. What happened is one of "quick" (it
+    compiles within `QUICK_S`), "compiled" (with the serialized grammar), "refused" (why), "late" and "broke" (how).
+
+    Args:
+        places: compilations at the same time.
+        threads: of each.
+    """
+
+    def __init__(self, commands: Connection, answers: Connection, places: int, threads: int) -> None:
+        self._commands, self._answers, self._threads = commands, answers, threads
+        self._xgrammar = load_xgrammar()
+        self._queue = FormQueue(places)
+        self._jobs: dict[int, Job] = {}
+        self._vocabularies: dict[int, Any] = {}
+
+    def run(self) -> None:
+        """Until there is nothing to read commands from."""
+        try:
+            while True:
+                pipes = {job.process.pipe: job for job in self._queue.running}
+                for pipe in wait([self._commands, *pipes], self._queue.wait(time.monotonic())):
+                    if pipe is self._commands:
+                        self._obey(self._commands.recv())
+                    elif (job := pipes[pipe]).number in self._jobs:  # else it was cancelled meanwhile
+                        self._end(job, *job.process.answer())
+                changes = self._queue.change(time.monotonic())
+                for job in changes.late:
+                    self._end(job, "late", None)
+                for job in changes.stopped:
+                    job.process.kill()
+                for job in changes.begun:
+                    job.process = _Process(self._compile, job)
+        except EOFError:
+            pass
+        finally:
+            for job in self._queue.running:
+                job.process.kill()
+
+    def _obey(self, command: tuple) -> None:
+        kind, number, *given = command
+        if kind == "vocabulary":
+            self._vocabularies[number] = self._xgrammar.TokenizerInfo.deserialize_json(*given)
+        elif kind == "forget":
+            del self._vocabularies[number]
+        elif kind == "compile":
+            vocabulary, form, seconds = given
+            self._jobs[number] = job = Job(number, vocabulary, Structured(*form), seconds)
+            self._queue.add(job)
+        elif (cancelled := self._jobs.pop(number, None)) is not None:
+            self._queue.remove(cancelled)
+            if cancelled.process is not None:
+                cancelled.process.kill()
+
+    def _end(self, job: Job, what: str, more: Any) -> None:
+        job.process.kill()
+        self._queue.remove(job)
+        del self._jobs[job.number]
+        self._answers.send((job.number, what, more))
+
+    def _compile(self, job: Job) -> tuple[str, Any]:
+        """In the child: the answer."""
+        info = self._vocabularies[job.vocabulary]
+        compiler = self._xgrammar.GrammarCompiler(info, max_threads=self._threads, cache_enabled=False)
+        started = time.monotonic()
+        try:
+            compiled = compile_form(self._xgrammar, compiler, job.structured)
+        except MemoryError:
+            raise
+        except Exception as error:
+            if "bad_alloc" in str(error):
+                raise MemoryError from error
+            return "refused", said(error)
+        is_quick = time.monotonic() - started < QUICK_S
+        return ("quick", None) if is_quick else ("compiled", compiled.serialize_json())
+
+
+class _Process:
+    """A child that compiles one form. ``pipe``: where its answer comes."""
+
+    def __init__(self, compile: Any, job: Job) -> None:
+        self.pipe, theirs = _pipe()
+        self._pid: int | None = os.fork()
+        if self._pid == 0:
+            try:
+                _limit(job.seconds)
+                theirs.send(compile(job))
+            except MemoryError:
+                theirs.send(("broke", f"it needs more than {MEMORY_BYTES >> 30} GiB of memory"))
+            finally:
+                os._exit(0)
+        theirs.close()
+
+    def answer(self) -> tuple[str, Any]:
+        """What the child sent; how it ended, if it sent nothing."""
+        try:
+            found: tuple[str, Any] = self.pipe.recv()
+        except EOFError:
+            return "broke", f"xgrammar ended its process ({self._reap()})"
+        return found
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        if self._pid is not None:
+            os.kill(self._pid, signal.SIGKILL)
+            self._reap()
+        self.pipe.close()
+
+    def _reap(self) -> str:
+        assert self._pid is not None
+        _, status = os.waitpid(self._pid, 0)
+        self._pid = None
+        return signal.strsignal(os.WTERMSIG(status)) or "" if os.WIFSIGNALED(status) else "without an answer"
+
+
+def _pipe() -> tuple[Connection, Connection]:
+    reads, writes = os.pipe()
+    return Connection(reads, writable=False), Connection(writes, readable=False)
+
+
+def _limit(seconds: float) -> None:
+    """What this process may use at most. Its processor time counts where its parent is not there to end it."""
+    cpu = int(seconds * (os.cpu_count() or 1)) + 1
+    for what, most in ((resource.RLIMIT_DATA, MEMORY_BYTES), (resource.RLIMIT_STACK, _STACK_BYTES),
+                       (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu)):
+        _, hard = resource.getrlimit(what)
+        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def main() -> None:
+    """``form_process PLACES THREADS``: commands from standard input, answers to what was standard output."""
+    os.nice(5)  # what generates goes first
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what a library prints is no answer
+    FormServer(Connection(0, writable=False), Connection(answers, readable=False), *map(int, sys.argv[1:3])).run()
+
+
+if __name__ == "__main__":
+    main()
