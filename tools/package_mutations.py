@@ -44,6 +44,13 @@ GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generi
 KERNELS, KERNEL_TESTS = "models/guards/hub_kernels.py", "models/guards/test_hub_kernels.py"
 WRAPPER_TESTS = "models/test_wrappers.py"
 
+# Messages about what is missing or written otherwise.
+MESSAGES = [
+    PackageMutation("serve.py", '        require("serve", f"{program} serve")', "        pass", "test_optional.py",
+                    "ends_with_one_line"),
+    PackageMutation("optional.py", "    for module in EXTRAS[extra]:\n", "    for module in EXTRAS[extra][:1]:\n",
+                    "test_optional.py", "names_the_module"),
+]
 # Which path a call takes: asked beforehand, counted, and warned of.
 WHICH_PATH = [
     PackageMutation(PATHS, "    over = is_eos.cumsum(1) > is_eos.int()\n", "    over = is_eos & False\n", PATHS_TESTS,

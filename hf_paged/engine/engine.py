@@ -570,7 +570,7 @@ class Engine:
             A `matplotlib.figure.Figure`, which a notebook shows; ``savefig`` writes it to a file.
 
         Raises:
-            RuntimeError: matplotlib is not installed (``pip install "hf-paged[plot]"``).
+            ImportError: matplotlib is not installed (``pip install 'hf-paged[plot]'``).
             OSError, ValueError: there is no trace in that file.
         """
         return draw(self.cache_view(), trace)

@@ -9,11 +9,11 @@ import torch
 
 from hf_paged.engine.stopping import tokenizer_traits
 from hf_paged.kernels._device import num_cores
+from hf_paged.optional import require
 from hf_paged.options.structured import STRUCTURAL_TAG, Structured, choices_as_grammar
 
 _CACHED_BYTES = 256 << 20  # of compiled grammars, per tokenizer
 THREADS = max(1, min(12, num_cores() * 3 // 4))  # of xgrammar: more take longer to start than they save
-INSTALL = "Install it with `pip install hf-paged[structured]`, or `pip install xgrammar`."
 
 
 class Matcher(Protocol):
@@ -169,10 +169,9 @@ class Grammars:
 
 def import_xgrammar() -> Any:
     """The package, or an ImportError that says what to install."""
-    try:
-        import xgrammar
-    except ImportError as error:
-        raise ImportError(f"structured output needs the package xgrammar ({error}). {INSTALL}") from error
+    require("structured", "structured output")
+    import xgrammar
+
     return xgrammar
 
 

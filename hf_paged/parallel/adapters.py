@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.optional import require
 from hf_paged.parallel.layers import ColumnParallelLinear, RowParallelLinear, Sharded
 
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.(?:(.+)\.)?(weight|bias)")
@@ -34,8 +35,10 @@ def read_adapter(name: Any, adapter: Any, config: Any) -> tuple[Any, list[tuple[
         config: a LoraConfig, or its dict; None: the one beside the weights.
 
     Raises:
+        ImportError: PEFT is not installed.
         ValueError, TypeError: a name, config or tensor that is none for this; says which.
     """
+    require("peft", "load_adapter")
     import peft
 
     if not isinstance(name, str):
@@ -71,6 +74,7 @@ def add_adapter(model: Any, name: str, config: Any) -> list[str]:
         ValueError: the name is taken, or the config asks for something else than matrices beside linear layers of the
             decoder. The model is as it was.
     """
+    require("peft", "an adapter")
     import peft
 
     before = {id(layer): layer.active_adapters for _, layer in _lora_layers(model)}
