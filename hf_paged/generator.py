@@ -31,8 +31,10 @@ from hf_paged.integration.pretrained import tokenizer_of as _tokenizer_of
 from hf_paged.integration.requests import Asked, Call, RequestMaker, numbered, one_per_prompt, wanted
 from hf_paged.monitoring.registry import metrics_of
 from hf_paged.options.arguments import base_seed, merge_config, salt_digest
+from hf_paged.options.prompts import check_tokenizer
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.parallel.launch import Workers
+from hf_paged.vllm_names import unknown_method
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -61,6 +63,7 @@ class PagedGenerator:
 
     def __init__(self, model: torch.nn.Module, tokenizer: Any = None, config: PagedConfig | None = None,
                  **overrides: Any) -> None:
+        check_tokenizer(tokenizer)
         if is_enabled(model):
             raise ValueError("model: it is enabled already; call hf_paged.disable(model) first, or use model.generate")
         self.model: Any = model
@@ -107,6 +110,7 @@ class PagedGenerator:
             WorkerDiedError: a rank ended before all were ready; the message holds its error.
         """
         require_int("tensor_parallel_size", tensor_parallel_size, 1)
+        check_tokenizer(tokenizer)
         loading, overrides = split_arguments(kwargs, dtype, device, device_map, trust_remote_code)
         settings = merged_config(config, overrides)
         if tensor_parallel_size == 1:
@@ -377,6 +381,9 @@ class PagedGenerator:
                         "actors")
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(unknown_method(type(self).__name__, name), name=name, obj=self)
 
     def _base_seed(self, seed: int | None) -> int:
         return base_seed(seed, self.engine.config.seed)

@@ -48,6 +48,12 @@ WRAPPER_TESTS = "models/test_wrappers.py"
 MESSAGES = [
     PackageMutation("serve.py", '        require("serve", f"{program} serve")', "        pass", "test_optional.py",
                     "ends_with_one_line"),
+    PackageMutation("vllm_names.py", "if name not in accepted and (near", "if (near", "test_vllm_names.py",
+                    "answered_together"),
+    PackageMutation("vllm_names.py", "    for table in (SAMPLING, LOADING):\n", "    for table in ():\n",
+                    "test_vllm_names.py", "other_names_in_a_config"),
+    PackageMutation("integration/pretrained.py", "found[1] not in arguments", "False", "test_vllm_names.py",
+                    "of_the_models_own"),
     PackageMutation("optional.py", "    for module in EXTRAS[extra]:\n", "    for module in EXTRAS[extra][:1]:\n",
                     "test_optional.py", "names_the_module"),
 ]

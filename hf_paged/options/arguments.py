@@ -15,6 +15,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from hf_paged.config import require_int
 from hf_paged.models.guards.originals import MERGING
+from hf_paged.vllm_names import SAMPLING
 
 PLAIN = frozenset((int, float, bool, str, type(None)))  # types whose repr tells any two values apart
 
@@ -84,7 +85,8 @@ def described(value: Any) -> str:
 def check_is_config(config: Any) -> None:
     """Raise TypeError for what is neither a GenerationConfig nor None."""
     if config is not None and not isinstance(config, GenerationConfig):
-        raise TypeError(f"generation_config={config!r:.80}: expected a GenerationConfig or None")
+        remedy = f"; {SAMPLING['sampling_params']}" if type(config).__name__ == "SamplingParams" else ""  # of vLLM
+        raise TypeError(f"generation_config={config!r:.80}: expected a GenerationConfig or None{remedy}")
 
 
 def merge_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:

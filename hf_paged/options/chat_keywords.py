@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase
 
+from hf_paged.config import OF_LOADING, PagedConfig
 from hf_paged.options.prompts import is_chat, is_without_template
+from hf_paged.options.request_options import RequestOptions
+from hf_paged.vllm_names import SAMPLING, unknown_names
+
+# Arguments of `PagedGenerator.generate` that are about a call, besides `RequestOptions`.
+OF_CALL = ("adapter_names", "best_of", "cache_salt", "chat_template_kwargs", "generation_config", "on_error",
+           "priority", "prompts", "request_ids", "seed", "structured")
 
 # Parameters of `apply_chat_template` that decide what it returns: here always the token ids of one chat, as a list.
 OURS = ("tokenize", "return_dict", "return_tensors", "padding", "return_assistant_tokens_mask")
@@ -45,9 +53,9 @@ def split_keywords(keywords: dict[str, Any], explicit: Any, prompts: list[Any], 
         variables = template_variables(tokenizer, {**found, **template})
         found = {name: value for name, value in rest.items() if name in known or name in variables}
     template = {**found, **template}
-    if unknown := sorted(name for name in rest if name not in found and not hasattr(GenerationConfig, name)):
-        raise ValueError(f"generate_kwargs {unknown}: expected fields of a GenerationConfig, parameters of "
-                         "apply_chat_template or variables of the chat template")
+    if unknown := {name: value for name, value in rest.items()
+                   if name not in found and not hasattr(GenerationConfig, name)}:
+        raise ValueError(_unknown_settings(unknown, {*fields, *known}))
     settings = {name: value for name, value in keywords.items() if name not in found}
     if not template:
         return {"add_generation_prompt": True}, settings
@@ -59,6 +67,19 @@ def split_keywords(keywords: dict[str, Any], explicit: Any, prompts: list[Any], 
                          "of messages, each a dict with a role); leave it out, or give chats")
     template.setdefault("add_generation_prompt", not template.get("continue_final_message"))
     return template, settings
+
+
+def _unknown_settings(given: dict[str, Any], accepted: set[str]) -> str:
+    parameters = {name for name in inspect.signature(GenerationMixin.generate).parameters if name != "self"}
+    fields = {field.name for field in dataclasses.fields(PagedConfig)}
+    elsewhere = {
+        "PagedGenerator.from_pretrained, PagedGenerator or hf_paged.enable": fields,
+        "PagedGenerator.from_pretrained": OF_LOADING, "PagedGenerator.generate": ("use_tqdm",),
+        "model.generate, which the enabled model runs": parameters - {"kwargs"},
+    }
+    return unknown_names(given, {*accepted, *RequestOptions._fields, *OF_CALL}, SAMPLING, elsewhere,
+                         "expected fields of a GenerationConfig, parameters of apply_chat_template or variables of "
+                         "the chat template")
 
 
 def template_parameters(tokenizer: Any) -> frozenset[str]:

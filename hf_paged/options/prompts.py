@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,6 +68,13 @@ def is_without_template(prompt: Any) -> bool:
     if isinstance(prompt, dict):
         return "role" not in prompt
     return isinstance(prompt, (str, np.ndarray, Completion)) or (_is_token_ids(prompt) and not is_chat(prompt))
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise TypeError for the name of a tokenizer, which other libraries take in place of the object."""
+    if isinstance(tokenizer, (str, os.PathLike)):
+        raise TypeError(f"tokenizer={tokenizer!r:.200}: expected None or a tokenizer, such as "
+                        f"AutoTokenizer.from_pretrained({tokenizer!r:.200})")
 
 
 def _inside(prompt: dict[str, Any]) -> Any:
