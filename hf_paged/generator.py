@@ -159,7 +159,8 @@ class PagedGenerator:
         """Complete every prompt.
 
         Args:
-            prompts: a str, token ids, a chat (a list of messages, each a dict with a role), ``{"prompt": str}`` or
+            prompts: a str, token ids, a chat (a list of messages, each a dict with a role and a content, which is
+                text or a list of text parts), ``{"prompt": str}`` or
                 ``{"prompt_token_ids": ids}``, or a list of such prompts, of one form or of several. To go on with what
                 was ended half-way: its `Completion`, or ``"output_token_ids": ids`` beside the prompt in its dict (see
                 `Engine.add_request`). Or none, and tensors ``input_ids=``, ``attention_mask=`` as for `model.generate`.
@@ -185,7 +186,7 @@ class PagedGenerator:
                 nothing runs. "complete": its completions (each of ``num_return_sequences``) end with
                 ``finish_reason="error"`` and the message in `Completion.error`; the others run.
             chat_template_kwargs: keywords of ``tokenizer.apply_chat_template`` for prompts that are chats, whatever
-                their names; they win over those in ``generate_kwargs``.
+                their names; they win over those in ``generate_kwargs``. What the template does not read is refused.
             on_weight_change: in place of the config's, for this call; not for tensors.
             structured: the form that the output has to have, one for the call or one per prompt (see
                 `Engine.add_request` and docs/structured.md).

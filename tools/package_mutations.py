@@ -44,6 +44,7 @@ GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generi
 KERNELS, KERNEL_TESTS = "models/guards/hub_kernels.py", "models/guards/test_hub_kernels.py"
 WRAPPER_TESTS = "models/test_wrappers.py"
 
+CHAT_KEYWORDS, CHAT_TESTS = "options/chat_keywords.py", "options/test_chat_keywords.py"
 # Messages about what is missing or written otherwise.
 MESSAGES = [
     PackageMutation("serve.py", '        require("serve", f"{program} serve")', "        pass", "test_optional.py",
@@ -54,6 +55,12 @@ MESSAGES = [
                     "test_vllm_names.py", "other_names_in_a_config"),
     PackageMutation("integration/pretrained.py", "found[1] not in arguments", "False", "test_vllm_names.py",
                     "of_the_models_own"),
+    PackageMutation(CHAT_KEYWORDS, "    check_read(template, tokenizer)\n", "", CHAT_TESTS, "refused_by_name"),
+    PackageMutation(CHAT_KEYWORDS, "{**(others or {}), **given}", "{}", CHAT_TESTS, "will_be_used"),
+    PackageMutation("options/chats.py", "source is None or reads_parts(source)", "False", "options/test_chats.py",
+                    "stock_gives"),
+    PackageMutation("options/chat_templates.py", """ and re.search("['\\"]type['\\"]", rendered) is None""", "",
+                    "options/test_chats.py", "which_templates"),
     PackageMutation("optional.py", "    for module in EXTRAS[extra]:\n", "    for module in EXTRAS[extra][:1]:\n",
                     "test_optional.py", "names_the_module"),
 ]

@@ -76,8 +76,8 @@ class Loading:
         for name, value in self.arguments.items():
             if name in OF_FILES or value is None or any(value is one for one in neutral.get(name, ())):
                 continue
-            expected = (f"expected it left out with tensor_parallel_size={size}, where each rank builds transformers' own "
-                        "class and reads its share of unquantized safetensors files")
+            expected = (f"expected it left out with tensor_parallel_size={size}, where each rank builds transformers' "
+                        "own class and reads its share of unquantized safetensors files")
             raise ValueError(unknown_argument({name: value}, expected))
         return self.of_files
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_paged.options.chats import is_chat, is_message, readable_chat
 from hf_paged.outputs import Completion
 
 ACCEPTED = (
@@ -49,7 +50,8 @@ def prompt_ids(prompt: Any, tokenizer: Any, template: dict[str, Any]) -> Sequenc
         prompt = _require(tokenizer, "text prompts")(prompt)["input_ids"]
     elif is_chat(prompt):
         tokenizer = _require(tokenizer, "chats")
-        prompt = tokenizer.apply_chat_template(prompt, **template, tokenize=True, return_dict=True)["input_ids"]
+        chat = readable_chat(prompt, tokenizer, template)
+        prompt = tokenizer.apply_chat_template(chat, **template, tokenize=True, return_dict=True)["input_ids"]
     elif isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
     elif not isinstance(prompt, (list, tuple)):
@@ -58,15 +60,10 @@ def prompt_ids(prompt: Any, tokenizer: Any, template: dict[str, Any]) -> Sequenc
     return ids
 
 
-def is_chat(value: Any) -> bool:
-    """Is this one chat: a list of messages, each a dict with a role?"""
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
-
-
 def is_without_template(prompt: Any) -> bool:
     """Is this a prompt that no chat template is applied to? False also for what is no prompt at all."""
     if isinstance(prompt, dict):
-        return "role" not in prompt
+        return not is_message(prompt)
     return isinstance(prompt, (str, np.ndarray, Completion)) or (_is_token_ids(prompt) and not is_chat(prompt))
 
 
@@ -79,7 +76,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 def _inside(prompt: dict[str, Any]) -> Any:
     """What a dict around one prompt holds, as vLLM takes them: ids where there are both; None counts as left out."""
-    if "role" in prompt:
+    if is_message(prompt):
         raise TypeError(f"{prompt!r:.80}: this is one message; expected a chat, which is a list of messages")
     given = {name for name, value in prompt.items() if value is not None}
     if not given or not given <= {_TEXT, _IDS}:
