@@ -44,6 +44,7 @@ GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generi
 KERNELS, KERNEL_TESTS = "models/guards/hub_kernels.py", "models/guards/test_hub_kernels.py"
 WRAPPER_TESTS = "models/test_wrappers.py"
 
+UPDATE_TESTS = "engine/test_calls_in_updates.py"
 CHAT_KEYWORDS, CHAT_TESTS = "options/chat_keywords.py", "options/test_chat_keywords.py"
 # Messages about what is missing or written otherwise.
 MESSAGES = [
@@ -61,6 +62,13 @@ MESSAGES = [
                     "stock_gives"),
     PackageMutation("options/chat_templates.py", """ and re.search("['\\"]type['\\"]", rendered) is None""", "",
                     "options/test_chats.py", "which_templates"),
+    PackageMutation("options/notices.py", 'or "room" in self._given', "", "integration/test_requests.py",
+                    "beyond_the_longest"),
+    PackageMutation("options/arguments.py", "            GenerationConfig(**{name: value}).validate()\n",
+                    "            pass\n", "options/test_arguments.py", "length_as_text"),
+    PackageMutation("engine/engine.py", "self._updating_thread is not None and id(self) in _updated.get()",
+                    "False", UPDATE_TESTS, "awaited"),
+    PackageMutation(INPUTS, "    if engine.is_updating():\n", "    if False:\n", UPDATE_TESTS, "stock"),
     PackageMutation("optional.py", "    for module in EXTRAS[extra]:\n", "    for module in EXTRAS[extra][:1]:\n",
                     "test_optional.py", "names_the_module"),
 ]
