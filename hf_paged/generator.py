@@ -26,7 +26,7 @@ from hf_paged.integration.async_calls import AsyncCalls
 from hf_paged.integration.best_of import best_completions
 from hf_paged.integration.call_context import call_salt, call_seed
 from hf_paged.integration.enable import disable, enable_with_engine, get_engine, is_enabled, merged_config, unwrap
-from hf_paged.integration.pretrained import load_whole, split_arguments
+from hf_paged.integration.pretrained import check_checkpoint, load_whole, split_arguments
 from hf_paged.integration.pretrained import tokenizer_of as _tokenizer_of
 from hf_paged.integration.requests import Asked, Call, RequestMaker, numbered, one_per_prompt, wanted
 from hf_paged.monitoring.registry import metrics_of
@@ -106,13 +106,14 @@ class PagedGenerator:
             ValueError: tensor_parallel_size that the model, the devices or the processes at hand do not allow; a
                 device_map over several devices; an argument that several ranks cannot carry out.
             TypeError: an argument that neither `PagedConfig` nor transformers knows.
-            OSError: transformers finds no model there.
+            OSError: there is no such folder, or no model in it, or transformers finds none under this id.
             WorkerDiedError: a rank ended before all were ready; the message holds its error.
         """
         require_int("tensor_parallel_size", tensor_parallel_size, 1)
         check_tokenizer(tokenizer)
         loading, overrides = split_arguments(kwargs, dtype, device, device_map, trust_remote_code)
         settings = merged_config(config, overrides)
+        check_checkpoint(path_or_id, loading)
         if tensor_parallel_size == 1:
             tokenizer = _tokenizer_of(path_or_id, loading) if tokenizer is None else tokenizer
             return cls(load_whole(path_or_id, loading), tokenizer, settings)

@@ -44,6 +44,7 @@ GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generi
 KERNELS, KERNEL_TESTS = "models/guards/hub_kernels.py", "models/guards/test_hub_kernels.py"
 WRAPPER_TESTS = "models/test_wrappers.py"
 
+PLACE, PLACE_TESTS = "parallel/checkpoint_place.py", "parallel/test_checkpoint_place.py"
 UPDATE_TESTS = "engine/test_calls_in_updates.py"
 CHAT_KEYWORDS, CHAT_TESTS = "options/chat_keywords.py", "options/test_chat_keywords.py"
 # Messages about what is missing or written otherwise.
@@ -69,6 +70,8 @@ MESSAGES = [
     PackageMutation("engine/engine.py", "self._updating_thread is not None and id(self) in _updated.get()",
                     "False", UPDATE_TESTS, "awaited"),
     PackageMutation(INPUTS, "    if engine.is_updating():\n", "    if False:\n", UPDATE_TESTS, "stock"),
+    PackageMutation(PLACE, """path.count("/") > 1""", "False", PLACE_TESTS, "missing_folder"),
+    PackageMutation(PLACE, "            check_file(file)\n", "            pass\n", PLACE_TESTS, "broken_file_is_named"),
     PackageMutation("optional.py", "    for module in EXTRAS[extra]:\n", "    for module in EXTRAS[extra][:1]:\n",
                     "test_optional.py", "names_the_module"),
 ]

@@ -759,6 +759,8 @@ class Engine:
             config: a LoraConfig or its dict; needed with a state dict.
 
         Raises:
+            ImportError: PEFT is not installed.
+            OSError: there is no such folder, or no adapter in it.
             ValueError, TypeError: the name is taken, or the adapter is none for this model; the model has none of it.
             RuntimeError: as from `weight_update`; a model that its trainer shards.
         """

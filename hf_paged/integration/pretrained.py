@@ -19,11 +19,14 @@ from transformers.utils.hub import cached_files
 
 from hf_paged.config import OF_LOADING, PagedConfig
 from hf_paged.kernels.weights_checksum import begin_early
+from hf_paged.parallel.checkpoint import find_files
+from hf_paged.parallel.checkpoint_place import check_place, naming_broken_files, naming_the_place
 from hf_paged.vllm_names import LOADING, SAMPLING, unknown_names
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _NO_PLACE = ("user_agent", "repo_type", "tqdm_class", "init_inputs", "kwargs", "filenames", "deprecated_kwargs",
              "class_reference", "path_or_repo_id", "pretrained_model_name_or_path")
+_CONFIGS = ("config.json", "adapter_config.json", "params.json")
 _ANYWHERE = ("auto", "balanced", "balanced_low_0", "sequential")
 _REMEDY = ("a PagedGenerator holds the whole model on one device; for several give tensor_parallel_size=N (one model "
            "over N GPUs), or run one process a device (docs/data_parallel.md)")
@@ -133,7 +136,9 @@ def load_whole(path_or_id: str | os.PathLike, loading: Loading) -> Any:
     arguments = dict(loading.arguments)
     if loading.is_mapped or arguments.get("quantization_config") is not None:  # quantizers move no model afterwards
         arguments["device_map"] = {"": loading.device}
-    with _naming_unknown_arguments(arguments):
+    files = loading.of_files
+    with _naming_unknown_arguments(arguments), naming_the_place("path_or_id", path_or_id), naming_broken_files(
+            lambda: find_files(str(path_or_id), **files)):
         model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=loading.dtype, **arguments)
     is_there = model.device.type == loading.device.type and loading.device.index in (None, model.device.index)
     return (model if is_there else model.to(loading.device)).eval()
@@ -162,6 +167,12 @@ def tokenizer_of(path_or_id: str | os.PathLike, loading: Loading) -> Any:
     if not _has_tokenizer(path_or_id, loading.of_files):
         return None
     return AutoTokenizer.from_pretrained(path_or_id, padding_side="left", **loading.of_tokenizer)
+
+
+def check_checkpoint(path_or_id: str | os.PathLike, loading: Loading) -> None:
+    """Raise an OSError where there is no folder of this name, or no config of a model in it."""
+    elsewhere = any(loading.arguments.get(name) for name in ("subfolder", "gguf_file"))
+    check_place("path_or_id", path_or_id, () if elsewhere else _CONFIGS)
 
 
 def _default_device() -> torch.device:
