@@ -12,6 +12,7 @@ import asyncio
 import functools
 import inspect
 import queue
+import sys
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -94,14 +95,13 @@ def _checking_place(stock: Callable) -> Callable:
     """Of `ModelManager._validate_args`: a folder that is missing ends the command with one line."""
 
     def _validate_args(self: Any) -> None:
-        import typer
-
         stock(self)
         if self.force_model is not None and not self.force_model.endswith(".gguf"):
             try:
                 check_place("MODEL", self.force_model)
             except OSError as error:
-                raise typer.BadParameter(str(error)) from error
+                print(error, file=sys.stderr)
+                sys.exit(2)
 
     return _validate_args
 
