@@ -85,7 +85,8 @@ def test_by_a_generator_and_its_engine(saved, of_engine):
 
 def test_by_the_engine_of_an_enabled_model(saved):
     path, expected = saved
-    engine = hf_paged.get_engine(hf_paged.enable(tiny_model(), strict=True))
+    model = hf_paged.enable(tiny_model(), strict=True)
+    engine = hf_paged.get_engine(model)
     engine.load_adapter("one", path)
     engine.add_request(IDS[0].tolist(), GenerationConfig(**OPTIONS), adapter_name="one")
     ends = []
