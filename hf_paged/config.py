@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from hf_paged.vllm_names import LOADING, unknown_names
 
 ATTENTION_BACKENDS = ("auto", "triton", "hopper", "flash_attn", "torch")
 ALL_REDUCES = ("auto", "nccl", "peers")
 ON_WEIGHT_CHANGE = ("recompute", "keep")
+# Arguments of `PagedGenerator.from_pretrained` that are no fields, since they say how a model is loaded.
+OF_LOADING = ("tensor_parallel_size", "dtype", "device", "device_map", "tokenizer", "trust_remote_code", "revision",
+              "token", "cache_dir", "attn_implementation", "quantization_config")
+
+T = TypeVar("T")
 
 
+def _refusing_unknown_fields(config: type[T]) -> type[T]:
+    """Make the constructor of a config say what to write in place of a name that is no field."""
+    stock = config.__init__
+
+    @functools.wraps(stock)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        check_fields(given)
+        stock(self, *args, **given)
+
+    config.__init__ = __init__  # type: ignore[method-assign]
+    return config
+
+
+@_refusing_unknown_fields
 @dataclass(frozen=True)
 class PagedConfig:
     """How the paged engine runs. Immutable; `hf_paged.enable(model, config, **overrides)` replaces single fields.
@@ -57,6 +81,7 @@ class PagedConfig:
 
     Raises:
         ValueError: for a value outside these limits; the message names the field, the value and what is accepted.
+        TypeError: for a name that is no field; the message says what to write, also for names of vLLM.
     """
 
     block_size: int = 16
@@ -113,6 +138,17 @@ class PagedConfig:
             if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0.0 < seconds < float("inf"):
                 raise ValueError(f"{name}={seconds!r}: expected a positive number of seconds")
         _require_one_of(self, "overlap", (None, True, False))
+
+
+def check_fields(given: Mapping[str, Any]) -> None:
+    """Raise TypeError for arguments that are no fields of a `PagedConfig`; the message says what to write."""
+    known = {field.name for field in fields(PagedConfig)}
+    if unknown := {name: value for name, value in given.items() if name not in known}:
+        from transformers import GenerationConfig  # for the message alone: the command line's parser imports this file
+
+        elsewhere = {"PagedGenerator.from_pretrained, which loads the model": OF_LOADING,
+                     "PagedGenerator.generate or model.generate": vars(GenerationConfig())}
+        raise TypeError(unknown_names(unknown, known, LOADING, elsewhere, "expected a field of PagedConfig"))
 
 
 def require_int(name: str, value: object, least: int, *, optional: bool = False) -> None:

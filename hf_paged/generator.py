@@ -26,13 +26,15 @@ from hf_paged.integration.async_calls import AsyncCalls
 from hf_paged.integration.best_of import best_completions
 from hf_paged.integration.call_context import call_salt, call_seed
 from hf_paged.integration.enable import disable, enable_with_engine, get_engine, is_enabled, merged_config, unwrap
-from hf_paged.integration.pretrained import load_whole, split_arguments
+from hf_paged.integration.pretrained import check_checkpoint, load_whole, split_arguments
 from hf_paged.integration.pretrained import tokenizer_of as _tokenizer_of
 from hf_paged.integration.requests import Asked, Call, RequestMaker, numbered, one_per_prompt, wanted
 from hf_paged.monitoring.registry import metrics_of
 from hf_paged.options.arguments import base_seed, merge_config, salt_digest
+from hf_paged.options.prompts import check_tokenizer
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.parallel.launch import Workers
+from hf_paged.vllm_names import unknown_method
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -61,6 +63,7 @@ class PagedGenerator:
 
     def __init__(self, model: torch.nn.Module, tokenizer: Any = None, config: PagedConfig | None = None,
                  **overrides: Any) -> None:
+        check_tokenizer(tokenizer)
         if is_enabled(model):
             raise ValueError("model: it is enabled already; call hf_paged.disable(model) first, or use model.generate")
         self.model: Any = model
@@ -103,12 +106,14 @@ class PagedGenerator:
             ValueError: tensor_parallel_size that the model, the devices or the processes at hand do not allow; a
                 device_map over several devices; an argument that several ranks cannot carry out.
             TypeError: an argument that neither `PagedConfig` nor transformers knows.
-            OSError: transformers finds no model there.
+            OSError: there is no such folder, or no model in it, or transformers finds none under this id.
             WorkerDiedError: a rank ended before all were ready; the message holds its error.
         """
         require_int("tensor_parallel_size", tensor_parallel_size, 1)
+        check_tokenizer(tokenizer)
         loading, overrides = split_arguments(kwargs, dtype, device, device_map, trust_remote_code)
         settings = merged_config(config, overrides)
+        check_checkpoint(path_or_id, loading)
         if tensor_parallel_size == 1:
             tokenizer = _tokenizer_of(path_or_id, loading) if tokenizer is None else tokenizer
             return cls(load_whole(path_or_id, loading), tokenizer, settings)
@@ -155,7 +160,8 @@ class PagedGenerator:
         """Complete every prompt.
 
         Args:
-            prompts: a str, token ids, a chat (a list of messages, each a dict with a role), ``{"prompt": str}`` or
+            prompts: a str, token ids, a chat (a list of messages, each a dict with a role and a content, which is
+                text or a list of text parts), ``{"prompt": str}`` or
                 ``{"prompt_token_ids": ids}``, or a list of such prompts, of one form or of several. To go on with what
                 was ended half-way: its `Completion`, or ``"output_token_ids": ids`` beside the prompt in its dict (see
                 `Engine.add_request`). Or none, and tensors ``input_ids=``, ``attention_mask=`` as for `model.generate`.
@@ -181,7 +187,7 @@ class PagedGenerator:
                 nothing runs. "complete": its completions (each of ``num_return_sequences``) end with
                 ``finish_reason="error"`` and the message in `Completion.error`; the others run.
             chat_template_kwargs: keywords of ``tokenizer.apply_chat_template`` for prompts that are chats, whatever
-                their names; they win over those in ``generate_kwargs``.
+                their names; they win over those in ``generate_kwargs``. What the template does not read is refused.
             on_weight_change: in place of the config's, for this call; not for tensors.
             structured: the form that the output has to have, one for the call or one per prompt (see
                 `Engine.add_request` and docs/structured.md).
@@ -377,6 +383,9 @@ class PagedGenerator:
                         "actors")
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(unknown_method(type(self).__name__, name), name=name, obj=self)
 
     def _base_seed(self, seed: int | None) -> int:
         return base_seed(seed, self.engine.config.seed)

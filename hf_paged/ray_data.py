@@ -15,6 +15,7 @@ from hf_paged.config import require_int
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.generator import PagedGenerator
 from hf_paged.integration.requests import ON_ERROR, error_text
+from hf_paged.optional import require
 from hf_paged.options.arguments import base_seed, merge_config
 from hf_paged.options.chat_keywords import split_keywords
 from hf_paged.options.prompts import is_chat, prompt_ids
@@ -56,11 +57,10 @@ def generate_dataset(dataset: Dataset, path: str, *, num_actors: int = 1, batch_
         ValueError, TypeError: an argument, named with its value. What only an actor can see (no such checkpoint or
             column, generation settings) ends the dataset's execution with Ray's error around it.
     """
-    try:
-        import ray
-        from ray.data import ActorPoolStrategy
-    except ImportError as error:
-        raise ImportError("generate_dataset needs Ray Data: pip install 'hf-paged[ray]'") from error
+    require("ray", "generate_dataset")
+    import ray
+    from ray.data import ActorPoolStrategy
+
     counts = {"num_actors": num_actors, "batch_size": batch_size, "tensor_parallel_size": tensor_parallel_size}
     for name, value in counts.items():
         require_int(name, value, 1)

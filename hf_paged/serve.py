@@ -16,6 +16,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.integration.install import install
 from hf_paged.integration.serving.adapters import split_adapters
 from hf_paged.integration.serving.server import install_serving
+from hf_paged.optional import require
 
 SETTING = "--engine"
 
@@ -44,6 +45,11 @@ def split_settings(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 def main(arguments: list[str] | None = None, program: str = "python -m hf_paged") -> None:
     """Install and run transformers' command line; `arguments` (None: the process's) are those of ``serve``."""
+    try:
+        require("serve", f"{program} serve")  # transformers' own modules fail with a NameError
+    except ImportError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
     from transformers.cli.transformers import app
 
     adapters, others = split_adapters(sys.argv[1:] if arguments is None else arguments)

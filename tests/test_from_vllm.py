@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
-from hf_paged import PagedGenerator
+from hf_paged import PagedConfig, PagedGenerator
+from hf_paged.vllm_names import LOADING, METHODS, SAMPLING
 
 PAGE = (Path(__file__).parents[1] / "docs" / "from_vllm.md").read_text()
 THEIRS, OURS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 ROWS = [line.split("|")[1:3] for line in PAGE.splitlines() if line.startswith("| `")]
+OURS_OF_CALLS = {*inspect.signature(PagedGenerator.generate).parameters, *vars(GenerationConfig()), "tools",
+                 "chat_template", "add_generation_prompt", "continue_final_message"}
+OURS_OF_LOADING = {*inspect.signature(PagedGenerator.from_pretrained).parameters, "revision",
+                   *(field.name for field in dataclasses.fields(PagedConfig))}
+
+
+def names_of(*titles):
+    """The names in the first columns of the tables under these titles: code spans, up to their values."""
+    sections = [PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0] for title in titles]
+    assert all(sections)
+    cells = [line.split("|")[1] for section in sections for line in section.splitlines() if line.startswith("| `")]
+    return {re.split(r"[=({]", span)[0] for cell in cells for span in re.findall(r"`(\w[^`]*)`", cell)}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +79,31 @@ def test_every_field_of_vllm_is_in_the_table():
         "truncate_prompt_tokens", "output_kind", "bad_words", "logit_bias", "allowed_token_ids", "extra_args",
     ]
     assert set(fields) <= {word for them, _ in ROWS for word in re.findall(r"\w+", them)}
+
+
+@pytest.mark.parametrize(("titles", "table", "ours"), [
+    (("Fields of SamplingParams", "Arguments of LLM.generate"), SAMPLING, OURS_OF_CALLS),
+    (("Arguments of LLM",), LOADING, OURS_OF_LOADING),
+    (("Methods of LLM",), METHODS, {"generate"}),
+])
+def test_the_tables_are_those_that_errors_answer_from(titles, table, ours):
+    """A name of vLLM is one of ours, too, or an error says what to write in its place; the page has both."""
+    listed = names_of(*titles)
+    assert listed - ours == {*table}, listed ^ {*table}
+
+
+def test_the_flags_on_our_side_exist():
+    pytest.importorskip("fastapi", reason="of the extra `serve`")
+    from transformers.cli.serve import Serve
+
+    from hf_paged.integration.serving.adapters import OPTION
+
+    section = PAGE.partition("\n## Flags of vllm serve\n")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
+    same = {flag for row in rows if row[2].strip() == "the same" for flag in re.findall(r"--[\w-]+", row[1])}
+    ours = {flag for row in rows for flag in re.findall(r"--[\w-]+", row[2])} | same
+    known = {f"--{name.replace('_', '-')}" for name in inspect.signature(Serve.__init__).parameters}
+    assert {"--cb-num-blocks", "--host"} <= ours and ours - known == {OPTION}
 
 
 def test_n_and_best_of(script, made):

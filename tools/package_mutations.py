@@ -45,6 +45,37 @@ GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generi
 KERNELS, KERNEL_TESTS = "models/guards/hub_kernels.py", "models/guards/test_hub_kernels.py"
 WRAPPER_TESTS = "models/test_wrappers.py"
 
+PLACE, PLACE_TESTS = "parallel/checkpoint_place.py", "parallel/test_checkpoint_place.py"
+UPDATE_TESTS = "engine/test_calls_in_updates.py"
+CHAT_KEYWORDS, CHAT_TESTS = "options/chat_keywords.py", "options/test_chat_keywords.py"
+# Messages about what is missing or written otherwise.
+MESSAGES = [
+    PackageMutation("serve.py", '        require("serve", f"{program} serve")', "        pass", "test_optional.py",
+                    "ends_with_one_line"),
+    PackageMutation("vllm_names.py", "if name not in accepted and (near", "if (near", "test_vllm_names.py",
+                    "answered_together"),
+    PackageMutation("vllm_names.py", "    for table in (SAMPLING, LOADING):\n", "    for table in ():\n",
+                    "test_vllm_names.py", "other_names_in_a_config"),
+    PackageMutation("integration/pretrained.py", "found[1] not in arguments", "False", "test_vllm_names.py",
+                    "of_the_models_own"),
+    PackageMutation(CHAT_KEYWORDS, "    check_read(template, tokenizer)\n", "", CHAT_TESTS, "refused_by_name"),
+    PackageMutation(CHAT_KEYWORDS, "{**(others or {}), **given}", "{}", CHAT_TESTS, "will_be_used"),
+    PackageMutation("options/chats.py", "source is None or reads_parts(source)", "False", "options/test_chats.py",
+                    "stock_gives"),
+    PackageMutation("options/chat_templates.py", """ and re.search("['\\"]type['\\"]", rendered) is None""", "",
+                    "options/test_chats.py", "which_templates"),
+    PackageMutation("options/notices.py", 'or "room" in self._given', "", "integration/test_requests.py",
+                    "beyond_the_longest"),
+    PackageMutation("options/arguments.py", "            GenerationConfig(**{name: value}).validate()\n",
+                    "            pass\n", "options/test_arguments.py", "length_as_text"),
+    PackageMutation("engine/engine.py", "self._updating_thread is not None and id(self) in _updated.get()",
+                    "False", UPDATE_TESTS, "awaited"),
+    PackageMutation(INPUTS, "    if engine.is_updating():\n", "    if False:\n", UPDATE_TESTS, "stock"),
+    PackageMutation(PLACE, """path.count("/") > 1""", "False", PLACE_TESTS, "missing_folder"),
+    PackageMutation(PLACE, "            check_file(file)\n", "            pass\n", PLACE_TESTS, "broken_file_is_named"),
+    PackageMutation("optional.py", "    for module in EXTRAS[extra]:\n", "    for module in EXTRAS[extra][:1]:\n",
+                    "test_optional.py", "names_the_module"),
+]
 # Which path a call takes: asked beforehand, counted, and warned of.
 WHICH_PATH = [
     PackageMutation(PATHS, "    over = is_eos.cumsum(1) > is_eos.int()\n", "    over = is_eos & False\n", PATHS_TESTS,

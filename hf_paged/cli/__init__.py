@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parser.parse_args(given)
     try:
         status: int = parsed.run(parsed)
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"hf-paged: {error}", file=sys.stderr)
         return 2
     return status

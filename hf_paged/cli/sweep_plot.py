@@ -14,7 +14,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     """Write the picture, in the format that the file's name says.
 
     Raises:
-        RuntimeError: matplotlib is not installed.
+        ImportError: matplotlib is not installed.
     """
     figure = new_figure(10, 4)
     points = [point for point in report["points"] if point["per_token"]]

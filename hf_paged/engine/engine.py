@@ -11,7 +11,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -78,10 +79,15 @@ from hf_paged.scheduler.lockstep_rows import blocks_together
 _NAP = 0.5e-3
 FROM_INSIDE = ("A streamer, processor or criterion called `generate` of its own model. That inner call runs in stock; "
                "call it after the outer one.")
+IN_UPDATE = ("Steps wait for the end of the update, so that this call runs in stock, over weights that may be half "
+             "written. Leave the `with` block first.")
 DISABLED = "Disable a model after its calls are done."
 BUSY_PRECISION = ("One engine computes in one precision at a time. Make calls under autocast and calls without it one "
                   "after the other, or all under the same.")
+# Engines, by id, inside of whose `weight_update` this context is, in whatever thread or task it runs.
+_updated: ContextVar[frozenset[int]] = ContextVar("hf_paged_updated", default=frozenset())
 _CANNOT_RUN = "the model cannot run on the paged engine as it is now: "
+_IN_UPDATE = "inside a weight_update() of the same engine, which holds steps off: leave the `with` block first"
 _CLOSED = "this engine is closed: its model was disabled"
 _FORKED = "this process is a fork of one whose model is sharded over several ranks: expected that process"
 
@@ -330,8 +336,7 @@ class Engine:
         if new.settings.structured is not None and new.grammar is None:  # here, not inside of a step
             new = replace(new, grammar=self.grammar_of(new.settings.structured))
         with self._lock.turn(), self._lock.rlock:
-            if self.is_reentrant():
-                raise RuntimeError("a request cannot be added inside a step or a weight_update() of the same engine")
+            self._refuse_inside("a request was added")
             self._core.recover_if_dirty()
             if not self._core.compute_under(new.autocast):
                 raise PrecisionBusyError(self._busy_reason(new.autocast))
@@ -371,8 +376,7 @@ class Engine:
 
     def advance(self, sessions: list[Session], *, always_step: bool = False) -> list[list[StepOutput]]:
         """Of each session the outputs that wait for it, after at most one step; it may be unfinished after none."""
-        if self.is_reentrant():
-            raise RuntimeError("step() was called from inside a step or a weight_update() of the same engine")
+        self._refuse_inside("step() was called")
         with self._lock.turn(after_others=True) as turn, self._lock.rlock:
             turn.leave()
             is_stuck = False  # there was nothing to do, or it has to wait for others
@@ -452,6 +456,8 @@ class Engine:
 
     def _refusal(self) -> Reason | None:
         """Why no rows at all can step together here and now, or None."""
+        if self.is_updating():
+            return Reason("it was called inside a weight_update() of the same engine", remedy=IN_UPDATE)
         if self.is_reentrant():
             return Reason("it was called from inside a step of the same engine", remedy=FROM_INSIDE)
         if self._is_shut_down:
@@ -573,7 +579,7 @@ class Engine:
             A `matplotlib.figure.Figure`, which a notebook shows; ``savefig`` writes it to a file.
 
         Raises:
-            RuntimeError: matplotlib is not installed (``pip install "hf-paged[plot]"``).
+            ImportError: matplotlib is not installed (``pip install 'hf-paged[plot]'``).
             OSError, ValueError: there is no trace in that file.
         """
         return draw(self.cache_view(), trace)
@@ -610,7 +616,8 @@ class Engine:
         with self._lock.turn(), self._lock.rlock:
             if unfinished := len(self._core.requests) + len(self._commands.expected):
                 raise RuntimeError(f"release_memory: {unfinished} requests are unfinished")
-            if self.is_reentrant() or self._core.batches:
+            self._refuse_inside("release_memory() was called")
+            if self._core.batches:
                 raise RuntimeError("release_memory: a generate call is under way")
             # Merged weights and graphs lie in the replica's memory.
             self._carry_out(Release(graphs or self.replica is not None))
@@ -665,8 +672,7 @@ class Engine:
         """
         with self._uninterrupted(), self._lock.turn() as turn, self._lock.rlock:
             turn.leave()
-            if self.is_reentrant():
-                raise RuntimeError("weight_update() was entered inside a step or another update of the same engine")
+            self._refuse_inside("weight_update() was entered")
             self._check_open()
             if self.replica is not None and self.replica.is_readable:
                 if self.replica.is_pinned:
@@ -677,6 +683,7 @@ class Engine:
                                        "gathered weights, which no update reaches: end them first")
             self._carry_out(HoldForWeights())
             self._updating_thread = threading.get_ident()
+            token = _updated.set(_updated.get() | {id(self)})
             try:
                 self._core.weights_in_doubt = not self.group.is_parallel
                 self._core.follow_stream()
@@ -689,6 +696,8 @@ class Engine:
                     self._core.weights_written()
                 finally:
                     self._updating_thread = None
+                    with suppress(ValueError):  # the block was left in another context than it was entered in
+                        _updated.reset(token)
                     self._run_deferred()
 
     def load_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], *,
@@ -715,8 +724,7 @@ class Engine:
         sent = self.group.driven or not self.group.is_parallel  # else every rank is given the tensors
         loader = WeightLoader(self.model, self.group if sent else SINGLE, self._commands.together, partial=partial)
         pairs = loader.checked(weights) if sent else weights
-        updating = self._updating_thread == threading.get_ident()
-        with nullcontext() if updating else self.weight_update():
+        with nullcontext() if self.is_updating() else self.weight_update():
             if sent:
                 loader(pairs)
             else:
@@ -754,6 +762,8 @@ class Engine:
             config: a LoraConfig or its dict; needed with a state dict.
 
         Raises:
+            ImportError: PEFT is not installed.
+            OSError: there is no such folder, or no adapter in it.
             ValueError, TypeError: the name is taken, or the adapter is none for this model; the model has none of it.
             RuntimeError: as from `weight_update`; a model that its trainer shards.
         """
@@ -813,8 +823,7 @@ class Engine:
         self._check_holds_weights()
         for names in buckets(self.model):
             with self._uninterrupted(), self._lock.turn(), self._lock.rlock:
-                if self.is_reentrant():
-                    raise RuntimeError("named_weights() was used inside a step or a weight_update() of the same engine")
+                self._refuse_inside("named_weights() was used")
                 self._check_open()
                 tensors = self._carry_out(GatherWeights(names))
             for name, tensor in zip(names, tensors, strict=True):
@@ -910,6 +919,23 @@ class Engine:
         busy = self._core.stepping_thread, self._commands.busy_thread, self._updating_thread
         return threading.get_ident() in busy
 
+    def is_updating(self) -> bool:
+        """True in the thread that is inside a `weight_update` of this engine right now."""
+        return self._updating_thread == threading.get_ident()
+
+    def check_outside_update(self) -> None:
+        """Raise RuntimeError in a task that is inside a `weight_update`, and would wait for steps that wait for it."""
+        if self._updating_thread is not None and id(self) in _updated.get():
+            raise RuntimeError(f"agenerate or astream was awaited {_IN_UPDATE}")
+
+    def _refuse_inside(self, what: str) -> None:
+        """Raise RuntimeError in a thread that is inside a step or a `weight_update` of this engine."""
+        if self.is_updating():
+            raise RuntimeError(f"{what} {_IN_UPDATE}")
+        if self.is_reentrant():
+            raise RuntimeError(f"{what} inside a step of the same engine: a streamer, processor or criterion, and what "
+                               "else a step calls, may do so only after the step")
+
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def unsupported_reason(self) -> Reason | None:
@@ -935,6 +961,11 @@ class Engine:
     def num_logits(self) -> int:
         """Number of logits that the model makes of a token: ids in generation options must lie below it."""
         return self._executor.num_logits
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens that a sequence may have, prompt and output."""
+        return self._core.pool.max_model_len
 
     def model_mark(self) -> ModelMark:
         """What the model computed in the last call, to be told from what it computes later."""

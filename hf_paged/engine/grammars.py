@@ -18,13 +18,13 @@ from hf_paged.engine.form_compiler import compile_form, said
 from hf_paged.engine.form_compilers import COMPILERS, Vocabulary
 from hf_paged.engine.matchers import XGrammar
 from hf_paged.engine.stopping import tokenizer_traits
+from hf_paged.optional import require
 from hf_paged.options.structured import FormError, Structured, check_size
 
 logger = logging.getLogger(__name__)
 
 _REFUSED_S, _MOST_REFUSED = 60.0, 100  # how long it is remembered that a form is refused, and of how many forms
 _CACHED_BYTES = 256 << 20  # of compiled grammars, per engine
-INSTALL = "Install it with `pip install hf-paged[structured]`, or `pip install xgrammar`."
 NO_TOKENIZER = ("structured: expected an engine with a tokenizer, by which a grammar's texts become tokens; give "
                 "tokenizer= to PagedGenerator or model.generate")
 _EXPECTED = "expected what xgrammar can make a grammar of"
@@ -255,8 +255,7 @@ class _Vocabulary(Vocabulary):
 
 def import_xgrammar() -> Any:
     """The package, or an ImportError that says what to install."""
-    try:
-        import xgrammar
-    except ImportError as error:
-        raise ImportError(f"structured output needs the package xgrammar ({error}). {INSTALL}") from error
+    require("structured", "structured output")
+    import xgrammar
+
     return xgrammar

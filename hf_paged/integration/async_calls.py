@@ -63,6 +63,7 @@ class AsyncCalls:
             while index and (outputs := await running.outputs()):
                 for output in outputs:
                     yield index[output.request_id], output
+                self._engine.check_outside_update()
         finally:
             running.close()
 
@@ -77,6 +78,7 @@ class AsyncCalls:
         return best_completions(asked, [found[number] for number in range(len(asked))])
 
     def _check(self, call: Call) -> None:
+        self._engine.check_outside_update()
         if "input_ids" in call.keywords or isinstance(call.prompts, torch.Tensor):
             raise TypeError("input_ids: expected token ids as lists, or other prompts, where the call is awaited; for "
                             "tensors await asyncio.to_thread(generator.generate, ...)")

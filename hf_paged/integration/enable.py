@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_paged.config import PagedConfig
+from hf_paged.config import PagedConfig, check_fields
 from hf_paged.engine.engine import Engine
 from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.integration import hooks
@@ -50,8 +50,7 @@ def merged_config(config: PagedConfig | None, overrides: dict[str, Any]) -> Page
     """`overrides` over `config`; TypeError for a name that is no field."""
     if config is not None and not isinstance(config, PagedConfig):
         raise TypeError(f"config={config!r:.80}: expected a PagedConfig or None")
-    if unknown := set(overrides) - {field.name for field in dataclasses.fields(PagedConfig)}:
-        raise TypeError(f"{sorted(unknown)}: expected fields of PagedConfig")
+    check_fields(overrides)
     return dataclasses.replace(config or PagedConfig(), **overrides)
 
 

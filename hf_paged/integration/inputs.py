@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from hf_paged.engine.engine import FROM_INSIDE, Engine
+from hf_paged.engine.engine import FROM_INSIDE, IN_UPDATE, Engine
 from hf_paged.errors import Reason
 from hf_paged.integration.cache_name import CACHE_NAME
 from hf_paged.options.arguments import described
@@ -29,6 +29,8 @@ def paged_prompts(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,
 def input_reasons(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,
                   model_kwargs: dict[str, Any]) -> Iterator[Reason]:
     """Why no paged forward computes these inputs here and now, whatever the mask says."""
+    if engine.is_updating():
+        yield Reason("generate was called inside a weight_update() of the same engine", remedy=IN_UPDATE)
     if engine.is_reentrant():
         yield Reason("generate was called from inside a step of the same engine", remedy=FROM_INSIDE)
     if synced_gpus and not engine.finds_shards():  # over gathered weights ranks do not wait for each other

@@ -5,21 +5,28 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import cached_file
 from transformers.utils.hub import cached_files
 
-from hf_paged.config import PagedConfig
+from hf_paged.config import OF_LOADING, PagedConfig
 from hf_paged.kernels.weights_checksum import begin_early
+from hf_paged.parallel.checkpoint import find_files
+from hf_paged.parallel.checkpoint_place import check_place, naming_broken_files, naming_the_place
+from hf_paged.vllm_names import LOADING, SAMPLING, unknown_names
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _NO_PLACE = ("user_agent", "repo_type", "tqdm_class", "init_inputs", "kwargs", "filenames", "deprecated_kwargs",
              "class_reference", "path_or_repo_id", "pretrained_model_name_or_path")
+_CONFIGS = ("config.json", "adapter_config.json", "params.json")
 _ANYWHERE = ("auto", "balanced", "balanced_low_0", "sequential")
 _REMEDY = ("a PagedGenerator holds the whole model on one device; for several give tensor_parallel_size=N (one model "
            "over N GPUs), or run one process a device (docs/data_parallel.md)")
@@ -32,6 +39,8 @@ def _names(function: Any) -> set[str]:
 # Arguments that say where files are found: of any file, of the tokenizer's, and of code beside them.
 OF_FILES = frozenset(_names(cached_files))
 OF_TOKENIZERS = OF_FILES | _names(PreTrainedTokenizerBase.from_pretrained) | _names(get_class_from_dynamic_module)
+_OF_FIELDS = frozenset(field.name for field in dataclasses.fields(PagedConfig))
+_ACCEPTED = _OF_FIELDS | OF_TOKENIZERS | _names(PreTrainedModel.from_pretrained) | {*OF_LOADING, "config"}
 
 
 @dataclass(frozen=True)
@@ -70,8 +79,9 @@ class Loading:
         for name, value in self.arguments.items():
             if name in OF_FILES or value is None or any(value is one for one in neutral.get(name, ())):
                 continue
-            raise ValueError(f"{name}={value!r:.80}: expected it left out with tensor_parallel_size={size}, where each "
-                             "rank builds transformers' own class and reads its share of unquantized safetensors files")
+            expected = (f"expected it left out with tensor_parallel_size={size}, where each rank builds transformers' "
+                        "own class and reads its share of unquantized safetensors files")
+            raise ValueError(unknown_argument({name: value}, expected))
         return self.of_files
 
 
@@ -81,11 +91,12 @@ def split_arguments(arguments: dict[str, Any], dtype: str | torch.dtype, device:
 
     Raises:
         ValueError: `device` beside `device_map`, or a map over several devices.
-        TypeError: an argument that changes what transformers returns.
+        TypeError: an argument that changes what transformers returns, or that has another name here than in vLLM.
     """
-    fields = {field.name for field in dataclasses.fields(PagedConfig)}
-    overrides = {name: value for name, value in arguments.items() if name in fields}
-    others = {name: value for name, value in arguments.items() if name not in fields}
+    overrides = {name: value for name, value in arguments.items() if name in _OF_FIELDS}
+    others = {name: value for name, value in arguments.items() if name not in _OF_FIELDS}
+    if unknown := {name: value for name, value in others.items() if name in LOADING or name in SAMPLING}:
+        raise TypeError(unknown_argument(unknown))  # before anything is downloaded
     if others.pop("output_loading_info", False):
         raise TypeError("output_loading_info=True: expected it left out; a PagedGenerator comes back alone")
     older = others.pop("torch_dtype", None)
@@ -125,9 +136,30 @@ def load_whole(path_or_id: str | os.PathLike, loading: Loading) -> Any:
     arguments = dict(loading.arguments)
     if loading.is_mapped or arguments.get("quantization_config") is not None:  # quantizers move no model afterwards
         arguments["device_map"] = {"": loading.device}
-    model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=loading.dtype, **arguments)
+    files = loading.of_files
+    with _naming_unknown_arguments(arguments), naming_the_place("path_or_id", path_or_id), naming_broken_files(
+            lambda: find_files(str(path_or_id), **files)):
+        model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=loading.dtype, **arguments)
     is_there = model.device.type == loading.device.type and loading.device.index in (None, model.device.index)
     return (model if is_there else model.to(loading.device)).eval()
+
+
+def unknown_argument(given: dict[str, Any], expected: str = "expected a field of PagedConfig, or an argument of "
+                                                           "transformers' from_pretrained") -> str:
+    """The message about arguments of `PagedGenerator.from_pretrained` that are none; `expected` as `unknown_names`."""
+    return unknown_names(given, _ACCEPTED, LOADING, {"generate": vars(GenerationConfig())}, expected)
+
+
+@contextmanager
+def _naming_unknown_arguments(arguments: dict[str, Any]) -> Iterator[None]:
+    """Raise TypeErrors about arguments that the model's class does not take as errors about those of the call."""
+    try:
+        yield
+    except TypeError as error:
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if found is None or found[1] not in arguments:
+            raise
+        raise TypeError(unknown_argument({found[1]: arguments[found[1]]})) from error
 
 
 def tokenizer_of(path_or_id: str | os.PathLike, loading: Loading) -> Any:
@@ -135,6 +167,12 @@ def tokenizer_of(path_or_id: str | os.PathLike, loading: Loading) -> Any:
     if not _has_tokenizer(path_or_id, loading.of_files):
         return None
     return AutoTokenizer.from_pretrained(path_or_id, padding_side="left", **loading.of_tokenizer)
+
+
+def check_checkpoint(path_or_id: str | os.PathLike, loading: Loading) -> None:
+    """Raise an OSError where there is no folder of this name, or no config of a model in it."""
+    elsewhere = any(loading.arguments.get(name) for name in ("subfolder", "gguf_file"))
+    check_place("path_or_id", path_or_id, () if elsewhere else _CONFIGS)
 
 
 def _default_device() -> torch.device:

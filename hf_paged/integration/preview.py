@@ -19,6 +19,8 @@ from hf_paged.kernels.attention.backends import resolve_backend
 from hf_paged.models import ModelExecutor, find_executor
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.outputs import Explanation
+from hf_paged.parallel.checkpoint import find_files
+from hf_paged.parallel.checkpoint_place import check_place, naming_broken_files, naming_the_place
 from hf_paged.runner.memory import planned
 
 _GIB = 2**30
@@ -125,7 +127,9 @@ def preview(path_or_id: str, calls: dict[str, dict[str, Any]], *, dtype: str = "
         raise ValueError(f"dtype={dtype!r}: expected 'auto' or a dtype of torch, as bfloat16")
     config = merged_config(None, overrides or {})
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = _build(path_or_id, dtype, load, trust_remote_code)
+    check_place("model", path_or_id, ("config.json",))
+    with naming_the_place("model", path_or_id), naming_broken_files(lambda: find_files(path_or_id)):
+        model = _build(path_or_id, dtype, load, trust_remote_code)
     is_loaded = load or getattr(model.config, "quantization_config", None) is not None
     explained = {name: explain(model, **arguments) for name, arguments in calls.items()}
     make = find_executor(model)

@@ -167,6 +167,7 @@ class RequestMaker:
         merge = ConfigMerger(model, keywords, self._recent)
         read = SettingsReader(merge, engine.num_logits)
         asked: list[Asked] = []
+        max_model_len = engine.max_model_len
         for index, ids in enumerate(self._checked(prompts, template)):
             config = configs[index]
             if isinstance(given[index], Exception):
@@ -181,6 +182,7 @@ class RequestMaker:
                 merged = merge(config)
                 self._notices.look(merged, config, keywords, model.generation_config)
                 settings, wanted = self._settled(ids, merged, call, read, options[index], salts[index], adapter)
+                self._notices.look_at_length(len(ids), settings.max_new_tokens, max_model_len, config, keywords)
                 copies = wanted if most[index] is None else num_candidates(most[index], wanted, settings)
                 if most[index] is not None and settings.logprobs is None:
                     settings = replace(settings, logprobs=PROCESSED)

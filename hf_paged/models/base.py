@@ -402,7 +402,7 @@ class ModelExecutor(ABC):
         if name != BASE and name not in look.adapters:
             found = ", ".join(map(repr, (*look.adapter_names, BASE)))
             return Reason("the model has no adapter {}: expected one of {}", repr(name), found,
-                          remedy="Load it with `load_adapter` or `add_adapter` of the model.")
+                          remedy="Load it with `load_adapter` of the PagedGenerator, the Engine or the PeftModel.")
         return row_reason(look.lora_layers(), name)
 
     def adapters_in_force(self) -> list[str] | Reason | None:

@@ -13,6 +13,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.monitoring.recorder import Recorder
 from hf_paged.monitoring.telemetry import telemetry_of
 from hf_paged.monitoring.work import sizes_of
+from hf_paged.optional import require
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -57,10 +58,9 @@ def metrics_of(engine: Engine, registry: CollectorRegistry | None = None) -> Col
     Raises:
         ImportError: prometheus_client is not installed.
     """
-    try:
-        from prometheus_client import CollectorRegistry
-    except ImportError as error:
-        raise ImportError("metrics need prometheus_client: pip install 'hf-paged[metrics]'") from error
+    require("metrics", "a registry of metrics")
+    from prometheus_client import CollectorRegistry
+
     watch(engine)  # the engine's lock is never waited for while `_lock` is held
     with _lock:
         if registry is None:

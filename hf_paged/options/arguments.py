@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import operator
+import re
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from hf_paged.config import require_int
 from hf_paged.models.guards.originals import MERGING
+from hf_paged.vllm_names import SAMPLING
 
 PLAIN = frozenset((int, float, bool, str, type(None)))  # types whose repr tells any two values apart
 
@@ -84,7 +86,8 @@ def described(value: Any) -> str:
 def check_is_config(config: Any) -> None:
     """Raise TypeError for what is neither a GenerationConfig nor None."""
     if config is not None and not isinstance(config, GenerationConfig):
-        raise TypeError(f"generation_config={config!r:.80}: expected a GenerationConfig or None")
+        remedy = f"; {SAMPLING['sampling_params']}" if type(config).__name__ == "SamplingParams" else ""  # of vLLM
+        raise TypeError(f"generation_config={config!r:.80}: expected a GenerationConfig or None{remedy}")
 
 
 def merge_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:
@@ -100,14 +103,27 @@ def merge_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, 
     except ValueError:
         raise
     except Exception as error:  # transformers compares and calls before it checks types
-        text = f"generation settings {kwargs!r:.200}: expected a GenerationConfig's types ({error})"
-        raise TypeError(text) from error
+        raise TypeError(_wrong_setting({**(vars(config) if config else {}), **kwargs}, error)) from error
     if unused:
         raise ValueError(f"generate_kwargs {sorted(unused)}: expected fields of a GenerationConfig")
     lengths = (kwargs.get("max_length"), config and config.max_length, model.generation_config.max_length)
     if merged.max_new_tokens is None and not any(length is not None for length in lengths):
         merged.max_new_tokens = merged.max_length  # stock: the default length counts new tokens
     return merged
+
+
+def _wrong_setting(given: dict[str, Any], error: Exception) -> str:
+    """The message about settings that transformers fails over: about the first of which it fails by itself."""
+    for name, value in given.items():
+        try:
+            GenerationConfig(**{name: value}).validate()
+        except ValueError:  # says itself what is wrong
+            continue
+        except Exception as found:
+            documented = re.search(rf"^\s*{name} \(`(.+?)`,", GenerationConfig.__doc__ or "", re.MULTILINE)
+            kind = documented[1].replace("`", "") if documented else "what GenerationConfig documents"
+            return f"{name}={value!r:.200}: expected None or {kind}, got {type(value).__name__} ({found})"
+    return f"generation settings {given!r:.200}: expected a GenerationConfig's types ({error})"
 
 
 def _merges_as_stock(model: Any) -> bool:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase
 
+from hf_paged.config import OF_LOADING, PagedConfig
+from hf_paged.options.chat_templates import RENDERED, template_source, variables_of
 from hf_paged.options.prompts import is_chat, is_without_template
+from hf_paged.options.request_options import RequestOptions
+from hf_paged.vllm_names import SAMPLING, unknown_names
+
+# Arguments of `PagedGenerator.generate` that are about a call, besides `RequestOptions`.
+OF_CALL = ("adapter_names", "best_of", "cache_salt", "chat_template_kwargs", "generation_config", "on_error",
+           "priority", "prompts", "request_ids", "seed", "structured")
 
 # Parameters of `apply_chat_template` that decide what it returns: here always the token ids of one chat, as a list.
 OURS = ("tokenize", "return_dict", "return_tensors", "padding", "return_assistant_tokens_mask")
-_RENDERED = ("conversation", "messages")  # the chat itself
+# Those that the template alone reads.
+_FOR_TEMPLATE = ("tools", "documents", "add_generation_prompt")
 
 
 def split_keywords(keywords: dict[str, Any], explicit: Any, prompts: list[Any], tokenizer: Any,
@@ -31,8 +40,8 @@ def split_keywords(keywords: dict[str, Any], explicit: Any, prompts: list[Any], 
 
     Raises:
         TypeError: `explicit` is no dict.
-        ValueError: a keyword that is neither; one of the template and no chat among the prompts, or one that decides
-            in what form ids come.
+        ValueError: a keyword that is neither; one of the template and no chat among the prompts, one that the template
+            does not read, or one that decides in what form ids come.
     """
     if explicit is not None and not isinstance(explicit, Mapping):
         raise TypeError(f"chat_template_kwargs={explicit!r:.80}: expected a dict of keywords of apply_chat_template")
@@ -41,48 +50,77 @@ def split_keywords(keywords: dict[str, Any], explicit: Any, prompts: list[Any], 
     rest = {name: value for name, value in keywords.items() if name not in fields}
     known = template_parameters(tokenizer) if rest else frozenset()
     found = {name: value for name, value in rest.items() if name in known}
-    if len(found) < len(rest):
-        variables = template_variables(tokenizer, {**found, **template})
-        found = {name: value for name, value in rest.items() if name in known or name in variables}
+    read: frozenset[str] = frozenset()
+    if len(found) < len(rest) and (source := template_source(tokenizer, {**found, **template})) is not None:
+        read = variables_of(source)
+        found = {name: value for name, value in rest.items() if name in known or name in read}
     template = {**found, **template}
-    if unknown := sorted(name for name in rest if name not in found and not hasattr(GenerationConfig, name)):
-        raise ValueError(f"generate_kwargs {unknown}: expected fields of a GenerationConfig, parameters of "
-                         "apply_chat_template or variables of the chat template")
+    if unknown := {name: value for name, value in rest.items()
+                   if name not in found and not hasattr(GenerationConfig, name)}:
+        raise ValueError(_unknown_settings(unknown, {*fields, *known}, read))
     settings = {name: value for name, value in keywords.items() if name not in found}
     if not template:
         return {"add_generation_prompt": True}, settings
-    if wrong := sorted({*OURS, *_RENDERED} & set(template)):
+    if wrong := sorted({*OURS, *RENDERED} & set(template)):
         raise ValueError(f"{wrong[0]}={template[wrong[0]]!r:.80}: expected it left out; a chat's prompt is always its "
                          "token ids as a list")
     if not any(map(is_chat, prompts)) and any(map(is_without_template, prompts)):
         raise ValueError(f"{', '.join(sorted(template))}: for the template of chats, and no prompt is a chat (a list "
                          "of messages, each a dict with a role); leave it out, or give chats")
+    check_read(template, tokenizer)
     template.setdefault("add_generation_prompt", not template.get("continue_final_message"))
     return template, settings
+
+
+def _unknown_settings(given: dict[str, Any], accepted: set[str], read: frozenset[str]) -> str:
+    parameters = {name for name in inspect.signature(GenerationMixin.generate).parameters if name != "self"}
+    fields = {field.name for field in dataclasses.fields(PagedConfig)}
+    elsewhere = {
+        "PagedGenerator.from_pretrained, PagedGenerator or hf_paged.enable": fields,
+        "PagedGenerator.from_pretrained": OF_LOADING, "PagedGenerator.generate": ("use_tqdm",),
+        "model.generate, which the enabled model runs": parameters - {"kwargs"},
+    }
+    return unknown_names(given, {*accepted, *read, *RequestOptions._fields, *OF_CALL}, SAMPLING, elsewhere,
+                         "expected fields of a GenerationConfig, parameters of apply_chat_template or variables of "
+                         f"the chat template, which refers to {_listed(read)}")
+
+
+def _listed(read: frozenset[str]) -> str:
+    return ", ".join(sorted(read)) or "none"
 
 
 def template_parameters(tokenizer: Any) -> frozenset[str]:
     """Names that `apply_chat_template` takes, in transformers and of this tokenizer."""
     methods = (PreTrainedTokenizerBase.apply_chat_template, getattr(tokenizer, "apply_chat_template", None))
-    parameters = [p for method in methods if method is not None for p in inspect.signature(method).parameters.values()]
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return frozenset(p.name for p in parameters if p.kind in named and p.name not in ("self", *_RENDERED))
+    return frozenset().union(*(_named(method) for method in methods if method is not None)) - {"self", *RENDERED}
 
 
-def template_variables(tokenizer: Any, template: dict[str, Any]) -> frozenset[str]:
-    """Variables that the chat template refers to and does not set itself; none where there is no template to read."""
-    if not hasattr(tokenizer, "get_chat_template"):
-        return frozenset()
-    try:
-        return _variables_of(tokenizer.get_chat_template(template.get("chat_template"), template.get("tools")))
-    except Exception:  # no template, or one that is none: applying it says so
-        return frozenset()
+def _named(method: Any) -> frozenset[str]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(p.name for p in inspect.signature(method).parameters.values() if p.kind in kinds)
 
 
-@functools.lru_cache(maxsize=32)
-def _variables_of(source: str) -> frozenset[str]:
-    from jinja2 import meta
-    from transformers.utils.chat_template_utils import _compile_jinja_template
+def check_read(given: Mapping[str, Any], tokenizer: Any, *, others: Mapping[str, Any] | None = None,
+               parameters: Collection[str] | None = None) -> None:
+    """Raise ValueError for a keyword of chats that is read neither by `apply_chat_template` nor by the template.
 
-    environment = _compile_jinja_template(source).environment
-    return frozenset(meta.find_undeclared_variables(environment.parse(source))) - {*_RENDERED}
+    Args:
+        given: keywords of `apply_chat_template`.
+        others: keywords beside them, which may decide on the template.
+        parameters: those of `apply_chat_template` that may be given; None: all.
+    """
+    source = template_source(tokenizer, {**(others or {}), **given})
+    if source is None:
+        return
+    read = variables_of(source)
+    own = {*(template_parameters(tokenizer) if parameters is None else parameters)} - {*_FOR_TEMPLATE}
+    method = type(tokenizer).apply_chat_template
+    if method is not PreTrainedTokenizerBase.apply_chat_template:  # a tokenizer's own, which has its own use for them
+        own |= _named(method) & {*_FOR_TEMPLATE}
+    neutral = {"tools": not given.get("tools"), "documents": not given.get("documents"),
+               "add_generation_prompt": given.get("add_generation_prompt") is (not given.get("continue_final_message"))}
+    for name, value in given.items():
+        if name not in read and name not in own and not neutral.get(name, False):
+            raise ValueError(f"{name}={value!r:.80}: expected it left out, since the model's chat template does not "
+                             f"refer to it (it refers to {_listed(read)})")
+

@@ -42,11 +42,11 @@ def edits_from_config(config: GenerationConfig, eos: tuple[int, ...], vocab_size
         vocab_size: ids must lie below it; as many as the logits of a token.
 
     Raises:
-        ValueError: naming the option, its value, and what transformers' processor says of it.
+        ValueError, TypeError: naming the option, its value, and what transformers' processor says of it.
     """
-    active = {name: value for name, is_active in GREEDY_TOO.items() if is_active(value := getattr(config, name, None))}
-    if config.do_sample:
-        active |= {n: value for n, is_active in SAMPLING_ONLY.items() if is_active(value := getattr(config, n, None))}
+    options = {**GREEDY_TOO, **SAMPLING_ONLY} if config.do_sample else GREEDY_TOO
+    active = {name: value for name, is_active in options.items()
+              if _is_active(name, value := getattr(config, name, None), is_active)}
     if not active:
         return NEUTRAL
     fields: dict[str, Any] = {}
@@ -74,6 +74,13 @@ def edits_from_config(config: GenerationConfig, eos: tuple[int, ...], vocab_size
         raise ValueError(f"eos_token_id={list(eos)!r:.200}: expected token ids in [0, {vocab_size}) with "
                          "exponential_decay_length_penalty, which scores them")
     return edits
+
+
+def _is_active(name: str, value: Any, is_active: Callable[[Any], bool]) -> bool:
+    try:
+        return is_active(value)
+    except TypeError as error:  # of a comparison
+        raise TypeError(f"{name}={value!r:.200}: expected None or a number, got {type(value).__name__}") from error
 
 
 def decay_overflows(edits: Edits, max_new_tokens: int) -> bool:

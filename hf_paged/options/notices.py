@@ -39,6 +39,17 @@ class Notices:
             self._give("length", f"no length was given, so each completion has at most {merged.max_new_tokens} new "
                                  "tokens (transformers' default); pass max_new_tokens= for another number")
 
+    def look_at_length(self, prompt_length: int, max_new_tokens: int, max_model_len: int,
+                       config: GenerationConfig | None, keywords: dict[str, Any]) -> None:
+        """Warn of a length of the call that goes beyond the longest sequence."""
+        if prompt_length + max_new_tokens <= max_model_len or "room" in self._given:
+            return
+        if any(value is not None for name in _LENGTHS for value in (keywords.get(name), getattr(config, name, None))):
+            self._give("room", f"max_new_tokens={max_new_tokens} after a prompt of {prompt_length} tokens: expected at "
+                               f"most {max_model_len - prompt_length}, since max_model_len={max_model_len} tokens hold "
+                               "prompt and output. A completion that gets there ends with finish_reason='length'; "
+                               "lower max_new_tokens or raise max_model_len")
+
     def _give(self, kind: str, text: str) -> None:
         self._given.add(kind)
         warnings.warn(f"hf_paged: {text}", UserWarning, stacklevel=level_of_caller())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from hf_paged.options.chats import is_chat, is_message, readable_chat
 from hf_paged.outputs import Completion
 
 ACCEPTED = (
@@ -48,7 +50,8 @@ def prompt_ids(prompt: Any, tokenizer: Any, template: dict[str, Any]) -> Sequenc
         prompt = _require(tokenizer, "text prompts")(prompt)["input_ids"]
     elif is_chat(prompt):
         tokenizer = _require(tokenizer, "chats")
-        prompt = tokenizer.apply_chat_template(prompt, **template, tokenize=True, return_dict=True)["input_ids"]
+        chat = readable_chat(prompt, tokenizer, template)
+        prompt = tokenizer.apply_chat_template(chat, **template, tokenize=True, return_dict=True)["input_ids"]
     elif isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
     elif not isinstance(prompt, (list, tuple)):
@@ -57,21 +60,23 @@ def prompt_ids(prompt: Any, tokenizer: Any, template: dict[str, Any]) -> Sequenc
     return ids
 
 
-def is_chat(value: Any) -> bool:
-    """Is this one chat: a list of messages, each a dict with a role?"""
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
-
-
 def is_without_template(prompt: Any) -> bool:
     """Is this a prompt that no chat template is applied to? False also for what is no prompt at all."""
     if isinstance(prompt, dict):
-        return "role" not in prompt
+        return not is_message(prompt)
     return isinstance(prompt, (str, np.ndarray, Completion)) or (_is_token_ids(prompt) and not is_chat(prompt))
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise TypeError for the name of a tokenizer, which other libraries take in place of the object."""
+    if isinstance(tokenizer, (str, os.PathLike)):
+        raise TypeError(f"tokenizer={tokenizer!r:.200}: expected None or a tokenizer, such as "
+                        f"AutoTokenizer.from_pretrained({tokenizer!r:.200})")
 
 
 def _inside(prompt: dict[str, Any]) -> Any:
     """What a dict around one prompt holds, as vLLM takes them: ids where there are both; None counts as left out."""
-    if "role" in prompt:
+    if is_message(prompt):
         raise TypeError(f"{prompt!r:.80}: this is one message; expected a chat, which is a list of messages")
     given = {name for name, value in prompt.items() if value is not None}
     if not given or not given <= {_TEXT, _IDS}:

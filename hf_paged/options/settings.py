@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -318,6 +318,8 @@ def token_id_tuple(value: Any) -> tuple[int, ...]:
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
+    if value is not None and not isinstance(value, (str, Iterable)):
+        raise TypeError(f"stop_strings={value!r:.200}: expected None, a string or a list of strings")
     strings = () if value is None else (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(text, str) and text for text in strings):
         raise ValueError(f"stop_strings={value!r}: expected None, a string or a list of strings, none of them empty")

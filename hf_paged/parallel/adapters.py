@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.optional import require
+from hf_paged.parallel.checkpoint_place import check_place, naming_broken_files
 from hf_paged.parallel.layers import ColumnParallelLinear, RowParallelLinear, Sharded
 
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.(?:(.+)\.)?(weight|bias)")
@@ -34,8 +36,11 @@ def read_adapter(name: Any, adapter: Any, config: Any) -> tuple[Any, list[tuple[
         config: a LoraConfig, or its dict; None: the one beside the weights.
 
     Raises:
-        ValueError, TypeError: a name, config or tensor that is none for this; says which.
+        ImportError: PEFT is not installed.
+        OSError: there is no such folder, or nothing of the kind in it.
+        ValueError, TypeError: a name, config, tensor or file that is none for this; says which.
     """
+    require("peft", "load_adapter")
     import peft
 
     if not isinstance(name, str):
@@ -43,8 +48,11 @@ def read_adapter(name: Any, adapter: Any, config: Any) -> tuple[Any, list[tuple[
     if not name or "." in name or name == "__base__":
         raise ValueError(f"name={name!r:.200}: expected a name without dots, and another than '__base__'")
     if isinstance(adapter, (str, os.PathLike)):
-        config = peft.PeftConfig.from_pretrained(str(adapter)) if config is None else config
-        adapter = peft.load_peft_weights(str(adapter), device="cpu")
+        path = str(adapter)
+        check_place("adapter", path, () if config is not None else ("adapter_config.json",))
+        with naming_broken_files(lambda: [os.path.join(path, "adapter_model.safetensors")]):
+            config = peft.PeftConfig.from_pretrained(path) if config is None else config
+            adapter = peft.load_peft_weights(path, device="cpu")
     if not isinstance(adapter, Mapping):
         raise TypeError(f"adapter: expected a directory or a dict of tensors, got {type(adapter).__name__}")
     config = peft.LoraConfig(**config) if isinstance(config, Mapping) else config
@@ -71,6 +79,7 @@ def add_adapter(model: Any, name: str, config: Any) -> list[str]:
         ValueError: the name is taken, or the config asks for something else than matrices beside linear layers of the
             decoder. The model is as it was.
     """
+    require("peft", "an adapter")
     import peft
 
     before = {id(layer): layer.active_adapters for _, layer in _lora_layers(model)}

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from hf_paged.kernels._device import num_cores
+from hf_paged.parallel.checkpoint_place import broken
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What a thread has mapped, and staged for a device, at a time: mapped pages count as the process's memory until the
@@ -104,7 +105,7 @@ def catalogue(files: Iterable[str]) -> dict[str, Entry]:
                 slices = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 (no mapping)
                 found = {key: Entry(file, tuple(s.get_shape()), str(s.get_dtype())) for key, s in slices.items()}
         except Exception as error:
-            raise ValueError(f"{file}: expected a whole safetensors file ({error})") from error
+            raise ValueError(broken(file, error)) from error
         if twice := next((key for key in found if key in entries), None):
             raise ValueError(f"{twice} is in {entries[twice].file} and in {file}: expected it in one of them")
         entries |= found

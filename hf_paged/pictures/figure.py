@@ -6,22 +6,21 @@ import io
 from functools import cache
 from typing import Any
 
+from hf_paged.optional import require
+
 
 def new_figure(width: float, height: float) -> Any:
     """An empty `matplotlib.figure.Figure` of so many inches, laid out when it is drawn. A notebook shows it.
 
     Raises:
-        RuntimeError: matplotlib is not installed.
+        ImportError: matplotlib is not installed.
     """
-    try:
-        figure = _figure_class()
-    except ImportError as error:
-        raise RuntimeError('a picture needs matplotlib: pip install "hf-paged[plot]"') from error
-    return figure(figsize=(width, height), layout="constrained")
+    return _figure_class()(figsize=(width, height), layout="constrained")
 
 
 @cache
 def _figure_class() -> Any:
+    require("plot", "a picture")
     from matplotlib.figure import Figure
 
     class Picture(Figure):

@@ -385,6 +385,26 @@ def test_the_models_own_settings_do_not_warn(fresh):
     assert heard(fresh) == heard(fresh, GenerationConfig(temperature=0.6)) == []
 
 
+@pytest.mark.parametrize("values", [{"max_new_tokens": 600}, {"max_length": 900}])
+@pytest.mark.parametrize("form", ["keywords", "config"])
+def test_a_length_beyond_the_longest_sequence_warns_once_with_both_numbers(values, form):
+    with PagedGenerator(tiny_model(), max_model_len=40) as generator:
+        given = [GenerationConfig(**values)] if form == "config" else []
+        asked = values.get("max_new_tokens", 900 - 20)
+        [text] = heard(generator, *given, **({} if given else values))
+        assert f"max_new_tokens={asked} after a prompt of 20 tokens: expected at most 20, since max_model_len=40 " in (
+            text)
+        assert "finish_reason='length'" in text
+        assert heard(generator, **values) == []
+        [made] = generator.generate(PROMPTS[0], **values)
+        assert (len(made.token_ids), made.finish_reason) == (20, "length")
+
+
+def test_a_length_that_fits_and_the_models_own_do_not_warn(fresh):
+    fresh.model.generation_config.max_new_tokens = 600
+    assert heard(fresh) == heard(fresh, max_new_tokens=512 - 33) == []
+
+
 def test_no_length_warns_once_with_the_number(fresh):
     [text] = heard(fresh)
     assert "at most 20 new tokens" in text and "max_new_tokens=" in text

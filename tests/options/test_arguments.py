@@ -178,3 +178,32 @@ def test_the_first_bad_prompt_is_the_one_that_is_named():
             generator.generate([[3], [5] * 512, [3, 256]], max_new_tokens=2)
         with pytest.raises(ValueError, match="256"):
             generator.generate([[3], [3, 256], [5] * 512], max_new_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def generator():
+    with PagedGenerator(tiny_model(), num_blocks=16) as generator:
+        yield generator
+
+
+@pytest.mark.parametrize("value", ["9", [object()], {"a": 1}], ids=["text", "list", "dict"])
+@pytest.mark.parametrize("name", sorted(vars(GenerationConfig())))
+def test_a_setting_of_another_type_is_named_with_its_value(generator, name, value):
+    """Of every field: whatever raises says which it is, and transformers' bare comparisons never come through."""
+    config = GenerationConfig(max_new_tokens=2, do_sample=True)
+    setattr(config, name, value)
+    for arguments, keywords in (((), {"max_new_tokens": 2, "do_sample": True, name: value}), ((config,), {})):
+        said = None
+        try:
+            generator.generate([[3, 4]], *arguments, **keywords)
+        except (TypeError, ValueError) as error:
+            said = str(error)
+        assert said is None or (name in said and not said.startswith(("'", "generation settings")))
+
+
+def test_a_length_as_text_says_what_is_accepted(generator):
+    for keywords in ({"max_new_tokens": "9"}, {"generation_config": GenerationConfig(max_new_tokens=None)}):
+        if "generation_config" in keywords:
+            keywords["generation_config"].max_new_tokens = "9"
+        with pytest.raises(TypeError, match="max_new_tokens='9': expected None or int, got str"):
+            generator.generate([[3, 4]], **keywords)

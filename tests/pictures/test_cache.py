@@ -114,6 +114,6 @@ def test_a_file_that_is_no_trace(tmp_path):
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch, running):
     figure._figure_class.cache_clear()
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(RuntimeError, match=r'pip install "hf-paged\[plot\]"'):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'hf-paged\[plot\]'"):
         running.draw_cache()

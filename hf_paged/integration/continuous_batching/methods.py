@@ -19,7 +19,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_paged.config import PagedConfig
-from hf_paged.engine.engine import FROM_INSIDE, Engine
+from hf_paged.engine.engine import FROM_INSIDE, IN_UPDATE, Engine
 from hf_paged.errors import Reason
 from hf_paged.integration import fallback, paths, ranks
 from hf_paged.integration.continuous_batching.manager import KEPT, PagedBatchingManager, runs_on
@@ -174,6 +174,8 @@ def _batching(config: GenerationConfig, given: ContinuousBatchingConfig | None) 
 def _stock_reason(model: Any, engine: Engine, config: GenerationConfig,
                   batching: ContinuousBatchingConfig) -> Reason | None:
     """`stock_reason` of the model in eval mode and outside autocast, where transformers' thread runs it, too."""
+    if engine.is_updating():
+        return Reason("continuous batching was started inside a weight_update() of the same engine", remedy=IN_UPDATE)
     if engine.is_reentrant():
         return Reason("continuous batching was started from inside a step of the same engine", remedy=FROM_INSIDE)
     model.eval()

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_paged.integration.engines import ENGINES
 from hf_paged.monitoring.registry import metrics_of
+from hf_paged.optional import lacking
 
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -39,7 +40,7 @@ class ServedMetrics:
         from hf_paged.integration.serving.errors import error_body
 
         if self._registry is None:
-            return JSONResponse(error_body("metrics need prometheus_client: pip install 'hf-paged[metrics]'", 501), 501)
+            return JSONResponse(error_body(lacking("metrics", "/metrics"), 501), 501)
         from prometheus_client import generate_latest
 
         self.watch()

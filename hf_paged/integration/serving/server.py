@@ -12,6 +12,7 @@ import asyncio
 import functools
 import inspect
 import queue
+import sys
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +34,7 @@ from hf_paged.integration.serving.fields import CHAT, RESPONSES, TEXT, read_body
 from hf_paged.integration.serving.forms import compiled_form
 from hf_paged.integration.serving.requests import ServedRequests
 from hf_paged.integration.serving.templates import check_for_model, check_length, check_parts
+from hf_paged.parallel.checkpoint_place import check_place
 
 _replaced: list[tuple[Any, str, Any]] = []  # owner, name and what stood there
 
@@ -59,6 +61,7 @@ def install_serving(adapters: dict[str, str] | None = None) -> None:
     _replaced.append((uvicorn, "Server", uvicorn.Server))
     setattr(uvicorn, "Server", ending_server(uvicorn.Server, answers))  # noqa: B010  # mypy takes it for a type
     _replace(ModelManager, "_validate_args", functools.partial(checking_pin, adapters or {}))
+    _replace(ModelManager, "_validate_args", _checking_place)
     _replace(ModelManager, "_load_model", functools.partial(loading, adapters or {}))
     lists = "list_models" if hasattr(ModelManager, "list_models") else "get_gen_models"  # which 5.23 has
     of_class = vars(ModelManager)[lists]  # maybe a static method, and ours asks the manager
@@ -89,6 +92,21 @@ def _replace(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Non
     made = functools.wraps(stock)(make(stock))
     setattr(owner, name, staticmethod(made) if isinstance(stored, staticmethod) else made)
     _replaced.append((owner, name, stored))
+
+
+def _checking_place(stock: Callable) -> Callable:
+    """Of `ModelManager._validate_args`: a folder that is missing ends the command with one line."""
+
+    def _validate_args(self: Any) -> None:
+        stock(self)
+        if self.force_model is not None and not self.force_model.endswith(".gguf"):
+            try:
+                check_place("MODEL", self.force_model)
+            except OSError as error:
+                print(error, file=sys.stderr)
+                sys.exit(2)
+
+    return _validate_args
 
 
 def _building(answers: OpenAnswers, stock: Callable) -> Callable:

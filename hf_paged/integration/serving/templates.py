@@ -12,7 +12,7 @@ from hf_paged.integration.install import enable_once
 from hf_paged.integration.serving.calls import RefusedRequestError
 from hf_paged.integration.serving.forms import ask_for_calls
 from hf_paged.integration.serving.wishes import Wishes
-from hf_paged.options.chat_keywords import template_parameters, template_variables
+from hf_paged.options.chat_keywords import check_read, template_parameters
 
 # Keywords of `apply_chat_template` that a body may set, whatever the template refers to.
 _SETTABLE: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -39,16 +39,20 @@ def check_for_model(wishes: Wishes, processor: Any, model: Any, of_server: Mappi
     """
     _check_tokens(wishes, model.config.get_text_config().vocab_size)
     given = dict(wishes.body.get("chat_template_kwargs") or {})
-    if not given and not wishes.has_tools and wishes.reasoning_effort is None:
-        return
-    tokenizer = processor if hasattr(processor, "get_chat_template") else getattr(processor, "tokenizer", processor)
-    known = template_variables(tokenizer, {**(of_server or {}), **given, "tools": wishes.tools or None})
-    _check_keywords(given, known, processor)
-    if wishes.reasoning_effort is not None and "reasoning_effort" not in known:
-        raise RefusedRequestError(f"reasoning_effort={wishes.reasoning_effort!r:.200}: expected it left out, since the "
-                                  "model's chat template does not refer to it")
+    fields: dict[str, Any] = {} if wishes.reasoning_effort is None else {"reasoning_effort": wishes.reasoning_effort}
     if wishes.has_tools:
-        _check_tools(wishes, known, processor, model)
+        fields["tools"] = wishes.tools
+    tokenizer = processor if hasattr(processor, "get_chat_template") else getattr(processor, "tokenizer", processor)
+    settable = {*_SETTABLE} & template_parameters(processor)
+    _check_values(given, settable)
+    for keywords, others in ((given, fields), (fields, given)):
+        try:
+            check_read(keywords, tokenizer, others={**(of_server or {}), **others},
+                       parameters=settable | _of_processor(processor))
+        except ValueError as error:
+            raise RefusedRequestError(f"{'chat_template_kwargs: ' if keywords is given else ''}{error}") from error
+    if wishes.has_tools:
+        _check_tools(wishes, processor, model)
 
 
 def check_length(model: Any, inputs: Any) -> None:
@@ -85,17 +89,11 @@ def _check_tokens(wishes: Wishes, vocab_size: int) -> None:
             raise RefusedRequestError(f"{name}: holds {wrong}, expected token ids in [0, {vocab_size})")
 
 
-def _check_keywords(given: dict[Any, Any], variables: frozenset[str], processor: Any) -> None:
-    settable = {*_SETTABLE} & template_parameters(processor)
-    for name, value in given.items():
-        if name in settable:
-            expected, is_right = _SETTABLE[name]
-            if not is_right(value) or (name == "max_length" and given.get("truncation") is not True):
-                raise RefusedRequestError(f"chat_template_kwargs: {name}={value!r:.200}, expected {expected}")
-        elif name not in variables and name not in _of_processor(processor):
-            raise RefusedRequestError(
-                f"chat_template_kwargs: {name!r:.200}, expected what the model's chat template refers to "
-                f"({', '.join(sorted(variables)) or 'nothing'}), or one of {', '.join(sorted(settable))}")
+def _check_values(given: dict[Any, Any], settable: set[str]) -> None:
+    for name in settable & given.keys():
+        value, (expected, is_right) = given[name], _SETTABLE[name]
+        if not is_right(value) or (name == "max_length" and given.get("truncation") is not True):
+            raise RefusedRequestError(f"chat_template_kwargs: {name}={value!r:.200}, expected {expected}")
 
 
 def _of_processor(processor: Any) -> set[str]:
@@ -108,11 +106,9 @@ def _of_processor(processor: Any) -> set[str]:
     return {name for kind in (*kinds, *of_model) for name in kind.__annotations__}
 
 
-def _check_tools(wishes: Wishes, variables: frozenset[str], processor: Any, model: Any) -> None:
+def _check_tools(wishes: Wishes, processor: Any, model: Any) -> None:
     from transformers.cli.serving.utils import get_response_template
 
-    if "tools" not in variables:
-        raise RefusedRequestError("tools: expected none, since the model's chat template does not refer to them")
     template = get_response_template(processor, model)
     if template is None:
         raise RefusedRequestError("tools: expected none, since transformers cannot read the calls of this model "

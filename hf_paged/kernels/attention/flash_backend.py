@@ -19,6 +19,7 @@ import torch
 from hf_paged.kernels._device import compute_capability
 from hf_paged.kernels._triton import on_device_of
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata, positively_scaled
+from hf_paged.optional import install
 
 
 class AttentionShape(NamedTuple):
@@ -57,6 +58,7 @@ class FlashPackage:
     majors: tuple[int, ...]  # major compute capabilities
     refuse: Callable[[AttentionShape, int], str | None]  # the reason why not, given the major compute capability
     call: Callable[[Callable[..., Any], FlashCall], Any]
+    extra: str | None = None  # of hf_paged, which brings it
     small_pages: bool = False  # cut larger blocks into pages that the kernel gathers slot by slot
 
 
@@ -123,11 +125,11 @@ PACKAGES = (
     FlashPackage(
         "flash-attn 4", "flash_attn.cute", "flash_attn_varlen_func",
         ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table", "softcap"),
-        (9, 10, 11), _refuse_4, _call_4, small_pages=True,
+        (9, 10, 11), _refuse_4, _call_4, extra="flash-attn-4", small_pages=True,
     ),
     FlashPackage(
         "flash-attn 2", "flash_attn", "flash_attn_varlen_func", ("softcap", "block_table"),
-        (8, 9, 10, 11, 12), _refuse_2, _call_2,
+        (8, 9, 10, 11, 12), _refuse_2, _call_2, extra="flash-attn",
     ),
 )
 
@@ -144,15 +146,19 @@ def load(package: FlashPackage) -> tuple[Callable[..., Any] | None, str | None]:
     try:
         function = getattr(importlib.import_module(package.module), package.function, None)
     except ModuleNotFoundError as error:
-        return None, f"not installed (no module {error.name!r})"
+        return None, _not_installed(package, f"no module {error.name!r}")
     except Exception as error:  # a binary made for another torch or CUDA fails in many ways
         return None, f"{package.module} cannot be imported ({type(error).__name__}: {error})"
     if function is None:  # flash-attn 4 alone makes `flash_attn` a namespace without functions
-        return None, f"not installed ({package.module} has no {package.function})"
+        return None, _not_installed(package, f"{package.module} has no {package.function}")
     lacks = [name for name in package.needs if name not in inspect.signature(function).parameters]
     if lacks:
         return None, f"too old ({package.function} does not take {', '.join(lacks)})"
     return function, None
+
+
+def _not_installed(package: FlashPackage, why: str) -> str:
+    return f"not installed ({why}){'' if package.extra is None else f': {install(package.extra)}'}"
 
 
 @lru_cache(maxsize=64)

@@ -141,11 +141,13 @@ def test_what_the_chat_template_refers_to_reaches_it_and_all_else_is_refused(ser
     assert tokens(mark=" qu qu") > plain < tokens(documents=[{"title": "a b", "text": "c"}])
     assert tokens(chat_template="{{ other }} x", other="a b c d e f g h i j k l m n o p") != plain
     assert tokens(truncation=True, max_length=3) == 3
-    for keywords, words in (({"marc": 1}, "'marc', expected what the model's chat template refers to (documents, "),
+    for keywords, words in (({"marc": 1}, "marc=1: expected it left out, since the model's chat template does not "
+                                           "refer to it (it refers to documents, mark)"),
+                            ({"tokenizer_kwargs": {}}, "tokenizer_kwargs={}: expected it left out"),
                             ({"max_length": 3}, "max_length=3, expected an integer of at least 1, and truncation"),
                             ({"truncation": "longest_first"}, "truncation='longest_first', expected true or false"),
-                            ({"chat_template": TEMPLATE, "enable_thinking": True}, "'enable_thinking', expected"),
-                            ({"chat_template": "{{ other }} x", "mark": 1}, "'mark', expected"),
+                            ({"chat_template": TEMPLATE, "enable_thinking": True}, "enable_thinking=True: expected"),
+                            ({"chat_template": "{{ other }} x", "mark": 1}, "mark=1: expected"),
                             ({"continue_final_message": True}, "continue_final_message"),
                             ({"tokenize": True}, "chat_template_kwargs={'tokenize': True}: expected an object")):
         body = {"messages": [{"role": "user", "content": PROMPT}], "stream": stream, "chat_template_kwargs": keywords}
