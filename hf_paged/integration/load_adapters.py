@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from hf_paged.optional import require
+
 
 def load_adapter(model: Any, name: str, path: str) -> None:
     """Give a model an adapter that PEFT saved, which is not active; those that are active stay so.
@@ -21,10 +23,8 @@ def load_adapter(model: Any, name: str, path: str) -> None:
         ValueError: the name is taken, or holds a dot; the saved adapter does not fit the model.
         OSError: there is no adapter at this path.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError(f"adapters need the package peft ({error}). Install it with `pip install peft`.") from error
+    require("peft", "loading an adapter")
+    import peft
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
     if not name or "." in name or name == "__base__" or name in getattr(model, "peft_config", {}):
