@@ -27,7 +27,10 @@ RENEWED = {
     "hf_paged.engine.driver.Driver._changed",
     "hf_paged.engine.everywhere._lock",
     "hf_paged.engine.fair_lock.FairLock.rlock",
+    "hf_paged.engine.form_compilers.FormCompilers._lock",
     "hf_paged.engine.frozen_heap.FrozenHeap._lock",
+    "hf_paged.engine.grammars.Grammars._lock",
+    "hf_paged.engine.grammars.Grammars._reading",
     "hf_paged.integration.continuous_batching.board.RequestBoard.changed",
     "hf_paged.integration.explain._one_at_a_time",
     "hf_paged.integration.hooks.lock",
@@ -44,10 +47,12 @@ _SERVER = "the server's event loop is the parent's: a child serves nobody"
 _CUDA = "only held around work on CUDA, which no child can do"
 SAFE = {
     "hf_paged.engine.mask_maker.MaskMaker.begin": "of one call, whose thread no child has",
+    "hf_paged.engine.grammars.Grammars.begin": "of one caller, whom the child forgets with its thread",
     "hf_paged.engine.driver.DrivenCall._changed": "the event loop whose task waits for it is the parent's",
     "hf_paged.integration.serving.answers.Answer._pieces": _SERVER,
     "hf_paged.integration.serving.calls.ServedCall._settled": _SERVER,
     "hf_paged.integration.serving.calls.ServedCall.over": _SERVER,
+    "hf_paged.integration.serving.ending.OpenAnswers.one": _SERVER,
     "hf_paged.integration.serving.http._Answer": _SERVER,
     "hf_paged.integration.serving.http._Answer.refused": _SERVER,
     "hf_paged.integration.serving.http._Client._messages": _SERVER,
