@@ -99,7 +99,8 @@ MEANT: dict[str, Meant | dict[str, Meant]] = {
     "model": nothing,  # the server's own
     "stream": flag,
     "generation_config": one_of('{"max_new_tokens": 2}'),
-    "chat_template_kwargs": one_of({}),  # the model's template refers to none of these names
+    # The model's template refers to none of these names, and no documents are nothing to render.
+    "chat_template_kwargs": one_of({}, {"documents": []}),
     "max_tokens": integer(1),
     "max_completion_tokens": integer(1),
     "max_output_tokens": integer(1),
