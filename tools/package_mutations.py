@@ -53,8 +53,8 @@ SHOWN = [
                     "unfinished_requests"),
     PackageMutation(PROGRESS, "            self._first = (now, made) if made else None\n",
                     "            self._first = (now, made)\n", PROGRESS_TESTS, "speed_of_tokens"),
-    PackageMutation(PROGRESS, "self._bar.leave = self._count is not None", "self._bar.leave = True", PROGRESS_TESTS,
-                    "leaves_no_bar"),
+    PackageMutation(PROGRESS, "self._bar.leave, self._bar.n = False,", "self._bar.leave, self._bar.n = True,",
+                    PROGRESS_TESTS, "leaves_no_bar"),
     PackageMutation("outputs.py", "_SHORT.repr(self.text)}\"", "self.text!r}\"", "test_outputs.py", "short_line"),
 ]
 # Which path a call takes: asked beforehand, counted, and warned of.

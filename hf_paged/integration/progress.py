@@ -142,11 +142,14 @@ class Progress:
         if self._bar is None and time.monotonic() < self._began + SHOWN_AFTER_S:
             return  # the thread has not come to draw, and will not: a short call does not wait for its end
         self._thread.join(_PARTING_S)
-        if self._bar is not None:
-            self._bar.leave = self._count is not None  # nothing stays of a call whose arguments were wrong
+        if self._bar is None:
+            return
+        if self._count is None:  # nothing stays of a call whose arguments were wrong; a notebook hides full bars alone
+            self._bar.leave, self._bar.n = False, self._bar.total
+        else:
             self._look()
             self._set(self._totals())
-            self._bar.close()  # which draws the bar for the last time
+        self._bar.close()  # which draws the bar for the last time
 
     def begin(self, session: Session, num_requests: int) -> None:
         """Follow a session, to which all requests will be added before the first `step`.
@@ -199,8 +202,8 @@ class Progress:
         seconds = max(time.monotonic() - self._began, 1e-9)
         ended, made = (0, 0) if self._state is None else (self._state.num_ended, self._state.made)
         some = "" if ended == self._num_requests else f"{ended:,} of "
-        return (f"{some}{self._num_requests:,} requests, {made:,} tokens in {seconds:,.1f} s, "
-                f"{made / seconds:,.0f} tok/s")
+        requests = f"{self._num_requests:,} request{'' if self._num_requests == 1 else 's'}"
+        return f"{some}{requests}, {made:,} tokens in {seconds:,.1f} s, {made / seconds:,.0f} tok/s"
 
 
 def _redraw(progress: weakref.ref[Progress], is_running: threading.Lock, wait: float) -> None:

@@ -162,7 +162,8 @@ def test_totals_of_a_call(generator, screen, monkeypatch, name):
     made = sum(len(one.token_ids) - given for one in completions) if name != "best of" else 36
     requests = 6 if name == "best of" else len(completions)
     assert first_most == most and (count.made, count.most, count.num_ended) == (made, made, requests)
-    assert f"| {requests} requests, {made} tokens in " in screen.last and "running" not in screen.last
+    totals = f"| {requests} request{'s' * (requests != 1)}, {made} tokens in "
+    assert totals in screen.last and "running" not in screen.last
     assert "100%" in screen.last and screen.last.endswith("tok/s")
     assert screen.getvalue().endswith("\n")
 

@@ -109,7 +109,8 @@ def test_every_link_of_a_page_leads_somewhere(page):
 PASSED_BY = {
     "integration/stock_loop.py", "models/generic.py", "kernels/attention/decode.py", "kernels/attention/prefill.py",
     "sampling/sample_tokens.py", "engine/stopping.py", "options/arguments.py", "integration/requests.py",
-    "integration/pretrained.py", "engine/lockstep.py", "integration/explain.py", "runner/graphs.py",
+    "integration/pretrained.py", "integration/progress.py", "engine/lockstep.py", "integration/explain.py",
+    "runner/graphs.py",
     "models/virtual_memory.py", "kernels/attention/grouped_decode.py", "integration/async_calls.py",
     "engine/driver.py", "kernels/attention/grouped_prefill.py", "kernels/attention/hopper_prefill.py",
     "models/one_launch.py",
