@@ -2,9 +2,10 @@
 
     python examples/async_rollouts.py
 
-Runs on a CPU in some seconds. Running requests keep their keys and values over an update (``on_weight_change="keep"``,
-as PipelineRL does), each token says which weights made it, and what is under way at the end is ended and goes on later.
-See docs/reinforcement_learning.md.
+Runs on a CPU in some seconds. Rollouts under way go on over an update: they keep their keys and values
+(``on_weight_change="keep"``, as PipelineRL does), and each token says which weights made it
+(`Completion.weight_versions`). What is under way at the end is ended and goes on later. See
+docs/reinforcement_learning.md.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hf_paged import Completion, PagedGenerator
 
 MODEL = Path(__file__).parent / "models" / "tiny-qwen3"
 FACTS = {"red-fox": 4821, "bold-owl": 1937, "gold-hare": 7604, "wild-goat": 5518, "icy-seal": 2046, "calm-bear": 9182}
-TEMPERATURE, IN_FLIGHT, BATCH, UPDATES = 1.5, 8, 6, 4
+TEMPERATURE, IN_FLIGHT, BATCH, UPDATES, NUM_SHOWN = 1.5, 8, 6, 4, 5
 
 
 def chat(name: str) -> list[dict[str, str]]:
@@ -65,7 +66,8 @@ def main() -> tuple[list[Completion], list[Completion]]:
                     optimizer.step()
                 optimizer.zero_grad()
                 versions = {version for _, made in rollouts for version in made.weight_versions}
-                print(f"update {number + 1} from tokens of versions {sorted(versions)}")
+                print(f"update {number + 1}, from tokens of versions {sorted(versions)}, comes to {len(asked)} "
+                      "rollouts under way")
 
         trainer = threading.Thread(target=train)
         trainer.start()
@@ -82,13 +84,14 @@ def main() -> tuple[list[Completion], list[Completion]]:
 
         rollouts = []
         while trainer.is_alive():
-            while len(asked) < IN_FLIGHT and finished.qsize() < BATCH:  # later ones shall be of newer weights
+            if finished.qsize() >= BATCH:  # training is behind: rollouts stand still, and go on with newer weights
+                time.sleep(0.001)
+                continue
+            if len(asked) < IN_FLIGHT:  # one a step, so that they are not all at their ends at the same time
                 ask()
             for one in step():
                 rollouts.append(one[1])
                 finished.put(one)
-            if not asked:
-                time.sleep(0.001)
 
         while len(asked) < IN_FLIGHT:
             ask()
@@ -97,8 +100,10 @@ def main() -> tuple[list[Completion], list[Completion]]:
             engine.abort(request_id)
         aborted = [made for _, made in step()]
         resumed = generator.generate(aborted, config, logprobs="processed")
-        mixed = sum(len(set(made.weight_versions)) > 1 for made in rollouts)
-        print(f"{len(rollouts)} rollouts, {mixed} of them over more than one version of the weights")
+        mixed = [made for made in rollouts if len(set(made.weight_versions)) > 1]
+        print(f"{len(rollouts)} rollouts, {len(mixed)} of them over more than one version of the weights:")
+        for made in mixed[:NUM_SHOWN]:
+            print(f"  {made.text!r:24} weight_versions={made.weight_versions}")
         print(f"{len(aborted)} ended after {[len(one.token_ids) for one in aborted]} tokens and went on to "
               f"{[len(one.token_ids) for one in resumed]}")
     return rollouts, resumed

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import reprlib
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_paged.config import PagedConfig, require_int
@@ -20,14 +21,15 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.follower import load_on_ranks
 from hf_paged.engine.session import Session
 from hf_paged.errors import EngineClosedError
-from hf_paged.integration.activity import activity
+from hf_paged.integration import paths
 from hf_paged.integration.adapter_rows import each_under
 from hf_paged.integration.async_calls import AsyncCalls
-from hf_paged.integration.best_of import best_completions
+from hf_paged.integration.best_of import best_outputs
 from hf_paged.integration.call_context import call_salt, call_seed
 from hf_paged.integration.enable import disable, enable_with_engine, get_engine, is_enabled, merged_config, unwrap
 from hf_paged.integration.pretrained import check_checkpoint, load_whole, split_arguments
 from hf_paged.integration.pretrained import tokenizer_of as _tokenizer_of
+from hf_paged.integration.progress import Progress
 from hf_paged.integration.requests import Asked, Call, RequestMaker, numbered, one_per_prompt, wanted
 from hf_paged.monitoring.registry import metrics_of
 from hf_paged.options.arguments import base_seed, merge_config, salt_digest
@@ -39,7 +41,6 @@ from hf_paged.vllm_names import unknown_method
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-PROGRESS_DELAY_S = 2.0
 _PARTING_S = 2.0  # for ranks that were told to stop
 
 
@@ -169,7 +170,8 @@ class PagedGenerator:
                 it over `model.generation_config`.
             seed: of the random numbers; one for the call, or one per prompt. None: the config's, else drawn from
                 torch's default generator.
-            use_tqdm: show progress. None: once the work takes longer than two seconds.
+            use_tqdm: show a bar over the new tokens, in which requests that have not ended count with their limits.
+                None: once the call has taken a second. Not for tensors.
             logprobs, top_logprobs, prompt_logprobs, presence_penalty, frequency_penalty, stop_token_ids,
                 include_stop_str_in_output, skip_special_tokens, timeout, priority: as of `Engine.add_request`; one for
                 the call, or a list with one per prompt (of ``stop_token_ids`` a list of lists). Not for tensors.
@@ -224,18 +226,8 @@ class PagedGenerator:
                     generate_kwargs = {"tokenizer": self.tokenizer, **generate_kwargs, "structured": structured}
                 made = self._generate_tensor(prompts, generation_config, seed, adapter_names, generate_kwargs)
             return None if self._only_follows else made
-        asked = self._maker.make(call)
-        completions: dict[int, Completion] = {}
-        with self.engine.session() as session, _Progress(len(asked), use_tqdm, self.engine) as progress:
-            for index, output in self._drive(session, call, asked):
-                if output.completion is not None:
-                    completions[index] = output.completion
-                    progress.update(output.completion)
-        if self._only_follows:
-            return None
-        if len(completions) < len(asked):
-            raise EngineClosedError("the engine was closed by another thread during the call")
-        return best_completions(asked, [completions[i] for i in range(len(asked))])
+        with Progress(self.engine, False if self._only_follows else use_tqdm) as progress:
+            return self._complete(call, self._maker.make(call), progress)
 
     @property
     def _only_follows(self) -> bool:
@@ -275,10 +267,11 @@ class PagedGenerator:
 
         def outputs() -> Iterator[tuple[int, StepOutput]]:
             self.engine.check_runnable()
-            with self.engine.session(stream=True) as session:
-                for output in self._drive(session, call, asked):
+            with paths.counting(self.engine) as counted, self.engine.session(stream=True) as session:
+                for index, output in chain.from_iterable(self._drive(session, call, asked)):
                     if not self._only_follows:
-                        yield output
+                        counted.num_tokens += len(output.new_token_ids)
+                        yield index, output
 
         return outputs()
 
@@ -370,6 +363,13 @@ class PagedGenerator:
         garbage-collected. Calls that wait in other threads and tasks end with `EngineClosedError`."""
         self._close()
 
+    def __repr__(self) -> str:
+        """One line: the checkpoint, the tokenizer's class, and what the engine does."""
+        name = getattr(self._causal_lm, "name_or_path", "")
+        checkpoint = f"{reprlib.repr(name)}, " if name else ""
+        tokenizer = None if self.tokenizer is None else type(self.tokenizer).__name__
+        return f"PagedGenerator({checkpoint}tokenizer={tokenizer}, {self.engine!r})"
+
     def __enter__(self) -> PagedGenerator:
         return self
 
@@ -390,13 +390,27 @@ class PagedGenerator:
     def _base_seed(self, seed: int | None) -> int:
         return base_seed(seed, self.engine.config.seed)
 
-    def _drive(self, session: Session, call: Call, asked: list[Asked]) -> Iterator[tuple[int, StepOutput]]:
-        """Run requests to their ends: every output with the number of its completion."""
+    def _complete(self, call: Call, asked: list[Asked], progress: Progress) -> list[Completion] | None:
+        """What `generate` returns of requests that are made."""
+        ended: dict[int, StepOutput] = {}
+        with paths.counting(self.engine) as counted, self.engine.session() as session:
+            progress.begin(session, len(asked))
+            for outputs in self._drive(session, call, asked):
+                progress.step(output for _, output in outputs)
+                ended.update(outputs)
+            if self._only_follows:
+                return None
+            if len(ended) < len(asked):
+                raise EngineClosedError("the engine was closed by another thread during the call")
+            return counted.completions(best_outputs(asked, [ended[i] for i in range(len(asked))]))
+
+    def _drive(self, session: Session, call: Call, asked: list[Asked]) -> Iterator[list[tuple[int, StepOutput]]]:
+        """Run requests to their ends: each step's outputs, with the numbers of their completions. Outputs of prompts
+        that cannot run come before the first step, as soon as the others are added."""
         index, refused = numbered(call, asked, self.engine.add_all(session, wanted(asked)))
-        yield from refused
+        yield refused
         while session.unfinished():
-            for output in self.engine.advance([session])[0]:
-                yield index[output.request_id], output
+            yield [(index[output.request_id], output) for output in self.engine.advance([session])[0]]
 
     def _generate_tensor(self, prompts: Any, generation_config: Any, seed: Any, adapter_names: Any,
                          kwargs: dict[str, Any]) -> torch.Tensor:
@@ -452,25 +466,3 @@ def _end_between_steps(model: weakref.ref, engine: Engine, workers: list[Workers
     finally:
         for started in workers:
             started.close(_PARTING_S)
-
-
-class _Progress:
-    """A bar over completions, with what the engine does: tokens a second, requests, KV blocks, hits."""
-
-    def __init__(self, total: int, show: bool | None, engine: Engine) -> None:
-        self._engine = engine
-        self._start = engine.stats()
-        delay = PROGRESS_DELAY_S if show is None else 0.0
-        self._bar = tqdm(total=total, desc="hf_paged", unit="req", disable=show is False, delay=delay)
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._bar.close()
-
-    def update(self, completion: Completion) -> None:
-        self._bar.update(1)
-        elapsed = self._bar.format_dict["elapsed"]
-        if not self._bar.disable and elapsed > 0:
-            self._bar.set_postfix_str(str(activity(self._start, self._engine.stats(), elapsed)), refresh=False)

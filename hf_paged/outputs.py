@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,6 +11,8 @@ from typing import NamedTuple
 from hf_paged.pictures.stats_html import stats_html
 
 PATHS = ("native", "lockstep", "stock")
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 48
 
 
 class VersionRun(NamedTuple):
@@ -105,6 +108,13 @@ class Completion:
     top_logprobs: list[dict[int, float] | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
+    def __repr__(self) -> str:
+        """One line of bounded length, also for an output of many tokens: lists of completions are printed."""
+        shown = f"token_ids={_SHORT.repr(self.token_ids)}" if self.text is None else f"text={_SHORT.repr(self.text)}"
+        error = "" if self.error is None else f", error={_SHORT.repr(self.error)}"
+        return (f"Completion({shown}, finish_reason={_SHORT.repr(self.finish_reason)}{error}, "
+                f"{len(self.token_ids)} tokens after a prompt of {len(self.prompt_token_ids)})")
+
     @property
     def cumulative_logprob(self) -> float | None:
         """The sum of `logprobs`: log p of the whole output; None without them, or where one is not known."""
@@ -144,6 +154,12 @@ class StepOutput:
     version_runs: tuple[VersionRun, ...] = ()
     new_top_logprobs: list[dict[int, float] | None] | None = None
 
+    def __repr__(self) -> str:
+        """One line of bounded length."""
+        end = "" if self.completion is None else f", completion={self.completion!r}"
+        return (f"StepOutput({_SHORT.repr(self.request_id)}, new_token_ids={_SHORT.repr(self.new_token_ids)}, "
+                f"new_text={_SHORT.repr(self.new_text)}{end})")
+
     @property
     def new_weight_versions(self) -> list[int | None]:
         """Of every new token, the version of the weights that made it."""
@@ -177,8 +193,8 @@ class CallStats:
 
     Attributes:
         num_calls: those that came to decode, also if they raised then.
-        num_tokens: new tokens of all rows that they returned, padding left out; of beams those that were returned. A
-            call that raised returned none.
+        num_tokens: new tokens of all rows that they returned, padding left out; of beams, and of ``best_of``, those
+            that were returned. A call that raised returned none; a stream those that it had handed out.
         by_reason: the same for each reason, in which … stands for what differs from call to call; empty for native
             calls.
     """
@@ -211,8 +227,10 @@ class EngineStats:
         kv_bytes_saved: what it would have read besides if it read a prefix that several rows share once for each.
         num_draft_tokens, num_accepted_draft_tokens: guesses that steps computed, and those that came true.
         shadow_bytes: memory of copies of the weights, in the dtype of autocast or gathered from ranks; else 0.
-        calls: calls of the enabled model's `generate` and `generate_batch` by path: "native", "lockstep", "stock". What
-            a call in stock calls itself (drafts of assisted decoding) is a part of it.
+        calls: calls by path, "native", "lockstep" or "stock": of the enabled model's `generate` and `generate_batch`,
+            and of `generate`, `stream`, `agenerate` and `astream` of a `PagedGenerator`. What a call in stock calls
+            itself (drafts of assisted decoding) is a part of it. Requests of `Engine.add_request`, and of a continuous
+            batching manager or the server, belong to no call: `num_generated_tokens` holds their tokens.
     """
 
     num_running: int

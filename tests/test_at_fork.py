@@ -49,6 +49,7 @@ SAFE = {
     "hf_paged.engine.mask_maker.MaskMaker.begin": "of one call, whose thread no child has",
     "hf_paged.engine.grammars.Grammars.begin": "of one caller, whom the child forgets with its thread",
     "hf_paged.engine.driver.DrivenCall._changed": "the event loop whose task waits for it is the parent's",
+    "hf_paged.integration.progress.Progress._is_running": "a child only releases it, and its thread is the parent's",
     "hf_paged.integration.serving.answers.Answer._pieces": _SERVER,
     "hf_paged.integration.serving.calls.ServedCall._settled": _SERVER,
     "hf_paged.integration.serving.calls.ServedCall.over": _SERVER,

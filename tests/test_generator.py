@@ -404,7 +404,7 @@ def test_from_pretrained_says_what_it_cannot_do(tmp_path):
 def test_progress_can_be_switched(generator, capsys, use_tqdm):
     generator.generate(PROMPTS, max_new_tokens=3, use_tqdm=use_tqdm)
     shown = capsys.readouterr().err
-    assert ("4/4" in shown and "tok/s" in shown) == use_tqdm
+    assert ("4 requests, 12 tokens" in shown and "tok/s" in shown) == bool(shown) == use_tqdm
 
 
 # -- bad input ------------------------------------------

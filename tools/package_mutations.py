@@ -76,6 +76,19 @@ MESSAGES = [
     PackageMutation("optional.py", "    for module in EXTRAS[extra]:\n", "    for module in EXTRAS[extra][:1]:\n",
                     "test_optional.py", "names_the_module"),
 ]
+PROGRESS, PROGRESS_TESTS = "integration/progress.py", "integration/test_progress.py"
+
+# What a caller sees of a call that runs, and of what it returns.
+SHOWN = [
+    PackageMutation(PROGRESS, "        if self._show:\n            self._draw()\n", "", PROGRESS_TESTS, "call_is_busy"),
+    PackageMutation(PROGRESS, "(0 if request is None else _limit(request))", "0", PROGRESS_TESTS,
+                    "unfinished_requests"),
+    PackageMutation(PROGRESS, "            self._first = (now, made) if made else None\n",
+                    "            self._first = (now, made)\n", PROGRESS_TESTS, "speed_of_tokens"),
+    PackageMutation(PROGRESS, "self._bar.leave, self._bar.n = False,", "self._bar.leave, self._bar.n = True,",
+                    PROGRESS_TESTS, "leaves_no_bar"),
+    PackageMutation("outputs.py", "_SHORT.repr(self.text)}\"", "self.text!r}\"", "test_outputs.py", "short_line"),
+]
 # Which path a call takes: asked beforehand, counted, and warned of.
 WHICH_PATH = [
     PackageMutation(PATHS, "    over = is_eos.cumsum(1) > is_eos.int()\n", "    over = is_eos & False\n", PATHS_TESTS,
@@ -85,6 +98,10 @@ WHICH_PATH = [
     PackageMutation(PATHS, "    except Answer as found:", "    except ZeroDivisionError as found:", EXPLAIN_TESTS,
                     "peft"),
     PackageMutation(GENERATE, '        engine.calls.add("native", None, 0)\n', "        pass\n", PATHS_TESTS, "raises"),
+    PackageMutation("generator.py", "                        counted.num_tokens += len(output.new_token_ids)\n", "",
+                    PATHS_TESTS, "each_entry"),
+    PackageMutation("engine/call_counts.py", "threading.RLock()  # a stream", "threading.Lock()  # a stream",
+                    PATHS_TESTS, "is_collected_while"),
     PackageMutation("engine/call_counts.py", "calls + 1, tokens + num_tokens", "1, num_tokens", PATHS_TESTS,
                     "tokens_of_each_path"),
     PackageMutation("engine/call_counts.py", "            is_first = reason.kind not in self._warned\n",

@@ -13,7 +13,7 @@ class CallCounts:
     """Thread-safe. Reasons of one kind are one."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a stream that is garbage-collected while a call is counted is counted itself
         self._counts: dict[tuple[str, str | None], tuple[int, int]] = {}
         self._warned: set[str] = set()
         at_fork.register(self)
@@ -53,4 +53,4 @@ class CallCounts:
 
     def after_fork_in_child(self) -> None:
         """Another thread may have held the lock."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()

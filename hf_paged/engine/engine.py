@@ -509,6 +509,20 @@ class Engine:
 
     # -- state ------------------------------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        """One line. It waits for no step under way, and so fits a debugger: its figures may be of different moments."""
+        if self._is_shut_down or not self._executor.has_source:
+            return "Engine(closed)"
+        model, scheduler = self._executor.source, self._core.scheduler
+        first = next(model.parameters(), None)
+        where = "" if first is None else f" in {str(first.dtype).removeprefix('torch.')} on {first.device}"
+        state = "no KV pool yet"
+        if scheduler is not None:
+            usable = scheduler.num_blocks - 1
+            state = (f"{scheduler.num_running:,} running, {scheduler.num_waiting:,} waiting, "
+                     f"{usable - scheduler.num_free_blocks:,} of {usable:,} KV blocks in use")
+        return f"Engine({type(model).__name__}{where}, {state})"
+
     def stats(self) -> EngineStats:
         """Counters and present state; see `EngineStats`."""
         with self._lock.turn(), self._lock.rlock:

@@ -26,12 +26,6 @@ class Activity(NamedTuple):
     hit_rate: float
     num_preemptions: int
 
-    def __str__(self) -> str:
-        """For the end of a progress bar."""
-        return (f"prefill {self.prefill_per_second:.0f} tok/s, decode {self.generated_per_second:.0f} tok/s, "
-                f"{self.num_running} running, {self.num_waiting} waiting, KV {self.kv_used:.0%}, "
-                f"hits {self.hit_rate:.0%}")
-
 
 def activity(before: EngineStats, now: EngineStats, seconds: float) -> Activity:
     """What happened in these seconds, more than none."""

@@ -12,7 +12,8 @@ import torch
 
 from hf_paged.engine.driver import Driver
 from hf_paged.engine.engine import Engine
-from hf_paged.integration.best_of import best_completions
+from hf_paged.integration import paths
+from hf_paged.integration.best_of import best_outputs
 from hf_paged.integration.requests import Asked, Call, RequestMaker, numbered, wanted
 from hf_paged.options.arguments import base_seed
 from hf_paged.outputs import Completion, StepOutput
@@ -36,9 +37,12 @@ class AsyncCalls:
         """As `PagedGenerator.stream`."""
         self._check(call)
         call.check_for_stream()
-        async with aclosing(self._run(call, await self._asked(call), stream=True)) as outputs:
-            async for item in outputs:
-                yield item
+        asked = await self._asked(call)
+        with paths.counting(self._engine) as counted:
+            async with aclosing(self._run(call, asked, stream=True)) as outputs:
+                async for number, output in outputs:
+                    counted.num_tokens += len(output.new_token_ids)
+                    yield number, output
 
     async def _asked(self, call: Call) -> list[Asked]:
         """The requests of a call, made in a thread."""
@@ -70,12 +74,10 @@ class AsyncCalls:
     async def completions(self, call: Call) -> list[Completion]:
         """As `PagedGenerator.generate` returns them."""
         self._check(call)
-        found: dict[int, Completion] = {}
         asked = await self._asked(call)
-        async for number, output in self._run(call, asked, stream=False):
-            assert output.completion is not None
-            found[number] = output.completion
-        return best_completions(asked, [found[number] for number in range(len(asked))])
+        with paths.counting(self._engine) as counted:
+            ended = {number: output async for number, output in self._run(call, asked, stream=False)}
+            return counted.completions(best_outputs(asked, [ended[number] for number in range(len(asked))]))
 
     def _check(self, call: Call) -> None:
         self._engine.check_outside_update()

@@ -9,30 +9,30 @@ from typing import Any
 from hf_paged.config import require_int
 from hf_paged.options.arguments import MOST_COPIES
 from hf_paged.options.settings import RequestSettings
-from hf_paged.outputs import Completion
+from hf_paged.outputs import StepOutput
 
 
-def best_completions(asked: Sequence[tuple[int, object, int | None]], made: list[Completion]) -> list[Completion]:
+def best_outputs(asked: Sequence[tuple[int, object, int | None]], made: list[StepOutput]) -> list[StepOutput]:
     """Of the candidates of each prompt the wanted ones, best first: by `Completion.cumulative_logprob`.
 
     A candidate that failed, or whose log-probabilities are not known, comes behind the others.
 
     Args:
         asked: the `Asked` of each completion, those of a prompt one after the other.
-        made: the completions.
+        made: the last outputs, which have the completions.
     """
-    chosen: list[Completion] = []
+    chosen: list[StepOutput] = []
     for _, group in groupby(zip(asked, made, strict=True), key=lambda one: one[0][0]):
         candidates = list(group)
         (_, _, best), _ = candidates[0]
-        if best is None:
-            chosen += [completion for _, completion in candidates]
-        else:
-            chosen += sorted((completion for _, completion in candidates), key=_rank)[:best]  # stable
+        outputs = [output for _, output in candidates]
+        chosen += outputs if best is None else sorted(outputs, key=_rank)[:best]  # stable
     return chosen
 
 
-def _rank(completion: Completion) -> tuple[bool, float]:
+def _rank(output: StepOutput) -> tuple[bool, float]:
+    completion = output.completion
+    assert completion is not None
     known = completion.cumulative_logprob
     ended_early = completion.finish_reason in ("error", "abort", "timeout")
     return ended_early or known is None, 0.0 if known is None else -known

@@ -15,6 +15,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from hf_paged.engine.engine import Engine
 from hf_paged.errors import Reason
 from hf_paged.integration.call_context import within
+from hf_paged.outputs import Completion, StepOutput
 
 T = TypeVar("T")
 _FOR_ALL_ROWS = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)  # these, or an EOS, end rows
@@ -67,16 +68,35 @@ def answered() -> Iterator[None]:
         question.answer = found
 
 
+@dataclass
+class CountedCall:
+    """One call that is being counted. `num_tokens`: new tokens that it has handed out."""
+
+    num_tokens: int = 0
+
+    def completions(self, outputs: list[StepOutput]) -> list[Completion]:
+        """The completions of last outputs, which the call returns."""
+        self.num_tokens = sum(len(output.new_token_ids) for output in outputs)
+        return [output.completion for output in outputs if output.completion is not None]
+
+
+@contextmanager
+def counting(engine: Engine, path: str = "native", reason: Reason | None = None) -> Iterator[CountedCall]:
+    """Count the block as one call, whether it raises or not, with the tokens that are noted in what it gets."""
+    call = CountedCall()
+    try:
+        yield call
+    finally:
+        engine.calls.add(path, reason, call.num_tokens)
+
+
 def counted(engine: Engine, path: str, reason: Reason | None, call: Callable[[], T],
             num_tokens: Callable[[T], int]) -> T:
     """`call()`, counted; where it raises, with no tokens."""
-    made = 0
-    try:
+    with counting(engine, path, reason) as one:
         result = call()
-        made = num_tokens(result)
+        one.num_tokens = num_tokens(result)
         return result
-    finally:
-        engine.calls.add(path, reason, made)
 
 
 def new_tokens(result: Any, width: int, stopping_criteria: Any, config: GenerationConfig) -> int:

@@ -126,8 +126,8 @@ def families(readings: list[Reading]) -> Iterator[Metric]:
 def _counted_by(readings: list[Reading]) -> Iterator[Metric]:
     success = CounterMetricFamily(PREFIX + "request_success", "Requests that ended, by the reason.",
                                   labels=[*LABELS, "finished_reason"])
-    calls = CounterMetricFamily(PREFIX + "calls", "Calls of generate and generate_batch, by the path that they took "
-                                "and why it was not the native one.", labels=[*LABELS, "path", "reason"])
+    calls = CounterMetricFamily(PREFIX + "calls", "Calls of generate, generate_batch and a PagedGenerator, by the path "
+                                "that they took and why it was not the native one.", labels=[*LABELS, "path", "reason"])
     tokens = CounterMetricFamily(PREFIX + "call_tokens", "New tokens of those calls.",
                                  labels=[*LABELS, "path", "reason"])
     for one in readings:

@@ -6,14 +6,17 @@ from html import escape
 from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+# Text has the page's color, and nothing a background but the bars, whose colors stand out on light and dark pages. Some
+# notebooks give rows of tables both: with one of theirs and one of the page's a text could vanish.
 _STYLE = (
     "<style>.hf-paged{font:13px/1.5 system-ui,sans-serif;max-width:44em}"
     ".hf-paged table{border-collapse:collapse;margin:.4em 0;width:100%}"
+    ".hf-paged :is(table,tr,th,td){color:inherit!important;background:transparent!important}"
     ".hf-paged td,.hf-paged th{text-align:left;padding:.1em .8em .1em 0;border:0;vertical-align:top}"
     ".hf-paged td:nth-child(2),.hf-paged td:nth-child(3),.hf-paged th:nth-child(2),.hf-paged th:nth-child(3)"
     "{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}"
-    ".hf-paged .bar{background:#ededed;height:.8em;border-radius:2px;overflow:hidden}"
-    ".hf-paged .bar div{background:#1f6fb2;height:100%}"
+    ".hf-paged .bar{background:rgba(128,128,128,.25);height:.8em;border-radius:2px;overflow:hidden}"
+    ".hf-paged .bar div{background:#3182c8;height:100%}"
     ".hf-paged .why{padding-left:1.2em;opacity:.75}</style>"
 )
 
@@ -56,4 +59,4 @@ def _calls(calls: Any) -> str:
         lines.append(f"<tr><td>{escape(path)}</td><td>{counted.num_calls:,}</td><td>{counted.num_tokens:,}</td></tr>")
         lines += [f'<tr><td class="why">{escape(reason)}</td><td>{one.num_calls:,}</td><td>{one.num_tokens:,}</td></tr>'
                   for reason, one in counted.by_reason.items()]
-    return f"<table><tr><th>calls of generate</th><th>calls</th><th>tokens</th></tr>{''.join(lines)}</table>"
+    return f"<table><tr><th>calls by path</th><th>calls</th><th>tokens</th></tr>{''.join(lines)}</table>"

@@ -21,4 +21,9 @@ def test_it_runs_and_every_token_has_its_version_and_log_probability(capsys):
     assert len(rollouts) >= 2 * example.BATCH
     assert len(resumed) > example.IN_FLIGHT // 2
     assert {version for made in rollouts + resumed for version in made.weight_versions} >= {0, 1}
-    assert "update 2 from tokens" in capsys.readouterr().out
+    mixed = [made for made in rollouts if len(set(made.weight_versions)) > 1]
+    assert len(mixed) >= example.IN_FLIGHT // 2  # under way at an update: what the program is there to show
+    printed = capsys.readouterr().out
+    assert "update 2, from tokens of versions [0" in printed
+    assert f"{len(mixed)} of them over more than one version" in printed
+    assert f"weight_versions={mixed[0].weight_versions}" in printed

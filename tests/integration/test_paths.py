@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +30,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 import hf_paged
-from hf_paged import at_fork
+from hf_paged import PagedGenerator, at_fork
+from hf_paged.engine.core import EngineCore
 from hf_paged.integration.paths import new_tokens
 from hf_paged.outputs import PATHS
 
@@ -202,9 +207,120 @@ def test_generate_batch(options, path):
     assert (num_calls(model), calls_of(model)[path].num_tokens) == ({path: 1}, 8)
 
 
+# -- calls of a `PagedGenerator` ------------------------------------------
+
+PROMPTS = random_prompts([5, 9])
+
+
+async def _astream(generator, options):
+    return [output async for output in generator.astream(PROMPTS, **options)]
+
+
+# Everything of a `PagedGenerator` that takes prompts.
+ENTRIES = {
+    "generate": lambda generator, options: generator.generate(PROMPTS, **options),
+    "stream": lambda generator, options: list(generator.stream(PROMPTS, **options)),
+    "agenerate": lambda generator, options: asyncio.run(generator.agenerate(PROMPTS, **options)),
+    "astream": lambda generator, options: asyncio.run(_astream(generator, options)),
+}
+# What opens a session of an engine, and how its calls are counted.
+SESSIONS = {
+    "generator.py": "each of ENTRIES", "integration/async_calls.py": "each of ENTRIES",
+    "integration/generate.py": "a call of an enabled model", "integration/continuous_batching/worker.py":
+    "the requests of a manager: `generate_batch` counts itself",
+}
+
+
+def test_entries_are_all_there_are():
+    takes_prompts = {name for name, function in inspect.getmembers(PagedGenerator, inspect.isfunction)
+                     if not name.startswith("_") and "prompts" in inspect.signature(function).parameters}
+    assert takes_prompts == {*ENTRIES}
+    root = Path(hf_paged.__file__).parent
+    opens = {path.relative_to(root).as_posix() for path in root.rglob("*.py")
+             if re.search(r"\.session\(|driver\.call\(", path.read_text())}
+    assert opens == {*SESSIONS}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_each_entry_counts_as_one_call_with_the_tokens_that_it_returned(entry):
+    with PagedGenerator(tiny_model()) as generator:
+        engine = generator.engine
+        for count in (1, 2):
+            ENTRIES[entry](generator, {"max_new_tokens": 6})
+            assert (engine.stats().calls["native"], num_calls(generator.model)) == (
+                hf_paged.CallStats(count, 12 * count, {}), {"native": count})
+        with pytest.raises(ValueError, match="temperature"):
+            ENTRIES[entry](generator, {"max_new_tokens": 6, "do_sample": True, "temperature": -1.0})
+        assert engine.stats().calls["native"].num_calls == 2  # no call that came to decode
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_entry_that_raises_counts_with_what_it_had_handed_out(entry, monkeypatch):
+    own, steps = EngineCore.step, []
+
+    def failing(self, **options):
+        steps.append(1)
+        if len(steps) == 4:
+            raise MemoryError
+        return own(self, **options)
+
+    monkeypatch.setattr(EngineCore, "step", failing)
+    with PagedGenerator(tiny_model()) as generator:
+        with pytest.raises(MemoryError):
+            ENTRIES[entry](generator, {"max_new_tokens": 6})
+        found = generator.engine.stats().calls["native"]
+        assert found.num_calls == 1 and bool(found.num_tokens) == ("stream" in entry)
+
+
+@pytest.mark.parametrize("entry", ["generate", "agenerate"])
+def test_of_best_of_those_that_are_returned_count(entry):
+    with PagedGenerator(tiny_model()) as generator:
+        ENTRIES[entry](generator, {"max_new_tokens": 6, "best_of": 3, "do_sample": True, "seed": 1})
+        assert generator.engine.stats().num_generated_tokens == 36
+        assert generator.engine.stats().calls["native"] == hf_paged.CallStats(1, 12, {})
+
+
+def test_output_that_a_prompt_brings_and_prompts_that_cannot_run_are_no_tokens_of_a_call():
+    with PagedGenerator(tiny_model()) as generator:
+        prompts = [{"prompt_token_ids": PROMPTS[0], "output_token_ids": [5, 6]}, PROMPTS[1], []]
+        made = generator.generate(prompts, max_new_tokens=6, on_error="complete")
+        assert [len(one.token_ids) for one in made] == [6, 6, 0]
+        assert generator.engine.stats().calls["native"] == hf_paged.CallStats(1, 10, {})
+
+
+def test_tensors_are_one_call_of_the_model():
+    with PagedGenerator(tiny_model()) as generator:
+        generator.generate(**INPUTS, max_new_tokens=4)
+        generator.generate(**INPUTS, max_new_tokens=4, num_beams=2)
+        assert num_calls(generator.model) == {"native": 1, "lockstep": 1}
+
+
+def test_requests_that_are_stepped_by_hand_belong_to_no_call():
+    with PagedGenerator(tiny_model()) as generator:
+        generator.engine.add_request(PROMPTS[0], GenerationConfig(max_new_tokens=4))
+        while generator.engine.has_unfinished():
+            generator.engine.step()
+        stats = generator.engine.stats()
+        assert num_calls(generator.model) == {} and stats.num_generated_tokens == 4
+
+
+@pytest.mark.timeout(60)
+def test_a_stream_that_is_collected_while_a_call_is_counted_is_counted():
+    """Garbage collection may end an abandoned stream anywhere, in the same thread."""
+    with PagedGenerator(tiny_model()) as generator:
+        stream = generator.stream(PROMPTS, max_new_tokens=6)
+        next(stream)
+        counts = generator.engine.calls
+        with counts._lock:
+            del stream
+        assert counts.stats()["native"] == hf_paged.CallStats(1, 1, {})
+
+
 def test_in_a_fork_nobody_holds_the_lock():
     counts = hf_paged.get_engine(hf_paged.enable(tiny_model())).calls
-    counts._lock.acquire()  # as a thread that is gone did
+    thread = threading.Thread(target=counts._lock.acquire)  # which is gone then
+    thread.start()
+    thread.join()
     assert counts in at_fork._registered
     counts.after_fork_in_child()
     counts.add("native", None, 3)

@@ -107,5 +107,4 @@ def test_activity_between_two_looks():
     found = activity(before, engine.stats(), 2.0)
     assert found.generated_per_second == 2.0 and found.prefill_per_second == 0.5  # all but the last token is cached
     assert found.hit_rate == pytest.approx(47 / 48) and found.kv_used == 0 and found.num_preemptions == 0
-    assert str(found) == "prefill 0 tok/s, decode 2 tok/s, 0 running, 0 waiting, KV 0%, hits 98%"
     assert activity(before, before, 1.0) == (0, 0, 0, 0, 0, 0, 0)

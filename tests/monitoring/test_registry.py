@@ -67,8 +67,8 @@ def test_every_count_is_the_engines(generator):
     assert stats.num_generated_tokens == 106
     assert value(found, "request_success_total", finished_reason="length") == 7
     assert value(found, "request_success_total", finished_reason="error") == 0
-    assert value(found, "calls_total", path="native", reason="") == 1
-    assert value(found, "call_tokens_total", path="native", reason="") == 6
+    assert value(found, "calls_total", path="native", reason="") == 2
+    assert value(found, "call_tokens_total", path="native", reason="") == 106
     assert value(found, "estimated_flops_per_gpu_total") > 0
     assert value(found, "time_to_first_token_seconds_bucket", le="+Inf") == 7
     assert value(found, "request_prompt_tokens_bucket", le="20.0") == 4  # 17, 9, 9 and 4

@@ -17,6 +17,7 @@ from support import random_prompts, tiny_model
 from transformers import GenerationConfig
 
 from hf_paged import FallbackError, PagedGenerator, UnsupportedModelError, enable
+from hf_paged.integration import progress
 
 VOCAB = 5000  # the last of four ranks has padding
 SHAPE = {"vocab_size": VOCAB, "num_key_value_heads": 2, "num_attention_heads": 4}  # a KV head is on two of four ranks
@@ -105,6 +106,19 @@ def test_a_batch_of_unlike_requests(alone, sharded):
     made = sharded.generate(PROMPTS, configs, seed=11)
     assert ids(made) == ids(alone.generate(PROMPTS, configs, seed=11))
     assert [len(tokens) for tokens in ids(made)] == list(range(10, 20))
+
+
+def test_the_bar_counts_tokens_while_ranks_run_and_the_call_is_counted(sharded, monkeypatch, capsys):
+    """Rank 0's requests are made again when all ranks take them in."""
+    monkeypatch.setattr(progress, "_INTERVAL_S", 0.0)
+    before = sharded.engine.stats().calls["native"]
+    sharded.generate(PROMPTS, max_new_tokens=12, use_tqdm=True)
+    shown = capsys.readouterr().err
+    counts = [int(count) for count in re.findall(r"\| (\d+)/120 tok \[", shown)]
+    assert counts == sorted(counts) and any(0 < count < 120 for count in counts)
+    assert "| 10 requests, 120 tokens in " in shown
+    after = sharded.engine.stats().calls["native"]
+    assert (after.num_calls - before.num_calls, after.num_tokens - before.num_tokens) == (1, 120)
 
 
 @pytest.mark.parametrize("kind", ["processed", "raw"])

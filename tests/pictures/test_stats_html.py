@@ -73,15 +73,52 @@ def test_sizes(nbytes, text):
     assert size(nbytes) == text
 
 
-def test_a_browser_shows_the_bars(tmp_path):
+PAGES = {"light": ("#ffffff", "#000000"), "dark": ("#111111", "#e0e0e0"), "editor": ("#1e1e1e", "#cccccc")}
+
+
+def luminance(color):
+    """As WCAG defines it, of "#rrggbb"."""
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one, other):
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_every_color_stands_out_on_light_and_dark_pages():
+    """Text takes the page's color; what is opaque has the contrast to every page that graphics need."""
+    style = STATS._repr_html_().partition("</style>")[0]
+    values = re.findall(r"(?:color|background|border):([^;}]+)", style)
+    assert {*re.findall(r"[;{](?:color|fill|stroke):([^;}]+)", style)} == {"inherit!important"}
+    opaque = [value for value in values if value.startswith("#")]
+    assert opaque and all(contrast(color, page) >= 3 for color in opaque for page, _ in PAGES.values())
+    assert {value for value in values if value not in opaque} <= {
+        "inherit!important", "transparent!important", "rgba(128,128,128,.25)", "0"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_browser_shows_the_bars(tmp_path, page):
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    page = tmp_path / "stats.html"
-    page.write_text(f"<!doctype html><meta charset=utf-8><body style='margin:0'>{STATS._repr_html_()}</body>")
-    understood = document(page, tmp_path)
+    background, text = PAGES[page]
+    file = tmp_path / "stats.html"
+    rows = ".cell tbody tr:nth-child(odd){background:#f5f5f5}"  # as some notebooks color them
+    file.write_text(f"<!doctype html><meta charset=utf-8><style>{rows}</style>"
+                    f"<body style='margin:0;background:{background};color:{text}'>"
+                    f"<div class=cell>{STATS._repr_html_()}</div></body>")
+    understood = document(file, tmp_path)
     assert "1,234 waiting" in understood and "&lt;b&gt;Mine&lt;/b&gt;" in understood and "<b>" not in understood
-    assert re.findall(r"width: ?([\d.]+)%", understood.partition("</style>")[2]) == ["60.0", "25.0"]
-    picture = pyplot.imread(screenshot(page, tmp_path, 500, 500))[..., :3]
-    blue = (abs(picture - [0x1F / 255, 0x6F / 255, 0xB2 / 255]) < 0.02).all(-1)
+    assert re.findall(r"width: ?([\d.]+)%", understood.rpartition("</style>")[2]) == ["60.0", "25.0"]
+    picture = pyplot.imread(screenshot(file, tmp_path, 500, 500))[..., :3]
+    blue = (abs(picture - [0x31 / 255, 0x82 / 255, 0xC8 / 255]) < 0.02).all(-1)
     widths = [int(count) for count in blue.sum(1) if count > 20]
     assert len(widths) >= 12 and max(widths) == pytest.approx(0.6 * 500, abs=6)
     assert min(widths) == pytest.approx(0.25 * 500, abs=6)
+    # All but the bars and the text is the page, and what is left of the bars is nearer to it than to the text.
+    page_color, text_color = ([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)] for color in (background, text))
+    is_page = (abs(picture - page_color) < 0.02).all(-1)
+    assert is_page.mean() > 0.8
+    rest = picture[blue.sum(1) > 20][~blue[blue.sum(1) > 20]]
+    assert (abs(rest - page_color) < abs(rest - text_color)).all(-1).mean() > 0.95
