@@ -22,7 +22,6 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import hf_paged
 from hf_paged import Engine, PagedConfig
 from hf_paged.engine.driver import Driver
-from hf_paged.engine.frozen_heap import heap
 from hf_paged.integration import install
 from hf_paged.integration.continuous_batching.manager import PagedBatchingManager
 from hf_paged.models.replica import Replica
@@ -314,7 +313,6 @@ def locks():
         "hf_paged.engine.call_counts.CallCounts._lock": lambda: hf_paged.get_engine(model).calls._lock,
         "hf_paged.engine.driver.Driver._changed": lambda: driver._changed,
         "hf_paged.engine.everywhere._lock": lambda: everywhere._lock,
-        "hf_paged.engine.frozen_heap.FrozenHeap._lock": lambda: heap._lock,
         "hf_paged.monitoring.registry._lock": lambda: registry._lock,
         "hf_paged.tracing.trace_file.TraceFile._lock": lambda: file._lock,
         "hf_paged.integration.enable._swapping": lambda: enable._swapping,
