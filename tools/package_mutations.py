@@ -1020,6 +1020,12 @@ GUESSING = [
                     "among_accepted_guesses"),
     PackageMutation(GENERATE, "        if request.stop is not None or request.grammar", "        if request.grammar",
                     LOOKUP_TESTS, "once_a_draft"),
+    PackageMutation("integration/generate.py", "_meets_drafts(call) if len(input_ids) == 1 else None",
+                    "_meets_drafts(call)", LOOKUP_TESTS, "ends_of_their_own"),
+    PackageMutation("integration/stock_loop.py", "if len(input_ids) > 1 and isinstance(kwargs.get(CACHE_NAME)",
+                    "if False and isinstance(kwargs.get(CACHE_NAME)", LOOKUP_TESTS, "several_rows_in_lockstep"),
+    PackageMutation("integration/ranks.py", "engine.finds_shards() and num_meetings(engine.model) == before",
+                    "engine.finds_shards()", "integration/test_ranks.py", "told"),
     PackageMutation(PADDED, "else _GUESSING_SIZES", "else self.decode_sizes", GRAPHS_TESTS,
                     "with_guesses"),
 ]

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from hf_paged import at_fork
 from hf_paged.config import PagedConfig
 from hf_paged.engine.engine import Engine
 from hf_paged.errors import Reason, UnsupportedModelError
-from hf_paged.integration import fallback, generate, paths, stock_loop
+from hf_paged.integration import fallback, generate, paths, ranks, stock_loop
 from hf_paged.integration.cache_name import CACHE_NAME
 from hf_paged.integration.continuous_batching import methods
 from hf_paged.integration.engines import ENGINES, engine_of
@@ -237,17 +237,18 @@ def _announcing_generate(stock: Any) -> Callable:
     def generate_(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Stock generate, with the warning where it never comes to `_sample`."""
         engine = engine_of(self)
-        if engine is not None and (structured := kwargs.pop("structured", None)) is not None:
-            kwargs["logits_processor"] = _structured(self, engine, structured, args, kwargs)
-        call = functools.partial(stock.generate, self, *args, **kwargs)
-        with paths.answered():
-            if engine is not None and not fallback.in_fallback(engine):
+        outermost = None if engine is None or fallback.in_fallback(engine) else engine
+        with nullcontext() if outermost is None else ranks.refusing(outermost), paths.answered():
+            if engine is not None and (structured := kwargs.pop("structured", None)) is not None:
+                kwargs["logits_processor"] = _structured(self, engine, structured, args, kwargs)
+            call = functools.partial(stock.generate, self, *args, **kwargs)
+            if outermost is not None:
                 for name, values in (("custom_generate", None), ("cache_implementation", ("paged",))):
                     value = kwargs.get(name)
                     if value is not None and (values is None or value in values):
                         reason = option_reason(name, value)
                         ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
-                        return fallback.fall_back(engine, reason, call, _after_the_prompt(self, ids))
+                        return fallback.fall_back(outermost, reason, call, _after_the_prompt(self, ids))
             return call()
         return None
 
@@ -317,10 +318,11 @@ def _lockstep_beam_search(stock: Any) -> Callable:
 def _paged_call(stock: Any) -> Callable:
     @functools.wraps(stock.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stock's call, but for those that carry a cache of the engine's."""
+        """Stock's call, but where it carries a cache of the engine's, or where other ranks would not take part."""
         cache = kwargs.get(CACHE_NAME)
         if isinstance(cache, PagedCache):
             return cache.forward(kwargs["input_ids"], kwargs.get("logits_to_keep", 0))
-        return stock.__call__(self, *args, **kwargs)
+        forward = ranks.own_forward(self)
+        return stock.__call__(self, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
     return __call__
