@@ -51,5 +51,5 @@ _REPLACED: dict[str, list[tuple[str, Callable[..., Any]]]] = {
     # (a norm; behind q, k and v that of head norms and RoPE).
     "joined_norms": [("hf_paged.models.fused.makes_parts", lambda _: False)],
     # Full garbage collections look through the heap of torch and transformers while requests run.
-    "frozen_heap": [("hf_paged.engine.frozen_heap.FrozenHeap.may_freeze", lambda _: False)],
+    "frozen_heap": [("hf_paged.engine.frozen_heap.FrozenHeap._freeze", lambda _: None)],
 }

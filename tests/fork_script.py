@@ -23,7 +23,6 @@ import hf_paged
 from hf_paged import Engine, PagedConfig
 from hf_paged.engine.driver import Driver
 from hf_paged.engine.form_compilers import COMPILERS
-from hf_paged.engine.frozen_heap import heap
 from hf_paged.integration import install
 from hf_paged.integration.continuous_batching.manager import PagedBatchingManager
 from hf_paged.models.replica import Replica
@@ -316,7 +315,6 @@ def locks():
         "hf_paged.engine.driver.Driver._changed": lambda: driver._changed,
         "hf_paged.engine.everywhere._lock": lambda: everywhere._lock,
         "hf_paged.engine.form_compilers.FormCompilers._lock": lambda: COMPILERS._lock,
-        "hf_paged.engine.frozen_heap.FrozenHeap._lock": lambda: heap._lock,
         "hf_paged.engine.grammars.Grammars._lock": lambda: hf_paged.get_engine(model)._core.grammars._lock,
         "hf_paged.engine.grammars.Grammars._reading": lambda: hf_paged.get_engine(model)._core.grammars._reading,
         "hf_paged.monitoring.registry._lock": lambda: registry._lock,

@@ -28,7 +28,6 @@ RENEWED = {
     "hf_paged.engine.everywhere._lock",
     "hf_paged.engine.fair_lock.FairLock.rlock",
     "hf_paged.engine.form_compilers.FormCompilers._lock",
-    "hf_paged.engine.frozen_heap.FrozenHeap._lock",
     "hf_paged.engine.grammars.Grammars._lock",
     "hf_paged.engine.grammars.Grammars._reading",
     "hf_paged.integration.continuous_batching.board.RequestBoard.changed",
@@ -46,6 +45,7 @@ _RANKS = "a child never comes to it: every way there compares os.getpid() with t
 _SERVER = "the server's event loop is the parent's: a child serves nobody"
 _CUDA = "only held around work on CUDA, which no child can do"
 SAFE = {
+    "hf_paged.engine.frozen_heap.FrozenHeap._lock": "no thread waits for it: where it is taken, nothing is frozen",
     "hf_paged.engine.mask_maker.MaskMaker.begin": "of one call, whose thread no child has",
     "hf_paged.engine.grammars.Grammars.begin": "of one caller, whom the child forgets with its thread",
     "hf_paged.engine.driver.DrivenCall._changed": "the event loop whose task waits for it is the parent's",

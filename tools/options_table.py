@@ -64,9 +64,11 @@ banned or biased sequences that hold the padding token, `stop_strings` and `max_
 
 With `prompt_lookup_num_tokens` a request guesses at tokens that stood before: in its prompt, in its output, or in other
 samples of its prompt. That saves steps where a text repeats, and changes no token ([design.md](design.md#guesses)). It
-is native, also for several rows, which stock refuses, and runs in lockstep with `stop_strings`, `max_time` or
-`structured`. A `PagedGenerator` and an `Engine` take it with every option, and guess nothing beside these three.
-`PagedConfig(speculation=False)` switches guesses off.
+is native, also for several rows, which stock refuses. One row with an option of lockstep, `stop_strings`, `max_time` or
+`structured` runs in lockstep, where stock's own loop drafts and makes stock's tokens. With `guidance_scale` these are
+not those of a call without drafts, since the cache of stock's processor keeps the drafts that were rejected. Several
+rows in lockstep make the tokens of a call without drafts. A `PagedGenerator` and an `Engine` take the option with every
+other, and guess nothing beside `structured`. `PagedConfig(speculation=False)` switches guesses off.
 
 [troubleshooting.md](troubleshooting.md) has the states of a model that send its calls to stock.
 

@@ -219,8 +219,18 @@ STALENESS = [
 ]
 
 # Settings of one request that must not end another's.
-FAILING_TESTS = "engine/test_failing_requests.py"
+FAILING_TESTS, TABLE, TABLE_TESTS = (
+    "engine/test_failing_requests.py", "engine/request_table.py", "engine/test_request_table.py")
 REQUESTS = [
+    PackageMutation(TABLE, "            self._arrivals.pop(request.request_id, None)\n", "", TABLE_TESTS, "no_part"),
+    PackageMutation(TABLE, "        return self._by_id.get(request.request_id) is request",
+                    "        return request.request_id in self._by_id", TABLE_TESTS, "next_one_of_its_id"),
+    PackageMutation("engine/core.py", "self.dirty, self.stepping_thread = True, threading.get_ident()\n        try:\n"
+                    "            yield", "pass\n        try:\n            yield", TABLE_TESTS, "interrupted_ends"),
+    PackageMutation("engine/core.py", "            return\n        if error is not None:\n",
+                    "            pass\n        if error is not None:\n", TABLE_TESTS, "again_changes"),
+    PackageMutation("engine/engine.py", "self.after_step(lambda: self._carry_out(End(",
+                    "(lambda do: do())(lambda: self._carry_out(End(", TABLE_TESTS, "a_tokenizer"),
     PackageMutation("engine/core.py", "            action(*args)\n        except Exception as error:",
                     "            action(*args)\n        except ZeroDivisionError as error:", FAILING_TESTS, "emit"),
     PackageMutation("engine/core.py",
@@ -362,14 +372,14 @@ JOINED = [
     PackageMutation(BATCH, "        self._take_back()\n        self._places = None\n", "        self._places = None\n",
                     BATCH_TESTS, "planned_ahead"),
     PackageMutation(BATCH, "or self._is_reordered or", "or", BATCH_TESTS, "planned_ahead"),
-    PackageMutation(CORE, "if (last is not None and last[0].completion is not None) or request_id", "if request_id",
+    PackageMutation(CORE, "if (last is not None and last[0].completion is not None) or not request", "if not request",
                     "engine/test_interrupts.py", "not_given_out_again"),
     PackageMutation("engine/engine.py", "self._core.recover_if_dirty()  # which", "pass  # which",
                     "engine/test_interrupts.py", "not_given_out_again"),
     PackageMutation("engine/lockstep.py", "        self._count, self._answer = self._count + num_new, logits",
                     "        self._count += num_new\n        self._answer = logits.view_as(logits)",
                     "engine/test_interrupts.py", "get_everything_once"),
-    PackageMutation(CORE, ") or request_id not in request.session.open:", "):", "engine/test_interrupts.py",
+    PackageMutation(CORE, ") or not request.is_open:", "):", "engine/test_interrupts.py",
                     "half_added"),
     PackageMutation(CORE, "        if len(joining) == 1 and not self.requests:\n", "        if False:\n",
                     GRAPHS_TESTS, "sent_while"),
@@ -881,9 +891,9 @@ ASKED_OF_REQUESTS = [  # besides a GenerationConfig
                     "sampling/test_edits.py", "stage_alone"),
     PackageMutation("sampling/edit_reference.py", "inside = (at >= table.prompt_length[slots][:, None]) &",
                     "inside = (at >= 0) &", OPTIONS, "those_of_the_definition"),
-    PackageMutation(CORE, "                if self._deadlines:\n                    self._end_late()\n", "", OPTIONS,
+    PackageMutation(CORE, "in self._table.late():", "in ():", OPTIONS,
                     "time_is_over"),
-    PackageMutation(CORE, "            self._deadlines.pop(request_id, None)\n", "            pass\n", OPTIONS,
+    PackageMutation(TABLE, "            self._deadlines.pop(request.request_id, None)\n", "            pass\n", OPTIONS,
                     "time_counts_once"),
     PackageMutation("scheduler/scheduler.py", "done and seq.max_new_tokens > 0", "done", OPTIONS, "nothing_is_drawn"),
     PackageMutation("integration/best_of.py", "0.0 if known is None else -known", "0.0 if known is None else known",
@@ -1051,9 +1061,8 @@ GUESSING = [
                     "more_than_they_cost"),
     PackageMutation(GUESSES, "max(MOST_OF_PROMPT, len(prompt) + MOST_OF_PROMPT // 2)", "MOST_OF_PROMPT", GUESSES_TESTS,
                     "read_once"),
-    PackageMutation(CORE, "            self._arrivals.append(request)\n",
-                    "            self._arrivals.append(request)\n            self.speculation.add(request)\n",
-                    GUESSES_TESTS, "requests_that_wait"),
+    PackageMutation(CORE, "        self._table.add(request,", "        self.speculation.add(request)\n"
+                    "        self._table.add(request,", GUESSES_TESTS, "requests_that_wait"),
     PackageMutation(GUESSES, ".digest() + salt", ".digest()", GUESSES_TESTS, "one_prompt_and_salt"),
     PackageMutation("runner/model_runner.py", "            self.state.set_tokens(slots, places, tokens[:, None])\n", "",
                     GUESSES_TESTS, "change_no_token and greedy"),
@@ -1077,6 +1086,12 @@ GUESSING = [
                     "among_accepted_guesses"),
     PackageMutation(GENERATE, "        if request.stop is not None or request.grammar", "        if request.grammar",
                     LOOKUP_TESTS, "once_a_draft"),
+    PackageMutation("integration/generate.py", "_meets_drafts(call) if len(input_ids) == 1 else None",
+                    "_meets_drafts(call)", LOOKUP_TESTS, "ends_of_their_own"),
+    PackageMutation("integration/stock_loop.py", "if len(input_ids) > 1 and isinstance(kwargs.get(CACHE_NAME)",
+                    "if False and isinstance(kwargs.get(CACHE_NAME)", LOOKUP_TESTS, "several_rows_in_lockstep"),
+    PackageMutation("integration/ranks.py", "engine.finds_shards() and num_meetings(engine.model) == before",
+                    "engine.finds_shards()", "integration/test_ranks.py", "told"),
     PackageMutation(PADDED, "else _GUESSING_SIZES", "else self.decode_sizes", GRAPHS_TESTS,
                     "with_guesses"),
 ]
@@ -1096,20 +1111,21 @@ LONG = [
 
 HEAP, HEAP_TESTS = "engine/frozen_heap.py", "engine/test_frozen_heap.py"
 FROZEN_HEAP = [
-    PackageMutation(HEAP, "            gc.freeze()\n", "            pass\n", HEAP_TESTS, "call_freezes"),
+    PackageMutation(HEAP, "                gc.freeze()\n", "                pass\n", HEAP_TESTS, "call_freezes"),
     PackageMutation(HEAP, "            gc.unfreeze()\n", "            pass\n", HEAP_TESTS, "call_freezes"),
-    PackageMutation(HEAP, "        if gc.get_freeze_count():\n", "        if False:\n", HEAP_TESTS, "caller_froze"),
+    PackageMutation(HEAP, "self.is_frozen or not gc.get_freeze_count()", "True", HEAP_TESTS, "caller_froze and before"),
+    PackageMutation(HEAP, "if marker is None or any(", "if True or any(", HEAP_TESTS, "caller_froze"),
+    PackageMutation(HEAP, "if marker is None or any(", "if any(", HEAP_TESTS, "behind_the_freezing"),
     PackageMutation(HEAP, "not gc.isenabled() or ", "", HEAP_TESTS, "collections_are_off"),
-    PackageMutation(HEAP, "            gc.collect(1)", "            pass", HEAP_TESTS, "young_garbage"),
-    PackageMutation(HEAP, "        self._holders.clear()\n", "", HEAP_TESTS, "cycle_is_collected or counts_anew"),
-    PackageMutation(HEAP, "        self.epoch += 1\n", "", HEAP_TESTS, "after_a_pause"),
-    PackageMutation(HEAP, "            self._full_collections = _full_collections()\n", "", HEAP_TESTS,
-                    "none_of_everything"),
+    PackageMutation(HEAP, "                gc.collect(1)", "                pass", HEAP_TESTS, "young_garbage"),
+    PackageMutation(HEAP, " or time.monotonic() - self._last_step > _PATIENCE", "", HEAP_TESTS, "cycle_is_collected"),
+    PackageMutation(HEAP, "            self._may_try = True\n", "", HEAP_TESTS, "counted_once"),
     PackageMutation("engine/engine.py", """                self._close_session(session)
             finally:
-                self._core.note_use()""", """                self._close_session(session)
+                if not self.is_reentrant():
+                    self._run_deferred()""", """                self._close_session(session)
             finally:
-                pass""", HEAP_TESTS, "dies or abandoned"),
+                pass""", HEAP_TESTS, "dies or from_outside"),
     PackageMutation("engine/engine.py", """                self._deferred.pop()()
         finally:
             self._core.note_use()""", """                self._deferred.pop()()

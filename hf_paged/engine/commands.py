@@ -36,6 +36,7 @@ class End:
 
     request_ids: tuple[str, ...]
     reason: str
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ class CommandQueue:
         elif isinstance(command, End):
             core.drain()
             for request in [core.requests[i] for i in command.request_ids if i in core.requests]:
-                core.end(request, command.reason)
+                core.end(request, command.reason, request.error or command.error)
         elif isinstance(command, Build):
             core.scheduler_or_build()
         elif isinstance(command, ResetCache):
@@ -270,9 +271,9 @@ class CommandQueue:
     def _look_after_requests(self) -> None:
         """End, on every rank, what only this one knows to be over."""
         requests, now = self._core.requests, time.time()
-        if self._core.failed_here:
-            self._queue.append(End(tuple(self._core.failed_here), "error"))
-            self._core.failed_here = []
+        for request_id in [i for i in self._core.failed_here if i in requests]:
+            self._queue.append(End((request_id,), "error", requests[request_id].error))
+        self._core.failed_here = []
         clock = time.monotonic() if self._timeouts else 0.0
         for request_id in [i for i, deadline in self._timeouts.items() if i not in requests or clock >= deadline]:
             del self._timeouts[request_id]

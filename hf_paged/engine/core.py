@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import threading
 import time
 import weakref
@@ -25,6 +24,7 @@ from hf_paged.engine.lockstep import LockstepBatch, Way
 from hf_paged.engine.mask_maker import MaskMaker
 from hf_paged.engine.observer import Committed, Launched, Observers
 from hf_paged.engine.pace import Pace
+from hf_paged.engine.request_table import RequestTable
 from hf_paged.engine.session import BARRED, NewRequest, Request, Session, TopAsked, failed_output
 from hf_paged.engine.speculation import COSTS, Speculation
 from hf_paged.engine.stopping import ended
@@ -33,7 +33,7 @@ from hf_paged.models import ModelExecutor
 from hf_paged.models.guards.capturing import no_capturing
 from hf_paged.models.tuners import AdapterCounts
 from hf_paged.options.settings import RequestSettings
-from hf_paged.outputs import VersionRun
+from hf_paged.outputs import StepOutput, VersionRun
 from hf_paged.runner import device_times
 from hf_paged.runner.device import DevicePool
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
@@ -63,7 +63,8 @@ class EngineCore:
         self._guard = WeightsGuard(executor, lambda version: core._end_version_runs(version))
         self.scheduler: Scheduler | None = None
         self._resting: tuple[ModelRunner, Scheduler] | None = None  # of a pool that was released
-        self.requests: dict[str, Request] = {}
+        self._table = RequestTable()
+        self.requests = self._table.by_id
         self.observers = Observers()
         self._heap_hold = HeapHold()
         self.batches: list[LockstepBatch] = []  # rows of callers who pick their tokens themselves
@@ -79,12 +80,9 @@ class EngineCore:
         self._pace = Pace()
         self._launched_before = False, False  # did the last step only decode requests' rows; did others join it?
         self._state_key = b""  # of the model, when the runner was prepared
-        self._arrivals: list[Request] = []  # since the last step
         # Did a request come, since there was none at all, that streams; with a stop rule; that wants log-probabilities;
         # that names an adapter; that follows a grammar?
         self._any_stream = self._any_stop = self._any_logprobs = self._any_adapter = self._any_grammar = False
-        self._deadlines: dict[str, float] = {}  # of unfinished requests, by `time.monotonic`; the first of them
-        self._next_deadline = math.inf
         self.grammars = Grammars(executor.num_logits, config)
         self._masks: MaskMaker | None = None
         self._committing: tuple[StepPlan, np.ndarray] | None = None  # and the rows whose tokens were taken
@@ -155,22 +153,17 @@ class EngineCore:
             scheduler.add(request.sequence)
         self._any_stream = request.session.stream or (self._any_stream and bool(self.requests))
         self._any_stop = request.stop is not None or (self._any_stop and bool(self.requests))
-        if request.deadline is not None and not self._executor.group.is_parallel:
-            self._deadlines[request.request_id] = request.deadline
-            self._next_deadline = min(self._next_deadline, request.deadline)
         asks = request.logprobs is not None or request.prompt_logprobs is not None
         self._any_logprobs = asks or (self._any_logprobs and bool(self.requests))
         self._any_adapter = request.sequence.adapter is not None or (self._any_adapter and bool(self.requests))
         self._any_grammar = request.grammar is not None or (self._any_grammar and bool(self.requests))
-        request_id, opened = request.request_id, request.session.open
-        self.requests[request_id] = opened[request_id] = request
+        # Ranks of a sharded model end requests together: rank 0's clock counts (`CommandQueue`).
+        self._table.add(request, arrives=end is None, is_timed=not self._executor.group.is_parallel)
         if self.observers:
             self.observers.tell("queued", request)
-        if end is None:
-            self._arrivals.append(request)
-        else:
+        if end is not None:
             request.sequence.end(end)
-            self.finish(request)
+            self.end(request, end)
         self.dirty = False
 
     def _resumed_end(self, request: Request) -> str | None:
@@ -200,17 +193,57 @@ class EngineCore:
         """No request, and nothing in flight."""
         return not self.requests and self._in_flight is None
 
-    def end(self, request: Request, reason: str) -> None:
-        """End a request; nothing may be in flight (see `drain`)."""
-        self.scheduler_or_build().finish(request.sequence, reason)
-        self.finish(request)
+    def end(self, request: Request, reason: str, error: str | None = None) -> None:
+        """End a request, wherever it is, and hand out its completion; one that has ended stays as it was.
+
+        No other code makes completions. Tokens that are in flight are dropped, and the blocks of such a request are
+        free once the step is committed (see `drain`).
+        """
+        if request not in self._table:
+            return
+        if error is not None:
+            request.error = error
+        with self._undivided():
+            if self.scheduler is not None:
+                self.scheduler.finish(request.sequence, reason)
+            output = self._last_output(request)
+            request.session.hand_out(request, output, request.num_emitted + len(output.new_token_ids))
+            self.drop(request)
+            if self.observers:
+                self.observers.tell("finished", request, output)
+
+    @contextmanager
+    def _undivided(self) -> Iterator[None]:
+        """For what has to happen as a whole: after an interrupt in here, the next entry recovers.
+
+        Code of the user (a tokenizer, what garbage collection runs) that comes back to the engine from in here is
+        treated as inside of a step.
+        """
+        was_dirty, outer = self.dirty, self.stepping_thread
+        self.dirty, self.stepping_thread = True, threading.get_ident()
+        try:
+            yield
+            self.dirty = was_dirty
+        finally:
+            self.stepping_thread = outer
+
+    def _last_output(self, request: Request) -> StepOutput:
+        try:
+            return request.completed(self.tokenizer, self._guard.version)
+        except Exception as failure:
+            message = request.error or f"this request failed at its end: {failure!r}"
+            return failed_output(request.sequence, request.num_emitted, message)
+
+    def drop(self, request: Request) -> None:
+        """Take a request out without a completion: its caller is gone, or has the completion already."""
+        self._table.remove(request)
+        if self.speculation:
+            self.speculation.remove(request.request_id)
 
     def refuse(self, request: Request, error: str) -> None:
         """End a request that came and cannot run."""
         self.drain()
-        if request.request_id in self.requests:
-            request.error = error
-            self.end(request, "error")
+        self.end(request, "error", error)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -360,8 +393,8 @@ class EngineCore:
         try:
             with _ambient(device):
                 scheduler = self.scheduler_or_build()
-                if self._deadlines:
-                    self._end_late()
+                for request in self._table.late():
+                    self.end(request, "timeout")
                 num_preempted = scheduler.num_preemptions
                 with self._executor.compared_once():
                     self._receive(scheduler)
@@ -407,9 +440,7 @@ class EngineCore:
                                 seconds=time.perf_counter() - started)
                 if joining:
                     self._answer_rows(joining, has_looked=look_now)
-                for sequence in scheduler.take_failed():
-                    if (request := self.requests.get(sequence.request_id)) is not None:  # else its mask failed as well
-                        self.finish(request)
+                self._end_requests_of(scheduler.take_failed())
                 if not self.requests:
                     self._commit_in_flight()  # no request needs the step that ran ahead: its blocks go back now
             self.dirty = False
@@ -643,8 +674,8 @@ class EngineCore:
         result = self.scheduler.commit(plan, tokens, [row for row, _ in stopped.values()])
         self._committing = plan, result.accepted
         for sequence in result.finished:
-            request = self.requests.get(sequence.request_id)
-            if sequence.finish_reason == "error" and request is not None and request.sequence is sequence:
+            request = self._request_with(sequence)
+            if sequence.finish_reason == "error" and request is not None:
                 request.error = NAN_ERROR if request.grammar is None else f"{NAN_ERROR}; {BARRED}"
         self.totals["generated"] += len(result.accepted)
         if plan.drafts is not None:
@@ -665,10 +696,7 @@ class EngineCore:
             if request is not None and request.session.stream:
                 position = int(plan.start[row]) + int(plan.num_new_tokens[row])
                 self._attempt(request, request.emit, position, int(tokens[row]), runs)
-        for sequence in result.finished:
-            request = self.requests.get(sequence.request_id)
-            if request is not None and request.sequence is sequence:
-                self.finish(request)
+        self._end_requests_of(result.finished)
         self._committing = None
         if self.observers:
             self.observers.tell("delivered", plan)
@@ -681,19 +709,6 @@ class EngineCore:
             if request is not None and request.first_token is None:
                 request.first_token = now
 
-    def _end_late(self) -> None:
-        """End the requests whose time is over; what is in flight of them is dropped at its commit."""
-        assert self.scheduler is not None
-        now = time.monotonic()
-        if now < self._next_deadline:
-            return
-        for request_id in [name for name, deadline in self._deadlines.items() if deadline <= now]:
-            request = self.requests[request_id]
-            self.scheduler.finish(request.sequence, "timeout")
-            self.finish(request)
-        self._arrivals = [request for request in self._arrivals if request.sequence.finish_reason is None]
-        self._next_deadline = min(self._deadlines.values(), default=math.inf)
-
     def _match(self, plan: StepPlan, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Let the requests that follow grammars go on in them by their new tokens, and end where these do."""
         assert self.scheduler is not None
@@ -703,8 +718,7 @@ class EngineCore:
                 self._attempt(request, request.match, int(tokens[row]))
                 is_open = request.error is None and request.sequence.finish_reason is None
                 if is_open and request.matcher.is_over:
-                    self.scheduler.finish(request.sequence, "stop")
-                    self.finish(request)
+                    self.end(request, "stop")
 
     def _stopped(self, plan: StepPlan, tokens: np.ndarray) -> dict[str, tuple[int, str | Exception]]:
         """The requests that one of a step's tokens ends, since it completes a stop string or their time is over.
@@ -726,18 +740,25 @@ class EngineCore:
 
     def _stop(self, request_id: str, reason: str | Exception) -> None:
         """End a request that its stop rule ends, if nothing else has."""
-        assert self.scheduler is not None
         if (request := self.requests.get(request_id)) is None:
             return
         if isinstance(reason, Exception):
             self._fail(request, reason)
         elif request.sequence.finish_reason is None:
-            self.scheduler.finish(request.sequence, reason)
-            self.finish(request)
+            self.end(request, reason)
+
+    def _end_requests_of(self, sequences: list[Sequence]) -> None:
+        """End the requests whose sequences the scheduler has ended."""
+        for sequence in sequences:
+            if (request := self._request_with(sequence)) is not None:
+                self.end(request, sequence.finish_reason or "error")
 
     def _request_of(self, plan: StepPlan, row: int) -> Request | None:
-        """The request of a row, unless it has ended: another may have its id by now."""
-        sequence = plan.sequences[row]
+        """The request of a row, unless it has ended."""
+        return self._request_with(plan.sequences[row])
+
+    def _request_with(self, sequence: Sequence) -> Request | None:
+        """The request of a sequence, unless it has ended: another may have its id by now."""
         request = self.requests.get(sequence.request_id)
         return request if request is not None and request.sequence is sequence else None
 
@@ -750,18 +771,16 @@ class EngineCore:
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End a request with what was raised in its own part of a step."""
-        assert self.scheduler is not None
         if request.error is not None:
             return  # of a sharded model, and on its way to the other ranks already
-        logger.warning("hf_paged: request %s ends: %r", request.sequence.request_id, error, exc_info=error)
+        logger.warning("hf_paged: request %s ends: %r", request.request_id, error, exc_info=error)
         request.error, request.text = f"this request failed: {error!r}", None
         kept = request.sequence.num_output_tokens - self._num_taken(request.sequence)
         request.num_kept = max(kept, request.num_emitted)
         if self._executor.group.is_parallel:  # to be ended on every rank
-            self.failed_here.append(request.sequence.request_id)
-            return
-        self.scheduler.finish(request.sequence, "error")
-        self.finish(request)
+            self.failed_here.append(request.request_id)
+        else:
+            self.end(request, "error")
 
     def _num_taken(self, sequence: Sequence) -> int:
         """Tokens that the commit under way has given to a sequence."""
@@ -770,32 +789,12 @@ class EngineCore:
         plan, rows = self._committing
         return sum(plan.sequences[row] is sequence for row in rows.tolist())
 
-    def finish(self, request: Request) -> None:
-        """Deliver the completion of a request that the scheduler ended."""
-        sequence, session = request.sequence, request.session
-        try:
-            output = request.completed(self.tokenizer, self._guard.version)
-        except Exception as error:
-            message = request.error or f"this request failed at its end: {error!r}"
-            output = failed_output(sequence, request.num_emitted, message)
-        request_id = sequence.request_id
-        session.hand_out(request, output, request.num_emitted + len(output.new_token_ids))
-        del session.open[request_id]  # first: what no session has open does not start again
-        del self.requests[request_id]
-        if self.speculation:
-            self.speculation.remove(request_id)
-        if self._deadlines:
-            self._deadlines.pop(request_id, None)
-        if self.observers:
-            self.observers.tell("finished", request, output)
-
     def _receive(self, scheduler: Scheduler) -> None:
         """Prompts arrived: is the runner ready for the model as it is now, and may older cache content be used?"""
-        arrivals, self._arrivals = self._arrivals, []
-        if arrivals:
+        if arrivals := self._table.take_arrivals():
             if self._any_adapter:
                 self._end_without_adapter(arrivals)
-            self._receive_sequences(scheduler, [request.sequence for request in arrivals if request.error is None])
+            self._receive_sequences(scheduler, [request.sequence for request in arrivals if request in self._table])
 
     def _receive_sequences(self, scheduler: Scheduler, arrivals: list[Sequence]) -> None:
         manager, caching = scheduler.kv_cache_manager, self._config.enable_prefix_caching
@@ -871,13 +870,10 @@ class EngineCore:
 
     def _end_without_adapter(self, requests: list[Request]) -> None:
         """End those whose adapter is gone, or cannot be named any more; nothing of them is in flight."""
-        assert self.scheduler is not None
         errors = self._adapter_errors(request.sequence.adapter for request in requests)
         for request in requests if errors else ():
             if (error := errors.get(request.sequence.adapter)) is not None:
-                request.error = error
-                self.scheduler.finish(request.sequence, "error")
-                self.finish(request)
+                self.end(request, "error", error)
 
     def _end_version_runs(self, version: int) -> None:
         """Tokens that are known were made with the weights of this version, and later ones are not."""
@@ -907,10 +903,9 @@ class EngineCore:
 
     def abandon(self) -> None:
         """Give everything up where it stands: of a sharded model whose other ranks are not asked any more."""
-        self.requests.clear()
+        self._table.clear()
         self.speculation.keep(())
-        self._deadlines.clear()
-        self._arrivals, self._in_flight, self._pending, self.dirty = [], None, None, False
+        self._in_flight, self._pending, self.dirty = None, None, False
         self._tell_of_new_start()
         self.note_use()
         self.drop_pool()
@@ -959,17 +954,15 @@ class EngineCore:
         self._lose_rows()
         self._retire_scheduler()
         self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.num_blocks else None
-        for request_id, request in list(self.requests.items()):  # one may have been half added, or half ended
+        for request in list(self.requests.values()):  # one may have been half added, or half ended
             if (last := request.session.last_of(request)) is not None:
                 request.num_emitted = last[1]
-            if (last is not None and last[0].completion is not None) or request_id not in request.session.open:
-                request.session.open.pop(request_id, None)
-                del self.requests[request_id]
+            if (last is not None and last[0].completion is not None) or not request.is_open:
+                self.drop(request)
         self.speculation.keep(self.requests)
         for request in list(self.requests.values()):
             self._start_again(request)
-        self._arrivals = list(self.requests.values())
-        self._deadlines = {r.request_id: r.deadline for r in self._arrivals if r.deadline is not None}
+        self._table.arrive_again()
         self._tell_of_new_start()
         self.dirty = False
 
@@ -986,8 +979,7 @@ class EngineCore:
         try:
             request.restart()
         except Exception as error:  # the scheduler does not know it any more
-            request.error = f"this request failed: {error!r}"
-            self.finish(request)
+            self.end(request, "error", f"this request failed: {error!r}")
         else:
             self.scheduler_or_build().add(request.sequence)
 

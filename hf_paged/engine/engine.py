@@ -299,7 +299,7 @@ class Engine:
         with self._lock.turn(), self._lock.rlock:
             if request_id not in self._commands.expected:
                 self._core.requests[request_id]  # KeyError
-            self._carry_out(End((request_id,), "abort"))
+            self.after_step(lambda: self._carry_out(End((request_id,), "abort")))  # a tokenizer may call this in a step
 
     def unfinished_copies(self, request_id: str) -> list[str]:
         """Ids of unfinished requests, of any caller, with this one or one that `copy_ids` made of it."""
@@ -1150,11 +1150,11 @@ class Engine:
 
     def _forget_threads_that_are_gone(self) -> None:
         """After a fork: their requests hold blocks, and no thread waits for their tokens."""
-        for requests in (self._core.requests, self._commands.expected):
-            for request in [r for r in requests.values() if r.thread != threading.get_ident()]:
-                self._core.dirty = True
-                del requests[request.request_id]
-                request.session.open.pop(request.request_id, None)
+        unfinished = [*self._core.requests.values(), *self._commands.expected.values()]
+        for request in [request for request in unfinished if request.thread != threading.get_ident()]:
+            self._core.dirty = True
+            self._core.drop(request)
+            self._commands.expected.pop(request.request_id, None)
         for batch in [batch for batch in self._core.batches if batch.thread != threading.get_ident()]:
             self._core.dirty = True
             self._core.batches.remove(batch)
@@ -1236,7 +1236,8 @@ class Engine:
             try:
                 self._close_session(session)
             finally:
-                self._core.note_use()
+                if not self.is_reentrant():
+                    self._run_deferred()
 
     def _close_session(self, session: Session) -> None:
         # A call that died before its first request was taken in may have left half of it in the scheduler.
@@ -1253,9 +1254,8 @@ class Engine:
         except Exception:
             self._core.dirty = True
         if self._core.dirty:
-            for request_id in session.open:
-                self._core.requests.pop(request_id, None)
-            session.open.clear()
+            for request in list(session.open.values()):
+                self._core.drop(request)
             self._core.recover_if_dirty()
             return
         for request in list(session.open.values()):

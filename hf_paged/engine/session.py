@@ -107,6 +107,11 @@ class Request:
     def request_id(self) -> str:
         return self.sequence.request_id
 
+    @property
+    def is_open(self) -> bool:
+        """Does its session wait for it?"""
+        return self.session.open.get(self.request_id) is self
+
     def resume(self, max_model_len: int) -> str | None:
         """Begin behind `made`; the reason for which there is nothing to go on with, if so."""
         assert self.made is not None

@@ -93,7 +93,7 @@ def assisted_method(stock: Any) -> Callable:
         if engine is not None and not in_fallback(engine) and is_lookup(stock, generation_config, kwargs):
             call = _recognised(engine, model, input_ids, logits_processor, stopping_criteria, generation_config,
                                synced_gpus, model_kwargs)
-            why = call if isinstance(call, Reason) else _meets_drafts(call)
+            why = call if isinstance(call, Reason) else _meets_drafts(call) if len(input_ids) == 1 else None
         if engine is None or call is None or isinstance(call, Reason) or why is not None:
             return assisted_decoding(engine, stock._assisted_decoding, model, input_ids, logits_processor,
                                      stopping_criteria, generation_config, synced_gpus, streamer, why=why, **kwargs)

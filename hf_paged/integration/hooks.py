@@ -10,7 +10,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from transformers import GenerationMixin
 
 from hf_paged import at_fork
 from hf_paged.engine.engine import Engine
-from hf_paged.integration import fallback, generate, paths, stock_loop
+from hf_paged.integration import fallback, generate, paths, ranks, stock_loop
 from hf_paged.integration.cache_name import CACHE_NAME
 from hf_paged.integration.continuous_batching.methods import METHODS, destroy_cached_manager
 from hf_paged.integration.engines import ENGINES, engine_of
@@ -103,12 +103,14 @@ def _generate_hook(original: Callable) -> Callable:
         model, engine = _of_first_call(self)
         if engine is None:
             return original(model, *args, **kwargs)
-        if (structured := kwargs.pop("structured", None)) is not None:
-            kwargs["logits_processor"] = _structured(model, engine, structured, args, kwargs)
-        is_custom = kwargs.get("custom_generate") is not None  # another program's loop, which gets the model itself
-        call = functools.partial(original, model if is_custom else view_of(model, _decoding_methods), *args, **kwargs)
-        with paths.answered():
-            if fallback.in_fallback(engine):
+        is_inner = fallback.in_fallback(engine)
+        with nullcontext() if is_inner else ranks.refusing(engine), paths.answered():
+            if (structured := kwargs.pop("structured", None)) is not None:
+                kwargs["logits_processor"] = _structured(model, engine, structured, args, kwargs)
+            is_custom = kwargs.get("custom_generate") is not None  # another program's loop, which gets the model itself
+            receiver = model if is_custom else view_of(model, _decoding_methods)
+            call = functools.partial(original, receiver, *args, **kwargs)
+            if is_inner:
                 return call()
             for name, values in (("custom_generate", None), ("cache_implementation", ("paged",))):
                 value = kwargs.get(name)

@@ -7,12 +7,13 @@ collective. So the ranks meet when a call begins (`parallel.rendezvous`), and al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 from hf_paged.engine.engine import Engine
 from hf_paged.errors import FallbackError, Reason
-from hf_paged.models.replica import Replica
+from hf_paged.integration.engines import engine_of
+from hf_paged.models.replica import Replica, num_meetings
 
 T = TypeVar("T")
 OTHERS_IN_STOCK = Reason("this call runs in stock on another rank of the sharded model",
@@ -58,14 +59,34 @@ def go_to_stock(engine: Engine, reason: Reason) -> None:
 
 @contextmanager
 def refusing(engine: Engine) -> Iterator[None]:
-    """What is raised in here, in place of a call, is told to the other ranks, who would wait."""
+    """What is raised in here before the ranks have met is told to the other ranks, which would wait for this one.
+
+    All that an entry does with its arguments before it meets the other ranks has to lie in here.
+    """
+    before = num_meetings(engine.model)
     try:
         yield
     except BaseException as error:
-        replica = engine.replica
-        if replica is not None and replica.is_readable and not replica.is_pinned:
-            replica.refuse(error)
+        with suppress(Exception):  # the call's own error counts
+            if engine.finds_shards() and num_meetings(engine.model) == before:
+                _refuse(engine.replica, error)
         raise
+
+
+def _refuse(replica: Replica | None, error: BaseException) -> None:
+    if replica is not None and replica.is_readable and not replica.is_pinned:
+        replica.refuse(error)
+
+
+def forward_of(model: Any) -> Callable[..., Any]:
+    """What computes a forward of a model in a call of its `generate`: in a native call over gathered weights, these.
+
+    Processors call the model, as that of `guidance_scale` does; its own forward would wait for the other ranks, each of
+    which takes another number of steps.
+    """
+    engine = engine_of(model)
+    replica = None if engine is None else engine.replica
+    return model if replica is None or not replica.is_pinned_here else replica.forward
 
 
 def come(engine: Engine, replica: Replica) -> bool:

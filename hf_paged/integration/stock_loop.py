@@ -12,7 +12,7 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.utils import ModelOutput
 
@@ -130,8 +130,8 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
     lengths = [length for length in bounds if isinstance(length, int)]
     if not lengths:
         return NO_LENGTH
-    # Drafts may reach beyond the end before they are cut.
-    drafts = config.prompt_lookup_num_tokens or 0
+    # Drafts may reach beyond the end before they are cut. Several rows have none.
+    drafts = (config.prompt_lookup_num_tokens or 0) if len(input_ids) == 1 else 0
     if not isinstance(drafts, int):
         return Reason("prompt_lookup_num_tokens={} is no integer", repr(drafts), remedy="Give a number of tokens.")
     max_new_tokens = max(1, min(lengths) - input_ids.shape[1]) + drafts
@@ -155,11 +155,11 @@ def _paged_forwards(stock: Any) -> dict[str, Callable]:
 
     @wraps(stock.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """A paged forward; the model's own for calls without a cache of the engine's."""
+        """A paged forward, but for calls without a cache of the engine's."""
         cache = kwargs.get(CACHE_NAME)
         if isinstance(cache, PagedCache):
             return cache.forward(kwargs["input_ids"], kwargs.get("logits_to_keep", 0))
-        return model_of(self)(*args, **kwargs)
+        return ranks.forward_of(model_of(self))(*args, **kwargs)
 
     return {"__call__": __call__}
 
@@ -211,6 +211,12 @@ def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_
     tell_eos(logits_processor, stopping_criteria)
 
     def method(receiver: Any, *, synced_gpus: bool = synced_gpus, **kwargs: Any) -> Any:
+        if len(input_ids) > 1 and isinstance(kwargs.get(CACHE_NAME), PagedCache):  # stock drafts for one row
+            ids: Any = input_ids
+            return GenerationMixin._sample(
+                receiver, ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+                generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **kwargs,
+            )
         return stock(receiver, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                      generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer,
                      inputs_tensor=inputs_tensor, assistant_model=assistant_model,

@@ -12,6 +12,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from hf_paged.integration.ranks import forward_of
+
 _MODEL = "_hf_paged_model"  # a slot, not an attribute: views and models share the dictionary of attributes
 
 
@@ -43,7 +45,7 @@ def _view_class(stock: Any, methods: Callable[[Any], dict[str, Callable]]) -> ty
         "__qualname__": stock.__qualname__,
         "__slots__": (_MODEL,),
         # What stock hands on (a processor that holds the model, say) calls, copies and pickles the model.
-        "__call__": lambda self, *args, **kwargs: model_of(self)(*args, **kwargs),
+        "__call__": lambda self, *args, **kwargs: forward_of(model_of(self))(*args, **kwargs),
         "__reduce_ex__": lambda self, protocol: (operator.getitem, ([model_of(self)], 0)),
     }
     return type(stock.__name__, (stock,), namespace | methods(stock))

@@ -81,7 +81,21 @@ class Replica:
     @property
     def is_pinned(self) -> bool:
         """Is this thread inside of `pinned`?"""
-        return self._pins[None] > 0 or self._pins[threading.get_ident()] > 0
+        return self._pins[None] > 0 or self.is_pinned_here
+
+    @property
+    def is_pinned_here(self) -> bool:
+        """Does this thread run a call natively, or something on the way of one?"""
+        return self._pins[threading.get_ident()] > 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What a forward of the sharded model returns, without the other ranks; for inside of `pinned`."""
+        outputs = self.model(*args, **kwargs)
+        state: Any = getattr(self._source(), "_get_fsdp_state", lambda: None)()
+        dtype = None if state is None else state._mp_policy.output_dtype
+        if dtype is not None and isinstance(outputs.get("logits"), torch.Tensor):
+            outputs["logits"] = outputs["logits"].to(dtype)
+        return outputs
 
     @contextmanager
     def pinned(self, *, in_all_threads: bool = False) -> Iterator[None]:
@@ -215,6 +229,12 @@ class Replica:
 def replica_of(model: nn.Module) -> Replica | None:
     """What stands for a model in forwards; None where it is whole already."""
     return Replica(model) if is_sharded(model) else None
+
+
+def num_meetings(model: nn.Module) -> int:
+    """Meetings for calls of a model that are over for this rank, whichever way they ended."""
+    rendezvous = _meetings.get(model)
+    return 0 if rendezvous is None else rendezvous.num_meetings
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -75,6 +75,11 @@ class Rendezvous:
         self._forget()
         return found
 
+    @property
+    def num_meetings(self) -> int:
+        """Meetings that are over for this rank, whichever way they ended."""
+        return self._number
+
     def refuse(self, error: BaseException) -> None:
         """In place of meeting: tell those who wait, or come later, what this rank raises. Waits for nobody."""
         if len(self._ranks) == 1:

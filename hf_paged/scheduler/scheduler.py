@@ -80,8 +80,11 @@ class Scheduler:
         self._waiting.push(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence now. Tokens in flight are dropped; blocks go back once the plans naming it are committed."""
-        if seq.status is not Status.FINISHED:
+        """End a sequence now; one that has ended, or that another scheduler had, stays as it is.
+
+        Tokens in flight are dropped; blocks go back once the plans naming it are committed.
+        """
+        if self._requests.get(seq.request_id) is seq:
             self._finish(seq, reason)
 
     def take_failed(self) -> list[Sequence]:

@@ -632,8 +632,8 @@ def test_eos_ids_that_no_tensor_could_hold(model, engine):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("owner", "name"), [
-    (Scheduler, "schedule"), (Scheduler, "commit"), (ModelRunner, "launch"), (EngineCore, "finish"),
-], ids=["schedule", "commit", "launch", "finish"])
+    (Scheduler, "schedule"), (Scheduler, "commit"), (ModelRunner, "launch"), (EngineCore, "end"),
+], ids=["schedule", "commit", "launch", "end"])
 def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(overlap, owner, name, monkeypatch):
     """The cycle collector runs wherever something is allocated: also in a step, by the thread that holds the lock."""
     prompts = random_prompts([20, 7, 33])
@@ -656,7 +656,7 @@ def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(overlap, owner
 
             def collecting(self, *args):
                 calls.append(engine.stats().num_running)
-                if len(calls) == (1 if name == "finish" else 2):
+                if len(calls) == (1 if name == "end" else 2):
                     gc.collect()
                 return method(self, *args)
 
@@ -667,7 +667,7 @@ def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(overlap, owner
                 assert torch.equal(model.generate(**inputs, max_new_tokens=10), expected)
         finally:
             gc.enable()
-        assert max(calls) >= 3 or name == "finish"  # the stream was still running when it was collected
+        assert max(calls) >= 3 or name == "end"  # the stream was still running when it was collected
         assert_idle(model)
 
 

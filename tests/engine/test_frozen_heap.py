@@ -1,16 +1,14 @@
-"""The heap is frozen while any engine is busy, and as it was when none is, whatever ended their requests."""
+"""The heap is frozen while engines are busy; a full collection of an idle process takes back what engines froze."""
 
 from __future__ import annotations
 
 import gc
 import os
 import threading
-import time
 import weakref
 
 import pytest
-import torch
-from support import batch, random_prompts, tiny_model
+from support import Interrupt, batch, random_prompts, tiny_model
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
@@ -27,15 +25,15 @@ def _nobody_else_freezes():
     """As programs are, and the test suite is not (conftest.py)."""
     gc.unfreeze()
     gc.collect()
-    frozen_heap.heap._ask_again = 0.0
     yield
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def _starts_and_ends_unfrozen():
+def _starts_unfrozen_and_ends_so_after_a_full_collection():
     assert gc.get_freeze_count() == 0
     yield
+    gc.collect()
     assert gc.get_freeze_count() == 0 and gc.isenabled()
     ours = [one for one in gc.callbacks if isinstance(getattr(one, "__self__", None), FrozenHeap)]
     assert len(ours) == len({id(one.__self__) for one in ours}), "one of each heap, however often it was frozen"
@@ -89,18 +87,24 @@ def one_row(model, action=lambda: None, new_tokens=4):
     return streamer.frozen[1:]
 
 
-def test_a_call_freezes_the_heap_and_ends_unfrozen(model):
-    frozen = one_row(model)
-    assert any(frozen) and all(frozen[:-1])
-    assert gc.get_freeze_count() == 0
-    model.generate(**INPUTS, max_new_tokens=4)
-    assert gc.get_freeze_count() == 0
-
-
 def test_a_call_in_lockstep_does_as_well(model):
     watching = Watching()
     model.generate(**INPUTS, max_new_tokens=4, logits_processor=LogitsProcessorList([watching]))
     assert watching.frozen == [True] * 4
+
+
+@pytest.fixture
+def heap():
+    """Of its own, as one of a process."""
+    return FrozenHeap()
+
+
+def test_a_call_freezes_the_heap(model):
+    assert all(one_row(model)[:-1])
+    assert gc.get_freeze_count() > 100_000
+    gc.collect()
+    assert gc.get_freeze_count() == 0
+    assert all(one_row(model)[:-1])
 
 
 def test_the_heap_is_looked_at_once_the_device_has_work(monkeypatch):
@@ -117,6 +121,7 @@ def test_the_heap_is_looked_at_once_the_device_has_work(monkeypatch):
     monkeypatch.setattr(EngineCore, "_commit", look("commit", commit))
     with PagedGenerator(tiny_model(), config=PagedConfig(num_blocks=64)) as generator:
         for _ in range(2):
+            gc.collect()
             seen.clear()
             generator.generate(random_prompts([12, 9]), max_new_tokens=4)
             assert seen == [("launch", False), ("commit", True), *[("launch", True), ("commit", True)] * 3]
@@ -135,101 +140,93 @@ def test_garbage_of_before_is_collected_afterwards_and_garbage_of_during_at_once
         seen.append((old() is None, new() is None))
 
     one_row(model, lambda: collect() if gc.get_freeze_count() else None)
-    assert seen and set(seen) == {(False, True)}
-    gc.collect()
-    assert old() is None
+    *during_the_call, at_its_end = seen
+    assert set(during_the_call) == {(False, True)} and at_its_end == (True, True)
 
 
-def test_young_garbage_is_collected_before_it_is_frozen():
+def test_young_garbage_is_collected_before_the_heap_is_frozen(heap):
     thing = weakref.ref(Thing())
-    hold = HeapHold()
-    hold.note(True)
+    heap.hold(1)
     assert thing() is None and gc.get_freeze_count()
-    hold.note(False)
+    heap.let_go(1)
+    gc.collect()
 
 
-def test_the_heap_is_frozen_until_the_last_engine_is_idle():
+def test_the_heap_stays_frozen_until_no_engine_is_busy():
     first, second = HeapHold(), HeapHold()
-    first.note(True)
-    second.note(True)
-    first.note(True)
-    first.note(False)
-    assert gc.get_freeze_count()
-    second.note(False)
-    second.note(False)
+    for hold, is_busy in ((first, True), (second, True), (first, True), (first, False)):
+        hold.note(is_busy)
+        gc.collect()
+        assert gc.get_freeze_count()
+    del second
+    gc.collect()
     assert gc.get_freeze_count() == 0
 
 
-def test_a_hold_that_is_gone_is_idle():
-    hold = HeapHold()
-    hold.note(True)
-    del hold
-    assert gc.get_freeze_count() == 0
+def test_what_is_made_while_the_heap_is_frozen_is_not_frozen_by_the_next_call(heap):
+    """Else a process that is always busy would leave out more and more."""
+    heap.hold(1)
+    heap.let_go(1)
+    thing = Thing()
+    seen = weakref.ref(thing)
+    heap.hold(1)
+    del thing
+    gc.collect()
+    assert seen() is None and gc.get_freeze_count()
+    heap.let_go(1)
+    gc.collect()
 
 
-def test_engines_in_threads_leave_it_unfrozen():
-    models = [hf_paged.enable(tiny_model(seed), strict=True) for seed in range(3)]
-    frozen = [[] for _ in models]
-    inside = threading.Barrier(len(models))
-
-    def run(model, seen):
-        streamer = Streamer(lambda: len(streamer.frozen) == 3 and inside.wait(60))
-        model.generate(**batch([12]), max_new_tokens=8, streamer=streamer)
-        seen += streamer.frozen[2:-1]
-
-    threads = [threading.Thread(target=run, args=pair) for pair in zip(models, frozen, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(seen and all(seen) for seen in frozen)
-    assert gc.get_freeze_count() == 0
+def is_frozen(thing):
+    """None of the lists that collections look through has it."""
+    return not any(one is thing for generation in range(3) for one in gc.get_objects(generation))
 
 
-def test_holds_that_change_in_many_threads_at_once_end_unfrozen():
-    def run():
-        hold = HeapHold()
-        for turn in range(2000):
-            hold.note(turn % 2 == 0)
+@pytest.mark.parametrize("when", ["before", "during", "afterwards"])
+def test_what_a_caller_froze_stays_frozen(model, when):
+    """Also where more of what engines froze has died than was frozen by the caller."""
+    dying = [[] for _ in range(20_000)]
+    thing = Thing()
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert gc.get_freeze_count() == 0
+    def freeze():
+        gc.freeze()
+        assert is_frozen(thing)
 
-
-def test_what_a_caller_froze_stays_frozen(model, monkeypatch):
-    monkeypatch.setattr(frozen_heap.heap, "_ask_again", 0.0)
-    gc.freeze()
+    if when == "before":
+        freeze()
     try:
-        thaws = []
-        monkeypatch.setattr(frozen_heap.gc, "unfreeze", lambda: thaws.append(None))
-        model.generate(**INPUTS, max_new_tokens=4)
-        assert not thaws and gc.get_freeze_count() > 100_000
+        one_row(model, freeze if when == "during" else lambda: None)
+        if when == "afterwards":
+            thing = Thing()
+            dying.clear()
+            freeze()
+        for _ in range(2):
+            gc.collect()
+            assert is_frozen(thing)
+            one_row(model)
     finally:
-        monkeypatch.undo()
         gc.unfreeze()
-        frozen_heap.heap._ask_again = 0.0
-    assert any(one_row(model))
+        gc.collect()
+    assert any(one_row(model)), "where the caller takes everything back, the next call freezes again"
 
 
-def test_frozen_objects_of_others_are_not_counted_over_and_over(monkeypatch):
-    heap, counts = FrozenHeap(), []
-    monkeypatch.setattr(frozen_heap.gc, "get_freeze_count", lambda: counts.append(time.sleep(0.01)) or 5)
-    assert not any(heap.may_freeze() for _ in range(10))
-    assert len(counts) == 1
+def test_objects_that_others_froze_are_counted_once_between_full_collections(heap, monkeypatch):
+    counts = []
+    monkeypatch.setattr(frozen_heap.gc, "get_freeze_count", lambda: counts.append(None) or 5)
+    for expected in (1, 2):
+        for _ in range(10):
+            heap.hold(1)
+        assert len(counts) == expected and not heap.is_frozen
+        gc.collect()
 
 
-def test_a_caller_may_freeze_and_unfreeze_in_between(model):
+def test_a_caller_may_unfreeze_in_between(model):
     assert any(one_row(model, gc.unfreeze))
-    assert gc.get_freeze_count() == 0
-    one_row(model, lambda: gc.freeze() if gc.get_freeze_count() else None)
-    assert gc.get_freeze_count() == 0, "what was frozen meanwhile is taken back with the rest"
+    gc.collect()
+    assert all(one_row(model)[:-1])
 
 
-def test_nothing_is_done_while_collections_are_off(model):
+def test_nothing_is_frozen_while_collections_are_off(model):
     gc.disable()
     try:
         assert not any(one_row(model))
@@ -244,17 +241,9 @@ def test_nothing_is_done_while_collections_are_off(model):
     assert any(one_row(model))
 
 
-def test_collections_that_are_switched_off_in_between_do_not_keep_it_frozen(model):
-    try:
-        one_row(model, gc.disable)
-        assert gc.get_freeze_count() == 0
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["streamer", "processor", "launch"])
-def test_a_call_that_dies_ends_unfrozen(model, monkeypatch, error, place):
+def test_a_call_that_dies_leaves_nothing_frozen(model, monkeypatch, error, place):
     seen = []
 
     def die(*_args, **_kwargs):
@@ -271,25 +260,45 @@ def test_a_call_that_dies_ends_unfrozen(model, monkeypatch, error, place):
         monkeypatch.setattr(EngineCore, "_launch", die)
     with pytest.raises(error):
         model.generate(**batch([12]), max_new_tokens=8, **options)
+    gc.collect()
     assert seen and gc.get_freeze_count() == 0
     monkeypatch.undo()
     assert any(one_row(model))
 
 
-def test_an_abandoned_stream_ends_unfrozen():
-    with PagedGenerator(tiny_model(), config=PagedConfig(num_blocks=64)) as generator:
-        stream = generator.stream(random_prompts([12, 9]), max_new_tokens=50)
-        next(stream)
-        assert gc.get_freeze_count()
-        stream.close()
-        assert gc.get_freeze_count() == 0
-        stream = generator.stream(random_prompts([12, 9]), max_new_tokens=50)
-        next(stream)
-        del stream
-        assert gc.get_freeze_count() == 0
+@pytest.mark.parametrize("end", ["abort", "shutdown", "disable", "close", "dropped", "not added"])
+def test_requests_that_are_ended_from_outside_leave_nothing_frozen(model, monkeypatch, end):
+    engine = hf_paged.get_engine(model)
+    name = engine.add_request(random_prompts([12])[0], GenerationConfig(max_new_tokens=50))
+    engine.step()
+    if end == "abort":
+        engine.abort(name)
+    elif end == "shutdown":
+        engine.shutdown()
+    elif end == "disable":
+        hf_paged.disable(model)
+    elif end == "not added":
+        engine.abort(name)
+        monkeypatch.setattr(EngineCore, "scheduler_or_build", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.generate(**batch([12]), max_new_tokens=4)
+    else:
+        engine.abort(name)
+        with PagedGenerator(tiny_model(), config=PagedConfig(num_blocks=64)) as generator:
+            stream = generator.stream(random_prompts([12, 9]), max_new_tokens=50)
+            next(stream)
+            gc.collect()
+            assert gc.get_freeze_count()
+            if end == "close":
+                stream.close()
+            del stream
+            gc.collect()
+            assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert gc.get_freeze_count() == 0
 
 
-def test_a_stream_abandoned_in_a_cycle_is_collected_once_nobody_steps(monkeypatch):
+def test_a_stream_abandoned_in_a_cycle_is_collected_once_no_step_comes(monkeypatch):
     with PagedGenerator(tiny_model(), config=PagedConfig(num_blocks=64)) as generator:
         thing = Thing()
         thing.stream = generator.stream(random_prompts([12]), max_new_tokens=50)
@@ -302,118 +311,70 @@ def test_a_stream_abandoned_in_a_cycle_is_collected_once_nobody_steps(monkeypatc
         assert gc.get_freeze_count() == 0 and generator.engine.stats().num_running == 0
 
 
-def test_after_a_pause_steps_freeze_it_again(model, monkeypatch):
-    engine = hf_paged.get_engine(model)
-    engine.add_request(random_prompts([12])[0], GenerationConfig(max_new_tokens=8))
-    engine.step()
-    assert gc.get_freeze_count()
-    with monkeypatch.context() as patch:
-        patch.setattr(frozen_heap, "_PATIENCE", 0.0)
-        gc.collect()
-    assert gc.get_freeze_count() == 0
-    engine.step()
-    assert gc.get_freeze_count()
-    while engine.has_unfinished():
-        engine.step()
-    assert gc.get_freeze_count() == 0
+def test_an_interrupt_behind_the_freezing_leaves_nothing_frozen(heap, monkeypatch):
+    freeze = gc.freeze
 
-
-@pytest.mark.parametrize("end", ["abort", "shutdown", "disable"])
-def test_requests_that_are_ended_from_outside_end_unfrozen(model, end):
-    engine = hf_paged.get_engine(model)
-    name = engine.add_request(random_prompts([12])[0], GenerationConfig(max_new_tokens=50))
-    engine.step()
-    assert gc.get_freeze_count()
-    if end == "abort":
-        engine.abort(name)
-    elif end == "shutdown":
-        engine.shutdown()
-    else:
-        hf_paged.disable(model)
-    assert gc.get_freeze_count() == 0
-
-
-def test_a_request_that_cannot_be_added_ends_unfrozen(model, monkeypatch):
-    monkeypatch.setattr(EngineCore, "scheduler_or_build", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model.generate(**batch([12]), max_new_tokens=4)
-    assert gc.get_freeze_count() == 0
-
-
-def test_after_enough_was_made_python_looks_through_everything_once(monkeypatch):
-    heap = FrozenHeap()
-    assert heap.may_freeze()
-    gc.collect(0)
-    monkeypatch.setattr(frozen_heap, "_MOST_UNSEEN", gc.get_threshold()[0])
-    assert not heap.may_freeze()
-    heap.hold(1)
-    assert gc.get_freeze_count() == 0
-    gc.collect()
-    heap.let_go(1)
-    assert heap.may_freeze()
-
-
-def test_a_full_collection_of_a_frozen_heap_is_none_of_everything(monkeypatch):
-    heap = FrozenHeap()
-    heap.last_use = time.monotonic()
-    heap.hold(1)
-    assert heap.is_frozen
-    gc.collect()
-    gc.collect()
-    heap.let_go(1)
-    monkeypatch.setattr(frozen_heap, "_MOST_UNSEEN", gc.get_threshold()[0])
-    assert not heap.may_freeze()
-
-
-def test_who_changes_while_another_is_at_work_waits_for_nobody(monkeypatch):
-    heap, freeze = FrozenHeap(), gc.freeze
-
-    def freeze_and_end():
+    def interrupted():
         freeze()
-        heap.let_go(1)  # as a collection does that comes in the middle
+        raise Interrupt
 
-    monkeypatch.setattr(frozen_heap.gc, "freeze", freeze_and_end)
+    with monkeypatch.context() as patch:
+        patch.setattr(frozen_heap.gc, "freeze", interrupted)
+        with pytest.raises(Interrupt):
+            heap.hold(1)
+    heap.let_go(1)
+    gc.collect()
+    assert gc.get_freeze_count() == 0
     heap.hold(1)
-    assert not heap.is_frozen and gc.get_freeze_count() == 0
+    assert gc.get_freeze_count()
+    heap.let_go(1)
+
+
+def test_engines_in_threads_leave_nothing_frozen():
+    def run():
+        hold = HeapHold()
+        for turn in range(2000):
+            hold.note(turn % 2 == 0)
+            if turn % 500 == 0:
+                gc.collect()
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_the_child_of_a_fork_counts_anew():
-    hold = HeapHold()
-    hold.note(True)
+def test_the_child_of_a_fork_takes_back_and_freezes_for_itself(model):
+    one_row(model)
     if (child := os.fork()) == 0:
         status = 1
         try:
-            was_unfrozen = gc.get_freeze_count() == 0
-            hold.note(True)
-            refrozen = gc.get_freeze_count() > 0
-            hold.note(False)
-            status = 0 if was_unfrozen and refrozen and gc.get_freeze_count() == 0 else 2
+            was_frozen = gc.get_freeze_count() > 0
+            gc.collect()
+            was_taken_back = gc.get_freeze_count() == 0
+            status = 0 if was_frozen and was_taken_back and any(one_row(model)) else 2
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert gc.get_freeze_count()
-    hold.note(False)
 
 
-def test_tokens_are_those_of_an_engine_that_freezes_nothing(model, monkeypatch):
-    tokens = model.generate(**INPUTS, max_new_tokens=8)
-    monkeypatch.setattr(FrozenHeap, "may_freeze", lambda _: False)
-    assert torch.equal(model.generate(**INPUTS, max_new_tokens=8), tokens)
-
-
-def test_another_librarys_callback_hears_of_a_collection_that_takes_everything_back():
+def test_another_librarys_callback_hears_of_a_collection_that_takes_everything_back(heap):
     """Python walks the callbacks by number: one that goes away meanwhile would hide the next one."""
-    heap, heard = FrozenHeap(), []
+    heard = []
 
     def timer(phase, info):
         heard.append(phase)
 
     heap.hold(1)
+    heap.let_go(1)
     gc.callbacks.append(timer)
     try:
-        heap.last_use = time.monotonic() - 100
         gc.collect()
     finally:
         gc.callbacks.remove(timer)

@@ -86,7 +86,7 @@ def _targets(engine):
         "scheduler.schedule": (scheduler, "schedule"),
         "scheduler.commit": (scheduler, "commit"),
         "scheduler.add": (scheduler, "add"),
-        "loop.finish": (engine._core, "finish"),
+        "loop.end": (engine._core, "end"),
         "loop._commit": (engine._core, "_commit"),
         "loop._receive": (engine._core, "_receive"),
         "manager.allocate_slots": (scheduler.kv_cache_manager, "allocate_slots"),
@@ -98,7 +98,7 @@ def _targets(engine):
 
 TARGETS = (
     "runner.launch", "runner._sample", "state.admit", "state.inputs", "executor.hidden_states", "scheduler.schedule",
-    "scheduler.commit", "scheduler.add", "loop.finish", "loop._commit", "loop._receive",
+    "scheduler.commit", "scheduler.add", "loop.end", "loop._commit", "loop._receive",
     "manager.allocate_slots", "manager.publish", "manager.free", "pool.allocate",
 )
 

@@ -199,7 +199,7 @@ def test_time_counts_once_and_for_its_own_request(generator):
     engine.add_request(PROMPTS[0], max_new_tokens=2, timeout=0.1, request_id="a")
     while engine.has_unfinished():
         engine.step()
-    assert engine._core._deadlines == {}
+    assert engine._core._table._deadlines == {}
     engine.add_request(PROMPTS[0], max_new_tokens=3, request_id="a")
     time.sleep(0.11)
     outputs = []

@@ -22,9 +22,10 @@ from support import (
     tiny_model,
 )
 from threads import together
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
 
 import hf_paged
+from hf_paged.options.settings import LOCKSTEP
 
 REPEATED = left_padded([random_prompts([5])[0] * 4])
 LOOKUP = {"prompt_lookup_num_tokens": 5}
@@ -113,6 +114,72 @@ def test_what_stock_looks_at_once_a_draft_runs_in_lockstep(model, options):
             made, expected = made.sequences, expected.sequences
         assert_same_tensor(made, expected)
     assert num_calls(model) == {"lockstep": 1}
+
+
+# Of each option that stock's loop carries out, a value.
+IN_LOCKSTEP = {
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.3},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 2},
+    "top_h": {"top_h": 0.5, "do_sample": True},
+    "guidance_scale": {"guidance_scale": 1.7},
+    "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=2.0), "do_sample": True},
+    "output_scores": {"output_scores": True, "return_dict_in_generate": True},
+    "output_logits": {"output_logits": True, "return_dict_in_generate": True},
+}
+# Natively in a dict; a search without drafts.
+ELSEWHERE = {"return_dict_in_generate", "num_beams"}
+
+
+def sequences(made):
+    return made if isinstance(made, torch.Tensor) else made.sequences
+
+
+def test_every_option_of_lockstep_is_among_these():
+    assert IN_LOCKSTEP.keys() | ELSEWHERE == set(LOCKSTEP)
+
+
+@pytest.mark.parametrize("name", IN_LOCKSTEP)
+def test_one_row_in_lockstep_makes_what_stock_makes_with_its_drafts(model, name):
+    call = {**REPEATED, "max_new_tokens": 12, **LOOKUP, **IN_LOCKSTEP[name]}
+    torch.manual_seed(1)
+    expected = stock_copy(model).generate(**call)
+    torch.manual_seed(1)
+    assert_same_tensor(sequences(model.generate(**call)), sequences(expected))
+    assert num_calls(model) == {"lockstep": 1}
+
+
+def test_drafts_change_the_tokens_of_stock_with_a_guidance_scale(model):
+    """As docs/options.md says: the processor takes each draft's tokens for new ones."""
+    call = {**REPEATED, "max_new_tokens": 12, **IN_LOCKSTEP["guidance_scale"]}
+    assert not torch.equal(stock_generate(model, **call, **LOOKUP), stock_generate(model, **call))
+
+
+@pytest.mark.parametrize("name", IN_LOCKSTEP)
+def test_several_rows_in_lockstep_make_the_tokens_of_a_call_without(model, name):
+    call = {**batch([30, 9, 21]), "max_new_tokens": 8, **IN_LOCKSTEP[name]}
+    torch.manual_seed(1)
+    expected = stock_copy(model).generate(**call)
+    torch.manual_seed(1)
+    streamer = RecordingStreamer()
+    assert hf_paged.explain(model, **call, **LOOKUP).path == "lockstep"
+    assert_same_tensor(sequences(model.generate(**call, **LOOKUP, streamer=streamer)), sequences(expected))
+    assert (num_calls(model), streamer.ended) == ({"lockstep": 1}, 1)
+
+
+@pytest.mark.parametrize("options", [{"stop_strings": "q"}, {"max_time": 100.0}], ids=["strings", "time"])
+def test_several_rows_with_ends_of_their_own_are_native(model, options):
+    call = {**batch([30, 9, 21]), "max_new_tokens": 12, "tokenizer": byte_tokenizer(), "eos_token_id": 7, **options}
+    expected = stock_generate(model, **call)
+    assert_same_tensor(model.generate(**call, **LOOKUP), expected)
+    assert num_calls(model) == {"native": 1}
+
+
+@pytest.mark.filterwarnings("ignore::hf_paged.FallbackWarning")
+def test_several_rows_that_only_stock_could_run_raise_what_stock_raises():
+    model = hf_paged.enable(tiny_model())
+    with pytest.raises(ValueError, match="batch_size = 1"):
+        model.generate(**batch([30, 9]), max_new_tokens=4, output_attentions=True, return_dict_in_generate=True,
+                       **LOOKUP)
 
 
 def test_rows_of_a_call_in_lockstep_join_steps_with_guesses(model):

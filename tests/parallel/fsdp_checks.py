@@ -63,7 +63,7 @@ def prompts_of(rank: int) -> dict[str, torch.Tensor]:
 
 def generated(model: Any, rank: int, **options: Any) -> torch.Tensor:
     """The ranks end after different numbers of steps."""
-    return model.generate(**prompts_of(rank), **{"max_new_tokens": 6 + 3 * rank, "do_sample": False} | options)
+    return model.generate(**prompts_of(rank) | {"max_new_tokens": 6 + 3 * rank, "do_sample": False} | options)
 
 
 def same(model: Any, twin: Any, rank: int, **options: Any) -> bool:
@@ -384,6 +384,38 @@ def no_memory_on_one(rank: int) -> Any:
     later = same(model, twin, rank)
     hf_paged.disable(model)
     return found, later
+
+
+@check
+def errors_of_arguments(rank: int) -> Any:
+    """What rank 0 raises before a call begins, by stock's checks or ours, reaches rank 1, which waits for it; and what
+    both raise keeps neither from going on."""
+    model, whole = shard(tiny_model()), tiny_model()
+    enabled(model)
+    expected, found = generated(whole, rank), []
+    ids = [row[row > 0].tolist() for row in prompts_of(rank)["input_ids"]]
+    of_stock = {"num_return_sequences": 2, "prompt_lookup_num_tokens": 3}
+    for options in (of_stock, {"structured": {"regex": 3}}, {"input_ids": "no tokens"}):
+        found.append(raised(lambda options=options: generated(model, rank, **(options if rank == 0 else {}))))
+        found.append(torch.equal(generated(model, rank), expected))
+    found.append(raised(lambda: model.generate_batch(ids, **({"no_such_option": 1} if rank == 0 else {}))))
+    found.append(raised(lambda: generated(model, rank, **of_stock)))
+    found.append(torch.equal(generated(model, rank), expected))
+    hf_paged.disable(model)
+    return found
+
+
+@check
+def prompt_lookup_in_lockstep(rank: int) -> Any:
+    """Three rows, which stock refuses, make the tokens of a call without; one row those of stock."""
+    model, whole = shard(tiny_model()), tiny_model()
+    enabled(model)
+    lookup, found = {"prompt_lookup_num_tokens": 3}, []
+    for options in ({"guidance_scale": 1.5}, {"encoder_repetition_penalty": 1.3}):
+        expected = generated(whole, rank, **options, **(lookup if rank == 1 else {}))
+        found.append(torch.equal(generated(model, rank, **options, **lookup), expected))
+    hf_paged.disable(model)
+    return found
 
 
 class Favourite(LogitsProcessor):

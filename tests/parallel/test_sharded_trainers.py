@@ -30,6 +30,7 @@ EXPECTED: dict[str, Any] = {
     # At first, after rank 1's change, and after the memory was given back.
     "gathers_after_changes": ([1, 0, 1, 0, 1], [1.0, 1.0, 1.0, 1.0, 0.0, 1.0]),
     "stocks_loop_over_pages": (True, 3),
+    "prompt_lookup_in_lockstep": [True, True],
     "other_entrances": [True, True, True],
     "wrapped_in_ddp": True,
     "accelerates_plugin": [True, True, True, True, True, True, 3],
@@ -78,6 +79,16 @@ def test_a_rank_without_memory_tells_the_other(found: dict[str, list[Any]]) -> N
     ((name, text, seconds), later), (own, own_later) = found["no_memory_on_one"]
     assert name == "RankAloneError" and "rank 1 raised OutOfMemoryError: no room for the weights" in text
     assert seconds < 10 and own[0] == "OutOfMemoryError" and later and own_later
+
+
+def test_a_rank_that_raises_before_a_call_begins_tells_the_other(found: dict[str, list[Any]]) -> None:
+    own, other = found["errors_of_arguments"]
+    assert all(seconds < 10 for name, _, seconds in [*own[:6:2], *other[:6:2], *own[6:8], *other[6:8]])
+    for (name, text, _), (told, told_text, _) in zip([*own[:6:2], own[6]], [*other[:6:2], other[6]], strict=True):
+        assert name not in ("nothing", "RankAloneError")
+        assert told == "RankAloneError" and f"rank 0 raised {name}: {text[:20]}" in told_text
+    for rank in (own, other):
+        assert rank[7][:2] == ("ValueError", own[0][1]) and rank[1:6:2] == [True] * 3 and rank[8] is True
 
 
 def test_ranks_generate_by_themselves_inside_of_gathered(found: dict[str, list[Any]]) -> None:

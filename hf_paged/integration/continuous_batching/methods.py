@@ -98,8 +98,10 @@ def _generate_batch(original: Callable, model: Any, inputs: list[Any],
                         continuous_batching_config=continuous_batching_config)
     if len(inputs) == 0:
         return {}
-    config = batching_config(model, generation_config, kwargs)
-    batching = _batching(generation_config or model.generation_config, continuous_batching_config)
+    with ranks.refusing(engine):
+        config = batching_config(model, generation_config, kwargs)
+        batching = _batching(generation_config or model.generation_config, continuous_batching_config)
+        reason = _stock_reason(model, engine, config, batching) or _too_long(engine, config, inputs)
 
     def natively() -> dict[str, GenerationOutput]:
         with model.continuous_batching_context_manager(
@@ -109,7 +111,6 @@ def _generate_batch(original: Callable, model: Any, inputs: list[Any],
             return paths.counted(engine_of(model) or engine, "native", None,
                                  lambda: _run_batch(manager, inputs, record_timestamps, progress_bar), _num_tokens)
 
-    reason = _stock_reason(model, engine, config, batching) or _too_long(engine, config, inputs)
     if reason is None:
         found = natively() if engine.replica is None else ranks.run_natively(engine, natively, in_all_threads=True)
         if not isinstance(found, Reason):
