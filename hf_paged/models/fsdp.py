@@ -1,6 +1,6 @@
 """What FSDP2 or DeepSpeed made of a model: which part of which parameter is here, and which dtype it computes in.
 
-Of torch's `fully_shard` (2.11 to 2.13) it is read off the state that this keeps beside the modules: the modules
+Of torch's `fully_shard` (2.11 to 2.14) it is read off the state that this keeps beside the modules: the modules
 themselves have whole parameters for a while, after a forward. DeepSpeed's ZeRO-3 gathers parameters itself, inside of
 `deepspeed.zero.GatheredParameters`.
 """

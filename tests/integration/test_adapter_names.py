@@ -13,6 +13,8 @@ from support import (
     assert_falls_back,
     assert_lockstep,
     assert_native_tokens,
+    assert_near,
+    assert_same_but_for_near_ties,
     assert_same_tensor,
     batch,
     num_calls,
@@ -158,18 +160,19 @@ def test_the_cache_under_autocast_is_the_rows_own():
     wrapped = _two_adapters()
     options = {**INPUTS, **OPTIONS, "adapter_names": NAMES, "return_dict_in_generate": True}
     with torch.autocast("cpu", torch.bfloat16):
-        expected = wrapped.generate(**options)
+        expected = wrapped.generate(**options, output_logits=True)
         hf_paged.enable(wrapped, strict=True)
         actual = wrapped.generate(**options)
     assert num_calls(wrapped) == {"lockstep": 1}
-    assert_same_tensor(actual.sequences, expected.sequences)
-    real = torch.nn.functional.pad(INPUTS["attention_mask"], (0, 7), value=1).bool()
+    assert_same_but_for_near_ties(actual.sequences, expected)
+    same = (actual.sequences == expected.sequences).cumprod(1).bool()  # keys and values of the same tokens
+    real = torch.nn.functional.pad(INPUTS["attention_mask"], (0, 7), value=1).bool() & same[:, :-1]
     with naming([m for m in wrapped.modules() if hasattr(m, "lora_A")], NAMES[::-1]):
         layers = actual.past_key_values.layers
     for ours, stocks in zip(layers, expected.past_key_values.layers, strict=True):
         for name in ("keys", "values"):
             a, b = getattr(ours, name).transpose(1, 2)[real], getattr(stocks, name).transpose(1, 2)[real]
-            torch.testing.assert_close(a, b, rtol=0, atol=0.15)
+            assert_near(a, b, 0.05)
 
 
 def test_names_of_sequences_that_are_returned_for_a_prompt():

@@ -132,3 +132,16 @@ def test_a_call_enters_the_files_that_the_life_of_a_request_names():
         sys.setprofile(None)
     assert sorted(named - entered - PASSED_BY) == []
     assert len(named & entered) > 20
+
+
+def test_the_readme_installs_what_the_package_asks_for():
+    """An install line with other bounds would let pip replace torch's CPU build by one with gigabytes of CUDA."""
+    project, readme = (ROOT / "pyproject.toml").read_text(), (ROOT / "README.md").read_text()
+    [torch_wanted] = re.findall(r'^  "(torch>=[^"]*)",', project, re.M)
+    assert f'pip install "{torch_wanted}" --index-url https://download.pytorch.org/whl/cpu' in readme
+    first, end = (int(version.split(".")[1]) for version in re.findall(r"\d+\.\d+", torch_wanted))
+    assert f"torch 2.{first} to 2.{end - 1}" in " ".join(readme.split())
+    [oldest] = re.findall(r'^  "transformers>=([\d.]+),', project, re.M)
+    assert f"transformers {oldest} to" in " ".join(readme.split())
+    pinned = re.search(r"^TORCH \?= torch==2\.(\d+)", (ROOT / "Makefile").read_text(), re.M)
+    assert first <= int(pinned.group(1)) < end

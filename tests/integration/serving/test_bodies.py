@@ -19,6 +19,7 @@ MORE = ('{"stop": []}',)  # it asks for nothing, and stock breaks on it
 LESS = ('{"input": [{"type": "no such type", "x": 1}]}',
         '{"temperature": -1.0}', '{"temperature": NaN}', '{"temperature": Infinity}', '{"top_p": 2.0}',
         '{"top_p": -0.5}', '{"seed": 1.5}', '{"tools": [{}]}', '{"stop": ""}', '{"stop": {"x": 1}}', "max_tokens=1.5",
+        '{"max_completion_tokens": "x"}',  # which older versions of transformers do not read
         json.dumps({"generation_config": json.dumps({"max_new_tokens": 2, "no_such_field": 1})}))
 # Fields of which the server's answers hold nothing, so that it does not read them; stock's breaks on what they bring.
 NOT_TOKENS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
