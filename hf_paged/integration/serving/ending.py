@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import sys
 import threading
@@ -20,14 +21,14 @@ class OpenAnswers:
 
     def __init__(self) -> None:
         self._open: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
-        self._is_over = False
+        self.is_over = False  # was the server told to stop?
 
     @contextmanager
     def one(self) -> Iterator[asyncio.Event]:
         """An answer is made in here; on its event loop."""
         event = asyncio.Event()
         self._open[event] = asyncio.get_running_loop()
-        if self._is_over:
+        if self.is_over:
             event.set()
         try:
             yield event
@@ -36,7 +37,7 @@ class OpenAnswers:
 
     def end(self) -> None:
         """Set the events of all answers, also of those to come. From any thread, and from a signal's handler."""
-        self._is_over = True
+        self.is_over = True
         for event, loop in list(self._open.items()):
             with suppress(RuntimeError):  # its loop is closed
                 loop.call_soon_threadsafe(event.set)
@@ -47,6 +48,13 @@ def ending_server(stock: Any, answers: OpenAnswers) -> Any:
 
     class EndingServer(stock):
         should_exit: bool
+
+        def run(self, *args: Any, **kwargs: Any) -> None:
+            super().run(*args, **kwargs)
+            if answers.is_over:
+                # Python takes seconds to tear torch and transformers down, and no thread could end that.
+                atexit._run_exitfuncs()
+                _leave(0)
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             if self.should_exit:

@@ -61,12 +61,19 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch):
     class Stock:
         should_exit = False
 
-    left, timers = [], []
+        def run(self):
+            ran.append("server")
+
+    left, timers, ran = [], [], []
+    monkeypatch.setattr(ending.atexit, "_run_exitfuncs", lambda: ran.append("exit functions"))
     monkeypatch.setattr(os, "_exit", left.append)
     monkeypatch.setattr(ending.threading, "Timer", lambda *arguments: timers.append(arguments) or threading.Thread())
     server = ending_server(Stock, OpenAnswers())()
     server.handle_exit(signal.SIGINT, None)
     assert server.should_exit and left == []
+    server.run()
+    assert left == [0] and ran == ["server", "exit functions"]
+    left.clear()
     [(seconds, leave, (code,))] = timers
     assert seconds < 5
     leave(code)
