@@ -21,7 +21,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-FOR_DEVELOPERS = {"test", "callers", "bench", "dev"}
+FOR_DEVELOPERS = {"bench", "callers", "demo", "dev", "interpreter", "more-callers", "test"}
 # Without triton, kernels are torch's; of the others the user's own objects are read, or a meter provider of the user's.
 WITHOUT_AN_EXTRA = {"triton", "outlines_core", "opentelemetry"}
 # Folders and files that are imported, or whose functions are called, behind a `require` elsewhere.
