@@ -25,7 +25,8 @@ FOR_DEVELOPERS = {"bench", "callers", "demo", "dev", "interpreter", "more-caller
 # Without triton, kernels are torch's; of the others the user's own objects are read, or a meter provider of the user's.
 WITHOUT_AN_EXTRA = {"triton", "outlines_core", "opentelemetry"}
 # Folders and files that are imported, or whose functions are called, behind a `require` elsewhere.
-BEHIND_A_CHECK = {"engine/grammars.py": "engine/grammars.py", "integration/serving": "serve.py",
+BEHIND_A_CHECK = {"engine/grammars.py": "engine/grammars.py", "engine/matchers.py": "engine/grammars.py",
+                  "integration/load_adapters.py": "integration/load_adapters.py", "integration/serving": "serve.py",
                   "monitoring/families.py": "monitoring/registry.py", "pictures/cache.py": "pictures/figure.py",
                   "ray_data.py": "ray_data.py"}
 

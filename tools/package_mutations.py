@@ -46,7 +46,7 @@ KERNELS, KERNEL_TESTS = "models/guards/hub_kernels.py", "models/guards/test_hub_
 WRAPPER_TESTS = "models/test_wrappers.py"
 
 PLACE, PLACE_TESTS = "parallel/checkpoint_place.py", "parallel/test_checkpoint_place.py"
-UPDATE_TESTS = "engine/test_calls_in_updates.py"
+IN_UPDATE_TESTS = "engine/test_calls_in_updates.py"
 CHAT_KEYWORDS, CHAT_TESTS = "options/chat_keywords.py", "options/test_chat_keywords.py"
 # Messages about what is missing or written otherwise.
 MESSAGES = [
@@ -69,8 +69,8 @@ MESSAGES = [
     PackageMutation("options/arguments.py", "            GenerationConfig(**{name: value}).validate()\n",
                     "            pass\n", "options/test_arguments.py", "length_as_text"),
     PackageMutation("engine/engine.py", "self._updating_thread is not None and id(self) in _updated.get()",
-                    "False", UPDATE_TESTS, "awaited"),
-    PackageMutation(INPUTS, "    if engine.is_updating():\n", "    if False:\n", UPDATE_TESTS, "stock"),
+                    "False", IN_UPDATE_TESTS, "awaited"),
+    PackageMutation(INPUTS, "    if engine.is_updating():\n", "    if False:\n", IN_UPDATE_TESTS, "stock"),
     PackageMutation(PLACE, """path.count("/") > 1""", "False", PLACE_TESTS, "missing_folder"),
     PackageMutation(PLACE, "            check_file(file)\n", "            pass\n", PLACE_TESTS, "broken_file_is_named"),
     PackageMutation("optional.py", "    for module in EXTRAS[extra]:\n", "    for module in EXTRAS[extra][:1]:\n",
