@@ -7,7 +7,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import pytest
+
+jsonschema = pytest.importorskip("jsonschema")
 
 _COMMON = {"pid": {"type": "integer", "minimum": 0}, "tid": {"type": "integer", "minimum": 0},
            "name": {"type": "string", "minLength": 1}, "args": {"type": "object"}}
