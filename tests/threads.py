@@ -30,6 +30,12 @@ def together(*calls: Callable[[], Any], timeout: float = 120.0) -> list[Any]:
     return results
 
 
+def threads_of_engines() -> list[str]:
+    """Names of hf_paged's threads, but for the one that belongs to the process as soon as a form was compiled in it."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("hf_paged") and name != "hf_paged forms"]
+
+
 class RowsElsewhere:
     """Rows in lockstep of another thread's greedy call, which waits for its logits while this thread steps."""
 

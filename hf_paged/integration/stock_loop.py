@@ -98,7 +98,7 @@ def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, inp
     check_token_ids(input_ids, engine.vocab_size)
     cache = PagedCache(batch, input_ids.shape[1], model.config.get_text_config(decoder=True).num_hidden_layers)
     with _seeded(engine, input_ids.device, model.device):
-        result = method(view_of(model, _paged_forwards),
+        result = method(view_of(model, paged_forwards),
                         **(model_kwargs | {CACHE_NAME: cache, "use_cache": True, "synced_gpus": False}))
     if isinstance(result, ModelOutput) and result.get(CACHE_NAME) is cache:
         if config.use_cache is False:
@@ -150,7 +150,7 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
     return LockstepCall(prompts, max_new_tokens, autocast, adapters)
 
 
-def _paged_forwards(stock: Any) -> dict[str, Callable]:
+def paged_forwards(stock: Any) -> dict[str, Callable]:
     """The method of a view by which stock's loops compute."""
 
     @wraps(stock.__call__)

@@ -25,6 +25,8 @@ from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.engine.pace import Pace
 from hf_paged.integration.cache_name import CACHE_NAME
 from hf_paged.integration.paged_cache import PagedCache
+from hf_paged.integration.stock_loop import paged_forwards
+from hf_paged.integration.view import view_of
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.scheduler import Sequence, invariants
 
@@ -466,7 +468,8 @@ def test_a_cache_is_cropped_by_numbers_and_by_tensors(model):
     engine = hf_paged.get_engine(hf_paged.enable(model, strict=True))
     with engine.lockstep([[1, 2, 3, 4, 5, 6]], 4) as rows:
         cache = PagedCache(rows, 6, model.config.num_hidden_layers)
-        model(input_ids=torch.tensor([[1, 2, 3, 4, 5, 6]]), logits_to_keep=1, **{CACHE_NAME: cache})
+        view = view_of(model, paged_forwards)
+        view(input_ids=torch.tensor([[1, 2, 3, 4, 5, 6]]), logits_to_keep=1, **{CACHE_NAME: cache})
         length = cache.get_seq_length()
         cache.crop(torch.tensor(-2))
         cache.crop(-1)

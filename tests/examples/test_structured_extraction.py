@@ -24,7 +24,7 @@ def test_what_it_prints(capsys):
     assert re.fullmatch("[0-9]{4}", texts["{'regex': '[0-9]{4}'}"])
     assert "1937" in texts["None"]
     assert texts["{'choice': ['I know', 'I do not know']}"] in ("I know", "I do not know")
-    assert re.search(r"error: ValueError: structured=.*Unclosed", said) and said.count("\ntext: ") == 2
+    assert re.search(r"error: FormError: structured=.*Unclosed", said) and said.count("\ntext: ") == 2
     for beams in re.findall(r"beam\(s\): (\[.*\])", said):
         assert all(re.fullmatch("[0-9]{4}", text) for text in ast.literal_eval(beams))
     assert said.count("beam(s)") == 2

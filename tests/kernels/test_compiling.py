@@ -208,6 +208,7 @@ from hf_paged.kernels.compiling import Kernel, prepare_triton
 
 model = hf_paged.enable(tiny_model(), strict=True)
 model.generate(**batch([5, 9]), max_new_tokens=3, do_sample=True, top_k=5)
+gc.unfreeze()
 kernels = [one for one in gc.get_objects() if isinstance(one, Kernel)]
 print(json.dumps([len(kernels), sum("params" in vars(one) for one in kernels), prepare_triton.cache_info().currsize]))
 """

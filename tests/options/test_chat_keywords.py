@@ -130,11 +130,11 @@ def test_a_tokenizer_with_a_method_of_its_own_reads_its_parameters():
     check_read({"anything": 1}, SimpleNamespace())  # whose template cannot be read
 
 
-def test_without_a_template_the_tokenizer_says_so(generator):
+def test_without_a_template_the_tokenizer_says_so(generator, monkeypatch):
+    maker = type(generator._maker)(_without_template(generator.engine), generator.model)
+    monkeypatch.setattr(generator, "_maker", maker)
     with pytest.raises(ValueError, match=r"prompts\[0\]: .*chat_template is not set"):
-        PagedGenerator.generate(SimpleNamespace(
-            _maker=type(generator._maker)(_without_template(generator.engine), generator.model),
-            engine=generator.engine), [CHAT], tools=TOOLS, max_new_tokens=2)
+        generator.generate([CHAT], tools=TOOLS, max_new_tokens=2)
 
 
 def _without_template(engine):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support import assert_idle, random_prompts, stock_copy, tiny_model
+from threads import threads_of_engines
 from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3ForCausalLM
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
@@ -49,7 +50,7 @@ def model():
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
     yield
-    assert [t.name for t in threading.enumerate() if t.name.startswith("hf_paged")] == []
+    assert threads_of_engines() == []
 
 
 @pytest.fixture(autouse=True)

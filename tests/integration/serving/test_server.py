@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ import pytest
 import torch
 from serve_support import openai, served, uninstall_serving
 from support import lookup_chat, lookup_facts
+from threads import threads_of_engines
 from transformers import AutoModelForCausalLM, GenerationMixin, Qwen3ForCausalLM
 
 import hf_paged
@@ -161,6 +161,5 @@ def test_module_runs_transformers_command_line(monkeypatch, trained_path):
     assert done.value.code in (0, None)
     assert ran == [(8123, True)]
     assert not hf_paged.is_installed()
-    others = ("hf_paged forms",)  # which belong to the process, as soon as a form was compiled in it
-    assert not [t for t in threading.enumerate() if t.name.startswith("hf_paged") and t.name not in others]
+    assert threads_of_engines() == []
     assert "generate_batch" not in vars(GenerationMixin)
