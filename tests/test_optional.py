@@ -118,8 +118,8 @@ def test_the_server_without_its_extra_ends_with_one_line(found, start):
 
 
 def test_the_error_names_the_module_and_the_cause(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray.data", None)
-    with pytest.raises(ImportError, match=re.escape("Ray needs the package ray.data: pip install 'hf-paged[ray]' (")):
+    monkeypatch.setitem(EXTRAS, "ray", ("json", "json.data"))
+    with pytest.raises(ImportError, match=re.escape("Ray needs the package json.data: pip install 'hf-paged[ray]' (")):
         require("ray", "Ray")
 
 

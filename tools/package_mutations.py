@@ -68,7 +68,7 @@ MESSAGES = [
                     "beyond_the_longest"),
     PackageMutation("options/arguments.py", "            GenerationConfig(**{name: value}).validate()\n",
                     "            pass\n", "options/test_arguments.py", "length_as_text"),
-    PackageMutation("engine/engine.py", "self._updating_thread is not None and id(self) in _updated.get()",
+    PackageMutation("engine/engine.py", "self._update is not None and self._update in _updates.get()",
                     "False", IN_UPDATE_TESTS, "awaited"),
     PackageMutation(INPUTS, "    if engine.is_updating():\n", "    if False:\n", IN_UPDATE_TESTS, "stock"),
     PackageMutation(PLACE, """path.count("/") > 1""", "False", PLACE_TESTS, "missing_folder"),
@@ -80,7 +80,8 @@ PROGRESS, PROGRESS_TESTS = "integration/progress.py", "integration/test_progress
 
 # What a caller sees of a call that runs, and of what it returns.
 SHOWN = [
-    PackageMutation(PROGRESS, "        if self._show:\n            self._draw()\n", "", PROGRESS_TESTS, "call_is_busy"),
+    PackageMutation(PROGRESS, "                self._draw()\n        self._is_running",
+                    "                pass\n        self._is_running", PROGRESS_TESTS, "call_is_busy"),
     PackageMutation(PROGRESS, "(0 if request is None else _limit(request))", "0", PROGRESS_TESTS,
                     "unfinished_requests"),
     PackageMutation(PROGRESS, "            self._first = (now, made) if made else None\n",
@@ -124,9 +125,9 @@ WHICH_PATH = [
 # How `model.generate` and continuous batching reach the engine.
 INTEGRATION = [
     PackageMutation(HOOKS, "        if ENGINES or _holders:\n", "        if True:\n", ENABLE_TESTS, "puts_them_back"),
-    PackageMutation(HOOKS, "if name in _placed and _placed[name][1] in chain_of(current):", "if False:", ENABLE_TESTS,
+    PackageMutation(HOOKS, "if any(map(_is_hook, chain_of(current))):", "if False:", ENABLE_TESTS,
                     "wraps_after_enable"),
-    PackageMutation(HOOKS, "model if is_custom else view_of(", "view_of(", ENABLE_TESTS, "itself"),
+    PackageMutation(HOOKS, "model if reason is not None else view_of(", "view_of(", ENABLE_TESTS, "itself"),
     PackageMutation("integration/view.py", "(operator.getitem, ([model_of(self)], 0))",
                     "object.__reduce_ex__(self, protocol)", ENABLE_TESTS, "processor_that_holds"),
     PackageMutation(GENERATE, "    if edits.no_repeat_ngram_size:\n", "    if False:\n", OPTIONS_TESTS,
@@ -298,7 +299,7 @@ RECOGNITION = [
     PackageMutation("models/guards/surroundings.py", "if type(mode) is not DeviceContext:", "if True:",
                     PATCHED_TESTS, "a_default_device"),
     PackageMutation("models/eligibility.py",
-                    "takewhile(lambda kind: kind is not executor.model_class, cls.__mro__)", "()", PATCHED_TESTS,
+                    "takewhile(lambda kind: kind is not executor.model_class, kinds)", "()", PATCHED_TESTS,
                     "helper_of_a_subclass"),
     PackageMutation("models/guards/capturing.py", "        _CODE is not None\n", "        False\n",
                     "models/guards/test_capturing.py", "auxiliary_loss"),

@@ -54,7 +54,7 @@ from hf_paged.errors import (
 from hf_paged.kernels.attention import flash_backend, hopper_support
 from hf_paged.kernels.weights_checksum import begin_early
 from hf_paged.models import KVSpec, ModelExecutor, find_executor
-from hf_paged.models.eligibility import reason_under, unsupported_reason
+from hf_paged.models.eligibility import reason_under, subclass_reason, unsupported_reason
 from hf_paged.models.replica import Replica
 from hf_paged.options.arguments import RecentMerges, base_seed, salt_digest, token_id_lists, token_ids
 from hf_paged.options.continued import Made, split_output
@@ -84,8 +84,8 @@ IN_UPDATE = ("Steps wait for the end of the update, so that this call runs in st
 DISABLED = "Disable a model after its calls are done."
 BUSY_PRECISION = ("One engine computes in one precision at a time. Make calls under autocast and calls without it one "
                   "after the other, or all under the same.")
-# Engines, by id, inside of whose `weight_update` this context is, in whatever thread or task it runs.
-_updated: ContextVar[frozenset[int]] = ContextVar("hf_paged_updated", default=frozenset())
+# The marks of the updates inside of which this context is, or was when it was copied, in whatever thread or task.
+_updates: ContextVar[tuple[object, ...]] = ContextVar("hf_paged_updates", default=())
 _CANNOT_RUN = "the model cannot run on the paged engine as it is now: "
 _IN_UPDATE = "inside a weight_update() of the same engine, which holds steps off: leave the `with` block first"
 _CLOSED = "this engine is closed: its model was disabled"
@@ -176,6 +176,7 @@ class Engine:
         self._ids = itertools.count()
         self._is_shut_down = False
         self._updating_thread: int | None = None  # inside of `weight_update`
+        self._update: object | None = None  # the mark of that update
         self._stop_strings: CachedStopStrings | None = None  # the last one: calls ask for one over and over
         self._deferred: list[Callable[[], None]] = []  # what must wait for the end of a step
         self._at_end_of_batches: list[Callable[[], None]] = []  # and of all calls in lockstep
@@ -697,7 +698,8 @@ class Engine:
                                        "gathered weights, which no update reaches: end them first")
             self._carry_out(HoldForWeights())
             self._updating_thread = threading.get_ident()
-            token = _updated.set(_updated.get() | {id(self)})
+            self._update = object()
+            token = _updates.set((*_updates.get(), self._update))
             try:
                 self._core.weights_in_doubt = not self.group.is_parallel
                 self._core.follow_stream()
@@ -709,9 +711,9 @@ class Engine:
                     self._core.follow_stream()
                     self._core.weights_written()
                 finally:
-                    self._updating_thread = None
+                    self._updating_thread = self._update = None
                     with suppress(ValueError):  # the block was left in another context than it was entered in
-                        _updated.reset(token)
+                        _updates.reset(token)
                     self._run_deferred()
 
     def load_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], *,
@@ -939,7 +941,7 @@ class Engine:
 
     def check_outside_update(self) -> None:
         """Raise RuntimeError in a task that is inside a `weight_update`, and would wait for steps that wait for it."""
-        if self._updating_thread is not None and id(self) in _updated.get():
+        if self._update is not None and self._update in _updates.get():
             raise RuntimeError(f"agenerate or astream was awaited {_IN_UPDATE}")
 
     def _refuse_inside(self, what: str) -> None:
@@ -951,6 +953,10 @@ class Engine:
                                "else a step calls, may do so only after the step")
 
     # -- checks -----------------------------------------------------------------------------------------------------
+
+    def class_reason(self) -> Reason | None:
+        """Why stock has to run every call of this model since its class has code of its own, or None."""
+        return subclass_reason(self._executor)
 
     def unsupported_reason(self) -> Reason | None:
         """Why a call made here and now cannot run natively with the model as it is, or None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,9 +20,13 @@ from hf_paged.integration.engines import ENGINES
 from hf_paged.models import SUPPORTED, find_executor
 from hf_paged.parallel.group import group_of
 
+_watched: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models at whose end the hooks may go
+
 
 def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any) -> nn.Module:
     """Make `model.generate` run on a paged KV cache. The object, its class and its weights stay as they are.
+
+    A `generate` that lies on the instance, and a bound method that was taken before, do not come to the engine.
 
     Args:
         model: a causal LM of a supported family, or a PeftModel, a torch.compile'd or a DDP-wrapped one around it.
@@ -38,6 +43,7 @@ def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any
     causal_lm = unwrap(model)
     settings = merged_config(config, overrides)
     if causal_lm in ENGINES and config is None and not overrides:
+        hooks.place()  # another program may have put a method back
         return model
     if group_of(causal_lm).driven:
         raise ValueError("model: its other ranks follow the PagedGenerator that loaded it; give the settings to "
@@ -59,7 +65,10 @@ def enable_with_engine(causal_lm: PreTrainedModel, config: PagedConfig, **engine
     engine = Engine(causal_lm, config, **engine_options)
     disable(causal_lm)
     with hooks.lock:
-        ENGINES[causal_lm] = engine
+        if causal_lm not in _watched:
+            _watched.add(causal_lm)
+            weakref.finalize(causal_lm, hooks.put_back_if_unused).atexit = False
+        ENGINES[causal_lm] = engine  # behind the finalizer, which Python calls last then
         hooks.place()
     return engine
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from hf_paged.options.settings import option_reason
 lock = threading.RLock()  # models are enabled and disabled, and methods replaced, by one thread at a time
 _holders = 0  # of `hold`
 _MISSING = object()  # the method is inherited by GenerationMixin, not its own
-_placed: dict[str, tuple[Any, Callable]] = {}  # by name: what stood in GenerationMixin, and the hook
+_replaced: dict[Callable, Any] = {}  # by hook: what stood in GenerationMixin
 before_first_call: list[Callable[[Any], None]] = []  # what `install` does with the model of each hooked call
 
 
@@ -39,10 +41,11 @@ def place() -> None:
     with lock:
         for name, make in _HOOKS.items():
             current = getattr(GenerationMixin, name)
-            if name in _placed and _placed[name][1] in chain_of(current):
+            if any(map(_is_hook, chain_of(current))):
                 continue
-            hook = make(current)
-            _placed[name] = GenerationMixin.__dict__.get(name, _MISSING), hook
+            own = GenerationMixin.__dict__.get(name, _MISSING)
+            hook = make(_inherited(name, current) if own is _MISSING else current)
+            _replaced[hook] = own
             setattr(GenerationMixin, name, hook)
 
 
@@ -54,19 +57,34 @@ def put_back_if_unused() -> None:
     with lock:
         if ENGINES or _holders:
             return
-        for name, (original, hook) in list(_placed.items()):
-            if GenerationMixin.__dict__.get(name) is not hook:
+        for name in _HOOKS:
+            hook: Any = GenerationMixin.__dict__.get(name)
+            if not _is_hook(hook):
                 continue
-            if original is _MISSING:
+            own = _replaced.pop(hook)
+            if own is _MISSING:
                 delattr(GenerationMixin, name)
             else:
-                setattr(GenerationMixin, name, original)
-            del _placed[name]
+                setattr(GenerationMixin, name, own)
 
 
 def replaced() -> str | None:
     """The first hooked method that another program replaced or wrapped since, or None."""
-    return next((name for name, (_, hook) in _placed.items() if GenerationMixin.__dict__.get(name) is not hook), None)
+    return next((name for name in _HOOKS if not _is_hook(GenerationMixin.__dict__.get(name))), None)
+
+
+def _is_hook(function: Any) -> bool:
+    return isinstance(function, FunctionType) and function in _replaced
+
+
+def _inherited(name: str, current: Callable) -> Callable:
+    """What `GenerationMixin` inherits under a name at the time of each call."""
+
+    @functools.wraps(current)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(GenerationMixin, self), name)(*args, **kwargs)
+
+    return method
 
 
 def hold() -> None:
@@ -97,30 +115,41 @@ def held() -> Iterator[None]:
 
 def _generate_hook(original: Callable) -> Callable:
     """`generate`: stock's over a view of the model, with the warning where it never comes to a decoding method."""
+    custom = [*inspect.signature(original).parameters].index("custom_generate") - 1  # its place behind `self`
 
     @functools.wraps(original)
     def generate_(self: Any, *args: Any, **kwargs: Any) -> Any:
         model, engine = _of_first_call(self)
         if engine is None:
             return original(model, *args, **kwargs)
+        if _is_of_assistant(kwargs) and fallback.fallback_engines():  # drafts are a part of the call that runs in stock
+            with fallback.quiet_fallbacks(engine):
+                return original(model, *args, **kwargs)
         is_inner = fallback.in_fallback(engine)
         with nullcontext() if is_inner else ranks.refusing(engine), paths.answered():
             if (structured := kwargs.pop("structured", None)) is not None:
                 kwargs["logits_processor"] = _structured(model, engine, structured, args, kwargs)
-            is_custom = kwargs.get("custom_generate") is not None  # another program's loop, which gets the model itself
-            receiver = model if is_custom else view_of(model, _decoding_methods)
+            loop = args[custom] if len(args) > custom else kwargs.get("custom_generate")
+            reason = engine.class_reason()
+            if loop is not None:
+                reason = option_reason("custom_generate", loop)
+            elif kwargs.get("cache_implementation") == "paged":
+                reason = option_reason("cache_implementation", "paged")
+            # Another program's code gets the model itself.
+            receiver = model if reason is not None else view_of(model, _decoding_methods)
             call = functools.partial(original, receiver, *args, **kwargs)
-            if is_inner:
+            if is_inner or reason is None:
                 return call()
-            for name, values in (("custom_generate", None), ("cache_implementation", ("paged",))):
-                value = kwargs.get(name)
-                if value is not None and (values is None or value in values):
-                    ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
-                    return fallback.fall_back(engine, option_reason(name, value), call, _after_the_prompt(model, ids))
-            return call()
-        return None
+            ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+            return fallback.fall_back(engine, reason, call, _after_the_prompt(model, ids))
+        return None  # `answered` ended a call that was only asked about
 
     return generate_
+
+
+def _is_of_assistant(kwargs: dict[str, Any]) -> bool:
+    """Does stock's assisted decoding ask for a draft?"""
+    return bool(getattr(kwargs.get("generation_config"), "is_assistant", False))
 
 
 def _batching_hook(function: Callable, looks_up: Callable, original: Callable) -> Callable:

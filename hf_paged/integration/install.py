@@ -39,9 +39,10 @@ def install(config: PagedConfig | None = None, **overrides: Any) -> None:
     """
     global _config
     _config = merged_config(config, overrides)
-    if not is_installed():
-        hooks.before_first_call.append(enable_once)
-        hooks.hold()
+    with hooks.lock:
+        if not is_installed():
+            hooks.before_first_call.append(enable_once)
+            hooks.hold()
 
 
 def uninstall() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -98,6 +99,25 @@ class _State(NamedTuple):
                 f"KV {self.engine.kv_used:.0%}, hits {self.engine.hit_rate:.0%}]")
 
 
+class _Screen:
+    """Standard error, as long as there is one. A write that raises would leave tqdm's lock held for ever."""
+
+    def __init__(self) -> None:
+        self._file = sys.stderr
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        with suppress(Exception):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(Exception):
+            self._file.flush()
+
+
 class Progress:
     """A bar over the new tokens of one call, shown before the call's work begins.
 
@@ -126,13 +146,18 @@ class Progress:
         if self._show is False:
             return self
         if self._show:
-            self._draw()
+            with suppress(Exception):  # as in `_redraw`
+                self._draw()
         self._is_running.acquire()
         wait = _INTERVAL_S if self._show else SHOWN_AFTER_S
         # The context tells a notebook to which cell the bar belongs.
         self._thread = threading.Thread(target=copy_context().run, name="hf_paged-progress", daemon=True,
                                         args=(_redraw, weakref.ref(self), self._is_running, wait))
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread can be started: the call goes on without a bar
+            self._thread = None
+            self._close()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -142,14 +167,18 @@ class Progress:
         if self._bar is None and time.monotonic() < self._began + SHOWN_AFTER_S:
             return  # the thread has not come to draw, and will not: a short call does not wait for its end
         self._thread.join(_PARTING_S)
+        self._close()
+
+    def _close(self) -> None:
         if self._bar is None:
             return
-        if self._count is None:  # nothing stays of a call whose arguments were wrong; a notebook hides full bars alone
-            self._bar.leave, self._bar.n = False, self._bar.total
-        else:
-            self._look()
-            self._set(self._totals())
-        self._bar.close()  # which draws the bar for the last time
+        with suppress(Exception):  # as in `_redraw`
+            if self._count is None:  # nothing stays of a call that did not begin; a notebook hides full bars alone
+                self._bar.leave, self._bar.n = False, self._bar.total
+            else:
+                self._look()
+                self._set(self._totals())
+            self._bar.close()  # which draws the bar for the last time
 
     def begin(self, session: Session, num_requests: int) -> None:
         """Follow a session, to which all requests will be added before the first `step`.
@@ -188,7 +217,7 @@ class Progress:
         if state is not None:
             text = state.text(self._num_requests, self._began, now)
         if self._bar is None:
-            self._bar = tqdm(total=1.0, desc="hf_paged", bar_format=_FORM + text)
+            self._bar = tqdm(total=1.0, desc="hf_paged", bar_format=_FORM + text, file=_Screen())
         self._set(text)
         self._bar.refresh()
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from hf_paged.engine.engine import Engine
 from hf_paged.errors import FallbackError, Reason
+from hf_paged.integration import paths
 from hf_paged.integration.engines import engine_of
 from hf_paged.models.replica import Replica, num_meetings
 
@@ -63,6 +64,9 @@ def refusing(engine: Engine) -> Iterator[None]:
 
     All that an entry does with its arguments before it meets the other ranks has to lie in here.
     """
+    if paths.asked() is engine:  # the other ranks know nothing of a question
+        yield
+        return
     before = num_meetings(engine.model)
     try:
         yield

@@ -7,6 +7,7 @@ made for.
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Callable
@@ -37,6 +38,10 @@ def model_of(view: Any) -> Any:
     return getattr(view, _MODEL) if _MODEL in vars(type(view)) else view
 
 
+class _Base:
+    """What classes of views derive from while they are made: the user's class and metaclass do not hear of them."""
+
+
 @functools.cache
 def _view_class(stock: Any, methods: Callable[[Any], dict[str, Callable]]) -> type:
     """Class of the views of models of the class `stock`, with its name, which error messages contain."""
@@ -47,5 +52,10 @@ def _view_class(stock: Any, methods: Callable[[Any], dict[str, Callable]]) -> ty
         # What stock hands on (a processor that holds the model, say) calls, copies and pickles the model.
         "__call__": lambda self, *args, **kwargs: forward_of(model_of(self))(*args, **kwargs),
         "__reduce_ex__": lambda self, protocol: (operator.getitem, ([model_of(self)], 0)),
+        "__copy__": lambda self: copy.copy(model_of(self)),
+        "__deepcopy__": lambda self, memo: copy.deepcopy(model_of(self), memo),
+        "__del__": lambda self: None,  # that of the model's class closes what the model still uses
     }
-    return type(stock.__name__, (stock,), namespace | methods(stock))
+    view_class: Any = type(stock.__name__, (_Base,), namespace | methods(stock))
+    view_class.__bases__ = (stock,)
+    return view_class

@@ -132,6 +132,21 @@ def _watched_kinds(seen: Seen) -> tuple[type, ...]:
     return (*kinds, *seen.executor.activations())
 
 
+def subclass_reason(executor: ModelExecutor) -> Reason | None:
+    """That a class which derives from transformers' own has a method of its own that stock's code asks for, if so."""
+    names = {*executor.asked_of_model(), *DECIDING_METHODS} if (derived := _derived(executor)) else ()
+    for kind in derived:
+        if own := vars(kind).keys() & names:
+            return Reason("{}.{} is not transformers' own", kind.__name__, min(own), remedy=UNDO_PATCH)
+    return None
+
+
+def _derived(executor: ModelExecutor) -> list[type]:
+    """The classes of the model in front of transformers' own."""
+    kinds = plain_class(type(executor.source)).__mro__
+    return list(takewhile(lambda kind: kind is not executor.model_class, kinds))
+
+
 def _class_reason(executor: ModelExecutor) -> Reason | None:
     model = executor.source
     cls = plain_class(type(model))
@@ -145,9 +160,8 @@ def _class_reason(executor: ModelExecutor) -> Reason | None:
             return Reason("{} is replaced on the instance (prompt learning?)", name,
                           remedy="PEFT's prompt, prefix and p-tuning change what the model is given. Call the bare "
                                  "model, or merge.")
-    for kind in takewhile(lambda kind: kind is not executor.model_class, cls.__mro__):
-        if own := executor.asked_of_model().intersection(vars(kind)):
-            return Reason("{}.{} is not transformers' own", kind.__name__, min(own), remedy=UNDO_PATCH)
+    if (reason := subclass_reason(executor)) is not None:
+        return reason
     if (place := executor.patched()) is not None:
         return Reason("{} is patched", place, remedy=UNDO_PATCH)
     if "forward" in model.__dict__:

@@ -113,3 +113,42 @@ def test_other_threads_wait_for_the_end_of_the_update(generator):
         assert not made
     thread.join(20)
     assert len(made) == 1
+
+
+def test_a_task_that_began_in_an_update_of_before_waits_for_a_later_one(generator):
+    """Its context is a copy of that update's."""
+    async def worker(go):
+        await go.wait()
+        return await generator.agenerate(IDS.tolist(), **OPTIONS)
+
+    async def main():
+        go, started, end = asyncio.Event(), threading.Event(), threading.Event()
+        with generator.engine.weight_update():
+            task = asyncio.create_task(worker(go))
+            await asyncio.sleep(0)
+
+        def update():
+            with generator.engine.weight_update():
+                started.set()
+                end.wait(10)
+
+        thread = threading.Thread(target=update)
+        thread.start()
+        assert started.wait(10)
+        go.set()
+        await asyncio.sleep(0.05)
+        end.set()
+        made = await task
+        thread.join()
+        return made
+
+    assert len(asyncio.run(main())[0].token_ids) == 3
+
+
+def test_an_update_of_another_engine_is_none_of_this_one(generator):
+    async def main():
+        with other.weight_update():
+            return await generator.agenerate(IDS.tolist(), **OPTIONS)
+
+    other = hf_paged.get_engine(other_model := hf_paged.enable(tiny_model(1)))
+    assert len(asyncio.run(main())[0].token_ids) == 3 and hf_paged.is_enabled(other_model)

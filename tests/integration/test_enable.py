@@ -12,6 +12,7 @@ import pickle
 import sys
 import warnings
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -432,14 +433,132 @@ def test_a_subclass_with_its_own_generate_and_decoding_method_runs_as_in_stock()
     assert_class_is_stocks(model, OwnGenerate)
 
 
+class Registered(type):
+    """A metaclass that takes each name once."""
+
+    names: ClassVar[set[str]] = set()
+
+    def __init__(cls, name, bases, namespace, **options):
+        super().__init__(name, bases, namespace)
+        assert name not in Registered.names
+        Registered.names.add(name)
+
+
+class Tagged(Qwen3ForCausalLM):
+    def __init_subclass__(cls, *, tag, **options):
+        super().__init_subclass__(**options)
+
+
+class OfTag(Tagged, tag="a"):
+    """Whose base wants to know something of every class that derives from it."""
+
+
+class OfMetaclass(Qwen3ForCausalLM, metaclass=Registered):
+    """Whose metaclass does."""
+
+
+class WithFinalizer(Qwen3ForCausalLM):
+    """Closes a file when it is gone."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.file = io.StringIO()
+
+    def __del__(self):
+        self.file.close()
+
+
+@pytest.mark.parametrize("cls", [OfTag, OfMetaclass, WithFinalizer])
+def test_the_users_class_hears_nothing_of_a_call(cls):
+    model = hf_paged.enable(_of_class(cls), strict=True)
+    expected = assert_native_parity(model, **SHORT, max_new_tokens=3)
+    scores = model.generate(**SHORT, max_new_tokens=3, output_scores=True, return_dict_in_generate=True)
+    assert_same_tensor(scores.sequences, expected)
+    gc.collect()
+    assert cls is not WithFinalizer or not model.file.closed
+
+
+class OwnPreparation(Qwen3ForCausalLM):
+    """Keeps something for each of its objects outside of them."""
+
+    KEPT: ClassVar = weakref.WeakKeyDictionary()
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.KEPT[self] = 5
+
+    def _get_logits_processor(self, *args, **kwargs):
+        assert self.KEPT[self] == 5 and type(self) is OwnPreparation and hf_paged.is_enabled(self) is self.expected
+        return super()._get_logits_processor(*args, **kwargs)
+
+
+def test_methods_of_a_subclass_are_called_on_the_model_itself():
+    model = _of_class(OwnPreparation)
+    model.expected = False
+    expected = model.generate(**SHORT, max_new_tokens=3)
+    model.expected = True
+    hf_paged.enable(model)
+    with pytest.warns(FallbackWarning, match=r"OwnPreparation\._get_logits_processor is not transformers' own"):
+        assert_same_tensor(model.generate(**SHORT, max_new_tokens=3), expected)
+
+
+def test_a_method_that_another_program_put_back_is_hooked_again():
+    model = tiny_model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GenerationMixin, "generate", inspect.unwrap(GenerationMixin.generate))
+        hf_paged.enable(model, strict=True)
+    hf_paged.enable(model)
+    assert_native_parity(model, **SHORT, max_new_tokens=3)
+
+
+def test_the_hooks_go_with_the_last_enabled_model(no_other_enabled_model):
+    before = _mixin()
+    model = hf_paged.enable(tiny_model())
+    hf_paged.enable(hf_paged.disable(model))
+    model.generate(**SHORT, max_new_tokens=2)
+    del model
+    gc.collect()
+    assert _mixin() == before
+
+
+def test_a_patch_of_what_the_mixin_inherits_reaches_models_that_are_not_enabled(monkeypatch):
+    enabled = hf_paged.enable(tiny_model())
+    monkeypatch.setattr(ContinuousMixin, "init_continuous_batching", lambda self, *args, **kwargs: "patched")
+    assert hf_paged.is_enabled(enabled)
+    assert tiny_model(1).init_continuous_batching() == "patched"
+
+
+def test_an_enabled_draft_model_is_a_part_of_the_call_that_it_drafts_for():
+    model, draft = hf_paged.enable(tiny_model()), hf_paged.enable(tiny_model(1), strict=True)
+    expected = stock_generate(model, **batch([7]), max_new_tokens=6, assistant_model=stock_copy(draft))
+    with pytest.warns(FallbackWarning, match="assisted") as caught:
+        actual = model.generate(**batch([7]), max_new_tokens=6, assistant_model=draft)
+    assert_same_tensor(actual, expected)
+    assert len([one for one in caught if one.category is FallbackWarning]) == 1
+    assert not hf_paged.get_engine(draft).stats().calls["stock"].num_calls
+
+
+@pytest.mark.parametrize("by_place", [False, True])
+def test_a_loop_of_another_program_is_announced_however_it_is_given(by_place):
+    model, seen = hf_paged.enable(tiny_model()), []
+
+    def loop(model, input_ids, **kwargs):
+        seen.append(model)
+        return input_ids
+
+    args, kwargs = ([None] * 9 + [loop], {}) if by_place else ([], {"custom_generate": loop})
+    with pytest.warns(FallbackWarning, match="custom_generate"):
+        model.generate(SHORT["input_ids"], *args, **kwargs)
+    assert [found is model for found in seen] == [True]
+
+
 def test_other_models_of_the_class_pay_a_look_up_alone():
     """A call of a model that is not enabled runs nothing of hf_paged's but the hook."""
-    hf_paged.enable(tiny_model())
-    other, ran = tiny_model(1), set()
+    enabled, other, ran = hf_paged.enable(tiny_model()), tiny_model(1), set()
 
     def note(frame, event, _):
         module = frame.f_globals.get("__name__", "")
-        if event == "call" and module.startswith("hf_paged"):
+        if event == "call" and module.startswith("hf_paged.integration"):
             ran.add((module, frame.f_code.co_name))
 
     sys.setprofile(note)
@@ -448,6 +567,7 @@ def test_other_models_of_the_class_pay_a_look_up_alone():
         other(**batch([5]))
     finally:
         sys.setprofile(None)
+    assert hf_paged.is_enabled(enabled)
     assert {name for _, name in ran} == {"generate_", "_of_first_call", "_of_call", "model_of", "engine_of", "asked"}
 
 

@@ -49,9 +49,10 @@ def screen(monkeypatch):
 
     class Bar(progress.tqdm):
         def __init__(self, *args, **kwargs):
-            super().__init__(*args, file=screen, ascii=True, **kwargs)
+            super().__init__(*args, ascii=True, **kwargs)
 
     monkeypatch.setattr(progress, "tqdm", Bar)
+    monkeypatch.setattr(progress, "_Screen", lambda: screen)
     return screen
 
 
@@ -313,6 +314,40 @@ def test_a_terminal_that_is_gone_takes_no_call_with_it(generator, screen, monkey
 
     monkeypatch.setattr(EngineCore, "step", step)
     assert len(generator.generate(PROMPTS, max_new_tokens=2)) == 4 and waited == [True]
+
+
+class BrokenScreen(io.StringIO):
+    """A terminal that goes away after some writes."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.left = writes
+
+    def write(self, text):
+        self.left -= 1
+        if self.left < 0:
+            raise BrokenPipeError
+        return len(text)
+
+
+@pytest.mark.parametrize("show", [True, None])
+@pytest.mark.parametrize("writes", [0, 1, 2, 3, 5])
+def test_a_terminal_that_goes_away_at_any_time_takes_no_call_with_it(generator, monkeypatch, show, writes):
+    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(progress, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr("sys.stderr", BrokenScreen(writes))
+    assert len(generator.generate(PROMPTS, max_new_tokens=4, use_tqdm=show)) == 4
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        generator.generate(PROMPTS, max_new_tokens=-1, use_tqdm=show)
+
+
+@pytest.mark.parametrize("show", [True, None])
+def test_a_process_without_another_thread_has_no_bar_and_goes_on(generator, monkeypatch, show):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert len(generator.generate(PROMPTS, max_new_tokens=2, use_tqdm=show)) == 4
 
 
 def test_a_bar_that_the_environment_switches_off_shows_nothing(generator, screen, monkeypatch):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_paged.integration import ranks
+from hf_paged.integration import paths, ranks
 
 
 class Replica:
@@ -56,6 +56,14 @@ def test_an_error_behind_a_meeting_is_not_told():
 def test_nothing_is_told_where_ranks_do_not_meet(state):
     replica = Replica(**state)
     with pytest.raises(ValueError, match="no"), ranks.refusing(engine_of(replica)):
+        raise ValueError("no")
+    assert not replica.refused
+
+
+def test_an_error_of_a_question_is_not_told():
+    replica = Replica()
+    engine = engine_of(replica)
+    with pytest.raises(ValueError, match="no"), paths.asking(paths.Question(engine)), ranks.refusing(engine):
         raise ValueError("no")
     assert not replica.refused
 
