@@ -47,6 +47,7 @@ WRAPPER_TESTS = "models/test_wrappers.py"
 
 PLACE, PLACE_TESTS = "parallel/checkpoint_place.py", "parallel/test_checkpoint_place.py"
 IN_UPDATE_TESTS = "engine/test_calls_in_updates.py"
+CHATS, PARTS_TESTS = "options/chats.py", "options/test_chats.py"
 CHAT_KEYWORDS, CHAT_TESTS = "options/chat_keywords.py", "options/test_chat_keywords.py"
 # Messages about what is missing or written otherwise.
 MESSAGES = [
@@ -60,10 +61,10 @@ MESSAGES = [
                     "of_the_models_own"),
     PackageMutation(CHAT_KEYWORDS, "    check_read(template, tokenizer)\n", "", CHAT_TESTS, "refused_by_name"),
     PackageMutation(CHAT_KEYWORDS, "{**(others or {}), **given}", "{}", CHAT_TESTS, "will_be_used"),
-    PackageMutation("options/chats.py", "source is None or reads_parts(source)", "False", "options/test_chats.py",
-                    "stock_gives"),
-    PackageMutation("options/chat_templates.py", """ and re.search("['\\"]type['\\"]", rendered) is None""", "",
-                    "options/test_chats.py", "which_templates"),
+    PackageMutation(CHATS, 'if message["role"] in _ROLES else None', "", PARTS_TESTS, "as_stock_does"),
+    PackageMutation(CHATS, "rendered.count(form) > without.count(form)", "True", PARTS_TESTS, "quotes_a_list"),
+    PackageMutation(CHATS, "for n in range(len(groups) + 1)", "for n in (0, len(groups))", PARTS_TESTS,
+                    "no_more_roles"),
     PackageMutation("options/notices.py", 'or "room" in self._given', "", "integration/test_requests.py",
                     "beyond_the_longest"),
     PackageMutation("options/arguments.py", "            GenerationConfig(**{name: value}).validate()\n",
