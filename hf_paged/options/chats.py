@@ -51,7 +51,7 @@ def readable_chat(chat: Any, tokenizer: Any, keywords: Mapping[str, Any]) -> lis
     if not given:
         return list(chat)
     groups = [group for group in (*_ROLES, _OTHERS) if group in given]
-    faults: list[str] = []
+    fault: Exception | None = None
     wrong: Exception | None = None
     for joined in itertools.chain.from_iterable(itertools.combinations(groups, n) for n in range(len(groups) + 1)):
         try:
@@ -60,11 +60,13 @@ def readable_chat(chat: Any, tokenizer: Any, keywords: Mapping[str, Any]) -> lis
         except (ValueError, TypeError) as error:
             wrong = wrong or error
             continue
-        if (fault := _fault(found, tokenizer, keywords)) is None:
+        try:
+            _check_rendered(found, tokenizer, keywords)
             return found
-        faults.append(fault)
+        except Exception as error:
+            fault = fault or error
     if wrong is not None:
-        raise type(wrong)(f"{wrong}; the chat template {faults[0]}") from wrong
+        raise type(wrong)(f"{wrong}; with the parts as given, the chat template fails: {fault}") from fault
     return found  # with all joined: applying the template says what is wrong
 
 
@@ -88,12 +90,9 @@ def _check_media(chat: Any) -> None:
                                  "model generates from text alone here")
 
 
-def _fault(chat: list[dict[str, Any]], tokenizer: Any, keywords: Mapping[str, Any]) -> str | None:
-    """What a template does with a chat instead of rendering the texts of its parts; None: it renders them."""
-    try:
-        rendered = _rendered(chat, tokenizer, keywords)
-    except Exception as error:
-        return f"raises {type(error).__name__}: {error}"
+def _check_rendered(chat: list[dict[str, Any]], tokenizer: Any, keywords: Mapping[str, Any]) -> None:
+    """Raise what a template raises about a chat, and ValueError where it writes a list of parts, not their texts."""
+    rendered = _rendered(chat, tokenizer, keywords)
     for number, message in enumerate(chat):
         parts = _parts(message) if message["role"] in _ROLES else None
         if parts is None or not (written := {form for form in _forms(parts) if form in rendered}):
@@ -104,8 +103,7 @@ def _fault(chat: list[dict[str, Any]], tokenizer: Any, keywords: Mapping[str, An
         except Exception:
             without = ""
         if any(rendered.count(form) > without.count(form) for form in written):
-            return "writes the list of parts itself"
-    return None
+            raise ValueError(f"it writes the list that messages[{number}]['content'] is")
 
 
 def _rendered(chat: list[dict[str, Any]], tokenizer: Any, keywords: Mapping[str, Any]) -> str:
