@@ -53,6 +53,7 @@ CHAT_KEYWORDS, CHAT_TESTS = "options/chat_keywords.py", "options/test_chat_keywo
 MESSAGES = [
     PackageMutation("serve.py", '        require("serve", f"{program} serve")', "        pass", "test_optional.py",
                     "ends_with_one_line"),
+    PackageMutation("serve.py", "        PagedConfig(**settings)", "        pass", "test_serve.py", "end_the_command"),
     PackageMutation("vllm_names.py", "if name not in accepted and (near", "if (near", "test_vllm_names.py",
                     "answered_together"),
     PackageMutation("vllm_names.py", "    for table in (SAMPLING, LOADING):\n", "    for table in ():\n",
