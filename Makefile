@@ -1,5 +1,8 @@
 # Every target makes its own virtual environment first; nothing but python3 and the package index is needed.
 VENV ?= .venv
+ifneq ($(words $(VENV)),1)
+$(error VENV=$(VENV): expected a path without spaces, which make takes for several files)
+endif
 PYTHON := $(VENV)/bin/python
 # For run_all.py. On a GPU: make bench BENCH='--models 0.6B 8B --ab all'; without one it only shows that it runs.
 BENCH ?= --models tiny --scale 0.02 --batches 4

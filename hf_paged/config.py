@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -149,6 +150,24 @@ def check_fields(given: Mapping[str, Any]) -> None:
         elsewhere = {"PagedGenerator.from_pretrained, which loads the model": OF_LOADING,
                      "PagedGenerator.generate or model.generate": vars(GenerationConfig())}
         raise TypeError(unknown_names(unknown, known, LOADING, elsewhere, "expected a field of PagedConfig"))
+
+
+def read_pairs(given: Iterable[str]) -> dict[str, Any]:
+    """Values by name of NAME=VALUE arguments of a command line: JSON, or what Python writes for True, False and None.
+
+    Raises:
+        ValueError: an argument without a name.
+    """
+    found = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"{one!r}: expected NAME=VALUE")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = {"True": True, "False": False, "None": None}.get(value, value)
+    return found
 
 
 def require_int(name: str, value: object, least: int, *, optional: bool = False) -> None:

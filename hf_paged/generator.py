@@ -197,7 +197,8 @@ class PagedGenerator:
             **generate_kwargs: fields of a `GenerationConfig`; besides, for prompts that are chats, parameters of
                 `apply_chat_template` (``tools``, ``documents``, ``chat_template``, ``continue_final_message``,
                 ``add_generation_prompt``: True unless a message is continued) and variables that the chat template
-                refers to (``enable_thinking``).
+                refers to (``enable_thinking``). None for ``tools``, ``documents`` and ``enable_thinking`` is as if left
+                out.
 
         Returns:
             One `Completion` per prompt, in order; with ``num_return_sequences=n``, n in a row per prompt. A tensor

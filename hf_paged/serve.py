@@ -7,18 +7,23 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from dataclasses import fields
 from typing import Any
 
-from hf_paged.config import PagedConfig
+from hf_paged.config import PagedConfig, read_pairs
 from hf_paged.integration.install import install
+from hf_paged.integration.serving.adapters import OPTION as ADAPTER
 from hf_paged.integration.serving.adapters import split_adapters
 from hf_paged.integration.serving.server import install_serving
 from hf_paged.optional import require
 
 SETTING = "--engine"
+_HELP = f"""Options of hf_paged, any number of times each:
+  {ADAPTER} NAME=PATH      Load a LoRA adapter beside the model; requests name it as their model.
+  {SETTING} FIELD=VALUE     Set a field of PagedConfig (docs/options.md), as max_model_len=8192.
+
+Options of transformers serve:
+"""
 
 
 def split_settings(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -26,20 +31,11 @@ def split_settings(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     parser = argparse.ArgumentParser("python -m hf_paged.serve", add_help=False, allow_abbrev=False)
     parser.add_argument(SETTING, action="append", default=[], metavar="FIELD=VALUE")
     given, others = parser.parse_known_args(arguments)
-    known, settings = {field.name for field in fields(PagedConfig)}, {}
-    for text in given.engine:
-        name, _, value = text.partition("=")
-        if name not in known or not value:
-            parser.error(f"{SETTING} {text!r}: expected FIELD=VALUE with a field of PagedConfig: "
-                         f"{', '.join(sorted(known))}")
-        try:
-            settings[name] = json.loads(value)
-        except ValueError:
-            settings[name] = value
-        try:
-            PagedConfig(**settings)
-        except (ValueError, TypeError) as error:
-            parser.error(f"{SETTING} {text!r}: {error}")
+    try:
+        settings = read_pairs(given.engine)
+        PagedConfig(**settings)  # all at once, since fields are checked against each other
+    except (ValueError, TypeError) as error:
+        parser.error(f"{SETTING}: {error}")
     return settings, others
 
 
@@ -52,7 +48,10 @@ def main(arguments: list[str] | None = None, program: str = "python -m hf_paged"
         sys.exit(2)
     from transformers.cli.transformers import app
 
-    adapters, others = split_adapters(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--help" in arguments:
+        print(_HELP)
+    adapters, others = split_adapters(arguments)
     settings, others = split_settings(others)
     install(**settings)
     install_serving(adapters)

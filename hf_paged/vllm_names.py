@@ -42,9 +42,10 @@ SAMPLING: dict[str, str] = {
     "request_id": "write request_ids=",
     "lora_request": "write adapter_names=, of adapters that load_adapter gave the model",
     "prompt_adapter_request": _NO_SUCH,
-    "chat_template_content_format": "leave it out: text parts are given to the template as it reads them",
+    "chat_template_content_format": "leave it out: parts go to the template, or as text where it fails on them",
     "mm_processor_kwargs": "leave it out: prompts are text",
-    "tokenization_kwargs": "write chat_template_kwargs={'tokenizer_kwargs': {...}} for chats, or give token ids",
+    "tokenization_kwargs": "write chat_template_kwargs={'truncation': True, 'max_length': n} for chats, or give the "
+                           "ids that the tokenizer makes with them",
 }
 
 # Arguments of vLLM's LLM that have another name here, or none.

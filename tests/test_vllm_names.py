@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import dataclasses
 import inspect
@@ -158,6 +159,15 @@ def test_the_model_keeps_stocks_exception():
     model = hf_paged.enable(tiny_model())
     with pytest.raises(ValueError, match=r"model_kwargs.*max_tokens"):
         model.generate(torch.tensor([[3]]), max_tokens=3)
+
+
+def test_the_answer_about_the_tokenizers_arguments_cuts_a_chat(generator):
+    written = re.search(r"chat_template_kwargs=(\{.*?\})", SAMPLING["tokenization_kwargs"])[1]
+    chat, template = [{"role": "user", "content": "a long text"}], "{{ messages[0].content }}"
+    keywords = {"chat_template": template, **ast.literal_eval(written.replace(" n}", " 5}"))}
+    [made] = generator.generate(chat, max_new_tokens=1, chat_template_kwargs=keywords)
+    stock = generator.tokenizer.apply_chat_template(chat, **keywords)["input_ids"]
+    assert made.prompt_token_ids == stock and len(stock) == 5
 
 
 def test_what_is_accepted_here_has_no_answer():

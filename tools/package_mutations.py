@@ -47,11 +47,13 @@ WRAPPER_TESTS = "models/test_wrappers.py"
 
 PLACE, PLACE_TESTS = "parallel/checkpoint_place.py", "parallel/test_checkpoint_place.py"
 IN_UPDATE_TESTS = "engine/test_calls_in_updates.py"
+CHATS, PARTS_TESTS = "options/chats.py", "options/test_chats.py"
 CHAT_KEYWORDS, CHAT_TESTS = "options/chat_keywords.py", "options/test_chat_keywords.py"
 # Messages about what is missing or written otherwise.
 MESSAGES = [
     PackageMutation("serve.py", '        require("serve", f"{program} serve")', "        pass", "test_optional.py",
                     "ends_with_one_line"),
+    PackageMutation("serve.py", "        PagedConfig(**settings)", "        pass", "test_serve.py", "end_the_command"),
     PackageMutation("vllm_names.py", "if name not in accepted and (near", "if (near", "test_vllm_names.py",
                     "answered_together"),
     PackageMutation("vllm_names.py", "    for table in (SAMPLING, LOADING):\n", "    for table in ():\n",
@@ -60,10 +62,12 @@ MESSAGES = [
                     "of_the_models_own"),
     PackageMutation(CHAT_KEYWORDS, "    check_read(template, tokenizer)\n", "", CHAT_TESTS, "refused_by_name"),
     PackageMutation(CHAT_KEYWORDS, "{**(others or {}), **given}", "{}", CHAT_TESTS, "will_be_used"),
-    PackageMutation("options/chats.py", "source is None or reads_parts(source)", "False", "options/test_chats.py",
-                    "stock_gives"),
-    PackageMutation("options/chat_templates.py", """ and re.search("['\\"]type['\\"]", rendered) is None""", "",
-                    "options/test_chats.py", "which_templates"),
+    PackageMutation(CHAT_KEYWORDS, "value is not None and name not in read", "name not in read", CHAT_TESTS,
+                    "asks_for_nothing"),
+    PackageMutation(CHATS, 'if message["role"] in _ROLES else None', "", PARTS_TESTS, "as_stock_does"),
+    PackageMutation(CHATS, "rendered.count(form) > without.count(form)", "True", PARTS_TESTS, "quotes_a_list"),
+    PackageMutation(CHATS, "for n in range(len(groups) + 1)", "for n in (0, len(groups))", PARTS_TESTS,
+                    "no_more_roles"),
     PackageMutation("options/notices.py", 'or "room" in self._given', "", "integration/test_requests.py",
                     "beyond_the_longest"),
     PackageMutation("options/arguments.py", "            GenerationConfig(**{name: value}).validate()\n",
@@ -71,7 +75,9 @@ MESSAGES = [
     PackageMutation("engine/engine.py", "self._update is not None and self._update in _updates.get()",
                     "False", IN_UPDATE_TESTS, "awaited"),
     PackageMutation(INPUTS, "    if engine.is_updating():\n", "    if False:\n", IN_UPDATE_TESTS, "stock"),
-    PackageMutation(PLACE, """path.count("/") > 1""", "False", PLACE_TESTS, "missing_folder"),
+    PackageMutation(PLACE, "or _is_too_deep(path)", "", PLACE_TESTS, "missing_folder"),
+    PackageMutation(PLACE, """path.partition("@")[0].count""", "path.count", PLACE_TESTS, "may_have_slashes"),
+    PackageMutation(PLACE, "error.errno is not None", "False", PLACE_TESTS, "other_errors"),
     PackageMutation(PLACE, "            check_file(file)\n", "            pass\n", PLACE_TESTS, "broken_file_is_named"),
     PackageMutation("optional.py", "    for module in EXTRAS[extra]:\n", "    for module in EXTRAS[extra][:1]:\n",
                     "test_optional.py", "names_the_module"),

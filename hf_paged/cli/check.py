@@ -11,6 +11,8 @@ import dataclasses
 import json
 from typing import Any
 
+from hf_paged.config import read_pairs
+
 # Calls that people make, besides those that are given.
 _CALLS: dict[str, dict[str, Any]] = {
     "greedy search": {"do_sample": False},
@@ -43,27 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     calls = dict(_CALLS)
     if arguments.generate:
-        calls["as asked"] = pairs(arguments.generate)
+        calls["as asked"] = read_pairs(arguments.generate)
     report = preview(arguments.model, calls, dtype=arguments.dtype, device=arguments.device, load=arguments.load,
-                     trust_remote_code=arguments.trust_remote_code, overrides=pairs(arguments.set))
+                     trust_remote_code=arguments.trust_remote_code, overrides=read_pairs(arguments.set))
     found = dataclasses.asdict(report)
     print(json.dumps(found, indent=2) if arguments.json else report)
     return int(report.calls["greedy search"].path != "native")
-
-
-def pairs(given: list[str]) -> dict[str, Any]:
-    """NAME=VALUE arguments, values read as JSON where they are.
-
-    Raises:
-        ValueError: one without a name.
-    """
-    found = {}
-    for one in given:
-        name, equals, value = one.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"{one!r}: expected NAME=VALUE")
-        try:
-            found[name] = json.loads(value)
-        except json.JSONDecodeError:
-            found[name] = {"True": True, "False": False, "None": None}.get(value, value)
-    return found

@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 from hf_paged import PagedGenerator
-from hf_paged.cli.check import pairs
 from hf_paged.cli.figures import percentiles
+from hf_paged.config import read_pairs
 
 _WARM_UPS = 2
 
@@ -46,7 +46,8 @@ def latency(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _generator(arguments: argparse.Namespace) -> PagedGenerator:
     return PagedGenerator.from_pretrained(arguments.model, dtype=arguments.dtype, device=arguments.device,
-                                          tensor_parallel_size=arguments.tensor_parallel_size, **pairs(arguments.set))
+                                          tensor_parallel_size=arguments.tensor_parallel_size,
+                                          **read_pairs(arguments.set))
 
 
 def _generate(generator: PagedGenerator, arguments: argparse.Namespace, count: int, number: int) -> float:

@@ -23,6 +23,8 @@ OF_CALL = ("adapter_names", "best_of", "cache_salt", "chat_template_kwargs", "ge
 OURS = ("tokenize", "return_dict", "return_tensors", "padding", "return_assistant_tokens_mask")
 # Those that the template alone reads.
 _FOR_TEMPLATE = ("tools", "documents", "add_generation_prompt")
+# Those that callers hand on as None where they have none; a template may take a variable that is None for a set one.
+_LEFT_OUT_AS_NONE = ("tools", "documents", "enable_thinking")
 
 
 def split_keywords(keywords: dict[str, Any], explicit: Any, prompts: list[Any], tokenizer: Any,
@@ -30,7 +32,8 @@ def split_keywords(keywords: dict[str, Any], explicit: Any, prompts: list[Any], 
     """The keywords of ``tokenizer.apply_chat_template``, and the generation settings.
 
     A field of a `GenerationConfig` is a setting. Of the others, parameters of `apply_chat_template` and variables that
-    the chat template refers to are the template's.
+    the chat template refers to are the template's. ``tools``, ``documents`` and ``enable_thinking`` as None are as if
+    they were left out.
 
     Args:
         keywords: of the call.
@@ -46,6 +49,7 @@ def split_keywords(keywords: dict[str, Any], explicit: Any, prompts: list[Any], 
     if explicit is not None and not isinstance(explicit, Mapping):
         raise TypeError(f"chat_template_kwargs={explicit!r:.80}: expected a dict of keywords of apply_chat_template")
     template = dict(explicit or {})
+    keywords = {name: value for name, value in keywords.items() if value is not None or name not in _LEFT_OUT_AS_NONE}
     fields = set(vars(GenerationConfig())).union(*(vars(c) for c in configs if isinstance(c, GenerationConfig)))
     rest = {name: value for name, value in keywords.items() if name not in fields}
     known = template_parameters(tokenizer) if rest else frozenset()
@@ -120,7 +124,7 @@ def check_read(given: Mapping[str, Any], tokenizer: Any, *, others: Mapping[str,
     neutral = {"tools": not given.get("tools"), "documents": not given.get("documents"),
                "add_generation_prompt": given.get("add_generation_prompt") is (not given.get("continue_final_message"))}
     for name, value in given.items():
-        if name not in read and name not in own and not neutral.get(name, False):
+        if value is not None and name not in read and name not in own and not neutral.get(name, False):
             raise ValueError(f"{name}={value!r:.80}: expected it left out, since the model's chat template does not "
                              f"refer to it (it refers to {_listed(read)})")
 

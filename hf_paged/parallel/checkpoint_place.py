@@ -14,7 +14,7 @@ _LFS = b"version https://git-lfs"  # how a pointer begins that Git LFS leaves in
 
 
 def check_place(name: str, path_or_id: Any, configs: Iterable[str] = ()) -> None:
-    """Raise an OSError for a path that is no folder, as far as a path can be told from an id of the hub.
+    """Raise an OSError for a path that is no folder, as far as a path can be told from an id (ID@REVISION) of the hub.
 
     Args:
         name: of the argument.
@@ -24,7 +24,7 @@ def check_place(name: str, path_or_id: Any, configs: Iterable[str] = ()) -> None
     if os.path.isfile(path):
         raise NotADirectoryError(f"{name}={path!r}: it is a file, {_EXPECTED}")
     if not os.path.isdir(path):
-        if os.path.isabs(path) or path.startswith((".", "~")) or path.endswith(os.sep) or path.count("/") > 1:
+        if os.path.isabs(path) or path.startswith((".", "~")) or path.endswith(os.sep) or _is_too_deep(path):
             home = os.path.expanduser(path)
             hint = f"; write {home!r}, since '~' is the shell's" if home != path and os.path.isdir(home) else ""
             raise FileNotFoundError(f"{name}={path!r}: there is no such folder, {_EXPECTED}{hint}")
@@ -34,14 +34,22 @@ def check_place(name: str, path_or_id: Any, configs: Iterable[str] = ()) -> None
                                 f"{sorted(os.listdir(path))!r:.300}")
 
 
+def _is_too_deep(path: str) -> bool:
+    """Has a path more slashes than an id of the hub? A revision behind its "@" may have any, as ``refs/pr/1`` has."""
+    return path.partition("@")[0].count("/") > 1
+
+
 @contextmanager
 def naming_the_place(name: str, path_or_id: Any) -> Iterator[None]:
-    """Raise OSErrors about an id of the hub, which may be meant as a folder, as such that say that there is none."""
+    """Raise transformers' OSErrors about an id of the hub, which may be meant as a folder, saying that there is none.
+
+    Those of the system, as of a full disk, and of kinds of their own come through: callers tell them by both.
+    """
     try:
         yield
     except OSError as error:
         path = os.fspath(path_or_id)
-        if os.path.isdir(path):
+        if type(error) is not OSError or error.errno is not None or os.path.isdir(path):
             raise
         raise OSError(f"{name}={path!r}: there is no such folder in {os.getcwd()!r}, and as an id of the hub: "
                       f"{error}") from error

@@ -10,7 +10,7 @@ import pytest
 
 import hf_paged
 from hf_paged import cli
-from hf_paged.cli.check import pairs
+from hf_paged.config import read_pairs
 
 ASK_FOR_HELP = """
 import sys
@@ -62,6 +62,6 @@ def test_what_goes_wrong_is_one_line_and_status_2(capsys, tmp_path):
 
 
 def test_values_of_pairs_are_json_where_they_are():
-    assert pairs(["a=1", "b=0.5", "c=true", "d=True", "e=None", "f=flash_attn", "g=[1, 2]", "h=x=y"]) == {
+    assert read_pairs(["a=1", "b=0.5", "c=true", "d=True", "e=None", "f=flash_attn", "g=[1, 2]", "h=x=y"]) == {
         "a": 1, "b": 0.5, "c": True, "d": True, "e": None, "f": "flash_attn", "g": [1, 2], "h": "x=y",
     }

@@ -83,12 +83,29 @@ def test_what_the_template_of_the_call_reads_is_not(generator, entry, name):
 
 
 @pytest.mark.parametrize("keywords", [{"tools": None}, {"tools": []}, {"documents": None}, {"documents": []},
+                                      {"enable_thinking": None}, {"any_other": None},
                                       {"add_generation_prompt": True}, {"chat_template": PLAIN},
                                       {"add_generation_prompt": False, "continue_final_message": True}])
 def test_what_asks_for_nothing_is_not(generator, keywords):
     [made] = generator.generate([CHAT], max_new_tokens=2, chat_template_kwargs=keywords)
     [plain] = generator.generate([CHAT], max_new_tokens=2)
     assert made.prompt_token_ids[:5] == plain.prompt_token_ids[:5]
+
+
+@pytest.mark.parametrize("name", ["tools", "documents", "enable_thinking"])
+@pytest.mark.parametrize("entry", sorted(ENTRIES.keys() - {"server", "chat_template_kwargs"}))
+def test_none_is_as_if_left_out(generator, entry, name):
+    ENTRIES[entry](generator, **{name: None})
+    template = f"{PLAIN}{{{{ {name} | default('unset') }}}}"
+    given, left_out = (generator.generate([CHAT], max_new_tokens=2, chat_template=template, **keywords)[0]
+                       for keywords in ({name: None}, {}))
+    assert given.prompt_token_ids == left_out.prompt_token_ids
+    generator.generate([[3, 4]], max_new_tokens=2, **{name: None})  # no chat, and nothing for its template
+
+
+def test_none_for_a_name_that_is_unknown_is_refused(generator):
+    with pytest.raises(ValueError, match="temprature=None: expected temperature"):
+        generator.generate([CHAT], max_new_tokens=2, temprature=None)
 
 
 def test_the_template_is_the_one_that_will_be_used():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -74,6 +75,17 @@ def test_a_name_that_may_be_an_id_is_looked_for_in_both_places(monkeypatch):
             read("models/no-such")
 
 
+def test_the_revision_of_an_id_may_have_slashes(tmp_path):
+    for name in ("Qwen/Qwen3-8B@refs/pr/1", "gpt2@refs/pr/1", "Qwen/Qwen3-8B@main"):
+        check_place("MODEL", name)
+    for path in ("models/no/such@refs/pr/1", "/no/such@main", "./no@refs/pr/1"):
+        with pytest.raises(FileNotFoundError, match=re.escape(f"MODEL={path!r}: there is no such folder")):
+            check_place("MODEL", path)
+    (tmp_path / "a@b").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"the folder has no config\.json"):
+        check_place("MODEL", "a@b", ["config.json"])
+
+
 def test_a_file_and_a_folder_without_a_config(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(NotADirectoryError, match="it is a file, expected a folder"):
@@ -113,6 +125,10 @@ def test_other_errors_come_through(tmp_path, trained_path):
         raise KeyError
     with pytest.raises(OSError, match=r"^full$"), naming_the_place("a", tmp_path):
         raise OSError("full")
+    for error in (OSError(errno.ENOSPC, "full"), PermissionError(errno.EACCES, "denied", "x"), FileNotFoundError("x")):
+        with pytest.raises(OSError) as raised, naming_the_place("a", "b/c"):
+            raise error
+        assert raised.value is error
     check_place("a", "Qwen/Qwen3-8B", ["config.json"])
     check_place("a", tmp_path)
 

@@ -142,13 +142,3 @@ def test_adapters_are_loaded_and_selected_by_their_names(server, wrapped, traine
         made = pool.map(lambda name: chat(server, None if name == "__base__" else name), names)
         assert [one.choices[0].message.content for one in made] == [expected[name] for name in names]
     assert {entry.id for entry in server.client.models.list()} >= {*NAMES}
-
-
-def test_the_settings_of_the_command_line_are_checked():
-    from hf_paged.serve import split_settings
-
-    assert split_settings(["m", "--engine", "max_model_len=12", "--engine=on_weight_change=keep", "--port", "1"]) == (
-        {"max_model_len": 12, "on_weight_change": "keep"}, ["m", "--port", "1"])
-    for wrong in ("max_model_len", "max_model_length=3", "max_model_len=-1", "structured_max_seconds=soon"):
-        with pytest.raises(SystemExit):
-            split_settings(["--engine", wrong])
