@@ -944,8 +944,6 @@ OBSERVED = [
     PackageMutation("pictures/stats_html.py", "<td class=\"why\">{escape(reason)}</td>",
                     "<td class=\"why\">{reason}</td>", "pictures/test_stats_html.py", "names_are_text"),
     PackageMutation("integration/preview.py", "    model.tie_weights()  #", "    #", CHECK_TESTS, "config_alone"),
-    PackageMutation("cli/openai_client.py", "None if is_whole else", "None if True else", "cli/test_sweep.py",
-                    "answers_that_fail"),
     PackageMutation("integration/trainer_callback.py", "now.calls[path].num_calls - before.calls[path].num_calls",
                     "now.calls[path].num_calls", "integration/test_trainer_callback.py", "since_the_last"),
     PackageMutation("engine/engine.py", "        if not self._executor.has_source:  # nobody can use it any more\n"

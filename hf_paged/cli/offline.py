@@ -7,8 +7,9 @@ import random
 import time
 from typing import Any
 
+import numpy as np
+
 from hf_paged import PagedGenerator
-from hf_paged.cli.figures import percentiles
 from hf_paged.config import read_pairs
 
 _WARM_UPS = 2
@@ -35,7 +36,9 @@ def latency(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generate for one batch a call, with new prompts each time; prints a line."""
     with _generator(arguments) as generator:
         taken = [_generate(generator, arguments, arguments.batch_size, i) for i in range(arguments.rounds + _WARM_UPS)]
-    found = percentiles(taken[_WARM_UPS:])
+    counted = taken[_WARM_UPS:]
+    p50, p90, p99 = np.percentile(counted, [50, 90, 99]).tolist()
+    found = {"mean": sum(counted) / len(counted), "p50": p50, "p90": p90, "p99": p99}
     report = {"kind": "latency", "model": arguments.model, "batch_size": arguments.batch_size,
               "prompt_tokens": arguments.prompt_tokens, "output_tokens": arguments.output_tokens,
               "rounds": arguments.rounds, "seconds": found}

@@ -23,7 +23,7 @@ print({"torch", "transformers", "triton", "numpy", "matplotlib"} & set(sys.modul
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["bench", "server", "--help"], ["check", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["bench", "latency", "--help"], ["check", "--help"]])
 def test_help_comes_at_once_and_imports_nothing_slow(arguments):
     taken = []
     for _ in range(3):
