@@ -49,12 +49,13 @@ SAFE = {
     "hf_paged.engine.mask_maker.MaskMaker.begin": "of one call, whose thread no child has",
     "hf_paged.engine.grammars.Grammars.begin": "of one caller, whom the child forgets with its thread",
     "hf_paged.engine.driver.DrivenCall._changed": "the event loop whose task waits for it is the parent's",
+    "hf_paged.integration.async_calls.AsyncCalls._compiled": "the event loop whose task waits for it is the parent's",
     "hf_paged.integration.progress.Progress._is_running": "a child only releases it, and its thread is the parent's",
     "hf_paged.integration.serving.answers.Answer._pieces": _SERVER,
     "hf_paged.integration.serving.calls.ServedCall._settled": _SERVER,
     "hf_paged.integration.serving.calls.ServedCall.over": _SERVER,
     "hf_paged.integration.serving.ending.OpenAnswers.one": _SERVER,
-    "hf_paged.integration.serving.http._Answer": _SERVER,
+    "hf_paged.integration.serving.http._Answer._refuse": _SERVER,
     "hf_paged.integration.serving.http._Answer.refused": _SERVER,
     "hf_paged.integration.serving.http._Client._messages": _SERVER,
     "hf_paged.kernels.compiling.Kernel._reading": _CUDA,
@@ -80,12 +81,12 @@ class _Locks(ast.NodeVisitor):
         self.found: set[str] = set()
         self._path = [module]
 
-    def _enter(self, node: ast.ClassDef | ast.FunctionDef) -> None:
+    def _enter(self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self._path.append(node.name)
         self.generic_visit(node)
         self._path.pop()
 
-    visit_ClassDef = visit_FunctionDef = _enter
+    visit_ClassDef = visit_FunctionDef = visit_AsyncFunctionDef = _enter
 
     def _visit_assignment(self, node: ast.Assign | ast.AnnAssign) -> None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]

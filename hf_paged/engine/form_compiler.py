@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_paged.options.structured import STRUCTURAL_TAG, Structured, choices_as_grammar
 
+STACK_BYTES = 4 << 20  # that a compilation may use; what compiles a form once more has twice as much
 # Types of expressions in xgrammar's serialized grammars of this layout.
 _LAYOUT = "v16"
 _RULE, _SEQUENCE, _CHOICES, _REPEAT = 4, 5, 6, 8

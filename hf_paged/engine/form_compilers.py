@@ -5,26 +5,32 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
+import signal
 import subprocess
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from hf_paged import at_fork
+from hf_paged.engine.form_compiler import STACK_BYTES
 from hf_paged.kernels._device import num_cores
 from hf_paged.options.structured import Structured
 from hf_paged.python_process import module_process
+
+logger = logging.getLogger(__name__)
 
 # Of one compilation; more threads take longer to start than they save.
 THREADS = max(1, min(8, num_cores() // 4))
 PLACES = max(2, min(8, num_cores() // THREADS))  # compilations at the same time
 
-# What happened to a form, and more about it, as `FormServer` answers. "lost": the process is gone.
+# What happened to a form, and more about it, as `FormServer` answers, or one of: "lost" (the process ended), "none"
+# (the process ended before it could compile anything), "failed" (through no fault of the form; why).
 OnAnswer = Callable[[str, Any], None]
 
 
@@ -37,11 +43,7 @@ class FormCompilers:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._numbers = itertools.count()
-        self._commands: Connection | None = None
-        self._process: subprocess.Popen | None = None
-        self._waiting: dict[int, OnAnswer] = {}
-        self._sent: set[int] = set()  # numbers of vocabularies
-        self._gone: deque[int] = deque()  # of those that no form is compiled for any more
+        self._helper: _Helper | None = None
         at_fork.register(self)
         atexit.register(self.stop)
 
@@ -50,104 +52,167 @@ class FormCompilers:
 
         Raises:
             OSError: no process can be started here.
+            RuntimeError: no thread can be started now.
         """
         with self._lock:
-            if self._commands is not None:
-                return
-            if not hasattr(os, "fork"):
-                raise OSError("os.fork: expected a system that has it")
-            environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"}
-            arguments = module_process("hf_paged.engine.form_process", environment)
-            arguments["args"] += [str(PLACES), str(THREADS)]
-            self._process = process = subprocess.Popen(**arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            assert process.stdin is not None and process.stdout is not None
-            # Connections close what they are given: files of `process` must not close it again.
-            self._commands = Connection(os.dup(process.stdin.fileno()), readable=False)
-            answers = Connection(os.dup(process.stdout.fileno()), writable=False)
-            process.stdin.close()
-            process.stdout.close()
-            threading.Thread(target=self._read, args=(process, answers), daemon=True,
-                             name="hf_paged forms").start()
+            if self._helper is None:
+                self._helper = _Helper(self._ended)
 
     def compile(self, vocabulary: Vocabulary, structured: Structured, seconds: float, on_answer: OnAnswer) -> int:
         """Begin; returns the number by which it can be cancelled.
 
         Raises:
             OSError: no process can be started here.
+            RuntimeError: no thread can be started now.
         """
         with self._lock:
             self.start()
-            number = next(self._numbers)
-            self._waiting[number] = on_answer
-            while self._gone:
-                if (gone := self._gone.popleft()) in self._sent:
-                    self._sent.discard(gone)
-                    self._send("forget", gone)
-            if vocabulary.number not in self._sent:
-                self._send("vocabulary", vocabulary.number, vocabulary.serialized())
-                self._sent.add(vocabulary.number)
-            self._send("compile", number, vocabulary.number, tuple(structured), seconds)
+            helper, number = self._helper, next(self._numbers)
+            assert helper is not None
+            helper.waiting[number] = on_answer
+            if vocabulary.number not in helper.sent:
+                helper.ask("vocabulary", vocabulary.number, vocabulary.serialized())
+                helper.sent.add(vocabulary.number)
+            helper.ask("compile", number, vocabulary.number, tuple(structured), seconds)
             return number
 
     def cancel(self, number: int) -> None:
-        """Nobody waits for this answer any more; it does not come."""
-        with self._lock:
-            if self._waiting.pop(number, None) is not None:
-                self._send("cancel", number)
+        """Drop a compilation whose answer nothing waits for any more; the answer does not come."""
+        helper = self._helper
+        if helper is not None and helper.waiting.pop(number, None) is not None:
+            helper.ask("cancel", number)
 
     def forget(self, vocabulary: int) -> None:
-        """No form is compiled for this one any more. It sends nothing: garbage is collected in the middle of that."""
-        self._gone.append(vocabulary)
+        """Drop a vocabulary that no form is compiled for any more. Takes no lock: garbage is collected at any time."""
+        if (helper := self._helper) is not None:
+            helper.ask("forget", vocabulary)
+
+    def in_thread(self, function: Callable[..., None], *given: Any) -> None:
+        """Call a function in a thread whose stack has room for a form that the process was able to compile.
+
+        Raises:
+            RuntimeError: no thread can be started now.
+        """
+        with self._lock:
+            before = threading.stack_size(2 * STACK_BYTES)
+            try:
+                threading.Thread(target=function, args=given, daemon=True, name="hf_paged form").start()
+            finally:
+                threading.stack_size(before)
 
     def stop(self) -> None:
-        """End the process; who waits is told that it is lost."""
+        """End the process; forms that it has not compiled have failed."""
         with self._lock:
-            process = self._process
-        if process is not None:
-            process.kill()
-            process.wait()
-            self._end(process)
+            helper, self._helper = self._helper, None
+        if helper is not None:
+            helper.end()
 
     def after_fork_in_child(self) -> None:
-        """The process and the thread are the parent's, and so is whoever waits."""
+        """Leave the process to the parent, as all that waits for it."""
         self._lock = at_fork.renewed(self._lock)
-        if self._commands is not None:
-            self._commands.close()  # else the process would not notice that the parent has ended
-        self._commands = self._process = None
-        self._waiting, self._sent = {}, set()
+        if self._helper is not None:  # else the process would not notice that the parent has ended
+            self._helper.commands.close()
+            self._helper.answers.close()
+        self._helper = None
 
-    def _send(self, *command: Any) -> None:
-        assert self._commands is not None
-        with suppress(OSError):  # it is gone, which the thread is about to notice
-            self._commands.send(command)
+    def _ended(self, helper: _Helper) -> None:
+        """In the thread that reads: tell all that waits for a process which has ended."""
+        with self._lock:
+            was_stopped = self._helper is not helper
+            if not was_stopped:
+                self._helper = None
+        what = "failed" if was_stopped else "lost" if helper.is_up else "none"
+        more = "the process that compiles was stopped" if was_stopped else helper.process.returncode
+        if helper.waiting and not was_stopped:
+            logger.warning("hf_paged: the process that compiles grammars ended (%s); %s", more,
+                           "another one compiles in its place" if helper.is_up else
+                           "this one compiles in its place, without limits of time and memory")
+        for number in list(helper.waiting):  # without the lock, which their callers take behind their own
+            helper.answer(number, what, more)
 
-    def _read(self, process: subprocess.Popen, answers: Connection) -> None:
-        """In the thread: hand out answers until the process ends."""
+
+class _Helper:
+    """One run of the process, and what is asked of it.
+
+    What asks holds locks. So a thread writes what is asked, lest one waits behind a lock for a pipe that is full until
+    answers are read; another thread reads these.
+
+    Args:
+        on_end: called by the thread that reads, when the process has ended.
+
+    Attributes:
+        waiting: what is to be called with the answer to a form, by its number.
+        sent: the numbers of vocabularies that the process has.
+        is_up: it has said that it can compile.
+    """
+
+    def __init__(self, on_end: Callable[[_Helper], None]) -> None:
+        if not hasattr(os, "fork"):
+            raise OSError("os.fork: expected a system that has it")
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"}
+        arguments = module_process("hf_paged.engine.form_process", environment)
+        arguments["args"] += [str(PLACES), str(THREADS)]
+        self.process = subprocess.Popen(**arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        # Connections close what they are given: files of `process` must not close it again.
+        self.commands = Connection(os.dup(self.process.stdin.fileno()), readable=False)
+        self.answers = Connection(os.dup(self.process.stdout.fileno()), writable=False)
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.waiting: dict[int, OnAnswer] = {}
+        self.sent: set[int] = set()
+        self.is_up = False
+        self._asked: SimpleQueue[tuple | None] = SimpleQueue()
+        try:
+            threading.Thread(target=self._write, daemon=True, name="hf_paged forms asked").start()
+            threading.Thread(target=self._read, args=(on_end,), daemon=True, name="hf_paged forms").start()
+        except BaseException:
+            self.end()
+            raise
+
+    def ask(self, *command: Any) -> None:
+        """Have a command written, soon."""
+        self._asked.put(command)
+
+    def answer(self, number: int, what: str, more: Any) -> None:
+        """Hand out an answer, if anything waits for it."""
+        on_answer = self.waiting.pop(number, None)
+        if on_answer is None:
+            return
+        try:
+            on_answer(what, more)
+        except Exception as error:  # no thread can be started: other answers are still to come
+            on_answer("failed", str(error))
+
+    def end(self) -> None:
+        """Kill the process and its children, which are a process group."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):  # none is left; PermissionError: so says macOS
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._asked.put(None)
+
+    def _write(self) -> None:
+        try:
+            while (command := self._asked.get()) is not None:
+                self.commands.send(command)
+        except OSError:  # the process has ended, which the other thread notices
+            pass
+        finally:
+            self.commands.close()
+
+    def _read(self, on_end: Callable[[_Helper], None]) -> None:
         try:
             while True:
-                number, what, more = answers.recv()
-                with self._lock:
-                    on_answer = self._waiting.pop(number, None)
-                if on_answer is not None:
-                    on_answer(what, more)
+                number, what, more = self.answers.recv()
+                self.is_up = True
+                self.answer(number, what, more)
         except (EOFError, OSError):
             pass
         finally:
-            answers.close()
-            process.wait()
-            self._end(process)
-
-    def _end(self, process: subprocess.Popen) -> None:
-        """The process has ended, if it is still the one that counts."""
-        with self._lock:
-            if self._process is not process:
-                return
-            waiting, self._waiting, self._sent = self._waiting, {}, set()
-            if self._commands is not None:
-                self._commands.close()
-            self._commands = self._process = None
-        for on_answer in waiting.values():  # without the lock, which their callers take behind their own
-            on_answer("lost", process.returncode)
+            self.answers.close()
+            self.end()
+            on_end(self)
 
 
 COMPILERS = FormCompilers()

@@ -6,6 +6,7 @@ form makes it recurse too deeply. Run by `FormCompilers`; it ends with the proce
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import resource
@@ -13,17 +14,19 @@ import signal
 import sys
 import time
 import types
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from hf_paged.engine.form_compiler import compile_form, said
+from hf_paged.engine.form_compiler import STACK_BYTES, compile_form, said
 from hf_paged.engine.form_queue import FormQueue, Job
 from hf_paged.options.structured import Structured
 
 # A form that compiles faster is compiled once more by the process that asked, which takes less time than to send it.
 QUICK_S = 0.5
 MEMORY_BYTES = 2 << 30  # of one compilation
-_STACK_BYTES = 4 << 20  # half of what threads have, so that a form which fits here fits there
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_MOST_FILES = 1024  # descriptors that `FormServer` has are below: it starts with three, and opens a few pipes
 
 
 def load_xgrammar() -> Any:
@@ -49,9 +52,12 @@ def load_xgrammar() -> Any:
 class FormServer:
     """Reads commands and writes answers, as (number of the job, what happened, more about it).
 
+    The first answer is to job -1, which there is not: it can compile.
+
     Commands are ``("vocabulary", number, serialized TokenizerInfo)``, ``("forget", number)``, which no job needs then,
     ``("compile", number, vocabulary, form, seconds)`` and ``("cancel", number)``. What happened is one of "quick" (it
-    compiles within `QUICK_S`), "compiled" (with the serialized grammar), "refused" (why), "late" and "broke" (how).
+    compiles within `QUICK_S`), "compiled" (with the serialized grammar), "refused" (why), "late", "broke" (how) and
+    "failed" (through no fault of the form; why).
 
     Args:
         places: compilations at the same time.
@@ -68,6 +74,7 @@ class FormServer:
     def run(self) -> None:
         """Until there is nothing to read commands from."""
         try:
+            self._answers.send((-1, "up", None))
             while True:
                 pipes = {job.process.pipe: job for job in self._queue.running}
                 for pipe in wait([self._commands, *pipes], self._queue.wait(time.monotonic())):
@@ -79,32 +86,38 @@ class FormServer:
                 for job in changes.late:
                     self._end(job, "late", None)
                 for job in changes.stopped:
-                    job.process.kill()
+                    _kill(job)
                 for job in changes.begun:
-                    job.process = _Process(self._compile, job)
-        except EOFError:
+                    self._begin(job)
+        except (EOFError, OSError):  # the process that asks has ended, perhaps within a command or an answer
             pass
         finally:
             for job in self._queue.running:
-                job.process.kill()
+                _kill(job)
 
     def _obey(self, command: tuple) -> None:
         kind, number, *given = command
         if kind == "vocabulary":
             self._vocabularies[number] = self._xgrammar.TokenizerInfo.deserialize_json(*given)
         elif kind == "forget":
-            del self._vocabularies[number]
+            self._vocabularies.pop(number, None)
         elif kind == "compile":
             vocabulary, form, seconds = given
             self._jobs[number] = job = Job(number, vocabulary, Structured(*form), seconds)
             self._queue.add(job)
         elif (cancelled := self._jobs.pop(number, None)) is not None:
             self._queue.remove(cancelled)
-            if cancelled.process is not None:
-                cancelled.process.kill()
+            _kill(cancelled)
+
+    def _begin(self, job: Job) -> None:
+        try:
+            job.process = _Process(self._compile, job)
+        except OSError as error:  # of this job alone: the others go on
+            job.process = None
+            self._end(job, "failed", f"no process can be started for it ({error})")
 
     def _end(self, job: Job, what: str, more: Any) -> None:
-        job.process.kill()
+        _kill(job)
         self._queue.remove(job)
         del self._jobs[job.number]
         self._answers.send((job.number, what, more))
@@ -131,9 +144,17 @@ class _Process:
 
     def __init__(self, compile: Any, job: Job) -> None:
         self.pipe, theirs = _pipe()
-        self._pid: int | None = os.fork()
+        parent = os.getpid()
+        try:
+            self._pid: int | None = os.fork()
+        except OSError:
+            self.pipe.close()
+            theirs.close()
+            raise
         if self._pid == 0:
             try:
+                _keep_only(theirs.fileno())
+                _end_with(parent)
                 _limit(job.seconds)
                 theirs.send(compile(job))
             except MemoryError:
@@ -143,25 +164,35 @@ class _Process:
         theirs.close()
 
     def answer(self) -> tuple[str, Any]:
-        """What the child sent; how it ended, if it sent nothing."""
+        """What the child sent; how it ended, if it sent nothing, or not all of it."""
         try:
             found: tuple[str, Any] = self.pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return "broke", f"xgrammar ended its process ({self._reap()})"
         return found
 
     def kill(self) -> None:
         """End it, if it has not ended."""
         if self._pid is not None:
-            os.kill(self._pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
             self._reap()
         self.pipe.close()
 
     def _reap(self) -> str:
         assert self._pid is not None
-        _, status = os.waitpid(self._pid, 0)
-        self._pid = None
+        try:
+            _, status = os.waitpid(self._pid, 0)
+        except ChildProcessError:
+            return "without an answer"
+        finally:
+            self._pid = None
         return signal.strsignal(os.WTERMSIG(status)) or "" if os.WIFSIGNALED(status) else "without an answer"
+
+
+def _kill(job: Job) -> None:
+    if job.process is not None:
+        job.process.kill()
 
 
 def _pipe() -> tuple[Connection, Connection]:
@@ -169,10 +200,31 @@ def _pipe() -> tuple[Connection, Connection]:
     return Connection(reads, writable=False), Connection(writes, readable=False)
 
 
+def _keep_only(file: int) -> None:
+    """Close all descriptors of a child but one.
+
+    A child with ends of other pipes would keep them open when the process that compiles has ended, or the program
+    itself: its terminal and pipes, answers that are read until their end, and the pipe that it writes to.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(nothing, standard)
+    os.closerange(3, file)
+    os.closerange(file + 1, _MOST_FILES)
+
+
+def _end_with(parent: int) -> None:
+    """Have this process killed when its parent ends, which then cannot do so."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(0)
+
+
 def _limit(seconds: float) -> None:
     """What this process may use at most. Its processor time counts where its parent is not there to end it."""
     cpu = int(seconds * (os.cpu_count() or 1)) + 1
-    for what, most in ((resource.RLIMIT_DATA, MEMORY_BYTES), (resource.RLIMIT_STACK, _STACK_BYTES),
+    for what, most in ((resource.RLIMIT_DATA, MEMORY_BYTES), (resource.RLIMIT_STACK, STACK_BYTES),
                        (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu)):
         _, hard = resource.getrlimit(what)
         resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
@@ -181,6 +233,7 @@ def _limit(seconds: float) -> None:
 def main() -> None:
     """``form_process PLACES THREADS``: commands from standard input, answers to what was standard output."""
     os.nice(5)  # what generates goes first
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the program ignores it, ends of children cannot be waited for
     answers = os.dup(1)
     os.dup2(2, 1)  # what a library prints is no answer
     FormServer(Connection(0, writable=False), Connection(answers, readable=False), *map(int, sys.argv[1:3])).run()

@@ -43,7 +43,9 @@ class FormQueue:
     """Jobs in the order in which they get a place.
 
     A job that has not had its turn goes first, and takes the place of one that has had more than that, which begins
-    again later. One of those always goes on, so that each comes to an end.
+    again later. One of those always goes on, so that each comes to an end. Of several that have not had their turn, the
+    last that came and the first are next by turns: a short job does not wait for all the slow ones that came before,
+    and those that came first do not wait for ever.
 
     Args:
         places: jobs that run at the same time, at least two.
@@ -52,6 +54,7 @@ class FormQueue:
     def __init__(self, places: int) -> None:
         self._places = places
         self._fresh: deque[Job] = deque()
+        self._is_last_next = False
         self._slow: list[Job] = []
         self.running: list[Job] = []
 
@@ -79,7 +82,8 @@ class FormQueue:
                 self._slow.append(victim)
                 stopped.append(victim)
             if self._fresh:
-                job = self._fresh.popleft()
+                job = self._fresh.pop() if self._is_last_next else self._fresh.popleft()
+                self._is_last_next = not self._is_last_next
             else:
                 self._slow.remove(job := min(self._slow, key=lambda job: job.number))
             job.started = now

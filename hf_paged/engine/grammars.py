@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections import OrderedDict
@@ -21,8 +20,6 @@ from hf_paged.engine.stopping import tokenizer_traits
 from hf_paged.optional import require
 from hf_paged.options.structured import FormError, Structured, check_size
 
-logger = logging.getLogger(__name__)
-
 _REFUSED_S, _MOST_REFUSED = 60.0, 100  # how long it is remembered that a form is refused, and of how many forms
 _CACHED_BYTES = 256 << 20  # of compiled grammars, per engine
 NO_TOKENIZER = ("structured: expected an engine with a tokenizer, by which a grammar's texts become tokens; give "
@@ -38,11 +35,18 @@ class _Key(NamedTuple):
 
 
 class _Compilation:
-    """A form that is being compiled, and all who wait for it."""
+    """A form that is being compiled, and all who wait for it.
 
-    def __init__(self) -> None:
+    Attributes:
+        number: of `FormCompilers`; None: it is compiled in this process.
+        was_lost: the process that compiled it has ended once, so that it is not compiled in this one.
+    """
+
+    def __init__(self, vocabulary: _Vocabulary) -> None:
+        self.vocabulary = vocabulary
         self.waiters: list[Future[XGrammar]] = []
-        self.number: int | None = None  # of `FormCompilers`; None: it is compiled in this process
+        self.number: int | None = None
+        self.was_lost = False
 
 
 class Grammars:
@@ -101,8 +105,9 @@ class Grammars:
                 return waiter
             compilation = self._open.get(key)
             if compilation is None:
-                compilation = self._open[key] = _Compilation()
-                self._start(key, compilation, vocabulary)
+                compilation = _Compilation(vocabulary)
+                self._start(key, compilation)
+                self._open[key] = compilation  # once it has begun: equal forms would wait for ever for one that has not
             compilation.waiters.append(waiter)
         waiter.add_done_callback(partial(self._leave, key, compilation))
         return waiter
@@ -119,6 +124,7 @@ class Grammars:
             special, serialized = json.loads(vocabulary)
             info = xgrammar.TokenizerInfo.deserialize_json(serialized)
             self._shared = vocabulary, _Vocabulary(xgrammar, info, frozenset(special))
+            self._drop_others()
 
     def has_shared(self, vocabulary: str) -> bool:
         """Was `share` called with this one last?"""
@@ -131,32 +137,38 @@ class Grammars:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _start(self, key: _Key, compilation: _Compilation, vocabulary: _Vocabulary) -> None:
-        answer = partial(self._answer, key, compilation, vocabulary)
+    def _start(self, key: _Key, compilation: _Compilation) -> None:
+        answer = partial(self._answer, key, compilation)
         seconds = self._config.structured_max_seconds
         try:
-            compilation.number = COMPILERS.compile(vocabulary, key.structured, seconds, answer)
-        except OSError:
-            answer("quick", None)
+            compilation.number = COMPILERS.compile(compilation.vocabulary, key.structured, seconds, answer)
+        except OSError as error:
+            answer("none", error)
 
-    def _answer(self, key: _Key, compilation: _Compilation, vocabulary: _Vocabulary, what: str, more: Any) -> None:
-        if what == "lost":
-            logger.warning("hf_paged: the process that compiles grammars ended (%s); this one compiles in its place",
-                           more)
-        if what in ("quick", "compiled", "lost"):
-            threading.Thread(target=self._finish, args=(key, compilation, vocabulary, more if what == "compiled"
-                                                        else None), daemon=True, name="hf_paged form").start()
-            return
+    def _answer(self, key: _Key, compilation: _Compilation, what: str, more: Any) -> None:
+        if what == "lost" and not compilation.was_lost:
+            compilation.was_lost = True
+            with self._lock:
+                if self._open.get(key) is compilation:  # else no caller waits any more
+                    self._start(key, compilation)
+        elif what in ("quick", "compiled") or (what == "none" and not compilation.was_lost):
+            COMPILERS.in_thread(self._finish, key, compilation, more if what == "compiled" else None)
+        else:
+            self._settle(key, compilation, None, self._why(what, more), is_lasting=what in ("refused", "broke", "late"))
+
+    def _why(self, what: str, more: Any) -> str:
+        if what in ("lost", "none"):  # and it was lost before
+            what, more = "failed", f"the process that compiles grammars ended twice ({more})"
         limit = f"structured_max_seconds={self._config.structured_max_seconds:g}"
-        why = {"refused": f"{more}; {_EXPECTED}", "broke": f"compiling it failed: {more}; expected a smaller form",
-               "late": f"compiling it took more than {limit} (PagedConfig); expected a form that is compiled within "
-                       "that time"}
-        self._settle(key, compilation, None, why[what])
+        return {"refused": f"{more}; {_EXPECTED}", "broke": f"compiling it failed: {more}; expected a smaller form",
+                "failed": f"compiling it failed: {more}; expected a system that can start processes and threads",
+                "late": f"compiling it took more than {limit} (PagedConfig); expected a form that is compiled within "
+                        "that time"}[what]
 
-    def _finish(self, key: _Key, compilation: _Compilation, vocabulary: _Vocabulary, serialized: str | None) -> None:
+    def _finish(self, key: _Key, compilation: _Compilation, serialized: str | None) -> None:
         """In a thread: make the grammar that is known to compile fast, or that another process has compiled."""
         try:
-            grammar = self._grammar(key.structured, vocabulary, serialized)
+            grammar = self._grammar(key.structured, compilation.vocabulary, serialized)
         except Exception as error:
             self._settle(key, compilation, None, error.why if isinstance(error, FormError) else said(error))
         else:
@@ -184,14 +196,19 @@ class Grammars:
             self._keep(key, known)
         return known
 
-    def _settle(self, key: _Key, compilation: _Compilation, grammar: XGrammar | None, why: str) -> None:
-        """Give all who wait what came of it."""
+    def _settle(self, key: _Key, compilation: _Compilation, grammar: XGrammar | None, why: str, *,
+                is_lasting: bool = True) -> None:
+        """Give all who wait what came of it.
+
+        Args:
+            is_lasting: another try would come to the same.
+        """
         with self._lock:
             if self._open.get(key) is compilation:
                 del self._open[key]
             if grammar is not None:
                 self._keep(key, grammar)
-            else:
+            elif is_lasting:
                 self._refused[key] = why, time.monotonic()
                 self._refused.move_to_end(key)
                 if len(self._refused) > _MOST_REFUSED:
@@ -206,9 +223,23 @@ class Grammars:
 
     def _keep(self, key: _Key, grammar: XGrammar) -> None:
         with self._lock:
+            if key.vocabulary not in self._vocabularies():
+                return
             self._known[key] = grammar
             while len(self._known) > 1 and sum(known.nbytes for known in self._known.values()) > _CACHED_BYTES:
                 self._known.popitem(last=False)
+
+    def _vocabularies(self) -> set[int]:
+        """The numbers of those that forms are compiled for now."""
+        return {made[-1].number for made in (self._made, self._shared) if made is not None}
+
+    def _drop_others(self) -> None:
+        """Drop the forms of vocabularies that no form is compiled for any more."""
+        with self._lock:
+            kept = self._vocabularies()
+            for forms in (self._known, self._refused):
+                for key in [key for key in forms if key.vocabulary not in kept]:
+                    del forms[key]
 
     def _leave(self, key: _Key, compilation: _Compilation, waiter: Future[XGrammar]) -> None:
         """One who waited does not any more."""
@@ -232,6 +263,7 @@ class Grammars:
             made = self._made
             if made is None or made[0] != traits:
                 made = self._made = traits, tokenizer, self._read(xgrammar, tokenizer, special)
+                self._drop_others()
         return made[2]
 
     def _read(self, xgrammar: Any, tokenizer: Any, special: frozenset[int]) -> _Vocabulary:

@@ -23,8 +23,8 @@ from hf_paged.runner.prompt_scores import PromptSpan
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Sequence
 
-BARRED = ("where other settings bar all that the grammar allows (min_new_tokens, bad_words_ids, suppress_tokens), "
-          "leave them out")
+BARRED = ("where other settings bar all that the grammar allows (min_new_tokens, bad_words_ids, suppress_tokens, or an "
+          "eos_token_id that the form needs inside of it), leave them out")
 
 
 @dataclass(frozen=True)

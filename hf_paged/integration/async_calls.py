@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -51,9 +52,18 @@ class AsyncCalls:
             seed = base_seed(seed, self._engine.config.seed)
         call = replace(call, seed=seed)
         if call.structured is not None:  # else as many threads as there are wait for slow ones
-            begun = await asyncio.to_thread(self._maker.begin_forms, call.structured)
-            await asyncio.gather(*map(asyncio.wrap_future, begun), return_exceptions=True)
+            await self._compiled(call.structured)
         return await asyncio.to_thread(_under_this_autocast(self._engine), lambda: self._maker.make(call))
+
+    async def _compiled(self, structured: Any) -> None:
+        """Wait until the forms of a call are compiled, or refused; where the call is cancelled, they are as well."""
+        begun: Future[list[Future[Any]]] = Future()
+        try:
+            await asyncio.to_thread(lambda: begun.set_result(self._maker.begin_forms(structured)))
+        except asyncio.CancelledError:  # while the thread may be about to begin them
+            begun.add_done_callback(lambda done: [one.cancel() for one in done.result()])
+            raise
+        await asyncio.gather(*map(asyncio.wrap_future, begun.result()), return_exceptions=True)
 
     async def _run(self, call: Call, asked: list[Asked], *,
                    stream: bool) -> AsyncGenerator[tuple[int, StepOutput], None]:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import subprocess
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import byte_tokenizer, random_prompts, tiny_model
 
 from hf_paged import PagedGenerator
 from hf_paged.config import PagedConfig
+from hf_paged.engine import form_process
 from hf_paged.engine import grammars as grammars_module
 from hf_paged.engine.form_compilers import COMPILERS
-from hf_paged.engine.form_process import _Process
+from hf_paged.engine.form_process import FormServer, _Process
 from hf_paged.engine.form_queue import Job
 from hf_paged.engine.grammars import Grammars
 from hf_paged.options.structured import FormError, Structured, read_structured
@@ -45,8 +53,24 @@ def made(**limits):
 
 def children():
     """Compilations that run."""
-    pid = COMPILERS._process.pid
+    pid = COMPILERS._helper.process.pid
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def runs(pid):
+    """A process that has ended may be there until its parent looks."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def script(text, *arguments):
+    """A Python that runs `text` with what is defined here."""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    return subprocess.Popen([sys.executable, "-W", "ignore", "-c", f"from test_form_compilers import *\n{text}",
+                             *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
 
 
 def settles(condition, seconds=10.0):
@@ -129,11 +153,195 @@ def test_a_form_that_breaks_its_process_is_refused(monkeypatch):
 def test_a_process_that_ends_is_replaced():
     grammars = made()
     waiter = grammars.begin(deep(60, "lost"), TOKENIZER)
-    COMPILERS._process.kill()
-    assert waiter.result(timeout=30) is not None  # compiled by this one
-    assert settles(lambda: COMPILERS._process is None)
+    COMPILERS._helper.process.kill()
+    assert waiter.result(timeout=30) is not None  # compiled by another one
     assert grammars.compile(Structured("regex", "[0-9]{7}"), TOKENIZER) is not None
-    assert COMPILERS._process.poll() is None
+    assert COMPILERS._helper.process.poll() is None
+
+
+def test_a_process_that_ends_takes_what_compiles_with_it():
+    """Of forms that it was compiling, another one begins again, under the same limits; once."""
+    grammars = made(structured_max_seconds=2.0)
+    waiters = [grammars.begin(deep(320, name), TOKENIZER) for name in "ab"]
+    assert settles(lambda: len(children()) == 2)
+    ended, helper = children(), COMPILERS._helper
+    helper.process.kill()
+    assert grammars.begin(Structured("regex", "[a-c]{7}"), TOKENIZER).result(timeout=20) is not None
+    assert settles(lambda: not any(map(runs, ended)), 2.0)
+    assert "structured_max_seconds=2" in str(waiters[0].exception(timeout=20))
+    assert "structured_max_seconds=2" in str(waiters[1].exception(timeout=20))
+    waiter = grammars.begin(deep(320, "c"), TOKENIZER)
+    for _ in range(2):
+        assert settles(lambda last=helper: COMPILERS._helper not in (None, last) and COMPILERS._helper.is_up)
+        assert settles(children)
+        helper = COMPILERS._helper
+        helper.process.kill()
+    with pytest.raises(FormError, match=r"the process that compiles grammars ended twice \(-9\)"):
+        waiter.result(timeout=20)
+    assert deep(320, "c") not in [key.structured for key in grammars._refused]  # another try may go well
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_program_that_ends_leaves_no_process_behind():
+    """Nor one that keeps its standard output open, whose reader would wait for ever."""
+    text = """if True:
+        waiter = made(structured_max_seconds=60).begin(SLOW, TOKENIZER)
+        assert settles(children)
+        print("pids:", COMPILERS._helper.process.pid, *children(), flush=True)
+        os.kill(os.getpid(), int(sys.argv[1]))
+    """
+    programs = {number: script(text, str(int(number))) for number in (0, signal.SIGINT, signal.SIGKILL)}
+    for number, program in programs.items():
+        found = []
+        reader = threading.Thread(target=lambda found=found, one=program: found.append(one.communicate()[0]))
+        reader.daemon = True
+        reader.start()
+        reader.join(60)
+        assert found, f"its output stays open: signal {number}"
+        pids = re.search("pids: ([0-9 ]+)", found[0])[1].split()
+        assert len(pids) == 2 and settles(lambda pids=pids: not any(map(runs, pids)), 3.0)
+        assert ("KeyboardInterrupt" in found[0]) == (number == signal.SIGINT)
+
+
+def test_small_stacks_of_threads_have_no_part_in_forms():
+    """What compiles in a process of its own is compiled once more by a thread, which a stack too small would break."""
+    program = script("""if True:
+        threading.stack_size(256 << 10)
+        form = Structured("regex", "(" * 1000 + "a" + ")" * 1000)
+        assert made(structured_max_seconds=60).compile(form, TOKENIZER) is not None
+        assert threading.stack_size() == 256 << 10
+        print("compiled")
+    """)
+    output, _ = program.communicate(timeout=60)
+    assert program.returncode == 0 and "compiled" in output, output
+
+
+def test_asking_waits_for_no_pipe():
+    """A thread that did so, behind locks that answers need, would wait for a process that waits for it."""
+    grammars, asked = made(), []
+    pid = COMPILERS._helper.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        thread = threading.Thread(daemon=True, target=lambda: asked.append(
+            grammars.begin(Structured("regex", "a" * 200_000), TOKENIZER)))
+        thread.start()
+        assert settles(lambda: asked, 5.0)
+        assert grammars.begin(QUICK, TOKENIZER).done()  # nor does one behind it
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    asked[0].cancel()
+    assert grammars.compile(Structured("regex", "[0-9]{11}"), TOKENIZER) is not None
+
+
+@pytest.mark.parametrize("name", ["hf_paged form", "hf_paged forms", "hf_paged forms asked"])
+def test_a_thread_that_cannot_be_started_fails_one_call(monkeypatch, name):
+    grammars, own, failed = made(), threading.Thread.start, []
+
+    def start(thread):
+        if thread.name == name and not failed:
+            failed.append(name)
+            raise RuntimeError("can't start new thread")
+        own(thread)
+
+    if name != "hf_paged form":
+        COMPILERS.stop()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    form = Structured("regex", f"[a-c]{{{len(name)}}}")
+    with pytest.raises((RuntimeError, FormError), match="can't start new thread"):
+        grammars.begin(form, TOKENIZER).result(timeout=20)
+    assert failed and grammars.begin(form, TOKENIZER).result(timeout=20) is not None
+
+
+@pytest.fixture
+def no_children_to_wait_for():
+    """As in a program that ignores the ends of its children."""
+    COMPILERS.stop()
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+    COMPILERS.stop()
+
+
+@pytest.mark.usefixtures("no_children_to_wait_for")
+def test_limits_hold_where_the_program_ignores_ends_of_children():
+    grammars = made(structured_max_seconds=0.5)
+    helper = COMPILERS._helper
+    with pytest.raises(FormError, match="structured_max_seconds"):
+        grammars.begin(SLOW, TOKENIZER).result(timeout=5)
+    assert COMPILERS._helper is helper
+    process = _Process(lambda job: time.sleep(60), Job(0, 0, QUICK, 10.0))
+    process.kill()
+
+
+@contextmanager
+def serving(monkeypatch, compile):
+    """A `FormServer` in a thread, for which `compile(structured)` compiles; what sends it a form and what answers."""
+    monkeypatch.setattr(form_process, "load_xgrammar", lambda: SimpleNamespace(
+        TokenizerInfo=SimpleNamespace(deserialize_json=str), GrammarCompiler=lambda *given, **options: None))
+    monkeypatch.setattr(form_process, "compile_form", lambda xgrammar, compiler, structured: compile(structured))
+    (commands, ask), (answers, answer) = Pipe(duplex=False), Pipe(duplex=False)
+    server = FormServer(commands, answer, 2, 1)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    ask.send(("vocabulary", 7, "of it"))
+    assert answers.recv() == (-1, "up", None)
+    try:
+        yield lambda number: ask.send(("compile", number, 7, tuple(QUICK), 5.0)), answers
+    finally:
+        ask.close()
+        thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_form_that_breaks_its_process_leaves_the_others(monkeypatch):
+    def breaks(structured):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with serving(monkeypatch, breaks) as (send, answers):
+        for number in range(3):
+            send(number)
+            assert answers.poll(10)
+            assert answers.recv() == (number, "broke", "xgrammar ended its process (Segmentation fault)")
+
+
+def test_a_process_that_cannot_be_started_for_a_form_leaves_the_others(monkeypatch):
+    own, failed = os.fork, []
+
+    def fork():
+        if not failed:
+            failed.append(True)
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return own()
+
+    with serving(monkeypatch, lambda structured: None) as (send, answers):
+        monkeypatch.setattr(os, "fork", fork)
+        for number in range(2):
+            send(number)
+        assert answers.poll(10)
+        found = sorted([answers.recv(), answers.recv()])
+    assert [what for _, what, _ in found] == ["failed", "quick"]
+    assert "Resource temporarily unavailable" in found[0][2]
+
+
+def test_an_answer_that_breaks_off_is_its_own():
+    process = _Process(lambda job: os.kill(os.getpid(), signal.SIGKILL), Job(0, 0, QUICK, 10.0))
+    reads, writes = os.pipe()
+    os.write(writes, b"\0\0\1\0half of it")
+    os.close(writes)
+    os.dup2(reads, process.pipe.fileno())
+    os.close(reads)
+    assert process.answer() == ("broke", "xgrammar ended its process (Killed)")
+    process.kill()
+
+
+def test_a_child_has_no_pipes_but_its_own():
+    others = os.pipe()
+    process = _Process(lambda job: sorted(map(int, os.listdir("/dev/fd"))), Job(0, 0, QUICK, 10.0))
+    files = process.answer()
+    process.kill()
+    assert len(files) == 5 and not {*others} & {*files}  # standard ones, its pipe, and the folder that it lists
+    for file in others:
+        os.close(file)
 
 
 def test_without_a_process_forms_are_compiled_here(monkeypatch):
@@ -147,18 +355,19 @@ def test_without_a_process_forms_are_compiled_here(monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_forked_process_has_a_process_of_its_own():
     grammars = made()
-    mine = COMPILERS._process.pid
+    mine = COMPILERS._helper.process.pid
     child = os.fork()
     if child == 0:
         code = 1
         try:
             grammars.compile(Structured("regex", "[0-9]{8}"), TOKENIZER)
-            code = 0 if COMPILERS._process.pid != mine else 2
+            code = 0 if COMPILERS._helper.process.pid != mine else 2
             COMPILERS.stop()
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
-    assert COMPILERS._process.pid == mine and grammars.compile(Structured("regex", "[0-9]{9}"), TOKENIZER) is not None
+    assert COMPILERS._helper.process.pid == mine
+    assert grammars.compile(Structured("regex", "[0-9]{9}"), TOKENIZER) is not None
 
 
 def test_slow_forms_of_awaited_calls_hold_up_no_other(monkeypatch):
@@ -181,6 +390,32 @@ def test_slow_forms_of_awaited_calls_hold_up_no_other(monkeypatch):
     with PagedGenerator(tiny_model(), TOKENIZER, structured_max_seconds=1.0) as generator:
         pending, found = asyncio.run(main(generator))
     assert pending >= 3 and all("structured_max_seconds" in str(error) for error in found)
+
+
+def test_an_awaited_call_that_is_cancelled_while_its_forms_begin_leaves_none(monkeypatch):
+    entered, goes_on, begun, own = threading.Event(), threading.Event(), [], Grammars.begin
+
+    def begin(self, *given):
+        entered.set()
+        assert goes_on.wait(10)
+        begun.append(own(self, *given))
+        return begun[-1]
+
+    async def main(generator):
+        await generator.agenerate(random_prompts([8]), max_new_tokens=1)
+        monkeypatch.setattr(Grammars, "begin", begin)
+        call = asyncio.ensure_future(generator.agenerate(
+            random_prompts([8]), structured=[{"json_schema": SLOW.text}], max_new_tokens=1))
+        await asyncio.to_thread(entered.wait, 10)
+        call.cancel()
+        with suppress(asyncio.CancelledError):
+            await call
+        goes_on.set()
+
+    with PagedGenerator(tiny_model(), TOKENIZER) as generator:
+        asyncio.run(main(generator))
+    assert settles(lambda: begun and begun[0].cancelled(), 5.0)
+    assert settles(lambda: not children(), 5.0)
 
 
 def test_forms_of_a_call_are_compiled_side_by_side(monkeypatch):

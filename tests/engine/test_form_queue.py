@@ -19,9 +19,10 @@ def numbers(jobs):
 
 def test_a_short_form_takes_the_place_of_one_that_had_its_turn():
     queue = FormQueue(2)
-    for number in range(3):
+    for number in range(2):
         queue.add(job(number))
     assert numbers(queue.change(0.0).begun) == [0, 1]
+    queue.add(job(2))
     assert queue.change(TURN / 2) == ([], [], [])
     changes = queue.change(TURN)
     assert (numbers(changes.stopped), numbers(changes.begun)) == ([0], [2])  # the first of those that ran as long
@@ -51,6 +52,30 @@ def test_a_form_that_takes_longer_than_its_limit_is_late():
     assert queue.wait(1.0) == 3.0 and queue.change(3.9) == ([], [], [])
     assert numbers(queue.change(4.0).late) == [0] and queue.running == []
     assert queue.wait(4.0) is None
+
+
+def test_a_short_form_does_not_wait_for_all_slow_ones_that_came_before():
+    """And those that came first do not wait for ever for ones that come later."""
+    queue, now, short = FormQueue(2), 0.0, job(1000)
+    for number in range(100):
+        queue.add(job(number))
+    while now < 1.0:
+        queue.change(now)
+        now += 0.05
+    queue.add(short)
+    while short not in queue.running:
+        queue.change(now)
+        now += 0.05
+    assert now < 1.0 + 3 * TURN
+    queue, number = FormQueue(2), 0
+    queue.add(waits := job(-1))
+    queue.add(job(-2))
+    queue.add(job(-3))
+    while waits.started is None and number < 1000:
+        queue.add(job(number))
+        queue.change(number * TURN)
+        number += 1
+    assert number < 10
 
 
 TIMES = st.lists(st.floats(0.01, 6.0), min_size=1, max_size=25)

@@ -116,6 +116,20 @@ def test_equal_forms_are_compiled_once_and_another_tokenizer_anew(grammars, monk
     assert len(compiled) == 3
 
 
+def test_forms_of_a_vocabulary_that_is_gone_are_dropped(grammars):
+    form = Structured("regex", "[0-9]{3}")
+    for eos in (256, 257, 258):
+        tokenizer = byte_tokenizer()
+        tokenizer.add_special_tokens({"eos_token": f"<eos{eos}>"})
+        grammars.compile(form, tokenizer)
+        with pytest.raises(ValueError, match="no output that ends"):
+            grammars.compile(Structured("grammar", "root ::= root"), tokenizer)
+    assert len(grammars._known) == len(grammars._refused) == 1
+    late = grammars.begin(Structured("regex", "[0-9]{4}"), tokenizer)
+    grammars._of(byte_tokenizer())
+    assert late.result(timeout=20) is not None and not grammars._known
+
+
 def test_a_vocabulary_that_another_rank_sent(grammars):
     tokenizer = byte_tokenizer()
     vocabulary = pickle.loads(pickle.dumps(grammars.vocabulary(tokenizer)))

@@ -393,6 +393,18 @@ def test_a_matcher_that_refuses_a_token_ends_its_own_request(monkeypatch, fails)
     assert made[0][0].error == made[1][0].error
 
 
+def test_an_eos_that_the_form_needs_ends_the_output_or_the_request():
+    """One that counts stands inside of no output; another one, beside it, ends the output where it stands."""
+    tokenizer, [one] = byte_tokenizer(), byte_tokenizer()("1")["input_ids"]
+    tokenizer.add_special_tokens({"eos_token": "<eos>"})
+    with PagedGenerator(tiny_model(vocab_size=257), tokenizer) as generator:
+        [ended], [failed] = (generator.generate(
+            PROMPTS[:1], structured={"regex": "1{3}"}, eos_token_id=eos, on_error="complete", use_tqdm=False,
+            max_new_tokens=5) for eos in ([256, one], [one]))
+    assert (ended.token_ids, ended.finish_reason) == ([one], "eos")
+    assert failed.finish_reason == "error" and "an eos_token_id that the form needs" in failed.error
+
+
 ACTIONS = st.lists(st.one_of(
     st.tuples(st.just("add"), st.integers(0, len(PROMPTS) - 1), st.integers(-1, len(FORMS) - 1), st.integers(1, 30)),
     st.tuples(st.just("step"), st.integers(1, 6)),
