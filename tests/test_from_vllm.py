@@ -97,13 +97,19 @@ def test_the_flags_on_our_side_exist():
     from transformers.cli.serve import Serve
 
     from hf_paged.integration.serving.adapters import OPTION
+    from hf_paged.serve import SETTING
 
     section = PAGE.partition("\n## Flags of vllm serve\n")[2].partition("\n## ")[0]
     rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
     same = {flag for row in rows if row[2].strip() == "the same" for flag in re.findall(r"--[\w-]+", row[1])}
     ours = {flag for row in rows for flag in re.findall(r"--[\w-]+", row[2])} | same
     known = {f"--{name.replace('_', '-')}" for name in inspect.signature(Serve.__init__).parameters}
-    assert {"--cb-num-blocks", "--host"} <= ours and ours - known == {OPTION}
+    assert {"--cb-num-blocks", "--host"} <= ours and ours - known == {OPTION, SETTING}
+    settings = {name for row in rows for name in re.findall(rf"{SETTING} (\w+)=", row[2])}
+    fields = {field.name for field in dataclasses.fields(PagedConfig)}
+    assert {"max_model_len", "enforce_eager"} <= settings <= fields
+    none = next(row[1] for row in rows if "no such flag" in row[2])
+    assert not {flag[2:].replace("-", "_") for flag in re.findall(r"--[\w-]+", none)} & fields
 
 
 def test_n_and_best_of(script, made):
