@@ -865,7 +865,7 @@ STRUCTURED = [
     PackageMutation("engine/form_process.py", "except OSError as error:  # of this job", "except EOFError as error:  #",
                     "engine/test_form_compilers.py", "cannot_be_started_for_a_form"),
     PackageMutation("engine/form_compilers.py", "before = threading.stack_size(2 * STACK_BYTES)",
-                    "before = threading.stack_size()", "engine/test_form_compilers.py", "small_stacks"),
+                    "before = threading.stack_size(256 << 10)", "engine/test_form_compilers.py", "small_stacks"),
     PackageMutation("engine/grammars.py", '(what == "none" and not compilation.was_lost)', 'what in ("none", "lost")',
                     "engine/test_form_compilers.py", "takes_what_compiles"),
     PackageMutation("engine/grammars.py", "            if key.vocabulary not in self._vocabularies():\n"
