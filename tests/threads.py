@@ -31,9 +31,9 @@ def together(*calls: Callable[[], Any], timeout: float = 120.0) -> list[Any]:
 
 
 def threads_of_engines() -> list[str]:
-    """Names of hf_paged's threads, but for the one that belongs to the process as soon as a form was compiled in it."""
+    """Names of hf_paged's threads, but for those that belong to the process as soon as a form was compiled in it."""
     names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("hf_paged") and name != "hf_paged forms"]
+    return [name for name in names if name.startswith("hf_paged") and not name.startswith("hf_paged forms")]
 
 
 class RowsElsewhere:
