@@ -293,7 +293,7 @@ def serving(monkeypatch, compile):
     assert not thread.is_alive()
 
 
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="a fork may catch a lock that a thread of execnet holds")
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="a fork may catch a lock of execnet's threads")
 def test_a_form_that_breaks_its_process_leaves_the_others(monkeypatch):
     def breaks(structured):
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -305,7 +305,7 @@ def test_a_form_that_breaks_its_process_leaves_the_others(monkeypatch):
             assert answers.recv() == (number, "broke", "xgrammar ended its process (Segmentation fault)")
 
 
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="a fork may catch a lock that a thread of execnet holds")
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="a fork may catch a lock of execnet's threads")
 def test_a_process_that_cannot_be_started_for_a_form_leaves_the_others(monkeypatch):
     own, failed = os.fork, []
 
