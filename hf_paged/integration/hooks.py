@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,6 +30,7 @@ from hf_paged.options.settings import option_reason
 
 lock = threading.RLock()  # models are enabled and disabled, and methods replaced, by one thread at a time
 _holders = 0  # of `hold`
+_CUSTOM = 10  # the place of `custom_generate` behind `self`; a function in place of stock's `generate` may hide it
 _MISSING = object()  # the method is inherited by GenerationMixin, not its own
 _replaced: dict[Callable, Any] = {}  # by hook: what stood in GenerationMixin
 before_first_call: list[Callable[[Any], None]] = []  # what `install` does with the model of each hooked call
@@ -115,7 +115,6 @@ def held() -> Iterator[None]:
 
 def _generate_hook(original: Callable) -> Callable:
     """`generate`: stock's over a view of the model, with the warning where it never comes to a decoding method."""
-    custom = [*inspect.signature(original).parameters].index("custom_generate") - 1  # its place behind `self`
 
     @functools.wraps(original)
     def generate_(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +128,7 @@ def _generate_hook(original: Callable) -> Callable:
         with nullcontext() if is_inner else ranks.refusing(engine), paths.answered():
             if (structured := kwargs.pop("structured", None)) is not None:
                 kwargs["logits_processor"] = _structured(model, engine, structured, args, kwargs)
-            loop = args[custom] if len(args) > custom else kwargs.get("custom_generate")
+            loop = args[_CUSTOM] if len(args) > _CUSTOM else kwargs.get("custom_generate")
             reason = engine.class_reason()
             if loop is not None:
                 reason = option_reason("custom_generate", loop)

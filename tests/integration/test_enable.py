@@ -511,6 +511,15 @@ def test_a_method_that_another_program_put_back_is_hooked_again():
     assert_native_parity(model, **SHORT, max_new_tokens=3)
 
 
+def test_a_method_that_another_program_replaced_before_enable_is_called(no_other_enabled_model, monkeypatch):
+    """Also where it does not say what it stands for."""
+    stock = GenerationMixin.generate
+    monkeypatch.setattr(GenerationMixin, "generate", lambda self, *args, **kwargs: stock(self, *args, **kwargs))
+    model = hf_paged.enable(tiny_model(), strict=True)
+    assert_native_parity(model, **SHORT, max_new_tokens=3)
+    hf_paged.disable(model)
+
+
 def test_the_hooks_go_with_the_last_enabled_model(no_other_enabled_model):
     before = _mixin()
     model = hf_paged.enable(tiny_model())
@@ -546,6 +555,8 @@ def test_a_loop_of_another_program_is_announced_however_it_is_given(by_place):
         seen.append(model)
         return input_ids
 
+    assert [*inspect.signature(inspect.unwrap(GenerationMixin.generate)).parameters].index(
+        "custom_generate") == hooks._CUSTOM + 1
     args, kwargs = ([None] * 9 + [loop], {}) if by_place else ([], {"custom_generate": loop})
     with pytest.warns(FallbackWarning, match="custom_generate"):
         model.generate(SHORT["input_ids"], *args, **kwargs)
