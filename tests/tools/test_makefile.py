@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 def dry_run(*arguments):
     if shutil.which("make") is None:
         pytest.skip("no make")
-    return subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    # A `make test` that runs this hands its own options and level to every `make` below it, which then says where it is.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True,
+                          timeout=60)
 
 
 @pytest.mark.parametrize("setting", ["VENV=/tmp/my venv", "VENV=a b/c", "VENV=", "KERNELS=none"])
