@@ -48,7 +48,7 @@ test-slow: $(VENV)/.test
 
 # What reads transformers' own code, beside the oldest version of it that is supported.
 test-oldest: $(OLDEST)/.installed
-	$(subst $(PYTHON),$(OLDEST)/bin/python,$(PYTEST)) tests/integration tests/models/guards tests/options
+	$(subst $(PYTHON),$(OLDEST)/bin/python,$(PYTEST)) tests/integration tests/guards tests/options
 
 # Other people's programs over an enabled model: all of tests/callers, also what `test` leaves out.
 test-callers: $(VENV)/.more-callers

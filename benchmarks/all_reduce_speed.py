@@ -140,8 +140,13 @@ class Bench:
         import torch
         import torch.distributed as dist
 
-        from hf_paged.kernels.add_rms_norm import add_rms_norm
-        from hf_paged.kernels.all_reduce import ALGORITHMS, all_reduce, all_reduce_add_rms_norm, all_reduce_reference
+        from hf_paged.kernels.comm.all_reduce import (
+            ALGORITHMS,
+            all_reduce,
+            all_reduce_add_rms_norm,
+            all_reduce_reference,
+        )
+        from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
 
         def randn(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=self.generator, device="cuda").bfloat16()

@@ -21,7 +21,7 @@ import torch
 from workloads import QWEN3_SHAPES, qwen3
 
 from hf_paged import PagedGenerator
-from hf_paged.monitoring.registry import watch
+from hf_paged.observe.registry import watch
 
 
 def ways(generator: PagedGenerator, prompts: list[list[int]], new: int) -> dict[str, Callable[[], object]]:

@@ -22,7 +22,7 @@ import torch
 from workloads import QWEN3_SHAPES, qwen3
 
 from hf_paged import PagedGenerator
-from hf_paged.kernels.decoder_layers.shape import ROWS
+from hf_paged.kernels.hopper.decoder_layers.shape import ROWS
 
 FIRST = 8
 CASES = "1x384", "2x384", "4x384", "8x384", "1x8000", "1x30000", "8x4000", "8x384+1500"

@@ -157,7 +157,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
 
     marks["hf_paged"] = time.time()
     if args.one_by_one:
-        from hf_paged.kernels import compiling
+        from hf_paged.kernels.build import compiling
 
         compiling.active_mode = None
     seen, profile = watch(), cProfile.Profile()

@@ -21,7 +21,7 @@ for step in "${steps[@]}"; do
     logprob) timeout 200 python3 benchmarks/logprob_error.py --out "$OUT/logprob.json" >"$OUT/logprob.log" 2>&1 ;;
     shadow) timeout 90 python3 benchmarks/shadow_speed.py --out "$OUT/shadow.json" >"$OUT/shadow.log" 2>&1 ;;
     autocast_tests) timeout 200 python3 -m pytest -q -n 6 -m gpu -p no:cacheprovider tests/gpu/test_autocast_cuda.py tests/kernels/test_cast_copies.py \
-      tests/kernels/test_add_rms_norm.py tests/kernels/test_qk_norm_rope_store.py >"$OUT/autocast_tests.log" 2>&1 ;;
+      tests/kernels/layer/test_add_rms_norm.py tests/kernels/layer/test_qk_norm_rope_store.py >"$OUT/autocast_tests.log" 2>&1 ;;
     logprob_autocast) timeout 200 python3 benchmarks/logprob_error.py --autocast --seeds ${SEEDS:-3} --out "$OUT/logprob_autocast.json" >"$OUT/logprob_autocast.log" 2>&1 ;;
     autocast) timeout 300 python3 benchmarks/run_all.py --engines ours --workloads nano --batches --autocast --models ${MODELS:-0.6B} \
       --out "$OUT/autocast" >"$OUT/autocast.log" 2>&1 ;;
@@ -30,12 +30,12 @@ for step in "${steps[@]}"; do
     ab) timeout 400 python3 benchmarks/run_all.py --engines ours --workloads nano single --batches --ab all --out "$OUT/ab" >"$OUT/ab.log" 2>&1 ;;
     options) timeout 150 python3 benchmarks/options_speed.py --out "$OUT/options.json" >"$OUT/options.log" 2>&1 ;;
     rank_tests) timeout 400 python3 -m pytest -q -m gpu -p no:cacheprovider --durations=0 tests/gpu/test_tensor_parallel_cuda.py \
-      tests/kernels/test_all_reduce.py >"$OUT/rank_tests.log" 2>&1 ;;
+      tests/kernels/comm/test_all_reduce.py >"$OUT/rank_tests.log" 2>&1 ;;
     all_reduce) timeout 90 python3 benchmarks/all_reduce_speed.py --size ${SIZE:-2} --out "$OUT/all_reduce.json" >"$OUT/all_reduce.log" 2>&1 ;;
     ranks) timeout 200 python3 benchmarks/tensor_parallel.py --model ${MODELS:-8B} --size ${SIZE:-2} --out "$OUT/ranks.json" >"$OUT/ranks.log" 2>&1 ;;
     ranks_filtered) timeout 100 python3 benchmarks/tensor_parallel.py --model ${MODELS:-8B} --size ${SIZE:-2} --workloads nano \
       --options '{"top_k": 50, "top_p": 0.9}' --out "$OUT/ranks_filtered.json" >"$OUT/ranks_filtered.log" 2>&1 ;;
-    memory) timeout 200 bash -c 'python3 -m pytest -q -m gpu -p no:cacheprovider tests/models/test_virtual_memory.py tests/runner/test_kv_cache.py &&
+    memory) timeout 200 bash -c 'python3 -m pytest -q -m gpu -p no:cacheprovider tests/device/test_virtual_memory.py tests/runner/test_kv_cache.py &&
       python3 benchmarks/kv_memory.py --out $OUT/memory.json' >"$OUT/memory.log" 2>&1 ;;
     timeline) timeout 90 python3 benchmarks/timeline.py >"$OUT/timeline.log" 2>&1 ;;
     *)

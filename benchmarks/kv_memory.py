@@ -25,8 +25,8 @@ import torch
 from workloads import Workload, generation_configs, qwen3, uniform
 
 import hf_paged
-from hf_paged.models import virtual_memory
-from hf_paged.models.cuda_driver import Driver, find_driver
+from hf_paged.device import virtual_memory
+from hf_paged.device.cuda_driver import Driver, find_driver
 from hf_paged.runner.kv_cache import KVCache
 
 MIB, GIB = 1 << 20, 1 << 30

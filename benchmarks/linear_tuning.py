@@ -25,14 +25,14 @@ import torch.nn.functional as F
 from kernel_speed import decode_work, graph_time
 
 from hf_paged.kernels import _triton
-from hf_paged.kernels._gemv import GemvConfig
-from hf_paged.kernels._linear_dot import MAX_ROWS, DotConfig
 from hf_paged.kernels._triton import pdl_supported
-from hf_paged.kernels.add_rms_norm import add_rms_norm
 from hf_paged.kernels.attention.decode import config_of, paged_attention_decode
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
-from hf_paged.kernels.join_add_rms_norm import join_add_rms_norm
-from hf_paged.kernels.linear import (
+from hf_paged.kernels.layer._gemv import GemvConfig
+from hf_paged.kernels.layer._linear_dot import MAX_ROWS, DotConfig
+from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
+from hf_paged.kernels.layer.join_add_rms_norm import join_add_rms_norm
+from hf_paged.kernels.layer.linear import (
     fastest_config,
     linear,
     linear_parts,
@@ -40,8 +40,8 @@ from hf_paged.kernels.linear import (
     linear_silu_mul_triton,
     linear_triton,
 )
-from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store
-from hf_paged.kernels.silu_mul import silu_mul
+from hf_paged.kernels.layer.qk_norm_rope_store import qk_norm_rope_store
+from hf_paged.kernels.layer.silu_mul import silu_mul
 
 # hidden, q heads, KV heads, inner, layers; heads of 128 in all of them. 32B/2: what a rank of two has, but the head.
 MODELS = {

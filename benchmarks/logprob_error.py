@@ -25,8 +25,8 @@ from transformers import Qwen3ForCausalLM
 from workloads import QWEN3_SHAPES, qwen3
 
 from hf_paged import PagedConfig
-from hf_paged.kernels.decoder_layers.shape import ROWS
-from hf_paged.kernels.decoder_layers_support import why_not_on
+from hf_paged.kernels.hopper.decoder_layers.shape import ROWS
+from hf_paged.kernels.hopper.decoder_layers_support import why_not_on
 from hf_paged.models import ModelExecutor, find_executor
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.request_state import SlotParameters

@@ -28,18 +28,18 @@ from linear_tuning import HEAD_DIM, MODELS, step_time
 from workloads import generation_configs, make_workload, qwen3
 
 from hf_paged import PagedGenerator
-from hf_paged.kernels import _lora_tile
-from hf_paged.kernels import lora_expand as expand_module
-from hf_paged.kernels import lora_qk_norm_rope_store as rope_module
-from hf_paged.kernels import lora_shrink as shrink_module
-from hf_paged.kernels.add_rms_norm import add_rms_norm_unchecked
-from hf_paged.kernels.linear import linear_silu_mul_unchecked, linear_unchecked
-from hf_paged.kernels.lora_expand import Delta, ExpandConfig, lora_expand_silu_mul_unchecked, lora_expand_unchecked
-from hf_paged.kernels.lora_order import RowOrder, order_rows
-from hf_paged.kernels.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
-from hf_paged.kernels.lora_shrink import ShrinkConfig, lora_shrink_unchecked
-from hf_paged.kernels.lora_table import Adapter, LoraTable, Members, make_tables
-from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store_unchecked
+from hf_paged.kernels.layer.add_rms_norm import add_rms_norm_unchecked
+from hf_paged.kernels.layer.linear import linear_silu_mul_unchecked, linear_unchecked
+from hf_paged.kernels.layer.qk_norm_rope_store import qk_norm_rope_store_unchecked
+from hf_paged.kernels.lora import _lora_tile
+from hf_paged.kernels.lora import lora_expand as expand_module
+from hf_paged.kernels.lora import lora_qk_norm_rope_store as rope_module
+from hf_paged.kernels.lora import lora_shrink as shrink_module
+from hf_paged.kernels.lora.lora_expand import Delta, ExpandConfig, lora_expand_silu_mul_unchecked, lora_expand_unchecked
+from hf_paged.kernels.lora.lora_order import RowOrder, order_rows
+from hf_paged.kernels.lora.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
+from hf_paged.kernels.lora.lora_shrink import ShrinkConfig, lora_shrink_unchecked
+from hf_paged.kernels.lora.lora_table import Adapter, LoraTable, Members, make_tables
 
 RANK, NUM_MIXED = 16, 8
 BF16, FP32 = torch.bfloat16, torch.float32

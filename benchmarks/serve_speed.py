@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_paged
-from hf_paged.integration.serving.server import install_serving
+from hf_paged.server.server import install_serving
 
 TRAINED = Path(__file__).resolve().parent.parent / "examples/models/tiny-qwen3"
 LIMIT = 1.2

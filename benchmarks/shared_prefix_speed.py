@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from kernel_speed import BLOCK_SIZE, HEAD_DIM, KV_HEADS, L2_BYTES, ceilings, graph_time
 
-from hf_paged.kernels._device import num_multiprocessors
+from hf_paged.device.cuda import num_multiprocessors
 from hf_paged.kernels.attention import grouped_work, prompt_work
 from hf_paged.kernels.attention.decode import config_of, cta_slots_of, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items

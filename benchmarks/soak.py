@@ -284,7 +284,7 @@ class Server:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.cli.serve import Serve
 
-        from hf_paged.integration.serving.server import install_serving
+        from hf_paged.server.server import install_serving
 
         stock = AutoModelForCausalLM.from_pretrained(TRAINED, dtype=torch.float32).to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(TRAINED)

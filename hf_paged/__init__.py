@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from hf_paged.integration.install import install, is_installed, uninstall
     from hf_paged.integration.metrics import metrics
     from hf_paged.integration.trainer_callback import PagedStatsCallback
+    from hf_paged.observe.trace import trace
     from hf_paged.outputs import CallStats, Completion, EngineStats, Explanation, StepOutput, Timings
-    from hf_paged.tracing.trace import trace
 
 __version__ = "0.1.0"
 
@@ -85,7 +85,7 @@ _MODULES = {
     "hf_paged.integration.metrics": ("metrics",),
     "hf_paged.integration.trainer_callback": ("PagedStatsCallback",),
     "hf_paged.outputs": ("CallStats", "Completion", "EngineStats", "Explanation", "StepOutput", "Timings"),
-    "hf_paged.tracing.trace": ("trace",),
+    "hf_paged.observe.trace": ("trace",),
 }
 
 

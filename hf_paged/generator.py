@@ -31,7 +31,7 @@ from hf_paged.integration.pretrained import check_checkpoint, load_whole, split_
 from hf_paged.integration.pretrained import tokenizer_of as _tokenizer_of
 from hf_paged.integration.progress import Progress
 from hf_paged.integration.requests import Asked, Call, RequestMaker, numbered, one_per_prompt, wanted
-from hf_paged.monitoring.registry import metrics_of
+from hf_paged.observe.registry import metrics_of
 from hf_paged.options.arguments import base_seed, merge_config, salt_digest
 from hf_paged.options.prompts import check_tokenizer
 from hf_paged.outputs import Completion, StepOutput

@@ -12,10 +12,10 @@ from typing import Any
 
 from hf_paged.config import PagedConfig, read_pairs
 from hf_paged.integration.install import install
-from hf_paged.integration.serving.adapters import OPTION as ADAPTER
-from hf_paged.integration.serving.adapters import split_adapters
-from hf_paged.integration.serving.server import install_serving
 from hf_paged.optional import require
+from hf_paged.server.adapters import OPTION as ADAPTER
+from hf_paged.server.adapters import split_adapters
+from hf_paged.server.server import install_serving
 
 SETTING = "--engine"
 _HELP = f"""Options of hf_paged, any number of times each:

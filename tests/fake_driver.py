@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_paged.models import virtual_memory
-from hf_paged.models.cuda_driver import DriverError
+from hf_paged.device import virtual_memory
+from hf_paged.device.cuda_driver import DriverError
 
 GRANULARITY = 4096
 

@@ -8,8 +8,8 @@ import torch
 from layers_reference import row_of_layers
 from support import HostMemory
 
-from hf_paged.kernels import decoder_layers_support as support
-from hf_paged.kernels.compiling import is_dry
+from hf_paged.kernels.build.compiling import is_dry
+from hf_paged.kernels.hopper import decoder_layers_support as support
 from hf_paged.models import fused, one_launch
 
 

@@ -26,7 +26,7 @@ from hf_paged.engine.form_compilers import COMPILERS
 from hf_paged.integration import install
 from hf_paged.integration.continuous_batching.manager import PagedBatchingManager
 from hf_paged.models.replica import Replica
-from hf_paged.tracing.trace_file import TraceFile
+from hf_paged.observe.trace_file import TraceFile
 
 INPUTS, OTHERS = batch([40, 20]), batch([30, 7, 25], seed=2)
 DEADLINE_S = 30.0
@@ -305,20 +305,20 @@ def locks():
     cache = model.generate(**INPUTS, max_new_tokens=2, return_dict_in_generate=True).past_key_values
     replica = Replica(model)
     hooks, explain = (importlib.import_module(f"hf_paged.integration.{name}") for name in ("hooks", "explain"))
-    everywhere, registry = (importlib.import_module(f"hf_paged.{name}")
-                            for name in ("engine.everywhere", "monitoring.registry"))
+    engine_registry, registry = (importlib.import_module(f"hf_paged.{name}")
+                                 for name in ("engine.engine_registry", "observe.registry"))
     driver = Driver(hf_paged.get_engine(model))
     file = TraceFile(os.devnull)
     return {
         "hf_paged._importing": lambda: hf_paged._importing,
         "hf_paged.engine.call_counts.CallCounts._lock": lambda: hf_paged.get_engine(model).calls._lock,
         "hf_paged.engine.driver.Driver._changed": lambda: driver._changed,
-        "hf_paged.engine.everywhere._lock": lambda: everywhere._lock,
+        "hf_paged.engine.engine_registry._lock": lambda: engine_registry._lock,
         "hf_paged.engine.form_compilers.FormCompilers._lock": lambda: COMPILERS._lock,
         "hf_paged.engine.grammars.Grammars._lock": lambda: hf_paged.get_engine(model)._core.grammars._lock,
         "hf_paged.engine.grammars.Grammars._reading": lambda: hf_paged.get_engine(model)._core.grammars._reading,
-        "hf_paged.monitoring.registry._lock": lambda: registry._lock,
-        "hf_paged.tracing.trace_file.TraceFile._lock": lambda: file._lock,
+        "hf_paged.observe.registry._lock": lambda: registry._lock,
+        "hf_paged.observe.trace_file.TraceFile._lock": lambda: file._lock,
         "hf_paged.integration.hooks.lock": lambda: hooks.lock,
         "hf_paged.integration.explain._one_at_a_time": lambda: explain._one_at_a_time,
         "hf_paged.integration.install._enabling_one": lambda: install._enabling_one,

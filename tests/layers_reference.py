@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels.decoder_layers_support import Decoder
+from hf_paged.kernels.hopper.decoder_layers_support import Decoder
 
 
 class Made(NamedTuple):

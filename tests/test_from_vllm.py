@@ -96,8 +96,8 @@ def test_the_flags_on_our_side_exist():
     pytest.importorskip("fastapi", reason="of the extra `serve`")
     from transformers.cli.serve import Serve
 
-    from hf_paged.integration.serving.adapters import OPTION
     from hf_paged.serve import SETTING
+    from hf_paged.server.adapters import OPTION
 
     section = PAGE.partition("\n## Flags of vllm serve\n")[2].partition("\n## ")[0]
     rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]

@@ -26,8 +26,8 @@ FOR_DEVELOPERS = {"bench", "callers", "demo", "dev", "interpreter", "more-caller
 WITHOUT_AN_EXTRA = {"triton", "outlines_core", "opentelemetry"}
 # Folders and files that are imported, or whose functions are called, behind a `require` elsewhere.
 BEHIND_A_CHECK = {"engine/grammars.py": "engine/grammars.py", "engine/matchers.py": "engine/grammars.py",
-                  "integration/load_adapters.py": "integration/load_adapters.py", "integration/serving": "serve.py",
-                  "monitoring/families.py": "monitoring/registry.py", "pictures/cache.py": "pictures/figure.py",
+                  "integration/load_adapters.py": "integration/load_adapters.py", "server": "serve.py",
+                  "observe/metric_families.py": "observe/registry.py", "pictures/cache.py": "pictures/figure.py",
                   "ray_data.py": "ray_data.py"}
 
 # Every extra of users: lines of Python that use it.

@@ -33,16 +33,16 @@ OPTIONS_TESTS = "integration/test_generate_options.py"
 FALLBACK_TESTS = "integration/test_generate_fallbacks.py"
 LOCKSTEP_TESTS = "integration/test_stock_loop.py"
 BATCH, BATCH_TESTS, CORE = "engine/lockstep.py", "engine/test_lockstep.py", "engine/core.py"
-FACTS, FACTS_TESTS = "models/guards/facts.py", "models/guards/test_facts.py"
+FACTS, FACTS_TESTS = "guards/facts.py", "guards/test_facts.py"
 GRAPHS_TESTS, PADDED = "runner/test_graphs.py", "runner/padded_steps.py"
-VIRTUAL, VIRTUAL_TESTS = "models/virtual_memory.py", "models/test_virtual_memory.py"
+VIRTUAL, VIRTUAL_TESTS = "device/virtual_memory.py", "device/test_virtual_memory.py"
 POOL_TESTS = "runner/test_kv_cache.py"
-PATCHED_TESTS = "models/guards/test_own_code.py"
-OWN_CODE, AT_HOME = (f"models/guards/{name}.py" for name in ("own_code", "at_home"))
-INNER_TESTS, TOKENWISE_TESTS = "models/guards/test_inner_tensors.py", "models/test_tokenwise.py"
+PATCHED_TESTS = "guards/test_own_code.py"
+OWN_CODE, AT_HOME = (f"guards/{name}.py" for name in ("own_code", "at_home"))
+INNER_TESTS, TOKENWISE_TESTS = "guards/test_inner_tensors.py", "models/test_tokenwise.py"
 BATCHING_TESTS = "integration/continuous_batching/test_methods.py"
 GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generic_eligibility.py"
-KERNELS, KERNEL_TESTS = "models/guards/hub_kernels.py", "models/guards/test_hub_kernels.py"
+KERNELS, KERNEL_TESTS = "guards/hub_kernels.py", "guards/test_hub_kernels.py"
 WRAPPER_TESTS = "models/test_wrappers.py"
 
 PLACE, PLACE_TESTS = "parallel/checkpoint_place.py", "parallel/test_checkpoint_place.py"
@@ -215,7 +215,7 @@ STALENESS = [
                     GRAPHS_TESTS, "tensor_of_the_model_is_another and another_buffer"),
     PackageMutation("runner/graphs.py", "*self._executor.plain_tensors(), *self", "*self",
                     GRAPHS_TESTS, "tensor_of_the_model_is_another and another_attribute"),
-    PackageMutation("models/guards/facts.py", "list(map(_SHAPE, tensors)), _storage_sizes(tensors)",
+    PackageMutation("guards/facts.py", "list(map(_SHAPE, tensors)), _storage_sizes(tensors)",
                     "list(map(_SHAPE, tensors))",
                     "models/test_merged.py", "too_small_for_its_parameter"),
     PackageMutation("models/eligibility.py",
@@ -279,7 +279,7 @@ UPDATES = [
 # Weights, own code and keys of the prefix cache.
 RECOGNITION = [
     PackageMutation("runner/weights.py", "watched([*parameters, *executor.plain_tensors()])", "watched(parameters)",
-                    "models/guards/test_plain_tensors.py", "changed_in_place"),
+                    "guards/test_plain_tensors.py", "changed_in_place"),
     PackageMutation(OWN_CODE, "        if table.holds():\n            return None\n",
                     "        return None\n", PATCHED_TESTS, "attention_of_torch"),
     PackageMutation(OWN_CODE, "        self.watch(module, name)\n        if isinstance(value, ModuleType):\n",
@@ -300,28 +300,28 @@ RECOGNITION = [
                     "what_a_module_imports"),
     PackageMutation(AT_HOME, "not (callable(value) or hasattr(kind, \"__get__\"))", "True", PATCHED_TESTS,
                     "no_other_callable and qwen2"),
-    PackageMutation("models/guards/surroundings.py", "if type(mode) is not DeviceContext:", "if False:",
+    PackageMutation("guards/surroundings.py", "if type(mode) is not DeviceContext:", "if False:",
                     PATCHED_TESTS, "a_mode_of_the_users"),
-    PackageMutation("models/guards/surroundings.py", "if type(mode) is not DeviceContext:", "if True:",
+    PackageMutation("guards/surroundings.py", "if type(mode) is not DeviceContext:", "if True:",
                     PATCHED_TESTS, "a_default_device"),
     PackageMutation("models/eligibility.py",
                     "takewhile(lambda kind: kind is not executor.model_class, kinds)", "()", PATCHED_TESTS,
                     "helper_of_a_subclass"),
-    PackageMutation("models/guards/capturing.py", "        _CODE is not None\n", "        False\n",
-                    "models/guards/test_capturing.py", "auxiliary_loss"),
+    PackageMutation("guards/capturing.py", "        _CODE is not None\n", "        False\n",
+                    "guards/test_capturing.py", "auxiliary_loss"),
     PackageMutation("runner/weights.py", "    return watched([*parameters,",
                     "    return watched([t for t in parameters if type(t).__name__ != 'Int8Tensor'] + [", INNER_TESTS,
                     "dropped and data"),
-    PackageMutation("models/guards/inner_tensors.py", "                found += inner_tensors(tensor) or [tensor]\n",
+    PackageMutation("guards/inner_tensors.py", "                found += inner_tensors(tensor) or [tensor]\n",
                     "                found.append(tensor)\n", INNER_TESTS, "dropped or look"),
-    PackageMutation("models/guards/facts.py", " or self._wrappers != list(map(vars, wrappers))", "", INNER_TESTS,
+    PackageMutation("guards/facts.py", " or self._wrappers != list(map(vars, wrappers))", "", INNER_TESTS,
                     "settings_changed_in_place or look"),
     PackageMutation("models/tokenwise.py", "    if kwargs is None:\n", "    if True:\n", INNER_TESTS,
                     "not_computed_alone"),
     PackageMutation("models/tokenwise.py", " and granularity.dim == -1", "", INNER_TESTS, "not_computed_alone"),
     PackageMutation("models/tokenwise.py", "(_OF_A_ROW if args.dynamic else _FIXED)", "_FIXED", TOKENWISE_TESTS,
                     "schemes"),
-    PackageMutation("models/guards/compressed.py", " or forward.__self__ is not module", "", TOKENWISE_TESTS,
+    PackageMutation("guards/compressed.py", " or forward.__self__ is not module", "", TOKENWISE_TESTS,
                     "another_forward"),
     PackageMutation("scheduler/sequence.py", "        key = model_key + self.cache_salt\n", "        key = model_key\n",
                     "test_cache_salt.py", "only_equal_salts"),
@@ -350,7 +350,7 @@ ADAPTERS = [
     PackageMutation("engine/session.py", "            adapter=old.adapter,\n", "", ADAPTER_TESTS, "over_an_interrupt"),
     PackageMutation("models/lora_rows.py", " if layer._forward_pre_hooks and is_lora(layer) and has_only_names(layer) "
                     "else layer", " if False else layer", NAMES_TESTS, "run_meanwhile"),
-    PackageMutation("models/guards/adapter_hooks.py", "return threading.get_ident() == self._thread", "return True",
+    PackageMutation("guards/adapter_hooks.py", "return threading.get_ident() == self._thread", "return True",
                     "test_generator_adapters.py", "several_threads"),
     PackageMutation("models/replica.py", "if not is_hook(hook) and names_in(hook) is None)", "if not is_hook(hook))",
                     "models/test_replica.py", "name_adapters"),
@@ -362,7 +362,7 @@ ADAPTERS = [
                     NAMES_TESTS, "cache_under_autocast"),
     PackageMutation(CORE, 'self._state_key = b""  # whatever', 'pass  # whatever',
                     "engine/test_weight_update.py", "version_of_their_own"),
-    PackageMutation("models/guards/adapter_hooks.py", "any(names != found[0] for names in found)", "False", NAMES_TESTS,
+    PackageMutation("guards/adapter_hooks.py", "any(names != found[0] for names in found)", "False", NAMES_TESTS,
                     "of_two_calls"),
     PackageMutation("integration/generate.py", "config.use_cache is not False and any(adapters)", "False", NAMES_TESTS,
                     "returns_is_the_rows_own"),
@@ -413,11 +413,11 @@ MODELS = [
                     ELIGIBILITY_TESTS, "changed_constant and ministral3"),
     PackageMutation("models/eligibility.py", "if getattr(module, \"jitter_noise\", 0.0):", "if False:",
                     ELIGIBILITY_TESTS, "noise_of_a_router"),
-    PackageMutation("models/families.py", "family._replace(wrapper=wrapper, logits=\"plain\", fused=False)",
+    PackageMutation("guards/families.py", "family._replace(wrapper=wrapper, logits=\"plain\", fused=False)",
                     "family._replace(wrapper=wrapper, fused=False)", WRAPPER_TESTS, "logits"),
     PackageMutation("models/decoder.py", "            yield \"model\", self.model.model, wrapper.body\n",
                     "            yield from ()\n", WRAPPER_TESTS, "stands_around"),
-    PackageMutation("models/guards/originals.py", "for name in (\"forward\", \"__call__\")]", "for name in ()]",
+    PackageMutation("guards/originals.py", "for name in (\"forward\", \"__call__\")]", "for name in ()]",
                     WRAPPER_TESTS, "patched_code"),
     PackageMutation(INPUTS, "type(value) is dict and not value", "True", WRAPPER_TESTS, "an_image_in_the_call"),
     PackageMutation(INPUTS, "isinstance(value, torch.Tensor) and not value.any()", "True", WRAPPER_TESTS,
@@ -434,11 +434,10 @@ MODELS = [
 ]
 
 
-SERVING = "integration/serving"
-FIELDS_FILE, STOPS = f"{SERVING}/fields.py", "engine/stop_texts.py"
-ANSWERS, CHOICES = f"{SERVING}/answers.py", f"{SERVING}/choices.py"
-FIELDS_TESTS, STOPS_TESTS = f"{SERVING}/test_fields.py", "engine/test_stop_texts.py"
-ANSWERS_TESTS, BATCHED_TESTS = f"{SERVING}/test_answers.py", f"{SERVING}/test_batched_answers.py"
+FIELDS_FILE, STOPS = "server/fields.py", "engine/stop_texts.py"
+ANSWERS, CHOICES = "server/answers.py", "server/choices.py"
+FIELDS_TESTS, STOPS_TESTS = "server/test_fields.py", "engine/test_stop_texts.py"
+ANSWERS_TESTS, BATCHED_TESTS = "server/test_answers.py", "server/test_batched_answers.py"
 
 # What the server reads out of a body, and how its answers end.
 SERVER = [
@@ -446,15 +445,15 @@ SERVER = [
                     "if False:", FIELDS_TESTS, "not_accept and presence_penalty"),
     PackageMutation(FIELDS_FILE, '            raise _refusal(name, value, f"expected one of the fields',
                     '            _refusal(name, value, f"expected one of the fields', FIELDS_TESTS, "schema_is_known"),
-    PackageMutation(f"{SERVING}/wishes.py", "config.do_sample = self.temperature != 0", "pass", FIELDS_TESTS,
+    PackageMutation("server/wishes.py", "config.do_sample = self.temperature != 0", "pass", FIELDS_TESTS,
                     "arrives and temperature"),
     PackageMutation(FIELDS_FILE, "token.isascii() and token.isdecimal() and str(int(token)) == token", "True",
                     FIELDS_TESTS, "dropped and chat-logit_bias"),
     PackageMutation(FIELDS_FILE, "                _PASSED[endpoint][name].check(value)\n", "                pass\n",
                     FIELDS_TESTS, "dropped and chat-stream"),
-    PackageMutation(f"{SERVING}/templates.py", "for token in tokens if token >= vocab_size)",
+    PackageMutation("server/templates.py", "for token in tokens if token >= vocab_size)",
                     "for token in tokens if False)", FIELDS_TESTS, "dropped and stop_token_ids"),
-    PackageMutation(f"{SERVING}/templates.py", "parameters=settable | _of_processor(processor))", "parameters=None)",
+    PackageMutation("server/templates.py", "parameters=settable | _of_processor(processor))", "parameters=None)",
                     ANSWERS_TESTS, "all_else_is_refused"),
     PackageMutation(STOPS, "        self._held = text[start:]\n        return text[:start]\n",
                     "        return text\n", STOPS_TESTS, "pieces_join"),
@@ -472,7 +471,7 @@ SERVER = [
 
 
 HOST_ROWS, HOST_ROWS_TESTS = "kernels/attention/host_rows.py", "kernels/attention/test_host_rows.py"
-UNTOUCHED, UNTOUCHED_TESTS = "models/guards/untouched.py", "models/guards/test_untouched.py"
+UNTOUCHED, UNTOUCHED_TESTS = "guards/untouched.py", "guards/test_untouched.py"
 
 # What a step on a CPU leaves out.
 ON_A_CPU = [
@@ -534,7 +533,7 @@ HOPPER_CALLS = [
                     "return result", "models/test_fused.py", "computes_all"),
     PackageMutation("kernels/gluon_support.py", "tuple(f\"{tested}.\" for", "tuple(tested for", HOPPER_TESTS,
                     "elsewhere"),
-    PackageMutation("kernels/_device.py", " or torch.version.hip", "", "kernels/test_device.py", "nvidia"),
+    PackageMutation("device/cuda.py", " or torch.version.hip", "", "device/test_cuda.py", "nvidia"),
     PackageMutation(HOPPER, "(q.data_ptr() | 2 * q.stride(0)", "(2 * q.stride(0)", HOPPER_TESTS, "tma"),
     PackageMutation(HOPPER, " | 2 * q.stride(0)", "", HOPPER_TESTS, "tma"),
     PackageMutation("kernels/attention/backends.py", "if hopper_support.why_not_on(device) is None:", "if True:",
@@ -546,7 +545,7 @@ HOPPER_CALLS = [
 ]
 
 ONE_LAUNCH, ONE_LAUNCH_TESTS = "models/one_launch.py", "models/test_one_launch.py"
-SUPPORT, SUPPORT_TESTS = "kernels/decoder_layers_support.py", "kernels/test_decoder_layers_support.py"
+SUPPORT, SUPPORT_TESTS = "kernels/hopper/decoder_layers_support.py", "kernels/hopper/test_decoder_layers_support.py"
 
 # All layers of a step of few rows in one launch.
 AT_ONCE = [
@@ -557,10 +556,10 @@ AT_ONCE = [
                     "nobody_waits"),
     PackageMutation(ONE_LAUNCH, "return rows in self._ready and", "return bool(self._ready) and", ONE_LAUNCH_TESTS,
                     "of_its_own"),
-    PackageMutation("kernels/compile_process.py", 'if module == "__main__" or', "if", "kernels/test_compile_process.py",
-                    "no_process_would_find"),
-    PackageMutation("kernels/decoder_layers/shape.py", "and self.stages >= _MOST_TOGETHER", "",
-                    "kernels/decoder_layers/test_layers_shape.py", "has_room"),
+    PackageMutation("kernels/build/compile_process.py", 'if module == "__main__" or', "if",
+                    "kernels/build/test_compile_process.py", "no_process_would_find"),
+    PackageMutation("kernels/hopper/decoder_layers/shape.py", "and self.stages >= _MOST_TOGETHER", "",
+                    "kernels/hopper/decoder_layers/test_layers_shape.py", "has_room"),
     PackageMutation(ONE_LAUNCH, "or count not in self._ready or", "or", ONE_LAUNCH_TESTS, "nobody_waits"),
     PackageMutation(ONE_LAUNCH, "            self._captured += support", "            support", ONE_LAUNCH_TESTS,
                     "keeps_what_that_allocated"),
@@ -590,8 +589,8 @@ AT_ONCE = [
                     "what_rows_share"),
     PackageMutation("runner/graphs.py", "if known is not None:", "if False:", GRAPHS_TESTS, "fails_elsewhere"),
     PackageMutation(PADDED, "        self._attention.plan_nothing()\n", "", GRAPHS_TESTS, "what_rows_share"),
-    PackageMutation("kernels/decoder_layers/plan.py", "w.data_ptr() - lowest", "w.data_ptr() - lines[0]",
-                    "kernels/decoder_layers/test_layers_plan.py", "where_everything_lies"),
+    PackageMutation("kernels/hopper/decoder_layers/plan.py", "w.data_ptr() - lowest", "w.data_ptr() - lines[0]",
+                    "kernels/hopper/decoder_layers/test_layers_plan.py", "where_everything_lies"),
     PackageMutation("models/decoder.py", "self.autocast, size, len", "self.autocast, 1, len", "models/test_decoder.py",
                     "number_of_ranks"),
     PackageMutation("models/decoder.py", "len(decoder.layers),\n", "\n", "models/test_decoder.py", "layers_and"),
@@ -601,8 +600,8 @@ AT_ONCE = [
     PackageMutation(SUPPORT, "len(set(map(_shapes, decoder.layers))) > 1 or", "", SUPPORT_TESTS, "go_together"),
     PackageMutation(SUPPORT, "rows * int(lengths.max())", "int(lengths.max())", SUPPORT_TESTS, "even_shares"),
     PackageMutation(SUPPORT, "t.stride(), t.dtype)", "t.stride(), t.dtype)[1:]", SUPPORT_TESTS, "the_key"),
-    PackageMutation("kernels/compiling.py", "if not _lies_on_disk(key, self._name):", "if True:",
-                    "kernels/test_compiling.py", "on_the_disk"),
+    PackageMutation("kernels/build/compiling.py", "if not _lies_on_disk(key, self._name):", "if True:",
+                    "kernels/build/test_compiling.py", "on_the_disk"),
 ]
 
 # Prefixes that rows share.
@@ -655,7 +654,7 @@ PREFIXES = [
 ]
 
 LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
-LORA_KERNEL_TESTS = "kernels/test_lora_kernels.py"
+LORA_KERNEL_TESTS = "kernels/lora/test_lora_kernels.py"
 
 LORA_LAYERS = [
     PackageMutation(LORA, "if not candidates or _is_patched():", "if not candidates:", LORA_TESTS,
@@ -667,39 +666,40 @@ LORA_LAYERS = [
                     "log_probs"),
     PackageMutation("models/fused.py", "if self._adapters is not None and found.key == self._adapters.key:",
                     "if self._adapters is not None:", LORA_TESTS, "switched and tables"),
-    PackageMutation("kernels/lora_table.py", "return self.a.data_ptr(), self.b.data_ptr(), bias,", "return bias,",
+    PackageMutation("kernels/lora/lora_table.py", "return self.a.data_ptr(), self.b.data_ptr(), bias,", "return bias,",
                     LORA_TESTS, "moved and tables"),
-    PackageMutation("kernels/lora_shrink.py", "acc * scale[None, :], mask=", "acc, mask=", LORA_KERNEL_TESTS,
+    PackageMutation("kernels/lora/lora_shrink.py", "acc * scale[None, :], mask=", "acc, mask=", LORA_KERNEL_TESTS,
                     "ranks"),
-    PackageMutation("kernels/_lora_tile.py", "in tl.range(RANK // BLOCK_R, num_stages=1)",
+    PackageMutation("kernels/lora/_lora_tile.py", "in tl.range(RANK // BLOCK_R, num_stages=1)",
                     "in tl.static_range(RANK // BLOCK_R)", LORA_KERNEL_TESTS, "any_rank"),
-    PackageMutation("kernels/lora_expand.py", "num_warps = 8 if", "num_warps = 4 if", LORA_KERNEL_TESTS, "any_rank"),
-    PackageMutation("kernels/lora_shrink.py", "block_k = 32 if", "block_k = 64 if", LORA_KERNEL_TESTS, "any_rank"),
-    PackageMutation("kernels/_lora_tile.py", "entry = tl.load(tile_entries + tl.program_id(0))", "entry = 0",
+    PackageMutation("kernels/lora/lora_expand.py", "num_warps = 8 if", "num_warps = 4 if", LORA_KERNEL_TESTS,
+                    "any_rank"),
+    PackageMutation("kernels/lora/lora_shrink.py", "block_k = 32 if", "block_k = 64 if", LORA_KERNEL_TESTS, "any_rank"),
+    PackageMutation("kernels/lora/_lora_tile.py", "entry = tl.load(tile_entries + tl.program_id(0))", "entry = 0",
                     LORA_KERNEL_TESTS, "rows"),
     PackageMutation("models/adapted_layers.py", "return rows.order", "return None", LORA_TESTS, "different_adapters"),
-    PackageMutation("kernels/lora_order.py", "tl.where(each < mine, tiles, 0)", "tl.where(each < mine, counts, 0)",
-                    "kernels/test_lora_order.py", "kernel"),
-    PackageMutation("kernels/_lora_tile.py", "sums * tl.load(scales + slot, mask=there, other=0.0)[None, :]", "sums",
-                    LORA_KERNEL_TESTS, "behind_silu"),
-    PackageMutation("kernels/lora_qk_norm_rope_store.py", "entry = tl.where(has_adapters, entry, -1)", "entry += 0",
-                    "kernels/test_lora_qk_norm_rope_store.py", "between"),
+    PackageMutation("kernels/lora/lora_order.py", "tl.where(each < mine, tiles, 0)", "tl.where(each < mine, counts, 0)",
+                    "kernels/lora/test_lora_order.py", "kernel"),
+    PackageMutation("kernels/lora/_lora_tile.py", "sums * tl.load(scales + slot, mask=there, other=0.0)[None, :]",
+                    "sums", LORA_KERNEL_TESTS, "behind_silu"),
+    PackageMutation("kernels/lora/lora_qk_norm_rope_store.py", "entry = tl.where(has_adapters, entry, -1)",
+                    "entry += 0", "kernels/lora/test_lora_qk_norm_rope_store.py", "between"),
     PackageMutation("models/fused.py", "product if lora is None else lora_expand_unchecked(product, *lora)", "product",
                     LORA_TESTS, "another_activation and tables"),
 ]
 
 # Few rows: products that come in parts to the kernel behind them, rows that stay whole, sizes compiled ahead.
 FEW_ROWS = [
-    PackageMutation("kernels/join_add_rms_norm.py", "total.to(dtype).to(tl.float32) + before", "total + before",
-                    "kernels/test_join_add_rms_norm.py", "same_bits"),
+    PackageMutation("kernels/layer/join_add_rms_norm.py", "total.to(dtype).to(tl.float32) + before", "total + before",
+                    "kernels/layer/test_join_add_rms_norm.py", "same_bits"),
     PackageMutation("models/fused.py", "product.is_plain and product.lora is None", "product.is_plain",
                     "models/test_fused.py", "in_parts"),
-    PackageMutation("kernels/qk_norm_rope_store.py", "return total.to(dtype)", "return total",
-                    "kernels/test_qk_norm_rope_store.py", "in_order_and_rounded_once"),
-    PackageMutation("kernels/qk_norm_rope_store.py", "if in_parts and len(qkv) == 0:", "if False:",
-                    "kernels/test_qk_norm_rope_store.py", "bad_arguments"),
-    PackageMutation("kernels/qk_norm_rope_store.py", "for part in tl.static_range(PARTS):",
-                    "for part in tl.static_range(PARTS - 1):", "kernels/test_qk_norm_rope_store.py",
+    PackageMutation("kernels/layer/qk_norm_rope_store.py", "return total.to(dtype)", "return total",
+                    "kernels/layer/test_qk_norm_rope_store.py", "in_order_and_rounded_once"),
+    PackageMutation("kernels/layer/qk_norm_rope_store.py", "if in_parts and len(qkv) == 0:", "if False:",
+                    "kernels/layer/test_qk_norm_rope_store.py", "bad_arguments"),
+    PackageMutation("kernels/layer/qk_norm_rope_store.py", "for part in tl.static_range(PARTS):",
+                    "for part in tl.static_range(PARTS - 1):", "kernels/layer/test_qk_norm_rope_store.py",
                     "in_order_and_rounded_once"),
     PackageMutation("models/fused.py", "in_parts = self._joins and lora is None and", "in_parts = self._joins and",
                     "models/test_fused.py", "what_goes_on"),
@@ -725,27 +725,27 @@ FEW_ROWS = [
 
 # Prompts: many tokens, many rows.
 MANY_TOKENS = [
-    PackageMutation("kernels/_qk_norm_rope_many.py", "written = inside & (slot >= 0)", "written = inside",
-                    "kernels/test_qk_norm_rope_store.py", "many and no_token_has_a_slot"),
-    PackageMutation("kernels/_qk_norm_rope_many.py", "head = tile * TILE + line % SIDE", "head = tile * TILE",
-                    "kernels/test_qk_norm_rope_store.py", "many and norm_rotation"),
-    PackageMutation("kernels/qk_norm_rope_store.py", "if num_tokens >= _MANY_TOKENS:", "if False:",
-                    "kernels/test_qk_norm_rope_store.py", "only_many_tokens"),
-    PackageMutation("kernels/add_rms_norm.py", 'PREFETCH=options["PDL"] and num_rows < _MANY_ROWS',
-                    'PREFETCH=options["PDL"]', "kernels/test_add_rms_norm.py", "prefetched"),
+    PackageMutation("kernels/layer/_qk_norm_rope_many.py", "written = inside & (slot >= 0)", "written = inside",
+                    "kernels/layer/test_qk_norm_rope_store.py", "many and no_token_has_a_slot"),
+    PackageMutation("kernels/layer/_qk_norm_rope_many.py", "head = tile * TILE + line % SIDE", "head = tile * TILE",
+                    "kernels/layer/test_qk_norm_rope_store.py", "many and norm_rotation"),
+    PackageMutation("kernels/layer/qk_norm_rope_store.py", "if num_tokens >= _MANY_TOKENS:", "if False:",
+                    "kernels/layer/test_qk_norm_rope_store.py", "only_many_tokens"),
+    PackageMutation("kernels/layer/add_rms_norm.py", 'PREFETCH=options["PDL"] and num_rows < _MANY_ROWS',
+                    'PREFETCH=options["PDL"]', "kernels/layer/test_add_rms_norm.py", "prefetched"),
 ]
 
 # Calls under autocast: where values are rounded, whose precision holds, and copies that follow the weights.
 AUTOCAST_TESTS = "integration/test_autocast.py"
 AUTOCAST = [
-    PackageMutation("kernels/add_rms_norm.py", "product: tl.constexpr = dtype if weight.dtype.element_ty == dtype else "
-                    "tl.float32", "product: tl.constexpr = dtype", "kernels/test_add_rms_norm.py",
+    PackageMutation("kernels/layer/add_rms_norm.py", "product: tl.constexpr = dtype if weight.dtype.element_ty == "
+                    "dtype else tl.float32", "product: tl.constexpr = dtype", "kernels/layer/test_add_rms_norm.py",
                     "dtypes_of_autocast and triton"),
-    PackageMutation("kernels/_qk_norm_rope_tile.py", "rotated: tl.constexpr = scaled if cos1.dtype == scaled "
-                    "else tl.float32", "rotated: tl.constexpr = dtype", "kernels/test_qk_norm_rope_store.py",
+    PackageMutation("kernels/layer/_qk_norm_rope_tile.py", "rotated: tl.constexpr = scaled if cos1.dtype == scaled "
+                    "else tl.float32", "rotated: tl.constexpr = dtype", "kernels/layer/test_qk_norm_rope_store.py",
                     "dtypes_of_autocast and triton"),
-    PackageMutation("kernels/_qk_norm_rope_host.py", "    if both.dtype == sin.dtype:", "    if True:",
-                    "kernels/test_qk_norm_rope_store.py", "dtypes_of_autocast"),
+    PackageMutation("kernels/layer/_qk_norm_rope_host.py", "    if both.dtype == sin.dtype:", "    if True:",
+                    "kernels/layer/test_qk_norm_rope_store.py", "dtypes_of_autocast"),
     PackageMutation("kernels/cast_copies.py", "count = tl.where(tl.load(now) == tl.load(before), 0, count)",
                     "count = count + 0", "kernels/test_cast_copies.py", "nothing_is_written and interpreted"),
     PackageMutation("models/linear_groups.py", "names == self._names and all(map(operator.is_, inside, self._inside))",
@@ -757,7 +757,7 @@ AUTOCAST = [
                     "models/test_shadow.py", "writes_to_again"),
     PackageMutation("models/decoder.py", "self.autocast, cache_enabled=False)", "self.autocast)", AUTOCAST_TESTS,
                     "modules_that_run_as_they_stand"),
-    PackageMutation("models/guards/wrapped_forward.py", "for context in reversed(contexts)", "for context in contexts",
+    PackageMutation("guards/wrapped_forward.py", "for context in reversed(contexts)", "for context in contexts",
                     "models/test_precision.py", "wrapper"),
     PackageMutation("models/base.py", "None if cast is None or self.look().dtypes == {cast} else cast", "cast",
                     "models/test_precision.py", "all_weights_are"),
@@ -854,8 +854,8 @@ STRUCTURED = [
                     "integration/test_structured_calls.py", "not_certain"),
     PackageMutation(FORMED, "    if any(is_warper(p) for p in before) or", "    if",
                     "integration/test_structured_calls.py", "not_certain"),
-    PackageMutation("integration/serving/forms.py", "    if names and wishes.has_tools:\n", "    if False:\n",
-                    "integration/serving/test_fields.py", "go_together"),
+    PackageMutation("server/forms.py", "    if names and wishes.has_tools:\n", "    if False:\n",
+                    "server/test_fields.py", "go_together"),
     PackageMutation("engine/form_queue.py", "if not self._fresh or len(slow) < 2:", "if not self._fresh or not slow:",
                     "engine/test_form_queue.py", "always_goes_on"),
     PackageMutation("engine/form_queue.py", "self._fresh.pop() if self._is_last_next else ", "",
@@ -879,8 +879,8 @@ STRUCTURED = [
     PackageMutation("engine/grammars.py", "            compilation = self._open.get(key)\n",
                     "            compilation = None\n", "engine/test_form_compilers.py", "compiled_once"),
     PackageMutation(CORE, " - self._num_taken(request.sequence)", "", FORMED_TESTS, "hands_out_no_token"),
-    PackageMutation("integration/serving/ending.py", "            if self.should_exit:\n", "            if False:\n",
-                    "integration/serving/test_ending.py", "second_signal"),
+    PackageMutation("server/ending.py", "            if self.should_exit:\n", "            if False:\n",
+                    "server/test_ending.py", "second_signal"),
     PackageMutation("integration/load_adapters.py", "active.get(id(layer), [])", "[name]",
                     "integration/test_load_adapters.py", "none_is_active"),
 ]
@@ -942,15 +942,16 @@ ASKED_OF_REQUESTS = [  # besides a GenerationConfig
 ]
 
 # Traces, pictures and the command line.
-LIVES, TRACE_TESTS = "tracing/lives.py", "tracing/test_trace.py"
+LIVES, TRACE_TESTS = "observe/request_timelines.py", "observe/test_trace.py"
 CACHE_PICTURE, CACHE_PICTURE_TESTS, CHECK_TESTS = "pictures/cache.py", "pictures/test_cache.py", "cli/test_check.py"
 OBSERVED = [
     PackageMutation(LIVES, "life.sequence.status is Status.WAITING:", "False:", TRACE_TESTS, "preempted_requests"),
     PackageMutation(LIVES, "                life.phase, life.since = \"queued\", at\n", "", TRACE_TESTS, "interrupt"),
-    PackageMutation("tracing/trace_file.py", "        self._is_open, self._lines = False, []\n", "", TRACE_TESTS,
+    PackageMutation("observe/trace_file.py", "        self._is_open, self._lines = False, []\n", "", TRACE_TESTS,
                     "fork"),
-    PackageMutation("tracing/trace.py", "        everywhere.unwatch_all(watch)\n", "", TRACE_TESTS, "nobody_traces"),
-    PackageMutation("engine/everywhere.py", "        engine.watch(observer)\n", "        pass\n", TRACE_TESTS,
+    PackageMutation("observe/trace.py", "        engine_registry.unwatch_all(watch)\n", "", TRACE_TESTS,
+                    "nobody_traces"),
+    PackageMutation("engine/engine_registry.py", "        engine.watch(observer)\n", "        pass\n", TRACE_TESTS,
                     "other_engines_and_threads"),
     PackageMutation(CACHE_PICTURE, "    colors[view.users > 1] = _SHARED\n", "", CACHE_PICTURE_TESTS, "has_its_color"),
     PackageMutation("pictures/stats_html.py", "<td class=\"why\">{escape(reason)}</td>",
@@ -976,7 +977,8 @@ SHARED_READS = [
 ]
 
 # Kernels that a step misses.
-COMPILING, COMPILING_TESTS, COMING_TESTS = "kernels/compiling.py", "kernels/test_compiling.py", "runner/test_coming.py"
+COMPILING, COMPILING_TESTS = "kernels/build/compiling.py", "kernels/build/test_compiling.py"
+COMING_TESTS = "runner/test_coming.py"
 REPEATED_TESTS = "runner/test_repeated_steps.py"
 MISSING_KERNELS = [
     PackageMutation("runner/padded_steps.py", "slots, 1 + positions, stages", "slots, positions.add_(1), stages",
@@ -1016,19 +1018,19 @@ MISSING_KERNELS = [
 ]
 
 # What Prometheus is told.
-RECORDER, RECORDER_TESTS = "monitoring/recorder.py", "monitoring/test_recorder.py"
+RECORDER, RECORDER_TESTS = "observe/metrics_recorder.py", "observe/test_recorder.py"
 METRICS = [
     PackageMutation(RECORDER, "            self._give_up(self._tenants.index(sequence))\n", "            pass\n",
                     RECORDER_TESTS, "one_by_one"),
     PackageMutation(RECORDER, "            self._latest[slots] = now\n", "", RECORDER_TESTS, "one_by_one"),
     PackageMutation(RECORDER, "if request is not None and request.sequence is tenant and not np.isnan(time):",
                     "if request is not None and not np.isnan(time):", RECORDER_TESTS, "one_by_one"),
-    PackageMutation("monitoring/histogram.py", "if values.size and values.min() == (most := values.max()):",
+    PackageMutation("observe/histogram.py", "if values.size and values.min() == (most := values.max()):",
                     "if values.size and (most := values.max()):", RECORDER_TESTS, "one_value_after"),
-    PackageMutation("monitoring/work.py", "pairs = float(start @ num_new + (num_new * (num_new + 1.0)).sum() / 2)",
-                    "pairs = float(start @ num_new)", "monitoring/test_work.py", "products"),
-    PackageMutation("monitoring/families.py", "usable = max(stats.num_blocks - 1, 0)", "usable = stats.num_blocks",
-                    "monitoring/test_registry.py", "waits_and_why"),
+    PackageMutation("observe/work.py", "pairs = float(start @ num_new + (num_new * (num_new + 1.0)).sum() / 2)",
+                    "pairs = float(start @ num_new)", "observe/test_work.py", "products"),
+    PackageMutation("observe/metric_families.py", "usable = max(stats.num_blocks - 1, 0)", "usable = stats.num_blocks",
+                    "observe/test_registry.py", "waits_and_why"),
 ]
 
 # Over ranks: weights by name, adapters, and SIGINT between two steps.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from generated_page import write_or_check
 
-from hf_paged.integration.serving.fields import ALL, REFUSED, passed, readable
+from hf_paged.server.fields import ALL, REFUSED, passed, readable
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "server.md"
 BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->"

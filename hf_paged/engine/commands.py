@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from hf_paged.device.cuda import empty_cache
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.interrupts import held_back
 from hf_paged.engine.session import NewRequest, Request, Session
 from hf_paged.engine.weight_transfer import receive
 from hf_paged.errors import EngineClosedError, WorkerDiedError
-from hf_paged.kernels._device import empty_cache
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.named_weights import NamedWeights, gather
 

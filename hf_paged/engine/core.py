@@ -29,8 +29,8 @@ from hf_paged.engine.session import BARRED, NewRequest, Request, Session, TopAsk
 from hf_paged.engine.speculation import COSTS, Speculation
 from hf_paged.engine.stopping import ended
 from hf_paged.errors import EngineClosedError
+from hf_paged.guards.capturing import no_capturing
 from hf_paged.models import ModelExecutor
-from hf_paged.models.guards.capturing import no_capturing
 from hf_paged.models.tuners import AdapterCounts
 from hf_paged.options.settings import RequestSettings
 from hf_paged.outputs import StepOutput, VersionRun

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_paged import at_fork
 from hf_paged.config import PagedConfig
-from hf_paged.engine import everywhere, interrupts
+from hf_paged.engine import engine_registry, interrupts
 from hf_paged.engine.call_counts import CallCounts
 from hf_paged.engine.commands import (
     Build,
@@ -185,7 +185,7 @@ class Engine:
         self._has_looked = False
         self._arrived: list[str] = []
         at_fork.register(self)
-        everywhere.joined(self)
+        engine_registry.register(self)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 

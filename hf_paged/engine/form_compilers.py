@@ -18,8 +18,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from hf_paged import at_fork
+from hf_paged.device.cuda import num_cores
 from hf_paged.engine.form_compiler import STACK_BYTES
-from hf_paged.kernels._device import num_cores
 from hf_paged.options.structured import Structured
 from hf_paged.python_process import module_process
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from hf_paged.kernels.upload import upload
+from hf_paged.device.upload import upload
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Scheduler, Sequence, StepPlan

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from hf_paged import at_fork
+from hf_paged.device.cuda import num_cores
 from hf_paged.engine.grammars import import_xgrammar
 from hf_paged.engine.matchers import Matcher, XGrammarMatcher
-from hf_paged.kernels._device import num_cores
 from hf_paged.sampling.token_mask import HostMasks
 
 THREADS = max(1, min(12, num_cores() * 3 // 4))  # of xgrammar: more take longer to start than they save

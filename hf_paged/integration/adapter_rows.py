@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_paged.models.guards.adapter_hooks import naming
+from hf_paged.guards.adapter_hooks import naming
 from hf_paged.models.tuners import adapters_of, is_lora
 
 

@@ -19,13 +19,13 @@ from transformers import GenerationMixin
 
 from hf_paged import at_fork
 from hf_paged.engine.engine import Engine
+from hf_paged.guards.at_home import chain_of
 from hf_paged.integration import fallback, generate, paths, ranks, stock_loop
 from hf_paged.integration.cache_name import CACHE_NAME
 from hf_paged.integration.continuous_batching.methods import METHODS, destroy_cached_manager
 from hf_paged.integration.engines import ENGINES, engine_of
 from hf_paged.integration.structured_calls import with_structure
 from hf_paged.integration.view import model_of, view_of
-from hf_paged.models.guards.at_home import chain_of
 from hf_paged.options.settings import option_reason
 
 lock = threading.RLock()  # models are enabled and disabled, and methods replaced, by one thread at a time

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_paged.integration.enable import get_engine
-from hf_paged.monitoring.registry import metrics_of
+from hf_paged.observe.registry import metrics_of
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -19,6 +19,7 @@ from transformers.utils import ModelOutput
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.errors import Reason
+from hf_paged.guards.at_home import is_method_of_mixin
 from hf_paged.integration import paths, ranks
 from hf_paged.integration.cache_name import CACHE_NAME
 from hf_paged.integration.call_context import salt_of_call, seed_of_call
@@ -30,7 +31,6 @@ from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.integration.stock_pieces import NO_LENGTH
 from hf_paged.integration.structured_calls import tell_eos
 from hf_paged.integration.view import model_of, view_of
-from hf_paged.models.guards.at_home import is_method_of_mixin
 from hf_paged.options.settings import LEAVE_OUT, options_beyond_tokens, stock_only_options
 
 SET_PAD = "Set `pad_token_id` to a token of the model."

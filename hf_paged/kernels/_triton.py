@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_paged.kernels._device import compute_capability
-from hf_paged.kernels.compiling import Kernel
+from hf_paged.device.cuda import compute_capability
+from hf_paged.kernels.build.compiling import Kernel
 
 if TYPE_CHECKING:
     import triton

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from hf_paged.device.upload import upload
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl
-from hf_paged.kernels.upload import upload
 
 # Elements that a program copies: some hundred thousand programs for 8B weights.
 CHUNK = 1 << 15

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from hf_paged.kernels._device import compute_capability
+from hf_paged.device.cuda import compute_capability
 from hf_paged.kernels._triton import triton
 
 # Gluon may change with any version of Triton: with these our kernels were right on a GPU.

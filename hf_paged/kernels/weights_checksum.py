@@ -14,10 +14,10 @@ import torch
 import xxhash
 
 from hf_paged import at_fork
-from hf_paged.kernels import compiling
+from hf_paged.device.upload import upload
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
-from hf_paged.kernels.compiling import in_background
-from hf_paged.kernels.upload import upload
+from hf_paged.kernels.build import compiling
+from hf_paged.kernels.build.compiling import in_background
 
 # Bytes a program reads: some hundred thousand programs for an 8B model, each with eight tiles of work.
 CHUNK_BYTES = 1 << 16

@@ -7,11 +7,11 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
+from hf_paged.guards.families import FAMILIES, WRAPPERS, family_of
+from hf_paged.guards.hub_kernels import runs_kernels
 from hf_paged.models.base import KVSpec, ModelExecutor, StepContext
-from hf_paged.models.families import FAMILIES, WRAPPERS, family_of
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.models.generic import GenericExecutor
-from hf_paged.models.guards.hub_kernels import runs_kernels
 
 SUPPORTED = tuple(one.model_name for one in (*FAMILIES, *WRAPPERS))
 

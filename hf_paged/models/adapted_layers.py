@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels.lora_expand import Delta, lora_expand_silu_mul_unchecked
-from hf_paged.kernels.lora_order import RowOrder
-from hf_paged.kernels.lora_shrink import lora_shrink_unchecked
-from hf_paged.kernels.lora_table import LoraTable
+from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_silu_mul_unchecked
+from hf_paged.kernels.lora.lora_order import RowOrder
+from hf_paged.kernels.lora.lora_shrink import lora_shrink_unchecked
+from hf_paged.kernels.lora.lora_table import LoraTable
 from hf_paged.models.lora_rows import AdapterRows
 
 

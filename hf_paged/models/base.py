@@ -17,12 +17,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
+from hf_paged.guards.adapter_hooks import names_in_force
+from hf_paged.guards.facts import Facts
+from hf_paged.guards.hub_kernels import kernel_numbers
+from hf_paged.guards.originals import of_class
+from hf_paged.guards.plain_tensors import plain_tensors
 from hf_paged.kernels.attention.metadata import AttentionOptions
-from hf_paged.models.guards.adapter_hooks import names_in_force
-from hf_paged.models.guards.facts import Facts
-from hf_paged.models.guards.hub_kernels import kernel_numbers
-from hf_paged.models.guards.originals import of_class
-from hf_paged.models.guards.plain_tensors import plain_tensors
 from hf_paged.models.layer_ops import FUSED, PLAIN
 from hf_paged.models.lora_rows import AdapterRows
 from hf_paged.models.precision import autocast_of_call

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_paged.kernels.lora_expand import Delta
+from hf_paged.device.cuda_driver import DriverError
+from hf_paged.device.virtual_memory import reserve
+from hf_paged.kernels.lora.lora_expand import Delta
 from hf_paged.models.adapted_layers import AdaptedLayers
-from hf_paged.models.cuda_driver import DriverError
 from hf_paged.models.linear_groups import LinearGroups
 from hf_paged.models.lora_rows import AdapterRows
 from hf_paged.models.plain_linear import product_and_delta
 from hf_paged.models.shadow import Shadow
-from hf_paged.models.virtual_memory import reserve
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 
 logger = logging.getLogger(__name__)

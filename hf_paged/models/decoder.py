@@ -15,12 +15,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.errors import Reason
-from hf_paged.models.activations import ELEMENTWISE
+from hf_paged.guards.activations import ELEMENTWISE
+from hf_paged.guards.families import Family
+from hf_paged.guards.hub_kernels import functions_of, kernel_numbers, replacement_reason
+from hf_paged.guards.originals import of_family, patched_class, patched_entry
+from hf_paged.guards.remedies import DISAGREE, ONE_DTYPE, PUT_BACK, REMOVE_HOOK, UNDO_PATCH, UNDO_REPLACEMENT
 from hf_paged.models.base import KVSpec, ModelExecutor, StepContext
-from hf_paged.models.families import Family
-from hf_paged.models.guards.hub_kernels import functions_of, kernel_numbers, replacement_reason
-from hf_paged.models.guards.originals import of_family, patched_class, patched_entry
-from hf_paged.models.guards.remedies import DISAGREE, ONE_DTYPE, PUT_BACK, REMOVE_HOOK, UNDO_PATCH, UNDO_REPLACEMENT
 from hf_paged.models.lora_rows import by_row
 from hf_paged.models.paged_calls import STEP_ARGUMENT, WindowedStep, implementation_of, paged_call
 from hf_paged.models.parts import Part, parts_of

@@ -19,17 +19,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.errors import Reason
-from hf_paged.models.base import ModelExecutor
-from hf_paged.models.fsdp import plain_class
-from hf_paged.models.guards.adapter_hooks import RowHook, has_only_names
-from hf_paged.models.guards.at_home import CALL_CHAIN
-from hf_paged.models.guards.capturing import only_captures
-from hf_paged.models.guards.compressed import is_known_forward, is_quantized_forward, offload_reason
-from hf_paged.models.guards.facts import Facts
-from hf_paged.models.guards.inner_tensors import PLAIN, inner_tensors
-from hf_paged.models.guards.originals import DECIDING_METHODS, patched_class, patched_entry
-from hf_paged.models.guards.plain_tensors import plain_tensors, unwatchable
-from hf_paged.models.guards.remedies import (
+from hf_paged.guards.adapter_hooks import RowHook, has_only_names
+from hf_paged.guards.at_home import CALL_CHAIN
+from hf_paged.guards.capturing import only_captures
+from hf_paged.guards.compressed import is_known_forward, is_quantized_forward, offload_reason
+from hf_paged.guards.facts import Facts
+from hf_paged.guards.inner_tensors import PLAIN, inner_tensors
+from hf_paged.guards.originals import DECIDING_METHODS, patched_class, patched_entry
+from hf_paged.guards.plain_tensors import plain_tensors, unwatchable
+from hf_paged.guards.remedies import (
     DEQUANTIZE,
     DTYPE_OF_AUTOCAST,
     EACH_ROW_ALONE,
@@ -45,8 +43,10 @@ from hf_paged.models.guards.remedies import (
     UNDO_PATCH,
     UNDO_REPLACEMENT,
 )
-from hf_paged.models.guards.surroundings import surroundings_reason
-from hf_paged.models.guards.wrapped_forward import wrapped_forward_reason
+from hf_paged.guards.surroundings import surroundings_reason
+from hf_paged.guards.wrapped_forward import wrapped_forward_reason
+from hf_paged.models.base import ModelExecutor
+from hf_paged.models.fsdp import plain_class
 from hf_paged.models.paged_calls import implementation_of
 from hf_paged.models.precision import autocast_of_call
 from hf_paged.models.tokenwise import (

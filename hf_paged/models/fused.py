@@ -17,23 +17,23 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_paged.device.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.errors import Reason
-from hf_paged.kernels import decoder_layers_support
+from hf_paged.guards.activations import SILU
+from hf_paged.guards.facts import tensors_inside
+from hf_paged.guards.families import Family
+from hf_paged.guards.remedies import DISAGREE
+from hf_paged.guards.untouched import Untouched
 from hf_paged.kernels.attention.metadata import AttentionOptions
-from hf_paged.kernels.compiling import is_dry
-from hf_paged.kernels.linear import makes_parts
-from hf_paged.kernels.lora_expand import Delta, lora_expand_unchecked
-from hf_paged.kernels.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
-from hf_paged.models.activations import SILU
-from hf_paged.models.adjacent import AdjacentMemory, adjacent_memory
+from hf_paged.kernels.build.compiling import is_dry
+from hf_paged.kernels.hopper import decoder_layers_support
+from hf_paged.kernels.layer.linear import makes_parts
+from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_unchecked
+from hf_paged.kernels.lora.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
 from hf_paged.models.aliases import aliases
 from hf_paged.models.base import KVSpec, Look, StepContext
 from hf_paged.models.copied_weights import CopiedLinears, CopiedWeights, copied_bytes
 from hf_paged.models.decoder import DecoderExecutor, plain_values
-from hf_paged.models.families import Family
-from hf_paged.models.guards.facts import tensors_inside
-from hf_paged.models.guards.remedies import DISAGREE
-from hf_paged.models.guards.untouched import Untouched
 from hf_paged.models.layer_ops import FUSED
 from hf_paged.models.linear_groups import LinearGroups
 from hf_paged.models.lora import Adapters, is_loaded, reads_tables

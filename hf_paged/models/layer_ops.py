@@ -9,12 +9,16 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hf_paged.kernels.add_rms_norm import add_rms_norm_reference, add_rms_norm_unchecked
-from hf_paged.kernels.join_add_rms_norm import join_add_rms_norm_reference, join_add_rms_norm_unchecked
-from hf_paged.kernels.linear import linear_parts_unchecked, linear_silu_mul_unchecked, linear_unchecked
-from hf_paged.kernels.qk_norm_rope_store import qk_norm_rope_store_reference, qk_norm_rope_store_unchecked, step_tables
-from hf_paged.kernels.silu_mul import silu_mul_reference, silu_mul_unchecked
-from hf_paged.kernels.store_kv import store_kv_unchecked
+from hf_paged.kernels.layer.add_rms_norm import add_rms_norm_reference, add_rms_norm_unchecked
+from hf_paged.kernels.layer.join_add_rms_norm import join_add_rms_norm_reference, join_add_rms_norm_unchecked
+from hf_paged.kernels.layer.linear import linear_parts_unchecked, linear_silu_mul_unchecked, linear_unchecked
+from hf_paged.kernels.layer.qk_norm_rope_store import (
+    qk_norm_rope_store_reference,
+    qk_norm_rope_store_unchecked,
+    step_tables,
+)
+from hf_paged.kernels.layer.silu_mul import silu_mul_reference, silu_mul_unchecked
+from hf_paged.kernels.layer.store_kv import store_kv_unchecked
 
 
 class LayerOps(NamedTuple):

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_paged.guards.adapter_hooks import has_only_names
+from hf_paged.guards.originals import patched_class
 from hf_paged.kernels._triton import triton
-from hf_paged.kernels.lora_table import Adapter, Entry, Members, make_tables
+from hf_paged.kernels.lora.lora_table import Adapter, Entry, Members, make_tables
 from hf_paged.models.adapted_layers import AdaptedLayers
-from hf_paged.models.guards.adapter_hooks import has_only_names
-from hf_paged.models.guards.originals import patched_class
 from hf_paged.models.plain_linear import is_plain_linear
 from hf_paged.models.tuners import is_lora
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_paged.kernels.lora_order import RowOrder, order_rows
-from hf_paged.models.guards.adapter_hooks import RowHook, has_only_names
+from hf_paged.guards.adapter_hooks import RowHook, has_only_names
+from hf_paged.kernels.lora.lora_order import RowOrder, order_rows
 from hf_paged.models.tuners import BASE, is_lora
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_paged.models.adjacent import AdjacentMemory, are_adjacent
+from hf_paged.device.adjacent import AdjacentMemory, are_adjacent
 from hf_paged.models.plain_linear import is_plain_product
 
 _STORAGE, _NBYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes

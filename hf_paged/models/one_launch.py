@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_paged.kernels import decoder_layers_support as support
 from hf_paged.kernels.attention.metadata import AttentionOptions
-from hf_paged.kernels.compiling import compiled_ahead, is_dry
-from hf_paged.kernels.decoder_layers_support import Decoder
+from hf_paged.kernels.build.compiling import compiled_ahead, is_dry
+from hf_paged.kernels.hopper import decoder_layers_support as support
+from hf_paged.kernels.hopper.decoder_layers_support import Decoder
 from hf_paged.models.plain_linear import RowProduct
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from hf_paged import at_fork
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels.attention.metadata import AttentionOptions
 from hf_paged.kernels.attention.paged_attention import check_attention
-from hf_paged.kernels.store_kv import store_kv
+from hf_paged.kernels.layer.store_kv import store_kv
 from hf_paged.models.base import StepContext
 
 NAME = "hf_paged"

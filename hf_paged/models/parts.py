@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hf_paged.models.families import Family
+from hf_paged.guards.families import Family
 from hf_paged.parallel.layers import sharded_class
 
 ACTIVATIONS = ("act_fn", "activation_fn")

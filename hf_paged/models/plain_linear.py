@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_paged.kernels.lora_expand import Delta
+from hf_paged.kernels.lora.lora_expand import Delta
 from hf_paged.models.adapted_layers import AdaptedLayers
 from hf_paged.models.lora_rows import AdapterRows, apply_layer
 from hf_paged.parallel.group import SINGLE, ParallelGroup

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_paged.models.guards.wrapped_forward import autocast_of_wrapper
+from hf_paged.guards.wrapped_forward import autocast_of_wrapper
 
 
 def autocast_of_call(model: Any) -> torch.dtype | None:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_paged.kernels.lora_expand import Delta
-from hf_paged.kernels.silu_mul import silu_mul_host
+from hf_paged.kernels.layer.silu_mul import silu_mul_host
+from hf_paged.kernels.lora.lora_expand import Delta
 from hf_paged.models.adapted_layers import AdaptedLayers, silu_mul_of
 from hf_paged.models.layer_ops import LayerOps
 from hf_paged.models.lora_rows import AdapterRows

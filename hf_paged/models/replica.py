@@ -23,10 +23,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from hf_paged import at_fork
 from hf_paged.errors import FallbackError, Reason
+from hf_paged.guards.adapter_hooks import names_in
+from hf_paged.guards.facts import Facts
 from hf_paged.kernels.weights_checksum import ChecksumPlan
 from hf_paged.models.fsdp import Shard, Sharding, is_hook, is_sharded, plain_class, sharding_of
-from hf_paged.models.guards.adapter_hooks import names_in
-from hf_paged.models.guards.facts import Facts
 from hf_paged.parallel.gather import Gatherer, Part
 from hf_paged.parallel.rendezvous import Rendezvous
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_paged.models.guards.inner_tensors import PLAIN, made_of
+from hf_paged.guards.inner_tensors import PLAIN, made_of
 
 SHARDED_MODULE = "hf_paged.parallel.layers."
 # Modules whose layers work token by token, whatever the batch looks like.

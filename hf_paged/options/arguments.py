@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 
 from hf_paged.config import require_int
-from hf_paged.models.guards.originals import MERGING
+from hf_paged.guards.originals import MERGING
 from hf_paged.vllm_names import SAMPLING
 
 PLAIN = frozenset((int, float, bool, str, type(None)))  # types whose repr tells any two values apart

@@ -10,7 +10,7 @@ from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
 from hf_paged.errors import Reason
-from hf_paged.models.guards.originals import patched_class
+from hf_paged.guards.originals import patched_class
 from hf_paged.options.logits_options import GREEDY_TOO, SAMPLING_ONLY
 
 # By option, of which None always means that it is not asked for: the class that stock makes for it.

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from hf_paged.kernels._device import num_cores
+from hf_paged.device.cuda import num_cores
 from hf_paged.parallel.checkpoint_place import broken
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

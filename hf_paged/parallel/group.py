@@ -17,8 +17,8 @@ from torch.distributed.distributed_c10d import _world
 
 from hf_paged import at_fork
 from hf_paged.errors import EngineClosedError
-from hf_paged.kernels._peers import Peers
-from hf_paged.kernels.all_reduce import all_reduce, all_reduce_add_rms_norm, choose_algorithm_for
+from hf_paged.kernels.comm._peers import Peers
+from hf_paged.kernels.comm.all_reduce import all_reduce, all_reduce_add_rms_norm, choose_algorithm_for
 
 # Multicast of NVLink switches can take a shared host down, and nothing here gains from it.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}

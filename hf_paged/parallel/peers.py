@@ -1,4 +1,4 @@
-"""Memory that the GPUs of one host read and write in each other, for the all-reduce of `kernels/all_reduce.py`."""
+"""Memory that the GPUs of one host read and write in each other, for the all-reduce of `kernels/comm/all_reduce.py`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_paged.kernels._device import compute_capability
-from hf_paged.kernels._peers import MAX_PROGRAMS, MAX_RANKS, Peers, buffer_bytes, empty_buffer
+from hf_paged.device.cuda import compute_capability
 from hf_paged.kernels._triton import triton
+from hf_paged.kernels.comm._peers import MAX_PROGRAMS, MAX_RANKS, Peers, buffer_bytes, empty_buffer
 from hf_paged.parallel.group import ENVIRONMENT, ParallelGroup
 
 # 6,144 rows of 8192 half-precision columns.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hf_paged.kernels.upload import upload
+from hf_paged.device.upload import upload
 from hf_paged.models.tuners import BASE
 
 

@@ -7,13 +7,13 @@ from collections import Counter
 import numpy as np
 import torch
 
+from hf_paged.device.upload import upload
 from hf_paged.kernels.attention.backends import AttentionBackend
 from hf_paged.kernels.attention.grouped_work import GroupChoice, GroupedPlan, plan_groups
 from hf_paged.kernels.attention.metadata import DecodeWork, GroupedWork, PagedMetadata, PromptWork, TileQueue
 from hf_paged.kernels.attention.prefill import FULL_TILE, SHORT_SEQUENCE
 from hf_paged.kernels.attention.prompt_work import PromptPlan, Prompts
 from hf_paged.kernels.step_inputs import StepInputs
-from hf_paged.kernels.upload import upload
 from hf_paged.models import KVSpec
 from hf_paged.runner.request_state import RequestState
 from hf_paged.runner.step_context import Ends, Parts

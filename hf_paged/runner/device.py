@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hf_paged.config import PagedConfig
+from hf_paged.device.cuda_driver import DriverError
 from hf_paged.models import ModelExecutor
-from hf_paged.models.cuda_driver import DriverError
 from hf_paged.runner.kv_cache import filled
 from hf_paged.runner.kv_reads import KVReads
 from hf_paged.runner.memory import most_blocks_ever, owned_num_blocks, rehearse, shared_num_blocks

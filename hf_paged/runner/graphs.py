@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.kernels.compiling import compiled_together
-from hf_paged.kernels.upload import upload
+from hf_paged.device.captures import capture_lock, captures
+from hf_paged.device.upload import upload
+from hf_paged.guards.facts import tensors_inside
+from hf_paged.guards.inner_tensors import watched
+from hf_paged.kernels.build.compiling import compiled_together
 from hf_paged.models import ModelExecutor
 from hf_paged.models.aliases import aliases
-from hf_paged.models.captures import capture_lock, captures
-from hf_paged.models.guards.facts import tensors_inside
-from hf_paged.models.guards.inner_tensors import watched
 from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache

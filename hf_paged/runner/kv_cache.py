@@ -6,9 +6,10 @@ import logging
 
 import torch
 
-from hf_paged.models import KVSpec, virtual_memory
-from hf_paged.models.cuda_driver import DriverError
-from hf_paged.models.virtual_memory import VirtualMemory
+from hf_paged.device import virtual_memory
+from hf_paged.device.cuda_driver import DriverError
+from hf_paged.device.virtual_memory import VirtualMemory
+from hf_paged.models import KVSpec
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.config import PagedConfig
-from hf_paged.kernels.compiling import compiled_together
+from hf_paged.kernels.build.compiling import compiled_together
 from hf_paged.models import KVSpec, ModelExecutor
 from hf_paged.runner.kv_cache import blocks_within
 from hf_paged.runner.model_runner import ModelRunner

@@ -12,11 +12,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from hf_paged.device.captures import capture_lock
+from hf_paged.device.upload import upload
 from hf_paged.kernels.attention.backends import resolve_backend
-from hf_paged.kernels.compiling import compiled_together
-from hf_paged.kernels.upload import upload
+from hf_paged.kernels.build.compiling import compiled_together
 from hf_paged.models import KVSpec, ModelExecutor
-from hf_paged.models.captures import capture_lock
 from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.graphs import StepGraphs, Undrawn

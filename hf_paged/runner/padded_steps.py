@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hf_paged.device.upload import upload
 from hf_paged.kernels.attention.grouped_work import GroupedPlan
 from hf_paged.kernels.attention.metadata import (
     DecodeWork,
@@ -24,7 +25,6 @@ from hf_paged.kernels.attention.metadata import (
 )
 from hf_paged.kernels.attention.prompt_work import padded
 from hf_paged.kernels.step_inputs import StepInputs
-from hf_paged.kernels.upload import upload
 from hf_paged.models import ModelExecutor
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hf_paged.device.upload import upload
 from hf_paged.kernels.step_inputs import StepInputs, step_inputs
-from hf_paged.kernels.upload import upload
 from hf_paged.runner.adapter_slots import AdapterSlots
 from hf_paged.runner.sharded_sampling import ShardedSampling
 from hf_paged.sampling.edit_lines import float_line, int_line

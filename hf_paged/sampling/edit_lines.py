@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from hf_paged.kernels.upload import upload
+from hf_paged.device.upload import upload
 
 # A list of one request may not make the table of all requests outgrow the device: 1 MiB a line.
 MOST_NUMBERS = 1 << 18

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.kernels.upload import upload
+from hf_paged.device.upload import upload
 from hf_paged.sampling.edit_lines import (
     SharedLines,
     encode_bars,

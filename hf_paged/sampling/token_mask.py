@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hf_paged.device.upload import upload
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
-from hf_paged.kernels.upload import upload
 
 _TILE = 4096
 

@@ -8,7 +8,7 @@ import pytest
 
 from hf_paged.engine.stop_texts import StopTexts, cut
 from hf_paged.integration.continuous_batching.requests import ServedOutput
-from hf_paged.integration.serving.choices import finish_reason
+from hf_paged.server.choices import finish_reason
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -19,10 +19,10 @@ import torch
 from layers_reference import row_of_layers
 
 import hf_paged
-from hf_paged.kernels import decoder_layers_support as support
-from hf_paged.kernels.decoder_layers.shape import FAR_BITS, kinds
-from hf_paged.kernels.decoder_layers_support import Decoder
-from hf_paged.models import virtual_memory
+from hf_paged.device import virtual_memory
+from hf_paged.kernels.hopper import decoder_layers_support as support
+from hf_paged.kernels.hopper.decoder_layers.shape import FAR_BITS, kinds
+from hf_paged.kernels.hopper.decoder_layers_support import Decoder
 
 GPU = torch.device("cuda", 0)
 pytestmark = [

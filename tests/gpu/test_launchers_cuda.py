@@ -19,9 +19,9 @@ SCRIPT = """
 import json, threading
 import torch
 from triton.runtime import build
-from hf_paged.kernels.compiling import compiled_together
-from hf_paged.kernels.silu_mul import silu_mul
-from hf_paged.kernels.add_rms_norm import add_rms_norm
+from hf_paged.kernels.build.compiling import compiled_together
+from hf_paged.kernels.layer.silu_mul import silu_mul
+from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
 
 built, own = [], build._build
 def noting(name, *args, **options):

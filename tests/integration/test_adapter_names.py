@@ -25,8 +25,8 @@ from support import (
 from transformers import GenerationConfig, LogitsProcessorList
 
 import hf_paged
+from hf_paged.guards.adapter_hooks import naming
 from hf_paged.models import fused
-from hf_paged.models.guards.adapter_hooks import naming
 
 peft = pytest.importorskip("peft", reason="an extra of the test environment")
 from lora_models import lora_config, randomize, with_adapter  # noqa: E402

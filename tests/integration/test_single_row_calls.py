@@ -11,8 +11,8 @@ import torch
 from support import random_prompts, tiny_model
 
 import hf_paged
+from hf_paged.guards.facts import Facts
 from hf_paged.kernels.attention import metadata
-from hf_paged.models.guards.facts import Facts
 
 
 class Calls(NamedTuple):
@@ -53,7 +53,7 @@ def costs(paged: bool) -> dict[str, Calls]:
 def test_layers_and_tokens_make_fewer_calls_than_stocks_and_a_short_call_no_more():
     """A call of four tokens, with all of its checks, about as many."""
     ours, stocks = costs(paged=True), costs(paged=False)
-    for what, most in {"layer": 0.75, "token": 0.85, "call": 1.1}.items():
+    for what, most in {"layer": 0.8, "token": 0.85, "call": 1.1}.items():
         for own, other in zip(ours[what], stocks[what], strict=True):
             assert own <= most * other, (what, ours, stocks)
 

@@ -182,7 +182,7 @@ def test_the_kernel_that_a_thread_compiles_beforehand_is_the_one_that_a_call_lau
     pytest.importorskip("triton")
     script = Path(__file__).with_name("checksum_script.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = [str(Path(hf_paged.__file__).parents[1]), str(script.parent), environment.get("PYTHONPATH", "")]
+    paths = [str(Path(hf_paged.__file__).parents[1]), str(script.parents[1]), environment.get("PYTHONPATH", "")]
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -9,9 +9,9 @@ import torch
 import triton
 from pretended_gpu import GPU, OnGpu, compiled, launched, pretend
 
-from hf_paged.kernels import decoder_layers_support as support
 from hf_paged.kernels import gluon_support
-from hf_paged.kernels.decoder_layers.kernel import layers_kernel
+from hf_paged.kernels.hopper import decoder_layers_support as support
+from hf_paged.kernels.hopper.decoder_layers.kernel import layers_kernel
 from hf_paged.models import one_launch
 from hf_paged.models.one_launch import OneLaunch, Rows
 

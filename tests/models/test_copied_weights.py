@@ -7,8 +7,8 @@ import torch
 from fake_driver import lent_driver
 from torch import nn
 
+from hf_paged.device.cuda_driver import DriverError
 from hf_paged.models.copied_weights import CopiedWeights
-from hf_paged.models.cuda_driver import DriverError
 from hf_paged.models.linear_groups import LinearGroups
 
 driver = pytest.fixture(lent_driver, name="driver")

@@ -12,7 +12,8 @@ from support import HostMemory, assert_native_parity, batch, random_prompts, sto
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged.models import families, find_executor
+from hf_paged.guards import families
+from hf_paged.models import find_executor
 from hf_paged.models import fused as fused_executor
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.models.generic import GenericExecutor

@@ -10,8 +10,8 @@ from support import assert_lockstep, assert_native_parity, assert_same_tensor, b
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_paged
-from hf_paged.models.families import FAMILIES as FAMILIES_KNOWN
-from hf_paged.models.families import WRAPPERS
+from hf_paged.guards.families import FAMILIES as FAMILIES_KNOWN
+from hf_paged.guards.families import WRAPPERS
 
 FAMILIES = sorted(VARIANTS)
 ONE_OF_EACH = sorted({variant.config: name for name, variant in reversed(VARIANTS.items())}.values())

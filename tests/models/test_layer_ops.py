@@ -11,7 +11,7 @@ from family_models import family_model
 from support import HostMemory, assert_native_parity, batch, random_prompts, tiny_model
 
 import hf_paged
-from hf_paged.kernels import qk_norm_rope_store as fused_op
+from hf_paged.kernels.layer import qk_norm_rope_store as fused_op
 from hf_paged.models import fused as fused_executor
 from hf_paged.models.layer_ops import FUSED, PLAIN
 from hf_paged.models.plain_linear import apply_module

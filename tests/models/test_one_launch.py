@@ -25,8 +25,8 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
-from hf_paged.kernels import compiling
-from hf_paged.kernels import decoder_layers_support as support
+from hf_paged.kernels.build import compiling
+from hf_paged.kernels.hopper import decoder_layers_support as support
 from hf_paged.models import one_launch
 from hf_paged.models.one_launch import OneLaunch, Rows
 
@@ -458,7 +458,7 @@ def test_the_kernel_is_compiled_elsewhere_and_found_on_the_disk_by_the_next_proc
     """By Triton's own compiler, for a GPU that is not there: what is compiled ahead is what the launch asks for."""
     pytest.importorskip("triton.experimental.gluon")
     script, tests = Path(__file__).with_name("one_launch_script.py"), Path(__file__).parents[1]
-    paths = [str(tests.parent), str(tests), str(tests / "kernels"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)

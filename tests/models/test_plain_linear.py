@@ -5,7 +5,7 @@ from support import random_prompts, tiny_model
 from torch import nn
 
 import hf_paged
-from hf_paged.kernels.linear import linear
+from hf_paged.kernels.layer.linear import linear
 from hf_paged.models.plain_linear import apply_linear, is_plain_linear
 
 

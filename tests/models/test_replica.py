@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import hf_paged
+from hf_paged.guards.adapter_hooks import naming
 from hf_paged.models.fsdp import is_hook, plain_class
-from hf_paged.models.guards.adapter_hooks import naming
 from hf_paged.models.replica import Replica
 
 PROMPTS = batch([12, 5])

@@ -14,7 +14,7 @@ from support import assert_falls_back, assert_native_parity, batch, tiny_model
 from torch import nn
 
 import hf_paged
-from hf_paged.models.guards.compressed import is_known_forward, is_quantized_forward
+from hf_paged.guards.compressed import is_known_forward, is_quantized_forward
 from hf_paged.models.tokenwise import BATCH_DEPENDENT, UNKNOWN, class_reason, quantization_state, scheme_reason
 
 INPUTS = batch([40, 33, 7])

@@ -22,7 +22,7 @@ from support import (
 from torch import nn
 
 import hf_paged
-from hf_paged.models.families import WRAPPERS
+from hf_paged.guards.families import WRAPPERS
 from hf_paged.models.generic import GenericExecutor
 
 CALL = {**batch([3, 17, 40, 33]), "max_new_tokens": 24}

@@ -11,10 +11,10 @@ from support import byte_tokenizer, tiny_model
 from transformers import PreTrainedTokenizerBase
 
 from hf_paged import PagedGenerator
-from hf_paged.integration.serving import templates
-from hf_paged.integration.serving.calls import RefusedRequestError
-from hf_paged.integration.serving.wishes import Wishes
 from hf_paged.options.chat_keywords import OURS, check_read
+from hf_paged.server import templates
+from hf_paged.server.calls import RefusedRequestError
+from hf_paged.server.wishes import Wishes
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
 CHAT = [{"role": "user", "content": "hi"}]

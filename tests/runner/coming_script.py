@@ -12,8 +12,8 @@ import torch
 from pretended_gpu import OnGpu, compile_nothing, compiled, launched, pretend
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from hf_paged.kernels import compiling
-from hf_paged.kernels.compiling import compiled_together
+from hf_paged.kernels.build import compiling
+from hf_paged.kernels.build.compiling import compiled_together
 from hf_paged.models import find_executor
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.padded_steps import PaddedSteps

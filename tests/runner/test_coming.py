@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the pretended
 def looked_at(tmp_path_factory, backend):
     script, root = Path(__file__).with_name("coming_script.py"), Path(hf_paged.__file__).parent.parent
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = [str(root), str(script.parent.parent / "kernels"), environment.get("PYTHONPATH", "")]
+    paths = [str(root), str(script.parent.parent), environment.get("PYTHONPATH", "")]
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, script, backend]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

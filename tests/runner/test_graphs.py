@@ -27,14 +27,14 @@ import hf_paged
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.pace import Pace
 from hf_paged.engine.speculation import Speculation
-from hf_paged.kernels import compiling
-from hf_paged.kernels import decoder_layers_support as support
 from hf_paged.kernels.attention import grouped_prefill, prompt_work
 from hf_paged.kernels.attention.backends import TritonBackend
 from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
 from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill
 from hf_paged.kernels.attention.metadata import GroupedWork, PromptWork, TileQueue
 from hf_paged.kernels.attention.prompt_work import RowPrograms
+from hf_paged.kernels.build import compiling
+from hf_paged.kernels.hopper import decoder_layers_support as support
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.runner import graphs as graphs_module
 from hf_paged.runner import padded_steps

@@ -15,9 +15,10 @@ from support import assert_idle, assert_native_parity, batch, random_prompts, st
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged.models import KVSpec, virtual_memory
-from hf_paged.models.cuda_driver import DriverError, find_driver
-from hf_paged.models.virtual_memory import VirtualMemory
+from hf_paged.device import virtual_memory
+from hf_paged.device.cuda_driver import DriverError, find_driver
+from hf_paged.device.virtual_memory import VirtualMemory
+from hf_paged.models import KVSpec
 from hf_paged.runner.kv_cache import KVCache, blocks_within, filled
 
 SPEC = KVSpec(2, 6, 3, 16, torch.float32, torch.float32, torch.device("cpu"))

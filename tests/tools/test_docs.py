@@ -112,10 +112,10 @@ PASSED_BY = {
     "sampling/sample_tokens.py", "engine/stopping.py", "options/arguments.py", "integration/requests.py",
     "integration/pretrained.py", "integration/progress.py", "engine/lockstep.py", "integration/explain.py",
     "runner/graphs.py",
-    "models/virtual_memory.py", "kernels/attention/grouped_decode.py", "integration/async_calls.py",
+    "device/virtual_memory.py", "kernels/attention/grouped_decode.py", "integration/async_calls.py",
     "engine/driver.py", "kernels/attention/grouped_prefill.py", "kernels/attention/hopper_prefill.py",
     "models/one_launch.py",
-    "kernels/join_add_rms_norm.py", "kernels/compiling.py", "runner/padded_steps.py",
+    "kernels/layer/join_add_rms_norm.py", "kernels/build/compiling.py", "runner/padded_steps.py",
 }
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def dry_run(*arguments):
     if shutil.which("make") is None:
         pytest.skip("no make")
-    # A `make test` that runs this hands its own options and level to every `make` below it, which then says where it is.
+    # A `make test` that runs this test hands its own options and level to every `make` below it.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     return subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True,
                           timeout=60)

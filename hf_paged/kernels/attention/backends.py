@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from hf_paged.kernels._device import num_multiprocessors
+from hf_paged.device.cuda import num_multiprocessors
 from hf_paged.kernels.attention import flash_backend, hopper_support
 from hf_paged.kernels.attention.decode import decode_cta_slots, paged_attention_decode
 from hf_paged.kernels.attention.decode_work import plan_items

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._device import num_multiprocessors, shared_memory
+from hf_paged.device.cuda import num_multiprocessors, shared_memory
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     column_numbers,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_paged.kernels._device import compute_capability
+from hf_paged.device.cuda import compute_capability
 from hf_paged.kernels._triton import on_device_of
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata, positively_scaled
 from hf_paged.optional import install

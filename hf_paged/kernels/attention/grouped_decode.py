@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels._device import num_multiprocessors, shared_memory
+from hf_paged.device.cuda import num_multiprocessors, shared_memory
 from hf_paged.kernels._triton import jit, on_device_of, pdl_supported, require_triton, tl, triton
 from hf_paged.kernels.attention._parts import (
     BEGIN,

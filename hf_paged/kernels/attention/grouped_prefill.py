@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels._device import num_multiprocessors, shared_memory
+from hf_paged.device.cuda import num_multiprocessors, shared_memory
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl
 from hf_paged.kernels.attention._parts import BEGIN, END, FIRST, PART, ROWS, SLOT, SPLIT, SPLITS, shared_part
 from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim

@@ -23,13 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hf_paged.kernels._device import num_multiprocessors
+from hf_paged.device.cuda import num_multiprocessors
 from hf_paged.kernels._gluon import barrier, load_box, reinterpret
 from hf_paged.kernels._triton import on_device_of, triton
 from hf_paged.kernels.attention._tile import LOG2_E
 from hf_paged.kernels.attention.hopper_support import BLOCK_M, POSITIONS, packed_heads
 from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata, TileQueue, positively_scaled
-from hf_paged.kernels.compiling import noted
+from hf_paged.kernels.build.compiling import noted
 
 _BLOCK_M = gl.constexpr(BLOCK_M)
 _LANES = gl.constexpr(64)  # of a column of shared memory, the widest that TMA swizzles

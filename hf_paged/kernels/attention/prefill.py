@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._device import shared_memory
+from hf_paged.device.cuda import shared_memory
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 from hf_paged.kernels.attention._pages import blocks_of_tile, load_keys, load_values
 from hf_paged.kernels.attention._parts import ROW_PART, ROW_PIECES

@@ -1,0 +1,1 @@
+"""Memory and properties of a device; knows no model."""

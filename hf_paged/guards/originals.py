@@ -1,0 +1,115 @@
+"""The originals of what a call runs through: taken at import, and when a family's modeling file is first met."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import logits_process, stopping_criteria
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_paged.guards.activations import ELEMENTWISE
+from hf_paged.guards.at_home import Place, is_own_function
+from hf_paged.guards.families import FAMILIES, Family, Wrapper
+from hf_paged.guards.own_code import Originals, of_tensors
+
+# Methods that decide what stock generate feeds its forward and what becomes of the result.
+DECIDING_METHODS = (
+    "forward", "__call__", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample",
+    "_prefill", "_get_logits_processor", "_get_stopping_criteria", "_optimize_model_for_decode",
+    "_has_unfinished_sequences", "get_compiled_call",
+)
+_FAMILIES: dict[tuple[str, Wrapper | None], Originals] = {}
+_ENTRIES: dict[Any, Originals] = {}  # by function of transformers' in a registry
+_NOT_IN_A_FORWARD = frozenset({"extra_repr", "reset_parameters", "_init_weights", "kernel_condition"})
+
+
+@functools.cache
+def of_class(kind: type) -> Originals:
+    """Of a class of modules, processors or criteria: what its objects run when they are called, and are made by."""
+    names: Iterable[str] = _functions_of(kind)
+    if issubclass(kind, nn.Module):
+        names = ("__call__", "forward") if kind.forward is not nn.Module.forward else ("__call__",)  # a container
+    package = kind.__module__.split(".")[0]
+    return Originals([(kind, name) for name in names], packages=() if package == "torch" else (f"{package}.",))
+
+
+def of_family(family: Family) -> Originals:
+    """Of all classes that may stand in a model of this family; its modeling file is imported."""
+    key = family.package, family.wrapper
+    if key not in _FAMILIES:
+        bindings = [Place(family.modeling, name) for name in family.class_names()]
+        if (wrapper := family.wrapper) is not None:
+            bindings += [Place(wrapper.modeling, kind.__name__) for kind in (family.model_class, wrapper.body)]
+        classes = Originals(bindings)
+        if classes.patched() is not None:  # whose classes these are, nobody knows: look again at the next call
+            return classes
+        _FAMILIES[key] = _of_family(family, bindings)
+    return _FAMILIES[key]
+
+
+def _of_family(family: Family, bindings: list[Place]) -> Originals:
+    parts = {kind for part in family.parts for kind in family.classes(part)}
+    roots = [
+        (kind, name) for kind in sorted(parts, key=lambda kind: kind.__name__)
+        for name in ("forward", "__call__", *_functions_of(kind)) if name not in _NOT_IN_A_FORWARD
+    ]
+    model_class = family.model_class
+    deciding = [(model_class, name) for name in DECIDING_METHODS if hasattr(model_class, name)]
+    if family.wrapper is not None:
+        deciding += [(family.wrapper.body, name) for name in ("forward", "__call__")]
+    return Originals([*bindings, *roots, *deciding, *of_tensors()])
+
+
+def patched_class(kinds: Iterable[type]) -> str | None:
+    """The first method or function that somebody replaced of all that objects of these classes run, or None."""
+    return next((place for kind in kinds if (place := of_class(kind).patched()) is not None), None)
+
+
+def patched_entry(function: Any) -> str | None:
+    """As `patched_class`, for an entry of a registry; its own name where it is none of transformers' functions."""
+    if function not in _ENTRIES:
+        if not is_own_function(function):
+            return str(getattr(function, "__qualname__", function))
+        _ENTRIES[function] = Originals(functions=[function])
+    return _ENTRIES[function].patched()
+
+
+def _functions_of(kind: type) -> Iterator[str]:
+    """Names of the functions that a class defines; of one that is no module also those it inherits, `__init__` too."""
+    definers = (kind,) if issubclass(kind, nn.Module) else kind.__mro__[:-1]
+    for definer in definers:
+        for name, value in vars(definer).items():
+            special = name.startswith("__") and issubclass(kind, nn.Module)
+            if isinstance(getattr(value, "__func__", value), FunctionType) and not special:
+                yield name
+
+
+def _take_early() -> None:
+    """What is imported already, before anybody has much time to patch it."""
+    for module in (logits_process, stopping_criteria):
+        for kind in vars(module).values():
+            if isinstance(kind, type) and kind.__module__ == module.__name__:
+                of_class(kind)
+    for kind in (nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, *ELEMENTWISE):
+        of_class(kind)
+    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS):
+        for name in registry.keys():  # noqa: SIM118 - not every registry is a mapping in full
+            if is_own_function(registry[name]):
+                patched_entry(registry[name])
+    for family in FAMILIES:
+        if family.module_name in sys.modules:
+            of_family(family)
+
+
+MERGING = Originals([
+    (GenerationMixin, "_prepare_generation_config"), (GenerationConfig, "update"), (GenerationConfig, "validate"),
+])
+_take_early()

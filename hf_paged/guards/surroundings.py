@@ -1,0 +1,22 @@
+"""What surrounds a call and reaches into all that torch computes in it."""
+
+from __future__ import annotations
+
+from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from hf_paged.errors import Reason
+from hf_paged.guards.remedies import REMOVE_HOOK
+
+
+def surroundings_reason() -> Reason | None:
+    """Why nothing can be computed here and now as stock would compute it, or None."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return Reason("global forward hooks are registered", remedy=REMOVE_HOOK)
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        if type(mode) is not DeviceContext:  # a default device, which the engine keeps off its own tensors
+            return Reason("a {} is active, which sees or changes every function of torch", type(mode).__qualname__,
+                          remedy="Leave the torch mode (`with` block) before generating.")
+    return None

@@ -1,0 +1,1 @@
+"""Kernels in which several GPUs meet."""

@@ -1,0 +1,1 @@
+"""The operations of a decoder layer, one a file: reference, kernel, dispatch."""

@@ -1,0 +1,183 @@
+"""x @ weight.T for few rows of x, where reading the weight once at full bandwidth is all there is to do.
+
+Alone, or with the silu(gate) * up that comes after it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from hf_paged.device.cuda import compute_capability, shared_memory
+from hf_paged.kernels._triton import triton
+from hf_paged.kernels.layer._dot_silu import dot_silu
+from hf_paged.kernels.layer._gemv import GemvConfig, gemv
+from hf_paged.kernels.layer._linear_dot import DotConfig, dot_linear, dot_parts, joined_dot_parts
+from hf_paged.kernels.layer.silu_mul import silu_mul_unchecked
+
+# Shared memory a block must be allowed for the tiles below, which take up to 96 KiB: with 99 KiB (sm_86, sm_89, sm_120)
+# there would be one on a multiprocessor, and none is measured.
+_DOT_SHARED_MEMORY = 160 << 10
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T + bias``, added up in float32 in a fixed order and rounded once.
+
+    Args:
+        x: ``[T, K]``, any strides (torch's own where the last dim is not contiguous, as for the weight).
+        weight: ``[N, K]``, x's dtype.
+        bias: ``[N]``, x's dtype; None: nothing is added.
+
+    Returns:
+        ``[T, N]``, x's dtype, contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes that are not as above.
+    """
+    _check(x, weight, bias)
+    return linear_unchecked(x, weight, bias)
+
+
+def linear_unchecked(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """:func:`linear` for tensors that are known to be as it says."""
+    if not x.is_cuda:
+        return F.linear(x, weight, bias)
+    config = choose_config(x, weight) if bias is None or bias.is_contiguous() else None
+    return linear_reference(x, weight, bias) if config is None else linear_triton(x, weight, bias, config)
+
+
+def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """:func:`linear` in plain torch."""
+    return F.linear(x, weight, bias)
+
+
+def linear_triton(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: GemvConfig | DotConfig
+) -> torch.Tensor:
+    """:func:`linear` as one Triton launch (two where a `DotConfig` splits K)."""
+    if isinstance(config, GemvConfig):
+        return gemv(x, weight, bias, config)
+    return dot_linear(x, weight, bias, config)
+
+
+def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """:func:`linear` as far as its first launch brings it, for who adds the sums up together with what comes next.
+
+    Returns:
+        ``[T, N]`` as :func:`linear`, or float32 ``[S, T, N]``: sums over parts of the columns, to be added up in order
+        and rounded once.
+    """
+    _check(x, weight, None)
+    return linear_parts_unchecked(x, weight)
+
+
+def linear_parts_unchecked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """:func:`linear_parts` for tensors that are known to be as it says."""
+    config = choose_config(x, weight)
+    return dot_parts(x, weight, config) if isinstance(config, DotConfig) else linear_unchecked(x, weight)
+
+
+def joined(product: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What :func:`linear` gives in `dtype`, of what :func:`linear_parts` gave."""
+    if product.is_cuda and product.dim() == 3:
+        return joined_dot_parts(product, None, dtype)
+    return joined_reference(product, dtype)
+
+
+def joined_reference(product: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """:func:`joined` in plain torch."""
+    if product.dim() == 2:
+        return product
+    total = torch.zeros_like(product[0])
+    for part in product:
+        total += part
+    return total.to(dtype)
+
+
+def makes_parts(device: torch.device) -> bool:
+    """May :func:`linear_parts` give sums over parts of the columns there?"""
+    return device.type == "cuda"
+
+
+def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``silu_mul(linear(x, weight))``, weight ``[2 * I, K]`` being gates, then ups: ``[T, I]``."""
+    _check(x, weight, None)
+    if len(weight) % 2:
+        raise ValueError(f"weight must be [2 * I, K], got {tuple(weight.shape)}")
+    return linear_silu_mul_unchecked(x, weight)
+
+
+def linear_silu_mul_unchecked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """:func:`linear_silu_mul` for tensors that are known to be as it says."""
+    config = choose_config(x, weight)
+    if isinstance(config, GemvConfig) or (config is not None and config.split_k == 1):
+        return linear_silu_mul_triton(x, weight, config)
+    return silu_mul_unchecked(linear_unchecked(x, weight))
+
+
+def linear_silu_mul_triton(
+    x: torch.Tensor, weight: torch.Tensor, config: GemvConfig | DotConfig
+) -> torch.Tensor:
+    """:func:`linear_silu_mul` as one Triton launch; ``[T, 2 * I]`` never is in memory.
+
+    A program takes as many weight rows as with :func:`linear_triton`, half of them gates, so that the products are
+    added up alike, but, without tensor cores, for which of the first two the compiler fuses into the addition. A
+    `DotConfig` must not split K.
+    """
+    if isinstance(config, DotConfig):
+        return dot_silu(x, weight, config)
+    return gemv(x, weight, None, config._replace(block_n=max(1, config.block_n // 2)), silu=True)
+
+
+def choose_config(x: torch.Tensor, weight: torch.Tensor) -> GemvConfig | DotConfig | None:
+    """What is fastest for these tensors; None: torch's own."""
+    if triton is None or not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if x.stride(1) != 1 or weight.stride(1) != 1 or len(x) == 0:
+        return None
+    config, available = fastest_config(len(x), *weight.shape), _shared_memory(x.device)
+    return config if available >= (_DOT_SHARED_MEMORY if isinstance(config, DotConfig) else 1) else None
+
+
+def fastest_config(rows: int, outputs: int, width: int) -> GemvConfig | DotConfig | None:
+    """What an H200 wants for x [rows, width] and a weight [outputs, width] (linear_tuning.py); None: cuBLAS."""
+    if rows == 1:
+        # Some 8 KiB of the weight a program.
+        return GemvConfig(4 if width < 2048 else 2 if width < 4096 else 1, 4, 2)
+    if rows == 2:
+        if outputs >= 16384:  # enough programs to make them small: a warp each, sums joined without shared memory
+            return GemvConfig(4, 1, 2)
+        if width < 2048:  # one turn of the loop, or two
+            return GemvConfig(4, 4, 1)
+        return GemvConfig(1 if outputs < 4096 else 2, 4, 2)
+    if rows <= 4 and outputs < 2048:  # too few tiles of 64 outputs, even with K split
+        return GemvConfig(2, 4, 2)
+    if rows <= 32:
+        if outputs <= 4096:  # fewer tiles than half the multiprocessors: K split makes four times as many
+            return DotConfig(64, 128, 4, 4, 4)
+        if outputs >= 16384 or width < 2048:
+            return DotConfig(64, 128, 1, 4, 4)
+        return None  # about a tile a multiprocessor, for some none: up to a third slower than cuBLAS
+    if rows <= 64 and outputs <= 1024:  # cuBLAS leaves most multiprocessors idle
+        return DotConfig(64, 64, 8, 4, 4)
+    return None
+
+
+@lru_cache(maxsize=64)
+def _shared_memory(device: torch.device) -> int:
+    """Bytes a block may have; 0 where the kernels do not run (before Ampere, AMD)."""
+    if (compute_capability(device) or (0, 0)) < (8, 0):
+        return 0
+    return max(1, shared_memory(device))
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x must be [T, K] and weight [N, K], got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
+    dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
+    if len(dtypes) > 1:
+        raise ValueError(f"x, weight and bias must share a dtype, got {sorted(map(str, dtypes))}")

@@ -1,0 +1,1 @@
+"""The operations of low-rank adapters, one a file."""

@@ -1,0 +1,221 @@
+# mypy: disallow-untyped-defs=False
+"""x @ a.T * scaling of all LoRA adapters of the layers that read x, each row by its own adapters, in one launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hf_paged.device.cuda import shared_memory
+from hf_paged.kernels._triton import (
+    after_previous_kernel,
+    jit,
+    on_device_of,
+    require_triton,
+    tl,
+    triton,
+)
+from hf_paged.kernels.lora._lora_tile import (
+    FIELDS,
+    lora_dot,
+    pointer_to,
+    precision_of,
+    prefetch_b,
+    prefetches,
+    rows_of_tile,
+    table_options,
+    tiles_of_rows,
+)
+from hf_paged.kernels.lora.lora_order import MANY_ROWS, RowOrder
+from hf_paged.kernels.lora.lora_table import LoraTable, power_of_two
+
+_HOPPER_SHARED_MEMORY = 200 << 10  # bytes a block may have there, at the least
+
+
+class ShrinkConfig(NamedTuple):
+    """Rows, rank columns and columns of x in a tile, programs that share a row's columns, float32 products, launch.
+
+    Where rows have entries of their own, their order says how many are in a tile.
+    """
+
+    block_m: int
+    block_r: int
+    block_k: int
+    split_k: int
+    precision: str
+    num_warps: int
+    num_stages: int
+
+
+def lora_shrink(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> torch.Tensor:
+    """``x @ a.T * scaling``, added up in float32, in a fixed order.
+
+    Args:
+        x: ``[T, K]``, rows contiguous; converted to the table's `compute_dtype`, as the adapters are.
+        table: whose a are ``[r, K]``.
+        order: which entry each row has; None: the first for all.
+
+    Returns:
+        ``[splits, T, P, J, rank]`` float32, partial sums for `lora_expand`. Undefined for rows without an entry and
+        beyond the adapter's rank.
+
+    Raises:
+        ValueError: shapes or dtypes that are not as above.
+    """
+    _check(x, table, order)
+    return lora_shrink_unchecked(x, table, order)
+
+
+def lora_shrink_unchecked(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> torch.Tensor:
+    """:func:`lora_shrink` for tensors that are known to be as it says."""
+    if not x.is_cuda:
+        return lora_shrink_reference(x, table, order)
+    return lora_shrink_triton(x, table, order, shrink_config(x, table, order))
+
+
+def lora_shrink_reference(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> torch.Tensor:
+    """:func:`lora_shrink` in plain torch, zero where that is undefined."""
+    out = x.new_zeros((1, len(x), table.num_parts, table.num_members, table.rank), dtype=torch.float32)
+    x = x.to(table.compute_dtype).float()
+    for e, entry in enumerate(table.entries[: 1 if order is None else None]):
+        rows = slice(None) if order is None else (order.entries == e).nonzero()[:, 0]
+        for p, part in enumerate(entry):
+            for j, adapter in enumerate(part):
+                if adapter is not None:
+                    a = adapter.a.to(table.compute_dtype).float()
+                    out[0, rows, p, j, : len(a)] = x[rows] @ a.t() * adapter.scaling
+    return out
+
+
+@jit(varying_ints=("num_rows",))
+def _shrink_kernel(
+    x,
+    places,
+    scales,
+    rows,
+    tile_entries,
+    out,
+    num_rows,
+    K,
+    k_per_split,
+    x_stride,
+    HAS_ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    RANK: tl.constexpr,
+    KIND: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    LOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    X_IS_EXACT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out [splits, num_rows, PARTS * MEMBERS, RANK]; a program BLOCK_R of an entry's ranks, rows and a part of K.
+    """
+    SLOTS: tl.constexpr = PARTS * MEMBERS
+    if HAS_ROWS:
+        after_previous_kernel(PDL)
+    row, inside, entry = rows_of_tile(rows, tile_entries, num_rows, HAS_ROWS, BLOCK_M)
+    places += tl.maximum(entry, 0) * (SLOTS * FIELDS)
+    scales += tl.maximum(entry, 0) * SLOTS
+    begin = tl.program_id(1) * BLOCK_R
+    split = tl.program_id(2)
+    k_begin = split * k_per_split
+    k_end = tl.minimum(k_begin + k_per_split, K)
+    column = begin + tl.arange(0, BLOCK_R)
+    slot = column // RANK
+    index = column % RANK  # within the adapter
+    known = slot < SLOTS
+    rank = tl.load(places + slot * FIELDS + 3, mask=known, other=0)
+    column_inside = index < rank
+    a = pointer_to(tl.load(places + slot * FIELDS, mask=known, other=0), KIND, ALIGNED)
+    if PREFETCH and (((tl.program_id(0) == 0) | HAS_ROWS) & (tl.program_id(1) == 0)):  # what the expansion will read
+        prefetch_b(places, split, SLOTS, SPLITS)
+    if not HAS_ROWS:
+        after_previous_kernel(PDL)
+
+    if entry >= 0:
+        scale = tl.load(scales + slot, mask=known, other=0.0)
+        k = tl.arange(0, BLOCK_K)
+        x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+        a_at = a[:, None] + index[:, None] * K + k[None, :]
+        acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        for start in range(k_begin, k_end, BLOCK_K):
+            k_inside = (start + k < k_end) | EVEN_K
+            x_tile = tl.load(x_at + start, mask=inside[:, None] & k_inside[None, :], other=0.0)
+            a_tile = tl.load(a_at + start, mask=column_inside[:, None] & k_inside[None, :], other=0.0)
+            if LOW or not X_IS_EXACT:
+                x_tile = x_tile.to(COMPUTE)
+            acc = lora_dot(x_tile, tl.trans(a_tile.to(COMPUTE)), acc, LOW, PRECISION, X_IS_EXACT)
+        at = (split * num_rows + row).to(tl.int64)[:, None] * (SLOTS * RANK) + column[None, :]
+        tl.store(out + at, acc * scale[None, :], mask=inside[:, None] & column_inside[None, :])
+
+
+def shrink_config(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> ShrinkConfig:
+    """What is fastest on an H200 (lora_speed.py)."""
+    rows, width = x.shape
+    precision = precision_of(x.dtype)
+    columns = table.num_slots * table.rank
+    if rows >= MANY_ROWS:  # each x is read once for most tables
+        # Where products of three parts come out of registers, as before Hopper, tiles as wide as there spill.
+        in_parts = precision == "tf32x3" and table.compute_dtype == torch.float32
+        block_k = 32 if in_parts and shared_memory(x.device) < _HOPPER_SHARED_MEMORY else 64
+        return ShrinkConfig(64, min(64, power_of_two(columns)), block_k, 1, precision, 4, 3)
+    block_m = (16 if rows <= 16 else 32 if rows <= 32 else 64) if order is None else order.tile
+    block_r = table.rank_tile
+    split_k = max(1, min(16, width // 128))  # whatever the rows: kernels that add them up are compiled for a number
+    block_k = 128 if block_r <= 32 and width >= 128 * split_k else 64
+    return ShrinkConfig(block_m, block_r, block_k, split_k, precision, 4, 3)
+
+
+def lora_shrink_triton(x: torch.Tensor, table: LoraTable, order: RowOrder | None, config: ShrinkConfig) -> torch.Tensor:
+    """:func:`lora_shrink` as one Triton launch."""
+    require_triton()
+    num_rows, width = x.shape
+    per_split = triton.cdiv(triton.cdiv(width, config.split_k), config.block_k) * config.block_k
+    splits = triton.cdiv(width, per_split)
+    out = torch.empty(splits, num_rows, table.num_parts, table.num_members, table.rank, dtype=torch.float32,
+                      device=x.device)
+    if not num_rows:
+        return out
+    columns = triton.cdiv(table.num_slots * table.rank, config.block_r)
+    options = table_options(table, x, config.precision)
+    row_tiles, row_arguments = tiles_of_rows(num_rows, config.block_m, order)
+    with on_device_of(x):
+        _shrink_kernel[(row_tiles, columns, splits)](
+            x, table.places, table.scales, out=out, num_rows=num_rows, K=width, k_per_split=per_split,
+            x_stride=x.stride(0),
+            X_IS_EXACT=x.dtype == torch.bfloat16,
+            BLOCK_R=config.block_r,
+            BLOCK_K=config.block_k,
+            EVEN_K=width % config.block_k == 0,
+            SPLITS=splits,
+            PREFETCH=prefetches(table, x),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **row_arguments,
+            **options,
+        )
+    return out
+
+
+def _check(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> None:
+    widths = {adapter.a.shape[1] for adapter in table.adapters()}
+    if x.dim() != 2 or x.stride(1) != 1 or widths != {x.shape[1]}:
+        raise ValueError(f"x must be [T, K] with contiguous rows, K that of the adapters ({sorted(widths)}), "
+                         f"got {tuple(x.shape)} with strides {x.stride()}")
+    check_order(order, len(x))
+
+
+def check_order(order: RowOrder | None, num_rows: int) -> None:
+    """Raise ValueError unless it is None or of so many rows."""
+    if order is not None and len(order.entries) != num_rows:
+        raise ValueError(f"order must be of {num_rows} rows, got one of {len(order.entries)}")

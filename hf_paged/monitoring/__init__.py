@@ -1,1 +1,0 @@
-"""What an engine does, as metrics for Prometheus and OpenTelemetry."""

@@ -1,0 +1,1 @@
+"""What watches an engine: metrics, telemetry, traces."""

@@ -1,0 +1,47 @@
+"""`/metrics` of the server: those of every engine in its process."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any
+
+from hf_paged.integration.engines import ENGINES
+from hf_paged.observe.registry import metrics_of
+from hf_paged.optional import lacking
+
+_TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class ServedMetrics:
+    """The registry of one app. Without prometheus_client nothing is watched, and `/metrics` says what to install."""
+
+    def __init__(self) -> None:
+        self._registry: Any = None
+        if find_spec("prometheus_client") is not None:
+            from prometheus_client import CollectorRegistry
+
+            self._registry = CollectorRegistry()
+
+    def watch(self) -> None:
+        """Watch the engines that there are by now."""
+        if self._registry is not None:
+            with suppress(RuntimeError):  # a model was enabled meanwhile: it is there the next time
+                for engine in list(ENGINES.values()):
+                    metrics_of(engine, self._registry)
+
+    def answer(self, _: Any) -> Any:
+        """`GET /metrics`, in Prometheus's text format; waits for the steps under way.
+
+        Never in OpenMetrics: prometheus_client (0.26) writes `hf_paged_` for `hf_paged:` there, in samples alone.
+        """
+        from starlette.responses import JSONResponse, Response
+
+        from hf_paged.server.errors import error_body
+
+        if self._registry is None:
+            return JSONResponse(error_body(lacking("metrics", "/metrics"), 501), 501)
+        from prometheus_client import generate_latest
+
+        self.watch()
+        return Response(generate_latest(self._registry), headers={"content-type": _TEXT_FORMAT})

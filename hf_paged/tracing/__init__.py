@@ -1,1 +1,0 @@
-"""A record of steps and requests over time, for a viewer of traces."""

@@ -1,0 +1,652 @@
+"""Code of transformers or torch that a user replaced runs, or the call is refused: it is never passed over."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import inspect
+import types
+import warnings
+from types import FunctionType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from family_models import family_model
+from support import (
+    assert_falls_back,
+    assert_native_parity,
+    assert_same_tensor,
+    batch,
+    byte_tokenizer,
+    stock_generate,
+    tiny_model,
+)
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList, masking_utils
+from transformers.generation import logits_process
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.qwen3 import modeling_qwen3
+
+import hf_paged
+from hf_paged.guards.at_home import Place, is_at_home
+from hf_paged.guards.families import FAMILIES
+from hf_paged.guards.hub_kernels import function_inside
+from hf_paged.guards.originals import of_class, of_family
+from hf_paged.guards.own_code import Originals, value_of
+from hf_paged.options.patched_options import ALWAYS, MADE_FOR, MADE_FOR_SAMPLING
+from hf_paged.options.settings import NATIVE
+
+# A value of each option that stock makes a processor or criterion for, in a model that ends at token 3.
+ACTIVE = {
+    "sequence_bias": [[[5], 4.0]], "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "bad_words_ids": [[7]],
+    "min_length": 30, "min_new_tokens": 3, "forced_bos_token_id": 4, "forced_eos_token_id": 3,
+    "remove_invalid_values": True, "exponential_decay_length_penalty": (2, 1.2), "suppress_tokens": [9],
+    "begin_suppress_tokens": [9], "renormalize_logits": True, "max_time": 100.0, "stop_strings": ["zz"],
+    "eos_token_id": 3, "temperature": 0.7, "top_k": 5, "top_p": 0.8, "min_p": 0.05, "typical_p": 0.7,
+    "epsilon_cutoff": 0.02, "eta_cutoff": 0.02,
+}
+# Options that take effect by a processor of another's, or by none: a length, a choice of sampling, an id of padding,
+# guesses that change no token.
+WITHOUT_CLASS = {"max_length", "max_new_tokens", "do_sample", "pad_token_id", "num_return_sequences",
+                 "prompt_lookup_num_tokens"}
+OPTIONS = {**MADE_FOR, **MADE_FOR_SAMPLING}
+
+
+def _settings(option: str) -> dict:
+    settings = {"max_new_tokens": 5, "eos_token_id": 3, option: ACTIVE[option]}
+    if option in MADE_FOR_SAMPLING:
+        settings |= {"do_sample": True}
+        settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
+    if option == "stop_strings":
+        settings["tokenizer"] = byte_tokenizer()
+    return settings
+
+
+def _generate(model, settings):
+    torch.manual_seed(0)
+    return model.generate(**batch([20]), **settings)
+
+
+def _favouring(function):
+    """A criterion's or processor's call that gives other results than its own: token 17, or the end of all rows."""
+
+    def call(self, *args, **kwargs):
+        result = function(self, *args, **kwargs)
+        if result.dtype == torch.bool:
+            return torch.ones_like(result)
+        result = result.clone()
+        result[:, 17] = 100.0
+        return result
+
+    return call
+
+
+def test_every_native_option_has_its_class_and_a_value_here():
+    assert set(NATIVE) == WITHOUT_CLASS | set(OPTIONS)
+    assert set(ACTIVE) == set(OPTIONS)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_class_is_what_stock_makes_for_the_option(option, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        GenerationMixin, "_sample",
+        lambda self, ids, logits_processor, stopping_criteria, **_: made.extend([*logits_processor, *stopping_criteria])
+        or ids,
+    )
+    _generate(tiny_model(), _settings(option))
+    assert OPTIONS[option] in map(type, made)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_patched_processor_or_criterion_runs(option, monkeypatch):
+    """In lockstep, where stock's loop calls it; where there is no loop of stock's the option is refused."""
+    kind, settings = OPTIONS[option], _settings(option)
+    plain = {name: value for name, value in settings.items() if name != "tokenizer"}
+    prompt = batch([20])["input_ids"][0].tolist()
+    model, generator = tiny_model(), hf_paged.PagedGenerator(tiny_model(), tokenizer=byte_tokenizer())
+    before = generator.generate([prompt], seed=0, **plain)
+    patched = rf"{kind.__name__}.__call__ is patched"
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "__call__", _favouring(kind.__call__))
+        expected = _generate(model, settings)
+        hf_paged.enable(model, strict=True)
+        assert_same_tensor(_generate(model, settings), expected)
+        with pytest.raises(hf_paged.UnsupportedOptionError, match=patched):
+            generator.generate([prompt], seed=0, **plain)
+        with pytest.raises(hf_paged.UnsupportedOptionError, match=patched):
+            generator.engine.add_request(prompt, GenerationConfig(**plain))
+    assert generator.generate([prompt], seed=0, **plain)[0].token_ids == before[0].token_ids
+
+
+@pytest.mark.parametrize("option", ["repetition_penalty", "top_k"])
+@pytest.mark.parametrize("wrap", [
+    torch.autocast("cpu", torch.bfloat16), lambda function: logits_process.TemperatureLogitsWarper.__call__,
+], ids=["autocast", "another class'"])
+def test_transformers_and_torchs_own_code_in_the_wrong_place(option, wrap, monkeypatch):
+    kind = OPTIONS[option]
+    monkeypatch.setattr(kind, "__call__", wrap(kind.__call__))
+    model = hf_paged.enable(tiny_model())
+    with pytest.raises(hf_paged.UnsupportedOptionError, match="is patched"):
+        hf_paged.get_engine(model).add_request([1, 2, 3], GenerationConfig(**_settings(option)))
+
+
+@pytest.mark.parametrize("kind", ALWAYS, ids=lambda kind: kind.__name__)
+def test_lists_and_length(kind, monkeypatch):
+    function = kind.__call__
+    if kind is LogitsProcessorList:
+        monkeypatch.setattr(kind, "__call__", lambda self, ids, scores, **kwargs: function(self, ids, -scores))
+    else:
+        monkeypatch.setattr(kind, "__call__", _favouring(function))
+    model, settings = tiny_model(), {"max_new_tokens": 6}
+    expected = _generate(model, settings)
+    hf_paged.enable(model, strict=True)
+    assert_same_tensor(_generate(model, settings), expected)
+    with pytest.raises(hf_paged.UnsupportedOptionError, match=kind.__name__):
+        hf_paged.get_engine(model).add_request([1, 2, 3], GenerationConfig(**settings))
+
+
+def test_a_patched_option_that_is_not_asked_for_does_not_matter(monkeypatch):
+    kind = logits_process.RepetitionPenaltyLogitsProcessor
+    monkeypatch.setattr(kind, "__call__", _favouring(kind.__call__))
+    assert_native_parity(hf_paged.enable(tiny_model(), strict=True), **batch([20, 7]), max_new_tokens=4)
+
+
+def test_a_list_of_the_users_own_class():
+    class Negated(LogitsProcessorList):
+        def __call__(self, input_ids, scores, **kwargs):
+            return -super().__call__(input_ids, scores, **kwargs)
+
+    model, given = tiny_model(), Negated([logits_process.TemperatureLogitsWarper(1.0)])
+    expected = model.generate(**batch([20]), max_new_tokens=4, logits_processor=given)
+    hf_paged.enable(model, strict=True)
+    assert_same_tensor(model.generate(**batch([20]), max_new_tokens=4, logits_processor=given), expected)
+
+
+# -- modules ---------------------------------------------------------------------------------------------------------
+
+
+def _rolled(output):
+    if isinstance(output, torch.Tensor):
+        return output.roll(1, -1)
+    if isinstance(output, tuple):
+        return (_rolled(output[0]), *output[1:])
+    for name in ("logits", "last_hidden_state"):
+        if hasattr(output, name):
+            setattr(output, name, getattr(output, name).roll(1, -1))
+    return output
+
+
+def _patches(function):
+    """What changes results, what comes of transformers itself, and what torch wraps around it."""
+    yield "changed", lambda *args, **kwargs: _rolled(function(*args, **kwargs))
+    yield "another class'", CohereLayerNorm.forward
+    yield "autocast", torch.autocast("cpu", torch.bfloat16)(function)
+
+
+FAMILY_NAMES = {family.package: variant for family, variant in zip(FAMILIES, (
+    "qwen3", "qwen3-moe-mixed", "llama", "mistral", "qwen2", "gemma2", "gemma3", "phi3", "olmo2", "gpt-oss",
+    "smollm3", "granite", "glm", "glm4", "mixtral", "olmo3", "ministral", "ministral3",
+), strict=True)}
+
+
+def _model(variant):
+    return tiny_model() if variant == "qwen3" else family_model(variant)
+
+
+def _methods(family):
+    """(class, name) of every function that a class which may stand in the model defines or inherits for its call."""
+    for name in family.class_names():
+        kind = getattr(family.modeling, name)
+        yield kind, "__call__"
+        for key, value in vars(kind).items():
+            if isinstance(value, FunctionType) and key not in ("__init__", "extra_repr", "_init_weights"):
+                yield kind, key
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_every_method_of_a_familys_classes(family):
+    """Each in turn, with each kind of patch; undone, the call is native again."""
+    model = hf_paged.enable(_model(FAMILY_NAMES[family.package]))
+    engine = hf_paged.get_engine(model)
+    assert engine.unsupported_reason() is None
+    for kind, name in _methods(family):
+        for what, patch in _patches(getattr(kind, name)):
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                monkeypatch.setattr(kind, name, patch)
+                assert engine.unsupported_reason() is not None, (kind, name, what)
+        assert engine.unsupported_reason() is None, (kind, name)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_every_function_of_a_familys_file_that_its_forwards_name(family):
+    model = hf_paged.enable(_model(FAMILY_NAMES[family.package]))
+    engine, names = hf_paged.get_engine(model), []
+    mentioned = {
+        name for kind, method in _methods(family)
+        for name in inspect.unwrap(getattr(kind, method)).__code__.co_names if method != "__call__"
+    }
+    for name, value in vars(family.modeling).items():
+        if name in mentioned and isinstance(function_inside(value) or value, FunctionType):
+            names.append(name)
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                monkeypatch.setattr(family.modeling, name, lambda *args, **kwargs: None)
+                assert engine.unsupported_reason() is not None, name
+    assert {"apply_rotary_pos_emb", "eager_attention_forward", "create_causal_mask"} <= set(names)
+    assert engine.unsupported_reason() is None
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_all_that_a_family_reaches_is_at_home_and_watched(family):
+    originals = of_family(family)
+    assert [str(place) for place in originals.places if not is_at_home(place, value_of(place))] == []
+    assert originals.patched() is None
+
+
+CHANGING = {
+    "another class' forward": (modeling_qwen3.Qwen3RMSNorm, CohereLayerNorm.forward, "Qwen3RMSNorm.forward is patched"),
+    "autocast": (
+        modeling_qwen3.Qwen3MLP, torch.autocast("cpu", torch.bfloat16)(modeling_qwen3.Qwen3MLP.forward),
+        "Qwen3MLP.forward is patched",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("variant", ["qwen3"])
+def test_stocks_result_comes_out(name, variant, monkeypatch):
+    model, inputs = hf_paged.enable(_model(variant)), batch([40, 7])
+    plain = assert_native_parity(model, **inputs, max_new_tokens=6)
+    kind, function, reason = CHANGING[name]
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", function)
+        expected = stock_generate(model, **inputs, max_new_tokens=6)
+        assert name == "autocast" or not torch.equal(expected, plain)
+        with pytest.warns(hf_paged.FallbackWarning, match=reason):
+            assert_same_tensor(model.generate(**inputs, max_new_tokens=6), expected)
+    assert_native_parity(model, plain, **inputs, max_new_tokens=6)
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "mistral"])
+def test_attention_of_torch_replaced(variant, monkeypatch):
+    """As SageAttention documents it; a model that does not attend by this function is left alone."""
+    stock = F.scaled_dot_product_attention
+    model, inputs = _model(variant), batch([40, 7])
+    model.set_attn_implementation("sdpa")
+    hf_paged.enable(model)
+    assert_native_parity(model, **inputs, max_new_tokens=4)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: stock(*args, **kwargs).roll(1, -1))
+    expected = stock_generate(model, **inputs, max_new_tokens=4)
+    with pytest.warns(hf_paged.FallbackWarning, match="scaled_dot_product_attention is patched"):
+        assert_same_tensor(model.generate(**inputs, max_new_tokens=4), expected)
+    model.set_attn_implementation("eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hf_paged.FallbackWarning)
+        assert_native_parity(model, **inputs, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(("module", "name"), [
+    (F, "linear"), (F, "embedding"), (F, "silu"), (torch, "multinomial"), (torch, "rsqrt"),
+])
+def test_functions_of_torch_that_forwards_call(module, name, monkeypatch):
+    model, stock = hf_paged.enable(tiny_model()), getattr(module, name)
+    engine = hf_paged.get_engine(model)
+    assert engine.unsupported_reason() is None
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: stock(*args, **kwargs))
+    assert name in engine.unsupported_reason()
+
+
+def test_keys_and_values_of_a_patched_layer_that_is_called_as_it_stands(monkeypatch):
+    """A LoRA layer's code is part of what is cached: neither is served with the other's keys and values."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model, inputs = peft.get_peft_model(tiny_model(), config).eval(), batch([40, 40])
+    causal_lm = model.get_base_model()
+    hf_paged.enable(model, strict=True)
+    plain = assert_native_parity(causal_lm, **inputs, max_new_tokens=6)
+    layer = peft.tuners.lora.Linear
+    stock = layer.forward
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "forward", lambda self, *args, **kwargs: stock(self, *args, **kwargs).roll(1, -1))
+            assert not torch.equal(assert_native_parity(causal_lm, **inputs, max_new_tokens=6), plain)
+        assert_native_parity(causal_lm, plain, **inputs, max_new_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def enabled():
+    """By family: an enabled model, and its engine, which runs it natively."""
+    models = {}
+
+    def of(family):
+        if family.package not in models:
+            models[family.package] = hf_paged.enable(_model(FAMILY_NAMES[family.package]))
+        engine = hf_paged.get_engine(models[family.package])
+        assert engine.unsupported_reason() is None
+        return models[family.package], engine
+
+    return of
+
+
+class Proxy:
+    """Answers as another object does, and is not it."""
+
+    def __init__(self, of):
+        self._of = of
+
+    def __getattr__(self, name):
+        return getattr(self._of, name)
+
+    def __call__(self, *args, **kwargs):
+        return self._of(*args, **kwargs)
+
+
+def _code_of(family):
+    """Every function of a family's file that a call may run: its classes' methods, and what they call there."""
+    functions = [inspect.unwrap(getattr(kind, name)) for kind, name in _methods(family) if name != "__call__"]
+    mentioned = {name for function in functions for name in _loaded(function, "GLOBAL")}
+    return functions + [vars(family.modeling)[name] for name in sorted(mentioned)
+                        if isinstance(vars(family.modeling).get(name), FunctionType)
+                        and vars(family.modeling)[name].__module__ == family.module_name]
+
+
+def _loaded(function, *kinds):
+    """Names that a function's own instructions load: globals, or attributes."""
+    return {i.argval for i in dis.get_instructions(function) if i.opname in {f"LOAD_{kind}" for kind in kinds}}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_every_global_that_a_familys_code_loads(family, enabled):
+    """A proxy of it in the module: functions, classes, modules, registries, and Python's own functions."""
+    _, engine = enabled(family)
+    names = {name for function in _code_of(family) for name in _loaded(function, "GLOBAL")}
+    assert {"ALL_ATTENTION_FUNCTIONS", "torch", "nn", "DynamicCache"} <= names
+    for name in names:
+        stock = getattr(family.modeling, name, None) or getattr(builtins, name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(family.modeling, name, Proxy(stock), raising=False)
+            assert name in str(engine.unsupported_reason())
+    assert engine.unsupported_reason() is None
+
+
+@pytest.mark.parametrize("name", [
+    "ALL_MASK_ATTENTION_FUNCTIONS", "torch", "LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING", "isinstance", "F",
+])
+def test_globals_of_other_modules(name, monkeypatch):
+    model = hf_paged.enable(tiny_model())
+    stock = getattr(masking_utils, name, None) or getattr(builtins, name)
+    monkeypatch.setattr(masking_utils, name, Proxy(stock), raising=False)
+    assert hf_paged.get_engine(model).unsupported_reason() == f"transformers.masking_utils.{name} is patched"
+
+
+def test_a_registry_that_answers_otherwise(monkeypatch):
+    """The object itself has a method of its own, which comes before its class'."""
+    model = hf_paged.enable(tiny_model())
+    registry = modeling_qwen3.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setattr(registry, "get_interface", lambda *args: None, raising=False)
+    assert hf_paged.get_engine(model).unsupported_reason() == "AttentionInterface.get_interface is patched"
+
+
+def _asked_of_instances(model):
+    """(class, name) of what a forward asks its own instance for and the instance has: numbers, tensors, modules."""
+    found = {}
+    for module in model.modules():
+        for kind in type(module).__mro__:
+            if isinstance(forward := vars(kind).get("forward"), FunctionType):
+                break
+        own = {*vars(module), *module._parameters, *module._buffers, *module._modules}
+        for name in own & _loaded(inspect.unwrap(forward), "ATTR", "METHOD"):
+            found[type(module), name] = None
+    return list(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_every_attribute_that_a_class_may_shadow(family, enabled):
+    """A property comes before an instance's own values; before its tensors and modules comes anything."""
+    model, engine = enabled(family)
+    asked = [(kind, name) for kind, name in _asked_of_instances(model) if kind is not type(model)]
+    assert {"weight", "scaling", "lm_head", "q_proj", "qkv_proj"} & {name for _, name in asked}
+    for kind, name in asked:
+        for shadow in (property(lambda self, name=name: vars(self)[name]), None):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kind, name, shadow, raising=False)
+                assert name in str(engine.unsupported_reason()), (kind, name)
+    assert engine.unsupported_reason() is None
+
+
+@pytest.mark.parametrize("name", ["__getattr__", "__getattribute__", "__call__"])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_how_every_class_of_modules_is_asked(family, name, enabled):
+    model, engine = enabled(family)
+    for kind in {stock for module in model.modules() for stock in type(module).__mro__} - {type(model), object}:
+        if not issubclass(kind, nn.Module) or kind in type(model).__mro__[:3]:
+            continue
+        stock = getattr(kind, name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, name, lambda self, *args, stock=stock, **kwargs: stock(self, *args, **kwargs))
+            assert name in str(engine.unsupported_reason()), kind
+    assert engine.unsupported_reason() is None
+
+
+# Not __getitem__: CPython leaves the slot of sequences filled once a patch is taken back, and `torch.tensor` of a list
+# of tensors raises from then on.
+OPERATORS = ("__mul__", "__add__", "__matmul__", "__neg__", "__rsub__", "__pow__")
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_every_method_of_tensors_that_a_familys_code_calls(family, enabled):
+    _, engine = enabled(family)
+    loaded = {name for function in _code_of(family) for name in _loaded(function, "ATTR", "METHOD")}
+    names = {name for name in loaded if callable(getattr(torch.Tensor, name, None))}
+    assert {"transpose", "to", "float"} <= names
+    for name in (*names, *OPERATORS):
+        stock = getattr(torch.Tensor, name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, name, lambda *args, stock=stock, **kwargs: stock(*args, **kwargs))
+            reason = engine.unsupported_reason()
+        assert f"Tensor.{name} is patched" in str(reason)
+    assert engine.unsupported_reason() is None
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_defaults_of_every_function(family, enabled):
+    _, engine = enabled(family)
+    for function in _code_of(family):
+        for part, value in (("__defaults__", (2,)), ("__kwdefaults__", {"unsqueeze_dim": 2})):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(function, part, value)
+                assert engine.unsupported_reason() == f"{function.__qualname__}.{part} is patched"
+    assert engine.unsupported_reason() is None
+
+
+def test_defaults_and_closures_changed_in_place():
+    def outer(factor):
+        def inner(*, scale=1.0):
+            return scale * factor
+
+        return inner
+
+    inner = outer(2.0)
+    originals = Originals(functions=[inner])
+    assert originals.patched() is None and originals.version() == 0
+    inner.__kwdefaults__["scale"] = 3.0
+    assert originals.patched() is not None and originals.version() == 1
+    inner.__kwdefaults__["scale"] = float("1.0")
+    assert originals.patched() is not None  # equal, and another object
+    inner = outer(2.0)
+    originals = Originals(functions=[inner])
+    inner.__closure__[0].cell_contents = 3.0
+    assert originals.patched() is not None and originals.version() == 1
+    del inner.__closure__[0].cell_contents
+    assert originals.patched() is not None and originals.version() == 2
+
+
+def test_what_stock_keeps_keys_and_values_in(monkeypatch):
+    model, stock = hf_paged.enable(tiny_model()), DynamicCache.update
+    monkeypatch.setattr(DynamicCache, "update", lambda *args, **kwargs: stock(*args, **kwargs), raising=False)
+    assert hf_paged.get_engine(model).unsupported_reason() == "DynamicCache.update is patched"
+
+
+def test_a_helper_of_a_subclass_of_the_model():
+    class Mine(type(tiny_model())):
+        @property
+        def lm_head(self):
+            return self._modules["lm_head"]
+
+    model = tiny_model()
+    model.__class__ = Mine
+    assert_falls_back(model, "Mine.lm_head is not transformers' own", **batch([20, 7]), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("shadowed", ["scaling", "get_base_layer"])
+def test_a_lora_layers_code_has_a_version_of_its_own(shadowed, monkeypatch):
+    peft = pytest.importorskip("peft")
+    originals = of_class(peft.tuners.lora.Linear)
+    assert originals.version() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(peft.tuners.lora.Linear, shadowed, property(lambda self: {}), raising=False)
+        assert originals.version() == originals.version() != 0
+    assert originals.version() == 0
+
+
+# -- modes of torch ----------------------------------------------------------------------------------------------------
+
+
+class Halving(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        return result * 0.5 if function is F.embedding else result
+
+
+class Counting(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("mode", [Halving, Counting])
+def test_a_mode_of_the_users(mode):
+    """The call under it is stock's, and leaves nothing behind for the calls after it."""
+    def call(model, **kwargs):
+        with mode():
+            return model.generate(**kwargs)
+
+    model, inputs = tiny_model(), batch([40, 40])
+    plain = model.generate(**inputs, max_new_tokens=4)
+    assert_falls_back(model, f"a {mode.__name__} is active", call=call, **inputs, max_new_tokens=4)
+    assert_native_parity(hf_paged.enable(model, strict=True), plain, **inputs, max_new_tokens=4)
+    with mode(), pytest.raises(hf_paged.UnsupportedModelError, match=mode.__name__):
+        hf_paged.get_engine(model).add_request([1, 2, 3], GenerationConfig(max_new_tokens=2))
+
+
+def test_a_default_device_is_no_mode_of_the_users():
+    model = hf_paged.enable(tiny_model())
+    engine = hf_paged.get_engine(model)
+    with torch.device("meta"):
+        assert engine.unsupported_reason() is None
+    torch.set_default_device("meta")
+    try:
+        assert engine.unsupported_reason() is None
+    finally:
+        torch.set_default_device(None)
+
+
+# -- what was there before hf_paged ------------------------------------------------------------------------------------
+
+
+def _own(self, hidden_states):
+    return hidden_states
+
+
+def test_a_patch_that_was_there_first_is_no_original(monkeypatch):
+    norm = modeling_qwen3.Qwen3RMSNorm
+    place, stock = Place(norm, "forward"), norm.forward
+    for value in (_own, CohereLayerNorm.forward, torch.autocast("cpu")(stock), torch.no_grad()(_own)):
+        assert not is_at_home(place, value)
+        with monkeypatch.context() as patch:
+            patch.setattr(norm, "forward", value)
+            originals = Originals([(norm, "forward")])
+            assert originals.patched() == "Qwen3RMSNorm.forward"
+        assert originals.patched() is None  # undone
+    assert is_at_home(place, stock) and is_at_home(place, torch.no_grad()(stock))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_undone_a_patch_that_was_there_first_leaves_nothing_unwatched(family):
+    """What the code behind it reaches was out of sight."""
+    for kind in {kind for kind, _ in _methods(family)}:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, "forward", _own)
+            originals = Originals([(kind, "forward")])
+            assert originals.version() == 1
+        assert originals.version() == 0 and originals.patched() is None
+        watched = {(id(place.holder), place.name) for place in originals.places}
+        assert {(id(place.holder), place.name) for place in Originals([(kind, "forward")]).places} <= watched
+
+
+def test_a_patch_after_one_that_was_there_first_was_undone(monkeypatch):
+    stock = modeling_qwen3.Qwen3Attention.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_qwen3.Qwen3Attention, "forward", _own)
+        originals = Originals([(modeling_qwen3.Qwen3Attention, "forward")])
+    with monkeypatch.context() as patch:  # also one that is there while all is looked at again
+        patch.setattr(modeling_qwen3, "apply_rotary_pos_emb", _own)
+        assert originals.patched() == "transformers.models.qwen3.modeling_qwen3.apply_rotary_pos_emb"
+    assert originals.patched() is None
+    with monkeypatch.context() as patch:  # what is known stays known, whatever is there when all is looked at again
+        patch.setattr(modeling_qwen3.Qwen3Attention, "forward", _own)
+        originals = Originals([(modeling_qwen3.Qwen3Attention, "forward"), (modeling_qwen3.Qwen3MLP, "forward")])
+        patch.setattr(modeling_qwen3.Qwen3MLP, "__len__", 3, raising=False)
+        patch.delattr(modeling_qwen3.Qwen3Attention, "forward")
+        patch.setattr(modeling_qwen3.Qwen3Attention, "forward", stock, raising=False)
+        assert originals.patched() == "Qwen3MLP.__len__"
+    assert originals.patched() is None
+    monkeypatch.setattr(modeling_qwen3, "rotate_half", _own)
+    assert originals.patched() == "transformers.models.qwen3.modeling_qwen3.rotate_half"
+
+
+def _other_callables(function):
+    """What behaves as the function, and is none."""
+    yield functools.partial(function)
+    yield functools.partialmethod(function)
+    yield Proxy(function)
+    yield Proxy(function).__call__
+    yield types.MethodType(Proxy(function), object())
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
+def test_no_other_callable_is_at_home_where_a_function_belongs(family):
+    names = {name for function in _code_of(family) for name in _loaded(function, "GLOBAL")}
+    functions = [Place(family.modeling, n) for n in names if isinstance(vars(family.modeling).get(n), FunctionType)]
+    methods = [Place(kind, name) for kind, name in _methods(family)]
+    for place in (*functions, *methods):
+        for value in _other_callables(getattr(place.holder, place.name)):
+            assert not is_at_home(place, value), (place, value)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("ALL_ATTENTION_FUNCTIONS", type(modeling_qwen3.ALL_ATTENTION_FUNCTIONS)()), ("torch", types.ModuleType("torch")),
+    ("nn", Proxy(nn)), ("create_causal_mask", masking_utils.create_sliding_window_causal_mask),
+    ("create_causal_mask", tiny_model), ("DynamicCache", type("DynamicCache", (DynamicCache,), {})),
+    ("max", _own), ("ROPE_INIT_FUNCTIONS", {}),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_what_a_module_imports_is_what_the_other_has(name, value):
+    assert is_at_home(Place(modeling_qwen3, name), value_of(Place(modeling_qwen3, name)))
+    assert not is_at_home(Place(modeling_qwen3, name), value)
+
+
+def test_code_exchanged_inside_a_function(monkeypatch):
+    model = hf_paged.enable(tiny_model())
+    monkeypatch.setattr(modeling_qwen3.rotate_half, "__code__", (lambda x: x).__code__)
+    assert hf_paged.get_engine(model).unsupported_reason() == "rotate_half.__code__ is patched"
+
+
+def test_a_method_of_the_call_itself(monkeypatch):
+    model = hf_paged.enable(tiny_model())
+    module = model.model.layers[0].mlp
+    module._call_impl = lambda *args, **kwargs: module.forward(*args, **kwargs)
+    assert "_call_impl of model.layers.0.mlp is replaced" in hf_paged.get_engine(model).unsupported_reason()

@@ -1,0 +1,232 @@
+"""Kernels compiled side by side, without a GPU; run by `test_compiling.py`, which looks at what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from pretended_gpu import (
+    GPU,
+    Driver,
+    compile_nothing,
+    compiled,
+    launched,
+    loaded,
+    made,
+    no_c_compiler_in,
+    pretend,
+)
+
+from hf_paged.kernels import weights_checksum
+from hf_paged.kernels._triton import jit
+from hf_paged.kernels.build import compiling
+from hf_paged.kernels.build.compiling import compiled_ahead, compiled_together, noted
+
+
+@jit()
+def twice(x, out, TILE: tl.constexpr):
+    at = tl.arange(0, TILE)
+    tl.store(out + at, 2 * tl.load(x + at))
+
+
+@jit()
+def plus_one(x, out, TILE: tl.constexpr):
+    at = tl.arange(0, TILE)
+    tl.store(out + at, tl.load(x + at) + 1)
+
+
+@jit()
+def broken(x, out, TILE: tl.constexpr):
+    tl.store(out + tl.arange(0, TILE), nobody_knows_this)  # noqa: F821
+
+
+@triton.jit
+def another_librarys(x, out, TILE: tl.constexpr):
+    at = tl.arange(0, TILE)
+    tl.store(out + at, tl.load(x + at))
+
+
+X = torch.arange(64.0)
+
+
+class Work:
+    """Launches kernels one after the other; whether what each was to write began as zeros, by call."""
+
+    def __init__(self, *kernels: Any, tile: int = 32, then: Callable[[], object] = lambda: None) -> None:
+        self.kernels, self.tile, self.then = kernels, tile, then
+        self.began_as_zeros: list[list[bool]] = []
+
+    def __call__(self) -> str:
+        self.began_as_zeros.append([])
+        for kernel in self.kernels:
+            out = torch.empty(64)
+            self.began_as_zeros[-1].append(bool((out == 0.0).all()))
+            kernel[(1,)](X, out, TILE=self.tile)
+            self.then()
+        return "done"
+
+
+def seen(work: Callable[[], Any], **options: Any) -> dict[str, Any]:
+    """What came of compiling `work` together."""
+    del launched[:], compiled[:], made[:], loaded[:]
+    error = result = None
+    try:
+        result = compiled_together(work, **options)
+    except Exception as raised:
+        error = type(raised).__name__
+    for thread in threading.enumerate():
+        if thread.name.startswith("hf_paged-compile"):
+            thread.join()
+    return {"result": result, "error": error, "launched": list(launched), "compiled": list(compiled),
+            "made": list(made), "loaded": list(loaded), "calls": len(getattr(work, "began_as_zeros", ()))}
+
+
+def launches() -> dict[str, Any]:
+    unused = jit()(plus_one.fn)
+    found = {"nothing known": seen(Work(twice, plus_one)), "all known": seen(Work(twice, plus_one)),
+             "one known": seen(Work(twice, jit()(plus_one.fn)))}
+    return {**found, "read": ["params" in vars(kernel) for kernel in (twice, plus_one, unused)]}
+
+
+def zeros() -> dict[str, Any]:
+    work = Work(twice, plus_one, tile=16)
+    poison = [torch.full((64,), 3.0) for _ in range(64)]
+    del poison  # what is freed is lent again as it is
+    compiled_together(work)
+    return {"zeros": work.began_as_zeros}
+
+
+def failures() -> dict[str, Any]:
+    found = {"does not compile": seen(Work(twice, broken)), "again": seen(Work(twice, broken))}
+
+    def raises() -> None:
+        raise ValueError
+
+    found["raises"] = seen(Work(jit()(twice.fn), then=raises))
+    found["after that"] = seen(Work(twice, plus_one))
+    return found
+
+
+def others() -> dict[str, Any]:
+    """Another thread's launches, and another library's, are launches while this thread's are none."""
+    compiled_together(Work(twice, plus_one))
+    started: list[list[str]] = []
+
+    def launch_in_thread() -> None:
+        before = len(launched)
+        thread = threading.Thread(target=Work(twice))
+        thread.start()
+        thread.join()
+        started.append(launched[before:])
+
+    found = seen(Work(jit()(plus_one.fn), then=launch_in_thread))
+    return {**found, "threads": started, "library": seen(Work(another_librarys, jit()(plus_one.fn))),
+            "noted": seen(Work(noted(triton.jit(another_librarys.fn))))}
+
+
+def later() -> dict[str, Any]:
+    compiling._PATIENCE_S = 0.0
+    coming = [Work(plus_one, tile=64), Work(plus_one, tile=8)]
+    found = seen(Work(twice, tile=64), later=coming)
+    known = seen(Work(twice, tile=64), later=[Work(plus_one, tile=4)])
+    return {**found, "coming": [len(work.began_as_zeros) for work in coming], "then": seen(coming[0]), "known": known}
+
+
+def devices() -> dict[str, Any]:
+    """A kernel that is under way for one GPU, and wanted on another."""
+    compiling._DryRun().run(Work(plus_one))
+    Driver.device = 1
+    found = seen(Work(plus_one))
+    kernels = [kernel for device in (0, 1) for kernel in plus_one.device_caches[device][0].values()]
+    return {**found, "kernels": len(set(map(id, kernels)))}
+
+
+def hook() -> dict[str, Any]:
+    """What somebody else has Triton call behind every kernel that it compiled, and takes its time."""
+    told: list[str] = []
+
+    def tell(*, fn: Any, **_: Any) -> None:
+        told.append(fn.name)
+        time.sleep(0.1)
+
+    triton.knobs.runtime.jit_post_compile_hook = tell
+    return {**seen(Work(twice, plus_one)), "told": told}
+
+
+def fork() -> dict[str, Any]:
+    """In a child, while the parent prepares Triton in a thread that the child does not have."""
+    compiling._hash_triton = lambda: time.sleep(0.5)
+    begun = compiling.prepare_triton()
+    weights_checksum.begin_early(GPU)
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        weights_checksum._warmed_up(GPU.index).result()
+        os._exit(0 if seen(Work(twice))["launched"] == ["twice"] else 1)
+    return {"begun": not begun.done(), "status": os.waitpid(child, 0)[1]}
+
+
+def nested() -> dict[str, Any]:
+    inner = Work(plus_one)
+    return seen(Work(twice, then=lambda: compiled_together(inner)))
+
+
+def disk() -> dict[str, Any]:
+    """What threads have compiled is found on the disk by a plain launch."""
+    found = seen(Work(twice, plus_one))
+    for kernel in (twice, plus_one):
+        kernel.device_caches.clear()
+    del compiled[:]
+    Work(twice, plus_one)()
+    return {**found, "anew": list(compiled)}
+
+
+def ahead() -> dict[str, Any]:
+    """Kernels that somebody has compiled, and does not wait for."""
+    def of(work: Work) -> dict[str, Any]:
+        del launched[:], compiled[:], made[:], loaded[:]
+        future = compiled_ahead(work)
+        at_once = future.done()
+        is_shared = at_once or compiled_ahead(work) is future
+        error = future.exception(timeout=200)
+        while error is None and not (further := compiled_ahead(work)).done():  # one kernel after the other
+            error = further.exception(timeout=200)
+        return {"at once": at_once, "shared": is_shared, "error": type(error).__name__ if error else None,
+                "launched": list(launched), "compiled": list(compiled),
+                "made": list(made), "loaded": list(loaded), "calls": len(work.began_as_zeros)}
+
+    found = {"missing": of(Work(twice, plus_one)), "then": seen(Work(twice, plus_one)), "known": of(Work(twice))}
+    for kernel in (twice, plus_one):
+        kernel.device_caches.clear()
+    found["on the disk"] = of(Work(twice, plus_one))
+    found["behind it"] = seen(Work(twice, plus_one))
+    found["one is missing"] = of(Work(twice, jit()(another_librarys.fn)))
+    found["broken"] = of(Work(broken))
+    found["dry afterwards"] = compiling.is_dry()
+    return found
+
+
+def no_c_compiler() -> dict[str, Any]:
+    """For those who compile; whoever launches has one."""
+    no_c_compiler_in.append("hf_paged-compile")
+    found = seen(Work(twice, plus_one))
+    error = compiled_ahead(Work(jit()(another_librarys.fn))).exception(timeout=200)
+    return {**found, "ahead": type(error).__name__ if error else None, "tried": list(made)}
+
+
+if __name__ == "__main__":
+    pretend()
+    if sys.argv[1] not in ("disk", "failures", "ahead", "no_c_compiler"):
+        compile_nothing({"later": 0.1, "devices": 0.5}.get(sys.argv[1], 0.0))
+    cases = {"launches": launches, "zeros": zeros, "failures": failures, "others": others, "later": later,
+             "nested": nested, "disk": disk, "devices": devices, "hook": hook, "fork": fork, "ahead": ahead,
+             "no_c_compiler": no_c_compiler}
+    print(json.dumps(cases[sys.argv[1]]()))
