@@ -30,14 +30,13 @@ from hf_paged.models.aliases import aliases
 from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache
-from hf_paged.runner.padded_steps import GroupedTiles, PaddedSteps
+from hf_paged.runner.padded_steps import PaddedSteps
 from hf_paged.runner.request_state import RequestState
+from hf_paged.runner.step_shape import Kind, StepShape
 from hf_paged.sampling.token_log_probs import NO_LOG_PROBS
 from hf_paged.sampling.token_mask import HostMasks
 from hf_paged.scheduler import StepPlan
 
-# Padded: decode rows, or tokens and rows of prompts, or decode rows and those two.
-Size = int | tuple[int, int] | tuple[int, int, int]
 _PLACE: tuple[Callable, ...] = torch.Tensor.data_ptr, attrgetter("shape"), torch.Tensor.stride  # `Look` compares dtypes
 
 
@@ -90,13 +89,12 @@ class Part(NamedTuple):
 
 
 class Padded(NamedTuple):
-    """Decode rows as a graph of `size` rows takes them: what it runs and reads.
+    """A step as a graph takes it: its shape, and what it reads.
 
     ``known``: the graph, where one was looked up for these inputs, which are not all that others of its size read.
     """
 
-    size: int
-    run: partial
+    shape: StepShape
     inputs: tuple[np.ndarray, ...]
     known: Captured | None = None
 
@@ -113,7 +111,7 @@ class StepGraphs:
         self._executor, self._cache, self._state, self._attention = executor, kv_cache, state, attention
         self._device = kv_cache.spec.device
         self.steps = PaddedSteps(executor, kv_cache, state, attention, max_num_batched_tokens)
-        self._captured: dict[tuple, Captured | None] = {}
+        self._captured: dict[StepShape, Captured | None] = {}
         self._graphs: list[torch.cuda.CUDAGraph] = []  # also those whose capture an error ended
         self._pool: Any = None  # dies with its last graph
         self._stream: torch.cuda.Stream | None = None
@@ -171,20 +169,7 @@ class StepGraphs:
         `logprobs`, as of `RequestState.sample`, receive log-probabilities. Returns the logits of the first
         `num_logits` rows, which are decode rows: [num_logits, V].
         """
-        scored, logits, stages = tuple(logprobs), self._nothing, self._state.stages
-
-        def decode(slots: np.ndarray, named: bool) -> partial:
-            return partial(self.steps.decode, stages=stages(slots), scored=scored, named=named,
-                           with_logits=num_logits > 0)
-
-        def prompts(slots: np.ndarray, long: bool, named: bool) -> partial:
-            return partial(self.steps.prompts, stages=stages(slots), long=long, scored=scored, named=named)
-
-        def mixed(slots: np.ndarray, long: bool, named: bool) -> partial:
-            return partial(self.steps.mixed, stages=stages(slots), long=long, scored=scored, named=named,
-                           with_logits=num_logits > 0)
-
-        parts = self._parts(plan, decode, prompts, mixed)
+        parts, logits = self._parts(plan, tuple(logprobs), with_logits=num_logits > 0), self._nothing
         if parts is None:
             return None
         for captured, inputs, places in parts:
@@ -201,13 +186,7 @@ class StepGraphs:
 
     def row_logits(self, plan: StepPlan) -> torch.Tensor | None:
         """Replay a step up to the logits after each row's last token, [R, V] or a rank's columns; None: no graph."""
-        def decode(_: np.ndarray, named: bool) -> partial:
-            return partial(self.steps.logits, named=named)
-
-        def prompts(_: np.ndarray, long: bool, named: bool) -> partial:
-            return partial(self.steps.prompt_logits, long=long, named=named)
-
-        parts = self._parts(plan, decode, prompts)
+        parts = self._parts(plan, draws=False)
         if parts is None:
             return None
         made: list[torch.Tensor] = []
@@ -226,8 +205,8 @@ class StepGraphs:
         if self._foreseen is not None and self.is_foreseen(plan):
             _, captured = self._foreseen
         else:
-            padded = self._undrawn_graph(plan)
-            captured = self._get(*padded)
+            padded = self._decode_rows(plan, "undrawn")
+            captured = self._get(padded)
             if captured is None:
                 return None
             self._send(captured, padded.inputs)
@@ -242,7 +221,7 @@ class StepGraphs:
         """
         is_decode = len(plan.slots) == plan.num_decode_rows <= self.steps.decode_sizes[-1]
         if is_decode and self._memory() == self._memory_signature:
-            padded = self._undrawn_graph(plan)
+            padded = self._decode_rows(plan, "undrawn")
             captured = self._present(padded)
             if captured is not None:
                 self._send(captured, padded.inputs)
@@ -251,11 +230,6 @@ class StepGraphs:
     def is_foreseen(self, plan: StepPlan) -> bool:
         """Has the device what `undrawn` of this plan reads?"""
         return self._foreseen is not None and self._foreseen[0] is plan
-
-    def _undrawn_graph(self, plan: StepPlan) -> Padded:
-        """This step up to the logits."""
-        named = self._state.adapters.any_named(plan.slots)
-        return self._padded(partial(self.steps.undrawn, named=named), plan)
 
     def draw(self, step: Undrawn, masks: HostMasks | None, stages: frozenset[str], result: torch.Tensor,
              logprobs: Mapping[str, torch.Tensor]) -> bool:
@@ -269,9 +243,8 @@ class StepGraphs:
         if masks is not None:
             self._send_words(masks.words, words[: len(masks.words)])
             lines[: step.num_rows] = masks.lines
-        run = partial(self.steps.masked, step.logits, step.rows, words, of=step.graph, stages=stages,
-                      scored=tuple(logprobs))
-        captured = self._get(len(lines), run, (lines,))
+        shape = StepShape("masked", rows=len(lines), stages=stages, scored=tuple(logprobs), after=step.graph)
+        captured = self._get(Padded(shape, (lines,)), step.logits, step.rows, words)
         if captured is None:
             return False
         known = self._sent_lines
@@ -307,56 +280,55 @@ class StepGraphs:
                 self._mask_stream.wait_stream(torch.cuda.current_stream(self._device))  # who had this memory before
         return self._mask_words
 
-    def _parts(self, plan: StepPlan, decode: Callable[..., partial], prompts: Callable[..., partial],
-               mixed: Callable[..., partial] | None = None) -> list[Part] | None:
+    def _parts(self, plan: StepPlan, scored: tuple[str, ...] = (), *, with_logits: bool = False,
+               draws: bool = True) -> list[Part] | None:
         """The graphs of a step's decode rows and of its prompts, or one of both; None where none holds it.
 
-        What is captured is ``decode(slots, named=...)`` and ``prompts(slots, long=..., named=...)``, or ``mixed`` with
-        the arguments of ``prompts``.
+        Graphs draw tokens and bring the log-probabilities that are named in `scored`, or leave the logits as they are.
         """
         self._drop_if_moved()
-        decodes, any_named = plan.num_decode_rows, self._state.adapters.any_named
+        decodes, slots = plan.num_decode_rows, plan.slots
         num_new = plan.num_new_tokens[decodes:]
         prompt_size = self.steps.prompt_size(len(num_new), int(num_new.sum()))
         if prompt_size is None or (decodes and decodes > self.steps.sizes_of(plan)[-1]):
             return None
-        prompt_inputs, tiles = self.steps.prompt_inputs(plan, prompt_size) if prompt_size else ((), None)
-        if mixed is not None and (size := self.steps.mixed_size(decodes, prompt_size)):
-            part = self._mixed_part(plan, size, mixed, prompt_inputs, tiles)
-            if part is not None:
-                return [part]
+        prompts = self._prompts(plan, prompt_size) if prompt_size else None
+        if draws and prompts is not None and (size := self.steps.mixed_size(decodes, prompt_size)):
+            decode_inputs, decode_tiles = self.steps.decode_inputs(plan, size)
+            shape = prompts.shape._replace(
+                kind="mixed", rows=size, scored=scored, with_logits=with_logits, decode_tiles=decode_tiles,
+                **self._of_slots(slots))
+            padded = Padded(shape, (*decode_inputs, *prompts.inputs))
+            if (captured := self._get(padded)) is not None:
+                places = Place(slice(0, decodes)), Place(slice(decodes, len(slots)), size)
+                return [Part(captured, padded.inputs, places)]
         parts: list[Part] = []
         if decodes:
-            slots = plan.slots[:decodes]
-            captured, inputs = self._decode_graph(decode(slots, named=any_named(slots)), plan)
-            if captured is None:
+            padded = (self._decode_rows(plan, "decode", scored, with_logits) if draws
+                      else self._decode_rows(plan, "logits"))
+            if (captured := self._get(padded)) is None:
                 return None
-            parts.append(Part(captured, inputs, (Place(slice(0, decodes)),)))
-        if prompt_size:
-            run = self._of_prompts(prompts, plan, plan.slots[decodes:], tiles)
-            captured = self._get((prompt_size, len(prompt_inputs[1][0]) - 1), run, prompt_inputs)
-            if captured is None:
+            parts.append(Part(captured, padded.inputs, (Place(slice(0, decodes)),)))
+        if prompts is not None:
+            shape = prompts.shape._replace(**self._of_slots(slots[decodes:], draws))
+            shape = shape._replace(kind="prompts", scored=scored) if draws else shape
+            if (captured := self._get(Padded(shape, prompts.inputs))) is None:
                 return None
-            parts.append(Part(captured, prompt_inputs, (Place(slice(decodes, len(plan.slots))),)))
+            parts.append(Part(captured, prompts.inputs, (Place(slice(decodes, len(slots))),)))
         return parts
 
-    def _mixed_part(self, plan: StepPlan, size: int, mixed: Callable[..., partial],
-                    prompt_inputs: tuple[np.ndarray, ...], tiles: GroupedTiles | None) -> Part | None:
-        """The graph of a step's decode rows, padded to `size`, and of its prompts."""
-        decodes, (decode_inputs, decode_tiles) = plan.num_decode_rows, self.steps.decode_inputs(plan, size)
-        run = partial(self._of_prompts(mixed, plan, plan.slots, tiles), decode_tiles=decode_tiles)
-        inputs = *decode_inputs, *prompt_inputs
-        captured = self._get((size, len(prompt_inputs[0][0]), len(prompt_inputs[1][0]) - 1), run, inputs)
-        if captured is None:
-            return None
-        return Part(captured, inputs, (Place(slice(0, decodes)), Place(slice(decodes, len(plan.slots)), size)))
-
-    def _of_prompts(self, make: Callable[..., partial], plan: StepPlan, slots: np.ndarray,
-                    tiles: GroupedTiles | None) -> partial:
-        """What `make` makes for the prompts of a step, whose attention reads what is shared in `tiles`."""
+    def _prompts(self, plan: StepPlan, size: int) -> Padded:
+        """The prompts of a step in so many padded tokens, up to the logits; not yet what their slots need."""
+        inputs, tiles = self.steps.prompt_inputs(plan, size)
         long = self._attention.is_long((plan.start + plan.num_new_tokens)[plan.num_decode_rows :])
         queued = tiles is None and self._attention.wants_queue(plan)
-        return partial(make(slots, long=long, named=self._state.adapters.any_named(slots)), queued=queued, tiles=tiles)
+        return Padded(StepShape("prompt_logits", tokens=size, prompts=len(inputs[1][0]) - 1, long=long, queued=queued,
+                                tiles=tiles), inputs)
+
+    def _of_slots(self, slots: np.ndarray, draws: bool = True) -> dict[str, Any]:
+        """The fields of a `StepShape` that the requests in these slots decide."""
+        stages = self._state.stages(slots) if draws else frozenset()
+        return {"stages": stages, "named": self._state.adapters.any_named(slots)}
 
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
         """Replay a step of decode rows up to the logits [R, V]; None: no graph for it."""
@@ -365,11 +337,11 @@ class StepGraphs:
         if not decodes or decodes < len(plan.slots) or decodes > self.steps.decode_sizes[-1]:
             return None
         if not self.is_ready(plan):
-            named = self._state.adapters.any_named(plan.slots)
-            captured, inputs = self._decode_graph(partial(self.steps.logits, named=named), plan)
+            padded = self._decode_rows(plan, "logits")
+            captured = self._get(padded)
             if captured is None:
                 return None
-            self._send(captured, inputs)
+            self._send(captured, padded.inputs)
             self._ready = plan, captured
         assert self._ready is not None
         return self._replay(self._ready[1])[:decodes].clone()
@@ -377,8 +349,7 @@ class StepGraphs:
     def make_ready(self, plan: StepPlan) -> None:
         """Send what `logits` of this plan will read, behind the step that runs; nothing where it has no graph yet."""
         self._drop_if_moved()
-        named = self._state.adapters.any_named(plan.slots)
-        padded = self._padded(partial(self.steps.logits, named=named), plan)
+        padded = self._decode_rows(plan, "logits")
         captured = self._present(padded)
         if captured is not None:
             self._send(captured, padded.inputs)
@@ -402,41 +373,40 @@ class StepGraphs:
                 self.steps.use_slots()
             self._memory_signature = signature  # last: after an interrupt all of it comes again
 
-    def _decode_graph(self, run: partial, plan: StepPlan) -> tuple[Captured | None, tuple[np.ndarray, ...]]:
-        padded = self._padded(run, plan)
-        return self._get(*padded), padded.inputs
-
-    def _padded(self, run: partial, plan: StepPlan) -> Padded:
-        size = self.steps.decode_size(plan)
+    def _decode_rows(self, plan: StepPlan, kind: Kind, scored: tuple[str, ...] = (),
+                     with_logits: bool = False) -> Padded:
+        """The decode rows of a step, for a graph of this kind."""
+        size, slots = self.steps.decode_size(plan), plan.slots[: plan.num_decode_rows]
         # Guesses are rows of one sequence, of which a later one reads what an earlier one writes.
-        at_once = plan.drafts is None and self._executor.may_run_at_once(size, plan.start[: plan.num_decode_rows])
-        if at_once and plan.groups is None:
-            alone = partial(run, tiles=None, at_once=True)
-            captured = self._captured.get(self._key(size, alone))
+        one_launch = plan.drafts is None and self._executor.may_run_at_once(size, plan.start[: len(slots)])
+        shape = StepShape(kind, rows=size, scored=scored, with_logits=with_logits, one_launch=one_launch,
+                          **self._of_slots(slots, kind == "decode"))
+        if one_launch and plan.groups is None:
+            captured = self._captured.get(self._key(shape))
             if captured is not None and captured.kept:  # it reads no plan of an attention kernel
-                return Padded(size, alone, (self.steps.unplanned_rows(plan, size),), captured)
+                return Padded(shape, (self.steps.unplanned_rows(plan, size),), captured)
         inputs, tiles = self.steps.decode_inputs(plan, size)
-        return Padded(size, partial(run, tiles=tiles, at_once=at_once), inputs)
+        return Padded(shape._replace(tiles=tiles), inputs)
 
     def _present(self, padded: Padded) -> Captured | None:
-        return padded.known or self._captured.get(self._key(padded.size, padded.run))
+        return padded.known or self._captured.get(self._key(padded.shape))
 
-    def _key(self, size: Size, run: partial) -> tuple:
-        """What tells graphs apart, whether one launch computes all layers last: another once its kernel is there."""
-        at_once = isinstance(size, int) and run.keywords.get("at_once", False) and self._executor.runs_at_once(size)
-        others = (value for name, value in run.keywords.items() if name != "at_once")
-        return size, run.func.__name__, *others, at_once
+    def _key(self, shape: StepShape) -> StepShape:
+        """The shape, with whether one launch does compute all layers: another graph once its kernel is there."""
+        return shape._replace(one_launch=shape.one_launch and self._executor.runs_at_once(shape.rows))
 
-    def _get(self, size: Size, run: partial, inputs: tuple[np.ndarray, ...],
-             known: Captured | None = None) -> Captured | None:
-        """The graph of `run`, captured on a step's inputs where it is new; None where it cannot be had."""
-        if known is not None:  # another engine may meanwhile have found that the kernel for all layers fails
-            return known
-        key = self._key(size, run)
+    def _get(self, padded: Padded, *kept: torch.Tensor) -> Captured | None:
+        """The graph of a step, captured on its inputs where it is new; None where it cannot be had.
+
+        The step reads the tensors `kept` on the device, which stay where they are, and then its inputs.
+        """
+        if padded.known is not None:  # another engine may meanwhile find that the kernel for all layers fails
+            return padded.known
+        shape = padded.shape
+        key = self._key(shape)
         if key not in self._captured:
-            sizes = size if isinstance(size, tuple) else (size,)
-            captured = self._capture(run, inputs, f"{run.func.__name__} {'x'.join(map(str, sizes))}")
-            key = self._key(size, run)  # the kernel for all layers may have come, or gone, in the run before
+            captured = self._capture(partial(self.steps.run, shape, *kept), padded.inputs, shape.name)
+            key = self._key(shape)  # the kernel for all layers may have come, or gone, in the run before
             self._captured.setdefault(key, captured)
         return self._captured[key]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from hf_paged.device.upload import upload
 from hf_paged.kernels.attention.grouped_work import GroupedPlan
 from hf_paged.kernels.attention.metadata import (
     DecodeWork,
-    GroupedConfig,
     GroupedWork,
     PagedMetadata,
     PromptWork,
@@ -30,6 +29,7 @@ from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
 from hf_paged.runner.step_context import Ends, PagedStep, Parts
+from hf_paged.runner.step_shape import GroupedTiles, StepShape
 from hf_paged.sampling.token_mask import TokenMasks
 from hf_paged.sampling.top_log_probs import shape_of
 from hf_paged.scheduler import StepPlan
@@ -60,13 +60,6 @@ class Drawn(NamedTuple):
     tokens: torch.Tensor
     logprobs: Mapping[str, torch.Tensor]
     logits: torch.Tensor | None = None
-
-
-class GroupedTiles(NamedTuple):
-    """What a graph of a step whose rows share prefixes holds of its plans, see `GroupedWork`."""
-
-    num_parts: int
-    config: GroupedConfig
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -187,7 +180,7 @@ class PaddedSteps:
         work = self._attention.plain_plan(rows[1] + 1, rows[0])
         assert isinstance(work, np.ndarray)
         inputs = [upload(array, self._device) for array in (rows, work)]
-        self.decode(*inputs, stages=frozenset(), scored=(), named=False, with_logits=False, tiles=None)
+        self.run(StepShape("decode", rows=size), *inputs)
 
     def _run_padding_tokens(self, size: int, *, queued: bool) -> None:
         tokens = np.empty((3, size), dtype=np.int64)
@@ -197,7 +190,7 @@ class PaddedSteps:
         alone = self._attention.plain_plan(rows[2, :-1], rows[1, :-1])
         assert isinstance(alone, np.ndarray)
         inputs = [upload(array, self._device) for array in (tokens, rows, alone)]
-        self.prompts(*inputs, stages=frozenset(), long=False, scored=(), named=False, queued=queued, tiles=None)
+        self.run(StepShape("prompts", tokens=size, prompts=rows.shape[1] - 1, queued=queued), *inputs)
 
     def decode_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
         """rows [2, size] int64 (slots, positions), and the attention's plan, which is for these tiles."""
@@ -220,39 +213,35 @@ class PaddedSteps:
         rows[0, :count], rows[1, :count] = plan.slots[:count], plan.start[:count]
         return rows
 
-    def decode(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *,
-               stages: frozenset[str], scored: tuple[str, ...], named: bool, with_logits: bool,
-               tiles: GroupedTiles | None, at_once: bool = False) -> Drawn:
-        """Tokens of decode rows, from what `decode_inputs` makes; ``at_once`` as in `PagedStep`."""
-        hidden = self._decode_hidden(rows, items, parts, named, tiles, at_once)
-        logits, (slots, positions) = self._executor.shard_logits(*hidden), rows
+    def run(self, shape: StepShape, *arrays: torch.Tensor) -> Any:
+        """Compute a step of this shape from its arrays on the device: `Drawn`, or logits."""
+        return getattr(self, shape.kind)(shape, *arrays)
+
+    def decode(self, shape: StepShape, rows: torch.Tensor, items: torch.Tensor,
+               parts: torch.Tensor | None = None) -> Drawn:
+        """Tokens of decode rows, from what `decode_inputs` makes."""
+        logits, (slots, positions) = self.logits(shape, rows, items, parts), rows
         # The sampled token's place is the length of what it follows.
-        drawn = self._draw(logits, slots, positions + 1, stages, scored)
-        return drawn._replace(logits=logits) if with_logits else drawn  # a graph that keeps them keeps their memory
+        return self._draw(shape, logits, slots, positions + 1)
 
-    def logits(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *, named: bool,
-               tiles: GroupedTiles | None, at_once: bool = False) -> torch.Tensor:
+    def logits(self, shape: StepShape, rows: torch.Tensor, items: torch.Tensor,
+               parts: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [size, V] of decode rows, or a rank's columns."""
-        return self._executor.shard_logits(*self._decode_hidden(rows, items, parts, named, tiles, at_once))
+        inputs, meta = self._of_decode_rows(rows, items, parts, shape.tiles)
+        adapters = self._state.adapters.of(rows[0]) if shape.named else None
+        step = self._step(inputs.positions, meta.slot_mapping, [(0, len(inputs.ids), meta)], adapters, shape.one_launch)
+        return self._executor.shard_logits(self._executor.hidden_states(inputs.ids, step), adapters)
 
-    def undrawn(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None = None, *, named: bool,
-                tiles: GroupedTiles | None, at_once: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def undrawn(self, shape: StepShape, rows: torch.Tensor, items: torch.Tensor,
+                parts: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits, and the rows: the next step's may come before tokens are drawn from the logits."""
-        return self.logits(rows, items, parts, named=named, tiles=tiles, at_once=at_once), rows.clone()
+        return self.logits(shape, rows, items, parts), rows.clone()
 
-    def masked(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, lines: torch.Tensor, *,
-               of: object, stages: frozenset[str], scored: tuple[str, ...]) -> Drawn:
-        """Tokens of rows [2, size] from logits, which another graph (``of``) leaves, and masks."""
+    def masked(self, shape: StepShape, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor,
+               lines: torch.Tensor) -> Drawn:
+        """Tokens of rows [2, size] from logits that another graph leaves, and masks."""
         slots, positions = rows
-        return self._draw(logits, slots, 1 + positions, stages, scored, TokenMasks(words, lines))
-
-    def _decode_hidden(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None, named: bool,
-                       tiles: GroupedTiles | None, at_once: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states, and the rows' adapters where some row names one."""
-        inputs, meta = self._of_decode_rows(rows, items, parts, tiles)
-        adapters = self._state.adapters.of(rows[0]) if named else None
-        step = self._step(inputs.positions, meta.slot_mapping, [(0, len(inputs.ids), meta)], adapters, at_once)
-        return self._executor.hidden_states(inputs.ids, step), adapters
+        return self._draw(shape, logits, slots, 1 + positions, TokenMasks(words, lines))
 
     def _of_decode_rows(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None,
                         tiles: GroupedTiles | None) -> tuple[StepInputs, PagedMetadata]:
@@ -295,56 +284,47 @@ class PaddedSteps:
         tiles = GroupedTiles(shared.num_parts, shared.kernel.config)
         return (tokens, by_row, shared.items, shared.rows, shared.own_begin), tiles
 
-    def prompts(self, tokens: torch.Tensor, rows: torch.Tensor, *work: torch.Tensor, stages: frozenset[str],
-                long: bool, scored: tuple[str, ...], named: bool, queued: bool, tiles: GroupedTiles | None) -> Drawn:
-        """Tokens of prompts, from what `prompt_inputs` makes.
-
-        ``long`` and ``queued`` are what `AttentionInputs.is_long` and `wants_queue` say.
-        """
-        logits = self.prompt_logits(tokens, rows, *work, long=long, named=named, queued=queued, tiles=tiles)
+    def prompts(self, shape: StepShape, tokens: torch.Tensor, rows: torch.Tensor, *work: torch.Tensor) -> Drawn:
+        """Tokens of prompts, from what `prompt_inputs` makes."""
         sampled_slots, sampled_positions = rows[4:, :-1]
-        return self._draw(logits, sampled_slots, sampled_positions, stages, scored)
+        return self._draw(shape, self.prompt_logits(shape, tokens, rows, *work), sampled_slots, sampled_positions)
 
-    def prompt_logits(self, tokens: torch.Tensor, rows: torch.Tensor, *work: torch.Tensor, long: bool, named: bool,
-                      queued: bool, tiles: GroupedTiles | None) -> torch.Tensor:
+    def prompt_logits(self, shape: StepShape, tokens: torch.Tensor, rows: torch.Tensor,
+                      *work: torch.Tensor) -> torch.Tensor:
         """Logits [rows, V] of the last tokens of prompts, or a rank's columns."""
-        inputs, meta, ends = self._of_prompts(tokens, rows, work, long, queued, tiles)
+        inputs, meta, ends = self._of_prompts(shape, tokens, rows, work)
         slots, last = tokens[0], rows[3, :-1]
-        return self._logits_of(inputs, [meta], last, None if ends is None else [ends], slots if named else None)
+        return self._logits_of(inputs, [meta], last, None if ends is None else [ends], slots if shape.named else None)
 
-    def mixed(self, rows: torch.Tensor, items: torch.Tensor, *arrays: torch.Tensor, stages: frozenset[str], long: bool,
-              scored: tuple[str, ...], named: bool, with_logits: bool, queued: bool, tiles: GroupedTiles | None,
-              decode_tiles: GroupedTiles | None) -> Drawn:
+    def mixed(self, shape: StepShape, rows: torch.Tensor, items: torch.Tensor, *arrays: torch.Tensor) -> Drawn:
         """Tokens of decode rows and of prompts behind them, which go through the layers together.
 
-        The arrays are those of `decode_inputs`, which are for ``decode_tiles``, and then those of `prompt_inputs`.
+        The arrays are those of `decode_inputs`, and then those of `prompt_inputs`.
         """
-        parts, (tokens, prompts, *work) = (None, arrays) if decode_tiles is None else (arrays[0], arrays[1:])
-        decoded, decode_meta = self._of_decode_rows(rows, items, parts, decode_tiles)
-        computed, prompt_meta, ends = self._of_prompts(tokens, prompts, tuple(work), long, queued, tiles)
+        parts, (tokens, prompts, *work) = (None, arrays) if shape.decode_tiles is None else (arrays[0], arrays[1:])
+        decoded, decode_meta = self._of_decode_rows(rows, items, parts, shape.decode_tiles)
+        computed, prompt_meta, ends = self._of_prompts(shape, tokens, prompts, tuple(work))
         inputs = StepInputs(*(torch.cat(both) for both in zip(decoded[:3], computed[:3], strict=True)))
         count = len(decoded.ids)
         last = torch.cat([torch.arange(count, device=self._device), count + prompts[3, :-1]])
         logits = self._logits_of(inputs, [decode_meta, prompt_meta], last,
                                  None if ends is None else [decode_meta, ends],
-                                 torch.cat([rows[0], tokens[0]]) if named else None)
+                                 torch.cat([rows[0], tokens[0]]) if shape.named else None)
         slots, places = torch.cat([rows[0], prompts[4, :-1]]), torch.cat([1 + rows[1], prompts[5, :-1]])
-        drawn = self._draw(logits, slots, places, stages, scored)
-        return drawn._replace(logits=logits) if with_logits else drawn
+        return self._draw(shape, logits, slots, places)
 
-    def _of_prompts(self, tokens: torch.Tensor, rows: torch.Tensor, work: tuple[torch.Tensor, ...], long: bool,
-                    queued: bool, tiles: GroupedTiles | None) -> tuple[StepInputs, PagedMetadata, PagedMetadata | None]:
+    def _of_prompts(self, shape: StepShape, tokens: torch.Tensor, rows: torch.Tensor,
+                    work: tuple[torch.Tensor, ...]) -> tuple[StepInputs, PagedMetadata, PagedMetadata | None]:
         """What the layers read of prompts, and of their last tokens alone, where no tile reads for several rows."""
         slots, positions, write_from = tokens
         inputs = self._state.inputs(slots, positions, write_from)
         starts, row_slots, seq_lens = rows[:3].to(torch.int32)
         of_rows = seq_lens[:-1], row_slots[:-1]
-        if tiles is not None:
+        prompts = partial(self._attention.prompts, starts, *of_rows, inputs.slot_mapping, long=shape.long)
+        if shape.tiles is not None:
             items, parts, own_begin = work
-            shared = PromptWork(GroupedWork(items, parts, *tiles), own_begin)
-            return inputs, self._attention.prompts(starts, *of_rows, inputs.slot_mapping, long=long, work=shared), None
-        queue, (alone,) = self._queue if queued else None, work
-        meta = self._attention.prompts(starts, *of_rows, inputs.slot_mapping, long=long, work=queue)
+            return inputs, prompts(work=PromptWork(GroupedWork(items, parts, *shape.tiles), own_begin)), None
+        (alone,), meta = work, prompts(work=self._queue if shape.queued else None)
         ends = self._attention.last_tokens(self._starts[: len(starts)], *of_rows, DecodeWork(alone, self._arrivals))
         return inputs, meta, ends
 
@@ -361,11 +341,13 @@ class PaddedSteps:
             hidden = hidden[last]
         return self._executor.shard_logits(hidden, None if adapters is None else adapters[last])
 
-    def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stages: frozenset[str],
-              scored: tuple[str, ...], masks: TokenMasks | None = None) -> Drawn:
+    def _draw(self, shape: StepShape, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
+              masks: TokenMasks | None = None) -> Drawn:
         logprobs = {name: torch.empty(shape_of(name, len(slots)), dtype=torch.float32, device=self._device)
-                    for name in scored}
-        return Drawn(self._state.sample(logits, slots, positions, stages, logprobs, masks), logprobs)
+                    for name in shape.scored}
+        tokens = self._state.sample(logits, slots, positions, shape.stages, logprobs, masks)
+        # A graph that keeps its logits keeps their memory.
+        return Drawn(tokens, logprobs, logits if shape.with_logits else None)
 
     def _step(self, positions: torch.Tensor, slot_mapping: torch.Tensor, parts: Parts, adapters: torch.Tensor | None,
               at_once: bool = False, ends: Ends | None = None) -> PagedStep:

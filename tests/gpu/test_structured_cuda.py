@@ -73,7 +73,7 @@ def test_graphs_draw_under_masks_what_eager_steps_draw(options):
             made.append(generator.generate(prompts, structured=forms, max_new_tokens=60, seed=3, use_tqdm=False,
                                            eos_token_id=end, **options))
             if not eager:
-                names = {key[1] for key in generator.engine._core.runner.graphs._captured}
+                names = {shape.kind for shape in generator.engine._core.runner.graphs._captured}
     assert {"undrawn", "masked"} <= names
     for one, other in zip(*made, strict=True):
         assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)

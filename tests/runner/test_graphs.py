@@ -90,11 +90,12 @@ def uncaptured(monkeypatch):
         self._graphs.append(Uncaptured())
         return Captured(name, self._graphs[-1], tuple(torch.from_numpy(array.copy()) for array in inputs), run)
 
-    def get(self, size, run, inputs, *known):
-        captured = own_get(self, size, run, inputs, *known)
+    def get(self, padded, *kept):
+        captured, shape = own_get(self, padded, *kept), padded.shape
         if captured is not None:
-            kind = {"decode": "decode", "masked": "masked", "mixed": "mixed"}.get(run.func.__name__, "prompt")
-            replayed.append((kind, size[0] if kind == "prompt" and isinstance(size, tuple) else size))
+            kind = shape.kind if shape.kind in ("decode", "masked", "mixed") else "prompt"
+            sizes = [size for size in (shape.rows, shape.tokens, shape.prompts) if size]
+            replayed.append((kind, tuple(sizes) if kind == "mixed" else sizes[0]))
         return captured
 
     def replay(self, captured):
@@ -288,10 +289,10 @@ def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, mon
     assert backend.grouped
     assert saved > 0
     assert all((work.items[:, 0] > 1).any() for work in backend.grouped)
-    decodes = {key for key in keys if key[1] == "decode"}
+    decodes = {shape for shape in keys if shape.kind == "decode"}
     if mode == "graphs":
-        assert {key[-2] is None for key in decodes} == {False, True}
-        assert {key[0] for key in decodes if key[-2] is not None} == {4}
+        assert {shape.tiles is None for shape in decodes} == {False, True}
+        assert {shape.rows for shape in decodes if shape.tiles is not None} == {4}
 
 
 @pytest.mark.interpreted
@@ -330,7 +331,7 @@ def test_prompts_behind_a_cached_prefix_read_it_once_and_make_stocks_tokens(step
     assert backend.prompts
     assert all((work.shared.items[:, 0] > 1).any() and (work.own_begin == 96).sum() >= 3 for work in backend.prompts)
     if mode == "graphs":
-        assert {key[-2] is None for key in keys if key[1] == "prompts"} == {False, True}
+        assert {shape.tiles is None for shape in keys if shape.kind == "prompts"} == {False, True}
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
@@ -418,7 +419,7 @@ def test_steps_that_wait_for_masks_are_drawn_by_a_graph_of_their_own(monkeypatch
             configs = [GenerationConfig(max_new_tokens=n, eos_token_id=None, **settings) for n in new_tokens]
             made = generator.generate(prompts, configs, structured=structured, seed=3, use_tqdm=False, **flags)
             graphs = generator.engine._core.pool.runner.graphs
-            names = set() if graphs is None else {key[1] for key in graphs._captured}
+            names = set() if graphs is None else {shape.kind for shape in graphs._captured}
         assert all(one.error is None for one in made)
         return made, names
 
@@ -475,11 +476,11 @@ def test_tokens_under_masks_are_drawn_eagerly_where_a_graph_cannot_be_had(steps,
     made = []
     for refused in ("masked", "nothing"):
         monkeypatch.setattr(StepGraphs, "_capture", lambda self, run, *args, refused=refused: (
-            None if run.func.__name__ == refused else capture(self, run, *args)))
+            None if run.args[0].kind == refused else capture(self, run, *args)))
         with hf_paged.PagedGenerator(tiny_model(), num_blocks=200) as generator:
             made.append([one.token_ids for one in generator.generate(prompts, structured={"regex": ".*"}, **options)])
             captured = generator.engine._core.pool.runner.graphs._captured
-            refusals = {key[1] for key, found in captured.items() if found is None}
+            refusals = {shape.kind for shape, found in captured.items() if found is None}
         assert refusals == ({"masked"} if refused == "masked" else set())
     assert made[0] == made[1] and all(token % 3 == at % 3 for row in made[0] for at, token in enumerate(row))
 
@@ -503,7 +504,7 @@ def under_masks(steps, monkeypatch):
 
 def test_an_interrupt_while_lines_of_masks_are_sent_has_them_sent_again(under_masks, monkeypatch):
     graphs, step, masks, *rest = under_masks
-    (captured,) = (found for key, found in graphs._captured.items() if key[1] == "masked")
+    (captured,) = (found for shape, found in graphs._captured.items() if shape.kind == "masked")
     send = graphs._send
 
     def interrupted(captured, inputs):
@@ -593,8 +594,7 @@ def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch)
             kinds.append({kind for kind, _ in replayed})
             assert made[0] == tokens
             torch.testing.assert_close(made[1], scores, rtol=1e-4, atol=1e-4)
-        captured = {part for _, *key in generator.engine._core.pool.runner.graphs._captured for part in key
-                    if isinstance(part, tuple)}
+        captured = {shape.scored for shape in generator.engine._core.pool.runner.graphs._captured}
     assert kinds[:2] == [{"decode", "prompt"}] * 2
     assert "decode" in kinds[2]
     assert captured == {(), (PROCESSED,)}
@@ -605,7 +605,7 @@ def test_a_step_is_eager_where_its_graph_cannot_be_had(steps, monkeypatch, kind)
     capture, tried = StepGraphs._capture, []
 
     def refuse(self, run, inputs, name):
-        of_prompts = "long" in run.keywords
+        of_prompts = run.args[0].kind == "prompts"
         tried.append((of_prompts, inputs[0].shape))
         return None if of_prompts == (kind == "prompt") else capture(self, run, inputs, name)
 
@@ -653,11 +653,11 @@ def test_a_step_is_captured_anew_once_its_kernel_is_there(steps, monkeypatch, st
 
         assert made() == expected and plans.rows == []
         graphs = generator.engine._core.pool.runner.graphs
-        before = {key for key in graphs._captured if key[1] in ("decode", "undrawn")}
+        before = {shape for shape in graphs._captured if shape.kind in ("decode", "undrawn")}
         plans.compiled.set_result(None)
         assert made() == expected and set(plans.rows) == {1}
-        added = {key for key in graphs._captured if key[1] in ("decode", "undrawn")} - before
-        assert [key[-1] for key in before] == [False] and [key[-1] for key in added] == [True]
+        added = {shape for shape in graphs._captured if shape.kind in ("decode", "undrawn")} - before
+        assert [shape.one_launch for shape in before] == [False] and [shape.one_launch for shape in added] == [True]
         assert graphs._captured[before.pop()].graph is not graphs._captured[added.pop()].graph
 
 
@@ -676,7 +676,7 @@ def one_launch(steps, monkeypatch):
 
     def capture(self, run, inputs, name):
         made, launches = own_capture(self, run, inputs, name), len(plans.rows)
-        if run.keywords.get("at_once"):
+        if run.args[0].one_launch:
             with torch.no_grad():
                 run(*map(torch.from_numpy, inputs))  # as the run before the capture does
         return made._replace(kept=(torch.zeros(1),) if len(plans.rows) > launches else ())
@@ -696,7 +696,7 @@ def test_a_graph_that_was_captured_with_the_kernel_is_found_by_it(steps, one_lau
     with hf_paged.PagedGenerator(tiny_model(head_dim=128), num_blocks=50) as generator:
         generator.generate([[1, 2, 3]], max_new_tokens=6, do_sample=False)
         graphs = generator.engine._core.pool.runner.graphs
-        found = {key[-1]: one for key, one in graphs._captured.items() if key[1] == "decode"}
+        found = {shape.one_launch: one for shape, one in graphs._captured.items() if shape.kind == "decode"}
         assert len(one_launch.plans.rows) == 6 and found.keys() == {True} and found[True].kept
         assert sum(kind == "decode" for kind, _ in steps) == 5
     # The first step is captured on all of its inputs; attention's plan is for nobody after that.
@@ -713,7 +713,7 @@ def test_a_graph_without_the_launch_has_attentions_plan_sent(one_launch):
             one_launch.sent.clear()
             generator.generate([[1, 2, 3]], max_new_tokens=6, do_sample=False, **names)
         captured = generator.engine._core.pool.runner.graphs._captured
-        found = [(key[-1], bool(one.kept)) for key, one in captured.items() if key[1] == "decode"]
+        found = [(shape.one_launch, bool(one.kept)) for shape, one in captured.items() if shape.kind == "decode"]
         assert found == [(True, True), (True, False)]
     assert sum(captured.name.startswith("decode") for captured, _ in one_launch.sent) == 5
 
@@ -735,7 +735,7 @@ def test_a_kernel_that_fails_elsewhere_while_a_step_is_prepared(one_launch, monk
     with hf_paged.PagedGenerator(tiny_model(head_dim=128), num_blocks=50) as generator:
         assert generator.generate([[1, 2, 3]], **options)[0].token_ids == expected
         captured = generator.engine._core.pool.runner.graphs._captured
-        assert len(calls) == 2 and {key[-1] for key in captured if key[1] == "decode"} == {True, False}
+        assert len(calls) == 2 and {shape.one_launch for shape in captured if shape.kind == "decode"} == {True, False}
 
 
 def test_guesses_are_no_rows_of_one_launch(one_launch):
@@ -1109,7 +1109,7 @@ def test_rows_of_stocks_loop_and_requests_replay_one_graph(steps, num_beams, log
     for output in outputs:
         made[output.request_id] += output.new_token_ids
     assert list(made.values()) == [tokens[0, len(p):].tolist() for p, tokens in zip(prompts, alone, strict=True)]
-    joined = {key[0] for key in keys if key[1] == "decode" and key[-3]}
+    joined = {shape.rows for shape in keys if shape.kind == "decode" and shape.with_logits}
     assert joined and min(joined) >= 2 + 3 * num_beams
     assert {("decode", size) for size in joined} <= set(steps)
 
@@ -1141,10 +1141,9 @@ def test_steps_in_which_rows_name_adapters_have_graphs_of_their_own(steps, monke
             assert [c.token_ids for c in made] == tokens
             assert {kind for kind, _ in steps} == {"decode", "prompt"}
             kept.append(set(graphs._captured))
-    is_named = {key: (key[4] if key[1] == "decode" else key[5]) for key in kept[2]}
-    assert not any(is_named[key] for key in kept[0])
-    assert all(is_named[key] for key in kept[1] - kept[0])
-    assert {key for key in kept[2] - kept[1] if key[1] == "decode"} == set()
+    assert not any(shape.named for shape in kept[0])
+    assert all(shape.named for shape in kept[1] - kept[0])
+    assert {shape for shape in kept[2] - kept[1] if shape.kind == "decode"} == set()
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

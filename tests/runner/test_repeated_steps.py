@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from contextlib import suppress
 from functools import partial
+from typing import get_args
 
 import pytest
 from planned_torch import PlannedTorch
@@ -27,9 +28,11 @@ from hf_paged.engine.speculation import Speculation
 from hf_paged.kernels.attention import grouped_prefill, prompt_work
 from hf_paged.kernels.attention.backends import TritonBackend
 from hf_paged.kernels.attention.prompt_work import RowPrograms
-from hf_paged.runner import graphs, model_runner
+from hf_paged.runner import model_runner
 from hf_paged.runner.graphs import StepGraphs
 from hf_paged.runner.model_runner import ModelRunner
+from hf_paged.runner.padded_steps import PaddedSteps
+from hf_paged.runner.step_shape import Kind, StepShape
 from hf_paged.scheduler import Status
 
 pytest.importorskip("peft")
@@ -81,11 +84,12 @@ def kinds_of(module) -> set[str]:
     return {function.attr for function in run if isinstance(function, ast.Attribute)}
 
 
-EAGER, CAPTURED = kinds_of(model_runner), kinds_of(graphs)
+EAGER, CAPTURED = kinds_of(model_runner), {*get_args(Kind)}
 
 
 def test_the_kinds_of_steps_are_found():
-    assert {"_eagerly", "_hidden_states"} <= EAGER and {"decode", "prompts", "mixed", "undrawn", "masked"} <= CAPTURED
+    assert {"_eagerly", "_hidden_states"} <= EAGER
+    assert all(callable(getattr(PaddedSteps, kind)) for kind in CAPTURED)
 
 
 @pytest.fixture
@@ -172,7 +176,8 @@ def repeat(monkeypatch, with_graphs):
     seen, rng = Counter(), random.Random(0)
 
     def repeated(work):
-        seen[work.func.__name__] += 1
+        shape = next((given for given in work.args if isinstance(given, StepShape)), None)
+        seen[work.func.__name__ if shape is None else shape.kind] += 1
         with interrupted(None) as calls:
             work()
         with suppress(Interrupt), interrupted(rng.randint(1, calls())):
