@@ -191,7 +191,7 @@ class Scheduler:
         return self.kv_cache_manager.block_pool.reset()
 
     def start_over(self) -> bool:
-        """Drop cached prefixes and counts; returns False, without effect, while a sequence, plan or lent slot is left."""
+        """Drop cached prefixes and counts; returns False, without effect, if a sequence, plan or lent slot is left."""
         table, manager = self._table, self.kv_cache_manager
         if self._requests or self._in_flight or self._failed or table.num_tenants or table.num_lent:
             return False
