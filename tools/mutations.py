@@ -166,7 +166,7 @@ MUTATIONS = [
              tests="takes_in_its_token_in_flight"),
     Mutation(QUEUE, "(seq.rank, seq)", "((0, seq.arrival), seq)", tests="priority"),
     Mutation(MANAGER, " or seq.is_mixed", "", (23,)),
-    Mutation(MANAGER, "        seq.is_mixed = False  # a", "        pass  # a", (23,)),
+    Mutation(MANAGER, "        seq.is_mixed = False  # what", "        pass  # what", (23,)),
     Mutation(SCHEDULER, "                seq.is_mixed = True\n", "                pass\n", (23,)),
     # Groups of rows that begin with the same blocks.
     Mutation(TREE, "            if table[node.end : inner.end] != inner.blocks:\n", "            if False:\n",
@@ -214,7 +214,7 @@ MUTATIONS = [
              tests="keeps_what_was_confirmed"),
     Mutation(SCHEDULER, "np.flatnonzero(samples & live)", "np.flatnonzero(plan.samples & live)",
              tests="are_taken or first_wrong_guess"),
-    Mutation(SCHEDULER, "            room //= 2  # so that drafts do not stop prefill\n", "            pass\n",
+    Mutation(SCHEDULER, "            room //= 2  # prompts go on beside guesses\n", "            pass\n",
              tests="leave_prompts_room"),
     Mutation(TREE, 'b"".join((b"+", slots', 'b"".join((slots', tests="copies_are_not"),
     Mutation(GROUPS, "has_own = (copies > 1) & (end > shared)", "has_own = copies > 1", tests="rows_of_one_sequence"),

@@ -126,7 +126,7 @@ class KVCacheManager:
         blocks = self.block_pool.blocks
         self.block_pool.free([blocks[i] for i in reversed(seq.block_table)])
         seq.block_table = []
-        seq.is_mixed = False  # a recomputation has one state of the model only
+        seq.is_mixed = False  # what is recomputed is of one state of the model
         seq.num_published = 0
         seq.prefix_id = ROOT_PREFIX_ID
         seq.prefix_digest = ROOT_DIGEST

@@ -251,7 +251,7 @@ class Scheduler:
         table, size = self._table, self.config.block_size
         room, num_free = self.config.max_num_batched_tokens - len(slots), self.num_free_blocks
         if self._partial is not None or self._waiting:
-            room //= 2  # so that drafts do not stop prefill
+            room //= 2  # prompts go on beside guesses
         guesses: list[Seq[int]] = []
         needy: list[int] = []
         for slot, position in zip(slots.tolist(), start.tolist(), strict=True):
