@@ -157,7 +157,7 @@ class StepGraphs:
         self._held = []
 
     def drop(self) -> None:
-        """Destroy all graphs, also those that a traceback still references; does not wait for a running graph."""
+        """Destroy all graphs, also graphs that a traceback still references; does not wait for a running graph."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
@@ -506,7 +506,7 @@ class StepGraphs:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
-        self._executor.captured_tensors()  # discards those of a failed capture
+        self._executor.captured_tensors()  # discards tensors of a failed capture
         # Not torch.cuda.graph(), which collects garbage and empties the cache at every capture.
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         try:

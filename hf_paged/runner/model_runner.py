@@ -197,7 +197,7 @@ class ModelRunner:
         return computed, logits
 
     def _compiled(self, run: Callable[[], Result], plan: StepPlan) -> Result:
-        """Call `run()` with its kernels compiled in parallel, then compile those of decoding its rows."""
+        """Call `run()` with its kernels compiled in parallel, then compile the kernels of decoding its rows."""
         if self.device.type != "cuda" or self.executor.group.is_parallel:
             return run()
         return compiled_together(run, () if self.graphs is None else self.graphs.steps.coming(len(plan.slots)))

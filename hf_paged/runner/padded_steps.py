@@ -317,7 +317,7 @@ class PaddedSteps:
               decode_tiles: GroupedTiles | None) -> Drawn:
         """Sample tokens of decode rows and of prompts after them, which go through the layers together.
 
-        The arrays are those of `decode_inputs`, which fit ``decode_tiles``, followed by those of `prompt_inputs`.
+        The arrays come from `decode_inputs`, which fit ``decode_tiles``, and then from `prompt_inputs`.
         """
         parts, (tokens, prompts, *work) = (None, arrays) if decode_tiles is None else (arrays[0], arrays[1:])
         decoded, decode_meta = self._of_decode_rows(rows, items, parts, decode_tiles)

@@ -23,8 +23,8 @@ class PromptSpan(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Log-probabilities that a step has to return: `LOGPROBS` and `TOPS` of its sampled tokens, and those of prompt
-    tokens, with the likeliest tokens by a name of `TOPS`."""
+    """Log-probabilities that a step has to return: names of `LOGPROBS` and `TOPS` for its sampled tokens, prompt tokens
+    to score, and a name of `TOPS` for the likeliest tokens at their positions."""
 
     sampled: tuple[str, ...] = ()
     prompt: tuple[PromptSpan, ...] = ()

@@ -166,7 +166,7 @@ class RequestState:
         """Sample tokens int64 [R] for `positions` [R] of `slots` [R] and write them to `tokens` (see `sample_tokens`).
 
         ``logprobs``: {one of `LOGPROBS`: [R] float32} receive the tokens' log-probabilities, {one of `TOPS`:
-        [R, 2, width] float32} those of the likeliest tokens. ``masks``: masks of the R rows; may be applied to
+        [R, 2, width] float32} what `Top` says of the likeliest tokens. ``masks`` of the R rows may be applied to
         ``logits`` in place.
         """
         if self.sharded is None:

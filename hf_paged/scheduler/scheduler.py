@@ -50,7 +50,7 @@ class Scheduler:
         self._table = RunningTable(config.max_num_seqs)
         self._waiting = WaitingQueue()
         self._requests: dict[str, Sequence] = {}  # unfinished ones
-        self._num_scored = 0  # those with max_new_tokens 0
+        self._num_scored = 0  # unfinished requests with max_new_tokens 0
         self._partial: Sequence | None = None  # in chunked prefill; at most one, since it takes the whole budget
         self._in_flight: deque[StepPlan] = deque()
         self._failed: list[Sequence] = []

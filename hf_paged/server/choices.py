@@ -14,7 +14,7 @@ from hf_paged.server.wishes import Wishes
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """Token of an answer as text, with its log-probability and those of the likeliest tokens at its position."""
+    """Token of an answer as text, with log-probabilities of it and of the likeliest tokens at its position."""
 
     text: str
     logprob: float
