@@ -106,7 +106,7 @@ def disable(model: nn.Module) -> nn.Module:
 
 
 def is_enabled(model: nn.Module) -> bool:
-    """True while `model`, or the causal LM inside it, is enabled."""
+    """Return whether `model`, or the causal LM inside it, is enabled."""
     try:
         return unwrap(model) in ENGINES
     except UnsupportedModelError:

@@ -34,8 +34,7 @@ class _Nobody:
 
 
 def explain(model: nn.Module, **generate_kwargs: Any) -> Explanation:
-    """Return the path that ``model.generate(**generate_kwargs)`` would take now, the reasons and remedies; runs
-    nothing.
+    """Return the path, reasons and remedies of ``model.generate(**generate_kwargs)`` without running it.
 
     The model may be enabled or not (then the result is that after `enable(model)`). It is not changed; no cache is
     allocated, no random number drawn, no warning given. A `PagedGenerator` whose memory was released gets its KV pool

@@ -14,7 +14,7 @@ from hf_paged.integration.ranks import OTHERS_IN_STOCK, come, refusing
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[nn.Module]:
-    """Let each rank generate independently of the others within the context, only natively.
+    """Let each rank generate natively and independently of the others within the context.
 
     For an enabled model that is sharded by FSDP2. All ranks enter the context, which gathers the weights if they
     changed; afterwards no rank waits for another, also at the end. Has no effect on any other model.

@@ -99,7 +99,7 @@ class WeightsGuard:
 
     @property
     def pending(self) -> bool:
-        """True between `begin` and `verify`."""
+        """Return whether `begin` started a checksum that `verify` has not compared yet."""
         return self._pending is not None
 
     def verify(self, pool: BlockPool) -> None:

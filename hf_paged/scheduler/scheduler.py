@@ -49,7 +49,7 @@ class Scheduler:
         self.num_preemptions = 0  # for lack of blocks
         self._table = RunningTable(config.max_num_seqs)
         self._waiting = WaitingQueue()
-        self._requests: dict[str, Sequence] = {}  # unfinished ones
+        self._requests: dict[str, Sequence] = {}  # unfinished sequences by request id
         self._num_scored = 0  # unfinished requests with max_new_tokens 0
         self._partial: Sequence | None = None  # in chunked prefill; at most one, since it takes the whole budget
         self._in_flight: deque[StepPlan] = deque()

@@ -62,7 +62,7 @@ class Answer:
         return await self._whole("chat.completion", self._chat_choice)
 
     async def whole_text(self, suffix: str) -> dict[str, Any]:
-        """Like `whole_chat`, for the completions endpoint, with `suffix` after every choice."""
+        """Return a text completion's body with `suffix` after every choice; raises what `_outputs` raises."""
         return await self._whole("text_completion", lambda index, output: self._text_choice(index, output, suffix))
 
     def chat_stream(self) -> AsyncIterator[str]:
@@ -74,7 +74,7 @@ class Answer:
         return self._events(self._pieces(parsers), ChatChunks(str(self._head["id"])), "chat.completion.chunk")
 
     def text_stream(self, suffix: str) -> AsyncIterator[str]:
-        """Like `chat_stream`, for the completions endpoint."""
+        """Return server-sent events of a text completion; queues the requests like `chat_stream`."""
         return self._events(self._pieces([None] * len(self._requests)), TextChunks(suffix), "text_completion")
 
     # -- whole answers ------------------------------------------------------------------------------------------------
