@@ -25,7 +25,7 @@ _ROWS_AT_ONCE = 64  # bounds the memory of sorting rows, as in `edit_warpers`
 
 
 class Top(NamedTuple):
-    """``width`` tokens under one of `LOGPROBS`: [R, 2, width] float32, log-probabilities at [:, 0], token ids at [:, 1].
+    """``width`` tokens under one of `LOGPROBS`: [R, 2, width] float32, with log-probabilities [:, 0] and ids [:, 1].
 
     The likeliest come first. Ids are whole numbers below 2**24, which float32 holds exactly; if the vocabulary is
     smaller than ``width``, the remaining log-probabilities are -inf.

@@ -62,7 +62,7 @@ class Answer:
         return await self._whole("chat.completion", self._chat_choice)
 
     async def whole_text(self, suffix: str) -> dict[str, Any]:
-        """Return a text completion's body with `suffix` after every choice; raises what `_outputs` raises."""
+        """Return a text completion's body, `suffix` after each choice; raises what `_outputs` raises."""
         return await self._whole("text_completion", lambda index, output: self._text_choice(index, output, suffix))
 
     def chat_stream(self) -> AsyncIterator[str]:
