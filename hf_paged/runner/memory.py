@@ -93,7 +93,7 @@ def planned(executor: ModelExecutor, config: PagedConfig, max_model_len: int, de
             weights: int) -> MemoryPlan:
     """Return the plan of a `PagedGenerator` on ``device``, for a model of ``weights`` bytes that is not loaded yet.
 
-    The bytes of a step are estimated; `owned_num_blocks` measures them. With fewer than two blocks the model does not fit.
+    A step's bytes are estimated; `owned_num_blocks` measures them. With fewer than two blocks the model does not fit.
     """
     spec = executor.kv_spec()._replace(device=device)
     steps = executor.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
